@@ -1,0 +1,1 @@
+"""Holds every kernel of fused_norm: LayerNorm followed by a Linear layer."""
