@@ -97,6 +97,31 @@ def accelerator_of(device: torch.device) -> str:
     return f"nvidia:sm_{properties.major}{properties.minor}{suffix}"
 
 
+def attached_targets() -> list[str]:
+    """Return `cpu` and the architecture of every attached GPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = (torch.device("cuda", index) for index in range(count))
+    return ["cpu", *sorted({accelerator_of(device) for device in devices})]
+
+
+def extensions(target: str, dtypes: list[str]) -> list[Extension]:
+    """Return all that the ops need on a target.
+
+    Args:
+        target: `cpu`, or a GPU architecture such as `nvidia:sm_90a`, `sm_90a` or `gfx942`.
+        dtypes: Names of the dtypes wanted, as in `DTYPES`.
+    """
+    if target == "cpu":
+        return [Extension(name, dtype) for name in CPU_EXTENSIONS for dtype in dtypes]
+    vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
+    return [
+        Extension(name, dtype, vendor + target)
+        for name in GPU_EXTENSIONS
+        for dtype in dtypes
+        if dtype != "float64"
+    ]
+
+
 @functools.cache
 def load(extension: Extension) -> ModuleType:
     """Return the loaded extension, building it first where that has not been done.
@@ -188,9 +213,28 @@ def _import(extension: Extension) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(extension.name, str(extension.path))
     spec = importlib.util.spec_from_loader(extension.name, loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    with _this_interpreter():
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _this_interpreter() -> Iterator[None]:
+    """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
+
+    Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
+    would make Python subprocesses of this one start with another interpreter's packages.
+    """
+    os.putenv("MOJO_PYTHON_LIBRARY", "")
+    try:
+        yield
+    finally:
+        for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
+            if (value := os.environ.get(name)) is None:
+                os.unsetenv(name)
+            else:
+                os.putenv(name, value)
 
 
 @functools.cache
