@@ -25,13 +25,13 @@ GUARD = 7.0
 
 
 @functools.cache
-def extension(name: str, dtype: torch.dtype) -> ModuleType:
+def extension(name: str, dtype: torch.dtype, sources: str = "fused_norm/extension") -> ModuleType:
     """Load an extension from FUSED_NORM_PREBUILT, or build it there or in a temporary folder."""
     folder = Path(os.environ.get("FUSED_NORM_PREBUILT") or tempfile.mkdtemp())
     path = folder / MOJO_DTYPE[dtype] / f"{name}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        source = ROOT / "fused_norm" / "extension" / f"{name}.mojo"
+        source = ROOT / sources / f"{name}.mojo"
         subprocess.run(
             [
                 *(Path(sys.executable).parent / "mojo", "build", "-I", ROOT),
