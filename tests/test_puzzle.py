@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
-from fused_norm import _max, reference
+from fused_norm import _max
 
 DOCUMENT = _max.Sizes(4, 4, 8, 16)  # the hidden dimension ends inside a tile of the matmul
 RAGGED = _max.Sizes(3, 5, 33, 19)  # no tile divides anything
@@ -22,68 +22,40 @@ TILES = _max.Sizes(2, 37, 96, 48)  # several tiles in each direction
 SIZES = [DOCUMENT, RAGGED, TILES]
 SIZE_NAMES = ["document", "ragged", "tiles"]
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-        ],
-    ),
-]
 # PyTorch warns when the first product of an autograd thread finds no CUDA context, then makes one.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 
-GRADIENTS = ["x", "ln_weight", "ln_bias", "linear_weight", "linear_bias"]
+FACTOR = 4  # The puzzle's kernels sum one after the other where PyTorch sums in parts.
 
 
 def make_tensors(sizes: _max.Sizes, device: str, mean: float = 0.0) -> list[Tensor]:
-    """Return x, the parameters and grad_output; no parameter could be left out unseen."""
-    generator = torch.Generator().manual_seed(sizes.hidden_dim)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    tensors = [
-        normal(sizes.batch_size, sizes.seq_len, sizes.hidden_dim) + mean,
-        1 + 0.2 * normal(sizes.hidden_dim),
-        0.2 * normal(sizes.hidden_dim),
-        normal(sizes.output_dim, sizes.hidden_dim),
-        normal(sizes.output_dim),
-        normal(sizes.batch_size, sizes.seq_len, sizes.output_dim),
-    ]
-    return [tensor.to(device) for tensor in tensors]
+    """Return x, the four parameters and grad_output."""
+    rows = (sizes.batch_size, sizes.seq_len)
+    inputs = make_inputs(rows, sizes.hidden_dim, sizes.output_dim, device=device, mean=mean)
+    return [*inputs, torch.randn(*rows, sizes.output_dim).to(device)]
 
 
-def pytorch(x: Tensor, ln_weight: Tensor, ln_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(F.layer_norm(x, x.shape[-1:], ln_weight, ln_bias), weight, bias)
-
-
-def pytorch_gradients(tensors: list[Tensor]) -> list[Tensor]:
+def differentiate(tensors: list[Tensor]) -> list[Tensor]:
+    """Return PyTorch's gradients of all but the last tensor, which is grad_output."""
     *leaves, grad_output = [tensor.detach().clone() for tensor in tensors]
     for leaf in leaves:
         leaf.requires_grad_()
-    return list(torch.autograd.grad(pytorch(*leaves), leaves, grad_output))
+    return list(torch.autograd.grad(eager(*leaves), leaves, grad_output))
 
 
-def double(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.double().cpu() for tensor in tensors]
+def check_forward(algorithm: _max.Algorithm, inputs: list[Tensor]) -> None:
+    output = _max.layernorm_linear(*inputs, algorithm=algorithm)
+    assert output.device == inputs[0].device
+    assert_within_budget(algorithm, output, eager(*as_float64(inputs)), eager(*inputs), FACTOR)
 
 
-def assert_within_budget(name: str, actual: Tensor, exact: Tensor, peer: Tensor) -> None:
-    """Hold the error against float64 to four times that of PyTorch in float32.
-
-    The puzzle's kernels sum one after the other where PyTorch sums in parts, hence four.
-    """
-    assert actual.dtype == torch.float32
-    assert actual.shape == exact.shape
-    error = (actual.double().cpu() - exact).abs().max()
-    budget = 4 * (
-        (peer.double().cpu() - exact).abs().max()
-        + torch.finfo(torch.float32).eps * exact.abs().max()
-    )
-    assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"
+def check_backward(tensors: list[Tensor]) -> None:
+    *inputs, grad_output = tensors
+    gradients = _max.layernorm_linear_backward(grad_output, *inputs[:4])
+    truths = differentiate(as_float64(tensors))
+    bars = differentiate(tensors)
+    for name, *values in zip(NAMES, gradients, truths, bars, strict=True):
+        assert_within_budget(name, *values, FACTOR)
 
 
 def skip_tiles_on_cpu(sizes: _max.Sizes, device: str) -> None:
@@ -91,74 +63,40 @@ def skip_tiles_on_cpu(sizes: _max.Sizes, device: str) -> None:
         pytest.skip("a CPU has no tiles")
 
 
-def test_reference_is_the_oracle() -> None:
-    """The reference computes what PyTorch's autograd does, in float64."""
-    tensors = double(make_tensors(RAGGED, "cpu"))
-    *inputs, grad_output = tensors
-    torch.testing.assert_close(reference.layernorm_linear(*inputs), pytorch(*inputs))
-    gradients = reference.layernorm_linear_backward(grad_output, *inputs[:4])
-    for actual, expected in zip(gradients, pytorch_gradients(tensors), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", SIZES, ids=SIZE_NAMES)
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])
 def test_forward(algorithm: _max.Algorithm, sizes: _max.Sizes, device: str) -> None:
     if device == "cpu" and algorithm == "unfused" and sizes != DOCUMENT:
         pytest.skip("a CPU has one kernel for both algorithms; one size shows it")
     skip_tiles_on_cpu(sizes, device)
-    *inputs, _ = make_tensors(sizes, device)
-    output = _max.layernorm_linear(*inputs, algorithm=algorithm)
-    assert output.device.type == device
-    assert_within_budget(
-        algorithm, output, reference.layernorm_linear(*double(inputs)), pytorch(*inputs)
-    )
+    check_forward(algorithm, make_tensors(sizes, device)[:-1])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sizes", SIZES, ids=SIZE_NAMES)
 def test_backward(sizes: _max.Sizes, device: str) -> None:
     skip_tiles_on_cpu(sizes, device)
-    tensors = make_tensors(sizes, device)
-    x, ln_weight, ln_bias, linear_weight, _, grad_output = tensors
-    gradients = _max.layernorm_linear_backward(grad_output, x, ln_weight, ln_bias, linear_weight)
-    exact = pytorch_gradients(double(tensors))
-    peers = pytorch_gradients(tensors)
-    for name, *values in zip(GRADIENTS, gradients, exact, peers, strict=True):
-        assert_within_budget(name, *values)
+    check_backward(make_tensors(sizes, device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])
 def test_large_mean(algorithm: _max.Algorithm, device: str) -> None:
     """Regression: E[x^2] - E[x]^2 cancels, and is negative where x is about 4096 times its std."""
     tensors = make_tensors(DOCUMENT, device, mean=5000)
-    *inputs, grad_output = tensors
-    output = _max.layernorm_linear(*inputs, algorithm=algorithm)
-    assert_within_budget(
-        "output", output, reference.layernorm_linear(*double(inputs)), pytorch(*inputs)
-    )
-    gradients = _max.layernorm_linear_backward(grad_output, *inputs[:4])
-    exact = pytorch_gradients(double(tensors))
-    peers = pytorch_gradients(tensors)
-    for name, *values in zip(GRADIENTS, gradients, exact, peers, strict=True):
-        assert_within_budget(name, *values)
+    check_forward(algorithm, tensors[:-1])
+    check_backward(tensors)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_autograd_uses_the_incoming_gradient(device: str) -> None:
     """Regression: a backward pass that assumes ones is right for `.sum()` and for nothing else."""
     *inputs, grad_output = make_tensors(DOCUMENT, device)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     loss = (_max.LayerNormLinearFunction.apply(*leaves, "fused") * grad_output).sum()
     computed = torch.autograd.grad(loss, leaves)
-    expected = torch.autograd.grad((pytorch(*leaves) * grad_output).sum(), leaves)
+    expected = differentiate([*inputs, grad_output])
     for actual, peer in zip(computed, expected, strict=True):
         torch.testing.assert_close(actual, peer, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_strided_tensors(device: str) -> None:
     """Gaps, expanded gradients and lazily negated tensors give what their values say."""
     x, ln_weight, ln_bias, linear_weight, linear_bias, _ = make_tensors(DOCUMENT, device)
@@ -166,7 +104,7 @@ def test_strided_tensors(device: str) -> None:
     assert not strided.is_contiguous()
     negated = torch._neg_view(linear_bias)
     output = _max.layernorm_linear(strided, ln_weight, ln_bias, linear_weight, negated)
-    expected = pytorch(x, ln_weight, ln_bias, linear_weight, -linear_bias)
+    expected = eager(x, ln_weight, ln_bias, linear_weight, -linear_bias)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
     expanded = torch.ones((), device=device).expand(output.shape)
@@ -179,7 +117,7 @@ def test_strided_tensors(device: str) -> None:
 def test_side_stream() -> None:
     """MAX orders its work after PyTorch's default stream only; the wrapper sees to the others."""
     *inputs, _ = make_tensors(DOCUMENT, "cuda")
-    expected = pytorch(*inputs)
+    expected = eager(*inputs)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     for _ in range(5):
