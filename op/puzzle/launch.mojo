@@ -23,10 +23,18 @@ from .linear import (
 from .transpose import TRANSPOSE_BLOCK_DIM_XY, transpose_kernel
 
 comptime Output[dtype: DType] = Pointer[Scalar[dtype], MutAnyOrigin]
-"""Points to the elements of a tensor to write."""
+"""Points to the elements of a tensor to write.
+
+Parameters:
+    dtype: Type of the elements.
+"""
 
 comptime Input[dtype: DType] = Pointer[Scalar[dtype], ImmutAnyOrigin]
-"""Points to the elements of a tensor to read."""
+"""Points to the elements of a tensor to read.
+
+Parameters:
+    dtype: Type of the elements.
+"""
 
 
 def launch_forward[
