@@ -44,7 +44,7 @@ def forward(
     outputs, features = linear_weight.shape
     rows = x.numel() // features
     count = threads()
-    x, linear_weight = x.contiguous(), linear_weight.contiguous()
+    x, linear_weight = dense(x), dense(linear_weight)
     ln_weight, ln_bias, linear_bias = dense(ln_weight), dense(ln_bias), dense(linear_bias)
     y = x.new_empty((*x.shape[:-1], outputs))
     mean, rstd = empty_statistics(x) if statistics else (None, None)
@@ -85,8 +85,8 @@ def backward(
     outputs, features = linear_weight.shape
     rows = x.numel() // features
     count = threads()
-    x, linear_weight = x.contiguous(), linear_weight.contiguous()
-    ln_weight, ln_bias, grad_output = dense(ln_weight), dense(ln_bias), grad_output.contiguous()
+    x, linear_weight = dense(x), dense(linear_weight)
+    ln_weight, ln_bias, grad_output = dense(ln_weight), dense(ln_bias), dense(grad_output)
     gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
     scratch = workspace(kernels.backward_workspace(rows, features, outputs, count), x.device)
     kernels.backward(

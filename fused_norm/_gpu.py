@@ -34,7 +34,7 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    x, ln_weight, ln_bias = x.contiguous(), dense(ln_weight), dense(ln_bias)
+    x, ln_weight, ln_bias = dense(x), dense(ln_weight), dense(ln_bias)
     features = x.shape[-1]
     z = torch.empty_like(x)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
@@ -67,7 +67,7 @@ def backward(
     """Return the gradients that the mask asks for, None in place of the others."""
     outputs, features = linear_weight.shape
     rows = x.numel() // features
-    x, ln_weight, ln_bias = x.contiguous(), dense(ln_weight), dense(ln_bias)
+    x, ln_weight, ln_bias = dense(x), dense(ln_weight), dense(ln_bias)
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = mask
     dy = grad_output.reshape(rows, outputs)
     launcher = _launcher(x)

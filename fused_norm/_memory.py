@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -16,9 +20,9 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def dense(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor in contiguous memory."""
-    return None if tensor is None else tensor.contiguous()
+def dense(tensor: T) -> T:
+    """Return the tensor's values in contiguous memory."""
+    return None if tensor is None else tensor.resolve_neg().contiguous()
 
 
 def workspace(size: int, device: torch.device) -> Tensor | None:

@@ -16,6 +16,7 @@ from fused_norm import reference
 from fused_norm._dispatch import way
 from fused_norm._memory import empty_gradients, empty_statistics
 
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, list})
 _library = torch.library.Library("fused_norm", "DEF")
 
 
@@ -116,7 +117,7 @@ def _batched(name: str) -> Callable[..., Any]:
 def _register(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Register an op and return its overload, bound once so that a call looks nothing up."""
+    """Register an op and return what calls it, bound once so that a call looks nothing up."""
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
@@ -124,7 +125,25 @@ def _register(
     torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
     torch.library.register_vmap(f"fused_norm::{name}", _batched(name), lib=_library)
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
-    return overload
+
+    def call(*arguments: Any) -> Any:
+        return (kernel if _are_plain(arguments) else overload)(*arguments)
+
+    return call
+
+
+def _are_plain(arguments: tuple[Any, ...]) -> bool:
+    """Return whether nothing but the kernel would look at a call.
+
+    PyTorch's dispatcher is what lets compilers, transforms, modes and tensor subclasses see a
+    call. It costs as much as a small kernel, so a call that none of them watches goes round it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and _PLAIN_TYPES.issuperset(map(type, arguments))
+    )
 
 
 _INPUTS = "Tensor x, Tensor? ln_weight, Tensor? ln_bias, Tensor linear_weight"

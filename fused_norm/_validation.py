@@ -39,37 +39,30 @@ def has_kernel(
     """
     if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
         return False
-    if x.dim() < 1 or linear_weight.dim() != 2 or not isinstance(eps, (float, int)):
-        return False
-    outputs, features = linear_weight.shape
-    device, dtype = x.device, linear_weight.dtype
-    if x.shape[-1] != features or linear_weight.device != device:
-        return False
     if x.layout is not torch.strided or linear_weight.layout is not torch.strided:
         return False
-    if x.dtype is not dtype and not autocast:
+    shape, device, dtype = linear_weight.shape, linear_weight.device, linear_weight.dtype
+    if len(shape) != 2 or x.shape[-1:] != shape[1:] or x.device != device:
+        return False
+    if (x.dtype is not dtype and not autocast) or not isinstance(eps, (float, int)):
         return False
     affine_dtype = None
     for parameter in (ln_weight, ln_bias):
-        if parameter is None:
-            continue
-        if not isinstance(parameter, Tensor) or parameter.device != device:
-            return False
-        if parameter.dim() != 1 or parameter.shape[0] != features:
-            return False
-        if parameter.dtype is not x.dtype and not (
-            parameter.dtype is torch.float32 and x.dtype in LOW_PRECISION
-        ):
-            return False
-        if affine_dtype is not None and parameter.dtype is not affine_dtype:
-            return False
-        affine_dtype = parameter.dtype
+        if parameter is not None:
+            if not _is_vector(parameter, shape[1], device):
+                return False
+            if affine_dtype is None:
+                affine_dtype = parameter.dtype
+            elif parameter.dtype is not affine_dtype:
+                return False
+    if not (
+        affine_dtype is None
+        or affine_dtype is x.dtype
+        or (affine_dtype is torch.float32 and x.dtype in LOW_PRECISION)
+    ):
+        return False
     if linear_bias is not None and not (
-        isinstance(linear_bias, Tensor)
-        and linear_bias.device == device
-        and linear_bias.dtype is dtype
-        and linear_bias.dim() == 1
-        and linear_bias.shape[0] == outputs
+        _is_vector(linear_bias, shape[0], device) and linear_bias.dtype is dtype
     ):
         return False
     if dtype not in KERNEL_DTYPES.get(device.type, ()):
@@ -77,6 +70,10 @@ def has_kernel(
             _say_no_kernel(device.type, dtype)
         return False
     return True
+
+
+def _is_vector(tensor: Any, size: int, device: torch.device) -> bool:
+    return isinstance(tensor, Tensor) and tensor.shape == (size,) and tensor.device == device
 
 
 def by_pytorch(

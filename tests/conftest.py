@@ -1,9 +1,15 @@
-"""Shared fixtures: the devices of this machine, a seed for every test."""
+"""Shared fixtures: the devices of this machine, a seed and poisoned memory for every test."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+# cuBLAS asks for this where PyTorch is told to be deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 GPU = pytest.param(
     "cuda",
@@ -17,6 +23,16 @@ GPU = pytest.param(
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Fill memory that is allocated and not written with NaN, so that no kernel leaves any."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["cpu", GPU])

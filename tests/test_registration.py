@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
-from fused_norm import _ops
 
 INPUT_SETS = {
     "all": lambda device: make_inputs(5, 8, 6, device=device),
@@ -32,13 +31,14 @@ INPUT_SETS = {
 @pytest.mark.parametrize("inputs", INPUT_SETS)
 def test_opcheck(inputs: str, device: str) -> None:
     arguments = (*INPUT_SETS[inputs](device), 1e-5)
-    torch.library.opcheck(_ops.layernorm_linear, arguments)
-    torch.library.opcheck(_ops.layernorm_linear_forward, arguments)
-    y, mean, rstd = _ops.layernorm_linear_forward(*arguments)
+    ops = torch.ops.fused_norm
+    torch.library.opcheck(ops.layernorm_linear.default, arguments)
+    torch.library.opcheck(ops.layernorm_linear_forward.default, arguments)
+    y, mean, rstd = ops.layernorm_linear_forward(*arguments)
     x, gamma, beta, weight, _, eps = arguments
     for mask in ([True] * 5, [True, False, False, True, False]):
         torch.library.opcheck(
-            _ops.layernorm_linear_backward,
+            ops.layernorm_linear_backward.default,
             (torch.randn_like(y), x, gamma, beta, weight, mean, rstd, eps, mask),
         )
 

@@ -1,0 +1,1 @@
+"""LayerNorm followed by a Linear layer, forward and backward, per target."""
