@@ -50,7 +50,9 @@ def truth(
     )
 
 
-def errors(bind: Bind, inputs: list[Tensor], grad_output: Tensor, exact: Truth) -> dict[str, float]:
+def errors(
+    bind: Bind, inputs: list[Tensor], grad_output: Tensor, exact: Truth, *, gradients: bool
+) -> dict[str, float]:
     """Return a provider's relative error against float64, by tensor.
 
     The error is the Frobenius norm of the difference over the norm of the truth; infinity where
@@ -61,17 +63,16 @@ def errors(bind: Bind, inputs: list[Tensor], grad_output: Tensor, exact: Truth) 
         inputs: The inputs.
         grad_output: The gradient of the output.
         exact: What float64 gives.
+        gradients: Whether to run what training runs, or what inference does.
     """
-    bound = bind(inputs)
-    with torch.no_grad():
-        inference = bound.call()
-    y = bound.call()
-    gradients = torch.autograd.grad(y, bound.leaves, grad_output, allow_unused=True)
-    by_name = dict(zip(exact.names[1:], gradients, strict=True))
-    dtype = grad_output.dtype
-    found = {"y": max(_error(output, exact.values[0], dtype) for output in (inference, y))}
-    for name, value in zip(exact.names[1:], exact.values[1:], strict=True):
-        found[name] = _error(by_name[name], value, dtype)
+    bound, dtype = bind(inputs), grad_output.dtype
+    with torch.set_grad_enabled(gradients):
+        y = bound.call()
+    found = {"y": _error(y, exact.values[0], dtype)}
+    if gradients:
+        computed = torch.autograd.grad(y, bound.leaves, grad_output, allow_unused=True)
+        for name, gradient, value in zip(exact.names[1:], computed, exact.values[1:], strict=True):
+            found[name] = _error(gradient, value, dtype)
     return found
 
 

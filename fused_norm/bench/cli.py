@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -36,6 +37,7 @@ QUICK_SHAPES = {
 # What --quick leaves out: torch.compile spends its minute on compiling.
 SLOW = ("compile", "compile-max-autotune", "max-fused", "max-unfused")
 INTERRUPTED = 130
+MOST_PROBLEMS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         plan = _plan(options)
         before = results.load(options.baseline) if options.baseline else None
+        _assert_writable(options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if options.threads:
@@ -176,6 +179,19 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
+def _assert_writable(options: argparse.Namespace) -> None:
+    """Raise now what would be raised after all has been measured."""
+    for path in (options.json, options.csv):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder")
+    if options.plot:
+        options.plot.mkdir(parents=True, exist_ok=True)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'fused-norm[plots]'")
+
+
 def _shapes(op: str, device: torch.device, options: argparse.Namespace) -> list[shapes.Shape]:
     found = [shapes.parse(text) for text in options.shape or ()]
     named = options.shapes
@@ -234,8 +250,10 @@ def _verdict(run: Run, max_ratio: float | None, console: Console) -> int:
             for metric, ratio in result.vs_eager.items():
                 if max_ratio is not None and ratio > max_ratio:
                     problems.append(f"{name}: {metric} is {ratio:.2f} of eager's, over {max_ratio}")
-    for problem in problems:
+    for problem in problems[:MOST_PROBLEMS]:
         console.print(problem, style="red", highlight=False, markup=False)
+    if len(problems) > MOST_PROBLEMS:
+        console.print(f"and {len(problems) - MOST_PROBLEMS} more", style="red")
     return 1 if problems else 0
 
 

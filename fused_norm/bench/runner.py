@@ -77,6 +77,21 @@ class _Prepared:
     bind: Bind
 
 
+@dataclass
+class _Checked:
+    """What the comparison with float64 found.
+
+    Attributes:
+        results: By provider, in order.
+        ready: The providers that are right.
+        eager: The errors of the first, PyTorch, that the others are held to.
+    """
+
+    results: dict[str, Result] = field(default_factory=dict)
+    ready: list[_Prepared] = field(default_factory=list)
+    eager: dict[str, float] = field(default_factory=dict)
+
+
 class Runner:
     """Runs a plan. `run` always holds what has been measured.
 
@@ -162,59 +177,64 @@ class Runner:
         # The memory of the case before is free by now: nothing of it is referenced any more.
         _forget_compiled()
         chosen = self._chosen(case)
-        settled: dict[str, Result] = {}
-        ready: list[_Prepared] = []
+        checked: dict[bool, _Checked] = {}
         try:
             memory.require(case, len(chosen))
-            ready = self._checked(case, chosen, settled)
+            checked = self._check(case, chosen)
         except Exception as error:
             # The inputs or their reference cannot be made: the case is skipped, and said to be.
-            for provider in chosen:
-                settled.setdefault(provider.name, failure(provider.name, error))
+            results = {p.name: failure(p.name, error) for p in chosen}
+            checked = dict.fromkeys((False, True), _Checked(results))
         for mode in self._plan.modes:
-            self._measure(case, mode, chosen, ready, settled)
+            self._measure(case, mode, checked[mode != "forward"])
 
-    def _checked(
-        self, case: Case, chosen: Sequence[Provider], settled: dict[str, Result]
-    ) -> list[_Prepared]:
-        """Compare every provider with float64; keep the result of those that are not right."""
+    def _check(self, case: Case, chosen: Sequence[Provider]) -> dict[bool, _Checked]:
+        """Compare every provider with float64: as inference runs it (False), and training (True).
+
+        The second is left out where only the first is to be timed.
+        """
         inputs, grad_output = case.inputs(self._plan.seed), case.grad_output(self._plan.seed)
+        kinds = sorted({mode != "forward" for mode in self._plan.modes})
         truths: dict[object, check.Truth] = {}
-        eager: dict[str, float] = {}
-        ready = []
+        checked = {gradients: _Checked() for gradients in kinds}
         for provider in chosen:
             self._listener.doing(f"checking {provider.name} on {case}")
-            if reason := provider.refuse(case):
-                settled[provider.name] = Result(provider.name, "unsupported", reason)
-                continue
-            formula = provider.formula or case.op.reference
-            # A provider may raise whatever it likes: its words are recorded, the others go on.
-            try:
-                if formula not in truths:
-                    truths[formula] = check.truth(formula, inputs, case.op.names, grad_output)
-                bind = provider.prepare(self._loaded[case.op.name, provider.name], case)
-                with _kept_for_retaining("backward" in self._plan.modes):
-                    found = check.errors(bind, inputs, grad_output, truths[formula])
-            except Exception as error:
-                settled[provider.name] = failure(provider.name, error)
-                continue
-            eager = eager or found
-            if wrong := check.verdict(found, eager, case.dtype):
-                settled[provider.name] = Result(provider.name, "wrong", wrong, errors=found)
-            else:
-                settled[provider.name] = Result(provider.name, "ok", errors=found)
-                ready.append(_Prepared(provider, bind))
-        return ready
+            bind = None
+            for gradients, state in checked.items():
+                result = Result(provider.name, "ok")
+                state.results[provider.name] = result
+                if reason := provider.refuse(case):
+                    result.status, result.message = "unsupported", reason
+                    continue
+                formula = provider.formula or case.op.reference
+                # A provider may raise whatever it likes: its words are kept, the others go on.
+                try:
+                    if formula not in truths:
+                        truths[formula] = check.truth(formula, inputs, case.op.names, grad_output)
+                    loaded = self._loaded[case.op.name, provider.name]
+                    bind = bind or provider.prepare(loaded, case)
+                    with _kept_for_retaining("backward" in self._plan.modes):
+                        exact = truths[formula]
+                        result.errors = check.errors(
+                            bind, inputs, grad_output, exact, gradients=gradients
+                        )
+                except Exception as error:
+                    _fail(result, error)
+                    continue
+                state.eager = state.eager or result.errors
+                if wrong := check.verdict(result.errors, state.eager, case.dtype):
+                    result.status, result.message = "wrong", wrong
+                else:
+                    state.ready.append(_Prepared(provider, bind))
+        return checked
 
     def _measure(
         self,
         case: Case,
         mode: Mode,
-        chosen: Sequence[Provider],
-        ready: Sequence[_Prepared],
-        settled: dict[str, Result],
+        checked: _Checked,
     ) -> None:
-        plan = self._plan
+        plan, ready = self._plan, checked.ready
         cache = 0 if plan.is_warm else self.run.environment.cache_bytes
         most = plan.most_sets
         sets, past = memory.input_sets(case, mode, cache, most=most, providers=len(ready))
@@ -227,7 +247,7 @@ class Runner:
             bytes=case.op.traffic(case.shape, mode, case.dtype.itemsize),
             input_sets=sets,
             is_past_cache=past,
-            results=[_copy(settled[provider.name]) for provider in chosen],
+            results=[_copy(result) for result in checked.results.values()],
         )
         try:
             if ready:
@@ -238,8 +258,8 @@ class Runner:
             self.run.measurements.append(measurement)
             compare(measurement, self.run)
             self._keep_time()
-        if plan.interference and mode == "forward" and case.op.name == "layernorm_linear":
-            self._measure_interference(case, sets)
+        if plan.interference and mode == "forward":
+            self._measure_interference(case, measurement)
         self._listener.did(self.run, measurement)
 
     def _time(
@@ -293,14 +313,19 @@ class Runner:
                 for name, raised in rounds.failures.items():
                     _fail(results[name], raised)
 
-    def _measure_interference(self, case: Case, sets: int) -> None:
-        if case.device.type != "cpu":
+    def _measure_interference(self, case: Case, measurement: Measurement) -> None:
+        ours = measurement.of("fused_norm")
+        is_measured = ours is not None and ours.status == "ok"
+        if not is_measured or case.device.type != "cpu" or case.op.name != "layernorm_linear":
             return
+        assert ours is not None
         self._listener.doing(f"PyTorch's ops beside ours on {case}")
-        # Ours may fail here as it may anywhere: the measurement of it has said so.
-        with contextlib.suppress(Exception):
-            found = interference.measure(case, sets, self._plan.budget, self._plan.seed)
-            self.run.interference.append(found)
+        # As everywhere: what ours raises is recorded with it, and the run goes on.
+        try:
+            sets, plan = measurement.input_sets, self._plan
+            self.run.interference.append(interference.measure(case, sets, plan.budget, plan.seed))
+        except Exception as error:
+            _fail(ours, error)
 
 
 def load(provider: Provider) -> tuple[object, str]:
