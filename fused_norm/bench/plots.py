@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from fused_norm.bench.ops import OPS
 from fused_norm.bench.report import duration, roofline, size
@@ -105,85 +105,89 @@ def _ratio_figure(group: _Group, metric: str) -> Figure | None:
         return result.vs_eager.get(metric)
 
     title = f"{OPS[group.op].title}: time over PyTorch eager's"
-    figure = _dots(group, value, title, METRICS[metric], with_eager=False)
-    if figure is None:
-        return None
-    for axes in figure.axes:
-        axes.axvline(1, color=INK, linewidth=1.2, zorder=1)
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, 0.7), max(high, 1.4))
-        axes.axvspan(axes.get_xlim()[0], 1, color="#f2f7f2", zorder=0)
-        axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.set_xlabel("\u2190 faster    eager = 1    slower \u2192", color=FAINT, fontsize=8)
-    return figure
+    return _ratios(group, value, title, METRICS[metric], ("faster", "slower"))
 
 
 def _memory_figure(group: _Group) -> Figure | None:
     def value(measurement: Measurement, result: Result) -> float | None:
-        return result.peak_bytes or None
+        eager = measurement.of("eager")
+        if eager is None or not eager.peak_bytes or result.peak_bytes is None:
+            return None
+        return result.peak_bytes / eager.peak_bytes
 
-    title = f"{OPS[group.op].title}: peak memory of a call"
-    figure = _dots(group, value, title, "beyond its inputs", with_eager=True)
-    if figure is None:
-        return None
-    for axes in figure.axes:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: size(int(x))))
-        axes.xaxis.set_major_locator(LogLocator(base=16))
-    return figure
+    def remark(measurement: Measurement) -> str:
+        eager = measurement.of("eager")
+        return f"eager: {size(eager.peak_bytes)}" if eager and eager.peak_bytes else ""
+
+    title = f"{OPS[group.op].title}: peak memory over PyTorch eager's"
+    subtitle = "beyond the inputs of a call"
+    return _ratios(group, value, title, subtitle, ("less", "more"), remark)
 
 
-def _dots(
-    group: _Group, value: Value, title: str, subtitle: str, *, with_eager: bool
+def _ratios(
+    group: _Group,
+    value: Value,
+    title: str,
+    subtitle: str,
+    sides: tuple[str, str],
+    remark: Callable[[Measurement], str] = lambda measurement: "",
 ) -> Figure | None:
     """Draw one row for each shape, one column for each mode, one dot for each provider."""
     modes = {
         mode: measurements
         for mode, measurements in group.modes.items()
-        if any(value(m, r) is not None for m in measurements for r in m.results)
+        if any(value(m, r) for m in measurements for r in m.results)
     }
     if not modes:
         return None
     rows = max(len(measurements) for measurements in modes.values())
-    height = 1.75 + 0.3 * rows
+    height = 1.75 + 0.32 * rows
     figure = _figure(3.0 + 2.9 * len(modes), height)
-    axes_of_modes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-    providers = [p for p in group.providers() if with_eager or p != "eager"]
-    for axes, (mode, measurements) in zip(axes_of_modes, modes.items(), strict=True):
+    columns = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, (mode, measurements) in zip(columns, modes.items(), strict=True):
         _style(axes, mode)
         axes.set_xscale("log")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        for provider in providers:
+        axes.xaxis.set_minor_locator(NullLocator())
+        for provider in group.providers():
             points = [
                 (found, row)
                 for row, measurement in enumerate(measurements)
                 if (result := measurement.of(provider)) is not None
-                and (found := value(measurement, result)) is not None
+                and (found := value(measurement, result))
             ]
-            if not points:
-                continue
-            axes.plot(*zip(*points, strict=True), **_look(group, provider))
-            if not with_eager and provider == "fused_norm":
+            if points and provider != "eager":
+                axes.plot(*zip(*points, strict=True), **_look(group, provider))
+            if provider == "fused_norm":
                 _label(axes, points)
+        for row, measurement in enumerate(measurements):
+            place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+            style = {"fontsize": 6.5, "color": FAINT, "va": "center", "ha": "right"}
+            axes.annotate(remark(measurement), (1, row), xytext=(-2, 6), **place, **style)
         axes.set_yticks(range(len(measurements)), [_name(m) for m in measurements])
-        axes.set_ylim(rows - 0.5, -0.5)
+        axes.set_ylim(rows - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
+        axes.axvline(1, color=INK, linewidth=1.2, zorder=1)
+        words = f"\u2190 {sides[0]}    eager = 1    {sides[1]} \u2192"
+        axes.set_xlabel(words, color=FAINT, fontsize=8)
+    low, high = columns[0].get_xlim()
+    low, high = min(low, 0.45), max(high, 1.4)
+    ticks = (1, 2, 5) if high / low > 30 else (1, 1.5, 2, 3, 5, 7)
+    for axes in columns:
+        axes.set_xlim(low, high)
+        axes.axvspan(low, 1, color="#f2f7f2", zorder=0)
+        axes.xaxis.set_major_locator(LogLocator(base=10, subs=ticks))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
     _finish(figure, group, title, subtitle, height)
     return figure
 
 
 def _label(axes: Any, points: list[tuple[float, int]]) -> None:
+    """Write the ratio above each dot."""
     for found, row in points:
-        axes.annotate(
-            f"{found:.2f}",
-            (found, row),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7,
-            color=OURS,
-            fontweight="bold",
-        )
+        place = {"xytext": (0, 5.5), "textcoords": "offset points", "ha": "center"}
+        style = {"fontsize": 7, "color": OURS, "fontweight": "bold"}
+        axes.annotate(f"{found:.2f}", (found, row), **place, **style)
 
 
 def _time_figure(group: _Group, metric: str) -> Figure | None:
@@ -210,6 +214,7 @@ def _time_figure(group: _Group, metric: str) -> Figure | None:
             ]
             if points:
                 look = _look(group, provider) | {"linestyle": "-", "linewidth": 0.7}
+                look["markersize"] *= 0.75
                 axes.plot(*zip(*points, strict=True), **look)
         bounds = [(m.flops, least) for m in measurements if (least := roofline(group.run, m))]
         if bounds:

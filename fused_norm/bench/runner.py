@@ -125,7 +125,8 @@ class Runner:
                 if late:
                     self._listener.skipped(len(self._plan.modes))
                 else:
-                    self._measure_case(case)
+                    with _saved_tensors_kept("backward" in self._plan.modes):
+                        self._measure_case(case)
             self.run.finished = not late
         finally:
             self._keep_time()
@@ -213,11 +214,9 @@ class Runner:
                         truths[formula] = check.truth(formula, inputs, case.op.names, grad_output)
                     loaded = self._loaded[case.op.name, provider.name]
                     bind = bind or provider.prepare(loaded, case)
-                    with _kept_for_retaining("backward" in self._plan.modes):
-                        exact = truths[formula]
-                        result.errors = check.errors(
-                            bind, inputs, grad_output, exact, gradients=gradients
-                        )
+                    result.errors = check.errors(
+                        bind, inputs, grad_output, truths[formula], gradients=gradients
+                    )
                 except Exception as error:
                     _fail(result, error)
                     continue
@@ -409,8 +408,8 @@ def _forget_compiled() -> None:
 
 
 @contextlib.contextmanager
-def _kept_for_retaining(wanted: bool) -> Iterator[None]:
-    """Have torch.compile leave saved tensors alone in its backward, which is then run again."""
+def _saved_tensors_kept(wanted: bool) -> Iterator[None]:
+    """Have torch.compile's backwards leave saved tensors alone, so that one can be run again."""
     import torch._functorch.config as config
 
     patch: Callable[..., contextlib.AbstractContextManager[None]] = config.patch
