@@ -56,7 +56,7 @@ def describe(device: torch.device, commit: str | None = None) -> Environment:
         fused_norm=_version("fused-norm"),
         commit=_commit() if commit is None else commit,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        command=" ".join(["python -m fused_norm", *sys.argv[1:]]),
+        command=" ".join(["python -m fused_norm", *map(_without_folder, sys.argv[1:])]),
     )
 
 
@@ -94,6 +94,11 @@ def _fastest(step: object, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - start)
     return min(found)
+
+
+def _without_folder(argument: str) -> str:
+    """Shorten an absolute path: results are published, folders of this machine are not."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _cores() -> int:

@@ -140,7 +140,8 @@ def _ratios(
     }
     if not modes:
         return None
-    rows = max(len(measurements) for measurements in modes.values())
+    names = list(dict.fromkeys(_name(m) for found in modes.values() for m in found))
+    rows = len(names)
     height = 1.75 + 0.32 * rows
     figure = _figure(3.0 + 2.9 * len(modes), height)
     columns = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
@@ -151,8 +152,8 @@ def _ratios(
         axes.xaxis.set_minor_locator(NullLocator())
         for provider in group.providers():
             points = [
-                (found, row)
-                for row, measurement in enumerate(measurements)
+                (found, names.index(_name(measurement)))
+                for measurement in measurements
                 if (result := measurement.of(provider)) is not None
                 and (found := value(measurement, result))
             ]
@@ -160,19 +161,22 @@ def _ratios(
                 axes.plot(*zip(*points, strict=True), **_look(group, provider))
             if provider == "fused_norm":
                 _label(axes, points)
-        for row, measurement in enumerate(measurements):
+        for measurement in measurements:
+            row = names.index(_name(measurement))
             place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
             style = {"fontsize": 6.5, "color": FAINT, "va": "center", "ha": "right"}
             axes.annotate(remark(measurement), (1, row), xytext=(-2, 6), **place, **style)
-        axes.set_yticks(range(len(measurements)), [_name(m) for m in measurements])
+        axes.set_yticks(range(rows), names)
         axes.set_ylim(rows - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
         axes.axvline(1, color=INK, linewidth=1.2, zorder=1)
         words = f"\u2190 {sides[0]}    eager = 1    {sides[1]} \u2192"
         axes.set_xlabel(words, color=FAINT, fontsize=8)
     low, high = columns[0].get_xlim()
-    low, high = min(low, 0.45), max(high, 1.4)
-    ticks = (1, 2, 5) if high / low > 30 else (1, 1.5, 2, 3, 5, 7)
+    has_remarks = any(remark(m) for found in modes.values() for m in found)
+    low, high = min(low, 0.45), max(high, 1.4) * (1.5 if has_remarks else 1)
+    span = high / low
+    ticks = (1,) if span > 200 else (1, 2, 5) if span > 20 else (1, 1.5, 2, 3, 5, 7)
     for axes in columns:
         axes.set_xlim(low, high)
         axes.axvspan(low, 1, color="#f2f7f2", zorder=0)
