@@ -42,29 +42,28 @@ def forward(
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
     kernels = _kernels(x.dtype)
     outputs, features = linear_weight.shape
-    rows = x.numel() // features
-    count = threads()
-    x, linear_weight = dense(x), dense(linear_weight)
-    ln_weight, ln_bias, linear_bias = dense(ln_weight), dense(ln_bias), dense(linear_bias)
-    y = x.new_empty((*x.shape[:-1], outputs))
+    sizes = (x.numel() // features, features, outputs, threads())
+    x, ln_weight, ln_bias, linear_weight, linear_bias = dense(
+        x, ln_weight, ln_bias, linear_weight, linear_bias
+    )
+    y = x.new_empty(*x.shape[:-1], outputs)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    scratch = workspace(kernels.forward_workspace(rows, features, outputs, count), x.device)
+    size = kernels.forward_workspace(*sizes)
+    scratch = workspace(size, x.device) if size else None
     kernels.forward(
-        y.data_ptr(),
-        address(mean),
-        address(rstd),
-        x.data_ptr(),
-        address(ln_weight),
-        address(ln_bias),
-        linear_weight.data_ptr(),
-        address(linear_bias),
-        address(scratch),
-        rows,
-        features,
-        outputs,
+        *sizes,
+        _native.gomp_parallel(),
+        0 if scratch is None else scratch.data_ptr(),
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
         eps,
-        affine_is_float32(x, ln_weight, ln_bias),
-        count,
+        y.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        0 if rstd is None else rstd.data_ptr(),
+        x.data_ptr(),
+        0 if ln_weight is None else ln_weight.data_ptr(),
+        0 if ln_bias is None else ln_bias.data_ptr(),
+        linear_weight.data_ptr(),
+        0 if linear_bias is None else linear_bias.data_ptr(),
     )
     return y, mean, rstd
 
@@ -83,13 +82,17 @@ def backward(
     """Return the gradients that the mask asks for, None in place of the others."""
     kernels = _kernels(x.dtype)
     outputs, features = linear_weight.shape
-    rows = x.numel() // features
-    count = threads()
-    x, linear_weight = dense(x), dense(linear_weight)
-    ln_weight, ln_bias, grad_output = dense(ln_weight), dense(ln_bias), dense(grad_output)
+    sizes = (x.numel() // features, features, outputs, threads())
+    grad_output, x, ln_weight, ln_bias, linear_weight = dense(
+        grad_output, x, ln_weight, ln_bias, linear_weight
+    )
     gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
-    scratch = workspace(kernels.backward_workspace(rows, features, outputs, count), x.device)
+    scratch = workspace(kernels.backward_workspace(*sizes), x.device)
     kernels.backward(
+        *sizes,
+        _native.gomp_parallel(),
+        address(scratch),
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
         *(address(gradient) for gradient in gradients),
         grad_output.data_ptr(),
         x.data_ptr(),
@@ -98,21 +101,13 @@ def backward(
         address(ln_weight),
         address(ln_bias),
         linear_weight.data_ptr(),
-        address(scratch),
-        rows,
-        features,
-        outputs,
-        affine_is_float32(x, ln_weight, ln_bias),
-        count,
     )
     return gradients
 
 
 @functools.cache
 def _kernels(dtype: torch.dtype) -> ModuleType:
-    kernels = _native.load(_native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype]))
-    kernels.init(_native.gomp_parallel())
-    return kernels
+    return _native.load(_native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype]))
 
 
 def _after_fork() -> None:

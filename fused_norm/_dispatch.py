@@ -9,12 +9,16 @@ from torch import Tensor
 
 from fused_norm import _cpu, _gpu, _torch
 
-KERNEL_DTYPES = {
-    "cpu": frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
-    "cuda": frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    "meta": frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
-}
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+GPU_DTYPES = LOW_PRECISION | {torch.float32}
+CPU_DTYPES = GPU_DTYPES | {torch.float64}
+
+
+def serves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype on the device of `x`."""
+    return dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES) and (
+        x.is_cuda or x.is_cpu or x.is_meta
+    )
 
 
 class Way(Protocol):
@@ -54,8 +58,6 @@ def way(x: Tensor, linear_weight: Tensor) -> Way:
         x: Input of shape `[..., K]`.
         linear_weight: Weight of shape `[N, K]`.
     """
-    if x.numel() == 0 or linear_weight.numel() == 0:
+    if x.dtype is not linear_weight.dtype or not x.numel() or not linear_weight.numel():
         return _torch
-    if x.dtype is not linear_weight.dtype:
-        return _torch
-    return _cpu if x.device.type == "cpu" else _gpu
+    return _cpu if x.is_cpu else _gpu

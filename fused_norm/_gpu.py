@@ -34,7 +34,7 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    x, ln_weight, ln_bias = dense(x), dense(ln_weight), dense(ln_bias)
+    x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
     features = x.shape[-1]
     z = torch.empty_like(x)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
@@ -48,7 +48,7 @@ def forward(
         x.numel() // features,
         features,
         eps,
-        affine_is_float32(x, ln_weight, ln_bias),
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
     )
     return F.linear(z, linear_weight, linear_bias), mean, rstd
 
@@ -67,11 +67,11 @@ def backward(
     """Return the gradients that the mask asks for, None in place of the others."""
     outputs, features = linear_weight.shape
     rows = x.numel() // features
-    x, ln_weight, ln_bias = dense(x), dense(ln_weight), dense(ln_bias)
+    x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = mask
     dy = grad_output.reshape(rows, outputs)
     launcher = _launcher(x)
-    affine_float32 = affine_is_float32(x, ln_weight, ln_bias)
+    affine_float32 = x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias)
     gradients = empty_gradients(
         x, ln_weight, ln_bias, linear_weight, [want_dx, want_dgamma, want_dbeta, False, False]
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T", Tensor, Tensor | None)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -20,9 +18,12 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def dense(tensor: T) -> T:
-    """Return the tensor's values in contiguous memory."""
-    return None if tensor is None else tensor.resolve_neg().contiguous()
+def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return the tensors, or their values, in contiguous memory; None stays None."""
+    for tensor in tensors:
+        if tensor is not None and (not tensor.is_contiguous() or tensor.is_neg()):
+            return tuple(None if t is None else t.resolve_neg().contiguous() for t in tensors)
+    return tensors
 
 
 def workspace(size: int, device: torch.device) -> Tensor | None:
@@ -30,12 +31,10 @@ def workspace(size: int, device: torch.device) -> Tensor | None:
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
-def affine_is_float32(x: Tensor, ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:
-    """Return whether the LayerNorm parameters are float32 beside an input that is not."""
+def affine_is_float32(ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:
+    """Return whether there are LayerNorm parameters, in float32."""
     parameter = ln_weight if ln_weight is not None else ln_bias
-    if parameter is None:
-        return False
-    return parameter.dtype is torch.float32 and x.dtype is not torch.float32
+    return parameter is not None and parameter.dtype is torch.float32
 
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:

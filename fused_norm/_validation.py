@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm._dispatch import KERNEL_DTYPES, LOW_PRECISION
+from fused_norm._dispatch import LOW_PRECISION, serves
 
 
 def has_kernel(
@@ -41,39 +41,33 @@ def has_kernel(
         return False
     if x.layout is not torch.strided or linear_weight.layout is not torch.strided:
         return False
-    shape, device, dtype = linear_weight.shape, linear_weight.device, linear_weight.dtype
-    if len(shape) != 2 or x.shape[-1:] != shape[1:] or x.device != device:
+    shape, device, dtype = x.shape, x.device, linear_weight.dtype
+    if linear_weight.dim() != 2 or not shape or linear_weight.device != device:
         return False
-    if (x.dtype is not dtype and not autocast) or not isinstance(eps, (float, int)):
+    outputs, features = linear_weight.shape
+    if shape[-1] != features or not isinstance(eps, (float, int)):
         return False
-    affine_dtype = None
-    for parameter in (ln_weight, ln_bias):
-        if parameter is not None:
-            if not _is_vector(parameter, shape[1], device):
-                return False
-            if affine_dtype is None:
-                affine_dtype = parameter.dtype
-            elif parameter.dtype is not affine_dtype:
-                return False
-    if not (
-        affine_dtype is None
-        or affine_dtype is x.dtype
-        or (affine_dtype is torch.float32 and x.dtype in LOW_PRECISION)
+    for vector, size in ((ln_weight, features), (ln_bias, features), (linear_bias, outputs)):
+        if vector is not None and not (
+            isinstance(vector, Tensor) and vector.shape == (size,) and vector.device == device
+        ):
+            return False
+    if not (x.dtype is dtype or autocast) or not (
+        linear_bias is None or linear_bias.dtype is dtype
     ):
         return False
-    if linear_bias is not None and not (
-        _is_vector(linear_bias, shape[0], device) and linear_bias.dtype is dtype
-    ):
-        return False
-    if dtype not in KERNEL_DTYPES.get(device.type, ()):
+    affine = ln_weight if ln_weight is not None else ln_bias
+    if affine is not None:
+        if ln_bias is not None and ln_bias.dtype is not affine.dtype:
+            return False
+        mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
+        if not (affine.dtype is x.dtype or mixed):
+            return False
+    if not serves(x, dtype):
         if dtype.is_floating_point:
             _say_no_kernel(device.type, dtype)
         return False
     return True
-
-
-def _is_vector(tensor: Any, size: int, device: torch.device) -> bool:
-    return isinstance(tensor, Tensor) and tensor.shape == (size,) and tensor.device == device
 
 
 def by_pytorch(

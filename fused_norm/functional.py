@@ -55,8 +55,9 @@ def fused_layernorm_linear(
 
 
 def _is_autocast(x: Tensor) -> bool:
-    device_type = x.device.type if isinstance(x, Tensor) else None
-    return device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+    if not isinstance(x, Tensor) or not (x.is_cpu or x.is_cuda):
+        return False
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:

@@ -11,6 +11,7 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
+from op.layernorm_linear.cpu.backward import Backward, BackwardPlan, Wanted
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
 from op.layernorm_linear.cpu.parameters import Parameter
@@ -122,6 +123,84 @@ def forward(
     return _integer(0)
 
 
+def backward_workspace(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Returns the size in bytes of the workspace that `backward` needs."""
+    var arguments = Arguments(values)
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var N = arguments.integer()
+    var threads = arguments.integer()
+    var wanted = Wanted(
+        arguments.integer() != 0,
+        arguments.integer() != 0,
+        arguments.integer() != 0,
+        arguments.integer() != 0,
+        arguments.integer() != 0,
+    )
+    var plan = BackwardPlan[DTYPE](M, K, N, wanted, threads)
+    return _integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
+
+
+def backward(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Computes the gradients whose address is given."""
+    var arguments = Arguments(values)
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var N = arguments.integer()
+    var threads = arguments.integer()
+    var gomp_parallel = arguments.integer()
+    var workspace = arguments.integer()
+    var ln_is_float32 = arguments.integer() != 0
+    var dx = arguments.integer()
+    var dln_weight = Parameter(arguments.integer(), ln_is_float32)
+    var dln_bias = Parameter(arguments.integer(), ln_is_float32)
+    var dweight = arguments.integer()
+    var dbias = arguments.integer()
+    var dy = arguments.tensor[DTYPE]()
+    var x = arguments.tensor[DTYPE]()
+    var mean = arguments.tensor[ACCUM]()
+    var rstd = arguments.tensor[ACCUM]()
+    var ln_weight = Parameter(arguments.integer(), ln_is_float32)
+    var ln_bias = Parameter(arguments.integer(), ln_is_float32)
+    var weight = arguments.tensor[DTYPE]()
+    var wanted = Wanted(
+        dx != 0,
+        dln_weight.address != 0,
+        dln_bias.address != 0,
+        dweight != 0,
+        dbias != 0,
+    )
+    var room = stack_allocation[STACK_BYTES, DType.uint8]()
+    if workspace == 0:
+        workspace = Int(room)
+    var job = Backward[DTYPE](
+        BackwardPlan[DTYPE](M, K, N, wanted, threads),
+        dx,
+        dln_weight,
+        dln_bias,
+        dweight,
+        dbias,
+        dy,
+        x,
+        mean,
+        rstd,
+        ln_weight,
+        ln_bias,
+        weight,
+        workspace,
+    )
+    if M * K * N >= LONG_PRODUCTS:
+        with GILReleased(Python()):
+            job.run(gomp_parallel)
+    else:
+        job.run(gomp_parallel)
+    return _integer(0)
+
+
 @export
 def PyInit_layernorm_linear_cpu() abi("C") -> PythonObject:
     try:
@@ -138,6 +217,25 @@ def PyInit_layernorm_linear_cpu() abi("C") -> PythonObject:
                 "forward(M, K, N, threads, gomp_parallel, workspace,"
                 " ln_is_float32, eps, y, mean, rstd, x, ln_weight, ln_bias,"
                 " linear_weight, linear_bias) -> 0"
+            ),
+        )
+        builder.def_py_c_function(
+            backward_workspace,
+            "backward_workspace",
+            docstring=(
+                "backward_workspace(M, K, N, threads, dx, dln_weight, dln_bias,"
+                " dlinear_weight, dlinear_bias) -> bytes; the gradients are"
+                " nonzero if wanted"
+            ),
+        )
+        builder.def_py_c_function(
+            backward,
+            "backward",
+            docstring=(
+                "backward(M, K, N, threads, gomp_parallel, workspace,"
+                " ln_is_float32, dx, dln_weight, dln_bias, dlinear_weight,"
+                " dlinear_bias, dy, x, mean, rstd, ln_weight, ln_bias,"
+                " linear_weight) -> 0"
             ),
         )
         return builder.finalize()

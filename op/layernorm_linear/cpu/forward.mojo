@@ -18,13 +18,14 @@ from .microkernel import multiply_block, Output
 from .pack import load_first, pack_transposed
 from .parameters import Parameter
 from .statistics import normalize_row, row_statistics
-from .workspace import Arena, buffer, ceildiv, useful_threads
-
-comptime FEW_ROWS = 192
-"""Up to this many rows, packing the weight into memory costs more than it saves."""
-
-comptime SLAB_ROWS = 96
-"""Most rows of a slab; with 1024 features they fill half of a 1 MiB cache."""
+from .workspace import (
+    Arena,
+    FEW_ROWS,
+    buffer,
+    ceildiv,
+    slab_rows,
+    useful_threads,
+)
 
 
 @fieldwise_init
@@ -85,9 +86,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.slab_rows = M
         self.slabs = 1
         if not self.few_rows:
-            var slabs = ceildiv(M, SLAB_ROWS)
-            slabs = ceildiv(slabs, self.workers) * self.workers
-            self.slab_rows = ceildiv(ceildiv(M, slabs), B.tile_m) * B.tile_m
+            self.slab_rows = slab_rows(M, self.workers, B.tile_m)
             self.slabs = ceildiv(M, self.slab_rows)
 
         var arena = Arena(0)

@@ -167,7 +167,7 @@ def _multiply_rows[
         var count = min(B.tile_m, rows - first)
         comptime if not a_is_panel:
             count = rows * (tile + 1) // tiles - first
-        var a_row = first * (steps * B.pair if a_is_panel else a_stride)
+        var a_row = (tile if a_is_panel else first) * a_stride
         var tile_output = output
         if output:
             var out = output.value()
@@ -206,14 +206,14 @@ def multiply_block[
 
     Parameters:
         dtype: Element type of the tensors.
-        a_is_panel: Whether `a` is packed in panels of `tile_m`, each
-            `steps * tile_m * pair` elements, instead of in rows.
+        a_is_panel: Whether `a` is packed in panels of `tile_m` instead of in
+            rows.
 
     Args:
         c: The product's block, `rows` by `vectors` full vectors.
         c_stride: Distance between rows of `c`, in elements.
         a: Left operand at the first step.
-        a_stride: Distance between rows of `a` when it is in rows.
+        a_stride: Distance between rows, or panels, of `a`.
         b: Packed panel at the first step.
         rows: Rows of the block.
         vectors: Vectors across the panel.

@@ -1,4 +1,4 @@
-"""Presents LayerNorm's weight and bias in the type of sums."""
+"""Reads and writes LayerNorm's parameters, whatever type they have."""
 
 from std.sys import size_of
 
@@ -9,7 +9,7 @@ from .workspace import buffer
 
 @fieldwise_init
 struct Parameter(TrivialRegisterPassable):
-    """Refers to LayerNorm's weight or bias, which may be absent.
+    """Refers to LayerNorm's weight or bias, or a gradient; may be absent.
 
     Beside half-precision tensors it may be float32.
     """
@@ -50,3 +50,35 @@ struct Parameter(TrivialRegisterPassable):
                 K - k,
             )
         return target
+
+    def store[
+        dtype: DType
+    ](
+        self,
+        k: Int,
+        value: SIMD[Blocking[dtype].accum, Blocking[dtype].width],
+        count: Int,
+    ):
+        """Stores up to a vector of values.
+
+        Parameters:
+            dtype: Element type of the other tensors.
+
+        Args:
+            k: Index of the first of them.
+            value: The values.
+            count: Number of values that may be written.
+        """
+        comptime B = Blocking[dtype]
+        if self.is_float32:
+            store_first(
+                buffer[DType.float32](self.address).unsafe_offset(k),
+                value.cast[DType.float32](),
+                count,
+            )
+        else:
+            store_first(
+                buffer[dtype](self.address).unsafe_offset(k),
+                value.cast[dtype](),
+                count,
+            )

@@ -4,6 +4,12 @@ from std.sys import size_of
 
 from .blocking import Buffer, CACHE_LINE
 
+comptime FEW_ROWS = 192
+"""Up to this many rows, packing the weight into memory costs more than it saves."""
+
+comptime SLAB_ROWS = 96
+"""Most rows of a slab; with 1024 features they fill half of a 1 MiB cache."""
+
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
 
@@ -62,3 +68,15 @@ def useful_threads(products: Int, threads: Int) -> Int:
         threads: Threads at hand.
     """
     return 1 if products < SERIAL_PRODUCTS else threads
+
+
+def slab_rows(M: Int, workers: Int, tile_m: Int) -> Int:
+    """Returns how many rows make a slab, so that workers get equal shares.
+
+    Args:
+        M: Rows.
+        workers: Threads that take slabs.
+        tile_m: What the number of rows is a multiple of.
+    """
+    var slabs = ceildiv(ceildiv(M, SLAB_ROWS), workers) * workers
+    return ceildiv(ceildiv(M, slabs), tile_m) * tile_m
