@@ -140,6 +140,9 @@ class Runner:
     def _find_providers(self) -> None:
         for op in dict.fromkeys(case.op.name for case in self._plan.cases):
             for provider in providers.of_op(op):
+                names = self._plan.names
+                if names is not None and provider.name not in names and provider.role != "baseline":
+                    continue
                 self._listener.doing(f"looking for {provider.name}")
                 loaded, problem = load(provider)
                 self.run.providers.append(
@@ -166,11 +169,9 @@ class Runner:
         for provider in providers.of_op(case.op.name):
             if (case.op.name, provider.name) not in self._loaded:
                 continue
-            if names is None:
-                wanted = not provider.only_on_request or case.shape in SETS["puzzle"]
-            else:
-                wanted = provider.name in names or provider.role == "baseline"
-            if wanted:
+            # Of those loaded, all were asked for, unless nobody asked for any.
+            is_wanted = names is not None or not provider.only_on_request
+            if is_wanted or case.shape in SETS["puzzle"]:
                 found.append(provider)
         return found
 
