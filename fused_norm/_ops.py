@@ -143,6 +143,9 @@ def _are_plain(arguments: tuple[Any, ...]) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and _PLAIN_TYPES.issuperset(map(type, arguments))
+        and not arguments[0].is_meta
+        # How autograd batches gradients: a Tensor by its type, but without memory.
+        and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])
     )
 
 
