@@ -265,16 +265,16 @@ def test_interrupted_command_writes_its_results(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fused_norm", "bench", "--json", str(path)]
     command += ["--provider", "linear", "--op", "layernorm_linear", "--device", "cpu"]
     command += [*("--shape", "16,8,16"), *("--shape", "4096,1024,1024"), *("--seconds", "60")]
-    process = subprocess.Popen(
-        [*command, "--mode", "forward", "--no-memory"], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    # 200 rounds of the small shape take no time, those of the other many seconds.
-    line = process.stderr.readline()
-    assert line.startswith("[1/2 "), line + process.stderr.read()
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == cli.INTERRUPTED
+    command += ["--mode", "forward", "--no-memory"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        # 200 rounds of the small shape take no time, those of the other many seconds.
+        line = process.stderr.readline()
+        assert line.startswith("[1/2 "), line + process.stderr.read()
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+        assert process.wait(timeout=30) == cli.INTERRUPTED
     run = results.load(path)
     assert not run.finished
     assert run.measurements[0].of("linear").timings["wall"].median > 0

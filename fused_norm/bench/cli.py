@@ -60,14 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = _plan(options)
         before = results.load(options.baseline) if options.baseline else None
         _assert_writable(options)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+        progress = _Progress(plan.steps, options.json)
+        runner = Runner(plan, progress)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
-
-    progress = _Progress(plan.steps, options.json)
-    runner = Runner(plan, progress)
     interrupted = False
     with progress:
         try:
@@ -77,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = runner.run
     report.show(run, console)
     if interrupted:
-        kept = len(run.measurements)
-        console.print(f"\nInterrupted: {kept} measurements were made.", highlight=False)
+        made = f"{len(run.measurements)} of {plan.steps} measurements were made"
+        console.print(f"\nInterrupted: {made}.", highlight=False)
     if before is not None:
         baseline.show(before, run, console)
     _write(run, options, console)
@@ -129,6 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--seed", type=int, default=0)
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="results, kept up to date")
+    out.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the results in --json, measuring what they lack",
+    )
     out.add_argument("--csv", type=Path, metavar="FILE")
     out.add_argument("--plot", type=Path, metavar="DIR", help="PNG plots (needs matplotlib)")
     out.add_argument(
@@ -176,7 +180,16 @@ def _plan(options: argparse.Namespace) -> Plan:
         measures_memory=not options.no_memory,
         time_limit=options.time_limit or float("inf"),
         commit=options.commit,
+        earlier=_earlier(options),
     )
+
+
+def _earlier(options: argparse.Namespace) -> Run | None:
+    if not options.resume:
+        return None
+    if not options.json:
+        raise ValueError("--resume goes on with the results of --json")
+    return results.load(options.json) if options.json.exists() else None
 
 
 def _assert_writable(options: argparse.Namespace) -> None:

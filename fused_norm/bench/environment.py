@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import fused_norm
 from fused_norm import _native
 from fused_norm.bench.ops import dtype_name
 from fused_norm.bench.results import Ceiling, Environment
@@ -51,9 +52,9 @@ def describe(device: torch.device, commit: str | None = None) -> Environment:
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda or "",
-        max=_version("max"),
-        mojo=_version("mojo-compiler"),
-        fused_norm=_version("fused-norm"),
+        max=version("max"),
+        mojo=version("mojo-compiler"),
+        fused_norm=version("fused-norm"),
         commit=_commit() if commit is None else commit,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         command=" ".join(["python -m fused_norm", *map(_without_folder, sys.argv[1:])]),
@@ -145,7 +146,15 @@ def _nvidia_smi(query: str) -> str:
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 else ""
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Return the version of a package, or an empty string.
+
+    Args:
+        package: Name of its distribution.
+    """
+    if package == "fused-norm":
+        # Of a checkout too that is on the path and not installed.
+        return fused_norm.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

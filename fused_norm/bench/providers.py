@@ -7,7 +7,6 @@ that fails it is named as not installed, with what the import said.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import reference
+from fused_norm.bench.environment import version
 from fused_norm.bench.ops import EPS, Case, Formula, trainable_eps_layer_norm
 
 # Ratios are to the baseline and to the floor of the same run.
@@ -71,14 +71,7 @@ class Provider:
 
     def versions(self) -> str:
         """Return the versions of its packages."""
-        return ", ".join(f"{name} {_version(name)}" for name in self.packages)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return ", ".join(f"{name} {version(name)}".strip() for name in self.packages)
 
 
 def _imported(name: str, *modules: str) -> Callable[[], Any]:

@@ -165,7 +165,9 @@ class Run:
     seconds: Annotated[float, "Time spent on each provider in each measurement."]
     finished: Annotated[bool, "False if it was interrupted."]
     wall_seconds: Annotated[float, "How long the run took."]
-    providers: Annotated[list[ProviderInfo], "Every provider asked for."] = field(default_factory=list)
+    providers: Annotated[list[ProviderInfo], "Every provider asked for."] = field(
+        default_factory=list
+    )
     ceilings: Annotated[list[Ceiling], "By dtype."] = field(default_factory=list)
     measurements: Annotated[list[Measurement], "In the order of the run."] = field(
         default_factory=list

@@ -17,6 +17,9 @@ from fused_norm.bench.results import SCHEMA, Measurement, ProviderInfo, Result, 
 from fused_norm.bench.shapes import SETS
 from fused_norm.bench.timing import Budget, CpuTimer, GpuTimer, Rounds, Step, Timer
 
+# A run is gone on with where these are what they were.
+SAME_TO_GO_ON = ("device", "cpu", "threads", "gpu", "driver", "tf32", "torch", "mojo", "commit")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -35,6 +38,7 @@ class Plan:
         measures_memory: Whether to measure memory.
         time_limit: Seconds after which no further measurement begins.
         commit: The git commit, where there is no checkout to ask.
+        earlier: A run to go on with: what it has measured is kept and not measured again.
     """
 
     cases: Sequence[Case]
@@ -49,6 +53,7 @@ class Plan:
     measures_memory: bool = True
     time_limit: float = float("inf")
     commit: str | None = None
+    earlier: Run | None = None
 
     @property
     def steps(self) -> int:
@@ -105,6 +110,7 @@ class Runner:
         self._listener = listener
         self._loaded: dict[tuple[str, str], object] = {}
         self._began = time.perf_counter()
+        self._seconds_before = 0.0
         self.run = Run(
             schema=SCHEMA,
             environment=environment.describe(plan.device, plan.commit),
@@ -113,6 +119,8 @@ class Runner:
             finished=False,
             wall_seconds=0.0,
         )
+        if plan.earlier is not None:
+            self._go_on(plan.earlier)
 
     def execute(self) -> Run:
         """Measure everything. A KeyboardInterrupt ends it; `run` then holds what there is."""
@@ -134,8 +142,23 @@ class Runner:
                 self.run.environment.clocks += f" before, {after} after"
         return self.run
 
+    def _go_on(self, earlier: Run) -> None:
+        now, then = self.run.environment, earlier.environment
+        for name in SAME_TO_GO_ON:
+            if getattr(now, name) != getattr(then, name):
+                raise ValueError(
+                    f"the earlier run cannot be gone on with: its {name} is "
+                    f"{getattr(then, name)}, and now it is {getattr(now, name)}"
+                )
+        self.run.providers = earlier.providers
+        self.run.ceilings = earlier.ceilings
+        self.run.measurements = earlier.measurements
+        self.run.interference = earlier.interference
+        self._seconds_before = earlier.wall_seconds
+
     def _keep_time(self) -> None:
-        self.run.wall_seconds = time.perf_counter() - self._began
+        now = time.perf_counter() - self._began
+        self.run.wall_seconds = round(self._seconds_before + now, 1)
 
     def _find_providers(self) -> None:
         for op in dict.fromkeys(case.op.name for case in self._plan.cases):
@@ -145,6 +168,9 @@ class Runner:
                     continue
                 self._listener.doing(f"looking for {provider.name}")
                 loaded, problem = load(provider)
+                known = [p for p in self.run.providers if (p.op, p.name) == (op, provider.name)]
+                if known:
+                    self.run.providers.remove(known[0])
                 self.run.providers.append(
                     ProviderInfo(
                         op,
@@ -159,7 +185,10 @@ class Runner:
                     self._loaded[op, provider.name] = loaded
 
     def _measure_ceilings(self) -> None:
+        known = {ceiling.dtype for ceiling in self.run.ceilings}
         for dtype in dict.fromkeys(case.dtype for case in self._plan.cases):
+            if dtype_name(dtype) in known:
+                continue
             self._listener.doing(f"the machine's ceilings in {dtype_name(dtype)}")
             self.run.ceilings.append(environment.ceiling(dtype, self._plan.device))
 
@@ -176,6 +205,12 @@ class Runner:
         return found
 
     def _measure_case(self, case: Case) -> None:
+        known = {measurement.key() for measurement in self.run.measurements}
+        name, dtype = case.op.name, dtype_name(case.dtype)
+        modes = [m for m in self._plan.modes if (name, m, dtype, case.sizes) not in known]
+        self._listener.skipped(len(self._plan.modes) - len(modes))
+        if not modes:
+            return
         # The memory of the case before is free by now: nothing of it is referenced any more.
         _forget_compiled()
         chosen = self._chosen(case)
@@ -187,7 +222,7 @@ class Runner:
             # The inputs or their reference cannot be made: the case is skipped, and said to be.
             results = {p.name: failure(p.name, error) for p in chosen}
             checked = dict.fromkeys((False, True), _Checked(results))
-        for mode in self._plan.modes:
+        for mode in modes:
             self._measure(case, mode, checked[mode != "forward"])
 
     def _check(self, case: Case, chosen: Sequence[Provider]) -> dict[bool, _Checked]:
