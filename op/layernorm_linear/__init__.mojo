@@ -1,0 +1,1 @@
+"""LayerNorm followed by a linear layer: kernels, one folder per target."""
