@@ -9,17 +9,17 @@ from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
 
 from op.layernorm_linear.sm90.config import Config
 from op.layernorm_linear.sm90.epilogue import CORRECTED, PLAIN, SCALED
-from op.layernorm_linear.sm90.launch import launch_matrix
+from op.layernorm_linear.sm90.launch import (
+    launch_fold,
+    launch_matrix,
+    launch_statistics,
+)
 
 comptime CONFIGS = [
-    Config(slices=1, columns=256, stages=4, lead=2, cluster=2),
-    Config(slices=1, columns=256, stages=4, lead=0, cluster=2),
-    Config(slices=1, columns=256, stages=4, lead=1, cluster=2),
-    Config(slices=2, columns=128, stages=4, lead=0, cluster=2),
-    Config(slices=2, columns=128, stages=4, lead=2, cluster=2),
-    Config(slices=1, columns=256, stages=4, lead=2, cluster=1),
-    Config(slices=1, columns=128, stages=6, lead=2, cluster=2),
-    Config(slices=1, columns=256, stages=2, lead=0, cluster=1),
+    Config(slices=1, columns=256, stages=4, lead=0, cluster=2, bulk=True, gather=False),
+    Config(slices=1, columns=256, stages=4, lead=0, cluster=2, bulk=True, gather=True),
+    Config(slices=1, columns=256, stages=4, lead=0, cluster=2, bulk=False, gather=True),
+    Config(slices=1, columns=256, stages=4, lead=1, cluster=2, bulk=True, gather=True),
 ]
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 
@@ -96,6 +96,7 @@ struct Launcher(Movable, Writable):
                         Int(py=args[2]),
                         Int(py=args[3]),
                         Int(py=args[4]),
+                        1e-5,
                         Int(py=args[5]),
                         Int(py=args[6]),
                         Int(py=args[7]),
@@ -104,6 +105,122 @@ struct Launcher(Movable, Writable):
                         Int(py=args[11]),
                         launcher[].multiprocessors,
                     )
+        return PythonObject(None)
+
+
+    @staticmethod
+    def forward(
+        py_self: PythonObject, args: PythonObject
+    ) raises -> PythonObject:
+        """Queues the row statistics of x and y = LayerNorm(x) W^T + b.
+
+        Args:
+            py_self: The launcher.
+            args: Addresses y, mean, rstd, x, wc, s, c; sizes m, n, k; eps;
+                variant, band.
+
+        Returns:
+            None.
+        """
+        var launcher = py_self.downcast_value_ptr[Self]()
+        var mean = Int(py=args[1])
+        var rstd = Int(py=args[2])
+        var x = Int(py=args[3])
+        var m = Int(py=args[7])
+        var k = Int(py=args[9])
+        var eps = Float32(py=args[10])
+        var variant = Int(py=args[11])
+        comptime for i in range(len(CONFIGS)):
+            if variant == i:
+                comptime if not CONFIGS[i].gather:
+                    launch_statistics[DTYPE](
+                        launcher[].ctx,
+                        launcher[].stream,
+                        mean,
+                        rstd,
+                        x,
+                        m,
+                        k,
+                        eps,
+                    )
+                launch_matrix[DTYPE, CONFIGS[i], CORRECTED](
+                    launcher[].ctx,
+                    launcher[].stream,
+                    Int(py=args[0]),
+                    x,
+                    Int(py=args[4]),
+                    mean,
+                    rstd,
+                    eps,
+                    Int(py=args[5]),
+                    Int(py=args[6]),
+                    m,
+                    Int(py=args[8]),
+                    k,
+                    Int(py=args[12]),
+                    launcher[].multiprocessors,
+                )
+        return PythonObject(None)
+
+    @staticmethod
+    def stats(
+        py_self: PythonObject, args: PythonObject
+    ) raises -> PythonObject:
+        """Queues the row statistics of x.
+
+        Args:
+            py_self: The launcher.
+            args: Addresses mean, rstd, x; sizes m, k; eps.
+
+        Returns:
+            None.
+        """
+        var launcher = py_self.downcast_value_ptr[Self]()
+        launch_statistics[DTYPE](
+            launcher[].ctx,
+            launcher[].stream,
+            Int(py=args[0]),
+            Int(py=args[1]),
+            Int(py=args[2]),
+            Int(py=args[3]),
+            Int(py=args[4]),
+            Float32(py=args[5]),
+        )
+        return PythonObject(None)
+
+    @staticmethod
+    def fold(
+        py_self: PythonObject, args: PythonObject
+    ) raises -> PythonObject:
+        """Queues the fold of a weight.
+
+        Args:
+            py_self: The launcher.
+            args: Addresses wc, s, c, w, gamma, beta, bias; sizes n, k;
+                whether rows are centred; whether gamma, beta and bias are
+                float32, and not of the weight's type.
+
+        Returns:
+            None.
+        """
+        var launcher = py_self.downcast_value_ptr[Self]()
+        var float32 = Int(py=args[10]) != 0
+        comptime for wide in range(2):
+            if float32 == (wide == 1):
+                launch_fold[DTYPE, DType.float32 if wide == 1 else DTYPE](
+                    launcher[].ctx,
+                    launcher[].stream,
+                    Int(py=args[0]),
+                    Int(py=args[1]),
+                    Int(py=args[2]),
+                    Int(py=args[3]),
+                    Int(py=args[4]),
+                    Int(py=args[5]),
+                    Int(py=args[6]),
+                    Int(py=args[7]),
+                    Int(py=args[8]),
+                    Int(py=args[9]) != 0,
+                )
         return PythonObject(None)
 
 
@@ -120,6 +237,9 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             builder.add_type[Launcher]("Launcher")
             .def_py_init[Launcher.py_init]()
             .def_py_method[Launcher.matrix]("matrix")
+            .def_py_method[Launcher.forward]("forward")
+            .def_py_method[Launcher.stats]("stats")
+            .def_py_method[Launcher.fold]("fold")
         )
         return builder.finalize()
     except e:

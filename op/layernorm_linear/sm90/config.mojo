@@ -22,6 +22,10 @@ struct Config(Equatable, TrivialRegisterPassable):
     """K blocks the first consumer runs ahead of the second, 0 for none."""
     var cluster: Int
     """Blocks of a cluster; they share one tile of the weight."""
+    var bulk: Bool
+    """Whether the copy engine stores y, or the threads do."""
+    var gather: Bool
+    """Whether the kernel takes the row statistics itself; k % 64 == 0 then."""
 
     @always_inline
     def rows(self) -> Int:

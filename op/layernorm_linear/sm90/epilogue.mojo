@@ -14,6 +14,7 @@ from .ptx import (
     store_matrix_x4,
     store_tile,
     store_wait_read,
+    warp_sync,
 )
 from .wgmma import Accumulator
 
@@ -89,12 +90,31 @@ def finish_pair[
 
 
 @always_inline
+def _copy_out(
+    source: UInt32, target: Pointer[UInt8, MutAnyOrigin], inside: Bool
+):
+    # Sixteen bytes from shared to global memory.
+    inlined_assembly[
+        """{
+        .reg .pred inside;
+        .reg .b32 a, b, c, d;
+        setp.ne.b32 inside, $2, 0;
+        ld.shared.v4.b32 {a, b, c, d}, [$0];
+        @inside st.global.v4.b32 [$1], {a, b, c, d};
+        }""",
+        NoneType,
+        constraints="r,l,r,~{memory}",
+    ](source, target, Int32(inside))
+
+
+@always_inline
 def store_slice[
     count: Int,
     dtype: DType,
     mode: Int,
     columns: Int,
     first: Int,
+    bulk: Bool,
 ](
     accumulator: Accumulator[count],
     upper: RowFactors,
@@ -103,8 +123,11 @@ def store_slice[
     staging: UInt32,
     lane: UInt32,
     y_map: OpaquePointer[ImmutAnyOrigin],
-    column: Int32,
-    row: Int32,
+    y: Pointer[UInt8, MutAnyOrigin],
+    m: UInt32,
+    n: UInt32,
+    column: UInt32,
+    row: UInt32,
 ):
     """Finishes and stores this warp's 16 rows of one 64-row slice.
 
@@ -114,6 +137,7 @@ def store_slice[
         mode: `PLAIN`, `SCALED` or `CORRECTED`.
         columns: Columns of the tile.
         first: The slice's first register.
+        bulk: Whether the copy engine stores the boxes.
 
     Args:
         accumulator: The tile's sums.
@@ -122,7 +146,10 @@ def store_slice[
         vectors: Shared address of c, followed by s.
         staging: Shared address of this warp's two boxes.
         lane: Lane of the thread.
-        y_map: Tensor map of y.
+        y_map: Tensor map of y, boxes of 16 by 64; for bulk stores.
+        y: Address of y; for plain stores.
+        m: Rows of y.
+        n: Columns of y.
         column: First column of the tile.
         row: First of the 16 rows.
     """
@@ -132,15 +159,18 @@ def store_slice[
     var row_address = staging + matrix_row * 128
     var group_of_lane = lane >> 4
     var pair_address = vectors + (lane & 3) * 8
+    # Plain stores: eight lanes a row, sixteen bytes a lane, four rows at once.
+    var copy_row = lane >> 3
+    var copy_column = (lane & 7) * 8
 
     comptime for box in range(columns // 64):
-        # The store before the last one has read this box.
-        if lane == 0:
-            store_wait_read[1]()
-        inlined_assembly[
-            "bar.warp.sync 0xffffffff;", NoneType, constraints="~{memory}"
-        ]()
-        var box_address = row_address + UInt32((box & 1) * 2048)
+        comptime box_offset = (box & 1) * 2048
+        comptime if bulk:
+            # The store before the last one has read this box.
+            if lane == 0:
+                store_wait_read[1]()
+            warp_sync()
+        var box_address = row_address + UInt32(box_offset)
         comptime for group in range(0, 8, 2):
             var words = SIMD[DType.uint32, 4]()
             comptime for half in range(2):
@@ -182,15 +212,31 @@ def store_slice[
                 words[2],
                 words[3],
             )
-        fence_async_shared()
-        inlined_assembly[
-            "bar.warp.sync 0xffffffff;", NoneType, constraints="~{memory}"
-        ]()
-        if lane == 0:
-            store_tile(
-                y_map,
-                staging + UInt32((box & 1) * 2048),
-                column + Int32(box * 64),
-                row,
-            )
-            store_commit()
+        comptime if bulk:
+            fence_async_shared()
+            warp_sync()
+            if lane == 0:
+                store_tile(
+                    y_map,
+                    staging + UInt32(box_offset),
+                    Int32(column + UInt32(box * 64)),
+                    Int32(row),
+                )
+                store_commit()
+        else:
+            warp_sync()
+            var to_column = column + UInt32(box * 64) + copy_column
+            comptime for quarter in range(4):
+                var in_box = copy_row + UInt32(quarter * 4)
+                var chunk = (lane & 7) ^ (in_box & 7)
+                var to_row = row + in_box
+                _copy_out(
+                    staging
+                    + UInt32(box_offset)
+                    + in_box * 128
+                    + chunk * 16,
+                    y.unsafe_offset(
+                        2 * (Int(to_row) * Int(n) + Int(to_column))
+                    ),
+                    to_row < m and to_column < n,
+                )

@@ -15,6 +15,7 @@ from max.gpu.primitives import warp
 
 from .config import CONSUMERS, THREADS, Config
 from .epilogue import CORRECTED, PLAIN, RowFactors, store_slice
+from .gather import RowSums, factors_of_row
 from .ptx import *
 from .tiles import Tiles
 from .wgmma import (
@@ -71,7 +72,7 @@ struct Ring(TrivialRegisterPassable):
 @__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(y_map, `nvvm.grid_constant`)
 @__name(
-    t"fused_norm_gemm_{dtype}_{config.rows()}x{config.columns}x{config.stages}_lead{config.lead}_cluster{config.cluster}_mode{mode}"
+    t"fused_norm_gemm_{dtype}_{config.rows()}x{config.columns}x{config.stages}_lead{config.lead}_cluster{config.cluster}_bulk{config.bulk}_gather{config.gather}_mode{mode}"
 )
 def matrix_kernel[
     dtype: DType, config: Config, mode: Int
@@ -79,8 +80,10 @@ def matrix_kernel[
     x_map: TMADescriptor,
     w_map: TMADescriptor,
     y_map: TMADescriptor,
-    mean: Pointer[Float32, ImmutAnyOrigin],
-    rstd: Pointer[Float32, ImmutAnyOrigin],
+    y: Pointer[UInt8, MutAnyOrigin],
+    mean: Pointer[Float32, MutAnyOrigin],
+    rstd: Pointer[Float32, MutAnyOrigin],
+    eps: Float32,
     s: Pointer[Float32, ImmutAnyOrigin],
     c: Pointer[Float32, ImmutAnyOrigin],
     m: Int32,
@@ -99,8 +102,12 @@ def matrix_kernel[
         x_map: Tensor map of x [m, k], boxes of config.rows() by 64.
         w_map: Tensor map of w [n, k], boxes of config.columns / cluster by 64.
         y_map: Tensor map of y [m, n], boxes of 16 by 64.
-        mean: Means of the rows of x [m]; read in mode `CORRECTED`.
-        rstd: Reciprocal deviations of the rows [m]; not read in mode `PLAIN`.
+        y: Address of y.
+        mean: Means of the rows of x [m]; written if gathered, otherwise read
+            in mode `CORRECTED`.
+        rstd: Reciprocal deviations of the rows [m]; written if gathered,
+            otherwise read unless in mode `PLAIN`.
+        eps: Added to gathered variances.
         s: Row sums of w [n]; read in mode `CORRECTED`.
         c: Constants added to the columns [n]; not read in mode `PLAIN`.
         m: Rows of x and y.
@@ -108,12 +115,16 @@ def matrix_kernel[
         k: Columns of x and w.
         band: Rows of cluster tiles in a band of the walk.
     """
+    comptime assert not config.gather or config.slices == 1
     comptime stages = config.stages
     comptime cluster = config.cluster
     comptime slices = config.slices
     comptime columns = config.columns
     comptime x_step = config.x_bytes()
     comptime w_step = config.w_bytes()
+    # A warpgroup's products end together; reads by its threads do not.
+    comptime releases_per_consumer = 4 if config.gather else 1
+    comptime gather = config.gather and mode != PLAIN
 
     var base = UInt32(
         Int(
@@ -138,7 +149,8 @@ def matrix_kernel[
         comptime for stage in range(stages):
             mbarrier_init(full + UInt32(stage * 8), 1)
             mbarrier_init(
-                empty + UInt32(stage * 8), Int32(CONSUMERS * cluster)
+                empty + UInt32(stage * 8),
+                Int32(CONSUMERS * cluster * releases_per_consumer),
             )
         mbarrier_init(vectors_full, 1)
         mbarrier_init(vectors_empty, Int32(CONSUMERS * 4))
@@ -146,6 +158,11 @@ def matrix_kernel[
         prefetch_tensor_map(_address_of(x_map))
         prefetch_tensor_map(_address_of(w_map))
         prefetch_tensor_map(_address_of(y_map))
+    # Anyone may have written the operands just now; but the kernel that makes
+    # the statistics has itself waited for all earlier ones.
+    comptime if mode == PLAIN or config.gather:
+        wait_on_earlier_grids()
+    let_later_grids_start()
     # No block may reach for its neighbour's barriers before they are made.
     comptime if cluster > 1:
         cluster_arrive()
@@ -253,11 +270,14 @@ def matrix_kernel[
             base + consumer * UInt32(slices * 64 * K_BLOCK * 2)
         )
         var w_tiles = operand_descriptor(base + UInt32(config.w_offset()))
-        var in_group = thread & 127
-        var releases = in_group < UInt32(cluster)
+        var releaser = lane if config.gather else thread & 127
+        var releases = releaser < UInt32(cluster)
         var release = empty
         comptime if cluster > 1:
-            release = map_to_rank(empty, in_group & UInt32(cluster - 1))
+            release = map_to_rank(empty, releaser & UInt32(cluster - 1))
+        var gathered = (
+            base + consumer * UInt32(slices * 64 * 128) + warp_in_group * 2048
+        )
 
         var at = Ring(0, 0)
         var parity = UInt32(0)
@@ -269,14 +289,71 @@ def matrix_kernel[
                 + consumer * UInt32(slices * 64)
                 + warp_in_group * 16
             )
-            var column = Int32(place[1] * UInt32(columns))
+            var column = place[1] * UInt32(columns)
 
+            # The second consumer starts a little later, so that one of them
+            # finishes a tile while the other one multiplies.
+            comptime if config.lead > 0:
+                if consumer == 1:
+                    named_barrier_sync(_LEAD_BARRIER, CONSUMERS * 128)
+            mbarrier_wait(full + at.slot * 8, at.parity)
+            var accumulator = multiply_first[dtype, columns, slices](
+                x_tiles + at.slot * UInt32(x_step // 16),
+                w_tiles + at.slot * UInt32(w_step // 16),
+            )
+            var sums = RowSums(0, 0, 0)
+            comptime if gather:
+                sums.add[dtype, True](
+                    gathered + at.slot * UInt32(x_step), lane
+                )
+            var previous = at.slot
+            at.advance[stages]()
+            for block in range(UInt32(1), blocks):
+                mbarrier_wait(full + at.slot * 8, at.parity)
+                accumulator = multiply_next[dtype, columns, slices](
+                    accumulator,
+                    x_tiles + at.slot * UInt32(x_step // 16),
+                    w_tiles + at.slot * UInt32(w_step // 16),
+                )
+                # One group stays in flight; the one before it has read its
+                # slot.
+                wait_previous()
+                comptime if gather:
+                    warp_sync()
+                if releases:
+                    comptime if cluster > 1:
+                        mbarrier_arrive_cluster(release + previous * 8)
+                    else:
+                        mbarrier_arrive(release + previous * 8)
+                comptime if config.lead > 0:
+                    if consumer == 0 and block == UInt32(config.lead):
+                        named_barrier_arrive(_LEAD_BARRIER, CONSUMERS * 128)
+                comptime if gather:
+                    sums.add[dtype, False](
+                        gathered + at.slot * UInt32(x_step), lane
+                    )
+                previous = at.slot
+                at.advance[stages]()
+            comptime if config.lead > 0:
+                if consumer == 0 and blocks <= UInt32(config.lead):
+                    named_barrier_arrive(_LEAD_BARRIER, CONSUMERS * 128)
+            # The last products still run while these are fetched. The grid
+            # that makes them may have been running beside this one so far.
+            wait_on_earlier_grids()
             var upper = StaticTuple[RowFactors, slices]()
             var lower = StaticTuple[RowFactors, slices]()
             comptime for slice in range(slices):
                 upper[slice] = RowFactors(1, 0)
                 lower[slice] = RowFactors(1, 0)
-                comptime if mode != PLAIN:
+                comptime if gather:
+                    var own = sums.finish(Float32(k), eps)
+                    upper[slice] = factors_of_row(own, lane >> 2)
+                    lower[slice] = factors_of_row(own, (lane >> 2) + 8)
+                    var first = row + (lane >> 1)
+                    if column == 0 and (lane & 1) == 0 and first < UInt32(m):
+                        mean.unsafe_offset(Int(first)).unsafe_store(own.mean)
+                        rstd.unsafe_offset(Int(first)).unsafe_store(own.rstd)
+                elif mode != PLAIN:
                     var first = Int32(row + UInt32(slice * 64) + (lane >> 2))
                     if first < m:
                         upper[slice].rstd = rstd.unsafe_offset(
@@ -295,42 +372,9 @@ def matrix_kernel[
                                 Int(first + 8)
                             ).unsafe_load()
 
-            # The second consumer starts a little later, so that one of them
-            # finishes a tile while the other one multiplies.
-            comptime if config.lead > 0:
-                if consumer == 1:
-                    named_barrier_sync(_LEAD_BARRIER, CONSUMERS * 128)
-            mbarrier_wait(full + at.slot * 8, at.parity)
-            var accumulator = multiply_first[dtype, columns, slices](
-                x_tiles + at.slot * UInt32(x_step // 16),
-                w_tiles + at.slot * UInt32(w_step // 16),
-            )
-            var previous = at.slot
-            at.advance[stages]()
-            for block in range(UInt32(1), blocks):
-                mbarrier_wait(full + at.slot * 8, at.parity)
-                accumulator = multiply_next[dtype, columns, slices](
-                    accumulator,
-                    x_tiles + at.slot * UInt32(x_step // 16),
-                    w_tiles + at.slot * UInt32(w_step // 16),
-                )
-                # One group stays in flight; the one before it has read its
-                # slot.
-                wait_previous()
-                if releases:
-                    comptime if cluster > 1:
-                        mbarrier_arrive_cluster(release + previous * 8)
-                    else:
-                        mbarrier_arrive(release + previous * 8)
-                comptime if config.lead > 0:
-                    if consumer == 0 and block == UInt32(config.lead):
-                        named_barrier_arrive(_LEAD_BARRIER, CONSUMERS * 128)
-                previous = at.slot
-                at.advance[stages]()
-            comptime if config.lead > 0:
-                if consumer == 0 and blocks <= UInt32(config.lead):
-                    named_barrier_arrive(_LEAD_BARRIER, CONSUMERS * 128)
             accumulator = wait_all[slices * columns // 2](accumulator)
+            comptime if gather:
+                warp_sync()
             if releases:
                 comptime if cluster > 1:
                     mbarrier_arrive_cluster(release + previous * 8)
@@ -346,6 +390,7 @@ def matrix_kernel[
                     mode,
                     columns,
                     slice * columns // 2,
+                    config.bulk,
                 ](
                     accumulator,
                     upper[slice],
@@ -354,15 +399,19 @@ def matrix_kernel[
                     staging,
                     lane,
                     _address_of(y_map),
+                    y,
+                    UInt32(m),
+                    UInt32(n),
                     column,
-                    Int32(row + UInt32(slice * 64)),
+                    row + UInt32(slice * 64),
                 )
             comptime if mode != PLAIN:
                 if lane == 0:
                     mbarrier_arrive(vectors_empty)
                 parity ^= 1
-        if lane == 0:
-            store_wait_read[0]()
+        comptime if config.bulk:
+            if lane == 0:
+                store_wait_read[0]()
 
     # Blocks leave together: a neighbour may still copy into this one's slots
     # or arrive at its barriers.

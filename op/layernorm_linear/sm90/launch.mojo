@@ -10,9 +10,29 @@ from max.gpu.host.nvidia.tma import (
     create_tma_descriptor,
 )
 
+from max.gpu.host.launch_attribute import (
+    LaunchAttribute,
+    LaunchAttributeID,
+    LaunchAttributeValue,
+)
+
 from .config import THREADS, Config
+from .fold import THREADS as FOLD_THREADS
+from .fold import fold_kernel
 from .kernel import matrix_kernel
+from .stats import WARPS as STATS_WARPS
+from .stats import row_statistics_kernel
 from .wgmma import K_BLOCK
+
+
+def _beside_earlier() -> List[LaunchAttribute]:
+    # Lets the grid start while the one before it ends; it waits by itself.
+    return [
+        LaunchAttribute(
+            LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION,
+            LaunchAttributeValue(True),
+        )
+    ]
 
 
 def tensor_map[
@@ -67,6 +87,7 @@ def launch_matrix[
     w: Int,
     mean: Int,
     rstd: Int,
+    eps: Float32,
     s: Int,
     c: Int,
     m: Int,
@@ -90,6 +111,7 @@ def launch_matrix[
         w: Address of w [n, k].
         mean: Address of the rows' means, or 0.
         rstd: Address of the rows' reciprocal deviations, or 0.
+        eps: Added to gathered variances.
         s: Address of the row sums of w, or 0.
         c: Address of the columns' constants, or 0.
         m: Rows of x.
@@ -118,8 +140,10 @@ def launch_matrix[
         x_map,
         w_map,
         y_map,
-        Pointer[Float32, ImmutAnyOrigin](unsafe_from_address=mean),
-        Pointer[Float32, ImmutAnyOrigin](unsafe_from_address=rstd),
+        Pointer[UInt8, MutAnyOrigin](unsafe_from_address=y),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=mean),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=rstd),
+        eps,
         Pointer[Float32, ImmutAnyOrigin](unsafe_from_address=s),
         Pointer[Float32, ImmutAnyOrigin](unsafe_from_address=c),
         Int32(m),
@@ -129,4 +153,104 @@ def launch_matrix[
         grid_dim=clusters * config.cluster,
         block_dim=THREADS,
         shared_mem_bytes=config.shared_bytes(),
+        attributes=_beside_earlier(),
+    )
+
+
+def launch_statistics[
+    dtype: DType
+](
+    ctx: DeviceContext,
+    stream: DeviceStream,
+    mean: Int,
+    rstd: Int,
+    x: Int,
+    m: Int,
+    k: Int,
+    eps: Float32,
+) raises:
+    """Queues the row statistics of x.
+
+    Parameters:
+        dtype: Type of x.
+
+    Args:
+        ctx: The device.
+        stream: The stream to queue on.
+        mean: Address of the means [m].
+        rstd: Address of the reciprocal deviations [m].
+        x: Address of x [m, k].
+        m: Rows.
+        k: Columns, a multiple of 8.
+        eps: Added to the variances.
+    """
+    var kernel = ctx.compile_function[row_statistics_kernel[dtype]]()
+    stream.enqueue_function(
+        kernel,
+        Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=x),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=mean),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=rstd),
+        Int32(m),
+        Int32(k),
+        eps,
+        grid_dim=(m + STATS_WARPS - 1) // STATS_WARPS,
+        block_dim=STATS_WARPS * 32,
+        attributes=_beside_earlier(),
+    )
+
+
+def launch_fold[
+    dtype: DType, parameter_dtype: DType
+](
+    ctx: DeviceContext,
+    stream: DeviceStream,
+    wc: Int,
+    s: Int,
+    c: Int,
+    w: Int,
+    gamma: Int,
+    beta: Int,
+    bias: Int,
+    n: Int,
+    k: Int,
+    centred: Bool,
+) raises:
+    """Queues the fold of a weight.
+
+    Parameters:
+        dtype: Type of the weight.
+        parameter_dtype: Type of gamma, beta and the bias.
+
+    Args:
+        ctx: The device.
+        stream: The stream to queue on.
+        wc: Address of the folded weight [n, k].
+        s: Address of its row sums [n].
+        c: Address of the columns' constants [n].
+        w: Address of the weight [n, k].
+        gamma: Address of gamma [k], or 0 for ones.
+        beta: Address of beta [k], or 0 for zeros.
+        bias: Address of the bias [n], or 0 for zeros.
+        n: Rows of the weight.
+        k: Columns of the weight, a multiple of 8.
+        centred: Whether the rows' means are taken out.
+    """
+    comptime Parameter = Pointer[Scalar[parameter_dtype], ImmutAnyOrigin]
+    var kernel = ctx.compile_function[fold_kernel[dtype, parameter_dtype]]()
+    stream.enqueue_function(
+        kernel,
+        Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=wc),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=s),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=c),
+        Pointer[Scalar[dtype], ImmutAnyOrigin](unsafe_from_address=w),
+        Parameter(unsafe_from_address=gamma),
+        Parameter(unsafe_from_address=beta),
+        Parameter(unsafe_from_address=bias),
+        Int32(k),
+        Int32(gamma != 0),
+        Int32(beta != 0),
+        Int32(bias != 0),
+        Int32(centred),
+        grid_dim=n,
+        block_dim=FOLD_THREADS,
     )

@@ -177,6 +177,14 @@ def named_barrier_arrive(id: Int32, threads: Int32):
 
 
 @always_inline
+def warp_sync():
+    """Meets the other lanes of the warp, and orders their memory accesses."""
+    inlined_assembly[
+        "bar.warp.sync 0xffffffff;", NoneType, constraints="~{memory}"
+    ]()
+
+
+@always_inline
 def prefetch_tensor_map(map: OpaquePointer[ImmutAnyOrigin]):
     """Fetches a tensor map into the descriptor cache.
 

@@ -1,0 +1,160 @@
+"""The weight with gamma in it and its rows centred, and what goes with it.
+
+For y = LayerNorm(x) W^T + b: Wc = round(W * gamma - its row's mean),
+s = row sums of Wc as rounded, c = b + W beta. Then
+y = rstd * (x Wc^T - mean * s) + c.
+"""
+
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu.primitives import block
+
+comptime THREADS = 128
+"""Threads of a block, which folds one row."""
+comptime _WIDTH = 8
+# Chunks of the row that a thread keeps in registers between the two passes.
+comptime _HELD = 4
+comptime _Vector = SIMD[DType.float32, _WIDTH]
+
+
+@always_inline
+def _load[
+    dtype: DType
+](row: Pointer[Scalar[dtype], ImmutAnyOrigin], chunk: Int32) -> SIMD[
+    dtype, _WIDTH
+]:
+    return row.unsafe_offset(Int(chunk) * _WIDTH).unsafe_load[
+        width=_WIDTH, alignment=16
+    ]()
+
+
+@always_inline
+def _at[
+    dtype: DType
+](
+    vector: Pointer[Scalar[dtype], ImmutAnyOrigin],
+    present: Int32,
+    otherwise: Float32,
+    chunk: Int32,
+) -> _Vector:
+    if present != 0:
+        return _load(vector, chunk).cast[DType.float32]()
+    return _Vector(otherwise)
+
+
+@always_inline
+def _fold_chunk[
+    dtype: DType
+](
+    weight: SIMD[dtype, _WIDTH],
+    scale: _Vector,
+    centre: Float32,
+    folded: Pointer[Scalar[dtype], MutAnyOrigin],
+    chunk: Int32,
+) -> _Vector:
+    # Writes a chunk of the folded row and returns it as rounded.
+    var rounded = (
+        weight.cast[DType.float32]().fma(scale, _Vector(-centre)).cast[dtype]()
+    )
+    folded.unsafe_offset(Int(chunk) * _WIDTH).unsafe_store[
+        width=_WIDTH, alignment=16
+    ](rounded)
+    return rounded.cast[DType.float32]()
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS))
+)
+@__name(t"fused_norm_fold_{dtype}_{parameter_dtype}")
+def fold_kernel[
+    dtype: DType, parameter_dtype: DType
+](
+    wc: Pointer[Scalar[dtype], MutAnyOrigin],
+    s: Pointer[Float32, MutAnyOrigin],
+    c: Pointer[Float32, MutAnyOrigin],
+    w: Pointer[Scalar[dtype], ImmutAnyOrigin],
+    gamma: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
+    beta: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
+    bias: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
+    k: Int32,
+    has_gamma: Int32,
+    has_beta: Int32,
+    has_bias: Int32,
+    centred: Int32,
+):
+    """Folds one row of the weight per block.
+
+    Parameters:
+        dtype: Type of the weight.
+        parameter_dtype: Type of gamma, beta and the bias.
+
+    Args:
+        wc: Receives the folded weight [n, k].
+        s: Receives the row sums of the folded weight [n].
+        c: Receives the constants of the columns of y [n].
+        w: The weight [n, k]; each row starts at a multiple of 16 bytes.
+        gamma: Scale of the normalised features [k].
+        beta: Shift of the normalised features [k].
+        bias: Bias of the linear layer [n].
+        k: Columns of the weight, a multiple of 8.
+        has_gamma: Whether gamma is there; without it, ones.
+        has_beta: Whether beta is there.
+        has_bias: Whether the bias is there.
+        centred: Whether the rows' means are taken out.
+    """
+    var index = Int(block_idx.x)
+    var thread = Int32(thread_idx.x)
+    var row = w.unsafe_offset(index * Int(k))
+    var folded = wc.unsafe_offset(index * Int(k))
+    var chunks = k // _WIDTH
+
+    var held = StaticTuple[SIMD[dtype, _WIDTH], _HELD]()
+    comptime for i in range(_HELD):
+        held[i] = SIMD[dtype, _WIDTH](0)
+        if thread + Int32(i * THREADS) < chunks:
+            held[i] = _load(row, thread + Int32(i * THREADS))
+
+    var scaled_sum = _Vector(0)
+    var beta_sum = _Vector(0)
+    comptime for i in range(_HELD):
+        var chunk = thread + Int32(i * THREADS)
+        if chunk < chunks:
+            var weight = held[i].cast[DType.float32]()
+            scaled_sum = weight.fma(_at(gamma, has_gamma, 1, chunk), scaled_sum)
+            beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
+    for chunk in range(thread + _HELD * THREADS, chunks, THREADS):
+        var weight = _load(row, chunk).cast[DType.float32]()
+        scaled_sum = weight.fma(_at(gamma, has_gamma, 1, chunk), scaled_sum)
+        beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
+    var centre = Float32(0)
+    if centred != 0:
+        centre = block.sum[block_size=THREADS](
+            scaled_sum.reduce_add()
+        ) / Float32(k)
+    var constant = Float32(0)
+    if has_beta != 0:
+        constant = block.sum[block_size=THREADS](beta_sum.reduce_add())
+
+    var rounded_sum = _Vector(0)
+    comptime for i in range(_HELD):
+        var chunk = thread + Int32(i * THREADS)
+        if chunk < chunks:
+            rounded_sum += _fold_chunk(
+                held[i], _at(gamma, has_gamma, 1, chunk), centre, folded, chunk
+            )
+    for chunk in range(thread + _HELD * THREADS, chunks, THREADS):
+        rounded_sum += _fold_chunk(
+            _load(row, chunk),
+            _at(gamma, has_gamma, 1, chunk),
+            centre,
+            folded,
+            chunk,
+        )
+    var total = block.sum[block_size=THREADS](rounded_sum.reduce_add())
+    if thread == 0:
+        if has_bias != 0:
+            constant += (
+                bias.unsafe_offset(index).unsafe_load().cast[DType.float32]()
+            )
+        s.unsafe_offset(index).unsafe_store(total)
+        c.unsafe_offset(index).unsafe_store(constant)

@@ -1,0 +1,101 @@
+"""Mean and reciprocal standard deviation of each row of x, in one read.
+
+Sums are taken of the distances to a shift near the row's mean, the average of
+its first elements, so that nothing cancels when the mean is large against the
+deviation.
+"""
+
+from std.math import sqrt
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu.primitives import warp
+
+from .ptx import let_later_grids_start, wait_on_earlier_grids
+
+comptime WARPS = 8
+"""Warps, and so rows, of one block."""
+comptime _WIDTH = 8
+comptime _UNROLL = 4
+comptime _Vector = SIMD[DType.float32, _WIDTH]
+
+
+@always_inline
+def _load[
+    dtype: DType
+](
+    row: Pointer[Scalar[dtype], MutAnyOrigin], chunk: Int32, chunks: Int32
+) -> SIMD[dtype, _WIDTH]:
+    if chunk < chunks:
+        return row.unsafe_offset(Int(chunk) * _WIDTH).unsafe_load[
+            width=_WIDTH, alignment=16
+        ]()
+    return SIMD[dtype, _WIDTH](0)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32)),
+    `nvvm.minctasm`=SIMDLength(4),
+)
+@__name(t"fused_norm_row_statistics_{dtype}")
+def row_statistics_kernel[
+    dtype: DType
+](
+    x: Pointer[Scalar[dtype], MutAnyOrigin],
+    mean: Pointer[Float32, MutAnyOrigin],
+    rstd: Pointer[Float32, MutAnyOrigin],
+    m: Int32,
+    k: Int32,
+    eps: Float32,
+):
+    """Computes the statistics of one row per warp.
+
+    The pointer to x is mutable because x may still be being written when this
+    kernel starts; loads may not bypass the coherent path.
+
+    Parameters:
+        dtype: Type of x.
+
+    Args:
+        x: The rows [m, k]; each starts at a multiple of 16 bytes.
+        mean: Receives the means [m].
+        rstd: Receives 1 / sqrt(variance + eps) [m].
+        m: Rows.
+        k: Elements of a row, a multiple of 8.
+        eps: Added to the variance.
+    """
+    wait_on_earlier_grids()
+    let_later_grids_start()
+    var index = Int(block_idx.x) * WARPS + Int(thread_idx.x) // 32
+    if index >= Int(m):
+        return
+    var lane = Int32(thread_idx.x) % 32
+    var row = x.unsafe_offset(index * Int(k))
+    var chunks = k // _WIDTH
+
+    var ahead = StaticTuple[SIMD[dtype, _WIDTH], _UNROLL]()
+    comptime for i in range(_UNROLL):
+        ahead[i] = _load(row, lane + Int32(32 * i), chunks)
+    var shift = warp.sum(
+        ahead[0].cast[DType.float32]().reduce_add()
+    ) / Float32(min(chunks, 32) * _WIDTH)
+
+    var sum = _Vector(0)
+    var squares = _Vector(0)
+    for chunk in range(lane, chunks, 32 * _UNROLL):
+        var now = ahead
+        comptime for i in range(_UNROLL):
+            ahead[i] = _load(row, chunk + Int32(32 * (_UNROLL + i)), chunks)
+        comptime for i in range(_UNROLL):
+            if chunk + Int32(32 * i) < chunks:
+                var distance = now[i].cast[DType.float32]() - shift
+                sum += distance
+                squares = distance.fma(distance, squares)
+
+    var total = warp.sum(sum.reduce_add())
+    var total_squares = warp.sum(squares.reduce_add())
+    if lane == 0:
+        var count = Float32(k)
+        var offset = total / count
+        var variance = max(total_squares - total * offset, 0) / count
+        mean.unsafe_offset(index).unsafe_store(shift + offset)
+        rstd.unsafe_offset(index).unsafe_store(1 / sqrt(variance + eps))
