@@ -16,10 +16,8 @@ from op.layernorm_linear.sm90.launch import (
 )
 
 comptime CONFIGS = [
-    Config(slices=1, columns=256, stages=4, lead=0, cluster=2, bulk=True, gather=False),
-    Config(slices=1, columns=256, stages=4, lead=0, cluster=2, bulk=True, gather=True),
-    Config(slices=1, columns=256, stages=4, lead=0, cluster=2, bulk=False, gather=True),
-    Config(slices=1, columns=256, stages=4, lead=1, cluster=2, bulk=True, gather=True),
+    Config(slices=1, columns=256, stages=4, cluster=2, gather=False),
+    Config(slices=1, columns=256, stages=4, cluster=2, gather=True),
 ]
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 

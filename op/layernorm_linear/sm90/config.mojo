@@ -6,6 +6,12 @@ comptime THREADS = 384
 """Threads of a block: one producer and two consumer warpgroups."""
 comptime CONSUMERS = 2
 """Consumer warpgroups."""
+comptime CONSUMER_WARPS = 4 * CONSUMERS
+"""Warps that multiply and store."""
+comptime GATHERERS = 3
+"""Warps beside the producing one that may gather row statistics."""
+comptime BOX_BYTES = 2048
+"""Bytes of an output box: 16 rows of 64 columns of 16 bits."""
 
 
 @fieldwise_init
@@ -18,12 +24,8 @@ struct Config(Equatable, TrivialRegisterPassable):
     """Columns of a block's tile."""
     var stages: Int
     """Slots of the ring between producer and consumers."""
-    var lead: Int
-    """K blocks the first consumer runs ahead of the second, 0 for none."""
     var cluster: Int
     """Blocks of a cluster; they share one tile of the weight."""
-    var bulk: Bool
-    """Whether the copy engine stores y, or the threads do."""
     var gather: Bool
     """Whether the kernel takes the row statistics itself; k % 64 == 0 then."""
 
@@ -55,55 +57,158 @@ struct Config(Equatable, TrivialRegisterPassable):
         return self.columns * K_BLOCK * 2
 
     @always_inline
-    def registers(self) -> Int:
-        """Counts the accumulators of a thread.
-
-        Returns:
-            The registers.
-        """
-        return self.slices * self.columns // 2
-
-    @always_inline
-    def w_offset(self) -> Int:
-        """Locates the weight tiles.
-
-        Returns:
-            Bytes from the start of shared memory.
-        """
-        return self.stages * self.x_bytes()
-
-    @always_inline
-    def staging_offset(self) -> Int:
-        """Locates the output boxes, two of 2048 bytes for each consumer warp.
-
-        Returns:
-            Bytes from the start of shared memory.
-        """
-        return self.w_offset() + self.stages * self.w_bytes()
-
-    @always_inline
-    def vectors_offset(self) -> Int:
-        """Locates the column vectors of the epilogue.
-
-        Returns:
-            Bytes from the start of shared memory.
-        """
-        return self.staging_offset() + CONSUMERS * 4 * 2 * 2048
-
-    @always_inline
-    def barriers_offset(self) -> Int:
-        """Locates the barriers: full and empty slots, full and empty vectors.
-
-        Returns:
-            Bytes from the start of shared memory.
-        """
-        return self.vectors_offset() + 2 * self.columns * 4
-
-    @always_inline
     def shared_bytes(self) -> Int:
         """Counts the shared memory of a block.
 
         Returns:
             The bytes.
         """
-        return self.barriers_offset() + (2 * self.stages + 2) * 8
+        return (
+            self.stages * (self.x_bytes() + self.w_bytes())
+            + CONSUMER_WARPS * 2 * BOX_BYTES
+            + 2 * self.columns * 4
+            + (2 * self.stages + 4) * 8
+        )
+
+
+@fieldwise_init
+struct Shared[config: Config](TrivialRegisterPassable):
+    """Addresses in a block's shared memory.
+
+    Parameters:
+        config: Compile-time choices.
+    """
+
+    var base: UInt32
+    """Its start, a multiple of 1024."""
+
+    @always_inline
+    def x_tile(self, slot: UInt32) -> UInt32:
+        """Locates a tile of x.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return self.base + slot * UInt32(Self.config.x_bytes())
+
+    @always_inline
+    def w_tile(self, slot: UInt32) -> UInt32:
+        """Locates a tile of the weight.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return (
+            self.base
+            + UInt32(Self.config.stages * Self.config.x_bytes())
+            + slot * UInt32(Self.config.w_bytes())
+        )
+
+    @always_inline
+    def boxes(self, warp: UInt32) -> UInt32:
+        """Locates the two output boxes of a consumer warp.
+
+        Args:
+            warp: The warp, counted from the first consumer.
+
+        Returns:
+            The address of the first; the second follows.
+        """
+        return self.w_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
+
+    @always_inline
+    def vectors(self) -> UInt32:
+        """Locates the column vectors of the epilogue: c, then s.
+
+        Returns:
+            Their address.
+        """
+        return self.boxes(CONSUMER_WARPS)
+
+    @always_inline
+    def full(self, slot: UInt32) -> UInt32:
+        """Locates the barrier that completes when a slot is filled.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return self.vectors() + UInt32(8 * Self.config.columns) + slot * 8
+
+    @always_inline
+    def empty(self, slot: UInt32) -> UInt32:
+        """Locates the barrier that completes when a slot is used up.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return self.full(UInt32(Self.config.stages)) + slot * 8
+
+    @always_inline
+    def vectors_full(self) -> UInt32:
+        """Locates the barrier that completes when the vectors are there.
+
+        Returns:
+            Its address.
+        """
+        return self.empty(UInt32(Self.config.stages))
+
+    @always_inline
+    def vectors_empty(self) -> UInt32:
+        """Locates the barrier that completes when the vectors are used up.
+
+        Returns:
+            Its address.
+        """
+        return self.vectors_full() + 8
+
+    @always_inline
+    def statistics_full(self) -> UInt32:
+        """Locates the barrier that completes when gathered rows are there.
+
+        Returns:
+            Its address.
+        """
+        return self.vectors_full() + 16
+
+    @always_inline
+    def statistics_empty(self) -> UInt32:
+        """Locates the barrier that completes when boxes may be overwritten.
+
+        Returns:
+            Its address.
+        """
+        return self.vectors_full() + 24
+
+
+@fieldwise_init
+struct Ring(TrivialRegisterPassable):
+    """A place in the ring: which slot, and the parity of its current round."""
+
+    var slot: UInt32
+    """The slot."""
+    var parity: UInt32
+    """Parity of completed rounds."""
+
+    @always_inline
+    def advance[stages: Int](mut self):
+        """Moves to the next slot.
+
+        Parameters:
+            stages: Slots of the ring.
+        """
+        self.slot += 1
+        if self.slot == UInt32(stages):
+            self.slot = 0
+            self.parity ^= 1

@@ -8,6 +8,7 @@ waits for another one.
 from std.memory import OpaquePointer
 from std.sys import _RegisterPackType, inlined_assembly
 
+from .config import BOX_BYTES
 from .ptx import (
     fence_async_shared,
     store_commit,
@@ -48,7 +49,15 @@ def _pack[dtype: DType](low: Float32, high: Float32) -> UInt32:
 
 
 @always_inline
-def _shared_pair(address: UInt32) -> SIMD[DType.float32, 2]:
+def shared_pair(address: UInt32) -> SIMD[DType.float32, 2]:
+    """Loads two neighbouring values.
+
+    Args:
+        address: Their shared address, a multiple of 8.
+
+    Returns:
+        The values.
+    """
     var pair = inlined_assembly[
         "ld.shared.v2.f32 {$0, $1}, [$2];",
         _RegisterPackType[Float32, Float32],
@@ -90,44 +99,22 @@ def finish_pair[
 
 
 @always_inline
-def _copy_out(
-    source: UInt32, target: Pointer[UInt8, MutAnyOrigin], inside: Bool
-):
-    # Sixteen bytes from shared to global memory.
-    inlined_assembly[
-        """{
-        .reg .pred inside;
-        .reg .b32 a, b, c, d;
-        setp.ne.b32 inside, $2, 0;
-        ld.shared.v4.b32 {a, b, c, d}, [$0];
-        @inside st.global.v4.b32 [$1], {a, b, c, d};
-        }""",
-        NoneType,
-        constraints="r,l,r,~{memory}",
-    ](source, target, Int32(inside))
-
-
-@always_inline
 def store_slice[
     count: Int,
     dtype: DType,
     mode: Int,
     columns: Int,
     first: Int,
-    bulk: Bool,
 ](
     accumulator: Accumulator[count],
     upper: RowFactors,
     lower: RowFactors,
     vectors: UInt32,
-    staging: UInt32,
+    boxes: UInt32,
     lane: UInt32,
     y_map: OpaquePointer[ImmutAnyOrigin],
-    y: Pointer[UInt8, MutAnyOrigin],
-    m: UInt32,
-    n: UInt32,
-    column: UInt32,
-    row: UInt32,
+    column: Int32,
+    row: Int32,
 ):
     """Finishes and stores this warp's 16 rows of one 64-row slice.
 
@@ -137,39 +124,31 @@ def store_slice[
         mode: `PLAIN`, `SCALED` or `CORRECTED`.
         columns: Columns of the tile.
         first: The slice's first register.
-        bulk: Whether the copy engine stores the boxes.
 
     Args:
         accumulator: The tile's sums.
         upper: Factors of row lane / 4.
         lower: Factors of row lane / 4 + 8.
         vectors: Shared address of c, followed by s.
-        staging: Shared address of this warp's two boxes.
+        boxes: Shared address of this warp's two boxes.
         lane: Lane of the thread.
-        y_map: Tensor map of y, boxes of 16 by 64; for bulk stores.
-        y: Address of y; for plain stores.
-        m: Rows of y.
-        n: Columns of y.
+        y_map: Tensor map of y, boxes of 16 by 64.
         column: First column of the tile.
         row: First of the 16 rows.
     """
     # Lane l names row l % 8 of matrix l / 8; the matrices are the upper and
     # lower eight rows of two neighbouring groups of eight columns.
     var matrix_row = (lane & 7) + (lane & 8)
-    var row_address = staging + matrix_row * 128
+    var row_address = boxes + matrix_row * 128
     var group_of_lane = lane >> 4
     var pair_address = vectors + (lane & 3) * 8
-    # Plain stores: eight lanes a row, sixteen bytes a lane, four rows at once.
-    var copy_row = lane >> 3
-    var copy_column = (lane & 7) * 8
 
     comptime for box in range(columns // 64):
-        comptime box_offset = (box & 1) * 2048
-        comptime if bulk:
-            # The store before the last one has read this box.
-            if lane == 0:
-                store_wait_read[1]()
-            warp_sync()
+        comptime box_offset = (box & 1) * BOX_BYTES
+        # The store before the last one has read this box.
+        if lane == 0:
+            store_wait_read[1]()
+        warp_sync()
         var box_address = row_address + UInt32(box_offset)
         comptime for group in range(0, 8, 2):
             var words = SIMD[DType.uint32, 4]()
@@ -179,9 +158,9 @@ def store_slice[
                 var c = SIMD[DType.float32, 2](0)
                 comptime offset = (box * 64 + (group + half) * 8) * 4
                 comptime if mode != PLAIN:
-                    c = _shared_pair(pair_address + UInt32(offset))
+                    c = shared_pair(pair_address + UInt32(offset))
                 comptime if mode == CORRECTED:
-                    s = _shared_pair(
+                    s = shared_pair(
                         pair_address + UInt32(columns * 4 + offset)
                     )
                 var high = finish_pair[mode](
@@ -212,31 +191,13 @@ def store_slice[
                 words[2],
                 words[3],
             )
-        comptime if bulk:
-            fence_async_shared()
-            warp_sync()
-            if lane == 0:
-                store_tile(
-                    y_map,
-                    staging + UInt32(box_offset),
-                    Int32(column + UInt32(box * 64)),
-                    Int32(row),
-                )
-                store_commit()
-        else:
-            warp_sync()
-            var to_column = column + UInt32(box * 64) + copy_column
-            comptime for quarter in range(4):
-                var in_box = copy_row + UInt32(quarter * 4)
-                var chunk = (lane & 7) ^ (in_box & 7)
-                var to_row = row + in_box
-                _copy_out(
-                    staging
-                    + UInt32(box_offset)
-                    + in_box * 128
-                    + chunk * 16,
-                    y.unsafe_offset(
-                        2 * (Int(to_row) * Int(n) + Int(to_column))
-                    ),
-                    to_row < m and to_column < n,
-                )
+        fence_async_shared()
+        warp_sync()
+        if lane == 0:
+            store_tile(
+                y_map,
+                boxes + UInt32(box_offset),
+                column + Int32(box * 64),
+                row,
+            )
+            store_commit()

@@ -140,7 +140,6 @@ def launch_matrix[
         x_map,
         w_map,
         y_map,
-        Pointer[UInt8, MutAnyOrigin](unsafe_from_address=y),
         Pointer[Float32, MutAnyOrigin](unsafe_from_address=mean),
         Pointer[Float32, MutAnyOrigin](unsafe_from_address=rstd),
         eps,

@@ -16,6 +16,10 @@ struct Tiles(TrivialRegisterPassable):
     """Tile columns."""
     var band: UInt32
     """Tile rows in one band."""
+    var first: UInt32
+    """Place in the walk of the first tile of this cluster."""
+    var step: UInt32
+    """Clusters, and so places from one tile of a cluster to its next."""
 
     @always_inline
     def count(self) -> UInt32:
