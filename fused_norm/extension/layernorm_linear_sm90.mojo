@@ -140,6 +140,7 @@ struct Launcher(Movable, Writable):
                         m,
                         k,
                         eps,
+                        launcher[].multiprocessors,
                     )
                 launch_matrix[DTYPE, CONFIGS[i], CORRECTED](
                     launcher[].ctx,
@@ -183,6 +184,7 @@ struct Launcher(Movable, Writable):
             Int(py=args[3]),
             Int(py=args[4]),
             Float32(py=args[5]),
+            launcher[].multiprocessors,
         )
         return PythonObject(None)
 

@@ -8,8 +8,6 @@ comptime CONSUMERS = 2
 """Consumer warpgroups."""
 comptime CONSUMER_WARPS = 4 * CONSUMERS
 """Warps that multiply and store."""
-comptime GATHERERS = 3
-"""Warps beside the producing one that may gather row statistics."""
 comptime BOX_BYTES = 2048
 """Bytes of an output box: 16 rows of 64 columns of 16 bits."""
 
@@ -67,7 +65,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             self.stages * (self.x_bytes() + self.w_bytes())
             + CONSUMER_WARPS * 2 * BOX_BYTES
             + 2 * self.columns * 4
-            + (2 * self.stages + 4) * 8
+            + (2 * self.stages + 2) * 8
         )
 
 
@@ -172,24 +170,6 @@ struct Shared[config: Config](TrivialRegisterPassable):
             Its address.
         """
         return self.vectors_full() + 8
-
-    @always_inline
-    def statistics_full(self) -> UInt32:
-        """Locates the barrier that completes when gathered rows are there.
-
-        Returns:
-            Its address.
-        """
-        return self.vectors_full() + 16
-
-    @always_inline
-    def statistics_empty(self) -> UInt32:
-        """Locates the barrier that completes when boxes may be overwritten.
-
-        Returns:
-            Its address.
-        """
-        return self.vectors_full() + 24
 
 
 @fieldwise_init

@@ -7,13 +7,13 @@ y = rstd * (x Wc^T - mean * s) + c.
 
 from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
-from max.gpu.primitives import block
+from max.gpu.primitives import warp
 
-comptime THREADS = 128
-"""Threads of a block, which folds one row."""
+comptime WARPS = 4
+"""Warps, and so rows, of one block."""
 comptime _WIDTH = 8
-# Chunks of the row that a thread keeps in registers between the two passes.
-comptime _HELD = 4
+# Chunks of the row that a lane keeps in registers between the two passes.
+comptime _HELD = 16
 comptime _Vector = SIMD[DType.float32, _WIDTH]
 
 
@@ -63,7 +63,7 @@ def _fold_chunk[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32))
 )
 @__name(t"fused_norm_fold_{dtype}_{parameter_dtype}")
 def fold_kernel[
@@ -76,13 +76,14 @@ def fold_kernel[
     gamma: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
     beta: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
     bias: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
+    n: Int32,
     k: Int32,
     has_gamma: Int32,
     has_beta: Int32,
     has_bias: Int32,
     centred: Int32,
 ):
-    """Folds one row of the weight per block.
+    """Folds one row of the weight per warp.
 
     Parameters:
         dtype: Type of the weight.
@@ -96,14 +97,17 @@ def fold_kernel[
         gamma: Scale of the normalised features [k].
         beta: Shift of the normalised features [k].
         bias: Bias of the linear layer [n].
+        n: Rows of the weight.
         k: Columns of the weight, a multiple of 8.
         has_gamma: Whether gamma is there; without it, ones.
         has_beta: Whether beta is there.
         has_bias: Whether the bias is there.
         centred: Whether the rows' means are taken out.
     """
-    var index = Int(block_idx.x)
-    var thread = Int32(thread_idx.x)
+    var index = Int(block_idx.x) * WARPS + Int(thread_idx.x) // 32
+    if index >= Int(n):
+        return
+    var lane = Int32(thread_idx.x) % 32
     var row = w.unsafe_offset(index * Int(k))
     var folded = wc.unsafe_offset(index * Int(k))
     var chunks = k // _WIDTH
@@ -111,38 +115,36 @@ def fold_kernel[
     var held = StaticTuple[SIMD[dtype, _WIDTH], _HELD]()
     comptime for i in range(_HELD):
         held[i] = SIMD[dtype, _WIDTH](0)
-        if thread + Int32(i * THREADS) < chunks:
-            held[i] = _load(row, thread + Int32(i * THREADS))
+        if lane + Int32(i * 32) < chunks:
+            held[i] = _load(row, lane + Int32(i * 32))
 
     var scaled_sum = _Vector(0)
     var beta_sum = _Vector(0)
     comptime for i in range(_HELD):
-        var chunk = thread + Int32(i * THREADS)
+        var chunk = lane + Int32(i * 32)
         if chunk < chunks:
             var weight = held[i].cast[DType.float32]()
             scaled_sum = weight.fma(_at(gamma, has_gamma, 1, chunk), scaled_sum)
             beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
-    for chunk in range(thread + _HELD * THREADS, chunks, THREADS):
+    for chunk in range(lane + _HELD * 32, chunks, 32):
         var weight = _load(row, chunk).cast[DType.float32]()
         scaled_sum = weight.fma(_at(gamma, has_gamma, 1, chunk), scaled_sum)
         beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
     var centre = Float32(0)
     if centred != 0:
-        centre = block.sum[block_size=THREADS](
-            scaled_sum.reduce_add()
-        ) / Float32(k)
+        centre = warp.sum(scaled_sum.reduce_add()) / Float32(k)
     var constant = Float32(0)
     if has_beta != 0:
-        constant = block.sum[block_size=THREADS](beta_sum.reduce_add())
+        constant = warp.sum(beta_sum.reduce_add())
 
     var rounded_sum = _Vector(0)
     comptime for i in range(_HELD):
-        var chunk = thread + Int32(i * THREADS)
+        var chunk = lane + Int32(i * 32)
         if chunk < chunks:
             rounded_sum += _fold_chunk(
                 held[i], _at(gamma, has_gamma, 1, chunk), centre, folded, chunk
             )
-    for chunk in range(thread + _HELD * THREADS, chunks, THREADS):
+    for chunk in range(lane + _HELD * 32, chunks, 32):
         rounded_sum += _fold_chunk(
             _load(row, chunk),
             _at(gamma, has_gamma, 1, chunk),
@@ -150,8 +152,8 @@ def fold_kernel[
             folded,
             chunk,
         )
-    var total = block.sum[block_size=THREADS](rounded_sum.reduce_add())
-    if thread == 0:
+    var total = warp.sum(rounded_sum.reduce_add())
+    if lane == 0:
         if has_bias != 0:
             constant += (
                 bias.unsafe_offset(index).unsafe_load().cast[DType.float32]()

@@ -16,14 +16,12 @@ from max.gpu.primitives import warp
 from .config import (
     CONSUMERS,
     CONSUMER_WARPS,
-    GATHERERS,
     THREADS,
     Config,
     Shared,
 )
 from .consumer import consume
 from .epilogue import PLAIN
-from .gather import gather
 from .producer import produce
 from .ptx import (
     cluster_arrive,
@@ -100,7 +98,7 @@ def matrix_kernel[
         m: Rows of x and y.
         n: Columns of y.
         k: Columns of x and w.
-        band: Rows of cluster tiles in a band of the walk.
+        band: Rows of cluster tiles in a band of the walk; 0 to walk in runs.
     """
     comptime gathers = config.gather and mode != PLAIN
     comptime assert not gathers or config.slices == 1
@@ -116,7 +114,6 @@ def matrix_kernel[
     )
     var thread = UInt32(thread_idx.x)
     var warp_in_block = warp.broadcast(thread // 32)
-    var lane = thread & 31
     var rank = UInt32(0)
     comptime if cluster > 1:
         rank = cluster_rank()
@@ -126,12 +123,10 @@ def matrix_kernel[
             mbarrier_init(shared.full(stage), 1)
             mbarrier_init(
                 shared.empty(stage),
-                Int32(CONSUMERS * cluster + (GATHERERS if gathers else 0)),
+                Int32(CONSUMERS * cluster),
             )
         mbarrier_init(shared.vectors_full(), 1)
         mbarrier_init(shared.vectors_empty(), CONSUMER_WARPS)
-        mbarrier_init(shared.statistics_full(), GATHERERS)
-        mbarrier_init(shared.statistics_empty(), CONSUMER_WARPS)
         fence_barrier_init()
         prefetch_tensor_map(_address_of(x_map))
         prefetch_tensor_map(_address_of(w_map))
@@ -149,7 +144,7 @@ def matrix_kernel[
         named_barrier_sync(0, THREADS)
 
     comptime cluster_rows = cluster * config.rows()
-    var tiles = Tiles(
+    var tiles = Tiles.of_cluster(
         UInt32(m + Int32(cluster_rows - 1)) // UInt32(cluster_rows),
         UInt32(n + Int32(config.columns - 1)) // UInt32(config.columns),
         UInt32(band),
@@ -158,11 +153,8 @@ def matrix_kernel[
     )
     var blocks = UInt32(k + Int32(K_BLOCK - 1)) // UInt32(K_BLOCK)
 
-    # 504 of the 512 registers that a lane of each warpgroup shares.
-    comptime producer_registers = 88 if gathers else 24
-    comptime consumer_registers = 208 if gathers else 240
     if warp_in_block < 4:
-        registers_lower[producer_registers]()
+        registers_lower[24]()
         if thread == 0:
             produce[config, mode](
                 shared,
@@ -175,22 +167,8 @@ def matrix_kernel[
                 c,
                 n,
             )
-        comptime if gathers:
-            if warp_in_block > 0:
-                gather[dtype, config](
-                    shared,
-                    tiles,
-                    rank,
-                    blocks,
-                    warp_in_block - 1,
-                    lane,
-                    mean,
-                    rstd,
-                    eps,
-                    UInt32(m),
-                )
     else:
-        registers_raise[consumer_registers]()
+        registers_raise[240]()
         consume[dtype, config, mode](
             shared,
             tiles,
@@ -202,7 +180,9 @@ def matrix_kernel[
             _address_of(y_map),
             mean,
             rstd,
+            eps,
             UInt32(m),
+            UInt32(k),
         )
 
     # Blocks leave together: a neighbour may still copy into this one's slots

@@ -17,9 +17,10 @@ from max.gpu.host.launch_attribute import (
 )
 
 from .config import THREADS, Config
-from .fold import THREADS as FOLD_THREADS
+from .fold import WARPS as FOLD_WARPS
 from .fold import fold_kernel
 from .kernel import matrix_kernel
+from .stats import BLOCKS as STATS_BLOCKS
 from .stats import WARPS as STATS_WARPS
 from .stats import row_statistics_kernel
 from .wgmma import K_BLOCK
@@ -117,7 +118,7 @@ def launch_matrix[
         m: Rows of x.
         n: Rows of w.
         k: Columns of both.
-        band: Rows of cluster tiles in a band of the walk.
+        band: Rows of cluster tiles in a band of the walk; 0 to walk in runs.
         multiprocessors: Of the device.
     """
     var x_map = tensor_map[dtype](ctx, x, m, k, config.rows())
@@ -167,6 +168,7 @@ def launch_statistics[
     m: Int,
     k: Int,
     eps: Float32,
+    multiprocessors: Int,
 ) raises:
     """Queues the row statistics of x.
 
@@ -182,6 +184,7 @@ def launch_statistics[
         m: Rows.
         k: Columns, a multiple of 8.
         eps: Added to the variances.
+        multiprocessors: Of the device.
     """
     var kernel = ctx.compile_function[row_statistics_kernel[dtype]]()
     stream.enqueue_function(
@@ -192,7 +195,10 @@ def launch_statistics[
         Int32(m),
         Int32(k),
         eps,
-        grid_dim=(m + STATS_WARPS - 1) // STATS_WARPS,
+        grid_dim=min(
+            (m + STATS_WARPS - 1) // STATS_WARPS,
+            STATS_BLOCKS * multiprocessors,
+        ),
         block_dim=STATS_WARPS * 32,
         attributes=_beside_earlier(),
     )
@@ -245,11 +251,12 @@ def launch_fold[
         Parameter(unsafe_from_address=gamma),
         Parameter(unsafe_from_address=beta),
         Parameter(unsafe_from_address=bias),
+        Int32(n),
         Int32(k),
         Int32(gamma != 0),
         Int32(beta != 0),
         Int32(bias != 0),
         Int32(centred),
-        grid_dim=n,
-        block_dim=FOLD_THREADS,
+        grid_dim=(n + FOLD_WARPS - 1) // FOLD_WARPS,
+        block_dim=FOLD_WARPS * 32,
     )

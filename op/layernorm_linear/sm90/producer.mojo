@@ -51,7 +51,7 @@ def produce[
     var at = Ring(0, 1)
     var parity = UInt32(1)
     var index = tiles.first
-    while index < tiles.count():
+    while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
         var row = Int32(

@@ -7,13 +7,20 @@ deviation.
 
 from std.math import sqrt
 from std.utils import StaticTuple
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    block_idx,
+    grid_dim,
+    thread_idx,
+)
 from max.gpu.primitives import warp
 
 from .ptx import let_later_grids_start, wait_on_earlier_grids
 
 comptime WARPS = 8
-"""Warps, and so rows, of one block."""
+"""Warps of one block."""
+comptime BLOCKS = 4
+"""Blocks that fit a multiprocessor."""
 comptime _WIDTH = 8
 comptime _UNROLL = 4
 comptime _Vector = SIMD[DType.float32, _WIDTH]
@@ -34,7 +41,7 @@ def _load[
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32)),
-    `nvvm.minctasm`=SIMDLength(4),
+    `nvvm.minctasm`=SIMDLength(BLOCKS),
 )
 @__name(t"fused_norm_row_statistics_{dtype}")
 def row_statistics_kernel[
@@ -47,7 +54,7 @@ def row_statistics_kernel[
     k: Int32,
     eps: Float32,
 ):
-    """Computes the statistics of one row per warp.
+    """Computes the statistics of rows, one per warp at a time.
 
     The pointer to x is mutable because x may still be being written when this
     kernel starts; loads may not bypass the coherent path.
@@ -65,37 +72,54 @@ def row_statistics_kernel[
     """
     wait_on_earlier_grids()
     let_later_grids_start()
-    var index = Int(block_idx.x) * WARPS + Int(thread_idx.x) // 32
-    if index >= Int(m):
-        return
+    var index = Int32(block_idx.x) * WARPS + Int32(thread_idx.x) // 32
+    var stride = Int32(grid_dim.x) * WARPS
     var lane = Int32(thread_idx.x) % 32
-    var row = x.unsafe_offset(index * Int(k))
     var chunks = k // _WIDTH
+    var count = Float32(k)
+    if index >= m:
+        return
 
+    # One batch of loads is always under way, across rows too.
+    var row = x.unsafe_offset(Int(index) * Int(k))
     var ahead = StaticTuple[SIMD[dtype, _WIDTH], _UNROLL]()
     comptime for i in range(_UNROLL):
         ahead[i] = _load(row, lane + Int32(32 * i), chunks)
-    var shift = warp.sum(
-        ahead[0].cast[DType.float32]().reduce_add()
-    ) / Float32(min(chunks, 32) * _WIDTH)
+    while index < m:
+        var shift = warp.sum(
+            ahead[0].cast[DType.float32]().reduce_add()
+        ) / Float32(min(chunks, 32) * _WIDTH)
+        var sum = _Vector(0)
+        var squares = _Vector(0)
+        var batch = Int32(0)
+        var following = index + stride
+        while batch < chunks:
+            var now = ahead
+            var next = batch + 32 * _UNROLL
+            var next_row = row
+            var start = next
+            var limit = chunks
+            if next >= chunks:
+                next_row = x.unsafe_offset(Int(following) * Int(k))
+                start = 0
+                limit = chunks if following < m else 0
+            comptime for i in range(_UNROLL):
+                ahead[i] = _load(next_row, start + lane + Int32(32 * i), limit)
+            comptime for i in range(_UNROLL):
+                if batch + lane + Int32(32 * i) < chunks:
+                    var distance = now[i].cast[DType.float32]() - shift
+                    sum += distance
+                    squares = distance.fma(distance, squares)
+            row = next_row
+            batch = next
 
-    var sum = _Vector(0)
-    var squares = _Vector(0)
-    for chunk in range(lane, chunks, 32 * _UNROLL):
-        var now = ahead
-        comptime for i in range(_UNROLL):
-            ahead[i] = _load(row, chunk + Int32(32 * (_UNROLL + i)), chunks)
-        comptime for i in range(_UNROLL):
-            if chunk + Int32(32 * i) < chunks:
-                var distance = now[i].cast[DType.float32]() - shift
-                sum += distance
-                squares = distance.fma(distance, squares)
-
-    var total = warp.sum(sum.reduce_add())
-    var total_squares = warp.sum(squares.reduce_add())
-    if lane == 0:
-        var count = Float32(k)
-        var offset = total / count
-        var variance = max(total_squares - total * offset, 0) / count
-        mean.unsafe_offset(index).unsafe_store(shift + offset)
-        rstd.unsafe_offset(index).unsafe_store(1 / sqrt(variance + eps))
+        var total = warp.sum(sum.reduce_add())
+        var total_squares = warp.sum(squares.reduce_add())
+        if lane == 0:
+            var offset = total / count
+            var variance = max(total_squares - total * offset, 0) / count
+            mean.unsafe_offset(Int(index)).unsafe_store(shift + offset)
+            rstd.unsafe_offset(Int(index)).unsafe_store(
+                1 / sqrt(variance + eps)
+            )
+        index = following
