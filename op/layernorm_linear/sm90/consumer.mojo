@@ -94,7 +94,11 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
     def start[
         gathers: Bool
     ](
-        self, mut at: Ring, mut previous: UInt32, mut sums: RowSums, blocks: UInt32
+        self,
+        mut at: Ring,
+        mut previous: UInt32,
+        mut sums: RowSums,
+        blocks: UInt32,
     ) -> Accumulator[Self.config.slices * Self.config.columns // 2]:
         """Starts the products of a tile; the last ones still run on return.
 
@@ -192,9 +196,7 @@ def consume[
     var first_rows = shared.x_tile(0) + consumer * UInt32(slices * 64 * 128)
     var empty = shared.empty(0)
     comptime if config.cluster > 1:
-        empty = map_to_rank(
-            empty, thread_in_group & UInt32(config.cluster - 1)
-        )
+        empty = map_to_rank(empty, thread_in_group & UInt32(config.cluster - 1))
     var multiplier = Multiplier[dtype, config](
         shared,
         consumer,

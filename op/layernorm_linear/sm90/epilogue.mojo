@@ -20,11 +20,11 @@ from .ptx import (
 from .wgmma import Accumulator
 
 comptime PLAIN = 0
-"""y = acc."""
+"""Epilogue y = acc."""
 comptime SCALED = 1
-"""y = rstd * acc + c."""
+"""Epilogue y = rstd * acc + c."""
 comptime CORRECTED = 2
-"""y = rstd * (acc - mean * s) + c."""
+"""Epilogue y = rstd * (acc - mean * s) + c."""
 
 
 @fieldwise_init
@@ -160,9 +160,7 @@ def store_slice[
                 comptime if mode != PLAIN:
                     c = shared_pair(pair_address + UInt32(offset))
                 comptime if mode == CORRECTED:
-                    s = shared_pair(
-                        pair_address + UInt32(columns * 4 + offset)
-                    )
+                    s = shared_pair(pair_address + UInt32(columns * 4 + offset))
                 var high = finish_pair[mode](
                     SIMD[DType.float32, 2](
                         rebind[Float32](accumulator[at]),

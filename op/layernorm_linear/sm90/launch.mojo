@@ -17,6 +17,7 @@ from max.gpu.host.launch_attribute import (
 )
 
 from .config import THREADS, Config
+from .epilogue import CORRECTED, PLAIN
 from .fold import WARPS as FOLD_WARPS
 from .fold import fold_kernel
 from .kernel import matrix_kernel
@@ -59,6 +60,9 @@ def tensor_map[
 
     Returns:
         The tensor map.
+
+    Raises:
+        If the driver refuses.
     """
     return create_tma_descriptor[
         dtype,
@@ -120,6 +124,9 @@ def launch_matrix[
         k: Columns of both.
         band: Rows of cluster tiles in a band of the walk; 0 to walk in runs.
         multiprocessors: Of the device.
+
+    Raises:
+        If the driver refuses.
     """
     var x_map = tensor_map[dtype](ctx, x, m, k, config.rows())
     var w_map = tensor_map[dtype](
@@ -185,6 +192,9 @@ def launch_statistics[
         k: Columns, a multiple of 8.
         eps: Added to the variances.
         multiprocessors: Of the device.
+
+    Raises:
+        If the driver refuses.
     """
     var kernel = ctx.compile_function[row_statistics_kernel[dtype]]()
     stream.enqueue_function(
@@ -201,6 +211,139 @@ def launch_statistics[
         ),
         block_dim=STATS_WARPS * 32,
         attributes=_beside_earlier(),
+    )
+
+
+comptime _PLAIN_CONFIG = Config(
+    slices=1, columns=256, stages=4, cluster=2, gather=False
+)
+comptime _GATHER_CONFIG = Config(
+    slices=1, columns=256, stages=4, cluster=2, gather=True
+)
+# Eight cluster tiles are 2048 rows of x, about as much as the columns of the
+# weight that the other clusters of a wave then need.
+comptime _BAND = 8
+
+
+def launch_product[
+    dtype: DType
+](
+    ctx: DeviceContext,
+    stream: DeviceStream,
+    y: Int,
+    x: Int,
+    w: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    multiprocessors: Int,
+) raises:
+    """Queues y = x @ w^T.
+
+    Parameters:
+        dtype: Type of x, w and y: bfloat16 or float16.
+
+    Args:
+        ctx: The device.
+        stream: The stream to queue on.
+        y: Address of y [m, n].
+        x: Address of x [m, k].
+        w: Address of w [n, k].
+        m: Rows of x, at least 1.
+        n: Rows of w, a multiple of 8.
+        k: Columns of both, a multiple of 8.
+        multiprocessors: Of the device.
+
+    Raises:
+        If the driver refuses.
+    """
+    launch_matrix[dtype, _PLAIN_CONFIG, PLAIN](
+        ctx, stream, y, x, w, 0, 0, 0, 0, 0, m, n, k, _BAND, multiprocessors
+    )
+
+
+def launch_forward[
+    dtype: DType
+](
+    ctx: DeviceContext,
+    stream: DeviceStream,
+    y: Int,
+    mean: Int,
+    rstd: Int,
+    x: Int,
+    wc: Int,
+    s: Int,
+    c: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    eps: Float32,
+    multiprocessors: Int,
+) raises:
+    """Queues y = rstd * (x @ wc^T - mean * s) + c, and mean and rstd.
+
+    Parameters:
+        dtype: Type of x, wc and y: bfloat16 or float16.
+
+    Args:
+        ctx: The device.
+        stream: The stream to queue on.
+        y: Address of y [m, n], written.
+        mean: Address of the rows' means [m], written.
+        rstd: Address of the rows' reciprocal deviations [m], written.
+        x: Address of x [m, k].
+        wc: Address of the folded weight [n, k].
+        s: Address of its row sums [n].
+        c: Address of the columns' constants [n].
+        m: Rows of x, at least 1.
+        n: Rows of wc, a multiple of 8.
+        k: Columns of both, a multiple of 8.
+        eps: Added to the variances.
+        multiprocessors: Of the device.
+
+    Raises:
+        If the driver refuses.
+    """
+    if k % K_BLOCK == 0:
+        launch_matrix[dtype, _GATHER_CONFIG, CORRECTED](
+            ctx,
+            stream,
+            y,
+            x,
+            wc,
+            mean,
+            rstd,
+            eps,
+            s,
+            c,
+            m,
+            n,
+            k,
+            0,
+            multiprocessors,
+        )
+        return
+    # The copy engine pads the last k block with zeros, which sums may ignore
+    # but a variance may not.
+    launch_statistics[dtype](
+        ctx, stream, mean, rstd, x, m, k, eps, multiprocessors
+    )
+    launch_matrix[dtype, _PLAIN_CONFIG, CORRECTED](
+        ctx,
+        stream,
+        y,
+        x,
+        wc,
+        mean,
+        rstd,
+        eps,
+        s,
+        c,
+        m,
+        n,
+        k,
+        _BAND,
+        multiprocessors,
     )
 
 
@@ -239,6 +382,9 @@ def launch_fold[
         n: Rows of the weight.
         k: Columns of the weight, a multiple of 8.
         centred: Whether the rows' means are taken out.
+
+    Raises:
+        If the driver refuses.
     """
     comptime Parameter = Pointer[Scalar[parameter_dtype], ImmutAnyOrigin]
     var kernel = ctx.compile_function[fold_kernel[dtype, parameter_dtype]]()

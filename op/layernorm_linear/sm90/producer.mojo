@@ -54,9 +54,7 @@ def produce[
     while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
-        var row = Int32(
-            (place[0] * cluster + rank) * UInt32(config.rows())
-        )
+        var row = Int32((place[0] * cluster + rank) * UInt32(config.rows()))
         var column = Int32(place[1] * UInt32(columns))
         var w_row = column + Int32(rank) * Int32(columns // config.cluster)
         for block in range(blocks):

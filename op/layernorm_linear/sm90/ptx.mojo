@@ -158,9 +158,9 @@ def named_barrier_sync(id: Int32, threads: Int32):
         id: Number of the barrier.
         threads: Threads that meet, arrivals included.
     """
-    inlined_assembly[
-        "bar.sync $0, $1;", NoneType, constraints="r,r,~{memory}"
-    ](id, threads)
+    inlined_assembly["bar.sync $0, $1;", NoneType, constraints="r,r,~{memory}"](
+        id, threads
+    )
 
 
 @always_inline

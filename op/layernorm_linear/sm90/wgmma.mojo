@@ -12,11 +12,13 @@ from std.collections.string.string_span import (
 from std.sys import _RegisterPackType, inlined_assembly
 
 comptime Accumulator[count: Int] = _RegisterPackType[
-    *TypeList.splat[
-        Trait=TrivialRegisterPassable, count=count, type=Float32
-    ]()
+    *TypeList.splat[Trait=TrivialRegisterPassable, count=count, type=Float32]()
 ]
-"""Float32 registers of one thread that tensor cores accumulate into."""
+"""Float32 registers of one thread that tensor cores accumulate into.
+
+Parameters:
+    count: How many.
+"""
 
 comptime K_BLOCK = 64
 """Elements of K in one block: a 128-byte swizzled row of 16-bit elements."""
