@@ -1,1 +1,1 @@
-"""LayerNorm followed by a linear layer: kernels, one folder per target."""
+"""LayerNorm followed by a Linear layer, forward and backward, per target."""

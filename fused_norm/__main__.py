@@ -1,0 +1,53 @@
+"""python -m fused_norm doctor | build: look at this machine, and build kernels ahead."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fused_norm import _doctor, _native
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fused_norm", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("doctor", help="say what this machine has and what is missing")
+    build = commands.add_parser("build", help="build the kernels ahead of their first use")
+    build.add_argument(
+        "--target",
+        action="append",
+        metavar="TARGET",
+        help="cpu, or a GPU architecture such as sm_90a or gfx942, attached or not "
+        "(default: cpu and every attached GPU); may be repeated",
+    )
+    build.add_argument(
+        "--dtype",
+        action="append",
+        choices=list(_native.DTYPES.values()),
+        help="default: all; may be repeated",
+    )
+    build.add_argument("--force", action="store_true", help="build again what is already built")
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return _doctor.report()
+    return _build(options.target, options.dtype, force=options.force)
+
+
+def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) -> int:
+    failed = 0
+    for target in targets or _native.attached_targets():
+        for extension in _native.extensions(target, dtypes or list(_native.DTYPES.values())):
+            try:
+                path = _native.build(extension, force=force)
+            except _native.BuildError as error:
+                print(error, file=sys.stderr)
+                failed += 1
+            else:
+                print(f"{extension}: {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

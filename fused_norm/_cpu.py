@@ -1,0 +1,119 @@
+"""The fused way on a CPU: one GEMM that normalises rows as it packs them, on PyTorch's threads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fused_norm import _native
+from fused_norm._memory import (
+    address,
+    affine_is_float32,
+    dense,
+    empty_gradients,
+    empty_statistics,
+    workspace,
+)
+
+_forked = False
+
+
+def threads() -> int:
+    """Return how many threads a kernel may use: PyTorch's setting, or 1 after a fork.
+
+    libgomp's workers do not survive a fork, and waiting for them would hang.
+    """
+    return 1 if _forked else torch.get_num_threads()
+
+
+def forward(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float,
+    statistics: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
+    kernels = _kernels(x.dtype)
+    outputs, features = linear_weight.shape
+    sizes = (x.numel() // features, features, outputs, threads())
+    x, ln_weight, ln_bias, linear_weight, linear_bias = dense(
+        x, ln_weight, ln_bias, linear_weight, linear_bias
+    )
+    y = x.new_empty(*x.shape[:-1], outputs)
+    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    size = kernels.forward_workspace(*sizes)
+    scratch = workspace(size, x.device) if size else None
+    kernels.forward(
+        *sizes,
+        _native.gomp_parallel(),
+        0 if scratch is None else scratch.data_ptr(),
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+        eps,
+        y.data_ptr(),
+        0 if mean is None else mean.data_ptr(),
+        0 if rstd is None else rstd.data_ptr(),
+        x.data_ptr(),
+        0 if ln_weight is None else ln_weight.data_ptr(),
+        0 if ln_bias is None else ln_bias.data_ptr(),
+        linear_weight.data_ptr(),
+        0 if linear_bias is None else linear_bias.data_ptr(),
+    )
+    return y, mean, rstd
+
+
+def backward(
+    grad_output: Tensor,
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, None in place of the others."""
+    kernels = _kernels(x.dtype)
+    outputs, features = linear_weight.shape
+    sizes = (x.numel() // features, features, outputs, threads())
+    grad_output, x, ln_weight, ln_bias, linear_weight = dense(
+        grad_output, x, ln_weight, ln_bias, linear_weight
+    )
+    gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
+    addresses = [address(gradient) for gradient in gradients]
+    scratch = workspace(kernels.backward_workspace(*sizes, *addresses), x.device)
+    kernels.backward(
+        *sizes,
+        _native.gomp_parallel(),
+        address(scratch),
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+        *addresses,
+        grad_output.data_ptr(),
+        x.data_ptr(),
+        mean.data_ptr(),
+        rstd.data_ptr(),
+        address(ln_weight),
+        address(ln_bias),
+        linear_weight.data_ptr(),
+    )
+    return gradients
+
+
+@functools.cache
+def _kernels(dtype: torch.dtype) -> ModuleType:
+    return _native.load(_native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype]))
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

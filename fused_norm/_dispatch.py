@@ -1,0 +1,63 @@
+"""Chooses the way a call runs: which module's kernels serve a device, a dtype and a shape."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fused_norm import _cpu, _gpu, _torch
+
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+GPU_DTYPES = LOW_PRECISION | {torch.float32}
+CPU_DTYPES = GPU_DTYPES | {torch.float64}
+
+
+def serves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype on the device of `x`."""
+    return dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES) and (
+        x.is_cuda or x.is_cpu or x.is_meta
+    )
+
+
+class Way(Protocol):
+    """A module that computes both passes."""
+
+    def forward(
+        self,
+        x: Tensor,
+        ln_weight: Tensor | None,
+        ln_bias: Tensor | None,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        eps: float,
+        statistics: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return y, and mean and rstd if asked for."""
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        x: Tensor,
+        ln_weight: Tensor | None,
+        ln_bias: Tensor | None,
+        linear_weight: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        eps: float,
+        mask: list[bool],
+    ) -> list[Tensor | None]:
+        """Return the five gradients, None for each that the mask leaves out."""
+
+
+def way(x: Tensor, linear_weight: Tensor) -> Way:
+    """Return the module that computes a call.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        linear_weight: Weight of shape `[N, K]`.
+    """
+    if x.dtype is not linear_weight.dtype or not x.numel() or not linear_weight.numel():
+        return _torch
+    return _cpu if x.is_cpu else _gpu

@@ -1,0 +1,116 @@
+"""The composed way on any GPU: our LayerNorm kernels around PyTorch's GEMMs.
+
+All runs on PyTorch's current stream. Nothing here synchronises, and all memory comes from PyTorch's
+allocator, so calls can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm import _native
+from fused_norm._memory import (
+    address,
+    affine_is_float32,
+    dense,
+    empty_gradients,
+    empty_statistics,
+    workspace,
+)
+
+
+def forward(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float,
+    statistics: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
+    x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
+    features = x.shape[-1]
+    z = torch.empty_like(x)
+    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    _launcher(x).layernorm_forward(
+        z.data_ptr(),
+        address(mean),
+        address(rstd),
+        x.data_ptr(),
+        address(ln_weight),
+        address(ln_bias),
+        x.numel() // features,
+        features,
+        eps,
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+    )
+    return F.linear(z, linear_weight, linear_bias), mean, rstd
+
+
+def backward(
+    grad_output: Tensor,
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, None in place of the others."""
+    outputs, features = linear_weight.shape
+    rows = x.numel() // features
+    x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
+    want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = mask
+    dy = grad_output.reshape(rows, outputs)
+    launcher = _launcher(x)
+    affine_float32 = x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias)
+    gradients = empty_gradients(
+        x, ln_weight, ln_bias, linear_weight, [want_dx, want_dgamma, want_dbeta, False, False]
+    )
+    if want_dx or want_dgamma or want_dbeta:
+        dz = dy @ linear_weight
+        scratch = workspace(launcher.layernorm_backward_workspace(rows, features), x.device)
+        launcher.layernorm_backward(
+            *(address(gradient) for gradient in gradients[:3]),
+            dz.data_ptr(),
+            x.data_ptr(),
+            mean.data_ptr(),
+            rstd.data_ptr(),
+            address(ln_weight),
+            address(scratch),
+            rows,
+            features,
+            affine_float32,
+        )
+    if want_dweight:
+        # Not kept from the forward: one pass over x is cheaper than a second x in memory.
+        z = torch.empty_like(x)
+        launcher.layernorm_forward(
+            *(z.data_ptr(), 0, 0, x.data_ptr(), address(ln_weight), address(ln_bias)),
+            *(rows, features, eps, affine_float32),
+        )
+        gradients[3] = dy.mT @ z.view(rows, features)
+    if want_dbias:
+        gradients[4] = dy.sum(0)
+    return gradients
+
+
+def _launcher(x: Tensor) -> Any:
+    """Return the launcher for a tensor's dtype and device, on the device's current stream."""
+    device = x.device.index
+    return _launcher_on(x.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+
+
+@functools.cache
+def _launcher_on(dtype: torch.dtype, device: int, stream: int) -> Any:
+    accelerator = _native.accelerator_of(torch.device("cuda", device))
+    extension = _native.Extension("layernorm_gpu", _native.DTYPES[dtype], accelerator)
+    return _native.load(extension).Launcher(device, stream)

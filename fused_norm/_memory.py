@@ -1,0 +1,71 @@
+"""Tensors as kernels see them: addresses, dense memory, results and workspaces to write to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of mean and rstd, and of every sum, for an input dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's first element, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return the tensors, or their values, in contiguous memory; None stays None."""
+    for tensor in tensors:
+        if tensor is not None and (not tensor.is_contiguous() or tensor.is_neg()):
+            return tuple(None if t is None else t.resolve_neg().contiguous() for t in tensors)
+    return tensors
+
+
+def workspace(size: int, device: torch.device) -> Tensor | None:
+    """Return scratch memory of a number of bytes, None for no bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+
+def affine_is_float32(ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:
+    """Return whether there are LayerNorm parameters, in float32."""
+    parameter = ln_weight if ln_weight is not None else ln_bias
+    return parameter is not None and parameter.dtype is torch.float32
+
+
+def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the mean and rstd of each row."""
+    mean = x.new_empty(x.shape[:-1], dtype=statistics_dtype(x.dtype))
+    return mean, torch.empty_like(mean)
+
+
+def empty_gradients(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    mask: list[bool],
+) -> list[Tensor | None]:
+    """Return memory for the five gradients, None for each that the mask leaves out.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        ln_weight: Gamma or None.
+        ln_bias: Beta or None.
+        linear_weight: Weight of shape `[N, K]`.
+        mask: Whether the gradients of x, ln_weight, ln_bias, linear_weight, linear_bias are wanted.
+    """
+    outputs, features = linear_weight.shape
+    affine = ln_weight if ln_weight is not None else ln_bias if ln_bias is not None else x
+    dx, dgamma, dbeta, dweight, dbias = mask
+    return [
+        x.new_empty(x.shape) if dx else None,
+        affine.new_empty(features) if dgamma else None,
+        affine.new_empty(features) if dbeta else None,
+        linear_weight.new_empty(linear_weight.shape) if dweight else None,
+        linear_weight.new_empty(outputs) if dbias else None,
+    ]

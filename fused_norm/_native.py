@@ -1,0 +1,314 @@
+"""Builds, caches and loads the native extensions: the Mojo kernels behind every op.
+
+An extension is one file of `fused_norm/extension/`, compiled with `mojo build --emit shared-lib`
+for one dtype and one target. The result is kept under a key of everything that it depends on: the
+Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
+extension first builds it under a file lock, so that several processes build it once; a file that
+does not match its checksum is built again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+PACKAGE = Path(__file__).resolve().parent
+DTYPES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
+CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
+GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
+
+
+class BuildError(RuntimeError):
+    """Says why a native extension could not be built."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One native extension: a source file for one dtype and one target.
+
+    Attributes:
+        name: Stem of a file in `fused_norm/extension/`.
+        dtype: Name of the dtype that its kernels work on, as in `DTYPES`.
+        accelerator: GPU architecture as Mojo names it (`nvidia:sm_90a`), or None for the host CPU.
+    """
+
+    name: str
+    dtype: str
+    accelerator: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {self.accelerator or 'cpu'})"
+
+    @property
+    def path(self) -> Path:
+        """Where the built extension is kept."""
+        target = (self.accelerator or "cpu").replace(":", "_")
+        return cache_dir() / f"{self.name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
+
+
+def cache_dir() -> Path:
+    """Return the folder of built extensions: `FUSED_NORM_CACHE_DIR`, or one in the user's cache."""
+    if explicit := os.environ.get("FUSED_NORM_CACHE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "fused_norm"
+
+
+def source_root() -> Path:
+    """Return the folder that holds `op/`: the package when installed, the checkout otherwise."""
+    return PACKAGE if (PACKAGE / "op").is_dir() else PACKAGE.parent
+
+
+def accelerator_of(device: torch.device) -> str:
+    """Return the architecture of a GPU as Mojo names it.
+
+    Args:
+        device: A CUDA (or ROCm) device.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return f"amdgpu:{properties.gcnArchName.split(':')[0]}"
+    # sm_90a has wgmma and setmaxnreg, which the plain architecture lacks.
+    suffix = "a" if properties.major >= 9 else ""
+    return f"nvidia:sm_{properties.major}{properties.minor}{suffix}"
+
+
+def attached_targets() -> list[str]:
+    """Return `cpu` and the architecture of every attached GPU."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = (torch.device("cuda", index) for index in range(count))
+    return ["cpu", *sorted({accelerator_of(device) for device in devices})]
+
+
+def extensions(target: str, dtypes: list[str]) -> list[Extension]:
+    """Return all that the ops need on a target.
+
+    Args:
+        target: `cpu`, or a GPU architecture such as `nvidia:sm_90a`, `sm_90a` or `gfx942`.
+        dtypes: Names of the dtypes wanted, as in `DTYPES`.
+    """
+    if target == "cpu":
+        return [Extension(name, dtype) for name in CPU_EXTENSIONS for dtype in dtypes]
+    vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
+    return [
+        Extension(name, dtype, vendor + target)
+        for name in GPU_EXTENSIONS
+        for dtype in dtypes
+        if dtype != "float64"
+    ]
+
+
+@functools.cache
+def load(extension: Extension) -> ModuleType:
+    """Return the loaded extension, building it first where that has not been done.
+
+    Args:
+        extension: The extension to load.
+
+    Raises:
+        BuildError: If it has to be built and cannot be.
+    """
+    with _load_lock:
+        if not _is_intact(extension.path):
+            build(extension)
+        _load_runtime()
+        return _import(extension)
+
+
+def build(extension: Extension, *, force: bool = False) -> Path:
+    """Build an extension into the cache and return its path.
+
+    Args:
+        extension: The extension to build.
+        force: Build even if an intact file is there.
+
+    Raises:
+        BuildError: If the cache cannot be written, the compiler is missing, or it fails.
+    """
+    path = extension.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if force or not _is_intact(path):
+                _compile(extension, path)
+    except OSError as error:
+        raise BuildError(
+            f"fused_norm cannot write {extension} to {path.parent}: {error}. "
+            "Set FUSED_NORM_CACHE_DIR to a folder that can be written."
+        ) from error
+    return path
+
+
+def is_built(extension: Extension) -> bool:
+    """Return whether an intact build of the extension is in the cache."""
+    return _is_intact(extension.path)
+
+
+_load_lock = threading.RLock()
+
+
+def _compile(extension: Extension, path: Path) -> None:
+    from mojo.run import subprocess_run_mojo
+
+    source = PACKAGE / "extension" / f"{extension.name}.mojo"
+    arguments = ["build", str(source), "-I", str(source_root()), "-D", f"dtype={extension.dtype}"]
+    if extension.accelerator:
+        arguments += [f"--target-accelerator={extension.accelerator}"]
+        arguments += ["--target-cpu", _portable_cpu()]
+    print(f"fused_norm: building {extension}, kept in {path.parent}", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+        output = Path(folder) / "extension.so"
+        try:
+            result = subprocess_run_mojo(
+                [*arguments, "--emit", "shared-lib", "-o", str(output)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=folder,
+            )
+        except (RuntimeError, FileNotFoundError) as error:
+            raise BuildError(
+                f"fused_norm needs the Mojo compiler to build {extension}: {error}. "
+                "Install mojo==1.2.0, or fill the cache ahead with `python -m fused_norm build`."
+            ) from error
+        if result.returncode != 0 or not output.is_file():
+            raise BuildError(
+                f"the Mojo compiler failed on {extension} (exit status {result.returncode}):\n"
+                f"{result.stdout[-4000:]}"
+            )
+        checksum = output.with_suffix(".sha256")
+        checksum.write_text(_digest(output))
+        # The checksum comes first: a library without one counts as missing.
+        os.replace(checksum, path.with_suffix(".sha256"))
+        os.replace(output, path)
+    print(f"fused_norm: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def _import(extension: Extension) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(extension.name, str(extension.path))
+    spec = importlib.util.spec_from_loader(extension.name, loader)
+    assert spec is not None
+    with _this_interpreter():
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _this_interpreter() -> Iterator[None]:
+    """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
+
+    Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
+    would make Python subprocesses of this one start with another interpreter's packages.
+    """
+    os.putenv("MOJO_PYTHON_LIBRARY", "")
+    try:
+        yield
+    finally:
+        for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
+            if (value := os.environ.get(name)) is None:
+                os.unsetenv(name)
+            else:
+                os.putenv(name, value)
+
+
+@functools.cache
+def _load_runtime() -> None:
+    """Load the Mojo runtime, so that an extension runs wherever it was built."""
+    modular = importlib.util.find_spec("modular")
+    for folder in (modular.submodule_search_locations or []) if modular else []:
+        for name in ("libKGENCompilerRTShared.so", "libAsyncRTMojoBindings.so"):
+            library = Path(folder) / "lib" / name
+            if library.is_file():
+                ctypes.CDLL(str(library))
+
+
+@functools.cache
+def gomp_parallel() -> int:
+    """Return the address of `GOMP_parallel` in the libgomp that PyTorch computes with, or 0.
+
+    0 stands for a PyTorch without libgomp (macOS); the kernels then use Mojo's own threads.
+    """
+    name = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    try:
+        gomp = ctypes.CDLL(str(name), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return 0
+    return ctypes.cast(gomp.GOMP_parallel, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _key(accelerator: str | None) -> str:
+    """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
+    digest = hashlib.sha256()
+    root = source_root()
+    sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "extension").glob("*.mojo")]
+    for source in sorted(sources):
+        # The puzzle and the MAX registrations are no part of any extension.
+        if "puzzle" not in source.parts and source.name != "register.mojo":
+            digest.update(source.read_bytes())
+    digest.update(importlib.metadata.version("mojo-compiler").encode())
+    digest.update((_portable_cpu() if accelerator else _host_cpu()).encode())
+    return digest.hexdigest()[:16]
+
+
+def _portable_cpu() -> str:
+    """Return the CPU that the host side of a GPU extension is compiled for.
+
+    It only launches kernels, so a build for a GPU serves every machine of one instruction set.
+    """
+    return "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"
+
+
+def _host_cpu() -> str:
+    """Return what Mojo's code for the host depends on: the CPU's model and its features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    fields = ("model name", "flags", "CPU part", "Features")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(fields)}))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        return path.with_suffix(".sha256").read_text() == _digest(path)
+    except OSError:
+        return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock that the system releases should this process die."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

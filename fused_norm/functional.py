@@ -1,0 +1,69 @@
+"""What users call: LayerNorm followed by a Linear layer as one function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_norm._ops import LayerNormLinearFunction, layernorm_linear
+from fused_norm._validation import by_pytorch, has_kernel
+
+
+def fused_layernorm_linear(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Apply layer normalization over the last dimension, then an affine map.
+
+    Equivalent to `F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), linear_weight,
+    linear_bias)`, with the same broadcasting, autocast behaviour and errors. Statistics and sums
+    use float32 (float64 for float64). For the backward only the inputs and the mean and rstd of
+    each row are kept; its sums run in a fixed order, so every run gives the same bits.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        ln_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 beside
+            bfloat16 and float16.
+        ln_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `ln_weight`.
+        linear_weight: Weight of shape `[N, K]` in the dtype of `x`.
+        linear_bias: Bias of shape `[N]` in the dtype of `x`, or None for zeros.
+        eps: Added to the variance before the square root.
+
+    Returns:
+        Tensor of shape `[..., N]` with the dtype of `x` (of autocast, under autocast).
+
+    Raises:
+        RuntimeError: As `F.layer_norm` and `F.linear` do, where shapes, dtypes or devices disagree.
+        TypeError: As they do, for an argument that is not a tensor.
+        NotImplementedError: As they do, for a dtype that has no LayerNorm.
+    """
+    weight, bias, autocast = linear_weight, linear_bias, False
+    if _is_autocast(x):
+        weight, bias, autocast = _autocast(x, weight, bias)
+    if not has_kernel(x, ln_weight, ln_bias, weight, bias, eps, autocast):
+        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    inputs = (x, ln_weight, ln_bias, weight, bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        y: Tensor = LayerNormLinearFunction.apply(*inputs, eps)[0]
+    else:
+        y = layernorm_linear(*inputs, eps)
+    return y
+
+
+def _is_autocast(x: Tensor) -> bool:
+    if not isinstance(x, Tensor) or not (x.is_cpu or x.is_cuda):
+        return False
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
+    """Return the Linear parameters in autocast's dtype, as autocast treats a Linear layer."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    castable = (torch.float32, torch.bfloat16, torch.float16)
+    if not isinstance(weight, Tensor) or weight.dtype not in castable or x.dtype not in castable:
+        return weight, bias, False
+    return weight.to(dtype), bias.to(dtype) if isinstance(bias, Tensor) else bias, True

@@ -1,0 +1,136 @@
+"""What users put into models: LayerNorm followed by a Linear layer as one module."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fused_norm.functional import fused_layernorm_linear
+
+
+class LayerNormLinear(nn.Module):
+    """Layer normalization over the last dimension, then a Linear layer, as one op.
+
+    Takes the place of `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features,
+    out_features))` and is initialised as those are. Parameter names follow TransformerEngine's
+    module of this name.
+
+    Args:
+        in_features: K, the size of the last dimension of the input.
+        out_features: N, the size of the last dimension of the output.
+        eps: Added to the variance before the square root.
+        elementwise_affine: Whether the LayerNorm has a weight and a bias.
+        bias: Whether the Linear layer has a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        layer_norm_bias: Whether the LayerNorm has a bias beside its weight.
+
+    Attributes:
+        layer_norm_weight: Gamma, shape `[in_features]`, or None.
+        layer_norm_bias: Beta, shape `[in_features]`, or None.
+        weight: Weight of the Linear layer, shape `[out_features, in_features]`.
+        bias: Bias of the Linear layer, shape `[out_features]`, or None.
+    """
+
+    layer_norm_weight: nn.Parameter | None
+    layer_norm_bias: nn.Parameter | None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        layer_norm_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.eps = eps
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.layer_norm_weight = parameter(in_features) if elementwise_affine else None
+        has_beta = elementwise_affine and layer_norm_bias
+        self.layer_norm_bias = parameter(in_features) if has_beta else None
+        self.weight = parameter(out_features, in_features)
+        self.bias = parameter(out_features) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters as `nn.LayerNorm` and `nn.Linear` do."""
+        if self.layer_norm_weight is not None:
+            nn.init.ones_(self.layer_norm_weight)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @classmethod
+    def from_modules(cls, ln: nn.LayerNorm, linear: nn.Linear) -> LayerNormLinear:
+        """Return a module that shares the Parameters of a LayerNorm and of the Linear after it.
+
+        Args:
+            ln: Normalises the last dimension alone.
+            linear: Takes what `ln` returns.
+
+        Raises:
+            ValueError: If `ln` normalises another shape than `(linear.in_features,)`.
+        """
+        if tuple(ln.normalized_shape) != (linear.in_features,):
+            raise ValueError(
+                f"ln must normalise the shape ({linear.in_features},) that linear takes, "
+                f"got normalized_shape={tuple(ln.normalized_shape)}"
+            )
+        layer = cls(linear.in_features, linear.out_features, ln.eps, device="meta")
+        layer.layer_norm_weight, layer.layer_norm_bias = ln.weight, ln.bias
+        layer.weight, layer.bias = cast(nn.Parameter, linear.weight), linear.bias
+        layer.train(linear.training)
+        return layer
+
+    def to_modules(self) -> tuple[nn.LayerNorm, nn.Linear]:
+        """Return a LayerNorm and a Linear that share this module's Parameters."""
+        ln = nn.LayerNorm(
+            self.in_features,
+            self.eps,
+            elementwise_affine=self.layer_norm_weight is not None,
+            bias=self.layer_norm_bias is not None,
+            device="meta",
+        )
+        linear = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device="meta"
+        )
+        for module, name, parameter in (
+            (ln, "weight", self.layer_norm_weight),
+            (ln, "bias", self.layer_norm_bias),
+            (linear, "weight", self.weight),
+            (linear, "bias", self.bias),
+        ):
+            module.register_parameter(name, parameter)
+        return ln.train(self.training), linear.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., out_features]` for an input of shape `[..., in_features]`."""
+        return fused_layernorm_linear(
+            x, self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias, self.eps
+        )
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the module."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}, "
+            f"elementwise_affine={self.layer_norm_weight is not None}, "
+            f"layer_norm_bias={self.layer_norm_bias is not None}, bias={self.bias is not None}"
+        )

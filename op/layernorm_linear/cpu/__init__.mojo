@@ -1,0 +1,1 @@
+"""CPU kernels: a register-blocked matrix product with the LayerNorm in it."""

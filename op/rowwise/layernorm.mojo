@@ -1,0 +1,132 @@
+"""Writes LayerNorm, forward and backward, as row programs.
+
+    mean = sum x / K;  v = x - mean;  rstd = 1 / sqrt(sum v v / K + eps);  y = v rstd gamma + beta
+    xhat = v rstd;  g = dy gamma
+    dx = rstd (g - sum g / K - xhat sum g xhat / K);  dgamma = sum over rows dy xhat;  dbeta = sum over rows dy
+
+The mean is found twice. First as the mean of x less the row's first element, so that a constant row gives
+exactly zero. What its rounding leaves is the mean of v, and is taken off v and off the variance: rows far
+from zero lose nothing.
+"""
+
+from .arithmetic import inverse_sqrt
+from .program import Program, Row, Stage, Values
+
+
+struct _Centre(Stage):
+    """(x, gamma, beta) -> (x - mean, gamma, beta), give or take the rounding of the mean."""
+
+    @staticmethod
+    @always_inline
+    def map_in[
+        dtype: DType, width: Int, //
+    ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
+        return {v[0] - row.first[0]}
+
+    @staticmethod
+    @always_inline
+    def finish[
+        dtype: DType, //
+    ](
+        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
+    ) -> Values[dtype, 1]:
+        return {row.first[0] + total[0] * row.inverse_n}
+
+    @staticmethod
+    @always_inline
+    def map_out[
+        dtype: DType, width: Int, //
+    ](
+        row: Row[dtype], v: Values[dtype, width], mean: Values[dtype, 1]
+    ) -> Values[dtype, width]:
+        return {v[0] - mean[0], v[1], v[2]}
+
+
+struct _Normalise(Stage):
+    """(v, gamma, beta) -> (v - mean v) rstd gamma + beta; the results are mean and rstd."""
+
+    comptime terms = 2
+    comptime results = 2
+
+    @staticmethod
+    @always_inline
+    def map_in[
+        dtype: DType, width: Int, //
+    ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
+        return {v[0], v[0] * v[0]}
+
+    @staticmethod
+    @always_inline
+    def finish[
+        dtype: DType, //
+    ](
+        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
+    ) -> Values[dtype, 1]:
+        var rest = total[0] * row.inverse_n
+        var variance = total[1] * row.inverse_n - rest * rest
+        var rstd = inverse_sqrt(variance + row.scalars[0])
+        return {before[0] + rest, rstd, -rest * rstd}
+
+    @staticmethod
+    @always_inline
+    def map_out[
+        dtype: DType, width: Int, //
+    ](
+        row: Row[dtype], v: Values[dtype, width], total: Values[dtype, 1]
+    ) -> Values[dtype, width]:
+        return {(v[0] * total[1] + total[2]) * v[1] + v[2]}
+
+
+@always_inline
+def _xhat[
+    dtype: DType, width: Int
+](row: Row[dtype], x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    return (x - row.saved[0]) * row.saved[1]
+
+
+struct _Gradient(Stage):
+    """(dy, x, gamma) -> (dx, dy xhat, dy), given mean and rstd."""
+
+    comptime terms = 2
+
+    @staticmethod
+    @always_inline
+    def map_in[
+        dtype: DType, width: Int, //
+    ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
+        var g = v[0] * v[2]
+        return {g, g * _xhat(row, v[1])}
+
+    @staticmethod
+    @always_inline
+    def finish[
+        dtype: DType, //
+    ](
+        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
+    ) -> Values[dtype, 1]:
+        return {total[0] * row.inverse_n, total[1] * row.inverse_n}
+
+    @staticmethod
+    @always_inline
+    def map_out[
+        dtype: DType, width: Int, //
+    ](
+        row: Row[dtype], v: Values[dtype, width], along: Values[dtype, 1]
+    ) -> Values[dtype, width]:
+        var xhat = _xhat(row, v[1])
+        var dx = row.saved[1] * (v[0] * v[2] - along[0] - xhat * along[1])
+        return {dx, v[0] * xhat, v[0]}
+
+
+comptime LayerNorm = Program[_Centre, _Normalise, features_=2]
+"""From x, gamma, beta and eps to y, with the results mean and rstd."""
+
+comptime LayerNormBackward = Program[
+    _Gradient, inputs_=2, features_=1, saved_=2, columns_=2
+]
+"""From dy, x, gamma, mean and rstd to dx, and the partial sums of dgamma and dbeta."""
+
+comptime LayerNormInputGradient = Program[
+    _Gradient, inputs_=2, features_=1, saved_=2
+]
+"""From dy, x, gamma, mean and rstd to dx."""

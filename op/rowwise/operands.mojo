@@ -1,0 +1,103 @@
+"""Names the memory that a row program works on, and the type it computes in."""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.utils import StaticTuple
+
+comptime MAX_TENSORS = 4
+"""The most tensors of one kind."""
+
+comptime Addresses = StaticTuple[Int64, MAX_TENSORS]
+"""Addresses of the tensors of one kind; 0 where there is none."""
+
+
+def accumulator[dtype: DType]() -> DType:
+    """Returns the type to compute in: float32, and float64 for float64.
+
+    Parameters:
+        dtype: The type of the tensors.
+
+    Returns:
+        The type of sums and statistics.
+    """
+    return DType.float64 if dtype == DType.float64 else DType.float32
+
+
+@fieldwise_init
+struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
+    """The tensors of a row program by address, all of them dense.
+
+    Inputs and outputs are [M, K] in the program's dtype, features are [K], and what is saved or results is
+    [M] in the accumulator's type. A missing feature stands for the value in `absent`; a missing output or
+    result is not stored.
+
+    Parameters:
+        accum: The type computed in.
+    """
+
+    comptime device_type: AnyType = Self
+    """What the kernel sees."""
+
+    var rows: Int64
+    """The number of rows M."""
+    var length: Int32
+    """The number of elements K of a row."""
+    var inputs: Addresses
+    """Tensors [M, K] to read."""
+    var features: Addresses
+    """Vectors [K] to read, the same for all rows."""
+    var absent: StaticTuple[Float32, MAX_TENSORS]
+    """What a missing feature stands for."""
+    var saved: Addresses
+    """Vectors [M] to read, one number a row."""
+    var outputs: Addresses
+    """Tensors [M, K] to write."""
+    var accumulate: Bool
+    """The primed form: adds to the outputs instead of overwriting them."""
+    var results: Addresses
+    """Vectors [M] to write, one number a row."""
+    var column_sums: Int64
+    """Workspace [columns, blocks, K] for partial sums over the rows."""
+    var n: Scalar[Self.accum]
+    """K in the type computed in."""
+    var inverse_n: Scalar[Self.accum]
+    """1 / K."""
+    var number: Scalar[Self.accum]
+    """A number for `Row.scalars[0]`."""
+    var parameter: Int64
+    """Address of a 1-element tensor of the program's dtype for `Row.scalars[1]`, or 0."""
+
+    def __init__(out self, rows: Int, length: Int):
+        """Names no tensors yet.
+
+        Args:
+            rows: The number of rows.
+            length: The number of elements of a row.
+        """
+        self.rows = Int64(rows)
+        self.length = Int32(length)
+        self.inputs = Addresses(fill=0)
+        self.features = Addresses(fill=0)
+        self.absent = StaticTuple[Float32, MAX_TENSORS](fill=0)
+        self.saved = Addresses(fill=0)
+        self.outputs = Addresses(fill=0)
+        self.accumulate = False
+        self.results = Addresses(fill=0)
+        self.column_sums = 0
+        self.n = Scalar[Self.accum](length)
+        self.inverse_n = 1 / self.n
+        self.number = 0
+        self.parameter = 0
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Returns the type's name for messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "Operands"

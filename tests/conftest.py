@@ -1,0 +1,40 @@
+"""Shared fixtures: the devices of this machine, a seed and poisoned memory for every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# cuBLAS asks for this where PyTorch is told to be deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    """Fill memory that is allocated and not written with NaN, so that no kernel leaves any."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["cpu", GPU])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param

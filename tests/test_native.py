@@ -1,0 +1,260 @@
+"""Building, caching and loading of native extensions, on one small enough to build often."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accuracy import eager, make_inputs
+
+import fused_norm as fn
+from fused_norm import _native
+from fused_norm.__main__ import main
+
+TINY = """
+from std.os import abort
+from std.python import PythonObject
+from std.python.bindings import PythonModuleBuilder
+
+
+def answer() raises -> PythonObject:
+    return PythonObject(42)
+
+
+@export
+def PyInit_tiny() abi("C") -> PythonObject:
+    try:
+        var builder = PythonModuleBuilder("tiny")
+        builder.def_function[answer]("answer", docstring="The answer.")
+        return builder.finalize()
+    except error:
+        abort(t"{error}")
+"""
+LOAD = """
+import sys
+from pathlib import Path
+from fused_norm import _native
+_native.PACKAGE = Path(sys.argv[1])
+print(_native.load(_native.Extension("tiny", "float32")).answer())
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with one small extension, and an empty cache."""
+    (tmp_path / "package/extension").mkdir(parents=True)
+    (tmp_path / "package/op").mkdir()
+    (tmp_path / "package/extension/tiny.mojo").write_text(TINY)
+    monkeypatch.setattr(_native, "PACKAGE", tmp_path / "package")
+    monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(_native, "load", _native.load.__wrapped__)
+    _native._key.cache_clear()
+    yield tmp_path / "package"
+    _native._key.cache_clear()
+
+
+def tiny() -> _native.Extension:
+    return _native.Extension("tiny", "float32")
+
+
+def load_elsewhere(package: Path, **kwargs: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", LOAD, str(package)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **kwargs,
+    )
+
+
+def test_builds_once_and_says_so(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert not _native.is_built(tiny())
+    assert _native.load(tiny()).answer() == 42
+    assert "building tiny (float32, cpu), kept in" in capfd.readouterr().err
+    assert _native.load(tiny()).answer() == 42
+    assert capfd.readouterr().err == ""
+    assert [p.suffix for p in sorted(_native.cache_dir().iterdir())] == [".lock", ".sha256", ".so"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "without checksum"])
+def test_damaged_file_is_built_again(package: Path, damage: str) -> None:
+    path = _native.build(tiny())
+    content = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "changed":
+        path.write_bytes(content[:-100] + bytes(100))
+    else:
+        path.with_suffix(".sha256").unlink()
+    assert not _native.is_built(tiny())
+    process = load_elsewhere(package)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out.strip()) == (0, "42"), err
+    assert _native.is_built(tiny())
+
+
+def test_changed_source_is_another_build(package: Path) -> None:
+    before = tiny().path
+    (package / "op/kernel.mojo").write_text("# a kernel")
+    _native._key.cache_clear()
+    assert tiny().path != before
+
+
+def test_compiler_errors_are_shown(package: Path) -> None:
+    (package / "extension/tiny.mojo").write_text(TINY + "\nnonsense here\n")
+    with pytest.raises(_native.BuildError, match=r"(?s)compiler failed on tiny.*nonsense"):
+        _native.build(tiny())
+    assert not list(_native.cache_dir().glob(".build-*"))
+
+
+def test_missing_compiler(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/nonexistent/mojo")
+    with pytest.raises(_native.BuildError, match=r"needs the Mojo compiler.*mojo==1\.2\.0"):
+        _native.build(tiny())
+
+
+def test_unwritable_cache(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Permissions do not hold root back, a file in the folder's place does.
+    monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(package / "extension/tiny.mojo/cache"))
+    with pytest.raises(_native.BuildError, match="Set FUSED_NORM_CACHE_DIR to a folder"):
+        _native.build(tiny())
+
+
+def test_full_disk(package: Path) -> None:
+    # A limit on the size of files stands in for the end of a disk.
+    script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))" + LOAD
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(package)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "fused_norm._native.BuildError" in result.stderr
+    assert not _native.is_built(tiny())
+
+
+def test_two_processes_build_once(package: Path) -> None:
+    processes = [load_elsewhere(package) for _ in range(2)]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [out.strip() for out, _ in results] == ["42", "42"], results
+    assert sum(err.count("fused_norm: building") for _, err in results) == 1
+
+
+def test_interrupted_build_leaves_nothing_behind(package: Path) -> None:
+    process = load_elsewhere(package, start_new_session=True)
+    while not list(_native.cache_dir().glob(".build-*")):
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in err
+    assert not list(_native.cache_dir().glob(".build-*"))
+    assert _native.load(tiny()).answer() == 42
+
+
+def test_command_line_builds_ahead(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_native, "CPU_EXTENSIONS", ("tiny",))
+    assert main(["build", "--target", "cpu", "--dtype", "float32"]) == 0
+    assert str(tiny().path) in capsys.readouterr().out
+    assert _native.is_built(tiny())
+    (package / "extension/tiny.mojo").write_text("nonsense")
+    _native._key.cache_clear()
+    assert main(["build", "--target", "cpu", "--dtype", "float32"]) == 1
+
+
+def test_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    out = capsys.readouterr().out
+    for line in ("torch", torch.__version__.split("+")[0], "mojo-compiler", "cache", "built"):
+        assert line in out
+
+
+def test_loading_is_quick() -> None:
+    """A process that finds its kernels built pays less than 0.1 s for them."""
+    fn.fused_layernorm_linear(*make_inputs(4, 8, 16))
+    script = """
+    import time, torch
+    from fused_norm import _native
+    start = time.process_time()
+    _native.load(_native.Extension("layernorm_linear_cpu", "float32"))
+    print(time.process_time() - start)
+    """
+    out = subprocess.check_output([sys.executable, "-c", textwrap.dedent(script)], text=True)
+    assert float(out) < 0.1
+
+
+def test_importing_does_nothing() -> None:
+    """Importing builds, loads and prints nothing, and leaves the MAX engine alone."""
+    script = """
+    import sys, warnings
+    filters = list(warnings.filters)
+    import torch
+    filters = list(warnings.filters)
+    import fused_norm
+    assert warnings.filters == filters
+    assert not any(name.split(".")[0] in ("max", "mojo", "rich") for name in sys.modules)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_works_after_fork() -> None:
+    """Regression: a child that waits for the parent's OpenMP workers waits for ever."""
+    script = """
+    import os, sys, torch, fused_norm as fn
+    torch.set_num_threads(2)
+    x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
+    grad_output = torch.randn(512, 128)
+
+    def run():
+        y = fn.fused_layernorm_linear(x, None, None, w)
+        tensors = [y, *torch.autograd.grad(y, (x, w), grad_output)]
+        # As bytes: PyTorch's own parallel ops would hang in the child.
+        return [t.detach().numpy().tobytes() for t in tensors]
+
+    expected = run()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if run() == expected else 3)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], timeout=60, check=False
+    )
+    assert result.returncode == 0
+
+
+def test_threads_share_the_op() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    inputs = make_inputs(200, 96, 40)
+    expected = fn.fused_layernorm_linear(*inputs)
+    torch.testing.assert_close(expected, eager(*inputs))
+    with ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda _: fn.fused_layernorm_linear(*inputs), range(200)))
+    assert all(torch.equal(y, expected) for y in results)
+
+
+def test_environment_is_left_alone(package: Path) -> None:
+    """Regression: Mojo's runtime points PYTHONPATH and PYTHONEXECUTABLE at another Python."""
+    before = subprocess.check_output(["env"])
+    _native.load(tiny())
+    assert subprocess.check_output(["env"]) == before
