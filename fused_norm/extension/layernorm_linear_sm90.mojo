@@ -165,8 +165,8 @@ struct Launcher[dtype: DType](Movable, Writable):
             py_self: The launcher.
             args: Addresses wc, s, c, w, gamma, beta, bias, the last three 0
                 where there is none; sizes n, k; whether rows are centred;
-                whether gamma, beta and bias are float32, and not of the
-                weight's type.
+                whether gamma and beta are float32, and not of the weight's
+                type.
 
         Returns:
             None.

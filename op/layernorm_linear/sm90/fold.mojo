@@ -65,17 +65,17 @@ def _fold_chunk[
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32))
 )
-@__name(t"fused_norm_fold_{dtype}_{parameter_dtype}")
+@__name(t"fused_norm_fold_{dtype}_{affine_dtype}")
 def fold_kernel[
-    dtype: DType, parameter_dtype: DType
+    dtype: DType, affine_dtype: DType
 ](
     wc: Pointer[Scalar[dtype], MutAnyOrigin],
     s: Pointer[Float32, MutAnyOrigin],
     c: Pointer[Float32, MutAnyOrigin],
     w: Pointer[Scalar[dtype], ImmutAnyOrigin],
-    gamma: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
-    beta: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
-    bias: Pointer[Scalar[parameter_dtype], ImmutAnyOrigin],
+    gamma: Pointer[Scalar[affine_dtype], ImmutAnyOrigin],
+    beta: Pointer[Scalar[affine_dtype], ImmutAnyOrigin],
+    bias: Pointer[Scalar[dtype], ImmutAnyOrigin],
     n: Int32,
     k: Int32,
     has_gamma: Int32,
@@ -86,8 +86,8 @@ def fold_kernel[
     """Folds one row of the weight per warp.
 
     Parameters:
-        dtype: Type of the weight.
-        parameter_dtype: Type of gamma, beta and the bias.
+        dtype: Type of the weight and the bias.
+        affine_dtype: Type of gamma and beta.
 
     Args:
         wc: Receives the folded weight [n, k].

@@ -348,7 +348,7 @@ def launch_forward[
 
 
 def launch_fold[
-    dtype: DType, parameter_dtype: DType
+    dtype: DType, affine_dtype: DType
 ](
     ctx: DeviceContext,
     stream: DeviceStream,
@@ -366,8 +366,8 @@ def launch_fold[
     """Queues the fold of a weight.
 
     Parameters:
-        dtype: Type of the weight.
-        parameter_dtype: Type of gamma, beta and the bias.
+        dtype: Type of the weight and the bias.
+        affine_dtype: Type of gamma and beta.
 
     Args:
         ctx: The device.
@@ -386,17 +386,17 @@ def launch_fold[
     Raises:
         If the driver refuses.
     """
-    comptime Parameter = Pointer[Scalar[parameter_dtype], ImmutAnyOrigin]
-    var kernel = ctx.compile_function[fold_kernel[dtype, parameter_dtype]]()
+    comptime Affine = Pointer[Scalar[affine_dtype], ImmutAnyOrigin]
+    var kernel = ctx.compile_function[fold_kernel[dtype, affine_dtype]]()
     stream.enqueue_function(
         kernel,
         Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=wc),
         Pointer[Float32, MutAnyOrigin](unsafe_from_address=s),
         Pointer[Float32, MutAnyOrigin](unsafe_from_address=c),
         Pointer[Scalar[dtype], ImmutAnyOrigin](unsafe_from_address=w),
-        Parameter(unsafe_from_address=gamma),
-        Parameter(unsafe_from_address=beta),
-        Parameter(unsafe_from_address=bias),
+        Affine(unsafe_from_address=gamma),
+        Affine(unsafe_from_address=beta),
+        Pointer[Scalar[dtype], ImmutAnyOrigin](unsafe_from_address=bias),
         Int32(n),
         Int32(k),
         Int32(gamma != 0),
