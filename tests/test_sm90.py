@@ -93,7 +93,8 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.
     return (torch.randn(*shape, device="cuda") * scale + mean).to(dtype)
 
 
-# One tile; less than a tile; more tiles than multiprocessors; ragged in each size; one row.
+# One tile; less than a tile; more tiles than multiprocessors; ragged in each size; few rows and
+# narrow tiles, with k a multiple of the k block and not.
 SHAPES = [
     (128, 64, 256),
     (37, 72, 8),
@@ -102,6 +103,9 @@ SHAPES = [
     (8192, 256, 2304),
     (1, 4096, 512),
     (3000, 2048, 4104),
+    (64, 4096, 4096),
+    (512, 1024, 4096),
+    (500, 776, 3992),
 ]
 
 
@@ -197,6 +201,21 @@ class TestBesideOthers:
             late.fill_(float("nan"))
             assert torch.equal(y, expected)
 
+    def test_forward_after_forward(self, dtype: torch.dtype) -> None:
+        """A kernel that starts before the last one ends reads none of what is yet to come."""
+        kernels = Kernels(dtype)
+        folded = kernels.fold(random(1024, 1024, dtype=dtype, scale=1 / 32), None, None, None)
+        x = random(16384, 1024, dtype=dtype)
+        alone = [x]
+        for _ in range(4):
+            alone.append(kernels.forward(alone[-1], folded)[0])
+            torch.cuda.synchronize()
+        for _ in range(10):
+            y = x
+            for _ in range(4):
+                y = kernels.forward(y, folded)[0]
+            assert torch.equal(y, alone[-1])
+
     def test_cuda_graph(self, dtype: torch.dtype) -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -238,7 +257,7 @@ def test_no_spills_and_no_serialised_products(dtype: str, tmp_path: Path) -> Non
         check=True,
     )
     kernels = sorted(tmp_path.glob("*.ptx"))
-    assert len(kernels) == 6
+    assert len(kernels) == 10
     for kernel in kernels:
         result = subprocess.run(
             [assembler, "-v", "-arch=sm_90a", "-o", str(tmp_path / "cubin"), str(kernel)],

@@ -9,11 +9,12 @@ from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.primitives import warp
 
-comptime WARPS = 4
+comptime WARPS = 8
 """Warps, and so rows, of one block."""
 comptime _WIDTH = 8
-# Chunks of the row that a lane keeps in registers between the two passes.
-comptime _HELD = 16
+# Loads under way at once; the second pass finds the row in the L2 cache, which
+# costs less than the registers that would hold it.
+comptime _UNROLL = 4
 comptime _Vector = SIMD[DType.float32, _WIDTH]
 
 
@@ -26,6 +27,21 @@ def _load[
     return row.unsafe_offset(Int(chunk) * _WIDTH).unsafe_load[
         width=_WIDTH, alignment=16
     ]()
+
+
+@always_inline
+def _batch[
+    dtype: DType
+](
+    row: Pointer[Scalar[dtype], ImmutAnyOrigin], first: Int32, chunks: Int32
+) -> StaticTuple[SIMD[dtype, _WIDTH], _UNROLL]:
+    var batch = StaticTuple[SIMD[dtype, _WIDTH], _UNROLL](
+        SIMD[dtype, _WIDTH](0)
+    )
+    comptime for i in range(_UNROLL):
+        if first + Int32(32 * i) < chunks:
+            batch[i] = _load(row, first + Int32(32 * i))
+    return batch
 
 
 @always_inline
@@ -63,7 +79,8 @@ def _fold_chunk[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32))
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32)),
+    `nvvm.minctasm`=SIMDLength(4),
 )
 @__name(t"fused_norm_fold_{dtype}_{affine_dtype}")
 def fold_kernel[
@@ -112,24 +129,18 @@ def fold_kernel[
     var folded = wc.unsafe_offset(index * Int(k))
     var chunks = k // _WIDTH
 
-    var held = StaticTuple[SIMD[dtype, _WIDTH], _HELD]()
-    comptime for i in range(_HELD):
-        held[i] = SIMD[dtype, _WIDTH](0)
-        if lane + Int32(i * 32) < chunks:
-            held[i] = _load(row, lane + Int32(i * 32))
-
     var scaled_sum = _Vector(0)
     var beta_sum = _Vector(0)
-    comptime for i in range(_HELD):
-        var chunk = lane + Int32(i * 32)
-        if chunk < chunks:
-            var weight = held[i].cast[DType.float32]()
-            scaled_sum = weight.fma(_at(gamma, has_gamma, 1, chunk), scaled_sum)
-            beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
-    for chunk in range(lane + _HELD * 32, chunks, 32):
-        var weight = _load(row, chunk).cast[DType.float32]()
-        scaled_sum = weight.fma(_at(gamma, has_gamma, 1, chunk), scaled_sum)
-        beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
+    for batch in range(lane, chunks, 32 * _UNROLL):
+        var weights = _batch(row, batch, chunks)
+        comptime for i in range(_UNROLL):
+            var chunk = batch + Int32(32 * i)
+            if chunk < chunks:
+                var weight = weights[i].cast[DType.float32]()
+                scaled_sum = weight.fma(
+                    _at(gamma, has_gamma, 1, chunk), scaled_sum
+                )
+                beta_sum = weight.fma(_at(beta, has_beta, 0, chunk), beta_sum)
     var centre = Float32(0)
     if centred != 0:
         centre = warp.sum(scaled_sum.reduce_add()) / Float32(k)
@@ -138,20 +149,18 @@ def fold_kernel[
         constant = warp.sum(beta_sum.reduce_add())
 
     var rounded_sum = _Vector(0)
-    comptime for i in range(_HELD):
-        var chunk = lane + Int32(i * 32)
-        if chunk < chunks:
-            rounded_sum += _fold_chunk(
-                held[i], _at(gamma, has_gamma, 1, chunk), centre, folded, chunk
-            )
-    for chunk in range(lane + _HELD * 32, chunks, 32):
-        rounded_sum += _fold_chunk(
-            _load(row, chunk),
-            _at(gamma, has_gamma, 1, chunk),
-            centre,
-            folded,
-            chunk,
-        )
+    for batch in range(lane, chunks, 32 * _UNROLL):
+        var weights = _batch(row, batch, chunks)
+        comptime for i in range(_UNROLL):
+            var chunk = batch + Int32(32 * i)
+            if chunk < chunks:
+                rounded_sum += _fold_chunk(
+                    weights[i],
+                    _at(gamma, has_gamma, 1, chunk),
+                    centre,
+                    folded,
+                    chunk,
+                )
     var total = warp.sum(rounded_sum.reduce_add())
     if lane == 0:
         if has_bias != 0:

@@ -214,15 +214,43 @@ def launch_statistics[
     )
 
 
-comptime _PLAIN_CONFIG = Config(
-    slices=1, columns=256, stages=4, cluster=2, gather=False
-)
-comptime _GATHER_CONFIG = Config(
+# Widest first. A narrower tile reads more for each product, but fills the
+# device where there are few tiles; the narrowest serves few rows, where the
+# weight is streamed once and no block shares it.
+comptime _CONFIGS = [
+    Config(slices=1, columns=256, stages=4, cluster=2, gather=False),
+    Config(slices=1, columns=128, stages=6, cluster=2, gather=False),
+    Config(slices=1, columns=64, stages=8, cluster=1, gather=False),
+]
+comptime _GATHERING = Config(
     slices=1, columns=256, stages=4, cluster=2, gather=True
 )
 # Eight cluster tiles are 2048 rows of x, about as much as the columns of the
 # weight that the other clusters of a wave then need.
 comptime _BAND = 8
+# Columns that the time between two tiles is worth.
+comptime _TILE_OVERHEAD = 16
+
+
+def _ceildiv(a: Int, b: Int) -> Int:
+    return (a + b - 1) // b
+
+
+def _best_config(m: Int, n: Int, multiprocessors: Int) -> Int:
+    # The one whose longest-working cluster has the least to do.
+    var best = 0
+    var least = Int.MAX
+    comptime for i in range(len(_CONFIGS)):
+        comptime config = _CONFIGS[i]
+        var tiles = _ceildiv(m, config.cluster * config.rows()) * _ceildiv(
+            n, config.columns
+        )
+        var waves = _ceildiv(tiles, multiprocessors // config.cluster)
+        var cost = waves * (config.columns + _TILE_OVERHEAD)
+        if cost < least:
+            least = cost
+            best = i
+    return best
 
 
 def launch_product[
@@ -257,9 +285,26 @@ def launch_product[
     Raises:
         If the driver refuses.
     """
-    launch_matrix[dtype, _PLAIN_CONFIG, PLAIN](
-        ctx, stream, y, x, w, 0, 0, 0, 0, 0, m, n, k, _BAND, multiprocessors
-    )
+    var best = _best_config(m, n, multiprocessors)
+    comptime for i in range(len(_CONFIGS)):
+        if best == i:
+            launch_matrix[dtype, _CONFIGS[i], PLAIN](
+                ctx,
+                stream,
+                y,
+                x,
+                w,
+                0,
+                0,
+                0,
+                0,
+                0,
+                m,
+                n,
+                k,
+                _BAND,
+                multiprocessors,
+            )
 
 
 def launch_forward[
@@ -304,8 +349,11 @@ def launch_forward[
     Raises:
         If the driver refuses.
     """
-    if k % K_BLOCK == 0:
-        launch_matrix[dtype, _GATHER_CONFIG, CORRECTED](
+    var best = _best_config(m, n, multiprocessors)
+    # Wide tiles gather the statistics on the way. The copy engine pads the
+    # last k block with zeros, which sums may ignore but a variance may not.
+    if best == 0 and k % K_BLOCK == 0:
+        launch_matrix[dtype, _GATHERING, CORRECTED](
             ctx,
             stream,
             y,
@@ -323,28 +371,28 @@ def launch_forward[
             multiprocessors,
         )
         return
-    # The copy engine pads the last k block with zeros, which sums may ignore
-    # but a variance may not.
     launch_statistics[dtype](
         ctx, stream, mean, rstd, x, m, k, eps, multiprocessors
     )
-    launch_matrix[dtype, _PLAIN_CONFIG, CORRECTED](
-        ctx,
-        stream,
-        y,
-        x,
-        wc,
-        mean,
-        rstd,
-        eps,
-        s,
-        c,
-        m,
-        n,
-        k,
-        _BAND,
-        multiprocessors,
-    )
+    comptime for i in range(len(_CONFIGS)):
+        if best == i:
+            launch_matrix[dtype, _CONFIGS[i], CORRECTED](
+                ctx,
+                stream,
+                y,
+                x,
+                wc,
+                mean,
+                rstd,
+                eps,
+                s,
+                c,
+                m,
+                n,
+                k,
+                _BAND,
+                multiprocessors,
+            )
 
 
 def launch_fold[
