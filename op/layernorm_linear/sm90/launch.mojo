@@ -18,6 +18,13 @@ from max.gpu.host.launch_attribute import (
 
 from .config import THREADS, Config
 from .epilogue import CORRECTED, PLAIN
+from .few_rows import (
+    FEW_CLUSTER,
+    FEW_OUTPUTS,
+    FEW_THREADS,
+    few_rows_kernel,
+    few_rows_shared_bytes,
+)
 from .fold import WARPS as FOLD_WARPS
 from .fold import fold_kernel
 from .kernel import matrix_kernel
@@ -214,6 +221,8 @@ def launch_statistics[
     )
 
 
+# Rows that the kernels for few rows are made for.
+comptime _FEW_ROWS = [16, 64]
 # Widest first. A narrower tile reads more for each product, but fills the
 # device where there are few tiles; the narrowest serves few rows, where the
 # weight is streamed once and no block shares it.
@@ -253,6 +262,70 @@ def _best_config(m: Int, n: Int, multiprocessors: Int) -> Int:
     return best
 
 
+def launch_few_rows[
+    dtype: DType, rows: Int, mode: Int
+](
+    ctx: DeviceContext,
+    stream: DeviceStream,
+    y: Int,
+    x: Int,
+    w: Int,
+    mean: Int,
+    rstd: Int,
+    s: Int,
+    c: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+) raises:
+    """Queues y = epilogue(x @ w^T) for few rows of x.
+
+    Parameters:
+        dtype: Type of x, w and y: bfloat16 or float16.
+        rows: Most rows of x.
+        mode: Epilogue.
+
+    Args:
+        ctx: The device.
+        stream: The stream to queue on.
+        y: Address of y [m, n].
+        x: Address of x [m, k].
+        w: Address of w [n, k].
+        mean: Address of the rows' means, or 0.
+        rstd: Address of the rows' reciprocal deviations, or 0.
+        s: Address of the row sums of w, or 0.
+        c: Address of the columns' constants, or 0.
+        m: Rows of x, at most `rows`.
+        n: Rows of w.
+        k: Columns of both, more than 64.
+
+    Raises:
+        If the driver refuses.
+    """
+    var kernel = ctx.compile_function[few_rows_kernel[dtype, rows, mode]](
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
+            UInt32(few_rows_shared_bytes(rows))
+        )
+    )
+    stream.enqueue_function(
+        kernel,
+        tensor_map[dtype](ctx, w, n, k, FEW_OUTPUTS),
+        tensor_map[dtype](ctx, x, m, k, rows),
+        Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=y),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=mean),
+        Pointer[Float32, MutAnyOrigin](unsafe_from_address=rstd),
+        Pointer[Float32, ImmutAnyOrigin](unsafe_from_address=s),
+        Pointer[Float32, ImmutAnyOrigin](unsafe_from_address=c),
+        Int32(m),
+        Int32(n),
+        Int32(k),
+        grid_dim=_ceildiv(n, FEW_OUTPUTS) * FEW_CLUSTER,
+        block_dim=FEW_THREADS,
+        shared_mem_bytes=few_rows_shared_bytes(rows),
+        attributes=_beside_earlier(),
+    )
+
+
 def launch_product[
     dtype: DType
 ](
@@ -285,6 +358,13 @@ def launch_product[
     Raises:
         If the driver refuses.
     """
+    comptime for i in range(len(_FEW_ROWS)):
+        comptime most = _FEW_ROWS[i]
+        if m <= most and k > K_BLOCK:
+            launch_few_rows[dtype, most, PLAIN](
+                ctx, stream, y, x, w, 0, 0, 0, 0, m, n, k
+            )
+            return
     var best = _best_config(m, n, multiprocessors)
     comptime for i in range(len(_CONFIGS)):
         if best == i:
@@ -352,7 +432,8 @@ def launch_forward[
     var best = _best_config(m, n, multiprocessors)
     # Wide tiles gather the statistics on the way. The copy engine pads the
     # last k block with zeros, which sums may ignore but a variance may not.
-    if best == 0 and k % K_BLOCK == 0:
+    comptime few = _FEW_ROWS[1]
+    if best == 0 and k % K_BLOCK == 0 and m > few:
         launch_matrix[dtype, _GATHERING, CORRECTED](
             ctx,
             stream,
@@ -374,6 +455,13 @@ def launch_forward[
     launch_statistics[dtype](
         ctx, stream, mean, rstd, x, m, k, eps, multiprocessors
     )
+    comptime for i in range(len(_FEW_ROWS)):
+        comptime most = _FEW_ROWS[i]
+        if m <= most and k > K_BLOCK:
+            launch_few_rows[dtype, most, CORRECTED](
+                ctx, stream, y, x, wc, mean, rstd, s, c, m, n, k
+            )
+            return
     comptime for i in range(len(_CONFIGS)):
         if best == i:
             launch_matrix[dtype, _CONFIGS[i], CORRECTED](
