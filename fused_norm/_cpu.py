@@ -87,13 +87,14 @@ def backward(
         grad_output, x, ln_weight, ln_bias, linear_weight
     )
     gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
-    scratch = workspace(kernels.backward_workspace(*sizes), x.device)
+    addresses = [address(gradient) for gradient in gradients]
+    scratch = workspace(kernels.backward_workspace(*sizes, *addresses), x.device)
     kernels.backward(
         *sizes,
         _native.gomp_parallel(),
         address(scratch),
         x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
-        *(address(gradient) for gradient in gradients),
+        *addresses,
         grad_output.data_ptr(),
         x.data_ptr(),
         mean.data_ptr(),

@@ -1,0 +1,68 @@
+"""Transposes a matrix through tiles in shared memory."""
+
+from layout.tile_layout import TensorLayout, row_major
+from layout.tile_tensor import TileTensor, stack_allocation
+from max.gpu import barrier, block_idx, thread_idx
+from max.gpu.memory import AddressSpace
+
+comptime TRANSPOSE_BLOCK_DIM_XY = 16
+"""Rows and columns of a tile, and of a block of threads."""
+
+
+def transpose_kernel[
+    layout_in: TensorLayout,
+    layout_out: TensorLayout,
+    rows: Int,
+    cols: Int,
+    dtype: DType = DType.float32,
+](
+    output: TileTensor[mut=True, dtype, layout_out, MutAnyOrigin],
+    inp: TileTensor[dtype, layout_in, ImmutAnyOrigin],
+):
+    """Writes the transpose of a matrix.
+
+    Grid: one block a tile, columns of `inp` on x. Block: `(16, 16)`. Shared
+    memory holds one tile, so that neighbouring threads both read and write
+    neighbouring addresses.
+
+    Parameters:
+        layout_in: Layout of `inp`.
+        layout_out: Layout of `output`.
+        rows: Rows of `inp`.
+        cols: Columns of `inp`.
+        dtype: Element type.
+
+    Args:
+        output: Transposed matrix, `[cols, rows]`.
+        inp: Matrix, `[rows, cols]`.
+    """
+    comptime assert output.flat_rank == 2, "output must be rank 2"
+    comptime assert inp.flat_rank == 2, "inp must be rank 2"
+
+    var shared_tile = stack_allocation[
+        dtype=dtype, address_space=AddressSpace.SHARED
+    ](row_major[TRANSPOSE_BLOCK_DIM_XY, TRANSPOSE_BLOCK_DIM_XY]())
+
+    var local_row = Int(thread_idx.y)
+    var local_col = Int(thread_idx.x)
+
+    var global_row = Int(block_idx.y) * TRANSPOSE_BLOCK_DIM_XY + local_row
+    var global_col = Int(block_idx.x) * TRANSPOSE_BLOCK_DIM_XY + local_col
+
+    if global_row < rows and global_col < cols:
+        shared_tile[local_row, local_col] = rebind[shared_tile.ElementType](
+            inp[global_row, global_col]
+        )
+
+    # The tile is complete before any thread reads what another one loaded.
+    barrier()
+
+    var out_row = Int(block_idx.x) * TRANSPOSE_BLOCK_DIM_XY + local_row
+    var out_col = Int(block_idx.y) * TRANSPOSE_BLOCK_DIM_XY + local_col
+
+    # The block writes its tile at the mirrored place; the indices into shared
+    # memory are swapped instead of those into global memory.
+    if out_row < cols and out_col < rows:
+        output[out_row, out_col] = rebind[output.ElementType](
+            shared_tile[local_col, local_row]
+        )

@@ -1,0 +1,3 @@
+"""Registers the ops of fused_norm for MAX graphs and `CustomOpLibrary`."""
+
+from .puzzle.register import LayerNormLinear, LayerNormLinearBackward

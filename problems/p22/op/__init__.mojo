@@ -1,0 +1,1 @@
+../../../op/puzzle/__init__.mojo

@@ -1,0 +1,1 @@
+../../../op/puzzle/linear.mojo

@@ -1,0 +1,1 @@
+../../../op/puzzle/register.mojo

@@ -1,0 +1,64 @@
+"""Every GPU kernel of the puzzle compiles without a warning, also where there is no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What the names of the compiled kernels begin with.
+KERNELS = [
+    b"op_puzzle_layernorm_layernorm",
+    b"op_puzzle_transpose_transpose",
+    b"op_puzzle_linear_matmul_idiom",
+    b"op_puzzle_linear_add_bias",
+    b"op_puzzle_fused_minimal_fused",
+    b"op_puzzle_fused_backward_mini",
+]
+
+
+def mojo(*arguments: str) -> None:
+    """Run the compiler, which has to succeed and to say nothing."""
+    result = subprocess.run(
+        ["mojo", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    said = [line for line in result.stderr.splitlines() if "Crashpad" not in line]
+    assert result.returncode == 0, result.stderr
+    assert not said, result.stderr
+
+
+@pytest.mark.parametrize("target", ["nvidia:sm_90", "amdgpu:gfx942"])
+def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
+    program = tmp_path / "puzzle_kernels"
+    mojo(
+        "build",
+        *("--target-accelerator", target, "-I", "."),
+        *("tests/mojo/puzzle_kernels.mojo", "-o", str(program)),
+    )
+    code = program.read_bytes()
+    missing = [kernel for kernel in KERNELS if kernel not in code]
+    assert not missing
+
+
+@pytest.mark.parametrize("package", ["op", "problems/p22/op"])
+def test_package_parses_without_warnings(package: str, tmp_path: Path) -> None:
+    mojo("precompile", package, "-o", str(tmp_path / "op.mojoc"))
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_agree_with_the_cpu() -> None:
+    """Prints SKIPPED, and passes, where there is no GPU."""
+    result = subprocess.run(
+        ["mojo", "run", "-I", ".", "tests/mojo/puzzle_kernels.mojo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    if "SKIPPED" in result.stdout:
+        pytest.skip("no GPU")
+    assert "all correct" in result.stdout
