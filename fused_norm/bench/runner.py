@@ -312,6 +312,9 @@ class Runner:
             return
         # One side stream for all: graphs are captured on the stream that the forward ran on.
         side = torch.cuda.Stream(case.device) if on_gpu else None
+        if on_gpu:
+            # The inputs were made on another stream.
+            torch.cuda.synchronize(case.device)
         timers: dict[str, Timer] = {}
         with torch.set_grad_enabled(mode != "forward"):
             for prepared in ready:
