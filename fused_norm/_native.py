@@ -38,8 +38,8 @@ DTYPES = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
-CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
-GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
+CPU_EXTENSIONS = ("layernorm_linear_cpu",)
+GPU_EXTENSIONS = ("layernorm_gpu",)
 
 
 class BuildError(RuntimeError):

@@ -26,6 +26,8 @@ from op.rowwise.operands import Addresses, Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 comptime ACCUM = accumulator[DTYPE]()
+# only these mix with parameters in float32
+comptime _IS_LOW = DTYPE == DType.bfloat16 or DTYPE == DType.float16
 
 
 def _address(value: PythonObject) raises -> Int64:
@@ -83,10 +85,11 @@ struct Launcher[dtype: DType](Movable, Writable):
         operands.results[1] = _address(rstd)
         operands.number = Float64(py=eps).cast[ACCUM]()
         ref gpu = py_self.downcast_value_ptr[Self]()[].gpu
-        if Bool(py=ln_float32):
-            launch_rows[LayerNorm, DTYPE, DType.float32](gpu, operands)
-        else:
-            launch_rows[LayerNorm, DTYPE, DTYPE](gpu, operands)
+        comptime if _IS_LOW:
+            if Bool(py=ln_float32):
+                launch_rows[LayerNorm, DTYPE, DType.float32](gpu, operands)
+                return PythonObject(None)
+        launch_rows[LayerNorm, DTYPE, DTYPE](gpu, operands)
         return PythonObject(None)
 
     @staticmethod
@@ -131,10 +134,11 @@ struct Launcher[dtype: DType](Movable, Writable):
         sums[0] = _address(dgamma)
         sums[1] = _address(dbeta)
         ref gpu = py_self.downcast_value_ptr[Self]()[].gpu
-        if Bool(py=ln_float32):
-            _backward[DType.float32](gpu, operands, sums)
-        else:
-            _backward[DTYPE](gpu, operands, sums)
+        comptime if _IS_LOW:
+            if Bool(py=ln_float32):
+                _backward[DType.float32](gpu, operands, sums)
+                return PythonObject(None)
+        _backward[DTYPE](gpu, operands, sums)
         return PythonObject(None)
 
 

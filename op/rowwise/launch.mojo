@@ -6,24 +6,31 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from .columns import (
+    ADD_UP_THREADS,
     COLUMN_THREADS,
     FINISH_COLUMNS,
     FINISH_LANES,
+    add_up_kernel,
     column_kernel,
     finish_columns_kernel,
 )
 from .gpu import Shape, row_kernel
-from .operands import MAX_TENSORS, Addresses, Operands, accumulator
+from .operands import (
+    MAX_TENSORS,
+    Addresses,
+    Operands,
+    RowTarget,
+    accumulator,
+)
 from .program import RowProgram
 
 comptime _WARP_THREADS = 128
-comptime _BLOCK_THREADS = 512
 comptime _LONG_THREADS = 512
 comptime _PERSISTENT_THREADS = 512
 
 
 @fieldwise_init
-struct Gpu(Copyable, Movable):
+struct Gpu(Copyable, Movable, RowTarget):
     """A GPU and the stream to launch on."""
 
     var context: DeviceContext
@@ -48,6 +55,44 @@ struct Gpu(Copyable, Movable):
         self.processors = context.get_attribute(
             DeviceAttribute.MULTIPROCESSOR_COUNT
         )
+
+    def run[
+        P: RowProgram, dtype: DType, ftype: DType
+    ](self, operands: Operands[accumulator[dtype]()]) raises:
+        """Takes all rows through a program without columns.
+
+        Parameters:
+            P: The row program.
+            dtype: The type of inputs and outputs.
+            ftype: The type of the features.
+
+        Args:
+            operands: The tensors.
+
+        Raises:
+            If the launch fails.
+        """
+        launch_rows[P, dtype, ftype](self, operands)
+
+    def add_up[
+        accum: DType, dtype: DType
+    ](self, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
+        """Sums a vector in a fixed order.
+
+        Parameters:
+            accum: The type of the terms.
+            dtype: The type of the sum.
+
+        Args:
+            terms: Address of the vector.
+            count: The number of its elements.
+            output: Address of the sum.
+            accumulate: Whether to add to what is there.
+
+        Raises:
+            If the launch fails.
+        """
+        launch_add_up[accum, dtype](self, terms, count, output, accumulate)
 
 
 def _low_bits(addresses: Addresses) -> Int64:
@@ -115,28 +160,26 @@ def launch_rows[
         return
     comptime wide = 16 // size_of[dtype]()
     if is_wide[dtype](operands):
-        _launch_rows[P, dtype, ftype, wide, [2, 4], [2, 4], 4](gpu, operands)
+        _launch_rows[P, dtype, ftype, wide, 4](gpu, operands)
     else:
-        _launch_rows[P, dtype, ftype, 1, [4], [8], 8](gpu, operands)
+        _launch_rows[P, dtype, ftype, 1, 8](gpu, operands)
 
 
 @always_inline
 def _launch_rows[
-    P: RowProgram,
-    dtype: DType,
-    ftype: DType,
-    width: Int,
-    warp_tiles: List[Int],
-    block_tiles: List[Int],
-    long_tile: Int,
+    P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
-    """Takes the smallest shape that holds a row."""
+    """Takes the smallest shape that holds a row: a warp, a block, a larger block, or a row read in parts."""
+    # what a thread holds of each of several inputs has to fit the same registers
+    comptime block_tile = tile if P.inputs == 1 else tile // 2
+    comptime threads = 256 if P.inputs == 1 else 512
     var rows = Int(operands.rows)
     var loads = ceildiv(Int(operands.length), width)
-    comptime for tile in warp_tiles:
-        if loads <= WARP_SIZE * tile:
+    comptime for warp_tile in [tile // 2, tile]:
+        if loads <= WARP_SIZE * warp_tile:
+            comptime blocks = 6 if P.inputs == 1 else 4
             comptime shape = Shape(
-                width, tile, False, True, False, _WARP_THREADS, 4
+                width, warp_tile, False, True, False, _WARP_THREADS, blocks
             )
             _launch[P, dtype, ftype, shape](
                 gpu,
@@ -145,19 +188,16 @@ def _launch_rows[
                 _WARP_THREADS,
             )
             return
-    comptime for tile in block_tiles:
-        comptime threads = _BLOCK_THREADS if tile < 4 else 1024
-        if loads <= threads * tile:
-            comptime shape = Shape(
-                width, tile, True, True, False, threads, 1024 // threads
-            )
-            _launch[P, dtype, ftype, shape](
-                gpu, operands, rows, align_up(ceildiv(loads, tile), WARP_SIZE)
-            )
-            return
-    comptime shape = Shape(
-        width, long_tile, True, False, False, _LONG_THREADS, 2
-    )
+    if loads <= threads * block_tile:
+        comptime blocks = 3 if P.inputs == 1 else 2
+        comptime shape = Shape(
+            width, block_tile, True, True, False, threads, blocks
+        )
+        _launch[P, dtype, ftype, shape](
+            gpu, operands, rows, align_up(ceildiv(loads, block_tile), WARP_SIZE)
+        )
+        return
+    comptime shape = Shape(width, tile, True, False, False, _LONG_THREADS, 2)
     _launch[P, dtype, ftype, shape](gpu, operands, rows, _LONG_THREADS)
 
 
@@ -327,3 +367,35 @@ def _launch_column_kernel[
         block_dim=COLUMN_THREADS,
     )
     return parts
+
+
+def launch_add_up[
+    accum: DType, dtype: DType
+](gpu: Gpu, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
+    """Sums a vector in a fixed order.
+
+    Parameters:
+        accum: The type of the terms.
+        dtype: The type of the sum.
+
+    Args:
+        gpu: Where to run.
+        terms: Address of the vector.
+        count: The number of its elements.
+        output: Address of the sum.
+        accumulate: Whether to add to what is there.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = add_up_kernel[accum, dtype]
+    var compiled = gpu.context.compile_function[kernel]()
+    gpu.stream.enqueue_function(
+        compiled,
+        terms,
+        Int64(count),
+        output,
+        Int32(1 if accumulate else 0),
+        grid_dim=1,
+        block_dim=ADD_UP_THREADS,
+    )

@@ -29,9 +29,9 @@ from .parameters import Parameter
 from .workspace import (
     Arena,
     FEW_ROWS,
+    Slabs,
     buffer,
     ceildiv,
-    slab_rows,
     useful_threads,
 )
 
@@ -61,11 +61,19 @@ struct Wanted(TrivialRegisterPassable):
     """Whether the linear bias's."""
 
     def product(self) -> Bool:
-        """Returns whether `dy^T @ x_hat` is needed."""
+        """Decides whether `dy^T @ x_hat` is needed.
+
+        Returns:
+            Whether a gradient is made from it.
+        """
         return self.dweight or self.dln_weight
 
     def parameters(self) -> Bool:
-        """Returns whether any parameter's gradient is wanted."""
+        """Decides whether there are tiles of the weight to compute.
+
+        Returns:
+            Whether any parameter's gradient is wanted.
+        """
         return self.product() or self.dln_bias or self.dbias
 
 
@@ -91,8 +99,10 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
     """Threads that take tasks."""
     var few_rows: Bool
     """Whether tasks of dx are panels of columns instead of slabs of rows."""
+    var slabs: Slabs
+    """The slabs of rows."""
     var slab_rows: Int
-    """Rows of a slab."""
+    """Most rows that one task of dx computes."""
     var input_tasks: Int
     """Number of tasks that `dy @ weight` is divided into."""
     var panels: Int
@@ -145,13 +155,12 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
         self.panels = B.panels(K)
 
         self.few_rows = M <= FEW_ROWS
-        self.slab_rows = M
+        self.slabs = Slabs(M, B.tile_m, self.workers)
+        self.slab_rows = M if self.few_rows else self.slabs.most_rows()
         self.input_tasks = 0
-        if not self.few_rows:
-            self.slab_rows = slab_rows(M, self.workers, B.tile_m)
         if wanted.dx:
-            self.input_tasks = self.panels if self.few_rows else ceildiv(
-                M, self.slab_rows
+            self.input_tasks = (
+                self.panels if self.few_rows else self.slabs.count
             )
 
         self.tile_rows = (
@@ -467,8 +476,8 @@ struct Backward[dtype: DType](Movable):
             arena.take[B.operand](plan.slab_rows * B.row_stride(plan.N))
         )
         var h = buffer[B.accum](arena.next)
-        var first = task * plan.slab_rows
-        var count = min(plan.slab_rows, plan.M - first)
+        var first = plan.slabs.first(task)
+        var count = plan.slabs.first(task + 1) - first
         copy_rows[Self.dtype](
             dy,
             B.row_stride(plan.N),

@@ -70,31 +70,40 @@ struct Blocking[dtype: DType]:
 
     @staticmethod
     def row_stride(columns: Int) -> Int:
-        """Returns the distance between rows of a left operand in the workspace.
+        """Chooses the distance between a left operand's rows in the workspace.
 
         The extra cache line keeps rows of a power of two from sharing the
         same few cache sets.
 
         Args:
             columns: Number of elements in a row.
+
+        Returns:
+            The distance in elements.
         """
         comptime line = CACHE_LINE // size_of[Self.operand]()
         return (columns + line - 1) // line * line + line
 
     @staticmethod
     def panels(columns: Int) -> Int:
-        """Returns the number of packed panels that cover the columns.
+        """Counts the packed panels that cover the columns.
 
         Args:
             columns: Columns of the right operand.
+
+        Returns:
+            Their number.
         """
         return (columns + Self.tile_n - 1) // Self.tile_n
 
     @staticmethod
     def panel_size(depth: Int) -> Int:
-        """Returns the number of elements of a full packed panel.
+        """Measures a packed panel.
 
         Args:
             depth: Rows of the right operand.
+
+        Returns:
+            Elements of a panel, the last of which may be narrower.
         """
         return (depth + Self.pair - 1) // Self.pair * Self.pair * Self.tile_n

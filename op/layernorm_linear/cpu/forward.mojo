@@ -21,9 +21,9 @@ from .statistics import normalize_row, row_statistics
 from .workspace import (
     Arena,
     FEW_ROWS,
+    Slabs,
     buffer,
     ceildiv,
-    slab_rows,
     useful_threads,
 )
 
@@ -37,6 +37,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """
 
     comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
 
     var M: Int
     """Rows."""
@@ -48,10 +49,10 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Threads that take tasks."""
     var few_rows: Bool
     """Whether tasks are panels of columns instead of slabs of rows."""
+    var slabs: Slabs
+    """The slabs of rows."""
     var slab_rows: Int
-    """Rows of a slab."""
-    var slabs: Int
-    """Number of slabs."""
+    """Most rows that one task computes."""
     var panels: Int
     """Number of panels of `tile_n` columns."""
     var gamma: Int
@@ -83,11 +84,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.workers = useful_threads(M * K * N, threads)
         self.panels = B.panels(N)
         self.few_rows = M <= FEW_ROWS
-        self.slab_rows = M
-        self.slabs = 1
-        if not self.few_rows:
-            self.slab_rows = slab_rows(M, self.workers, B.tile_m)
-            self.slabs = ceildiv(M, self.slab_rows)
+        self.slabs = Slabs(M, B.tile_m, self.workers)
+        self.slab_rows = M if self.few_rows else self.slabs.most_rows()
 
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](K)
@@ -113,6 +111,7 @@ struct Forward[dtype: DType](Movable):
     """
 
     comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
 
     var plan: ForwardPlan[Self.dtype]
     """How the work is divided."""
@@ -358,10 +357,10 @@ def _multiply_part[dtype: DType](data: Data, worker: Int):
                 return
             job._multiply(job._shared(), 0, plan.M, task, product, own)
         else:
-            if task >= plan.slabs:
+            if task >= plan.slabs.count:
                 return
-            var first = task * plan.slab_rows
-            var count = min(plan.slab_rows, plan.M - first)
+            var first = plan.slabs.first(task)
+            var count = plan.slabs.first(task + 1) - first
             job._normalize(own, first, count)
             for panel in range(plan.panels):
                 job._multiply(own, first, count, panel, product, None)

@@ -14,6 +14,7 @@ from std.memory import bitcast
 from std.sys import llvm_intrinsic
 
 from .blocking import Blocking, Buffer
+from .prefetch import prefetch_for_write
 from .pack import store_first
 
 
@@ -102,6 +103,14 @@ def _multiply_tile[
     comptime Operand = SIMD[B.operand, B.width * B.pair]
     comptime b_step = vectors * B.width * B.pair
     comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
+    if output:
+        # The stores must not wait for their lines when the sums are there.
+        var out = output.value()
+        comptime for i in range(rows):
+            comptime for j in range(vectors):
+                prefetch_for_write(
+                    out.y.unsafe_offset(i * out.stride + j * B.width)
+                )
     var acc = Array[Acc, rows * vectors](fill=Acc(0))
     for step in range(steps):
         var b_row = Array[Operand, vectors](uninitialized=True)

@@ -21,6 +21,9 @@ def lanes_below[width: Int](count: Int) -> SIMD[DType.bool, width]:
 
     Args:
         count: Number of true lanes; more than `width` counts as all.
+
+    Returns:
+        The mask.
     """
     return iota[DType.int32, width]().lt(Int32(min(count, width)))
 
@@ -38,6 +41,9 @@ def load_first[
     Args:
         source: First element.
         count: Number of elements that may be read.
+
+    Returns:
+        The elements.
     """
     if count >= width:
         return source.unsafe_load[width=width]()

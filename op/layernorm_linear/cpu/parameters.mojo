@@ -22,7 +22,7 @@ struct Parameter(TrivialRegisterPassable):
     def as_accum[
         dtype: DType
     ](self, room: Int, K: Int, default: Int) -> Buffer[Blocking[dtype].accum]:
-        """Returns the parameter's values, converted if they must be.
+        """Converts the parameter's values if they must be.
 
         Parameters:
             dtype: Element type of the other tensors.
@@ -31,6 +31,9 @@ struct Parameter(TrivialRegisterPassable):
             room: Address of memory for `K` converted values.
             K: Number of features.
             default: The value of every element of an absent parameter.
+
+        Returns:
+            The values.
         """
         comptime B = Blocking[dtype]
         var target = buffer[B.accum](room)

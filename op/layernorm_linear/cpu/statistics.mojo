@@ -11,6 +11,7 @@ from std.math import sqrt
 
 from .blocking import Blocking, Buffer
 from .pack import lanes_below, load_first
+from .prefetch import prefetch_for_read
 
 
 @fieldwise_init
@@ -29,7 +30,11 @@ struct RowStatistics[accum: DType](TrivialRegisterPassable):
     """Reciprocal of the standard deviation."""
 
     def mean(self) -> Scalar[Self.accum]:
-        """Returns the mean, rounded once."""
+        """Adds up the mean's parts.
+
+        Returns:
+            The mean, rounded once.
+        """
         return self.center + self.correction
 
 
@@ -47,6 +52,9 @@ def row_statistics[
         x: First element.
         K: Number of elements.
         eps: Added to the variance before the square root.
+
+    Returns:
+        The statistics.
     """
     comptime B = Blocking[dtype]
     comptime Lanes = SIMD[B.accum, B.width]
@@ -60,6 +68,9 @@ def row_statistics[
     var sums = Array[Lanes, unroll](fill=Lanes(0))
     for k in range(0, whole, stride):
         comptime for u in range(unroll):
+            # Rows come one after the other, but a row may be a page, and the
+            # hardware prefetcher stops where a page ends.
+            prefetch_for_read(x.unsafe_offset(K + k + u * B.width))
             sums[u] += (
                 x.unsafe_offset(k + u * B.width)
                 .unsafe_load[width=B.width]()

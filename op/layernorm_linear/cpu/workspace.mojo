@@ -22,13 +22,16 @@ struct Arena(TrivialRegisterPassable):
     """Address or offset of the first free byte."""
 
     def take[dtype: DType](mut self, count: Int) -> Int:
-        """Reserves an array and returns where it begins.
+        """Reserves an array.
 
         Parameters:
             dtype: Element type.
 
         Args:
             count: Number of elements.
+
+        Returns:
+            Where it begins.
         """
         var address = self.next
         var bytes = count * size_of[dtype]()
@@ -38,45 +41,87 @@ struct Arena(TrivialRegisterPassable):
 
 @always_inline
 def buffer[dtype: DType](address: Int) -> Buffer[dtype]:
-    """Returns the array at an address.
+    """Makes a pointer to the array at an address.
 
     Parameters:
         dtype: Element type.
 
     Args:
         address: Address of the first element; not 0.
+
+    Returns:
+        The pointer.
     """
     return Buffer[dtype](unsafe_from_address=address)
 
 
 @always_inline
 def ceildiv(a: Int, b: Int) -> Int:
-    """Returns the quotient rounded up.
+    """Divides, rounding up.
 
     Args:
         a: Dividend.
         b: Divisor.
+
+    Returns:
+        The quotient.
     """
     return (a + b - 1) // b
 
 
 def useful_threads(products: Int, threads: Int) -> Int:
-    """Returns how many threads pay for so much work: all, or one.
+    """Decides how many threads pay for so much work.
 
     Args:
         products: Number of products to sum.
         threads: Threads at hand.
+
+    Returns:
+        All of them, or one.
     """
     return 1 if products < SERIAL_PRODUCTS else threads
 
 
-def slab_rows(M: Int, workers: Int, tile_m: Int) -> Int:
-    """Returns how many rows make a slab, so that workers get equal shares.
+struct Slabs(TrivialRegisterPassable):
+    """Divides rows into slabs, so that workers get equal shares."""
 
-    Args:
-        M: Rows.
-        workers: Threads that take slabs.
-        tile_m: What the number of rows is a multiple of.
-    """
-    var slabs = ceildiv(ceildiv(M, SLAB_ROWS), workers) * workers
-    return ceildiv(ceildiv(M, slabs), tile_m) * tile_m
+    var M: Int
+    """Rows."""
+    var tile_m: Int
+    """Rows of a register tile; slabs begin at multiples of it."""
+    var count: Int
+    """Number of slabs."""
+
+    def __init__(out self, M: Int, tile_m: Int, workers: Int):
+        """Divides the rows.
+
+        Args:
+            M: Rows.
+            tile_m: Rows of a register tile.
+            workers: Threads that take slabs.
+        """
+        self.M = M
+        self.tile_m = tile_m
+        var slabs = ceildiv(ceildiv(M, SLAB_ROWS), workers) * workers
+        self.count = min(slabs, ceildiv(M, tile_m))
+
+    def first(self, slab: Int) -> Int:
+        """Finds where a slab begins.
+
+        Args:
+            slab: Index of the slab; the number of slabs gives the end.
+
+        Returns:
+            Its first row.
+        """
+        var tiles = ceildiv(self.M, self.tile_m)
+        return min(self.M, tiles * slab // self.count * self.tile_m)
+
+    def most_rows(self) -> Int:
+        """Counts the rows of the largest slab.
+
+        Returns:
+            Their number.
+        """
+        var tiles = ceildiv(self.M, self.tile_m)
+        return ceildiv(tiles, self.count) * self.tile_m

@@ -1,0 +1,100 @@
+"""What tests of native kernels share: extensions, guarded memory, errors against float64."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+MOJO_DTYPE = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+GUARD = 7.0
+"""Fills the memory around a tensor."""
+
+
+@functools.cache
+def extension(name: str, dtype: torch.dtype) -> ModuleType:
+    """Load an extension from FUSED_NORM_PREBUILT, or build it there or in a temporary folder."""
+    folder = Path(os.environ.get("FUSED_NORM_PREBUILT") or tempfile.mkdtemp())
+    path = folder / MOJO_DTYPE[dtype] / f"{name}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = ROOT / "fused_norm" / "extension" / f"{name}.mojo"
+        subprocess.run(
+            [
+                *(Path(sys.executable).parent / "mojo", "build", "-I", ROOT),
+                *("-D", f"dtype={MOJO_DTYPE[dtype]}", source),
+                *("--emit", "shared-lib", "-o", path),
+            ],
+            check=True,
+        )
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Guarded:
+    """A tensor with a band of known values before and after it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str, shift: int = 0):
+        """Make a tensor of NaN that starts `shift` elements after a multiple of 256 bytes."""
+        count = torch.Size(shape).numel()
+        pad = 256 // dtype.itemsize
+        self.whole = torch.full((count + 2 * pad + shift,), GUARD, dtype=dtype, device=device)
+        self.start, self.end = pad + shift, pad + shift + count
+        self.tensor = self.whole[self.start : self.end].view(shape)
+        self.tensor.fill_(float("nan"))
+
+    @classmethod
+    def of(cls, values: torch.Tensor, shift: int = 0) -> Guarded:
+        """Copy a tensor between guards."""
+        guarded = cls(tuple(values.shape), values.dtype, values.device.type, shift)
+        guarded.tensor.copy_(values)
+        return guarded
+
+    def checked(self) -> torch.Tensor:
+        """Return the tensor after a look at the bands."""
+        assert (self.whole[: self.start] == GUARD).all(), "written before the start"
+        assert (self.whole[self.end :] == GUARD).all(), "written beyond the end"
+        return self.tensor
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor starts, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the relative error in the Euclidean norm; infinite if a NaN is misplaced."""
+    value, exact = value.double().cpu(), exact.double().cpu()
+    if not torch.equal(value.isnan(), exact.isnan()):
+        return float("inf")
+    difference = torch.where(exact.isfinite(), value - exact, 0.0).nan_to_num().norm().item()
+    size = torch.where(exact.isfinite(), exact, 0.0).norm().item()
+    return difference / size if size else difference
+
+
+def assert_as_exact(
+    value: torch.Tensor, peer: torch.Tensor, exact: torch.Tensor, name: str
+) -> None:
+    """Assert that the error is at most twice the peer's, give or take one rounding of the type."""
+    ours, theirs = error(value, exact), error(peer, exact)
+    # float64 is its own reference, and the error of one number is a matter of luck
+    is_own = value.dtype == torch.float64 or value.numel() < 16
+    floor = torch.finfo(value.dtype).eps * (64 if is_own else 0.25)
+    assert ours <= 2 * theirs + floor, f"{name}: error {ours:.2e}, PyTorch's {theirs:.2e}"
