@@ -93,7 +93,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def run_of(*others: Provider, registry: Callable[..., None], **kw: Any) -> Run:
     registry(*others)
-    return Runner(plan(**kw), runner.Listener()).execute()
+    return Runner(plan(*kw.pop("shapes", ()), **kw), runner.Listener()).execute()
 
 
 right = reference.layernorm_linear
@@ -200,23 +200,27 @@ def test_failures_end_nothing(registry: Callable[..., None]) -> None:
         provider("later", raises_later),
         provider("greedy", exhausts),
         provider("elsewhere", right, refuse=lambda case: "needs a GPU"),
+        provider("small", right, refuse=lambda case: "is small" if case.shape.M > 24 else None),
         dataclasses.replace(provider("missing", right), load=load),
         dataclasses.replace(provider("broken", right), load=load_badly),
         provider("good", right),
         registry=registry,
+        shapes=(SHAPE, Shape(25, 32, 40)),
     )
     problems = {p.name: p.problem for p in run.providers}
     assert problems["missing"] == "not installed: No module named 'peer'"
     assert problems["broken"] == "cannot be imported: OSError: libcuda.so.1: no such file"
-    assert problems["good"] == ""
+    assert problems["elsewhere"] == "needs a GPU"
+    assert problems["good"] == problems["small"] == ""
     assert run.finished
+    assert len(run.measurements) == 4
     for measurement in run.measurements:
         found = {r.provider: (r.status, r.message) for r in measurement.results}
         assert found["at once"] == ("failed", "RuntimeError: no such kernel")
         assert found["greedy"][0] == "oom"
-        assert found["elsewhere"] == ("unsupported", "needs a GPU")
+        assert found["small"][0] == ("ok" if measurement.shape[0] == 24 else "unsupported")
         assert found["good"] == ("ok", "")
-        assert "missing" not in found
+        assert not {"missing", "broken", "elsewhere"} & set(found)
         assert measurement.of("good").timings
     assert run.measurements[-1].of("later").status == "failed"
     assert "worn out" in run.measurements[-1].of("later").message
