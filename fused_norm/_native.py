@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +39,10 @@ DTYPES = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
-CPU_EXTENSIONS = ("layernorm_linear_cpu",)
-GPU_EXTENSIONS = ("layernorm_gpu",)
+CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
+GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
+HOPPER_EXTENSION = "layernorm_linear_sm90"
+HOPPER_DTYPES = {"bfloat16", "float16"}
 
 
 class BuildError(RuntimeError):
@@ -114,12 +117,10 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     if target == "cpu":
         return [Extension(name, dtype) for name in CPU_EXTENSIONS for dtype in dtypes]
     vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
-    return [
-        Extension(name, dtype, vendor + target)
-        for name in GPU_EXTENSIONS
-        for dtype in dtypes
-        if dtype != "float64"
-    ]
+    wanted = [Extension(name, d, vendor + target) for name in GPU_EXTENSIONS for d in dtypes]
+    if target.endswith("sm_90a"):
+        wanted += [Extension(HOPPER_EXTENSION, d, vendor + target) for d in HOPPER_DTYPES & {*dtypes}]
+    return [extension for extension in wanted if extension.dtype != "float64"]
 
 
 @functools.cache
@@ -223,12 +224,17 @@ def _import(extension: Extension) -> ModuleType:
 def _this_interpreter() -> Iterator[None]:
     """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
 
+    Types made in Mojo have no `__module__`, which is a DeprecationWarning, and where warnings are
+    errors the end of the process.
+
     Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
     would make Python subprocesses of this one start with another interpreter's packages.
     """
     os.putenv("MOJO_PYTHON_LIBRARY", "")
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "builtin type .* has no", DeprecationWarning)
+            yield
     finally:
         for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
             if (value := os.environ.get(name)) is None:
