@@ -119,7 +119,9 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
     wanted = [Extension(name, d, vendor + target) for name in GPU_EXTENSIONS for d in dtypes]
     if target.endswith("sm_90a"):
-        wanted += [Extension(HOPPER_EXTENSION, d, vendor + target) for d in HOPPER_DTYPES & {*dtypes}]
+        wanted += [
+            Extension(HOPPER_EXTENSION, d, vendor + target) for d in HOPPER_DTYPES & {*dtypes}
+        ]
     return [extension for extension in wanted if extension.dtype != "float64"]
 
 

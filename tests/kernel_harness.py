@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from types import ModuleType
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-MOJO_DTYPE = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+from fused_norm import _native
+
 GUARD = 7.0
 """Fills the memory around a tensor."""
 
 
-@functools.cache
-def extension(name: str, dtype: torch.dtype, sources: str = "fused_norm/extension") -> ModuleType:
-    """Load an extension from FUSED_NORM_PREBUILT, or build it there or in a temporary folder."""
-    folder = Path(os.environ.get("FUSED_NORM_PREBUILT") or tempfile.mkdtemp())
-    path = folder / MOJO_DTYPE[dtype] / f"{name}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        source = ROOT / sources / f"{name}.mojo"
-        subprocess.run(
-            [
-                *(Path(sys.executable).parent / "mojo", "build", "-I", ROOT),
-                *("-D", f"dtype={MOJO_DTYPE[dtype]}", source),
-                *("--emit", "shared-lib", "-o", path),
-            ],
-            check=True,
-        )
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def extension(name: str, dtype: torch.dtype) -> ModuleType:
+    """Load an extension for the CPU or for the GPU, as its name says."""
+    on_gpu = name.endswith("_gpu")
+    accelerator = _native.accelerator_of(torch.device("cuda", 0)) if on_gpu else None
+    return _native.load(_native.Extension(name, _native.DTYPES[dtype], accelerator))
 
 
 class Guarded:

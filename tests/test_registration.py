@@ -14,6 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
 
+pytestmark = [
+    # PyTorch's compiler trips over these deprecations of its own, 2.11 over both.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
 INPUT_SETS = {
     "all": lambda device: make_inputs(5, 8, 6, device=device),
     "plain": lambda device: [
@@ -287,7 +292,7 @@ class TestStreams:
         graph = torch.cuda.CUDAGraph()
         layer.zero_grad(set_to_none=True)
         x.grad = None
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             y = layer(x)
             y.backward(grad_output)
         with torch.no_grad():
