@@ -10,7 +10,6 @@ from layout.tile_layout import row_major
 from linalg.matmul.vendor.blas import matmul
 from max.algorithm import elementwise
 from max.gpu.host import DeviceContext
-from std.memory import Pointer
 
 from ..rowwise.launch import (
     Gpu,
@@ -24,14 +23,7 @@ from ..rowwise.layernorm import (
     LayerNormInputGradient,
 )
 from ..rowwise.operands import Addresses, Operands, accumulator
-
-
-def _pointer[
-    dtype: DType
-](address: Int) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
-    return Pointer[Scalar[dtype], MutUntrackedOrigin](
-        unsafe_from_address=address
-    )
+from .cpu.workspace import buffer
 
 
 def _multiply[
@@ -52,15 +44,15 @@ def _multiply[
     """Computes `c[rows, columns] = a @ b + beta c`, all three row by row in memory."""
     matmul(
         ctx,
-        TileTensor(_pointer[dtype](c), row_major(Coord(rows, columns))),
+        TileTensor(buffer[dtype](c), row_major(Coord(rows, columns))),
         TileTensor(
-            _pointer[dtype](a),
+            buffer[dtype](a),
             row_major(
                 Coord(inner, rows) if transpose_a else Coord(rows, inner)
             ),
         ),
         TileTensor(
-            _pointer[dtype](b),
+            buffer[dtype](b),
             row_major(
                 Coord(columns, inner) if transpose_b else Coord(inner, columns)
             ),
@@ -137,8 +129,8 @@ struct Composed[dtype: DType, ln_dtype: DType](TrivialRegisterPassable):
 
         # The product adds to the bias before it is rounded.
         var N = self.N
-        var target = _pointer[Self.dtype](y)
-        var bias = _pointer[Self.dtype](linear_bias)
+        var target = buffer[Self.dtype](y)
+        var bias = buffer[Self.dtype](linear_bias)
 
         def copy_bias[
             width: Int, alignment: Int = 1
