@@ -1,4 +1,4 @@
-"""python -m fused_norm doctor | build: look at this machine, and build kernels ahead."""
+"""python -m fused_norm doctor | build | bench: look at, prepare and measure this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: all; may be repeated",
     )
     build.add_argument("--force", action="store_true", help="build again what is already built")
-    options = parser.parse_args(arguments)
+    commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "bench":
+        # Its imports are many, so no other command pays for them.
+        from fused_norm.bench import cli
+
+        return cli.main(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "doctor":
         return _doctor.report()
     return _build(options.target, options.dtype, force=options.force)

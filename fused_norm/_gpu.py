@@ -76,7 +76,7 @@ def backward(
         x, ln_weight, ln_bias, linear_weight, [want_dx, want_dgamma, want_dbeta, False, False]
     )
     if want_dx or want_dgamma or want_dbeta:
-        dz = dy @ linear_weight
+        dz = torch.mm(dy, linear_weight)
         scratch = workspace(launcher.layernorm_backward_workspace(rows, features), x.device)
         launcher.layernorm_backward(
             *(address(gradient) for gradient in gradients[:3]),
@@ -97,7 +97,7 @@ def backward(
             *(z.data_ptr(), 0, 0, x.data_ptr(), address(ln_weight), address(ln_bias)),
             *(rows, features, eps, affine_float32),
         )
-        gradients[3] = dy.mT @ z.view(rows, features)
+        gradients[3] = torch.mm(dy.t(), z.view(rows, features))
     if want_dbias:
         gradients[4] = dy.sum(0)
     return gradients

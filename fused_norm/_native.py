@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -223,12 +224,17 @@ def _import(extension: Extension) -> ModuleType:
 def _this_interpreter() -> Iterator[None]:
     """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
 
+    Types made in Mojo have no `__module__`, which is a DeprecationWarning, and where warnings are
+    errors the end of the process.
+
     Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
     would make Python subprocesses of this one start with another interpreter's packages.
     """
     os.putenv("MOJO_PYTHON_LIBRARY", "")
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "builtin type .* has no", DeprecationWarning)
+            yield
     finally:
         for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
             if (value := os.environ.get(name)) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm._ops import LayerNormLinearFunction, layernorm_linear
+from fused_norm._ops import layernorm_linear, layernorm_linear_with_gradients
 from fused_norm._validation import by_pytorch, has_kernel
 
 
@@ -48,9 +48,8 @@ def fused_layernorm_linear(
         return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
     inputs = (x, ln_weight, ln_bias, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        y: Tensor = LayerNormLinearFunction.apply(*inputs, eps)[0]
-    else:
-        y = layernorm_linear(*inputs, eps)
+        return layernorm_linear_with_gradients(*inputs, eps)
+    y: Tensor = layernorm_linear(*inputs, eps)
     return y
 
 

@@ -94,5 +94,7 @@ def assert_as_exact(
 ) -> None:
     """Assert that the error is at most twice the peer's, give or take one rounding of the type."""
     ours, theirs = error(value, exact), error(peer, exact)
-    floor = torch.finfo(value.dtype).eps / 4
+    # float64 is its own reference, and the error of one number is a matter of luck
+    is_own = value.dtype == torch.float64 or value.numel() < 16
+    floor = torch.finfo(value.dtype).eps * (64 if is_own else 0.25)
     assert ours <= 2 * theirs + floor, f"{name}: error {ours:.2e}, PyTorch's {theirs:.2e}"

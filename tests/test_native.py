@@ -18,10 +18,28 @@ import fused_norm as fn
 from fused_norm import _native
 from fused_norm.__main__ import main
 
+# The type is there because one made in Mojo once ended every process where warnings are errors.
 TINY = """
 from std.os import abort
 from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
+
+
+@fieldwise_init
+struct Thing(Movable, Writable):
+    var value: Int
+
+    @staticmethod
+    def py_init(
+        out self: Thing, args: PythonObject, kwargs: PythonObject
+    ) raises:
+        self = Self(Int(py=args[0]))
+
+    def write_to(self, mut writer: Some[Writer]):
+        writer.write("Thing")
+
+    def write_repr_to(self, mut writer: Some[Writer]):
+        writer.write("Thing")
 
 
 def answer() raises -> PythonObject:
@@ -32,6 +50,7 @@ def answer() raises -> PythonObject:
 def PyInit_tiny() abi("C") -> PythonObject:
     try:
         var builder = PythonModuleBuilder("tiny")
+        _ = builder.add_type[Thing]("Thing").def_py_init[Thing.py_init]()
         builder.def_function[answer]("answer", docstring="The answer.")
         return builder.finalize()
     except error:

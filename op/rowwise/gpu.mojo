@@ -141,7 +141,7 @@ def _row[
     """Reads what the stages may know of a row; what they do not ask for is never loaded."""
     comptime accum = accumulator[dtype]()
     var row = Row[accum](
-        operands.n, operands.inverse_n, {}, {}, {operands.number}
+        operands.n, operands.inverse_n, {}, {}, operands.number, 0
     )
     comptime for k in range(P.inputs):
         row.first[k] = (
@@ -157,11 +157,22 @@ def _row[
             .unsafe_load()
         )
     comptime if P.parameter:
-        row.scalars[1] = (
-            GlobalPointer[dtype](unsafe_from_address=Int(operands.parameter))
-            .unsafe_load()
-            .cast[accum]()
-        )
+        if operands.parameter_is_float32:
+            row.parameter = (
+                GlobalPointer[DType.float32](
+                    unsafe_from_address=Int(operands.parameter)
+                )
+                .unsafe_load()
+                .cast[accum]()
+            )
+        else:
+            row.parameter = (
+                GlobalPointer[dtype](
+                    unsafe_from_address=Int(operands.parameter)
+                )
+                .unsafe_load()
+                .cast[accum]()
+            )
     return row
 
 
@@ -214,7 +225,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         """Holds zeros."""
         self.inputs = {fill = 0}
         self.features = {fill = 0}
-        self.row = Row[Self.accum](0, 0, {}, {}, {})
+        self.row = Row[Self.accum](0, 0, {}, {}, 0, 0)
 
     @always_inline
     def load_inputs(
@@ -514,7 +525,7 @@ def _reduces[P: RowProgram](pass_index: Int) -> Bool:
     """Returns whether any stage reduces in a pass."""
     var found = False
     comptime for s in range(P.stages):
-        if P.pass_of(s) == pass_index:
+        if P.pass_of(s) == pass_index and P.terms_of[s]() > 0:
             found = True
     return found
 

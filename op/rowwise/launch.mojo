@@ -6,14 +6,22 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from .columns import (
+    ADD_UP_THREADS,
     COLUMN_THREADS,
     FINISH_COLUMNS,
     FINISH_LANES,
+    add_up_kernel,
     column_kernel,
     finish_columns_kernel,
 )
 from .gpu import Shape, row_kernel
-from .operands import MAX_TENSORS, Addresses, Operands, accumulator
+from .operands import (
+    MAX_TENSORS,
+    Addresses,
+    Operands,
+    RowTarget,
+    accumulator,
+)
 from .program import RowProgram
 
 comptime _WARP_THREADS = 128
@@ -22,7 +30,7 @@ comptime _PERSISTENT_THREADS = 512
 
 
 @fieldwise_init
-struct Gpu(Copyable, Movable):
+struct Gpu(Copyable, Movable, RowTarget):
     """A GPU and the stream to launch on."""
 
     var context: DeviceContext
@@ -47,6 +55,44 @@ struct Gpu(Copyable, Movable):
         self.processors = context.get_attribute(
             DeviceAttribute.MULTIPROCESSOR_COUNT
         )
+
+    def run[
+        P: RowProgram, dtype: DType, ftype: DType
+    ](self, operands: Operands[accumulator[dtype]()]) raises:
+        """Takes all rows through a program without columns.
+
+        Parameters:
+            P: The row program.
+            dtype: The type of inputs and outputs.
+            ftype: The type of the features.
+
+        Args:
+            operands: The tensors.
+
+        Raises:
+            If the launch fails.
+        """
+        launch_rows[P, dtype, ftype](self, operands)
+
+    def add_up[
+        accum: DType, dtype: DType
+    ](self, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
+        """Sums a vector in a fixed order.
+
+        Parameters:
+            accum: The type of the terms.
+            dtype: The type of the sum.
+
+        Args:
+            terms: Address of the vector.
+            count: The number of its elements.
+            output: Address of the sum.
+            accumulate: Whether to add to what is there.
+
+        Raises:
+            If the launch fails.
+        """
+        launch_add_up[accum, dtype](self, terms, count, output, accumulate)
 
 
 def _low_bits(addresses: Addresses) -> Int64:
@@ -321,3 +367,35 @@ def _launch_column_kernel[
         block_dim=COLUMN_THREADS,
     )
     return parts
+
+
+def launch_add_up[
+    accum: DType, dtype: DType
+](gpu: Gpu, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
+    """Sums a vector in a fixed order.
+
+    Parameters:
+        accum: The type of the terms.
+        dtype: The type of the sum.
+
+    Args:
+        gpu: Where to run.
+        terms: Address of the vector.
+        count: The number of its elements.
+        output: Address of the sum.
+        accumulate: Whether to add to what is there.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime kernel = add_up_kernel[accum, dtype]
+    var compiled = gpu.context.compile_function[kernel]()
+    gpu.stream.enqueue_function(
+        compiled,
+        terms,
+        Int64(count),
+        output,
+        Int32(1 if accumulate else 0),
+        grid_dim=1,
+        block_dim=ADD_UP_THREADS,
+    )

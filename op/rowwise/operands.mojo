@@ -3,6 +3,8 @@
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.utils import StaticTuple
 
+from .program import RowProgram
+
 comptime MAX_TENSORS = 4
 """The most tensors of one kind."""
 
@@ -62,9 +64,11 @@ struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
     var inverse_n: Scalar[Self.accum]
     """1 / K."""
     var number: Scalar[Self.accum]
-    """A number for `Row.scalars[0]`."""
+    """The stages' `Row.number`."""
     var parameter: Int64
-    """Address of a 1-element tensor of the program's dtype for `Row.scalars[1]`, or 0."""
+    """Address of a 1-element tensor, the stages' `Row.parameter`."""
+    var parameter_is_float32: Bool
+    """Whether that tensor is float32, whatever the program's dtype."""
 
     def __init__(out self, rows: Int, length: Int):
         """Names no tensors yet.
@@ -87,6 +91,7 @@ struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
         self.inverse_n = 1 / self.n
         self.number = 0
         self.parameter = 0
+        self.parameter_is_float32 = False
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
@@ -101,3 +106,45 @@ struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
             The name.
         """
         return "Operands"
+
+
+trait RowTarget:
+    """A device that runs row programs."""
+
+    def run[
+        P: RowProgram, dtype: DType, ftype: DType
+    ](self, operands: Operands[accumulator[dtype]()]) raises:
+        """Takes all rows through a program without columns.
+
+        Parameters:
+            P: The row program.
+            dtype: The type of inputs and outputs.
+            ftype: The type of the features.
+
+        Args:
+            operands: The tensors.
+
+        Raises:
+            If a launch fails.
+        """
+        ...
+
+    def add_up[
+        accum: DType, dtype: DType
+    ](self, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
+        """Sums a vector in a fixed order.
+
+        Parameters:
+            accum: The type of the terms.
+            dtype: The type of the sum.
+
+        Args:
+            terms: Address of the vector.
+            count: The number of its elements.
+            output: Address of the sum.
+            accumulate: Whether to add to what is there.
+
+        Raises:
+            If a launch fails.
+        """
+        ...

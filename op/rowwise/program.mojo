@@ -102,8 +102,10 @@ struct Row[dtype: DType](TrivialRegisterPassable):
     """The row's first element of each input: a shift that sums of large numbers can be taken about."""
     var saved: Values[Self.dtype, 1]
     """The row's saved numbers, such as its mean."""
-    var scalars: Values[Self.dtype, 1]
-    """Numbers that all rows share, such as eps."""
+    var number: Scalar[Self.dtype]
+    """A number that all rows share, such as eps."""
+    var parameter: Scalar[Self.dtype]
+    """The value of a 1-element tensor, for programs that have one; 0 otherwise."""
 
 
 struct Redo(Equatable, TrivialRegisterPassable):
@@ -200,7 +202,7 @@ trait Stage:
     """One {map_in, redo, map_out} of a row program."""
 
     comptime terms: Int = 1
-    """How many terms are reduced together."""
+    """How many terms are reduced together; 0 makes a stage that only maps, and does not broadcast."""
     comptime redo: Redo = Redo.ADD
     """How they are reduced."""
     comptime broadcast: Bool = True
@@ -295,7 +297,7 @@ trait RowProgram:
     comptime results: Int
     """How many vectors [M] the stages write."""
     comptime parameter: Bool
-    """Whether `Row.scalars[1]` is a 1-element tensor's value."""
+    """Whether there is a `Row.parameter`."""
 
     @staticmethod
     def pass_of(stage: Int) -> Int:
@@ -428,7 +430,7 @@ struct Program[
         saved_: How many vectors [M] are read.
         outputs_: How many tensors [M, K] are written.
         columns_: How many vectors [K] are sums over the rows; their values must not depend on totals.
-        parameter_: Whether `Row.scalars[1]` is a 1-element tensor's value.
+        parameter_: Whether there is a `Row.parameter`.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -451,7 +453,7 @@ struct Program[
     comptime results = Self.results_before(Self.stages)
     """How many vectors [M] the stages write."""
     comptime parameter = Self.parameter_
-    """Whether `Row.scalars[1]` is a 1-element tensor's value."""
+    """Whether there is a `Row.parameter`."""
 
     @staticmethod
     def results_before(stage: Int) -> Int:

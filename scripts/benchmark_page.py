@@ -1,0 +1,280 @@
+"""Write docs/benchmarks.md and its plots from the committed results.
+
+    poe bench-page            write them
+    poe bench-page --check    exit 1 if they are not what the results give
+
+Every number on the page comes from benchmarks/results/*.json, which `poe bench --json` made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fused_norm.bench import plots, report, results
+from fused_norm.bench.ops import MODE_DESCRIPTIONS, OPS
+from fused_norm.bench.results import Measurement, Run
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = "images/benchmarks"
+INTRODUCTION = """\
+# Benchmarks
+
+Made by `poe bench-page` from the files in `benchmarks/results/`, which `poe bench` wrote; do not
+edit. The same on your machine, for your shapes: `uv run poe bench --shape 2048,768,3072`.
+
+How it is measured:
+
+- Every provider is compared with float64 first, the output and all gradients. One that errs more
+  than three times as much as PyTorch eager is reported and not timed.
+- All providers of a row are timed in the same rounds, in a new random order each round, so each
+  call runs between other providers' calls. Times are medians of the rounds.
+- Inputs are random, and calls rotate through sets of them that together exceed the last-level cache
+  twice over. Small shapes cannot: those rows are marked *in cache*.
+- On a GPU, *graph* is device time of calls replayed in a CUDA graph, *launch* is the time of a call
+  among calls made one by one from Python, and *host* is the part of that before the call returns.
+  Ratios compare like with like. `torch.compile` runs without CUDA graphs of its own.
+- Ratios are to PyTorch eager, `F.linear(F.layer_norm(x))`, in the same run: below 1 is faster.
+  `linear` is the bare `F.linear` without the LayerNorm: what a perfect fusion could reach by hiding
+  the LayerNorm behind PyTorch's own matrix product.
+- Weights do not change between calls, as in inference and within one step of training.
+- What the numbers do not show: a whole model, several streams, several GPUs, other clocks.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check the page and return an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it is stale")
+    options = parser.parse_args(arguments)
+    files = sorted(options.results.glob("*.json"))
+    if not files:
+        print(f"no results in {options.results}", file=sys.stderr)
+        return 1
+    if options.check:
+        stale = check(files, options.docs)
+        for problem in stale:
+            print(problem, file=sys.stderr)
+        return 1 if stale else 0
+    for path in files:
+        folder = options.docs / IMAGES
+        for old in folder.glob(f"{path.stem}-*.png"):
+            old.unlink()
+        plots.write(results.load(path), folder, f"{path.stem}-", digest(path))
+    page = options.docs / "benchmarks.md"
+    page.write_text(render(files, options.docs))
+    print(f"wrote {page}")
+    return 0
+
+
+def check(files: Sequence[Path], docs: Path) -> list[str]:
+    """Return what on the page is not what the results give.
+
+    Args:
+        files: The results.
+        docs: The folder of the page.
+    """
+    page = docs / "benchmarks.md"
+    stale = []
+    for path in files:
+        images = _images(path, docs)
+        if not images:
+            stale.append(f"{path.name} has no plots")
+        stale += [
+            f"{image} was not drawn from {path.name}"
+            for image in images
+            if description(image) != digest(path)
+        ]
+    if not page.is_file() or page.read_text() != render(files, docs):
+        stale.append(f"{page} is not what the results give; `poe bench-page` writes it")
+    return stale
+
+
+def digest(path: Path) -> str:
+    """Return what names the content of a file of results inside the plots drawn from it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def description(image: Path) -> str:
+    """Return the text that a PNG file keeps under `Description`, or an empty string.
+
+    Args:
+        image: The file.
+    """
+    data, position = image.read_bytes(), 8
+    while position < len(data):
+        length, kind = struct.unpack(">I4s", data[position : position + 8])
+        body = data[position + 8 : position + 8 + length]
+        if kind == b"tEXt" and body.startswith(b"Description\0"):
+            return body.partition(b"\0")[2].decode("latin-1")
+        position += length + 12
+    return ""
+
+
+def render(files: Sequence[Path], docs: Path) -> str:
+    """Return the page.
+
+    Args:
+        files: The results.
+        docs: The folder of the page, which has the plots.
+    """
+    parts = [INTRODUCTION]
+    for path in files:
+        run = results.load(path)
+        parts += _machine(path, run)
+        parts += [f"![{image.stem}]({image.relative_to(docs)})\n" for image in _images(path, docs)]
+        parts += _slower(run)
+        for op in dict.fromkeys(m.op for m in run.measurements):
+            parts += _tables(run, op)
+        parts += _interference(run)
+        parts += _untimed(run)
+    return "\n".join(parts)
+
+
+def _images(path: Path, docs: Path) -> list[Path]:
+    """Return the plots of a file of results, those of the ratios first."""
+    found = (docs / IMAGES).glob(f"{path.stem}-*.png")
+    return sorted(found, key=lambda image: ("-ratio-" not in image.stem, image.stem))
+
+
+def _machine(path: Path, run: Run) -> list[str]:
+    e = run.environment
+    title = e.gpu if e.device == "cuda" else f"{e.cpu}, {e.threads} threads"
+    rows = [[name, value] for name, value in report.head(run)]
+    rows += [
+        [f"`{p.name}` ({p.op})", f"{p.description}: {p.problem or p.versions}"]
+        for p in run.providers
+    ]
+    return [
+        f"## {title}\n",
+        f"From `benchmarks/results/{path.name}`, made by `{e.command}`.\n",
+        _markdown(["", ""], rows),
+    ]
+
+
+def _slower(run: Run) -> list[str]:
+    """List every measurement in which ours is slower than eager, or was not timed."""
+    found = []
+    for measurement in run.measurements:
+        where = f"{measurement.op} {measurement.mode} {measurement.dtype} {_shape(measurement)}"
+        for result in measurement.results:
+            if run.role(measurement.op, result.provider) != "ours":
+                continue
+            if not result.timings:
+                found.append((float("inf"), [where, result.provider, result.status, ""]))
+            for metric, ratio in result.vs_eager.items():
+                if ratio > 1:
+                    spread = f"{result.timings[metric].spread:.0%}"
+                    row = [where, f"{result.provider}, {metric}", f"{ratio:.2f}", spread]
+                    found.append((ratio, row))
+    heading = "### Where we are slower than PyTorch eager\n"
+    if not found:
+        return [heading, "Nowhere in this run.\n"]
+    found.sort(key=lambda item: -item[0])
+    count = sum(len(m.results) > 0 for m in run.measurements)
+    introduction = f"{len(found)} times in {count} measurements, worst first.\n"
+    header = ["measurement", "provider, metric", "ratio", "spread"]
+    return [heading, introduction, _markdown(header, [row for _, row in found])]
+
+
+def _tables(run: Run, op: str) -> list[str]:
+    parts = [f"### {OPS[op].title}\n"]
+    keys = dict.fromkeys((m.mode, m.dtype) for m in run.measurements if m.op == op)
+    metrics = ("graph", "launch", "host") if run.environment.device == "cuda" else ("wall",)
+    for mode, dtype in keys:
+        measurements = [m for m in run.measurements if (m.op, m.mode, m.dtype) == (op, mode, dtype)]
+        names = list(dict.fromkeys(r.provider for m in measurements for r in m.results))
+        others = [name for name in names if name != "eager"]
+        text = next(text for name, text in MODE_DESCRIPTIONS.items() if name == mode)
+        for metric in metrics:
+            label = "" if metric == "wall" else f", {metric}"
+            parts.append(f"**{mode}, {dtype}{label}** ({text})\n")
+            header = ["MxKxN", "eager", *others]
+            rows = [_row(run, m, metric, others) for m in measurements]
+            parts.append(_markdown(header, rows, right=len(header) - 1))
+    return parts
+
+
+def _row(run: Run, measurement: Measurement, metric: str, others: Sequence[str]) -> list[str]:
+    name = _shape(measurement)
+    if not measurement.is_past_cache:
+        name += " *in cache*"
+    eager = measurement.of("eager")
+    known = eager is not None and metric in eager.timings
+    cells = [name, report.duration(eager.timings[metric].median) if eager and known else "-"]
+    for other in others:
+        result = measurement.of(other)
+        if result is None:
+            cells.append("-")
+        elif metric not in result.vs_eager:
+            cells.append("-" if result.status in ("ok", "unsupported") else result.status)
+        else:
+            text = f"{result.vs_eager[metric]:.2f}"
+            is_ours = run.role(measurement.op, other) == "ours"
+            cells.append(f"**{text}**" if is_ours else text)
+    return cells
+
+
+def _untimed(run: Run) -> list[str]:
+    """List what was not timed, and why."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for measurement in run.measurements:
+        for result in measurement.results:
+            if result.message:
+                key = result.provider, result.status, result.message
+                found.setdefault(key, []).append(f"{measurement.mode} {_shape(measurement)}")
+    if not found:
+        return []
+    rows = [
+        [*key, where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"]
+        for key, where in found.items()
+    ]
+    header = ["provider", "status", "what it said", "where"]
+    return ["### Remarks\n", _markdown(header, rows)]
+
+
+def _interference(run: Run) -> list[str]:
+    if not run.interference:
+        return []
+    rows = []
+    for found in run.interference:
+        alone, eager, ours = (
+            t.median for t in (found.alone, found.beside_eager, found.beside_ours)
+        )
+        rows.append(
+            [
+                "x".join(map(str, found.shape)),
+                found.dtype,
+                *(report.duration(value) for value in (alone, eager, ours)),
+                f"{ours / alone - 1:+.1%}",
+                f"{ours / eager - 1:+.1%}",
+            ]
+        )
+    header = ["MxKxN", "dtype", "after itself", "after eager", "after ours"]
+    header += ["ours vs itself", "ours vs eager"]
+    return [
+        "### PyTorch's `F.linear` after another op\n",
+        "How much a PyTorch op between our calls is slowed.\n",
+        _markdown(header, rows, right=5),
+    ]
+
+
+def _shape(measurement: Measurement) -> str:
+    return "x".join(map(str, measurement.shape))
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> str:
+    """Return a table, its last columns aligned to the right."""
+    rules = ["---"] * (len(header) - right) + ["---:"] * right
+    lines = [header, rules, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Test and measure on a GPU machine that has PyTorch but neither Mojo nor a network.
+
+    python scripts/gpu_round.py pack .dev/gpu        here: kernels, runtime, peers into a folder
+    python3 scripts/gpu_round.py run .dev/gpu OUT    there: tests, then the benchmark, into OUT
+
+`pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder; it
+uses no compiler. Both steps of `run` can be had alone (`--only tests`), each ends in time
+(`--limit`), and the benchmark goes on with the OUT/NAME.json that it finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a kernel needs beside PyTorch when it runs.
+LIBRARIES = (
+    *("libKGENCompilerRTShared.so", "libAsyncRTMojoBindings.so", "libAsyncRTRuntimeGlobals.so"),
+    *("libMSupportGlobals.so", "libMGPRT.so", "libNVPTX.so"),
+)
+# The peers with what they import, and what the tests import.
+WHEELS = ("fla-core", "einops", "liger-kernel", "hypothesis", "sortedcontainers", "expecttest")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+# The shapes that say most come first, with all peers; max-autotune compiles too long for the rest.
+FIRST = ("--op", "layernorm_linear", "--shapes", "llama")
+LATER_PROVIDERS = ("eager", "linear", "compile", "fla", "liger", "formula")
+OURS = ("fused_norm", "fused_norm-composed")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Pack or run and return an exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", help="prepare the folder, with network and compiler")
+    packing.add_argument("folder", type=Path)
+    packing.add_argument("--target", default="sm_90a", help="GPU architecture (default: sm_90a)")
+    packing.add_argument("--python", default="3.12", help="Python there (default: 3.12)")
+    running = commands.add_parser("run", help="use the folder, on the GPU machine")
+    running.add_argument("folder", type=Path)
+    running.add_argument("out", type=Path)
+    running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
+    running.add_argument("--only", choices=("tests", "bench"))
+    running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
+    running.add_argument("--seconds", type=float, default=0.3, help="for each provider and shape")
+    running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
+    options = parser.parse_args(arguments)
+    if options.command == "pack":
+        return pack(options.folder, options.target, options.python)
+    return run(options)
+
+
+def pack(folder: Path, target: str, python: str) -> int:
+    """Fill a folder with everything that the GPU machine lacks.
+
+    Args:
+        folder: The folder.
+        target: GPU architecture to build for.
+        python: Version of Python on the GPU machine.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("kernels", "wheels"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    environment = os.environ | {"FUSED_NORM_CACHE_DIR": str(folder / "kernels")}
+    build = [sys.executable, "-m", "fused_norm", "build", "--target", target]
+    status = subprocess.run(build, env=environment, cwd=ROOT, check=False).returncode
+    _pack_runtime(folder / "runtime.tar.xz")
+    download = [
+        *("pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+        *("--python-version", python, "--implementation", "cp", "-d", str(folder / "wheels")),
+        *(part for platform in PLATFORMS for part in ("--platform", platform)),
+        *WHEELS,
+    ]
+    status = subprocess.run(download, check=False).returncode or status
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (folder / "commit").write_text(commit.stdout.strip() + "\n")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {size / 2**20:.0f} MiB, {len(list(folder.rglob('*.so')))} kernels")
+    return status
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the tests and the benchmark and return an exit status of 0 if both passed.
+
+    Args:
+        options: Of the command line.
+    """
+    began = time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+    # Not kept: nothing of it outlives the machine, and another run may be of other kernels.
+    site = Path(tempfile.mkdtemp(prefix="gpu-round-"))
+    with tarfile.open(options.folder / "runtime.tar.xz") as archive:
+        archive.extractall(site, filter="data")
+    wheels = sorted((options.folder / "wheels").glob("*.whl"))
+    install = [*(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps")]
+    install += ["--no-compile", "--target", str(site), *map(str, wheels)]
+    subprocess.run(install, check=True)
+    # A copy: loading a kernel locks its file, and the folder may be read-only.
+    shutil.copytree(options.folder / "kernels", site / "kernels")
+    environment = os.environ | {
+        "FUSED_NORM_CACHE_DIR": str(site / "kernels"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]),
+        "LD_LIBRARY_PATH": os.pathsep.join(
+            [str(site / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
+        ),
+        "PYTHONUNBUFFERED": "1",
+    }
+    failed = []
+    if options.only != "bench":
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        command += _tests_that_need_max()
+        if _logged(command, environment, options.out / "tests.log", options.limit - 30):
+            failed.append("tests")
+    if options.only != "tests":
+        left = options.limit - (time.perf_counter() - began)
+        if _benchmark(options, environment, left):
+            failed.append("benchmark")
+    print(f"{', '.join(failed) or 'nothing'} failed; all is in {options.out}")
+    return 1 if failed else 0
+
+
+def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: float) -> int:
+    name = options.out / options.name
+    earlier = options.folder / f"{options.name}.json"
+    if earlier.is_file() and not name.with_suffix(".json").exists():
+        shutil.copy(earlier, name.with_suffix(".json"))
+    commit = (options.folder / "commit").read_text().strip()
+    command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
+    command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
+    command += ["--seconds", str(options.seconds)]
+    later = [part for provider in (*LATER_PROVIDERS, *OURS) for part in ("--provider", provider)]
+    stages = [[*FIRST, *(later if options.no_autotune else ())], later]
+    end = time.perf_counter() + limit
+    status = 0
+    for index, stage in enumerate(stages):
+        left = end - time.perf_counter()
+        # A case that begins in time may end a minute later.
+        if left > 90:
+            log = options.out / f"bench-{index + 1}.log"
+            limited = [*command, *stage, "--time-limit", f"{left - 75:.0f}"]
+            status = _logged(limited, environment, log, left) or status
+    return status
+
+
+def _tests_that_need_max() -> list[str]:
+    """Leave out the tests of the puzzle where there is no MAX to compile its kernels."""
+    if importlib.util.find_spec("max") is not None:
+        return []
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    needs = [path for path in files if "fused_norm import _max" in path.read_text()]
+    return [f"--ignore={path.relative_to(ROOT)}" for path in needs]
+
+
+def _logged(command: Sequence[str], environment: dict[str, str], log: Path, limit: float) -> int:
+    """Run a command, show and keep what it prints, and return its exit status."""
+    print("$", " ".join(command), flush=True)
+    end = time.perf_counter() + limit
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+            if time.perf_counter() > end:
+                process.terminate()
+    return process.returncode
+
+
+def _pack_runtime(path: Path) -> None:
+    """Write the runtime's libraries, and the metadata that names the toolchain's version."""
+    modular = importlib.util.find_spec("modular")
+    assert modular is not None
+    (package,) = modular.submodule_search_locations or [""]
+    with tarfile.open(path, "w:xz", preset=3) as archive:
+        for name in LIBRARIES:
+            archive.add(Path(package) / "lib" / name, f"lib/{name}")
+        for info in Path(package).parent.glob("mojo_compiler-*.dist-info"):
+            archive.add(info / "METADATA", f"{info.name}/METADATA")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""The ops that are row programs, kernel by kernel, on every device of the machine."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_harness import GUARD, Guarded, address, assert_as_exact, error, extension
+from torch import Tensor
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ],
+    ),
+]
+# widths around the limits of each way through a kernel; multiples of no vector
+SHAPES = [
+    *((1, 1), (3, 1), (5, 7), (37, 64), (130, 129), (64, 769), (37, 1024), (70001, 8)),
+    *((301, 1536), (16, 4096), (29, 5001), (27, 8192), (25, 8200), (23, 33000), (21, 65537)),
+]
+every_device = pytest.mark.parametrize("device", DEVICES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def gomp_parallel() -> int:
+    library = os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp.so.1")
+    gomp = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    return ctypes.cast(gomp.GOMP_parallel, ctypes.c_void_p).value
+
+
+def call(op: str, like: Tensor, *arguments: Tensor | int | bool | None) -> None:
+    """Call an op on the device and for the dtype of a tensor."""
+    values = [a if isinstance(a, int) else address(a) for a in arguments]
+    if like.device.type == "cpu":
+        kernels = extension("rowwise_cpu", like.dtype)
+        getattr(kernels, op)(*values, torch.get_num_threads(), gomp_parallel())
+    else:
+        kernels = extension("rowwise_gpu", like.dtype)
+        stream = torch.cuda.current_stream().cuda_stream
+        getattr(kernels.Launcher(torch.cuda.current_device(), stream), op)(*values)
+
+
+def accum(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# The ops in PyTorch, for any dtype; in float64 they are the reference.
+def trainable_eps(x: Tensor, o: Tensor) -> Tensor:
+    v = x - x.mean(-1, keepdim=True)
+    return v / torch.sqrt(o * o + (v * v).mean(-1, keepdim=True))
+
+
+def mean(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+def norm(v: Tensor) -> Tensor:
+    return torch.sqrt((v * v).mean(-1, keepdim=True)).expand_as(v)
+
+
+def div(a: Tensor, b: Tensor) -> Tensor:
+    return a / b
+
+
+class Case:
+    """An op with its arguments, run by us, by PyTorch and in float64."""
+
+    def __init__(self, op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, shift=0):
+        self.op, self.shape, self.dtype, self.device, self.shift = op, shape, dtype, device, shift
+        count = 2 if op == "div" else 1
+        tensors = [torch.randn(shape, device=device, dtype=dtype) * 2 + 1 for _ in range(count)]
+        if op == "div":
+            tensors[1] = tensors[1].sign() * (tensors[1].abs() + 0.5)
+        if op == "trainable_eps":
+            tensors.append(torch.full((1,), 0.3, device=device, dtype=dtype))
+        self.tensors = [Guarded.of(t, shift).tensor for t in tensors]
+        self.dy = Guarded.of(torch.randn(shape, device=device, dtype=dtype), shift).tensor
+        function: Callable[..., Tensor] = globals()[op]
+        exact = [t.double().requires_grad_() for t in self.tensors]
+        self.exact = function(*exact)
+        self.exact_grads = torch.autograd.grad(self.exact, exact, self.dy.double())
+        peer = [t.clone().requires_grad_() for t in self.tensors]
+        self.peer = function(*peer)
+        self.peer_grads = torch.autograd.grad(self.peer, peer, self.dy)
+
+    def forward(self) -> Tensor:
+        y = Guarded(self.shape, self.dtype, self.device, self.shift)
+        name = self.op if self.op == "mean" else f"{self.op}_forward"
+        flags = {"mean": [False], "trainable_eps": [False]}.get(self.op, [])
+        call(name, y.tensor, y.tensor, *self.tensors, *self.shape, *flags)
+        return y.checked()
+
+    def backward(self, into: list[Guarded] | None = None, wanted=(True, True)) -> list[Tensor]:
+        """Compute gradients; with `into`, add them to what is there."""
+        grads = into or [
+            Guarded(tuple(t.shape), self.dtype, self.device, self.shift) for t in self.tensors
+        ]
+        outs = [g.tensor if w else None for g, w in zip(grads, wanted, strict=False)]
+        if self.op == "mean":
+            call("mean", self.dy, *outs, self.dy, *self.shape, into is not None)
+        else:
+            scratch = Guarded((self.shape[0],), accum(self.dtype), self.device)
+            is_eps = self.op == "trainable_eps"
+            more = [scratch.tensor] if is_eps else []
+            flags = [False] if is_eps else []
+            call(
+                *(f"{self.op}_backward", self.dy, *outs, self.dy, *self.tensors, *more),
+                *(*self.shape, *flags, into is not None),
+            )
+            scratch.checked()
+        return [g.checked() for g in grads]
+
+    def check(self) -> None:
+        assert_as_exact(self.forward(), self.peer, self.exact, "y")
+        for i, grad in enumerate(self.backward()):
+            assert_as_exact(grad, self.peer_grads[i], self.exact_grads[i], f"gradient {i}")
+
+
+OPS = ["trainable_eps", "mean", "norm", "div"]
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+@every_device
+@every_dtype
+@every_shape
+@every_op
+def test_shapes(op, shape, dtype, device):
+    Case(op, shape, dtype, device).check()
+
+
+@every_device
+@every_dtype
+@every_op
+@pytest.mark.parametrize("shift", [1, 3])
+def test_misaligned(op, dtype, device, shift):
+    for shape in ((37, 64), (9, 5001), (3, 33000)):
+        Case(op, shape, dtype, device, shift).check()
+
+
+@every_device
+@every_dtype
+@every_op
+def test_primed_form_adds_to_the_destination(op, dtype, device):
+    for shape in ((37, 64), (9, 769), (700, 5000), (3, 33000)):
+        case = Case(op, shape, dtype, device)
+        before = [Guarded.of(torch.randn_like(t)) for t in case.tensors]
+        expected = [b.tensor.double() + g for b, g in zip(before, case.exact_grads, strict=True)]
+        peers = [
+            (b.tensor.to(accum(dtype)) + p.to(accum(dtype))).to(dtype)
+            for b, p in zip(before, case.peer_grads, strict=True)
+        ]
+        for i, grad in enumerate(case.backward(before)):
+            assert_as_exact(grad, peers[i], expected[i], f"gradient {i}")
+
+
+@every_device
+@every_op
+def test_same_bits_every_time(op, device):
+    for shape in ((1000, 769), (3, 70000)):
+        case = Case(op, shape, torch.float32, device)
+        once = [case.forward(), *case.backward()]
+        for _ in range(5):
+            for a, b in zip(once, [case.forward(), *case.backward()], strict=True):
+                assert torch.equal(a, b)
+
+
+def test_same_bits_for_any_number_of_threads():
+    case = Case("trainable_eps", (3000, 769), torch.float32, "cpu")
+    once = [case.forward(), *case.backward()]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for a, b in zip(once, [case.forward(), *case.backward()], strict=True):
+            assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@every_device
+@pytest.mark.parametrize("op", ["trainable_eps", "div"])
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_unwanted_gradients_are_not_written(op, device, wanted):
+    case = Case(op, (40, 769), torch.float32, device)
+    grads = case.backward(wanted=wanted)
+    for i, is_wanted in enumerate(wanted):
+        if is_wanted:
+            assert_as_exact(grads[i], case.peer_grads[i], case.exact_grads[i], f"gradient {i}")
+        else:
+            assert grads[i].isnan().all()
+
+
+@every_device
+def test_fused_is_composed_plus_o_and_layer_norm_with_eps(device):
+    x = torch.randn(64, 1000, device=device, dtype=torch.float64)
+    for value in (0.0, 0.01, -0.7):
+        o = torch.full((1,), value, device=device, dtype=torch.float64)
+        y, v, n, composed = (torch.empty_like(x) for _ in range(4))
+        call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+        layer_norm = torch.nn.functional.layer_norm(x, (1000,), eps=value * value)
+        torch.testing.assert_close(y, layer_norm, rtol=1e-12, atol=1e-12)
+        if value == 0:
+            call("mean", x, v, x, *x.shape, False)
+            call("norm_forward", x, n, v, *x.shape)
+            call("div_forward", x, composed, v, n, *x.shape)
+            torch.testing.assert_close(y, composed, rtol=1e-12, atol=1e-12)
+
+
+@every_device
+@pytest.mark.parametrize("K", [64, 1001, 4096, 70000])
+@pytest.mark.parametrize("far", [1e3, -1e3, 1e5])
+def test_far_from_zero(far, K, device):
+    x = torch.randn(20, K, device=device) + far
+    o = torch.zeros(1, device=device)
+    y, m = torch.empty_like(x), torch.empty_like(x)
+    call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+    call("mean", x, m, x, *x.shape, False)
+    assert (y - trainable_eps(x.double(), o.double())).abs().max() < 4e-6
+    assert (m - mean(x.double())).abs().max() < 4e-6
+
+
+@every_device
+@pytest.mark.parametrize("K", [1, 7, 769, 4096, 70000])
+@pytest.mark.parametrize("value", [0.1, -3.3, 1e8])
+def test_constant_rows(value, K, device):
+    x = torch.full((5, K), value, device=device)
+    y = torch.full_like(x, GUARD)
+    o = torch.full((1,), 1e-3, device=device)
+    call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+    assert (y == 0).all()
+    call("trainable_eps_forward", x, y, x, torch.zeros_like(o), *x.shape, False)
+    assert y.isnan().all(), "0 / 0 is NaN, as the formula says"
+
+
+@every_device
+def test_nonfinite_rows_do_not_spread(device):
+    x = torch.randn(6, 1000, device=device)
+    x[1, 17], x[3, 999], x[4, 0] = float("nan"), float("inf"), -float("inf")
+    y = torch.empty_like(x)
+    call("trainable_eps_forward", x, y, x, torch.ones(1, device=device), *x.shape, False)
+    assert y.isnan().all(1).tolist() == [False, True, False, True, True, False]
+    assert y[[0, 2, 5]].isfinite().all()
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_o_in_float32(dtype, device):
+    x, dy = torch.randn(2, 50, 300, device=device, dtype=dtype)
+    o = torch.full((1,), 0.123456, device=device)
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    do, scratch = torch.empty_like(o), torch.empty(50, device=device)
+    call("trainable_eps_forward", x, y, x, o, *x.shape, True)
+    call("trainable_eps_backward", x, dx, do, dy, x, o, scratch, *x.shape, True, False)
+    exact = [t.double().requires_grad_() for t in (x, o)]
+    reference = trainable_eps(*exact)
+    gradients = torch.autograd.grad(reference, exact, dy.double())
+    assert error(y, reference) < torch.finfo(dtype).eps
+    assert error(dx, gradients[0]) < torch.finfo(dtype).eps
+    assert error(do, gradients[1]) < 1e-6
+
+
+@every_device
+@every_op
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_empty(op, shape, device):
+    case = Case(op, shape, torch.float32, device)
+    case.forward()
+    grads = case.backward()
+    if op == "trainable_eps":
+        assert grads[1] == 0
+
+
+@every_device
+def test_rows_do_not_depend_on_their_neighbours(device):
+    x = torch.randn(1000, 769, device=device)
+    o = torch.ones(1, device=device)
+    y, alone = torch.empty_like(x), torch.empty_like(x[5:8])
+    call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+    for i, row in itertools.product(range(3), [5]):
+        one = x[row + i : row + i + 1].clone()
+        call("trainable_eps_forward", x, alone[i : i + 1], one, o, 1, 769, False)
+    assert torch.equal(y[5:8], alone)
