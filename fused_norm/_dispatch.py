@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_norm import _cpu, _gpu, _torch
+from fused_norm import _cpu, _gpu, _sm90, _torch
 
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
@@ -60,4 +60,6 @@ def way(x: Tensor, linear_weight: Tensor) -> Way:
     """
     if x.dtype is not linear_weight.dtype or not x.numel() or not linear_weight.numel():
         return _torch
-    return _cpu if x.is_cpu else _gpu
+    if x.is_cpu:
+        return _cpu
+    return _sm90 if _sm90.serves(x, linear_weight) else _gpu

@@ -1,0 +1,1 @@
+"""The fused op on Hopper GPUs (sm_90a)."""

@@ -1,0 +1,194 @@
+"""The shape of a block's work, and where its pieces lie in shared memory."""
+
+from .wgmma import K_BLOCK
+
+comptime THREADS = 384
+"""Threads of a block: one producer and two consumer warpgroups."""
+comptime CONSUMERS = 2
+"""Consumer warpgroups."""
+comptime CONSUMER_WARPS = 4 * CONSUMERS
+"""Warps that multiply and store."""
+comptime BOX_BYTES = 2048
+"""Bytes of an output box: 16 rows of 64 columns of 16 bits."""
+
+
+@fieldwise_init
+struct Config(Equatable, TrivialRegisterPassable):
+    """Compile-time choices of the matrix kernel."""
+
+    var slices: Int
+    """64-row slices of one consumer warpgroup."""
+    var columns: Int
+    """Columns of a block's tile."""
+    var stages: Int
+    """Slots of the ring between producer and consumers."""
+    var cluster: Int
+    """Blocks of a cluster; they share one tile of the weight."""
+    var gather: Bool
+    """Whether the kernel takes the row statistics itself; k % 64 == 0 then."""
+
+    @always_inline
+    def rows(self) -> Int:
+        """Counts the rows of a block's tile.
+
+        Returns:
+            The rows.
+        """
+        return CONSUMERS * self.slices * 64
+
+    @always_inline
+    def x_bytes(self) -> Int:
+        """Counts the bytes of x in one stage.
+
+        Returns:
+            The bytes.
+        """
+        return self.rows() * K_BLOCK * 2
+
+    @always_inline
+    def w_bytes(self) -> Int:
+        """Counts the bytes of the weight in one stage.
+
+        Returns:
+            The bytes.
+        """
+        return self.columns * K_BLOCK * 2
+
+    @always_inline
+    def shared_bytes(self) -> Int:
+        """Counts the shared memory of a block.
+
+        Returns:
+            The bytes.
+        """
+        return (
+            self.stages * (self.x_bytes() + self.w_bytes())
+            + CONSUMER_WARPS * 2 * BOX_BYTES
+            + 2 * self.columns * 4
+            + (2 * self.stages + 2) * 8
+        )
+
+
+@fieldwise_init
+struct Shared[config: Config](TrivialRegisterPassable):
+    """Addresses in a block's shared memory.
+
+    Parameters:
+        config: Compile-time choices.
+    """
+
+    var base: UInt32
+    """Its start, a multiple of 1024."""
+
+    @always_inline
+    def x_tile(self, slot: UInt32) -> UInt32:
+        """Locates a tile of x.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return self.base + slot * UInt32(Self.config.x_bytes())
+
+    @always_inline
+    def w_tile(self, slot: UInt32) -> UInt32:
+        """Locates a tile of the weight.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return (
+            self.base
+            + UInt32(Self.config.stages * Self.config.x_bytes())
+            + slot * UInt32(Self.config.w_bytes())
+        )
+
+    @always_inline
+    def boxes(self, warp: UInt32) -> UInt32:
+        """Locates the two output boxes of a consumer warp.
+
+        Args:
+            warp: The warp, counted from the first consumer.
+
+        Returns:
+            The address of the first; the second follows.
+        """
+        return self.w_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
+
+    @always_inline
+    def vectors(self) -> UInt32:
+        """Locates the column vectors of the epilogue: c, then s.
+
+        Returns:
+            Their address.
+        """
+        return self.boxes(CONSUMER_WARPS)
+
+    @always_inline
+    def full(self, slot: UInt32) -> UInt32:
+        """Locates the barrier that completes when a slot is filled.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return self.vectors() + UInt32(8 * Self.config.columns) + slot * 8
+
+    @always_inline
+    def empty(self, slot: UInt32) -> UInt32:
+        """Locates the barrier that completes when a slot is used up.
+
+        Args:
+            slot: Slot of the ring.
+
+        Returns:
+            Its address.
+        """
+        return self.full(UInt32(Self.config.stages)) + slot * 8
+
+    @always_inline
+    def vectors_full(self) -> UInt32:
+        """Locates the barrier that completes when the vectors are there.
+
+        Returns:
+            Its address.
+        """
+        return self.empty(UInt32(Self.config.stages))
+
+    @always_inline
+    def vectors_empty(self) -> UInt32:
+        """Locates the barrier that completes when the vectors are used up.
+
+        Returns:
+            Its address.
+        """
+        return self.vectors_full() + 8
+
+
+@fieldwise_init
+struct Ring(TrivialRegisterPassable):
+    """A place in the ring: which slot, and the parity of its current round."""
+
+    var slot: UInt32
+    """The slot."""
+    var parity: UInt32
+    """Parity of completed rounds."""
+
+    @always_inline
+    def advance[stages: Int](mut self):
+        """Moves to the next slot.
+
+        Parameters:
+            stages: Slots of the ring.
+        """
+        self.slot += 1
+        if self.slot == UInt32(stages):
+            self.slot = 0
+            self.parity ^= 1

@@ -1,0 +1,250 @@
+"""The product for few rows of x: the weight is streamed once, by all blocks.
+
+The weight is the operand of 64 rows and x the one of few columns, so that no
+part of a product is wasted. K is split over the two blocks of a cluster; the
+second one hands its sums to the first, which adds them in that order.
+"""
+
+from std.memory import AddressSpace, OpaquePointer
+from std.sys import inlined_assembly
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu.host.nvidia.tma import TMADescriptor
+from max.gpu.memory import external_memory
+from max.gpu.primitives import warp
+
+from .config import Ring
+from .epilogue import PLAIN
+from .ptx import (
+    cluster_arrive,
+    cluster_rank,
+    cluster_wait,
+    fence_barrier_init,
+    let_later_grids_start,
+    load_tile,
+    map_to_rank,
+    mbarrier_arrive,
+    mbarrier_expect_bytes,
+    mbarrier_init,
+    mbarrier_wait,
+    wait_on_earlier_grids,
+)
+from .wgmma import (
+    K_BLOCK,
+    multiply_first,
+    multiply_next,
+    operand_descriptor,
+    wait_all,
+    wait_previous,
+)
+
+comptime FEW_THREADS = 160
+"""Threads of a block: a warpgroup that multiplies, a warp that copies."""
+comptime FEW_CLUSTER = 2
+"""Blocks of a cluster, which share the columns of K."""
+comptime FEW_OUTPUTS = 64
+"""Rows of the weight, columns of y, that a cluster serves."""
+comptime _STAGES = 12
+comptime _W_BYTES = FEW_OUTPUTS * K_BLOCK * 2
+
+
+def few_rows_shared_bytes(rows: Int) -> Int:
+    """Counts the shared memory of a block.
+
+    Args:
+        rows: Rows of x that the kernel is made for.
+
+    Returns:
+        The bytes.
+    """
+    return (
+        _STAGES * (_W_BYTES + rows * K_BLOCK * 2)
+        + FEW_OUTPUTS * rows * 4
+        + 2 * _STAGES * 8
+    )
+
+
+@always_inline
+def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmutAnyOrigin]:
+    return (
+        Pointer(to=map)
+        .unsafe_bitcast[NoneType]()
+        .as_imm()
+        .unsafe_origin_cast[ImmutAnyOrigin]()
+    )
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(FEW_THREADS)),
+    `nvvm.cluster_dim`=StaticTuple[Int32, 3](Int32(FEW_CLUSTER), 1, 1),
+)
+@__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
+@__name(t"fused_norm_few_rows_{dtype}_{rows}_{mode}")
+def few_rows_kernel[
+    dtype: DType, rows: Int, mode: Int
+](
+    w_map: TMADescriptor,
+    x_map: TMADescriptor,
+    y: Pointer[Scalar[dtype], MutAnyOrigin],
+    mean: Pointer[Float32, MutAnyOrigin],
+    rstd: Pointer[Float32, MutAnyOrigin],
+    s: Pointer[Float32, ImmutAnyOrigin],
+    c: Pointer[Float32, ImmutAnyOrigin],
+    m: Int32,
+    n: Int32,
+    k: Int32,
+):
+    """Computes 64 columns of y per cluster.
+
+    Parameters:
+        dtype: Type of x, w and y: bfloat16 or float16.
+        rows: Most rows of x, a multiple of 8.
+        mode: Epilogue, `PLAIN` or `CORRECTED`.
+
+    Args:
+        w_map: Tensor map of w [n, k], boxes of 64 by 64.
+        x_map: Tensor map of x [m, k], boxes of rows by 64.
+        y: Receives y [m, n].
+        mean: Means of the rows of x [m]; not read in mode `PLAIN`.
+        rstd: Reciprocal deviations of the rows [m]; not read in mode `PLAIN`.
+        s: Row sums of w [n]; not read in mode `PLAIN`.
+        c: Constants added to the columns [n]; not read in mode `PLAIN`.
+        m: Rows of x and y, at most `rows`.
+        n: Columns of y.
+        k: Columns of x and w, more than one k block.
+    """
+    comptime x_bytes = rows * K_BLOCK * 2
+    comptime registers = rows // 2
+    var base = UInt32(
+        Int(
+            external_memory[
+                UInt8, address_space=AddressSpace.SHARED, alignment=1024
+            ]()
+        )
+    )
+    var x_tiles = base + _STAGES * _W_BYTES
+    var partial = x_tiles + UInt32(_STAGES * x_bytes)
+    var full = partial + UInt32(FEW_OUTPUTS * rows * 4)
+    var empty = full + _STAGES * 8
+    var thread = UInt32(thread_idx.x)
+    var warp_in_block = warp.broadcast(thread // 32)
+    var rank = cluster_rank()
+    var first_output = UInt32(block_idx.x) // FEW_CLUSTER * FEW_OUTPUTS
+
+    if thread == 0:
+        for stage in range(UInt32(_STAGES)):
+            mbarrier_init(full + stage * 8, 1)
+            mbarrier_init(empty + stage * 8, 1)
+        fence_barrier_init()
+    comptime if mode == PLAIN:
+        wait_on_earlier_grids()
+    let_later_grids_start()
+    # Also tells that the neighbour has started, whose memory is written below.
+    cluster_arrive()
+    cluster_wait()
+
+    var blocks = UInt32(k + Int32(K_BLOCK - 1)) // UInt32(K_BLOCK)
+    var half = (blocks + 1) // 2
+    var first = rank * half
+    var last = min(blocks, first + half)
+
+    if warp_in_block == 4:
+        if thread == 128:
+            var at = Ring(0, 1)
+            for block in range(first, last):
+                var barrier = full + at.slot * 8
+                mbarrier_wait(empty + at.slot * 8, at.parity)
+                mbarrier_expect_bytes(barrier, Int32(_W_BYTES + x_bytes))
+                load_tile(
+                    base + at.slot * _W_BYTES,
+                    _address_of(w_map),
+                    barrier,
+                    Int32(block) * K_BLOCK,
+                    Int32(first_output),
+                )
+                load_tile(
+                    x_tiles + at.slot * UInt32(x_bytes),
+                    _address_of(x_map),
+                    barrier,
+                    Int32(block) * K_BLOCK,
+                    0,
+                )
+                at.advance[_STAGES]()
+        cluster_arrive()
+        cluster_wait()
+        return
+
+    var lane = thread & 31
+    var w_descriptor = operand_descriptor(base)
+    var x_descriptor = operand_descriptor(x_tiles)
+    var at = Ring(0, 0)
+    mbarrier_wait(full, 0)
+    var accumulator = multiply_first[dtype, rows, 1](w_descriptor, x_descriptor)
+    var previous = UInt32(0)
+    at.advance[_STAGES]()
+    for _ in range(first + 1, last):
+        mbarrier_wait(full + at.slot * 8, at.parity)
+        accumulator = multiply_next[dtype, rows, 1](
+            accumulator,
+            w_descriptor + at.slot * (_W_BYTES // 16),
+            x_descriptor + at.slot * UInt32(x_bytes // 16),
+        )
+        wait_previous()
+        if thread == 0:
+            mbarrier_arrive(empty + previous * 8)
+        previous = at.slot
+        at.advance[_STAGES]()
+    accumulator = wait_all[rows // 2](accumulator)
+
+    if rank == 1:
+        var remote = map_to_rank(partial, 0) + thread * 4
+        comptime for i in range(registers):
+            inlined_assembly[
+                "st.shared::cluster.f32 [$0], $1;",
+                NoneType,
+                constraints="r,f,~{memory}",
+            ](
+                remote + UInt32(i * 128 * 4),
+                rebind[Float32](accumulator[i]),
+            )
+    cluster_arrive()
+    cluster_wait()
+    comptime if mode != PLAIN:
+        wait_on_earlier_grids()
+    if rank == 1:
+        return
+
+    # Row lane / 4 of the weight's 16 in this warp, and the one 8 below.
+    comptime for below in range(2):
+        var output = (
+            first_output + warp_in_block * 16 + (lane >> 2) + UInt32(8 * below)
+        )
+        if output < UInt32(n):
+            var its_s = Float32(0)
+            var its_c = Float32(0)
+            comptime if mode != PLAIN:
+                its_s = s.unsafe_offset(Int(output)).unsafe_load()
+                its_c = c.unsafe_offset(Int(output)).unsafe_load()
+            comptime for group in range(rows // 8):
+                comptime for side in range(2):
+                    comptime i = group * 4 + below * 2 + side
+                    var row = UInt32(group * 8 + side) + (lane & 3) * 2
+                    if row < UInt32(m):
+                        var other = inlined_assembly[
+                            "ld.shared.f32 $0, [$1];",
+                            Float32,
+                            constraints="=f,r,~{memory}",
+                        ](partial + thread * 4 + UInt32(i * 128 * 4))
+                        var sum = rebind[Float32](accumulator[i]) + other
+                        comptime if mode != PLAIN:
+                            var factor = rstd.unsafe_offset(
+                                Int(row)
+                            ).unsafe_load()
+                            var centre = mean.unsafe_offset(
+                                Int(row)
+                            ).unsafe_load()
+                            sum = factor * (sum - centre * its_s) + its_c
+                        y.unsafe_offset(
+                            Int(row) * Int(n) + Int(output)
+                        ).unsafe_store(sum.cast[dtype]())

@@ -1,0 +1,196 @@
+"""Warpgroup matrix multiply: accumulators as a register pack, one k block a call.
+
+The accumulators are tied inputs and outputs of one assembly statement for a
+whole k block, so that nothing can be placed between its instructions and the
+compiler has no reason to move a register.
+"""
+
+from std.collections.string.string_span import (
+    _get_kgen_string,
+    get_static_string,
+)
+from std.sys import _RegisterPackType, inlined_assembly
+
+comptime Accumulator[count: Int] = _RegisterPackType[
+    *TypeList.splat[Trait=TrivialRegisterPassable, count=count, type=Float32]()
+]
+"""Float32 registers of one thread that tensor cores accumulate into.
+
+Parameters:
+    count: How many.
+"""
+
+comptime K_BLOCK = 64
+"""Elements of K in one block: a 128-byte swizzled row of 16-bit elements."""
+
+# Rows of 128 bytes in groups of eight, 128-byte swizzle, K contiguous. The
+# leading offset has no meaning for a swizzled K-major operand.
+comptime _DESCRIPTOR_HIGH = (1 << 30) | (1024 >> 4)
+comptime _DESCRIPTOR_LOW = 1 << 16
+
+
+@always_inline
+def operand_descriptor(address: UInt32) -> UInt32:
+    """Encodes the low half of an operand's descriptor.
+
+    Args:
+        address: Shared address of a tile, a multiple of 1024.
+
+    Returns:
+        The low 32 bits; advancing the tile by b bytes adds b / 16.
+    """
+    return (address >> 4) | UInt32(_DESCRIPTOR_LOW)
+
+
+def _list(prefix: String, first: Int, count: Int) -> String:
+    var text = String()
+    for i in range(count):
+        if i > 0:
+            text += ", "
+        text += prefix + String(first + i)
+    return text
+
+
+def _multiply_text[dtype: DType](n: Int, slices: Int, tied: Bool) -> String:
+    var count = slices * n // 2
+    # Operands: outputs, tied inputs, then the descriptors' low halves.
+    var first = 2 * count if tied else count
+    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    var text = String("{\n.reg .b64 a, b;\nwgmma.fence.sync.aligned;\n")
+    for step in range(K_BLOCK // 16):
+        for slice in range(slices):
+            text += String(
+                "{\n.reg .b32 u, v;\nadd.u32 u, $",
+                first,
+                ", ",
+                2 * step + slice * 64 * K_BLOCK * 2 // 16,
+                ";\nadd.u32 v, $",
+                first + 1,
+                ", ",
+                2 * step,
+                ";\nmov.b64 a, {u, ",
+                _DESCRIPTOR_HIGH,
+                "};\nmov.b64 b, {v, ",
+                _DESCRIPTOR_HIGH,
+                "};\n}\n",
+            )
+            text += String(
+                "wgmma.mma_async.sync.aligned.m64n", n, "k16.f32.", kind, " {"
+            )
+            text += _list("$", slice * n // 2, n // 2)
+            text += String(
+                "}, a, b, ", 1 if tied or step > 0 else 0, ", 1, 1, 0, 0;\n"
+            )
+    text += "wgmma.commit_group.sync.aligned;\n}"
+    return text
+
+
+def _constraints(count: Int, tied: Bool, tail: String) -> String:
+    var text = String()
+    for i in range(count):
+        text += "=f" if i == 0 else ",=f"
+    if tied:
+        for i in range(count):
+            text += String(",", i)
+    return text + tail
+
+
+@always_inline
+def multiply_first[
+    dtype: DType, n: Int, slices: Int
+](a: UInt32, b: UInt32) -> Accumulator[slices * n // 2]:
+    """Starts the product of the first k block, as one group.
+
+    Parameters:
+        dtype: Type of the operands, bfloat16 or float16.
+        n: Columns of the product.
+        slices: 64-row slices of the product.
+
+    Args:
+        a: Descriptor of the left operand, slices * 64 rows of `K_BLOCK`.
+        b: Descriptor of the right operand, n rows of `K_BLOCK`.
+
+    Returns:
+        The accumulators, defined once the group is complete.
+    """
+    comptime text = get_static_string[_multiply_text[dtype](n, slices, False)]()
+    comptime constraints = get_static_string[
+        _constraints(slices * n // 2, False, ",r,r,~{memory}")
+    ]()
+    return __mlir_op.`pop.inline_asm`[
+        _type=Accumulator[slices * n // 2],
+        assembly=_get_kgen_string[text](),
+        constraints=_get_kgen_string[constraints](),
+        hasSideEffects=True.__mlir_i1__(),
+        isStackAligned=False.__mlir_i1__(),
+    ](a, b)
+
+
+@always_inline
+def multiply_next[
+    dtype: DType, n: Int, slices: Int
+](
+    accumulator: Accumulator[slices * n // 2], a: UInt32, b: UInt32
+) -> Accumulator[slices * n // 2]:
+    """Starts adding the product of one more k block, as one group.
+
+    Parameters:
+        dtype: Type of the operands, bfloat16 or float16.
+        n: Columns of the product.
+        slices: 64-row slices of the product.
+
+    Args:
+        accumulator: What the product is added to.
+        a: Descriptor of the left operand, slices * 64 rows of `K_BLOCK`.
+        b: Descriptor of the right operand, n rows of `K_BLOCK`.
+
+    Returns:
+        The accumulators, defined once the group is complete.
+    """
+    comptime text = get_static_string[_multiply_text[dtype](n, slices, True)]()
+    comptime constraints = get_static_string[
+        _constraints(slices * n // 2, True, ",r,r,~{memory}")
+    ]()
+    return __mlir_op.`pop.inline_asm`[
+        _type=Accumulator[slices * n // 2],
+        assembly=_get_kgen_string[text](),
+        constraints=_get_kgen_string[constraints](),
+        hasSideEffects=True.__mlir_i1__(),
+        isStackAligned=False.__mlir_i1__(),
+    ](accumulator, a, b)
+
+
+@always_inline
+def wait_previous():
+    """Waits until every group but the last one started is complete."""
+    inlined_assembly[
+        "wgmma.wait_group.sync.aligned 1;",
+        NoneType,
+        constraints="~{memory}",
+    ]()
+
+
+@always_inline
+def wait_all[count: Int](accumulator: Accumulator[count]) -> Accumulator[count]:
+    """Waits until every started group is complete.
+
+    Parameters:
+        count: Registers of the accumulator.
+
+    Args:
+        accumulator: Registers the groups write, so that no use of them can be
+            moved before the wait.
+
+    Returns:
+        The same registers.
+    """
+    comptime constraints = get_static_string[
+        _constraints(count, True, ",~{memory}")
+    ]()
+    return __mlir_op.`pop.inline_asm`[
+        _type=Accumulator[count],
+        assembly=_get_kgen_string["wgmma.wait_group.sync.aligned 0;"](),
+        constraints=_get_kgen_string[constraints](),
+        hasSideEffects=True.__mlir_i1__(),
+        isStackAligned=False.__mlir_i1__(),
+    ](accumulator)

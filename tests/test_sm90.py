@@ -1,0 +1,275 @@
+"""The Hopper kernels against float64: matrix product, statistics, weight fold, fused forward."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm import _native
+
+ROOT = Path(__file__).parents[1]
+EPS = 1e-5
+DTYPES = [torch.bfloat16, torch.float16]
+# A product's error is its rounding to the dtype; 1.2 leaves room for the tensor cores' sums.
+ROUNDING = {torch.bfloat16: 1.2 * 1.67e-3, torch.float16: 1.2 * 2.1e-4}
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU on this machine",
+    ),
+]
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return ((ours.double() - truth).norm() / truth.norm()).item()
+
+
+class Kernels:
+    """The extension of one dtype, with tensors in place of addresses."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        name = _native.DTYPES[dtype]
+        self.module: ModuleType = _native.load(
+            _native.Extension("layernorm_linear_sm90", name, "nvidia:sm_90a")
+        )
+        self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream)
+
+    def gemm(self, x: Tensor, w: Tensor) -> Tensor:
+        y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+        self.launcher.gemm(y.data_ptr(), x.data_ptr(), w.data_ptr(), len(x), *w.shape)
+        return y
+
+    def stats(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, rstd = (torch.empty(len(x), device=x.device) for _ in range(2))
+        self.launcher.stats(mean.data_ptr(), rstd.data_ptr(), x.data_ptr(), *x.shape, EPS)
+        return mean, rstd
+
+    def fold(
+        self, w: Tensor, gamma: Tensor | None, beta: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wc = torch.empty_like(w)
+        s, c = (torch.empty(len(w), device=w.device) for _ in range(2))
+        affine = [t for t in (gamma, beta) if t is not None]
+        wide = any(t.dtype == torch.float32 for t in affine)
+        addresses = [0 if t is None else t.data_ptr() for t in (gamma, beta, bias)]
+        self.launcher.fold(
+            wc.data_ptr(), s.data_ptr(), c.data_ptr(), w.data_ptr(), *addresses, *w.shape, 1, wide
+        )
+        return wc, s, c
+
+    def forward(
+        self, x: Tensor, folded: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wc, s, c = folded
+        y = torch.empty(len(x), len(wc), dtype=x.dtype, device=x.device)
+        mean, rstd = (torch.empty(len(x), device=x.device) for _ in range(2))
+        tensors = (y, mean, rstd, x, wc, s, c)
+        self.launcher.forward(*(t.data_ptr() for t in tensors), len(x), *wc.shape, EPS)
+        return y, mean, rstd
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(request.param)
+
+
+def true_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.double()
+    return wide.mean(1), (wide.var(1, unbiased=False) + EPS).rsqrt()
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale + mean).to(dtype)
+
+
+# One tile; less than a tile; more tiles than multiprocessors; ragged in each size; few rows and
+# narrow tiles, with k a multiple of the k block and not.
+SHAPES = [
+    (128, 64, 256),
+    (37, 72, 8),
+    (4096, 1024, 1024),
+    (1000, 776, 1032),
+    (8192, 256, 2304),
+    (1, 4096, 512),
+    (3000, 2048, 4104),
+    (64, 4096, 4096),
+    (16, 1032, 776),
+    (9, 72, 520),
+    (5, 64, 64),
+    (512, 1024, 4096),
+    (500, 776, 3992),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+class TestOnHopper:
+    pytestmark = gpu
+
+    def test_product(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
+        dtype = kernels.dtype
+        m, k, n = shape
+        x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
+        y = kernels.gemm(x, w)
+        assert error(y, x.double() @ w.double().t()) < ROUNDING[dtype]
+
+    def test_statistics(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
+        dtype = kernels.dtype
+        m, k, _ = shape
+        for mean in (0.0, 1.0, 30.0, 1000.0):
+            x = random(m, k, dtype=dtype, mean=mean)
+            check_statistics(x, *kernels.stats(x))
+
+    def test_fold(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
+        dtype = kernels.dtype
+        _, k, n = shape
+        w, bias = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
+        for affine in (dtype, torch.float32):
+            gamma, beta = random(k, dtype=affine, mean=1), random(k, dtype=affine)
+            for present in ((gamma, beta, bias), (gamma, None, None), (None, beta, bias)):
+                wc, s, c = kernels.fold(w, *present)
+                scaled = w.double() * (1 if present[0] is None else gamma.double())
+                assert error(wc, scaled - scaled.mean(1, keepdim=True)) < ROUNDING[dtype]
+                # Of the weight as rounded: exact but for float32 sums.
+                bound = 1e-6 * wc.double().abs().sum(1)
+                assert ((s.double() - wc.double().sum(1)).abs() <= bound).all()
+                shift = 0 if present[1] is None else w.double() @ beta.double()
+                truth = shift + (0 if present[2] is None else bias.double())
+                assert torch.allclose(c.double(), truth + torch.zeros_like(c).double(), atol=1e-5)
+
+    @pytest.mark.parametrize("ratio", [0, 1, 10, 100])
+    def test_forward(self, kernels: Kernels, shape: tuple[int, ...], ratio: float) -> None:
+        dtype = kernels.dtype
+        m, k, n = shape
+        x = random(m, k, dtype=dtype, mean=ratio)
+        w, bias = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
+        gamma, beta = (random(k, dtype=dtype, scale=0.5).exp(), random(k, dtype=dtype))
+        folded = kernels.fold(w, gamma, beta, bias)
+        y, mean, rstd = kernels.forward(x, folded)
+        check_statistics(x, mean, rstd)
+        true_mean, true_rstd = true_statistics(x)
+        normal = (x.double() - true_mean[:, None]) * true_rstd[:, None]
+        truth = (normal * gamma.double() + beta.double()) @ w.double().t() + bias.double()
+        eager = F.linear(F.layer_norm(x, (k,), gamma, beta, EPS), w, bias)
+        # Sums of x and the weight do not cancel in float16's favour at a large mean.
+        slack = 1.25 if dtype == torch.float16 and ratio == 100 else 1.1
+        assert error(y, truth) <= slack * error(eager, truth)
+        for _ in range(10):
+            again = kernels.forward(x, folded)
+            assert all(torch.equal(a, b) for a, b in zip((y, mean, rstd), again, strict=True))
+
+
+def check_statistics(x: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    true_mean, true_rstd = true_statistics(x)
+    assert ((rstd.double() - true_rstd).abs() <= 1e-6 * true_rstd).all()
+    off = (mean.double() - true_mean).abs()
+    assert (off <= 1e-6 * (true_mean.abs() + 1 / true_rstd)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestBesideOthers:
+    pytestmark = gpu
+
+    def test_outlier_in_the_first_features(self, dtype: torch.dtype) -> None:
+        """A shift taken from one element would lose the variance."""
+        kernels = Kernels(dtype)
+        x = random(256, 1024, dtype=dtype)
+        x[:, 0] = 1000
+        check_statistics(x, *kernels.stats(x))
+        w = random(256, 1024, dtype=dtype)
+        check_statistics(x, *kernels.forward(x, kernels.fold(w, None, None, None))[1:])
+
+    def test_inputs_written_just_before(self, dtype: torch.dtype) -> None:
+        """Kernels that may start early wait for the ones that write what they read."""
+        x = random(8192, 1024, dtype=dtype)
+        w = random(1024, 1024, dtype=dtype, scale=1 / 32)
+        kernels = Kernels(dtype)
+        folded = kernels.fold(w, None, None, None)
+        expected = kernels.forward(x, folded)[0]
+        for _ in range(20):
+            late = torch.zeros_like(x)
+            torch.cuda._sleep(100_000)
+            late.copy_(x)
+            y = kernels.forward(late, folded)[0]
+            late.fill_(float("nan"))
+            assert torch.equal(y, expected)
+
+    def test_forward_after_forward(self, dtype: torch.dtype) -> None:
+        """A kernel that starts before the last one ends reads none of what is yet to come."""
+        kernels = Kernels(dtype)
+        folded = kernels.fold(random(1024, 1024, dtype=dtype, scale=1 / 32), None, None, None)
+        x = random(16384, 1024, dtype=dtype)
+        alone = [x]
+        for _ in range(4):
+            alone.append(kernels.forward(alone[-1], folded)[0])
+            torch.cuda.synchronize()
+        for _ in range(10):
+            y = x
+            for _ in range(4):
+                y = kernels.forward(y, folded)[0]
+            assert torch.equal(y, alone[-1])
+
+    def test_cuda_graph(self, dtype: torch.dtype) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            kernels = Kernels(dtype)
+            x = random(1024, 776, dtype=dtype)
+            folded = kernels.fold(random(512, 776, dtype=dtype), None, None, None)
+            expected = kernels.forward(x, folded)[0]
+            held = torch.zeros_like(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                y = kernels.forward(held, folded)[0]
+            held.copy_(x)
+            graph.replay()
+            stream.synchronize()
+            assert torch.equal(y, expected)
+
+
+def ptxas() -> str | None:
+    if found := shutil.which("ptxas"):
+        return found
+    triton = pytest.importorskip("triton")
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    return str(bundled) if bundled.exists() else None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_spills_and_no_serialised_products(dtype: str, tmp_path: Path) -> None:
+    """Costs that no numerical test sees: spilled registers, wgmma that wait for each other."""
+    assembler = ptxas()
+    if assembler is None:
+        pytest.skip("no ptxas on this machine")
+    subprocess.run(
+        [
+            *("mojo", "build", "-I", ".", "-D", f"dtype={dtype}", "--emit", "asm"),
+            *("--target-accelerator", "nvidia:sm_90a", "-o", str(tmp_path / "host.s")),
+            "fused_norm/extension/layernorm_linear_sm90.mojo",
+        ],
+        cwd=ROOT,
+        check=True,
+    )
+    kernels = sorted(tmp_path.glob("*.ptx"))
+    assert len(kernels) == 14
+    for kernel in kernels:
+        result = subprocess.run(
+            [assembler, "-v", "-arch=sm_90a", "-o", str(tmp_path / "cubin"), str(kernel)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said = result.stdout + result.stderr
+        spills = re.findall(r"(\d+) bytes spill", said)
+        assert spills, said
+        assert set(spills) == {"0"}, said
+        assert "warning" not in said.lower(), said
