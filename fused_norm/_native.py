@@ -278,7 +278,7 @@ def _key(accelerator: str | None) -> str:
     sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "extension").glob("*.mojo")]
     for source in sorted(sources):
         # The puzzle and the MAX registrations are no part of any extension.
-        if "puzzle" not in source.parts and source.name != "register.mojo":
+        if "puzzle" not in source.relative_to(root).parts and source.name != "register.mojo":
             digest.update(source.read_bytes())
     digest.update(importlib.metadata.version("mojo-compiler").encode())
     digest.update((_portable_cpu() if accelerator else _host_cpu()).encode())
