@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from fused_norm import _native
 
+ROOT = Path(__file__).resolve().parent.parent
+
 GUARD = 7.0
 """Fills the memory around a tensor."""
 
 
-def extension(name: str, dtype: torch.dtype) -> ModuleType:
-    """Load an extension for the CPU or for the GPU, as its name says."""
-    on_gpu = name.endswith("_gpu")
-    accelerator = _native.accelerator_of(torch.device("cuda", 0)) if on_gpu else None
-    return _native.load(_native.Extension(name, _native.DTYPES[dtype], accelerator))
+def extension(name: str, dtype: torch.dtype, folder: str = "", *, gpu: bool = False) -> ModuleType:
+    """Load an extension of the library, or one in a folder of the repository."""
+    accelerator = _native.accelerator_of(torch.device("cuda", 0)) if gpu else None
+    where = ROOT / folder if folder else None
+    return _native.load(_native.Extension(name, _native.DTYPES[dtype], accelerator, where))
 
 
 class Guarded:
@@ -29,7 +32,7 @@ class Guarded:
         self.whole = torch.full((count + 2 * pad + shift,), GUARD, dtype=dtype, device=device)
         self.start, self.end = pad + shift, pad + shift + count
         self.tensor = self.whole[self.start : self.end].view(shape)
-        self.tensor.fill_(float("nan"))
+        self.tensor.fill_(float("nan") if dtype.is_floating_point else 255)
 
     @classmethod
     def of(cls, values: torch.Tensor, shift: int = 0) -> Guarded:

@@ -299,6 +299,7 @@ class TestStreams:
             x.copy_(torch.randn_like(x))
         graph.replay()
         captured = [y.clone(), x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
+        del y  # and with it the nodes that accumulate gradients on the side stream
         layer.zero_grad(set_to_none=True)
         x.grad = None
         y = layer(x)

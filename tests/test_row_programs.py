@@ -15,7 +15,8 @@ def run(name: str, like: torch.Tensor, *arguments: torch.Tensor | int) -> None:
     values = [a if isinstance(a, int) else address(a) for a in arguments]
     on_gpu = like.device.type == "cuda"
     place = (0, torch.cuda.current_stream().cuda_stream) if on_gpu else (-1, 0)
-    getattr(extension("row_programs", like.dtype, "tests/mojo"), name)(*values, *place)
+    kernels = extension("row_programs", like.dtype, "tests/mojo", gpu=on_gpu)
+    getattr(kernels, name)(*values, *place)
 
 
 @every_device

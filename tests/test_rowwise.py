@@ -46,7 +46,7 @@ def call(op: str, like: Tensor, *arguments: Tensor | int | bool | None) -> None:
         kernels = extension("rowwise_cpu", like.dtype)
         getattr(kernels, op)(*values, torch.get_num_threads(), gomp_parallel())
     else:
-        kernels = extension("rowwise_gpu", like.dtype)
+        kernels = extension("rowwise_gpu", like.dtype, gpu=True)
         stream = torch.cuda.current_stream().cuda_stream
         getattr(kernels.Launcher(torch.cuda.current_device(), stream), op)(*values)
 
