@@ -202,7 +202,7 @@ def _finish_columns[
 def add_up[
     accum: DType, dtype: DType
 ](terms: Int64, count: Int, output: Int64, accumulate: Bool):
-    """Sums a vector in a fixed order, pairwise in blocks.
+    """Sums a vector in a fixed order, in float64: it may be long.
 
     Parameters:
         accum: The type of the terms.
@@ -214,15 +214,13 @@ def add_up[
         output: Address of the sum.
         accumulate: Whether to add to what is there.
     """
-    var sum = Scalar[accum](0)
-    for first in range(0, count, _BLOCK):
-        var block = Scalar[accum](0)
-        for i in range(first, min(first + _BLOCK, count)):
-            block += _pointer[accum](terms).unsafe_offset(i).unsafe_load()
-        sum += block
+    var sum = Float64(0)
+    for i in range(count):
+        var term = _pointer[accum](terms).unsafe_offset(i).unsafe_load()
+        sum += term.cast[DType.float64]()
     var place = _pointer[dtype](output)
     if accumulate:
-        sum += place.unsafe_load().cast[accum]()
+        sum += place.unsafe_load().cast[DType.float64]()
     place.unsafe_store(sum.cast[dtype]())
 
 
