@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from fused_norm.functional import fused_layernorm_linear
-from fused_norm.modules import LayerNormLinear
+from fused_norm import composed
+from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
+from fused_norm.modules import LayerNormLinear, TrainableEpsLayerNorm
 
 __version__ = "0.1.0"
-__all__ = ["LayerNormLinear", "__version__", "fused_layernorm_linear"]
+__all__ = [
+    "LayerNormLinear",
+    "TrainableEpsLayerNorm",
+    "__version__",
+    "composed",
+    "fused_layernorm_linear",
+    "trainable_eps_layer_norm",
+]

@@ -40,7 +40,7 @@ def forward(
     statistics: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    kernels = _kernels(x.dtype)
+    kernels = extension("layernorm_linear_cpu", x.dtype)
     outputs, features = linear_weight.shape
     sizes = (x.numel() // features, features, outputs, threads())
     x, ln_weight, ln_bias, linear_weight, linear_bias = dense(
@@ -80,7 +80,7 @@ def backward(
     mask: list[bool],
 ) -> list[Tensor | None]:
     """Return the gradients that the mask asks for, None in place of the others."""
-    kernels = _kernels(x.dtype)
+    kernels = extension("layernorm_linear_cpu", x.dtype)
     outputs, features = linear_weight.shape
     sizes = (x.numel() // features, features, outputs, threads())
     grad_output, x, ln_weight, ln_bias, linear_weight = dense(
@@ -107,8 +107,9 @@ def backward(
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype) -> ModuleType:
-    return _native.load(_native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype]))
+def extension(name: str, dtype: torch.dtype) -> ModuleType:
+    """Return the kernels of an extension for a dtype."""
+    return _native.load(_native.Extension(name, _native.DTYPES[dtype]))
 
 
 def _after_fork() -> None:

@@ -38,7 +38,7 @@ def forward(
     features = x.shape[-1]
     z = torch.empty_like(x)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    _launcher(x).layernorm_forward(
+    launcher("layernorm_gpu", x).layernorm_forward(
         z.data_ptr(),
         address(mean),
         address(rstd),
@@ -70,15 +70,15 @@ def backward(
     x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = mask
     dy = grad_output.reshape(rows, outputs)
-    launcher = _launcher(x)
+    kernels = launcher("layernorm_gpu", x)
     affine_float32 = x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias)
     gradients = empty_gradients(
         x, ln_weight, ln_bias, linear_weight, [want_dx, want_dgamma, want_dbeta, False, False]
     )
     if want_dx or want_dgamma or want_dbeta:
         dz = torch.mm(dy, linear_weight)
-        scratch = workspace(launcher.layernorm_backward_workspace(rows, features), x.device)
-        launcher.layernorm_backward(
+        scratch = workspace(kernels.layernorm_backward_workspace(rows, features), x.device)
+        kernels.layernorm_backward(
             *(address(gradient) for gradient in gradients[:3]),
             dz.data_ptr(),
             x.data_ptr(),
@@ -93,7 +93,7 @@ def backward(
     if want_dweight:
         # Not kept from the forward: one pass over x is cheaper than a second x in memory.
         z = torch.empty_like(x)
-        launcher.layernorm_forward(
+        kernels.layernorm_forward(
             *(z.data_ptr(), 0, 0, x.data_ptr(), address(ln_weight), address(ln_bias)),
             *(rows, features, eps, affine_float32),
         )
@@ -103,14 +103,14 @@ def backward(
     return gradients
 
 
-def _launcher(x: Tensor) -> Any:
-    """Return the launcher for a tensor's dtype and device, on the device's current stream."""
+def launcher(name: str, x: Tensor) -> Any:
+    """Return an extension's launcher for a tensor's dtype, on its device's current stream."""
     device = x.device.index
-    return _launcher_on(x.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+    return _launcher(name, x.dtype, device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
-def _launcher_on(dtype: torch.dtype, device: int, stream: int) -> Any:
+def _launcher(name: str, dtype: torch.dtype, device: int, stream: int) -> Any:
     accelerator = _native.accelerator_of(torch.device("cuda", device))
-    extension = _native.Extension("layernorm_gpu", _native.DTYPES[dtype], accelerator)
+    extension = _native.Extension(name, _native.DTYPES[dtype], accelerator)
     return _native.load(extension).Launcher(device, stream)

@@ -26,9 +26,9 @@ def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tensors
 
 
-def workspace(size: int, device: torch.device) -> Tensor | None:
-    """Return scratch memory of a number of bytes, None for no bytes."""
-    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+def workspace(size: int, device: torch.device) -> Tensor:
+    """Return scratch memory of a number of bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def affine_is_float32(ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:

@@ -57,14 +57,21 @@ class Extension:
         name: Stem of a file in `fused_norm/extension/`.
         dtype: Name of the dtype that its kernels work on, as in `DTYPES`.
         accelerator: GPU architecture as Mojo names it (`nvidia:sm_90a`), or None for the host CPU.
+        folder: Where the source file is, if not in `fused_norm/extension/`.
     """
 
     name: str
     dtype: str
     accelerator: str | None = None
+    folder: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.dtype}, {self.accelerator or 'cpu'})"
+
+    @property
+    def source(self) -> Path:
+        """The file that is compiled."""
+        return (self.folder or PACKAGE / "extension") / f"{self.name}.mojo"
 
     @property
     def path(self) -> Path:
@@ -119,7 +126,9 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
     wanted = [Extension(name, d, vendor + target) for name in GPU_EXTENSIONS for d in dtypes]
     if target.endswith("sm_90a"):
-        wanted += [Extension(HOPPER_EXTENSION, d, vendor + target) for d in HOPPER_DTYPES & {*dtypes}]
+        wanted += [
+            Extension(HOPPER_EXTENSION, d, vendor + target) for d in HOPPER_DTYPES & {*dtypes}
+        ]
     return [extension for extension in wanted if extension.dtype != "float64"]
 
 
@@ -175,8 +184,14 @@ _load_lock = threading.RLock()
 def _compile(extension: Extension, path: Path) -> None:
     from mojo.run import subprocess_run_mojo
 
-    source = PACKAGE / "extension" / f"{extension.name}.mojo"
-    arguments = ["build", str(source), "-I", str(source_root()), "-D", f"dtype={extension.dtype}"]
+    arguments = [
+        "build",
+        str(extension.source),
+        "-I",
+        str(source_root()),
+        "-D",
+        f"dtype={extension.dtype}",
+    ]
     if extension.accelerator:
         arguments += [f"--target-accelerator={extension.accelerator}"]
         arguments += ["--target-cpu", _portable_cpu()]

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
-from fused_norm._memory import address, affine_is_float32, dense, empty_statistics
+from fused_norm._memory import address, affine_is_float32, dense, empty_statistics, workspace
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
-# With fewer rows, 128-row tiles are mostly empty and the composed way is faster.
-MIN_ROWS = 192
 # Below so many rows for each output, a fold costs more than it saves: docs/hopper-log.md.
 ROWS_PER_OUTPUT = 2
 
@@ -48,7 +46,7 @@ def serves(x: Tensor, linear_weight: Tensor) -> bool:
     if x.dtype is not torch.bfloat16 or not _is_hopper(x.device.index):
         return False
     outputs, features = linear_weight.shape
-    return not (outputs % 8 or features % 8) and x.numel() >= MIN_ROWS * features
+    return not (outputs % 8 or features % 8)
 
 
 def forward(
@@ -79,11 +77,13 @@ def forward(
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
     y = x.new_empty(*x.shape[:-1], outputs)
-    mean, rstd = empty_statistics(x)
+    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    # The kernel writes them in any case.
+    scratch = workspace(2 * 4 * rows, x.device) if mean is None else mean
     launcher.forward(
         y.data_ptr(),
-        mean.data_ptr(),
-        rstd.data_ptr(),
+        scratch.data_ptr(),
+        scratch.data_ptr() + 4 * rows if rstd is None else rstd.data_ptr(),
         x.data_ptr(),
         fold.weight.data_ptr(),
         fold.sums.data_ptr(),
@@ -134,15 +134,19 @@ class _Entry:
     """The parameters of a call as they were, and their fold once they came a second time."""
 
     def __init__(self, parameters: Parameters, versions: tuple[int, ...], forget: Any) -> None:
-        self.tensors = [None if t is None else weakref.ref(t, forget) for t in parameters]
+        self.references = [_nothing if t is None else weakref.ref(t, forget) for t in parameters]
         self.versions = versions
         self.fold: Fold | None = None
 
     def holds(self, parameters: Parameters, versions: tuple[int, ...]) -> bool:
-        return self.versions == versions and all(
-            (None if ref is None else ref()) is t
-            for ref, t in zip(self.tensors, parameters, strict=True)
-        )
+        for reference, tensor in zip(self.references, parameters, strict=True):
+            if reference() is not tensor:
+                return False
+        return self.versions == versions
+
+
+def _nothing() -> None:
+    """Stand in for the reference to a parameter that is None."""
 
 
 _entries: dict[tuple[int, int], _Entry] = {}
@@ -151,11 +155,12 @@ _entries: dict[tuple[int, int], _Entry] = {}
 def _versions(parameters: Parameters) -> tuple[int, ...] | None:
     """Return what changes whenever the parameters' values do, None where nothing tells."""
     versions: list[int] = []
-    for tensor in parameters:
-        if tensor is not None:
-            if tensor.is_inference():
-                return None
-            versions += (tensor._version, tensor.data_ptr())
+    try:
+        for tensor in parameters:
+            if tensor is not None:
+                versions += (tensor._version, tensor.data_ptr())
+    except RuntimeError:  # an inference tensor has no version
+        return None
     return tuple(versions)
 
 

@@ -1,20 +1,25 @@
 """Decides whether the kernels serve a call.
 
-What they do not serve, a wrong call included, is handed to PyTorch's own `layer_norm` and `linear`:
-so an error has PyTorch's type and words, and whatever PyTorch accepts works.
+What they do not serve, a wrong call included, is handed to PyTorch's own ops: so an error has
+PyTorch's type and words, and whatever PyTorch accepts works.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_norm import reference
 from fused_norm._dispatch import LOW_PRECISION, serves
+
+# Kernels count the elements of a row in 32 bits.
+LONGEST_ROW = 2**31 - 1
 
 
 def has_kernel(
@@ -63,11 +68,7 @@ def has_kernel(
         mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
         if not (affine.dtype is x.dtype or mixed):
             return False
-    if not serves(x, dtype):
-        if dtype.is_floating_point:
-            _say_no_kernel(device.type, dtype)
-        return False
-    return True
+    return _serves(x, dtype)
 
 
 def by_pytorch(
@@ -81,6 +82,88 @@ def by_pytorch(
         features = others[1] or features
     z = F.layer_norm(x, features, ln_weight, ln_bias, eps)
     return F.linear(z, linear_weight, linear_bias)
+
+
+def has_row_kernel(*tensors: Any) -> bool:
+    """Return whether the row programs serve tensors of one shape and dtype.
+
+    Args:
+        tensors: Should be of shape `[..., K]` in a dtype that has kernels.
+    """
+    x = tensors[0]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return False
+        if tensor.dtype is not x.dtype or tensor.device != x.device or tensor.shape != x.shape:
+            return False
+    return x.dim() > 0 and x.shape[-1] <= LONGEST_ROW and _serves(x, x.dtype)
+
+
+def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
+    """Return whether the kernels serve a call of `trainable_eps_layer_norm`.
+
+    Args:
+        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
+        o: Should be a tensor of one element, in the dtype of `x` or float32 beside a narrower one.
+    """
+    return (
+        isinstance(x, Tensor)
+        and isinstance(o, Tensor)
+        and o.layout is torch.strided
+        and o.numel() == 1
+        and o.device == x.device
+        and (o.dtype is x.dtype or (o.dtype is torch.float32 and x.dtype in LOW_PRECISION))
+        and has_row_kernel(x)
+    )
+
+
+def trainable_eps_by_pytorch(x: Any, o: Any) -> Tensor:
+    """Return what PyTorch's ops make of a call of `trainable_eps_layer_norm`, or raise as they do.
+
+    Raises:
+        RuntimeError: If `o` has more or less than one element.
+    """
+    if isinstance(o, Tensor):
+        if o.numel() != 1:
+            raise RuntimeError(f"a Tensor with {o.numel()} elements cannot be converted to Scalar")
+        o = o.reshape(())
+    return by_pytorch_widened(reference.trainable_eps_layer_norm, x, o)
+
+
+def div_by_pytorch(a: Any, b: Any) -> Tensor:
+    """Return what PyTorch makes of a call of `composed.div`, or raise as PyTorch does.
+
+    Raises:
+        RuntimeError: If the operands have different shapes.
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
+        raise RuntimeError(
+            "Expected tensor for argument #1 'a' to have same size as tensor for argument #2 'b'; "
+            f"but {list(a.shape)} does not equal {list(b.shape)} "
+            "(while checking arguments for div)"
+        )
+    return by_pytorch_widened(reference.div, a, b)
+
+
+def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> Tensor:
+    """Return what a formula gives, computed in float32 or wider, in the dtype of `x`.
+
+    Args:
+        formula: One of `reference`.
+        x: The first argument.
+        others: The other arguments.
+    """
+    tensors = [reference.widened(t) if isinstance(t, Tensor) else t for t in (x, *others)]
+    y = formula(*tensors)
+    return y.to(x.dtype) if y.is_floating_point() and x.is_floating_point() else y
+
+
+def _serves(x: Tensor, dtype: torch.dtype) -> bool:
+    if serves(x, dtype):
+        return True
+    if dtype.is_floating_point:
+        _say_no_kernel(x.device.type, dtype)
+    return False
 
 
 @functools.cache

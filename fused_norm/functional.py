@@ -1,4 +1,4 @@
-"""What users call: LayerNorm followed by a Linear layer as one function."""
+"""What users call: LayerNorm and Linear as one function, LayerNorm with a trained eps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from fused_norm._ops import layernorm_linear, layernorm_linear_with_gradients
-from fused_norm._validation import by_pytorch, has_kernel
+from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
+from fused_norm._validation import (
+    by_pytorch,
+    has_kernel,
+    has_trainable_eps_kernel,
+    trainable_eps_by_pytorch,
+)
 
 
 def fused_layernorm_linear(
@@ -48,8 +54,39 @@ def fused_layernorm_linear(
         return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
     inputs = (x, ln_weight, ln_bias, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return layernorm_linear_with_gradients(*inputs, eps)
-    y: Tensor = layernorm_linear(*inputs, eps)
+        y: Tensor = layernorm_linear_with_gradients(*inputs, eps)
+    else:
+        y = layernorm_linear(*inputs, eps)
+    return y
+
+
+def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
+    """Apply layer normalization over the last dimension, with a trained scalar squared as eps.
+
+    `v = x - mean(x)`, `y = v / sqrt(o * o + mean(v * v))`: equivalent to
+    `F.layer_norm(x, (K,), eps=o * o)`, and has a gradient for `o`. Statistics and sums use float32
+    (float64 for float64). Only the inputs are kept for the backward; its sums run in a fixed order,
+    so every run gives the same bits.
+
+    A row without variance is 0 / 0, so NaN, where `o` is 0. There the gradient of `o` is 0 as well.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        o: Tensor of one element. In the dtype of `x`, or float32 beside bfloat16 and float16.
+
+    Returns:
+        Tensor of the shape and dtype of `x`.
+
+    Raises:
+        RuntimeError: If `o` has not one element, and as PyTorch's ops do.
+        TypeError: As they do, for an argument that is not a tensor.
+    """
+    if not has_trainable_eps_kernel(x, o):
+        return trainable_eps_by_pytorch(x, o)
+    if torch.is_grad_enabled() and (x.requires_grad or o.requires_grad):
+        y: Tensor = trainable_eps_with_gradients(x, o)
+    else:
+        y = trainable_eps(x, o)
     return y
 
 

@@ -1,4 +1,4 @@
-"""What users put into models: LayerNorm followed by a Linear layer as one module."""
+"""What users put into models: LayerNorm and a Linear layer as one, LayerNorm with a trained eps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fused_norm.functional import fused_layernorm_linear
+from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
 
 
 class LayerNormLinear(nn.Module):
@@ -134,3 +134,35 @@ class LayerNormLinear(nn.Module):
             f"elementwise_affine={self.layer_norm_weight is not None}, "
             f"layer_norm_bias={self.layer_norm_bias is not None}, bias={self.bias is not None}"
         )
+
+
+class TrainableEpsLayerNorm(nn.Module):
+    """Layer normalization over the last dimension, with a trained scalar squared as eps.
+
+    The scalar begins at 0, as in the Spiral language's LayerNorm. There its own gradient is 0,
+    since eps is its square: to train it, give it another value, `nn.init.constant_(layer.o, 0.01)`.
+
+    Args:
+        device: Device of the scalar.
+        dtype: Dtype of the scalar: that of the input, or float32 beside a narrower input.
+
+    Attributes:
+        o: The scalar, shape `[1]`.
+    """
+
+    o: nn.Parameter
+
+    def __init__(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.o = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scalar to 0."""
+        nn.init.zeros_(self.o)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, each row normalised."""
+        return trainable_eps_layer_norm(x, self.o)

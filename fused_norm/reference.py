@@ -1,4 +1,4 @@
-"""The same mathematics in plain PyTorch, one screen.
+"""The same mathematics in plain PyTorch, a screen for each op.
 
 M rows of K features, N outputs; `x_hat` is the row without its mean and scale:
 
@@ -10,6 +10,17 @@ row:
 
     dx = rstd * (h - mean(h) - x_hat * mean(h * x_hat))
     dgamma = sum_M (dy W) * x_hat    dbeta = sum_M dy W    dW = dy^T z    db = sum_M dy
+
+The LayerNorm whose eps is o^2 with a trained o, forward and backward:
+
+    v = x - sum(x) / K           s = sqrt(o^2 + sum(v^2) / K)           y = v / s
+    dx = (dy - mean(dy) - v * mean(dy * v) / s^2) / s     do = -o * sum_M sum_K(dy * v) / s^3
+
+and in three ops of which `div(mean(x), norm(mean(x)))` is a LayerNorm:
+
+    mean(x) = x - sum(x) / K       dx = dy - sum(dy) / K
+    norm(v) = sqrt(sum(v^2) / K)   dv = v * sum(dy) / (K * norm(v))     one value for all elements
+    div(a, b) = a / b              da = dy / b    db = -dy * a / b^2
 
 Everything here is differentiable in turn, so it also serves the derivatives that have no kernel.
 """
@@ -94,3 +105,83 @@ def layernorm_linear_backward(
         (dy.mT @ (x_hat * gamma + beta)).to(linear_weight.dtype),
         dy.sum(0).to(linear_weight.dtype),
     )
+
+
+def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
+    """Apply LayerNorm over the last dimension with o^2 for eps.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        o: Scalar, as a tensor.
+    """
+    v = mean(x)
+    return v / torch.sqrt(torch.square(o) + torch.mean(torch.square(v), -1, keepdim=True))
+
+
+def trainable_eps_layer_norm_backward(
+    grad_output: Tensor, x: Tensor, o: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and `o`, with sums in float32 or wider.
+
+    Args:
+        grad_output: Gradient of the output, shape `[..., K]`.
+        x: Input of shape `[..., K]`.
+        o: Tensor of one element.
+    """
+    dy, rows, scale = (widened(t) for t in (grad_output, x, o.reshape(())))
+    v = mean(rows)
+    s = torch.sqrt(scale * scale + v.square().mean(-1, keepdim=True))
+    dx = (mean(dy) - v * (dy * v).mean(-1, keepdim=True) / (s * s)) / s
+    do = -scale * ((dy * v).sum(-1, keepdim=True) / s**3).sum()
+    return dx.to(x.dtype), do.to(o.dtype).reshape(o.shape)
+
+
+def mean(x: Tensor) -> Tensor:
+    """Return `x` without the mean of its last dimension."""
+    return x - torch.mean(x, -1, keepdim=True)
+
+
+def norm(v: Tensor) -> Tensor:
+    """Return the root of the mean square of the last dimension, for each of its elements."""
+    return torch.sqrt(torch.mean(torch.square(v), -1, keepdim=True)).expand_as(v).contiguous()
+
+
+def norm_backward(grad_output: Tensor, v: Tensor) -> Tensor:
+    """Return the gradient of `v`, with sums in float32 or wider.
+
+    Args:
+        grad_output: Gradient of the norm, shape `[..., K]`.
+        v: Input of shape `[..., K]`.
+    """
+    dy, rows = widened(grad_output), widened(v)
+    dv = rows * (dy.mean(-1, keepdim=True) / rows.square().mean(-1, keepdim=True).sqrt())
+    return dv.to(v.dtype)
+
+
+def div(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a / b`."""
+    return torch.div(a, b)
+
+
+def div_backward(grad_output: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `a` and `b`.
+
+    Args:
+        grad_output: Gradient of the quotient.
+        a: The dividend.
+        b: The divisor.
+    """
+    dy, dividend, divisor = (widened(t) for t in (grad_output, a, b))
+    da = dy / divisor
+    return da.to(a.dtype), (-da * (dividend / divisor)).to(b.dtype)
+
+
+def composed_layer_norm(x: Tensor) -> Tensor:
+    """Return `div(v, norm(v))` of `v = mean(x)`: LayerNorm without an eps."""
+    v = mean(x)
+    return div(v, norm(v))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 where its dtype is narrower, and itself where it is not."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -3,9 +3,9 @@
     python scripts/gpu_round.py pack .dev/gpu        here: kernels, runtime, peers into a folder
     python3 scripts/gpu_round.py run .dev/gpu OUT    there: tests, then the benchmark, into OUT
 
-`pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder; it
-uses no compiler. Both steps of `run` can be had alone (`--only tests`), each ends in time
-(`--limit`), and the benchmark goes on with the OUT/NAME.json that it finds.
+`pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
+compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), each ends in time
+(`--limit`), and the benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import argparse
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +37,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 # The shapes that say most come first, with all peers; max-autotune compiles too long for the rest.
 FIRST = ("--op", "layernorm_linear", "--shapes", "llama")
 LATER_PROVIDERS = ("eager", "linear", "compile", "fla", "liger", "formula")
+MODES = ("forward", "forward_grad", "backward", "train")
 OURS = ("fused_norm", "fused_norm-composed")
 
 
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
     running.add_argument("--only", choices=("tests", "bench"))
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
-    running.add_argument("--seconds", type=float, default=0.3, help="for each provider and shape")
+    running.add_argument("--seconds", type=float, default=0.2, help="for each provider and shape")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
     options = parser.parse_args(arguments)
     if options.command == "pack":
@@ -102,15 +106,16 @@ def run(options: argparse.Namespace) -> int:
         options: Of the command line.
     """
     began = time.perf_counter()
+    # A background job ignores Ctrl-C, and so would what it starts; this undoes it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options.out.mkdir(parents=True, exist_ok=True)
     # Not kept: nothing of it outlives the machine, and another run may be of other kernels.
     site = Path(tempfile.mkdtemp(prefix="gpu-round-"))
     with tarfile.open(options.folder / "runtime.tar.xz") as archive:
         archive.extractall(site, filter="data")
-    wheels = sorted((options.folder / "wheels").glob("*.whl"))
-    install = [*(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps")]
-    install += ["--no-compile", "--target", str(site), *map(str, wheels)]
-    subprocess.run(install, check=True)
+    for wheel in (options.folder / "wheels").glob("*.whl"):
+        with zipfile.ZipFile(wheel) as content:
+            content.extractall(site)
     # A copy: loading a kernel locks its file, and the folder may be read-only.
     shutil.copytree(options.folder / "kernels", site / "kernels")
     environment = os.environ | {
@@ -124,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
     failed = []
     if options.only != "bench":
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-        command += _tests_that_need_max()
+        command += _tests_beyond_this_machine()
         if _logged(command, environment, options.out / "tests.log", options.limit - 30):
             failed.append("tests")
     if options.only != "tests":
@@ -144,6 +149,7 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
     command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
     command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
     command += ["--seconds", str(options.seconds)]
+    command += [part for mode in MODES for part in ("--mode", mode)]
     later = [part for provider in (*LATER_PROVIDERS, *OURS) for part in ("--provider", provider)]
     stages = [[*FIRST, *(later if options.no_autotune else ())], later]
     end = time.perf_counter() + limit
@@ -158,19 +164,26 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
     return status
 
 
-def _tests_that_need_max() -> list[str]:
-    """Leave out the tests of the puzzle where there is no MAX to compile its kernels."""
-    if importlib.util.find_spec("max") is not None:
-        return []
-    files = sorted((ROOT / "tests").glob("test_*.py"))
-    needs = [path for path in files if "fused_norm import _max" in path.read_text()]
-    return [f"--ignore={path.relative_to(ROOT)}" for path in needs]
+def _tests_beyond_this_machine() -> list[str]:
+    """Leave out the tests that need MAX or the compiler where those are not installed."""
+    needs = []
+    if importlib.util.find_spec("max") is None:
+        needs.append("fused_norm import _max")
+    if shutil.which("mojo") is None:
+        needs.append('"mojo", "run"')
+    return [
+        f"--ignore={path.relative_to(ROOT)}"
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if any(text in path.read_text() for text in needs)
+    ]
 
 
 def _logged(command: Sequence[str], environment: dict[str, str], log: Path, limit: float) -> int:
-    """Run a command, show and keep what it prints, and return its exit status."""
+    """Run a command, show and keep what it prints, and return its exit status.
+
+    At the limit it gets a Ctrl-C, on which it writes what it has.
+    """
     print("$", " ".join(command), flush=True)
-    end = time.perf_counter() + limit
     with (
         log.open("w") as file,
         subprocess.Popen(
@@ -183,11 +196,12 @@ def _logged(command: Sequence[str], environment: dict[str, str], log: Path, limi
         ) as process,
     ):
         assert process.stdout is not None
+        timer = threading.Timer(max(limit - 15, 1), process.send_signal, (signal.SIGINT,))
+        timer.start()
         for line in process.stdout:
             print(line, end="", flush=True)
             file.write(line)
-            if time.perf_counter() > end:
-                process.terminate()
+        timer.cancel()
     return process.returncode
 
 

@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from fused_norm import _native
+
 ROOT = Path(__file__).resolve().parent.parent
-MOJO_DTYPE = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+
 GUARD = 7.0
 """Fills the memory around a tensor."""
 
 
-@functools.cache
-def extension(name: str, dtype: torch.dtype) -> ModuleType:
-    """Load an extension from FUSED_NORM_PREBUILT, or build it there or in a temporary folder."""
-    folder = Path(os.environ.get("FUSED_NORM_PREBUILT") or tempfile.mkdtemp())
-    path = folder / MOJO_DTYPE[dtype] / f"{name}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        source = ROOT / "fused_norm" / "extension" / f"{name}.mojo"
-        subprocess.run(
-            [
-                *(Path(sys.executable).parent / "mojo", "build", "-I", ROOT),
-                *("-D", f"dtype={MOJO_DTYPE[dtype]}", source),
-                *("--emit", "shared-lib", "-o", path),
-            ],
-            check=True,
-        )
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def extension(name: str, dtype: torch.dtype, folder: str = "", *, gpu: bool = False) -> ModuleType:
+    """Load an extension of the library, or one in a folder of the repository."""
+    accelerator = _native.accelerator_of(torch.device("cuda", 0)) if gpu else None
+    where = ROOT / folder if folder else None
+    return _native.load(_native.Extension(name, _native.DTYPES[dtype], accelerator, where))
 
 
 class Guarded:
@@ -58,7 +32,7 @@ class Guarded:
         self.whole = torch.full((count + 2 * pad + shift,), GUARD, dtype=dtype, device=device)
         self.start, self.end = pad + shift, pad + shift + count
         self.tensor = self.whole[self.start : self.end].view(shape)
-        self.tensor.fill_(float("nan"))
+        self.tensor.fill_(float("nan") if dtype.is_floating_point else 255)
 
     @classmethod
     def of(cls, values: torch.Tensor, shift: int = 0) -> Guarded:

@@ -23,7 +23,7 @@ EPS = 1e-5
 
 
 def launcher(dtype: torch.dtype):
-    return extension("layernorm_gpu", dtype).Launcher(
+    return extension("layernorm_gpu", dtype, gpu=True).Launcher(
         torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
     )
 
@@ -110,7 +110,9 @@ def check_forward(x, gamma, beta, float32, **options):
     peer_x = x.float() if float32 else x
     peer = torch.native_layer_norm(peer_x, (x.shape[1],), gamma, beta, EPS)
     assert_as_exact(y, peer[0].to(x.dtype), exact.y, "y")
-    assert_as_exact(mean, peer[1].flatten(), exact.mean, "mean")
+    # A mean's error counts against the spread of the elements that it is subtracted from.
+    ours, theirs = ((m - exact.mean).abs() * exact.rstd for m in (mean, peer[1].flatten()))
+    assert ours.max() <= 2 * theirs.max() + torch.finfo(mean.dtype).eps
     assert_as_exact(rstd, peer[2].flatten(), exact.rstd, "rstd")
 
 

@@ -18,13 +18,26 @@ import fused_norm as fn
 from fused_norm import _native
 from fused_norm.__main__ import main
 
-# The type is there because one made in Mojo once ended every process where warnings are errors.
 TINY = """
 from std.os import abort
 from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 
 
+def answer() raises -> PythonObject:
+    return PythonObject(42)
+
+
+@export
+def PyInit_tiny() abi("C") -> PythonObject:
+    try:
+        var builder = PythonModuleBuilder("tiny")
+        builder.def_function[answer]("answer", docstring="The answer.")
+        return builder.finalize()
+    except error:
+        abort(t"{error}")
+"""
+THING = """
 @fieldwise_init
 struct Thing(Movable, Writable):
     var value: Int
@@ -41,20 +54,6 @@ struct Thing(Movable, Writable):
     def write_repr_to(self, mut writer: Some[Writer]):
         writer.write("Thing")
 
-
-def answer() raises -> PythonObject:
-    return PythonObject(42)
-
-
-@export
-def PyInit_tiny() abi("C") -> PythonObject:
-    try:
-        var builder = PythonModuleBuilder("tiny")
-        _ = builder.add_type[Thing]("Thing").def_py_init[Thing.py_init]()
-        builder.def_function[answer]("answer", docstring="The answer.")
-        return builder.finalize()
-    except error:
-        abort(t"{error}")
 """
 LOAD = """
 import sys
@@ -83,9 +82,9 @@ def tiny() -> _native.Extension:
     return _native.Extension("tiny", "float32")
 
 
-def load_elsewhere(package: Path, **kwargs: object) -> subprocess.Popen[str]:
+def load_elsewhere(package: Path, *flags: str, **kwargs: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", LOAD, str(package)],
+        [sys.executable, *flags, "-c", LOAD, str(package)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -180,6 +179,18 @@ def test_interrupted_build_leaves_nothing_behind(package: Path) -> None:
     assert "KeyboardInterrupt" in err
     assert not list(_native.cache_dir().glob(".build-*"))
     assert _native.load(tiny()).answer() == 42
+
+
+def test_loads_where_warnings_are_errors(package: Path) -> None:
+    """Regression: a type made in Mojo has no __module__; the warning of it ended the process."""
+    typed = TINY.replace("def answer", THING + "def answer").replace(
+        "        return builder.finalize()",
+        '        _ = builder.add_type[Thing]("Thing").def_py_init[Thing.py_init]()\n'
+        "        return builder.finalize()",
+    )
+    (package / "extension/tiny.mojo").write_text(typed)
+    out, err = load_elsewhere(package, "-W", "error::DeprecationWarning").communicate(timeout=120)
+    assert out.strip() == "42", err
 
 
 def test_command_line_builds_ahead(

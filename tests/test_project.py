@@ -74,7 +74,7 @@ def test_pixi_and_poe_have_the_same_tasks() -> None:
 
 def test_tasks_that_take_flags_pass_them_on() -> None:
     """Poe drops trailing arguments of everything but a single command; pixi, of tasks with args."""
-    for name in ("p22", "test"):
+    for name in ("p22", "layernorm", "test"):
         assert "cmd" in load("pyproject.toml")["tool"]["poe"]["tasks"][name]
         assert isinstance(load("pixi.toml")["tasks"][name], str)
 

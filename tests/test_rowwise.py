@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_harness import GUARD, Guarded, address, assert_as_exact, error, extension
+from kernel_harness import GUARD, ROOT, Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -46,7 +47,7 @@ def call(op: str, like: Tensor, *arguments: Tensor | int | bool | None) -> None:
         kernels = extension("rowwise_cpu", like.dtype)
         getattr(kernels, op)(*values, torch.get_num_threads(), gomp_parallel())
     else:
-        kernels = extension("rowwise_gpu", like.dtype)
+        kernels = extension("rowwise_gpu", like.dtype, gpu=True)
         stream = torch.cuda.current_stream().cuda_stream
         getattr(kernels.Launcher(torch.cuda.current_device(), stream), op)(*values)
 
@@ -290,3 +291,13 @@ def test_rows_do_not_depend_on_their_neighbours(device):
         one = x[row + i : row + i + 1].clone()
         call("trainable_eps_forward", x, alone[i : i + 1], one, o, 1, 769, False)
     assert torch.equal(y[5:8], alone)
+
+
+def test_the_document_shows_what_its_code_prints(capsys):
+    text = (ROOT / "docs" / "rowwise.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    shown = text.split("```text\n")[1].split("```")[0]
+    exec(compile(code, "docs/rowwise.md", "exec"), {})
+    pattern = re.compile(r"[\d.]+e-\d+")
+    assert pattern.sub("", capsys.readouterr().out) == pattern.sub("", shown)
+    assert [float(e) < 1e-12 for e in pattern.findall(shown)] == [False, True]

@@ -36,6 +36,8 @@ QUICK_SHAPES = {
 }
 # What --quick leaves out: torch.compile spends its minute on compiling.
 SLOW = ("compile", "compile-max-autotune", "max-fused", "max-unfused")
+# Leaves a busy machine the rest of the minute for the case that has begun, and for plots.
+QUICK_LIMIT = 25.0
 INTERRUPTED = 130
 MOST_PROBLEMS = 10
 
@@ -78,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if interrupted:
         made = f"{len(run.measurements)} of {plan.steps} measurements were made"
         console.print(f"\nInterrupted: {made}.", highlight=False)
+    elif not run.finished:
+        console.print("\nThe time limit left measurements out.", highlight=False)
     if before is not None:
         baseline.show(before, run, console)
     _write(run, options, console)
@@ -162,7 +166,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     names = options.provider
     if names is None and options.quick:
         names = [name for name in providers.NAMES if name not in SLOW]
-    quick = Budget(seconds=0.25, warm_up=0.05, most=100)
+    quick = Budget(seconds=0.2, warm_up=0.05, most=100)
     budget = quick if options.quick else Budget()
     if options.seconds is not None:
         warm_up = min(budget.warm_up, options.seconds)
@@ -178,7 +182,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         is_warm=options.warm,
         interference=options.interference,
         measures_memory=not options.no_memory,
-        time_limit=options.time_limit or float("inf"),
+        time_limit=options.time_limit or (QUICK_LIMIT if options.quick else float("inf")),
         commit=options.commit,
         earlier=_earlier(options),
     )

@@ -42,6 +42,7 @@ def describe(device: torch.device, commit: str | None = None) -> Environment:
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
         threads=torch.get_num_threads(),
+        load=os.getloadavg()[0],
         memory_bytes=memory,
         cache_bytes=cache,
         gpu=gpu,

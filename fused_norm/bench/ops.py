@@ -113,12 +113,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
-    """Return the row program's value: `v = x - mean(x)`, `v / sqrt(o^2 + mean(v^2))`."""
-    v = x - x.mean(-1, keepdim=True)
-    return v / (o * o + v.square().mean(-1, keepdim=True)).sqrt()
-
-
 def _normal(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -167,7 +161,7 @@ OPS: dict[str, Op] = {
             title="LayerNorm as a row program",
             names=("x", "o"),
             make=_layer_norm_inputs,
-            reference=trainable_eps_layer_norm,
+            reference=reference.trainable_eps_layer_norm,
             # Sum, centre, square, sum, divide.
             flops=lambda shape: 5 * shape.M * shape.K,
             has_outputs=False,

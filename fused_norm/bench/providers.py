@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fused_norm import reference
 from fused_norm.bench.environment import version
-from fused_norm.bench.ops import EPS, Case, Formula, trainable_eps_layer_norm
+from fused_norm.bench.ops import EPS, Case, Formula
 
 # Ratios are to the baseline and to the floor of the same run.
 Role = Literal["baseline", "floor", "peer", "ours"]
@@ -182,11 +182,11 @@ def _bind_composed(function: Formula, case: Case) -> Bind:
 
 
 def _without_gradient_of_o(x: Tensor, o: Tensor) -> Tensor:
-    return trainable_eps_layer_norm(x, o.detach())
+    return reference.trainable_eps_layer_norm(x, o.detach())
 
 
 def _composed_formula(x: Tensor, o: Tensor) -> Tensor:
-    return trainable_eps_layer_norm(x, torch.zeros_like(o))
+    return reference.trainable_eps_layer_norm(x, torch.zeros_like(o))
 
 
 _ALL = (
@@ -293,7 +293,7 @@ _ALL = (
         "layer_norm",
         "peer",
         "v = x - mean(x); v / sqrt(o*o + mean(v*v)) in PyTorch",
-        _given(trainable_eps_layer_norm),
+        _given(reference.trainable_eps_layer_norm),
         _as_function,
     ),
     Provider(
@@ -301,7 +301,7 @@ _ALL = (
         "layer_norm",
         "peer",
         "torch.compile of that formula",
-        _given(trainable_eps_layer_norm),
+        _given(reference.trainable_eps_layer_norm),
         _compiled(None),
     ),
     Provider(

@@ -28,7 +28,8 @@ def head(run: Run) -> list[tuple[str, str]]:
     """
     e = run.environment
     mebibytes, gibibytes = 2**20, 2**30
-    machine = [("cpu", f"{e.cpu}, {e.cores} cores, {e.threads} threads")]
+    load = f"load {e.load:.1f} before"
+    machine = [("cpu", f"{e.cpu}, {e.cores} cores, {e.threads} threads, {load}")]
     if e.device == "cuda":
         memory = f"{e.memory_bytes / gibibytes:.0f} GiB, L2 {e.cache_bytes / mebibytes:.0f} MiB"
         machine += [
@@ -74,6 +75,9 @@ def show(run: Run, console: Console) -> None:
         if info.problem:
             table.add_row(f"no {info.name}", escape(f"{info.op}: {info.problem}"))
     console.print(table)
+    if run.environment.load > run.environment.cores / 2:
+        warning = "Other work was running on this machine: the times are not to be trusted."
+        console.print(warning, style="red")
     tables: dict[tuple[str, str, str], list[Measurement]] = {}
     for measurement in run.measurements:
         tables.setdefault(measurement.key()[:3], []).append(measurement)

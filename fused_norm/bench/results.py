@@ -137,6 +137,7 @@ class Environment:
     cpu: Annotated[str, "Model of the CPU."]
     cores: Annotated[int, "CPUs that this process may use."]
     threads: Annotated[int, "torch.get_num_threads()."]
+    load: Annotated[float, "Processes that ran in the minute before, on average: others' work."]
     memory_bytes: Annotated[int, "Memory of the device."]
     cache_bytes: Annotated[int, "Last-level cache of the device."]
     gpu: Annotated[str, "Name of the GPU, or empty."]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -167,7 +168,12 @@ class Runner:
                 if names is not None and provider.name not in names and provider.role != "baseline":
                     continue
                 self._listener.doing(f"looking for {provider.name}")
-                loaded, problem = load(provider)
+                cases = [case for case in self._plan.cases if case.op.name == op]
+                refusals = {provider.refuse(case) for case in cases}
+                if None in refusals:
+                    loaded, problem = load(provider)
+                else:
+                    loaded, problem = None, "; ".join(sorted(filter(None, refusals)))
                 known = [p for p in self.run.providers if (p.op, p.name) == (op, provider.name)]
                 if known:
                     self.run.providers.remove(known[0])
@@ -312,6 +318,9 @@ class Runner:
             return
         # One side stream for all: graphs are captured on the stream that the forward ran on.
         side = torch.cuda.Stream(case.device) if on_gpu else None
+        if on_gpu:
+            # The inputs were made on another stream.
+            torch.cuda.synchronize(case.device)
         timers: dict[str, Timer] = {}
         with torch.set_grad_enabled(mode != "forward"):
             for prepared in ready:
@@ -369,9 +378,11 @@ def load(provider: Provider) -> tuple[object, str]:
     Args:
         provider: The provider.
     """
-    # Other projects' imports fail in ways of their own, drivers and compilers included.
+    # Other projects' imports warn and fail in ways of their own, drivers and compilers included.
     try:
-        return provider.load(), ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return provider.load(), ""
     except ImportError as error:
         return None, f"not installed: {_first_line(error)}"
     except Exception as error:

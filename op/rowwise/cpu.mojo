@@ -9,6 +9,7 @@ from std.memory import OpaquePointer
 from std.sys import simd_width_of, size_of
 from std.utils import StaticTuple
 
+from op.pages import prefer_large_pages
 from op.team import Data, Team
 
 from .operands import Addresses, Operands, RowTarget, accumulator
@@ -21,7 +22,6 @@ comptime _BLOCK = 1024
 comptime _PART_ELEMENTS = 1 << 15
 comptime _MAX_PARTS = 64
 comptime _FINISH_COLUMNS = 512
-comptime _STREAM_BYTES = 1 << 25
 
 
 @always_inline
@@ -82,7 +82,6 @@ struct _Job[accum: DType](Copyable, Movable):
     var operands: Operands[Self.accum]
     var part_rows: Int
     var parts: Int
-    var stream: Bool
     var sums: Addresses
 
 
@@ -112,22 +111,20 @@ def _job[
     var rows = Int(operands.rows)
     var length = Int(operands.length)
     if rows == 0 or length == 0:
-        return {operands, 1, 0, False, Addresses(fill=0)}
+        return {operands, 1, 0, Addresses(fill=0)}
     var part_rows = max(
         ceildiv(_PART_ELEMENTS, length), ceildiv(rows, _MAX_PARTS)
     )
-    # an output that no cache holds is written past the caches, where rows start as such stores need it
-    var bytes = length * size_of[dtype]()
-    var stream = rows * bytes >= _STREAM_BYTES and not operands.accumulate
-    comptime vector = simd_width_of[accumulator[dtype]()]() * size_of[dtype]()
-    comptime for k in range(P.outputs):
-        if Int(operands.outputs[k]) % vector != 0 or bytes % vector != 0:
-            stream = False
+    if not operands.accumulate:
+        comptime for k in range(P.outputs):
+            if operands.outputs[k] != 0:
+                prefer_large_pages(
+                    Int(operands.outputs[k]), rows * length * size_of[dtype]()
+                )
     return {
         operands,
         part_rows,
         ceildiv(rows, part_rows),
-        stream,
         Addresses(fill=0),
     }
 
@@ -205,7 +202,7 @@ def _finish_columns[
 def add_up[
     accum: DType, dtype: DType
 ](terms: Int64, count: Int, output: Int64, accumulate: Bool):
-    """Sums a vector in a fixed order, pairwise in blocks.
+    """Sums a vector in a fixed order, in float64: it may be long.
 
     Parameters:
         accum: The type of the terms.
@@ -217,15 +214,13 @@ def add_up[
         output: Address of the sum.
         accumulate: Whether to add to what is there.
     """
-    var sum = Scalar[accum](0)
-    for first in range(0, count, _BLOCK):
-        var block = Scalar[accum](0)
-        for i in range(first, min(first + _BLOCK, count)):
-            block += _pointer[accum](terms).unsafe_offset(i).unsafe_load()
-        sum += block
+    var sum = Float64(0)
+    for i in range(count):
+        var term = _pointer[accum](terms).unsafe_offset(i).unsafe_load()
+        sum += term.cast[DType.float64]()
     var place = _pointer[dtype](output)
     if accumulate:
-        sum += place.unsafe_load().cast[accum]()
+        sum += place.unsafe_load().cast[DType.float64]()
     place.unsafe_store(sum.cast[dtype]())
 
 
@@ -243,15 +238,12 @@ def _part[P: RowProgram, dtype: DType, ftype: DType](data: Data, part: Int):
         for i in range(length):
             sums.unsafe_offset(i).unsafe_store(Scalar[accum](0))
     for index in range(first, min(first + job.part_rows, Int(operands.rows))):
-        if job.stream:
-            _take_row[P, dtype, ftype, True](operands, index, job.parts, part)
-        else:
-            _take_row[P, dtype, ftype, False](operands, index, job.parts, part)
+        _take_row[P, dtype, ftype](operands, index, job.parts, part)
 
 
 @always_inline
 def _take_row[
-    P: RowProgram, dtype: DType, ftype: DType, stream: Bool
+    P: RowProgram, dtype: DType, ftype: DType
 ](operands: Operands[accumulator[dtype]()], index: Int, parts: Int, part: Int):
     """Takes a row through all passes."""
     comptime accum = accumulator[dtype]()
@@ -270,7 +262,7 @@ def _take_row[
             var end = min(length, column + _BLOCK * _UNROLL)
             while column + step <= end:
                 comptime for u in range(_UNROLL):
-                    var terms = _take[P, dtype, ftype, p, stream, width](
+                    var terms = _take[P, dtype, ftype, p, width](
                         operands,
                         row,
                         index,
@@ -287,13 +279,13 @@ def _take_row[
             )
             sums = _combine[P, p](sums, _across[P, p](block))
         while column + width <= length:
-            var terms = _take[P, dtype, ftype, p, stream, width](
+            var terms = _take[P, dtype, ftype, p, width](
                 operands, row, index, column, totals, parts, part
             )
             sums = _combine[P, p](sums, _across[P, p](terms))
             column += width
         while column < length:
-            var terms = _take[P, dtype, ftype, p, False, 1](
+            var terms = _take[P, dtype, ftype, p, 1](
                 operands, row, index, column, totals, parts, part
             )
             sums = _combine[P, p](sums, terms)
@@ -354,7 +346,6 @@ def _take[
     dtype: DType,
     ftype: DType,
     pass_index: Int,
-    stream: Bool,
     width: Int,
 ](
     operands: Operands[accumulator[dtype]()],
@@ -395,15 +386,10 @@ def _take[
                 var output = _pointer[dtype](operands.outputs[k]).unsafe_offset(
                     place
                 )
-                comptime if stream:
-                    output.unsafe_store[
-                        alignment=width * size_of[dtype](), non_temporal=True
-                    ](v[k].cast[dtype]())
-                else:
-                    var value = v[k]
-                    if operands.accumulate:
-                        value += output.unsafe_load[width=width]().cast[accum]()
-                    output.unsafe_store(value.cast[dtype]())
+                var value = v[k]
+                if operands.accumulate:
+                    value += output.unsafe_load[width=width]().cast[accum]()
+                output.unsafe_store(value.cast[dtype]())
         comptime for c in range(P.columns):
             var sums = _pointer[accum](operands.column_sums).unsafe_offset(
                 (c * parts + part) * length + column

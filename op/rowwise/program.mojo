@@ -172,7 +172,8 @@ struct Redo(Equatable, TrivialRegisterPassable):
             The reduced term.
         """
         if self == Self.MAX:
-            return a.ne(a).select(a, b.le(a).select(a, b))
+            # a comparison with NaN is false, `ne` included
+            return (a.gt(b) | ~a.eq(a)).select(a, b)
         return a + b
 
     @always_inline
@@ -583,5 +584,8 @@ struct Program[
             comptime if Self.pass_of(i) == pass_index:
                 terms[i] = S.map_in(row, values)
             comptime if Self.pass_of(i + 1) <= pass_index:
-                values = S.map_out(row, values, totals[i])
+                comptime if S.broadcast:
+                    values = S.map_out(row, values, totals[i])
+                else:
+                    values = S.map_out(row, values, {})
         return values

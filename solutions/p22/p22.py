@@ -9,23 +9,29 @@ The exit status is 0 only if everything that ran was correct; without a GPU its 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from fused_norm import _max, reference
+from fused_norm._driver import (
+    ITERATIONS,
+    compare,
+    compiling,
+    differentiate,
+    heading,
+    measure,
+    on_gpu,
+    report_difference,
+    report_gradients,
+    summarize,
+    title,
+    verdict,
+)
 
-ITERATIONS = 50
-WARM_UP = 3
-TOLERANCE = 1e-4  # of the largest reference value, or of 1 if that is smaller
 PROBLEM = Path(__file__).parents[2] / "problems" / "p22" / "op"
 GRADIENTS = (
     "grad_input",
@@ -74,25 +80,25 @@ def make_data(sizes: _max.Sizes, seed: int) -> list[Tensor]:
 def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
     """Check one forward algorithm on each device, then time it."""
     name = algorithm.upper()
-    _heading(f"   Puzzle 22: {name} Algorithm Test & Benchmark")
+    heading(f"   Puzzle 22: {name} Algorithm Test & Benchmark")
     print(f"\nCorrectness Testing for {name} Algorithm")
     print("=" * (45 + len(algorithm)))
     expected = reference.layernorm_linear(*(tensor.double() for tensor in data))
 
     verdicts: dict[str, bool | None] = {}
-    _title("Testing Reference PyTorch Implementation")
+    title("Testing Reference PyTorch Implementation")
     print("OK Reference PyTorch")
-    verdicts["Reference:"] = _report_difference(_pytorch(data), expected)
+    verdicts["Reference:"] = report_difference(_pytorch(data), expected)
 
-    _title("Testing CPU Implementation")
+    title("Testing CPU Implementation")
     # The CPU has one implementation, which is fused.
     with compiling("fused kernel for the CPU"):
         output = _max.layernorm_linear(*data, algorithm="fused")
     print("OK Using Mojo fused kernel (CPU)")
-    verdicts["CPU:"] = _report_difference(output, expected)
+    verdicts["CPU:"] = report_difference(output, expected)
 
-    gpu_data = _on_gpu(data)
-    _title(f"Testing GPU {algorithm.title()} Implementation")
+    gpu_data = on_gpu(data)
+    title(f"Testing GPU {algorithm.title()} Implementation")
     if gpu_data is None:
         print("   Result: SKIPPED (no GPU)")
         verdicts[f"GPU {algorithm}:"] = None
@@ -100,10 +106,10 @@ def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
         with compiling(f"{algorithm} kernel for the GPU"):
             output = _max.layernorm_linear(*gpu_data, algorithm=algorithm)
         print(f"OK Using Mojo {algorithm} kernel (GPU)")
-        verdicts[f"GPU {algorithm}:"] = _report_difference(output, expected)
+        verdicts[f"GPU {algorithm}:"] = report_difference(output, expected)
 
     print("\nCorrectness Summary:")
-    correct = _summarize(verdicts, "Overall Correctness:")
+    correct = summarize(verdicts, "Overall Correctness:")
     if not correct:
         print("\nNo benchmark of incorrect kernels")
         return False
@@ -114,7 +120,7 @@ def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
 
 def run_backward(data: list[Tensor], sizes: _max.Sizes, seed: int) -> bool:
     """Check the gradients on each device, for a random incoming gradient and for ones."""
-    _heading(
+    heading(
         "           Comprehensive Backward Pass Test",
         "           Testing Custom LayerNorm + Linear Gradients",
     )
@@ -128,7 +134,7 @@ def run_backward(data: list[Tensor], sizes: _max.Sizes, seed: int) -> bool:
     print("\nTesting CPU Backward Pass:")
     verdicts["CPU Backward:"] = _check_backward("CPU", data, grad_output)
     print("\nTesting GPU Backward Pass:")
-    gpu_data = _on_gpu([*data, grad_output])
+    gpu_data = on_gpu([*data, grad_output])
     if gpu_data is None:
         print("   Result: SKIPPED (no GPU)")
         verdicts["GPU Backward:"] = None
@@ -136,19 +142,19 @@ def run_backward(data: list[Tensor], sizes: _max.Sizes, seed: int) -> bool:
         verdicts["GPU Backward:"] = _check_backward("GPU", gpu_data[:-1], gpu_data[-1])
 
     print("\nBackward Pass Test Summary:")
-    correct = _summarize(verdicts, "Overall Result:")
+    correct = summarize(verdicts, "Overall Result:")
     print("\nBACKWARD PASS Test Completed!")
     return correct
 
 
 def _check_backward(device: str, data: list[Tensor], grad_output: Tensor) -> bool:
     """Compare the gradients of the Mojo kernels with those of PyTorch's autograd in float64."""
-    _title(f"Testing {device} Backward Implementation - Backward Pass")
+    title(f"Testing {device} Backward Implementation - Backward Pass")
     print("   Computing PyTorch autograd reference...")
     ones = torch.ones_like(grad_output)
     exact = [tensor.double() for tensor in data]
-    expected, gradients = _differentiate(_pytorch, exact, grad_output.double())
-    _, gradients_of_ones = _differentiate(_pytorch, exact, ones.double())
+    expected, gradients = differentiate(_pytorch, exact, grad_output.double())
+    _, gradients_of_ones = differentiate(_pytorch, exact, ones.double())
 
     print(f"   Computing Mojo backward implementation ({device})...")
 
@@ -157,19 +163,19 @@ def _check_backward(device: str, data: list[Tensor], grad_output: Tensor) -> boo
         return output
 
     with compiling(f"fused forward and backward kernels for the {device}"):
-        output, computed = _differentiate(fused, data, grad_output)
-    _, computed_of_ones = _differentiate(fused, data, ones)
+        output, computed = differentiate(fused, data, grad_output)
+    _, computed_of_ones = differentiate(fused, data, ones)
     print(f"OK {device} Backward Implementation backward completed")
 
     difference, forward_correct = compare(output, expected)
     print(f"   Forward max difference: {difference:.2e}")
-    correct = _report_gradients(computed, gradients)
+    correct = report_gradients(GRADIENTS, computed, gradients)
     print("   With a grad_output of ones:")
-    correct = _report_gradients(computed_of_ones, gradients_of_ones) and correct
+    correct = report_gradients(GRADIENTS, computed_of_ones, gradients_of_ones) and correct
 
-    print(f"\n   Forward pass: {_verdict(forward_correct)}")
-    print(f"   Gradients:    {_verdict(correct)}")
-    print(f"   Overall:      {_verdict(forward_correct and correct)}")
+    print(f"\n   Forward pass: {verdict(forward_correct)}")
+    print(f"   Gradients:    {verdict(correct)}")
+    print(f"   Overall:      {verdict(forward_correct and correct)}")
     return forward_correct and correct
 
 
@@ -180,19 +186,19 @@ def benchmark(algorithm: _max.Algorithm, data: list[Tensor], gpu_data: list[Tens
         return _max.layernorm_linear(*data, algorithm="fused")
 
     if gpu_data is None:
-        _title(f"Benchmarking Mojo CPU vs PyTorch CPU {algorithm.upper()}")
+        title(f"Benchmarking Mojo CPU vs PyTorch CPU {algorithm.upper()}")
         contenders = ("PyTorch CPU", lambda: _pytorch(data)), ("Mojo CPU", mojo_cpu)
     else:
-        _title(f"Benchmarking CPU vs GPU {algorithm.upper()}")
-        on_gpu = gpu_data
+        title(f"Benchmarking CPU vs GPU {algorithm.upper()}")
+        tensors = gpu_data
         contenders = (
             ("CPU", mojo_cpu),
-            (f"GPU {algorithm}", lambda: _max.layernorm_linear(*on_gpu, algorithm=algorithm)),
+            (f"GPU {algorithm}", lambda: _max.layernorm_linear(*tensors, algorithm=algorithm)),
         )
     seconds = {}
     for name, compute in contenders:
         print(f"   Testing {name} performance...")
-        seconds[name] = _time(compute)
+        seconds[name] = measure(compute)
         print(f"   {name}: {seconds[name] * 1e3:.2f}ms ({ITERATIONS} iterations)")
 
     (first, base), (second, other) = seconds.items()
@@ -202,30 +208,6 @@ def benchmark(algorithm: _max.Algorithm, data: list[Tensor], gpu_data: list[Tens
         print(f"   {second} wins!")
     else:
         print(f"   {first} wins (at this size a call costs more than its computation)")
-
-
-def compare(actual: Tensor, expected: Tensor) -> tuple[float, bool]:
-    """Return the largest difference, and whether it is within the tolerance."""
-    difference = (actual.double().cpu() - expected.cpu()).abs().max().item()
-    # False for NaN too.
-    return difference, difference <= TOLERANCE * max(1.0, expected.abs().max().item())
-
-
-@contextlib.contextmanager
-def compiling(what: str) -> Iterator[None]:
-    """Say on stderr what is being compiled and for how long; the results keep stdout."""
-    console = Console(stderr=True)
-    text = f"Compiling {what} (kept for the next run)"
-    start = time.perf_counter()
-    if console.is_terminal:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as progress:
-            progress.add_task(text, total=None)
-            yield
-    else:
-        print(f"{text} ...", file=sys.stderr, flush=True)
-        yield
-        print(f"  {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -258,78 +240,9 @@ def _pytorch(tensors: list[Tensor]) -> Tensor:
     return F.linear(normed, linear_weight, linear_bias)
 
 
-def _differentiate(
-    forward: Callable[[list[Tensor]], Tensor], data: list[Tensor], grad_output: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the output and the gradients of all the tensors."""
-    leaves = [tensor.clone().requires_grad_() for tensor in data]
-    output = forward(leaves)
-    return output.detach(), list(torch.autograd.grad(output, leaves, grad_output))
-
-
-def _on_gpu(tensors: list[Tensor]) -> list[Tensor] | None:
-    return [tensor.cuda() for tensor in tensors] if torch.cuda.is_available() else None
-
-
-def _time(compute: Callable[[], Tensor]) -> float:
-    """Return the seconds that all iterations take together."""
-    for _ in range(WARM_UP):
-        output = compute()
-    if output.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(ITERATIONS):
-        output = compute()
-    if output.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def _dimensions(sizes: _max.Sizes) -> str:
     rows = [sizes.batch_size, sizes.seq_len]
     return f"{[*rows, sizes.hidden_dim]} -> {[*rows, sizes.output_dim]}"
-
-
-def _verdict(correct: bool | None) -> str:
-    if correct is None:
-        return "SKIPPED (no GPU)"
-    return "OK CORRECT" if correct else "INCORRECT"
-
-
-def _report_difference(actual: Tensor, expected: Tensor) -> bool:
-    difference, correct = compare(actual, expected)
-    print(f"   Max difference: {difference:.2e}")
-    print(f"   Result: {_verdict(correct)}")
-    return correct
-
-
-def _report_gradients(computed: list[Tensor], expected: list[Tensor]) -> bool:
-    all_correct = True
-    for name, actual, exact in zip(GRADIENTS, computed, expected, strict=True):
-        difference, correct = compare(actual, exact)
-        print(f"   {name}: {difference:.2e} {'OK' if correct else 'INCORRECT'}")
-        all_correct = all_correct and correct
-    return all_correct
-
-
-def _summarize(verdicts: dict[str, bool | None], label: str) -> bool:
-    """Print a line for each part and one for all, and return whether all that ran was correct."""
-    for name, verdict in verdicts.items():
-        print(f"   - {name:<14}{_verdict(verdict)}")
-    correct = all(verdict is not False for verdict in verdicts.values())
-    print(f"\n   {label} {'OK ALL CORRECT' if correct else 'SOME INCORRECT'}")
-    return correct
-
-
-def _heading(*lines: str) -> None:
-    print("=" * 60)
-    print("\n".join(lines))
-    print("=" * 60)
-
-
-def _title(text: str) -> None:
-    print(f"\n{text}")
-    print("-" * (len(text) + 7))
 
 
 if __name__ == "__main__":

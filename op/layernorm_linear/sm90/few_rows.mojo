@@ -14,7 +14,7 @@ from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
 from .config import Ring
-from .epilogue import PLAIN
+from .epilogue import PLAIN, RowFactors
 from .ptx import (
     cluster_arrive,
     cluster_rank,
@@ -215,6 +215,18 @@ def few_rows_kernel[
     if rank == 1:
         return
 
+    # All at once, and so of rows that there may not be: a lane's columns of the
+    # product are the rows group * 8 + lane % 4 * 2 + side of x.
+    var factors = StaticTuple[RowFactors, registers // 2](RowFactors(1, 0))
+    comptime if mode != PLAIN:
+        comptime for i in range(registers // 2):
+            var row = min(
+                Int32((i // 2) * 8 + i % 2) + Int32(lane & 3) * 2, m - 1
+            )
+            factors[i] = RowFactors(
+                rstd.unsafe_offset(Int(row)).unsafe_load(),
+                mean.unsafe_offset(Int(row)).unsafe_load(),
+            )
     # Row lane / 4 of the weight's 16 in this warp, and the one 8 below.
     comptime for below in range(2):
         var output = (
@@ -238,13 +250,12 @@ def few_rows_kernel[
                         ](partial + thread * 4 + UInt32(i * 128 * 4))
                         var sum = rebind[Float32](accumulator[i]) + other
                         comptime if mode != PLAIN:
-                            var factor = rstd.unsafe_offset(
-                                Int(row)
-                            ).unsafe_load()
-                            var centre = mean.unsafe_offset(
-                                Int(row)
-                            ).unsafe_load()
-                            sum = factor * (sum - centre * its_s) + its_c
+                            comptime at = group * 2 + side
+                            sum = (
+                                factors[at].rstd
+                                * (sum - factors[at].mean * its_s)
+                                + its_c
+                            )
                         y.unsafe_offset(
                             Int(row) * Int(n) + Int(output)
                         ).unsafe_store(sum.cast[dtype]())

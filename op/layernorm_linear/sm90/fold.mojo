@@ -80,7 +80,7 @@ def _fold_chunk[
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPS * 32)),
-    `nvvm.minctasm`=SIMDLength(4),
+    `nvvm.minctasm`=SIMDLength(3),
 )
 @__name(t"fused_norm_fold_{dtype}_{affine_dtype}")
 def fold_kernel[

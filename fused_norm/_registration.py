@@ -1,0 +1,129 @@
+"""Registers ops with PyTorch, and calls them at the least cost.
+
+The registered ops are functional and know nothing of gradients; a `torch.autograd.Function` ties
+a forward and a backward together. A call crosses PyTorch's dispatcher once; below it only kernels
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, list})
+_library = torch.library.Library("fused_norm", "DEF")
+
+
+def register(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], rows: int = 0
+) -> Callable[..., Any]:
+    """Register an op and return what calls it, bound once so that a call looks nothing up.
+
+    Args:
+        schema: The op's name, arguments and results.
+        kernel: Computes the results.
+        fake: Returns results of the right shape and dtype from arguments without values.
+        rows: How many of the first arguments, and all results, have a row for each row of the
+            first one: a batch of them is more rows. 0 where results are sums over the rows.
+    """
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)
+    torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
+    torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
+    overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
+
+    def call(*arguments: Any) -> Any:
+        return (kernel if _are_plain(arguments) else overload)(*arguments)
+
+    return call
+
+
+def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what applies an autograd function and gives its first result.
+
+    PyTorch looks up the signature of a `forward` that is split from `setup_context` on every call,
+    which takes 20 us. Only transforms and compilers need the split, so others are spared it.
+
+    Args:
+        function: A function that has `setup_context`, and whose `forward` returns a tuple.
+    """
+
+    class Eager(torch.autograd.Function):
+        """The same function in one piece."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Tensor:
+            output: tuple[Tensor, ...] = function.forward(*arguments)
+            function.setup_context(ctx, arguments, output)
+            return output[0]
+
+        backward = function.backward
+
+    Eager.__name__ = Eager.__qualname__ = f"Eager{function.__name__}"
+
+    def apply(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return function.apply(*arguments)[0]
+        return Eager.apply(*arguments)
+
+    return apply
+
+
+def without_none(gradients: list[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Return the gradients with an empty tensor for None, which a schema cannot promise."""
+    return [like.new_empty(0) if g is None else g for g in gradients]
+
+
+def _batched(name: str, rows: int) -> Callable[..., Any]:
+    """Return a vmap rule: a batch of rows is more rows, other batches are calls in turn."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        op = getattr(torch.ops.fused_norm, name).default
+        batched = [isinstance(dim, int) for dim in in_dims]
+        if rows and not any(batched[rows:]):
+            result = op(
+                *(
+                    t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+                    for t, dim in zip(arguments[:rows], in_dims, strict=False)
+                ),
+                *arguments[rows:],
+            )
+        else:
+            calls = [
+                op(
+                    *(
+                        t.select(dim, i) if isinstance(dim, int) else t
+                        for t, dim in zip(arguments, in_dims, strict=True)
+                    )
+                )
+                for i in range(info.batch_size)
+            ]
+            if isinstance(calls[0], Tensor):
+                result = torch.stack(calls)
+            else:
+                result = tuple(torch.stack(outputs) for outputs in zip(*calls, strict=True))
+        return result, 0 if isinstance(result, Tensor) else (0,) * len(result)
+
+    return rule
+
+
+def _are_plain(arguments: tuple[Any, ...]) -> bool:
+    """Return whether nothing but the kernel would look at a call.
+
+    PyTorch's dispatcher is what lets compilers, transforms, modes and tensor subclasses see a
+    call. It costs as much as a small kernel, so a call that none of them watches goes round it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and _PLAIN_TYPES.issuperset(map(type, arguments))
+        and not arguments[0].is_meta
+        # How autograd batches gradients: a Tensor by its type, but without memory.
+        and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])
+    )

@@ -1,0 +1,81 @@
+"""LayerNorm composed of three ops: `div(v, norm(v))` of `v = mean(x)`.
+
+Each op has its own forward and backward kernel, and each reads and writes whole tensors: the
+composition to measure the fused `trainable_eps_layer_norm` by. Named after the Spiral language's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm import _row_ops, reference
+from fused_norm._validation import by_pytorch_widened, div_by_pytorch, has_row_kernel
+
+
+def mean(x: Tensor) -> Tensor:
+    """Take the mean of each row away from it.
+
+    Args:
+        x: Input of shape `[..., K]`.
+
+    Returns:
+        `x - mean(x)`, of the shape and dtype of `x`.
+    """
+    if not has_row_kernel(x):
+        return by_pytorch_widened(reference.mean, x)
+    return _call(_row_ops.mean, _row_ops.mean_with_gradients, x)
+
+
+def norm(v: Tensor) -> Tensor:
+    """Return the root of the mean square of each row, for each of its elements.
+
+    Args:
+        v: Input of shape `[..., K]`.
+
+    Returns:
+        `sqrt(mean(v * v))`, of the shape and dtype of `v`.
+    """
+    if not has_row_kernel(v):
+        return by_pytorch_widened(reference.norm, v)
+    return _call(_row_ops.norm, _row_ops.norm_with_gradients, v)
+
+
+def div(a: Tensor, b: Tensor) -> Tensor:
+    """Divide element by element. Nothing is broadcast.
+
+    Args:
+        a: The dividend.
+        b: The divisor, of the shape of `a`.
+
+    Returns:
+        `a / b`.
+
+    Raises:
+        RuntimeError: If the shapes differ.
+    """
+    if not has_row_kernel(a, b):
+        return div_by_pytorch(a, b)
+    return _call(_row_ops.div, _row_ops.div_with_gradients, a, b)
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    """Apply layer normalization over the last dimension, without an eps.
+
+    Args:
+        x: Input of shape `[..., K]`.
+
+    Returns:
+        Tensor of the shape and dtype of `x`; NaN in rows without variance.
+    """
+    v = mean(x)
+    return div(v, norm(v))
+
+
+def _call(op: Callable[..., Any], with_gradients: Callable[..., Any], *inputs: Tensor) -> Tensor:
+    needs = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    y: Tensor = (with_gradients if needs else op)(*inputs)
+    return y

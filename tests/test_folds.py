@@ -1,0 +1,161 @@
+"""The weights that the fused way on Hopper keeps folded: made once, never out of date."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from accuracy import as_float64, assert_within_budget, eager, make_inputs
+from torch import Tensor
+
+import fused_norm as fn
+from fused_norm import _sm90
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU on this machine",
+    ),
+]
+
+
+@pytest.fixture
+def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of the weights that were folded."""
+    made: list[int] = []
+    fold: Callable[..., Any] = _sm90._fold
+
+    def counted(launcher: Any, *parameters: Any) -> Any:
+        made.append(parameters[2].data_ptr())
+        return fold(launcher, *parameters)
+
+    monkeypatch.setattr(_sm90, "_fold", counted)
+    _sm90._entries.clear()
+    return made
+
+
+def inputs(rows: int = 100, mean: float = 0.0) -> list[Tensor]:
+    return make_inputs(rows, 256, 128, dtype=torch.bfloat16, device="cuda", mean=mean)
+
+
+def check(tensors: list[Tensor]) -> Tensor:
+    y = fn.fused_layernorm_linear(*tensors)
+    assert_within_budget("y", y, eager(*as_float64(tensors)), eager(*tensors))
+    return y
+
+
+def test_kept_from_the_second_call_on(folds: list[int]) -> None:
+    tensors = inputs()
+    results = [check(tensors) for _ in range(4)]
+    assert len(folds) == 1
+    assert torch.equal(results[1], results[3])
+
+
+def test_many_rows_fold_at_once(folds: list[int]) -> None:
+    check(inputs(rows=1000))
+    assert len(folds) == 1
+
+
+@pytest.mark.parametrize("index", [1, 2, 3, 4], ids=["gamma", "beta", "weight", "bias"])
+def test_parameter_changed_in_place(index: int, folds: list[int]) -> None:
+    tensors = inputs()
+    for _ in range(3):
+        check(tensors)
+        check(tensors)
+        tensors[index].mul_(1.5).add_(0.25)
+    check(tensors)
+    assert len(folds) == 3
+
+
+def test_optimiser_steps() -> None:
+    layer = fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+    x = inputs()[0]
+    for _ in range(3):
+        with torch.no_grad():
+            for _ in range(3):
+                y = layer(x)
+            bar = eager(x, *layer.parameters())
+            truth = eager(*as_float64([x, *layer.parameters()]))
+            assert_within_budget("y", y, truth, bar)
+        layer(x).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+def test_other_parameters_in_the_same_memory(folds: list[int]) -> None:
+    """Regression: a freed parameter's successor may have its address, its id and its version."""
+    x, gamma, beta, weight, bias = inputs()
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        check([x, gamma * scale, beta, weight, bias])
+        check([x, gamma * scale, beta, weight, bias])
+
+
+def test_goes_with_the_weight(folds: list[int]) -> None:
+    tensors = inputs()
+    check(tensors)
+    check(tensors)
+    assert _sm90._entries
+    del tensors
+    gc.collect()
+    assert not _sm90._entries
+
+
+def test_none_is_kept_where_a_gradient_follows(folds: list[int]) -> None:
+    tensors = [t.requires_grad_() for t in inputs(rows=1000)]
+    for _ in range(3):
+        fn.fused_layernorm_linear(*tensors)
+    assert len(folds) == 3
+    assert not _sm90._entries
+
+
+@pytest.mark.parametrize("rows", [100, 1000])
+def test_graph_sees_the_weights_of_its_replay(rows: int) -> None:
+    tensors = inputs(rows)
+    for _ in range(3):
+        fn.fused_layernorm_linear(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fn.fused_layernorm_linear(*tensors)
+    tensors[3].mul_(-2)
+    graph.replay()
+    assert_within_budget("y", y, eager(*as_float64(tensors)), eager(*tensors))
+
+
+def test_streams_and_threads() -> None:
+    tensors = inputs()
+    expected = [check(tensors) for _ in range(3)][-1]
+
+    def run(_: int) -> Tensor:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                y = fn.fused_layernorm_linear(*tensors)
+        stream.synchronize()
+        return y
+
+    with ThreadPoolExecutor(8) as pool:
+        for y in pool.map(run, range(32)):
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("mean", [0, 1, 10, 100, 1000])
+def test_large_means(mean: float) -> None:
+    tensors = inputs(rows=500, mean=mean)
+    for _ in range(2):
+        check(tensors)
+
+
+def test_misaligned_tensors() -> None:
+    x, gamma, beta, weight, bias = inputs()
+    shifted = []
+    for tensor in (x, weight):
+        room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
+        shifted.append(room[1:].view_as(tensor).copy_(tensor))
+    for _ in range(2):
+        check([shifted[0], gamma, beta, shifted[1], bias])
