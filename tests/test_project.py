@@ -113,3 +113,16 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     assert commands == ["pip install uv", "uv run poe p22 --fused", "uv run poe test"]
     for command in commands[1:]:
         assert f"\n{command}\n" in ci
+
+
+def test_readme_shows_the_library_in_lines_that_run() -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block
+    names: dict[str, Any] = {}
+    exec(block[1], names)
+    torch, x, ln, linear = (names[name] for name in ("torch", "x", "ln", "linear"))
+    torch.testing.assert_close(names["y"], linear(ln(x)), rtol=1e-4, atol=1e-4)
+    expected = torch.nn.functional.gelu(linear(ln(x)))
+    torch.testing.assert_close(names["model"](x), expected, rtol=1e-4, atol=1e-4)
+    assert [type(module).__name__ for module in names["model"]] == ["LayerNormLinear", "GELU"]
+    assert x.grad is not None

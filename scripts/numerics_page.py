@@ -1,0 +1,147 @@
+"""Write docs/numerics.md: how sums are taken, and how far results are from float64 on this CPU.
+
+python scripts/numerics_page.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fused_norm as fn
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
+SIZES = (512, 768, 384)
+MEANS = (0, 1, 10, 100, 1000)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = ("y", "dx", "dln_weight", "dln_bias", "dlinear_weight", "dlinear_bias")
+EPS = 1e-5
+
+INTRODUCTION = """\
+# Numerics
+
+`scripts/numerics_page.py` writes this page and measures its tables; do not edit.
+
+Statistics, products and sums are float32, and float64 for float64. mean and rstd are kept for the
+backward in that type; a result is rounded once, to the dtype of its tensor.
+
+## A row's mean and variance
+
+$E[x^2] - E[x]^2$ is not used: it subtracts two numbers of the size of the squared mean to find one
+of the size of the variance, and in float32 nothing is left of it from mean/std = 4096 on.
+
+- **CPU**: two passes over a row in cache. The first finds a centre, from differences to the row's
+  first element; the second sums the deviations from the centre and their squares. The sum of the
+  deviations corrects both the mean and the variance.
+- **GPU**: the same, on a row that stays in registers, or is read again where it is too long.
+- **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, the average of the
+  row's first elements.
+
+On the first two a constant row has deviations of exactly zero, and gives exactly what a row of
+zeros gives.
+
+## Products and sums
+
+- **CPU, forward**: normalised rows enter the product in float32, and in bfloat16 where the CPU
+  multiplies bfloat16 itself (AVX-512 BF16). 128 products (512 there) are summed before they join
+  the total, which keeps the error of long sums small.
+- **CPU, backward**: the product of dy and the normalised rows before `ln_weight` gives the
+  gradients of `ln_weight` and `linear_weight`. dy is summed over rows in pairs, then in float64.
+- **GPU**: normalised rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
+  products. For the gradients of `ln_weight` and `ln_bias` each block sums some rows, and a second
+  kernel adds those sums in a fixed order.
+- **Hopper, bfloat16**, where the fused way is taken: not the normalised rows are rounded, but
+  `linear_weight` times `ln_weight`, less each row's mean. rstd, mean and biases are applied to
+  float32 sums. The backward is that of any GPU.
+- **MAX graphs**: on a CPU the same kernels and the same bits; on a GPU the same LayerNorm kernels
+  around the vendor's BLAS, without TF32.
+
+## The same bits every time
+
+No sum of the library's kernels is taken with atomic additions; the order is decided by the shape.
+On a CPU neither the number of threads nor the other rows of a batch change a bit, but the
+instruction set does. On a GPU the products around our kernels are PyTorch's: the same call gives
+the same bits, but the number of rows decides which of its kernels runs.
+
+## What the tests ask for
+
+For every dtype and shape, the error of the output and of each gradient is at most twice the sum of
+PyTorch's own in that dtype and half a unit in the last place. The error is the Frobenius norm of
+the difference to float64, computed from the same rounded inputs.
+
+"""
+
+
+def main() -> int:
+    """Write the page and return an exit status."""
+    PAGE.write_text(page())
+    return 0
+
+
+def page() -> str:
+    """Return the page, with tables measured now."""
+    rows, features, outputs = SIZES
+    text = INTRODUCTION + (
+        f"## Measured on a CPU\n\n{rows} rows, {features} features, {outputs} outputs. Each cell "
+        "holds our error and then PyTorch's\n(`F.linear(F.layer_norm(x))`), relative to float64.\n"
+    )
+    for dtype in DTYPES:
+        text += f"\n### {str(dtype).removeprefix('torch.')}\n\n"
+        text += f"| mean/std | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
+        for mean in MEANS:
+            ours, theirs = errors(dtype, mean)
+            cells = (f"{mine:.1e}, {other:.1e}" for mine, other in zip(ours, theirs, strict=True))
+            text += f"| {mean} | {' | '.join(cells)} |\n"
+    return text
+
+
+def errors(dtype: torch.dtype, mean: float) -> tuple[list[float], list[float]]:
+    """Return our relative errors and PyTorch's, of what `COLUMNS` names."""
+    generator = torch.Generator().manual_seed(0)
+    rows, features, outputs = SIZES
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    inputs = [
+        normal(rows, features) + mean,
+        1 + 0.2 * normal(features),
+        0.2 * normal(features),
+        normal(outputs, features) / features**0.5,
+        0.2 * normal(outputs),
+        normal(rows, outputs),
+    ]
+    rounded = [tensor.to(dtype) for tensor in inputs]
+    truth = _results(_eager, [tensor.double() for tensor in rounded])
+    return (
+        _relative(_results(fn.fused_layernorm_linear, rounded), truth),
+        _relative(_results(_eager, rounded), truth),
+    )
+
+
+def _eager(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, EPS), weight, bias)
+
+
+def _results(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the output and the five gradients."""
+    *inputs, grad_output = tensors
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad_output)]
+
+
+def _relative(results: list[Tensor], truth: list[Tensor]) -> list[float]:
+    return [
+        float((result.double() - exact).norm() / exact.norm())
+        for result, exact in zip(results, truth, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
