@@ -11,7 +11,8 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.layernorm_linear.cpu.backward import Backward, BackwardPlan, Wanted
+from op.layernorm_linear.cpu.backward import Backward
+from op.layernorm_linear.cpu.backward_plan import BackwardPlan, Wanted
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
 from op.layernorm_linear.cpu.parameters import Parameter

@@ -60,50 +60,105 @@ struct Blocking[dtype: DType]:
     comptime tile_n = Self.tile_vectors * Self.width
     """Columns of a register tile and of a packed panel."""
 
-    comptime depth = 512 if Self.has_dot else 128
+    comptime depth = 128 * Self.pair
     """Products added up in registers before the sum joins the total.
 
     Short blocks keep the rounding error of long sums small: it grows with the
     square root of the block's length. Results depend on it, so it must not
-    depend on anything but the type and the target.
+    depend on anything but the type and the target. A block of a panel leaves
+    half of a 48 KiB first-level cache to the other operands.
     """
 
+    comptime block_size = Self.depth * Self.tile_n
+    """Elements of a packed block of a panel."""
+
     @staticmethod
-    def row_stride(columns: Int) -> Int:
-        """Chooses the distance between a left operand's rows in the workspace.
+    def row_stride[element: DType](columns: Int) -> Int:
+        """Chooses the distance between rows of a matrix in the workspace.
 
         The extra cache line keeps rows of a power of two from sharing the
         same few cache sets.
+
+        Parameters:
+            element: Element type of the matrix.
 
         Args:
             columns: Number of elements in a row.
 
         Returns:
-            The distance in elements.
+            The distance in elements, with room for whole vectors.
         """
-        comptime line = CACHE_LINE // size_of[Self.operand]()
-        return (columns + line - 1) // line * line + line
+        comptime line = CACHE_LINE // size_of[element]()
+        return ceildiv(columns, line) * line + line
+
+
+@fieldwise_init
+struct Panels(TrivialRegisterPassable):
+    """Divides columns into panels of nearly equal numbers of vectors."""
+
+    var columns: Int
+    """Number of columns."""
+    var width: Int
+    """Columns in a vector."""
+    var count: Int
+    """Number of panels."""
+    var fewest: Int
+    """Vectors across a narrow panel."""
+    var wide: Int
+    """Number of panels that are one vector wider; they come first."""
 
     @staticmethod
-    def panels(columns: Int) -> Int:
-        """Counts the packed panels that cover the columns.
+    def of[dtype: DType](columns: Int) -> Self:
+        """Divides the columns of a right operand.
+
+        Parameters:
+            dtype: Element type of the tensors.
 
         Args:
-            columns: Columns of the right operand.
+            columns: Number of columns.
+
+        Returns:
+            The division.
+        """
+        comptime B = Blocking[dtype]
+        var vectors = ceildiv(columns, B.width)
+        var count = ceildiv(vectors, B.tile_vectors)
+        var fewest = vectors // count
+        return Self(columns, B.width, count, fewest, vectors - fewest * count)
+
+    def vectors(self, panel: Int) -> Int:
+        """Counts the vectors across a panel.
+
+        Args:
+            panel: Index of the panel.
 
         Returns:
             Their number.
         """
-        return (columns + Self.tile_n - 1) // Self.tile_n
+        return self.fewest + 1 if panel < self.wide else self.fewest
 
-    @staticmethod
-    def panel_size(depth: Int) -> Int:
-        """Measures a packed panel.
+    def first(self, panel: Int) -> Int:
+        """Finds where a panel begins.
 
         Args:
-            depth: Rows of the right operand.
+            panel: Index of the panel; the number of panels gives the end.
 
         Returns:
-            Elements of a panel, the last of which may be narrower.
+            Its first column.
         """
-        return (depth + Self.pair - 1) // Self.pair * Self.pair * Self.tile_n
+        var vectors = panel * self.fewest + min(panel, self.wide)
+        return min(vectors * self.width, self.columns)
+
+
+@always_inline
+def ceildiv(a: Int, b: Int) -> Int:
+    """Divides, rounding up.
+
+    Args:
+        a: Dividend.
+        b: Divisor.
+
+    Returns:
+        The quotient.
+    """
+    return (a + b - 1) // b

@@ -1,34 +1,23 @@
 """Computes LayerNorm followed by a Linear layer on the CPU.
 
-Rows are normalized while they are copied into the form that the matrix product
-reads, so the normalized rows never leave the cache. Two plans differ in who
-shares what; both give the same bits:
-
-- few rows: the normalized rows are shared, and each task takes some columns of
-  the output, packing its part of the weight just before use, block by block;
-- many rows: the weight is packed once and shared, and each task takes a slab
-  of rows, which it normalizes for itself.
+A group of rows is normalized into memory that stays in cache and that all
+threads share. Each task then packs one panel of the weight, block by block, and
+multiplies the group's rows by every block while it is in the nearest cache.
 """
 
 from std.atomic import Atomic
+from std.sys import size_of
 
 from ...team import Data, Team
-from .blocking import Blocking, Buffer, CACHE_LINE
-from .microkernel import multiply_block, Output
+from .blocking import Blocking, Buffer, CACHE_LINE, Panels, ceildiv
+from .microkernel import Output, multiply_block
 from .pack import load_first, pack_transposed
 from .parameters import Parameter
+from .prefetch import Upcoming
 from .statistics import normalize_row, row_statistics
-from .workspace import (
-    Arena,
-    FEW_ROWS,
-    Slabs,
-    buffer,
-    ceildiv,
-    useful_threads,
-)
+from .workspace import Arena, RowGroups, buffer, useful_threads
 
 
-@fieldwise_init
 struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Divides a forward computation into tasks and lays out its workspace.
 
@@ -47,20 +36,16 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Outputs."""
     var workers: Int
     """Threads that take tasks."""
-    var few_rows: Bool
-    """Whether tasks are panels of columns instead of slabs of rows."""
-    var slabs: Slabs
-    """The slabs of rows."""
-    var slab_rows: Int
-    """Most rows that one task computes."""
-    var panels: Int
-    """Number of panels of `tile_n` columns."""
+    var panels: Panels
+    """Panels of outputs."""
+    var groups: RowGroups
+    """Groups of rows, and their tasks."""
     var gamma: Int
     """Offset of LayerNorm's weight in the type of sums."""
     var beta: Int
     """Offset of LayerNorm's bias in the type of sums."""
-    var shared: Int
-    """Offset of the normalized rows (few rows) or the packed weight."""
+    var normalized: Int
+    """Offset of a group's normalized rows."""
     var own: Int
     """Offset of the first worker's own part."""
     var own_bytes: Int
@@ -78,29 +63,59 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             threads: Threads at hand.
         """
         comptime B = Self.B
+        comptime row_stride = B.row_stride[B.operand]
         self.M = M
         self.K = K
         self.N = N
         self.workers = useful_threads(M * K * N, threads)
-        self.panels = B.panels(N)
-        self.few_rows = M <= FEW_ROWS
-        self.slabs = Slabs(M, B.tile_m, self.workers)
-        self.slab_rows = M if self.few_rows else self.slabs.most_rows()
-
+        self.panels = Panels.of[Self.dtype](N)
+        self.groups = RowGroups(
+            M,
+            row_stride(K) * size_of[B.operand](),
+            self.panels.count,
+            B.tile_m,
+            self.workers,
+        )
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](K)
         self.beta = arena.take[B.accum](K)
-        var slab = self.slab_rows * B.row_stride(K)
-        self.shared = arena.take[B.operand](
-            slab if self.few_rows else self.panels * B.panel_size(K)
+        self.normalized = arena.take[B.operand](
+            self.groups.rows * row_stride(K)
         )
         self.own = arena.next
-        _ = arena.take[B.accum]((self.slab_rows + 1) * B.tile_n)
-        _ = arena.take[B.operand](
-            B.panel_size(B.depth) if self.few_rows else slab
-        )
+        _ = Own[Self.dtype](arena, self.groups.block_rows)
         self.own_bytes = arena.next - self.own
         self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE
+
+
+struct Own[dtype: DType](TrivialRegisterPassable):
+    """Lays out what each worker has for itself.
+
+    Parameters:
+        dtype: Element type of the tensors.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    var bias: Int
+    """Address of the bias of a panel."""
+    var block: Int
+    """Address of a packed block of a panel."""
+    var product: Int
+    """Address of sums that are not complete."""
+
+    def __init__(out self, mut arena: Arena, rows: Int):
+        """Reserves the arrays.
+
+        Args:
+            arena: Where from.
+            rows: Rows of a task.
+        """
+        comptime B = Self.B
+        self.bias = arena.take[B.accum](B.tile_n)
+        self.block = arena.take[B.operand](B.block_size)
+        self.product = arena.take[B.accum](rows * B.tile_n)
 
 
 struct Forward[dtype: DType](Movable):
@@ -135,8 +150,10 @@ struct Forward[dtype: DType](Movable):
     """Added to the variance before the square root."""
     var workspace: Int
     """Address of the workspace, aligned."""
+    var group: Int
+    """Index of the group that is being computed."""
     var next_task: Int64
-    """Counter from which workers take tasks."""
+    """Counter from which workers take the group's tasks."""
 
     def __init__(
         out self,
@@ -181,6 +198,7 @@ struct Forward[dtype: DType](Movable):
         self.weight = weight
         self.bias = bias
         self.eps = eps
+        self.group = 0
         self.next_task = 0
         self.plan = plan^
 
@@ -192,26 +210,27 @@ struct Forward[dtype: DType](Movable):
                 selects Mojo's pool.
         """
         var team = Team(gomp_parallel, self.plan.workers)
-        if self.plan.few_rows:
+        for group in range(self.plan.groups.count):
+            self.group = group
+            self.next_task = 0
             team.run(_normalize_part[Self.dtype], self._chunks(), self)
-        else:
-            team.run(_pack_part[Self.dtype], self.plan.panels, self)
-        team.run(_multiply_part[Self.dtype], self.plan.workers, self)
+            team.run(_multiply_part[Self.dtype], self.plan.workers, self)
 
     def _chunks(self) -> Int:
-        """Returns how many parts the rows are normalized in."""
-        return min(self.plan.workers * 4, self.plan.M)
+        """Returns how many parts a group's rows are normalized in."""
+        var rows = self.plan.groups.rows_of(self.group)
+        return 1 if self.plan.workers == 1 else ceildiv(rows, 8)
 
-    def _shared(self) -> Buffer[Self.B.operand]:
-        return buffer[Self.B.operand](self.workspace + self.plan.shared)
-
-    def _normalize(
-        self, target: Buffer[Self.B.operand], first: Int, count: Int
-    ):
-        """Normalizes rows of the input and stores their statistics."""
+    def _normalize(self, first: Int, last: Int):
+        """Normalizes rows of the group and stores their statistics."""
+        comptime B = Self.B
         var K = self.plan.K
-        for i in range(count):
-            var row = first + i
+        var stride = B.row_stride[B.operand](K)
+        var normalized = buffer[B.operand](
+            self.workspace + self.plan.normalized
+        )
+        for i in range(first, last):
+            var row = self.group * self.plan.groups.rows + i
             var x_row = self.x.unsafe_offset(row * K)
             var statistics = row_statistics[Self.dtype](x_row, K, self.eps)
             if self.mean:
@@ -223,7 +242,7 @@ struct Forward[dtype: DType](Movable):
                     statistics.rstd
                 )
             normalize_row[Self.dtype](
-                target.unsafe_offset(i * Self.B.row_stride(K)),
+                normalized.unsafe_offset(i * stride),
                 x_row,
                 self.gamma,
                 self.beta,
@@ -232,76 +251,79 @@ struct Forward[dtype: DType](Movable):
             )
 
     def _multiply(
-        self,
-        rows: Buffer[Self.B.operand],
-        first: Int,
-        count: Int,
-        panel: Int,
-        product: Buffer[Self.B.accum],
-        room: Optional[Buffer[Self.B.operand]],
+        self, panel: Int, first: Int, count: Int, own: Own[Self.dtype]
     ):
-        """Computes some rows of one panel of the output.
-
-        Args:
-            rows: The normalized rows.
-            first: Index of the first of them.
-            count: Number of rows.
-            panel: Index of the panel.
-            product: Room for `count` rows of the product and the bias.
-            room: Room for a block of a panel, if the weight is not packed yet.
-        """
+        """Computes some of the group's rows of one panel of the output."""
         comptime B = Self.B
         var K = self.plan.K
-        var column = panel * B.tile_n
-        var columns = min(B.tile_n, self.plan.N - column)
-        var vectors = ceildiv(columns, B.width)
-        var bias = product.unsafe_offset(count * B.tile_n)
-        self._load_bias(bias, panel)
+        var stride = B.row_stride[B.operand](K)
+        var rows = buffer[B.operand](
+            self.workspace + self.plan.normalized
+        ).unsafe_offset(first * stride)
+        var block = buffer[B.operand](own.block)
+        var column = self.plan.panels.first(panel)
+        var columns = self.plan.panels.first(panel + 1) - column
+        var vectors = self.plan.panels.vectors(panel)
+        self._load_bias(buffer[B.accum](own.bias), column, vectors)
         for k in range(0, K, B.depth):
             var depth = min(B.depth, K - k)
-            var output: Optional[Output[Self.dtype]] = None
+            pack_transposed[Self.dtype](
+                block,
+                self.weight.unsafe_offset(column * K + k),
+                K,
+                columns,
+                vectors,
+                depth,
+            )
+            var output = Output[Self.dtype].none()
             if k + depth == K:
+                var row = self.group * self.plan.groups.rows + first
                 output = Output[Self.dtype](
-                    self.y.unsafe_offset(first * self.plan.N + column),
+                    self.y.unsafe_offset(row * self.plan.N + column),
                     self.plan.N,
                     columns,
-                    bias,
-                )
-            var block: Buffer[B.operand]
-            if room:
-                block = room.value()
-                pack_transposed[Self.dtype](
-                    block,
-                    self.weight.unsafe_offset(column * K + k),
-                    K,
-                    columns,
-                    vectors,
-                    depth,
-                )
-            else:
-                block = self._shared().unsafe_offset(
-                    panel * B.panel_size(K) + k * vectors * B.width
+                    buffer[B.accum](own.bias),
                 )
             multiply_block[Self.dtype, a_is_panel=False](
-                product,
+                buffer[B.accum](own.product),
                 B.tile_n,
                 rows.unsafe_offset(k),
-                B.row_stride(K),
+                stride,
                 block,
                 count,
                 vectors,
                 ceildiv(depth, B.pair),
                 k > 0,
+                self._upcoming(panel, k + depth),
                 output,
             )
 
-    def _load_bias(self, target: Buffer[Self.B.accum], panel: Int):
+    def _upcoming(self, panel: Int, k: Int) -> Upcoming:
+        """Returns the block of the weight that the worker will pack next."""
+        comptime B = Self.B
+        var K = self.plan.K
+        if k == K:
+            # Workers take panels in turns.
+            var next_panel = panel + self.plan.workers
+            if next_panel >= self.plan.panels.count:
+                return Upcoming.none()
+            return self._upcoming(next_panel, 0)
+        var column = self.plan.panels.first(panel)
+        return Upcoming.block(
+            self.weight.unsafe_offset(column * K + k),
+            K,
+            self.plan.panels.first(panel + 1) - column,
+            min(B.depth, K - k),
+        )
+
+    def _load_bias(
+        self, target: Buffer[Self.B.accum], column: Int, vectors: Int
+    ):
         """Copies the bias of a panel's columns in the type of sums."""
         comptime B = Self.B
-        var column = panel * B.tile_n
-        for j in range(0, B.tile_n, B.width):
+        for j in range(0, vectors * B.width, B.width):
             var values = SIMD[B.accum, B.width](0)
-            if self.bias and column + j < self.plan.N:
+            if self.bias:
                 values = load_first[B.width](
                     self.bias.value().unsafe_offset(column + j),
                     self.plan.N - column - j,
@@ -310,57 +332,28 @@ struct Forward[dtype: DType](Movable):
 
 
 def _normalize_part[dtype: DType](data: Data, index: Int):
-    """Normalizes one chunk of the rows that all tasks share."""
+    """Normalizes one chunk of the group's rows."""
     ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    var rows = job.plan.groups.rows_of(job.group)
     var chunks = job._chunks()
-    var first = job.plan.M * index // chunks
-    var last = job.plan.M * (index + 1) // chunks
-    job._normalize(
-        job._shared().unsafe_offset(
-            first * Blocking[dtype].row_stride(job.plan.K)
-        ),
-        first,
-        last - first,
-    )
-
-
-def _pack_part[dtype: DType](data: Data, panel: Int):
-    """Packs one panel of the weight."""
-    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
-    comptime B = Blocking[dtype]
-    var K = job.plan.K
-    var columns = min(B.tile_n, job.plan.N - panel * B.tile_n)
-    pack_transposed[dtype](
-        job._shared().unsafe_offset(panel * B.panel_size(K)),
-        job.weight.unsafe_offset(panel * B.tile_n * K),
-        K,
-        columns,
-        ceildiv(columns, B.width),
-        K,
-    )
+    job._normalize(rows * index // chunks, rows * (index + 1) // chunks)
 
 
 def _multiply_part[dtype: DType](data: Data, worker: Int):
-    """Takes panels of columns, or slabs of rows, until none is left."""
+    """Takes tasks of the group until none is left."""
     ref job = data.unsafe_bitcast[Forward[dtype]]()[]
-    comptime B = Blocking[dtype]
-    ref plan = job.plan
-    var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
-    var product = buffer[B.accum](
-        arena.take[B.accum]((plan.slab_rows + 1) * B.tile_n)
+    ref groups = job.plan.groups
+    var arena = Arena(
+        job.workspace + job.plan.own + worker * job.plan.own_bytes
     )
-    var own = buffer[B.operand](arena.next)
+    var own = Own[dtype](arena, groups.block_rows)
     while True:
         var task = Int(Atomic.fetch_add(Pointer(to=job.next_task), 1))
-        if plan.few_rows:
-            if task >= plan.panels:
-                return
-            job._multiply(job._shared(), 0, plan.M, task, product, own)
-        else:
-            if task >= plan.slabs.count:
-                return
-            var first = plan.slabs.first(task)
-            var count = plan.slabs.first(task + 1) - first
-            job._normalize(own, first, count)
-            for panel in range(plan.panels):
-                job._multiply(own, first, count, panel, product, None)
+        if task >= groups.tasks:
+            return
+        var block = task % groups.blocks
+        var count = groups.rows_of_block(job.group, block)
+        if count > 0:
+            job._multiply(
+                task // groups.blocks, block * groups.block_rows, count, own
+            )

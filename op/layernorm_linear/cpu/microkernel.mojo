@@ -13,9 +13,9 @@ and columns are computed beside it.
 from std.memory import bitcast
 from std.sys import llvm_intrinsic
 
-from .blocking import Blocking, Buffer
-from .prefetch import prefetch_for_write
+from .blocking import Blocking, Buffer, ceildiv
 from .pack import store_first
+from .prefetch import Upcoming, prefetch_for_write
 
 
 @always_inline
@@ -27,7 +27,7 @@ def _broadcast[
     """Repeats one value, or one pair of values, in every accumulator's lane."""
     comptime B = Blocking[dtype]
     comptime if B.has_dot:
-        var pair = source.unsafe_bitcast[UInt32]().unsafe_load()
+        var pair = source.unsafe_bitcast[UInt32]().unsafe_load[alignment=2]()
         return rebind[SIMD[B.operand, B.width * B.pair]](
             bitcast[DType.bfloat16, 32](SIMD[DType.uint32, 16](pair))
         )
@@ -68,7 +68,7 @@ def _add_product[
 
 @fieldwise_init
 struct Output[dtype: DType](TrivialRegisterPassable):
-    """Says where a block of the product goes when it is complete.
+    """Says where a block of the product goes, if it is complete.
 
     Parameters:
         dtype: Element type of the output.
@@ -79,9 +79,39 @@ struct Output[dtype: DType](TrivialRegisterPassable):
     var stride: Int
     """Distance between rows of the output."""
     var columns: Int
-    """Columns to store, at most `tile_n`."""
+    """Columns to store, at most `tile_n`; 0 if the product is not complete."""
     var bias: Buffer[Blocking[Self.dtype].accum]
     """What to add to each column, `tile_n` values."""
+
+    @staticmethod
+    def none() -> Self:
+        """Makes the output of a product that is not complete.
+
+        Returns:
+            An output without columns.
+        """
+        return Self(
+            Buffer[Self.dtype].unsafe_dangling(),
+            0,
+            0,
+            Buffer[Blocking[Self.dtype].accum].unsafe_dangling(),
+        )
+
+    def rows_from(self, first: Int) -> Self:
+        """Moves on to later rows.
+
+        Args:
+            first: Number of rows to skip.
+
+        Returns:
+            The output of the rows from there.
+        """
+        return Self(
+            self.y.unsafe_offset(first * self.stride),
+            self.stride,
+            self.columns,
+            self.bias,
+        )
 
 
 @no_inline
@@ -95,7 +125,7 @@ def _multiply_tile[
     b: Buffer[Blocking[dtype].operand],
     steps: Int,
     accumulate: Bool,
-    output: Optional[Output[dtype]],
+    output: Output[dtype],
 ):
     """Computes one register tile of the product."""
     comptime B = Blocking[dtype]
@@ -103,13 +133,17 @@ def _multiply_tile[
     comptime Operand = SIMD[B.operand, B.width * B.pair]
     comptime b_step = vectors * B.width * B.pair
     comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
-    if output:
-        # The stores must not wait for their lines when the sums are there.
-        var out = output.value()
+    # What the sums are added to must be there when they are complete, and the
+    # stores must not wait for their lines.
+    if a_is_panel and accumulate:
+        comptime for i in range(rows):
+            comptime for j in range(vectors):
+                prefetch_for_write(c.unsafe_offset(i * c_stride + j * B.width))
+    if output.columns > 0:
         comptime for i in range(rows):
             comptime for j in range(vectors):
                 prefetch_for_write(
-                    out.y.unsafe_offset(i * out.stride + j * B.width)
+                    output.y.unsafe_offset(i * output.stride + j * B.width)
                 )
     var acc = Array[Acc, rows * vectors](fill=Acc(0))
     for step in range(steps):
@@ -133,17 +167,16 @@ def _multiply_tile[
                 acc[i * vectors + j] += c.unsafe_offset(
                     i * c_stride + j * B.width
                 ).unsafe_load[width=B.width]()
-    if output:
-        var out = output.value()
+    if output.columns > 0:
         comptime for j in range(vectors):
-            var bias = out.bias.unsafe_offset(j * B.width).unsafe_load[
+            var bias = output.bias.unsafe_offset(j * B.width).unsafe_load[
                 width=B.width
             ]()
             comptime for i in range(rows):
                 store_first(
-                    out.y.unsafe_offset(i * out.stride + j * B.width),
+                    output.y.unsafe_offset(i * output.stride + j * B.width),
                     (acc[i * vectors + j] + bias).cast[dtype](),
-                    out.columns - j * B.width,
+                    output.columns - j * B.width,
                 )
     else:
         comptime for i in range(rows):
@@ -165,24 +198,24 @@ def _multiply_rows[
     rows: Int,
     steps: Int,
     accumulate: Bool,
-    output: Optional[Output[dtype]],
+    output: Output[dtype],
+    var upcoming: Upcoming,
 ):
     comptime B = Blocking[dtype]
-    var tiles = (rows + B.tile_m - 1) // B.tile_m
+    var tiles = ceildiv(rows, B.tile_m)
+    # Rows in place are dealt out evenly, because a tile with very few rows
+    # waits for its accumulators; panels are as they were packed.
+    var fewest = rows // tiles
+    var larger = rows - fewest * tiles
+    var fetched_rows = ceildiv(upcoming.rows, tiles)
     var first = 0
     for tile in range(tiles):
-        # Rows in place are dealt out evenly, because a tile with very few rows
-        # waits for its accumulators; panels are as they were packed.
         var count = min(B.tile_m, rows - first)
         comptime if not a_is_panel:
-            count = rows * (tile + 1) // tiles - first
+            count = fewest + 1 if tile < larger else fewest
         var a_row = (tile if a_is_panel else first) * a_stride
-        var tile_output = output
-        if output:
-            var out = output.value()
-            out.y = out.y.unsafe_offset(first * out.stride)
-            tile_output = out
-        comptime for r in range(1, B.tile_m + 1):
+        upcoming.fetch(fetched_rows)
+        comptime for r in reversed(range(1, B.tile_m + 1)):
             if count == r:
                 _multiply_tile[dtype, r, vectors, a_is_panel](
                     c.unsafe_offset(first * c_stride),
@@ -192,7 +225,7 @@ def _multiply_rows[
                     b,
                     steps,
                     accumulate,
-                    tile_output,
+                    output.rows_from(first),
                 )
         first += count
 
@@ -209,9 +242,10 @@ def multiply_block[
     vectors: Int,
     steps: Int,
     accumulate: Bool,
-    output: Optional[Output[dtype]] = None,
+    upcoming: Upcoming,
+    output: Output[dtype] = Output[dtype].none(),
 ):
-    """Multiplies rows of the left operand by one panel of the right one.
+    """Multiplies rows of the left operand by a block of a packed panel.
 
     Parameters:
         dtype: Element type of the tensors.
@@ -223,15 +257,25 @@ def multiply_block[
         c_stride: Distance between rows of `c`, in elements.
         a: Left operand at the first step.
         a_stride: Distance between rows, or panels, of `a`.
-        b: Packed panel at the first step.
+        b: Packed block.
         rows: Rows of the block.
         vectors: Vectors across the panel.
         steps: Products (or pairs of products) to sum.
         accumulate: Whether to add what `c` holds.
-        output: Where the sum goes instead of to `c`, if it is complete.
+        upcoming: What to fetch meanwhile.
+        output: Where the sum goes, instead of to `c`, if it is complete.
     """
     comptime for v in range(1, Blocking[dtype].tile_vectors + 1):
         if vectors == v:
             _multiply_rows[dtype, v, a_is_panel](
-                c, c_stride, a, a_stride, b, rows, steps, accumulate, output
+                c,
+                c_stride,
+                a,
+                a_stride,
+                b,
+                rows,
+                steps,
+                accumulate,
+                output,
+                upcoming,
             )

@@ -7,9 +7,11 @@ last pair hold zeros, because they are summed with the others.
 
 from std.math import iota
 from std.memory import bitcast
+from std.sys import size_of
 from std.sys.intrinsics import masked_load, masked_store
+from std.utils.index import IndexList
 
-from .blocking import Blocking, Buffer
+from .blocking import Blocking, Buffer, ceildiv
 
 
 @always_inline
@@ -75,17 +77,72 @@ def store_first[
         masked_store[width](value, target, lanes_below[width](count))
 
 
+def _interleaving[width: Int, lane: Int](upper_half: Bool) -> IndexList[width]:
+    """Makes the mask that interleaves one half of each lane of two vectors."""
+    var mask = IndexList[width]()
+    for i in range(width):
+        var within = i % lane
+        mask[i] = i - within + within // 2
+        if upper_half:
+            mask[i] += lane // 2
+        if within % 2 == 1:
+            mask[i] += width
+    return mask
+
+
+def _alternating[width: Int, lane: Int](odd: Bool) -> IndexList[width]:
+    """Makes the mask that takes every second lane of two vectors."""
+    var mask = IndexList[width]()
+    for i in range(width):
+        var from_lane = i // lane * 2 + (1 if odd else 0)
+        mask[i] = from_lane * lane + i % lane
+    return mask
+
+
+@always_inline
+def _shuffle_pairs[
+    dtype: DType, width: Int, count: Int, //, first: Int, step: Int, lane: Int
+](mut rows: Array[SIMD[dtype, width], count]):
+    """Interleaves within lanes the first half of some rows and the second."""
+    comptime lower = _interleaving[width, lane](False)
+    comptime upper = _interleaving[width, lane](True)
+    comptime half = lane // 2
+    var shuffled = Array[SIMD[dtype, width], lane](uninitialized=True)
+    comptime for i in range(half):
+        var a = rows[first + i * step]
+        var b = rows[first + (i + half) * step]
+        shuffled[2 * i] = a.shuffle[lower](b)
+        shuffled[2 * i + 1] = a.shuffle[upper](b)
+    comptime for i in range(lane):
+        rows[first + i * step] = shuffled[i]
+
+
 @always_inline
 def _transpose[
     dtype: DType, width: Int, //
 ](mut rows: Array[SIMD[dtype, width], width]):
-    """Transposes a square of registers by perfect shuffles of all its elements."""
-    comptime for _ in range(_log2(width)):
+    """Transposes a square of registers.
+
+    First every 128-bit lane transposes a small square of its own, then whole
+    lanes change places; shuffles that cross lanes and elements at once are
+    slower than both. Each part is a network of perfect shuffles, forwards for
+    the elements and backwards for the lanes.
+    """
+    comptime lane = min(16 // size_of[dtype](), width)
+    comptime lanes = width // lane
+    comptime for group in range(lanes):
+        comptime for _ in range(_log2(lane)):
+            _shuffle_pairs[group * lane, 1, lane](rows)
+    comptime even = _alternating[width, lane](False)
+    comptime odd = _alternating[width, lane](True)
+    comptime for _ in range(_log2(lanes)):
         var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
-        comptime for i in range(width // 2):
-            var mixed = rows[i].interleave(rows[i + width // 2])
-            shuffled[2 * i] = mixed.slice[width]()
-            shuffled[2 * i + 1] = mixed.slice[width, offset=width]()
+        comptime for i in range(lanes // 2):
+            comptime for j in range(lane):
+                var a = rows[2 * i * lane + j]
+                var b = rows[(2 * i + 1) * lane + j]
+                shuffled[i * lane + j] = a.shuffle[even](b)
+                shuffled[(i + lanes // 2) * lane + j] = a.shuffle[odd](b)
         rows = shuffled^
 
 
@@ -112,6 +169,39 @@ def _load_units[
         return load_first[B.width](source, count).cast[B.accum]()
 
 
+@always_inline
+def _pack_columns[
+    dtype: DType, all_columns: Bool
+](
+    panel: Buffer[Blocking[dtype].operand],
+    source: Buffer[dtype],
+    source_stride: Int,
+    columns: Int,
+    vectors: Int,
+    depth: Int,
+):
+    """Packs rows of a matrix as the columns of one vector of a panel."""
+    comptime B = Blocking[dtype]
+    comptime Lanes = SIMD[B.accum, B.width]
+    var steps = ceildiv(depth, B.pair)
+    var target = panel.unsafe_bitcast[Scalar[B.accum]]()
+    for step in range(0, steps, B.width):
+        var square = Array[Lanes, B.width](uninitialized=True)
+        comptime for i in range(B.width):
+            var row = i
+            comptime if not all_columns:
+                row = min(i, columns - 1)
+            square[i] = _load_units(
+                source.unsafe_offset(row * source_stride + step * B.pair),
+                depth - step * B.pair,
+            )
+        _transpose(square)
+        var out = target.unsafe_offset(step * vectors * B.width)
+        comptime for i in range(B.width):
+            if step + i < steps:
+                out.unsafe_offset(i * vectors * B.width).unsafe_store(square[i])
+
+
 def pack_transposed[
     dtype: DType
 ](
@@ -136,31 +226,18 @@ def pack_transposed[
         depth: Elements of each row to pack.
     """
     comptime B = Blocking[dtype]
-    comptime Lanes = SIMD[B.accum, B.width]
-    var steps = (depth + B.pair - 1) // B.pair
-    var target = panel.unsafe_bitcast[Scalar[B.accum]]()
     for v in range(vectors):
-        for step in range(0, steps, B.width):
-            var square = Array[Lanes, B.width](uninitialized=True)
-            comptime for i in range(B.width):
-                var row = min(v * B.width + i, columns - 1)
-                square[i] = _load_units(
-                    source.unsafe_offset(row * source_stride + step * B.pair),
-                    depth - step * B.pair,
-                )
-            _transpose(square)
-            var out = target.unsafe_offset((step * vectors + v) * B.width)
-            if step + B.width <= steps:
-                comptime for i in range(B.width):
-                    out.unsafe_offset(i * vectors * B.width).unsafe_store(
-                        square[i]
-                    )
-            else:
-                comptime for i in range(B.width):
-                    if step + i < steps:
-                        out.unsafe_offset(i * vectors * B.width).unsafe_store(
-                            square[i]
-                        )
+        var target = panel.unsafe_offset(v * B.width * B.pair)
+        var rows = source.unsafe_offset(v * B.width * source_stride)
+        var left = columns - v * B.width
+        if left >= B.width:
+            _pack_columns[dtype, True](
+                target, rows, source_stride, left, vectors, depth
+            )
+        else:
+            _pack_columns[dtype, False](
+                target, rows, source_stride, left, vectors, depth
+            )
 
 
 @always_inline

@@ -13,6 +13,7 @@ the product is divided.
 from .blocking import Blocking, Buffer
 from .pack import load_first, store_first
 from .parameters import Parameter
+from .prefetch import prefetch_for_read
 
 comptime SUM_ROWS = 32
 """Outputs whose contributions to dgamma and dbeta make one partial sum."""
@@ -64,6 +65,9 @@ def add_column_sums[
             var values = Array[Lanes, TREE_ROWS](uninitialized=True)
             comptime for i in range(TREE_ROWS):
                 values[i] = Lanes(0)
+                prefetch_for_read(
+                    block.unsafe_offset((TREE_ROWS + i) * stride + j)
+                )
                 if i < count:
                     values[i] = load_first[B.width](
                         block.unsafe_offset(i * stride + j), columns - j

@@ -1,14 +1,23 @@
-"""Lays out the workspace, and says when it pays to share work."""
+"""Lays out the workspace and divides work among threads."""
 
 from std.sys import size_of
 
-from .blocking import Buffer, CACHE_LINE
+from .blocking import Blocking, Buffer, CACHE_LINE, Panels, ceildiv
 
-comptime FEW_ROWS = 192
-"""Up to this many rows, packing the weight into memory costs more than it saves."""
+comptime GROUP_ROWS = 1024
+"""Most rows of a group; more do not make packing the weight any cheaper."""
 
-comptime SLAB_ROWS = 96
-"""Most rows of a slab; with 1024 features they fill half of a 1 MiB cache."""
+comptime GROUP_BYTES = 8 << 20
+"""What a group's intermediate rows may fill of a third-level cache."""
+
+comptime LEAST_GROUP_ROWS = 128
+"""Rows of a group however long they are, lest packing the weight dominate."""
+
+comptime LEAST_BLOCK_ROWS = 64
+"""Fewest rows that repay packing a panel of the weight once more."""
+
+comptime TASKS_PER_WORKER = 8
+"""Tasks for each thread, so that none waits long for the last."""
 
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
@@ -34,8 +43,7 @@ struct Arena(TrivialRegisterPassable):
             Where it begins.
         """
         var address = self.next
-        var bytes = count * size_of[dtype]()
-        self.next += (bytes + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+        self.next += ceildiv(count * size_of[dtype](), CACHE_LINE) * CACHE_LINE
         return address
 
 
@@ -55,20 +63,6 @@ def buffer[dtype: DType](address: Int) -> Buffer[dtype]:
     return Buffer[dtype](unsafe_from_address=address)
 
 
-@always_inline
-def ceildiv(a: Int, b: Int) -> Int:
-    """Divides, rounding up.
-
-    Args:
-        a: Dividend.
-        b: Divisor.
-
-    Returns:
-        The quotient.
-    """
-    return (a + b - 1) // b
-
-
 def useful_threads(products: Int, threads: Int) -> Int:
     """Decides how many threads pay for so much work.
 
@@ -82,46 +76,86 @@ def useful_threads(products: Int, threads: Int) -> Int:
     return 1 if products < SERIAL_PRODUCTS else threads
 
 
-struct Slabs(TrivialRegisterPassable):
-    """Divides rows into slabs, so that workers get equal shares."""
+struct RowGroups(Copyable, Movable):
+    """Divides a product of many rows by the weight into groups and tasks.
+
+    The rows of a group are prepared together and stay in the cache that all
+    threads share. A task is one panel of the weight, which it packs just
+    before use, times the group's rows, or times a block of them if there are
+    too few panels for all threads.
+    """
 
     var M: Int
     """Rows."""
-    var tile_m: Int
-    """Rows of a register tile; slabs begin at multiples of it."""
     var count: Int
-    """Number of slabs."""
+    """Number of groups."""
+    var rows: Int
+    """Rows of a group; the last may have fewer."""
+    var blocks: Int
+    """Blocks of rows in a group."""
+    var block_rows: Int
+    """Rows of a block; the last may have fewer."""
+    var tasks: Int
+    """Tasks of a group."""
 
-    def __init__(out self, M: Int, tile_m: Int, workers: Int):
+    def __init__(
+        out self,
+        M: Int,
+        row_bytes: Int,
+        panels: Int,
+        tile_m: Int,
+        workers: Int,
+    ):
         """Divides the rows.
 
         Args:
             M: Rows.
+            row_bytes: Size of a row of the group's intermediate.
+            panels: Panels of the weight.
             tile_m: Rows of a register tile.
-            workers: Threads that take slabs.
+            workers: Threads that take tasks.
         """
+        var most = max(
+            min(GROUP_BYTES // row_bytes, GROUP_ROWS), LEAST_GROUP_ROWS
+        )
         self.M = M
-        self.tile_m = tile_m
-        var slabs = ceildiv(ceildiv(M, SLAB_ROWS), workers) * workers
-        self.count = min(slabs, ceildiv(M, tile_m))
+        self.rows = _share(M, ceildiv(M, most), tile_m)
+        self.count = ceildiv(M, self.rows)
+        var blocks = ceildiv(TASKS_PER_WORKER * workers, panels)
+        blocks = min(blocks, self.rows // LEAST_BLOCK_ROWS)
+        if workers == 1:
+            blocks = 1
+        self.block_rows = _share(self.rows, max(blocks, 1), tile_m)
+        self.blocks = ceildiv(self.rows, self.block_rows)
+        self.tasks = panels * self.blocks
 
-    def first(self, slab: Int) -> Int:
-        """Finds where a slab begins.
+    def rows_of(self, group: Int) -> Int:
+        """Counts the rows of a group.
 
         Args:
-            slab: Index of the slab; the number of slabs gives the end.
-
-        Returns:
-            Its first row.
-        """
-        var tiles = ceildiv(self.M, self.tile_m)
-        return min(self.M, tiles * slab // self.count * self.tile_m)
-
-    def most_rows(self) -> Int:
-        """Counts the rows of the largest slab.
+            group: Index of the group.
 
         Returns:
             Their number.
         """
-        var tiles = ceildiv(self.M, self.tile_m)
-        return ceildiv(tiles, self.count) * self.tile_m
+        return min(self.rows, self.M - group * self.rows)
+
+    def rows_of_block(self, group: Int, block: Int) -> Int:
+        """Counts the rows of a block.
+
+        Args:
+            group: Index of the group.
+            block: Index of the block in the group.
+
+        Returns:
+            Their number, which may be 0 in the last group.
+        """
+        return max(
+            0,
+            min(self.block_rows, self.rows_of(group) - block * self.block_rows),
+        )
+
+
+def _share(rows: Int, parts: Int, tile_m: Int) -> Int:
+    """Returns equal shares of whole register tiles."""
+    return min(rows, ceildiv(ceildiv(rows, parts), tile_m) * tile_m)
