@@ -18,6 +18,7 @@ from fused_norm._memory import (
     empty_statistics,
     workspace,
 )
+from fused_norm._parameters import Parameters
 
 _forked = False
 
@@ -31,21 +32,13 @@ def threads() -> int:
 
 
 def forward(
-    x: Tensor,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float,
-    statistics: bool,
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
     kernels = extension("layernorm_linear_cpu", x.dtype)
-    outputs, features = linear_weight.shape
+    outputs, features = parameters.outputs, parameters.features
     sizes = (x.numel() // features, features, outputs, threads())
-    x, ln_weight, ln_bias, linear_weight, linear_bias = dense(
-        x, ln_weight, ln_bias, linear_weight, linear_bias
-    )
+    (x,) = dense(x)
     y = x.new_empty(*x.shape[:-1], outputs)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
     size = kernels.forward_workspace(*sizes)
@@ -54,16 +47,16 @@ def forward(
         *sizes,
         _native.gomp_parallel(),
         0 if scratch is None else scratch.data_ptr(),
-        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+        x.dtype is not torch.float32 and parameters.affine_is_float32,
         eps,
         y.data_ptr(),
         0 if mean is None else mean.data_ptr(),
         0 if rstd is None else rstd.data_ptr(),
         x.data_ptr(),
-        0 if ln_weight is None else ln_weight.data_ptr(),
-        0 if ln_bias is None else ln_bias.data_ptr(),
-        linear_weight.data_ptr(),
-        0 if linear_bias is None else linear_bias.data_ptr(),
+        parameters.ln_weight,
+        parameters.ln_bias,
+        parameters.weight,
+        parameters.bias,
     )
     return y, mean, rstd
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _cpu, _gpu, _sm90, _torch
+from fused_norm._parameters import Parameters
 
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
@@ -25,14 +26,7 @@ class Way(Protocol):
     """A module that computes both passes."""
 
     def forward(
-        self,
-        x: Tensor,
-        ln_weight: Tensor | None,
-        ln_bias: Tensor | None,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        eps: float,
-        statistics: bool,
+        self, x: Tensor, parameters: Parameters, eps: float, statistics: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return y, and mean and rstd if asked for."""
 

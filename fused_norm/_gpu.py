@@ -22,20 +22,15 @@ from fused_norm._memory import (
     empty_statistics,
     workspace,
 )
+from fused_norm._parameters import Parameters
 
 
 def forward(
-    x: Tensor,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float,
-    statistics: bool,
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
-    features = x.shape[-1]
+    (x,) = dense(x)
+    features = parameters.features
     z = torch.empty_like(x)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
     launcher("layernorm_gpu", x).layernorm_forward(
@@ -43,14 +38,15 @@ def forward(
         address(mean),
         address(rstd),
         x.data_ptr(),
-        address(ln_weight),
-        address(ln_bias),
+        parameters.ln_weight,
+        parameters.ln_bias,
         x.numel() // features,
         features,
         eps,
-        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+        x.dtype is not torch.float32 and parameters.affine_is_float32,
     )
-    return F.linear(z, linear_weight, linear_bias), mean, rstd
+    _, _, weight, bias = parameters.tensors()
+    return F.linear(z, weight, bias), mean, rstd
 
 
 def backward(

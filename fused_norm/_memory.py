@@ -21,9 +21,16 @@ def address(tensor: Tensor | None) -> int:
 def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Return the tensors, or their values, in contiguous memory; None stays None."""
     for tensor in tensors:
-        if tensor is not None and (not tensor.is_contiguous() or tensor.is_neg()):
-            return tuple(None if t is None else t.resolve_neg().contiguous() for t in tensors)
+        if tensor is not None and (
+            not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor()
+        ):
+            return tuple(None if t is None else _in_memory(t) for t in tensors)
     return tensors
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    # Autograd's zeros take no memory until they are cloned.
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
 def workspace(size: int, device: torch.device) -> Tensor:
@@ -39,7 +46,10 @@ def affine_is_float32(ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for the mean and rstd of each row."""
-    mean = x.new_empty(x.shape[:-1], dtype=statistics_dtype(x.dtype))
+    dtype = statistics_dtype(x.dtype)
+    # Sizes one by one: a tuple of them takes PyTorch half as long again to read.
+    lead = x.shape[:-1]
+    mean = x.new_empty(*lead, dtype=dtype) if lead else x.new_empty(lead, dtype=dtype)
     return mean, torch.empty_like(mean)
 
 

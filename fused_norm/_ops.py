@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm import reference
-from fused_norm._dispatch import way
+from fused_norm import _parameters, reference
+from fused_norm._dispatch import Way, way
 from fused_norm._memory import empty_gradients, empty_statistics
-from fused_norm._registration import differentiable, register, without_none
+from fused_norm._parameters import Parameters
+from fused_norm._registration import are_plain, is_watched, register, without_none
 
 
 def _y(
@@ -21,8 +22,8 @@ def _y(
     linear_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    run = way(x, linear_weight).forward
-    return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, False)[0]
+    parameters = _parameters.of(ln_weight, ln_bias, linear_weight, linear_bias)
+    return _way(x, linear_weight, parameters).forward(x, parameters, eps, False)[0]
 
 
 def _forward(
@@ -33,8 +34,8 @@ def _forward(
     linear_bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    run = way(x, linear_weight).forward
-    return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, True)
+    parameters = _parameters.of(ln_weight, ln_bias, linear_weight, linear_bias)
+    return _way(x, linear_weight, parameters).forward(x, parameters, eps, True)
 
 
 def _backward(
@@ -76,7 +77,7 @@ def _fake_backward(
 
 
 _INPUTS = "Tensor x, Tensor? ln_weight, Tensor? ln_bias, Tensor linear_weight"
-layernorm_linear = register(
+layernorm_linear_inference = register(
     f"layernorm_linear({_INPUTS}, Tensor? linear_bias, float eps) -> Tensor",
     _y,
     _fake_y,
@@ -135,4 +136,89 @@ class LayerNormLinearFunction(torch.autograd.Function):
         return (*(g if wanted else None for g, wanted in zip(gradients, mask, strict=True)), None)
 
 
-layernorm_linear_with_gradients = differentiable(LayerNormLinearFunction)
+class EagerLayerNormLinear(torch.autograd.Function):
+    """The same gradients where nothing watches, and a call is worth microseconds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ln_weight: Tensor | None,
+        ln_bias: Tensor | None,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        eps: float,
+        parameters: Parameters,
+    ) -> Tensor:
+        """Return y."""
+        run: Way = _way(x, linear_weight, parameters)
+        y, mean, rstd = run.forward(x, parameters, eps, True)
+        ctx.way = run
+        ctx.save_for_backward(x, ln_weight, ln_bias, linear_weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the five tensors that require one."""
+        if grad_output is None:
+            return (None,) * 7
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_watched() or not are_plain((grad_output, *saved)):
+            return (*LayerNormLinearFunction.backward(ctx, grad_output), None)
+        mask = list(ctx.needs_input_grad[:5])
+        return (*ctx.way.backward(grad_output, *saved, ctx.eps, mask), None, None)
+
+
+def layernorm_linear(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Compute a valid call, in sight of whatever watches it."""
+    inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
+    if not is_watched() and are_plain(inputs):
+        return run(*inputs, eps, _parameters.of(*inputs[1:]))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        y: Tensor = LayerNormLinearFunction.apply(*inputs, eps)[0]
+    else:
+        y = layernorm_linear_inference(*inputs, eps)
+    return y
+
+
+def run(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float,
+    parameters: Parameters,
+) -> Tensor:
+    """Compute a valid call that nothing watches."""
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or linear_weight.requires_grad
+        or (linear_bias is not None and linear_bias.requires_grad)
+        or (ln_weight is not None and ln_weight.requires_grad)
+        or (ln_bias is not None and ln_bias.requires_grad)
+    ):
+        y: Tensor = EagerLayerNormLinear.apply(
+            x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters
+        )
+    else:
+        y, *_ = _way(x, linear_weight, parameters).forward(x, parameters, eps, False)
+    return y
+
+
+def _way(x: Tensor, linear_weight: Tensor, parameters: Parameters) -> Way:
+    if x.dtype is not parameters.dtype or not x.numel():
+        return way(x, linear_weight)
+    if parameters.way is None:
+        parameters.way = way(x, linear_weight)
+    chosen: Way = parameters.way
+    return chosen

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, list})
 _library = torch.library.Library("fused_norm", "DEF")
@@ -38,7 +39,8 @@ def register(
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
 
     def call(*arguments: Any) -> Any:
-        return (kernel if _are_plain(arguments) else overload)(*arguments)
+        direct = not is_watched() and are_plain(arguments)
+        return (kernel if direct else overload)(*arguments)
 
     return call
 
@@ -67,7 +69,7 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
     Eager.__name__ = Eager.__qualname__ = f"Eager{function.__name__}"
 
     def apply(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if is_watched():
             return function.apply(*arguments)[0]
         return Eager.apply(*arguments)
 
@@ -112,17 +114,30 @@ def _batched(name: str, rows: int) -> Callable[..., Any]:
     return rule
 
 
-def _are_plain(arguments: tuple[Any, ...]) -> bool:
-    """Return whether nothing but the kernel would look at a call.
+def is_watched() -> bool:
+    """Return whether a compiler, a tracer, a transform or a mode would see PyTorch's own ops.
 
-    PyTorch's dispatcher is what lets compilers, transforms, modes and tensor subclasses see a
-    call. It costs as much as a small kernel, so a call that none of them watches goes round it.
+    PyTorch's dispatcher lets them see ours too. It costs as much as a small kernel, so a call that
+    nothing watches goes round it.
     """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state()
+        or has_tangents()
+    )
+
+
+def has_tangents() -> bool:
+    """Return whether forward-mode differentiation is under way, for which the ops have no rule."""
+    return forward_ad._current_level >= 0
+
+
+def are_plain(arguments: tuple[Any, ...]) -> bool:
+    """Return whether the tensors among some arguments are ordinary ones, with memory."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and _PLAIN_TYPES.issuperset(map(type, arguments))
+        _PLAIN_TYPES.issuperset(map(type, arguments))
         and not arguments[0].is_meta
         # How autograd batches gradients: a Tensor by its type, but without memory.
         and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])

@@ -8,18 +8,14 @@ from torch import Tensor
 
 from fused_norm import reference
 from fused_norm._memory import statistics_dtype
+from fused_norm._parameters import Parameters
 
 
 def forward(
-    x: Tensor,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float,
-    statistics: bool,
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]`."""
+    ln_weight, ln_bias, linear_weight, linear_bias = parameters.tensors()
     if x.dtype is not linear_weight.dtype:
         # Autocast: the LayerNorm is float32's, whatever the precision of its input.
         x, ln_weight, ln_bias = x.float(), _wide(ln_weight), _wide(ln_bias)

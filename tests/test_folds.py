@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from accuracy import as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm import _sm90
+from fused_norm import _parameters, _sm90
+from fused_norm._parameters import Parameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,15 +28,19 @@ pytestmark = [
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses of the weights that were folded."""
     made: list[int] = []
-    fold: Callable[..., Any] = _sm90._fold
+    make: Callable[..., None] = _sm90._make
 
-    def counted(launcher: Any, *parameters: Any) -> Any:
-        made.append(parameters[2].data_ptr())
-        return fold(launcher, *parameters)
+    def counted(parameters: Parameters, stream: int, fold: _sm90.Fold) -> None:
+        made.append(parameters.weight)
+        make(parameters, stream, fold)
 
-    monkeypatch.setattr(_sm90, "_fold", counted)
-    _sm90._entries.clear()
+    monkeypatch.setattr(_sm90, "_make", counted)
+    _parameters._kept.clear()
     return made
+
+
+def kept_folds() -> list[_sm90.Fold]:
+    return [fold for kept in _parameters._kept.values() for fold in kept.folds.values()]
 
 
 def inputs(rows: int = 100, mean: float = 0.0) -> list[Tensor]:
@@ -100,10 +104,10 @@ def test_goes_with_the_weight(folds: list[int]) -> None:
     tensors = inputs()
     check(tensors)
     check(tensors)
-    assert _sm90._entries
+    assert kept_folds()
     del tensors
     gc.collect()
-    assert not _sm90._entries
+    assert not kept_folds()
 
 
 def test_none_is_kept_where_a_gradient_follows(folds: list[int]) -> None:
@@ -111,7 +115,7 @@ def test_none_is_kept_where_a_gradient_follows(folds: list[int]) -> None:
     for _ in range(3):
         fn.fused_layernorm_linear(*tensors)
     assert len(folds) == 3
-    assert not _sm90._entries
+    assert not kept_folds()
 
 
 @pytest.mark.parametrize("rows", [100, 1000])
@@ -125,6 +129,25 @@ def test_graph_sees_the_weights_of_its_replay(rows: int) -> None:
     tensors[3].mul_(-2)
     graph.replay()
     assert_within_budget("y", y, eager(*as_float64(tensors)), eager(*tensors))
+
+
+def test_graph_with_frozen_parameters(folds: list[int]) -> None:
+    tensors = inputs()
+    graph = torch.cuda.CUDAGraph()
+    with fn.frozen_parameters():
+        for _ in range(2):
+            expected = check(tensors)
+        with torch.cuda.graph(graph):
+            y = fn.fused_layernorm_linear(*tensors)
+    graph.replay()
+    assert torch.equal(y, expected)
+    assert len(folds) == 1
+    # Other weights and a fold of theirs leave the memory alone that the graph reads.
+    tensors[3].mul_(2)
+    for _ in range(3):
+        check(tensors)
+    graph.replay()
+    assert torch.equal(y, expected)
 
 
 def test_streams_and_threads() -> None:

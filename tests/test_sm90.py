@@ -44,15 +44,16 @@ class Kernels:
             _native.Extension("layernorm_linear_sm90", name, "nvidia:sm_90a")
         )
         self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream)
+        self.own = self.launcher.address()
 
     def gemm(self, x: Tensor, w: Tensor) -> Tensor:
         y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
-        self.launcher.gemm(y.data_ptr(), x.data_ptr(), w.data_ptr(), len(x), *w.shape)
+        self.module.gemm(self.own, y.data_ptr(), x.data_ptr(), w.data_ptr(), len(x), *w.shape)
         return y
 
     def stats(self, x: Tensor) -> tuple[Tensor, Tensor]:
         mean, rstd = (torch.empty(len(x), device=x.device) for _ in range(2))
-        self.launcher.stats(mean.data_ptr(), rstd.data_ptr(), x.data_ptr(), *x.shape, EPS)
+        self.module.stats(self.own, mean.data_ptr(), rstd.data_ptr(), x.data_ptr(), *x.shape, EPS)
         return mean, rstd
 
     def fold(
@@ -63,8 +64,16 @@ class Kernels:
         affine = [t for t in (gamma, beta) if t is not None]
         wide = any(t.dtype == torch.float32 for t in affine)
         addresses = [0 if t is None else t.data_ptr() for t in (gamma, beta, bias)]
-        self.launcher.fold(
-            wc.data_ptr(), s.data_ptr(), c.data_ptr(), w.data_ptr(), *addresses, *w.shape, 1, wide
+        self.module.fold(
+            self.own,
+            wc.data_ptr(),
+            s.data_ptr(),
+            c.data_ptr(),
+            w.data_ptr(),
+            *addresses,
+            *w.shape,
+            1,
+            wide,
         )
         return wc, s, c
 
@@ -75,7 +84,7 @@ class Kernels:
         y = torch.empty(len(x), len(wc), dtype=x.dtype, device=x.device)
         mean, rstd = (torch.empty(len(x), device=x.device) for _ in range(2))
         tensors = (y, mean, rstd, x, wc, s, c)
-        self.launcher.forward(*(t.data_ptr() for t in tensors), len(x), *wc.shape, EPS)
+        self.module.forward(self.own, *(t.data_ptr() for t in tensors), len(x), *wc.shape, EPS)
         return y, mean, rstd
 
 

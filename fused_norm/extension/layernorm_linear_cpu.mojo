@@ -16,51 +16,22 @@ from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
 from op.layernorm_linear.cpu.parameters import Parameter
 from op.layernorm_linear.cpu.workspace import buffer
+from op.python_call import Arguments, Values, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 comptime ACCUM = Blocking[DTYPE].accum
-comptime Values = Pointer[PyObjectPtr, MutUntrackedOrigin]
 
-comptime STACK_BYTES = 16384
+comptime STACK_BYTES = 65536
 """A workspace of up to this size lives on the stack."""
 
 comptime LONG_PRODUCTS = 1 << 21
 """From so much work on, other Python threads may run meanwhile."""
 
 
-@fieldwise_init
-struct Arguments(Movable):
-    """Reads the arguments of a call one after the other."""
-
-    var values: Values
-    var next: Int
-
-    def __init__(out self, values: Values):
-        self.values = values
-        self.next = 0
-
-    def _take(mut self) -> PyObjectPtr:
-        self.next += 1
-        return self.values.unsafe_offset(self.next - 1)[]
-
-    def integer(mut self) -> Int:
-        return Int(Python().cpython().PyLong_AsSsize_t(self._take()))
-
-    def number(mut self) -> Float64:
-        return Float64(Python().cpython().PyFloat_AsDouble(self._take()))
-
-    def tensor[dtype: DType](mut self) -> Buffer[dtype]:
-        return buffer[dtype](self.integer())
-
-    def optional[dtype: DType](mut self) -> Optional[Buffer[dtype]]:
-        var address = self.integer()
-        if address == 0:
-            return None
-        return buffer[dtype](address)
-
-
-def _integer(value: Int) -> PyObjectPtr:
-    return Python().cpython().PyLong_FromSsize_t(value)
+def _optional[dtype: DType](address: Int) -> Optional[Buffer[dtype]]:
+    if address == 0:
+        return None
+    return buffer[dtype](address)
 
 
 def _plan(mut arguments: Arguments) -> ForwardPlan[DTYPE]:
@@ -77,7 +48,7 @@ def forward_workspace(
     """Returns the size in bytes of the workspace that `forward` needs."""
     var arguments = Arguments(values)
     var plan = _plan(arguments)
-    return _integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
+    return integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
 
 
 def forward(
@@ -90,14 +61,14 @@ def forward(
     var workspace = arguments.integer()
     var ln_is_float32 = arguments.integer() != 0
     var eps = arguments.number()
-    var y = arguments.tensor[DTYPE]()
-    var mean = arguments.optional[ACCUM]()
-    var rstd = arguments.optional[ACCUM]()
-    var x = arguments.tensor[DTYPE]()
+    var y = buffer[DTYPE](arguments.integer())
+    var mean = _optional[ACCUM](arguments.integer())
+    var rstd = _optional[ACCUM](arguments.integer())
+    var x = buffer[DTYPE](arguments.integer())
     var ln_weight = Parameter(arguments.integer(), ln_is_float32)
     var ln_bias = Parameter(arguments.integer(), ln_is_float32)
-    var weight = arguments.tensor[DTYPE]()
-    var bias = arguments.optional[DTYPE]()
+    var weight = buffer[DTYPE](arguments.integer())
+    var bias = _optional[DTYPE](arguments.integer())
     var is_long = plan.M * plan.K * plan.N >= LONG_PRODUCTS
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     if workspace == 0:
@@ -120,7 +91,7 @@ def forward(
             job.run(gomp_parallel)
     else:
         job.run(gomp_parallel)
-    return _integer(0)
+    return integer(0)
 
 
 def backward_workspace(
@@ -140,7 +111,7 @@ def backward_workspace(
         arguments.integer() != 0,
     )
     var plan = BackwardPlan[DTYPE](M, K, N, wanted, threads)
-    return _integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
+    return integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
 
 
 def backward(
@@ -160,13 +131,13 @@ def backward(
     var dln_bias = Parameter(arguments.integer(), ln_is_float32)
     var dweight = arguments.integer()
     var dbias = arguments.integer()
-    var dy = arguments.tensor[DTYPE]()
-    var x = arguments.tensor[DTYPE]()
-    var mean = arguments.tensor[ACCUM]()
-    var rstd = arguments.tensor[ACCUM]()
+    var dy = buffer[DTYPE](arguments.integer())
+    var x = buffer[DTYPE](arguments.integer())
+    var mean = buffer[ACCUM](arguments.integer())
+    var rstd = buffer[ACCUM](arguments.integer())
     var ln_weight = Parameter(arguments.integer(), ln_is_float32)
     var ln_bias = Parameter(arguments.integer(), ln_is_float32)
-    var weight = arguments.tensor[DTYPE]()
+    var weight = buffer[DTYPE](arguments.integer())
     var wanted = Wanted(
         dx != 0,
         dln_weight.address != 0,
@@ -198,7 +169,7 @@ def backward(
             job.run(gomp_parallel)
     else:
         job.run(gomp_parallel)
-    return _integer(0)
+    return integer(0)
 
 
 @export

@@ -9,6 +9,7 @@ are contiguous, start at multiples of 16 bytes, and have rows of a multiple of
 from std.os import abort
 from std.memory import OpaquePointer
 from std.python import PythonObject
+from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
@@ -19,6 +20,7 @@ from op.layernorm_linear.sm90.launch import (
     launch_product,
     launch_statistics,
 )
+from op.python_call import Arguments, Values, failure, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 
@@ -75,123 +77,161 @@ struct Launcher[dtype: DType](Movable, Writable):
         )
 
     @staticmethod
-    def gemm(py_self: PythonObject, args: PythonObject) raises -> PythonObject:
-        """Queues y = x @ w^T.
+    def address(py_self: PythonObject) raises -> PythonObject:
+        """Returns what stands for the launcher in calls.
 
         Args:
-            py_self: The launcher.
-            args: Addresses y, x, w; sizes m, n, k.
+            py_self: The launcher, which has to outlive the calls.
 
         Returns:
-            None.
+            Its address.
         """
-        var launcher = py_self.downcast_value_ptr[Self]()
-        launch_product[Self.dtype](
-            launcher[].ctx,
-            launcher[].stream,
-            Int(py=args[0]),
-            Int(py=args[1]),
-            Int(py=args[2]),
-            Int(py=args[3]),
-            Int(py=args[4]),
-            Int(py=args[5]),
-            launcher[].multiprocessors,
+        return PythonObject(Int(py_self.downcast_value_ptr[Self]()))
+
+
+comptime Own = Launcher[DTYPE]
+
+
+def _launcher(
+    mut arguments: Arguments,
+) -> Pointer[Own, MutUntrackedOrigin]:
+    return {unsafe_from_address = arguments.integer()}
+
+
+def gemm(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues y = x @ w^T."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var y = arguments.integer()
+    var x = arguments.integer()
+    var w = arguments.integer()
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    try:
+        launch_product[DTYPE](
+            launcher.ctx,
+            launcher.stream,
+            y,
+            x,
+            w,
+            m,
+            n,
+            k,
+            launcher.multiprocessors,
         )
-        return PythonObject(None)
+        return integer(0)
+    except error:
+        return failure(error)
 
-    @staticmethod
-    def forward(
-        py_self: PythonObject, args: PythonObject
-    ) raises -> PythonObject:
-        """Queues y = LayerNorm(x) W^T + b from a folded weight.
 
-        Args:
-            py_self: The launcher.
-            args: Addresses y, mean, rstd, x, wc, s, c; sizes m, n, k; eps.
-                y, mean and rstd are written.
-
-        Returns:
-            None.
-        """
-        var launcher = py_self.downcast_value_ptr[Self]()
-        launch_forward[Self.dtype](
-            launcher[].ctx,
-            launcher[].stream,
-            Int(py=args[0]),
-            Int(py=args[1]),
-            Int(py=args[2]),
-            Int(py=args[3]),
-            Int(py=args[4]),
-            Int(py=args[5]),
-            Int(py=args[6]),
-            Int(py=args[7]),
-            Int(py=args[8]),
-            Int(py=args[9]),
-            Float32(py=args[10]),
-            launcher[].multiprocessors,
+def forward(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues y = LayerNorm(x) W^T + b from a folded weight."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var y = arguments.integer()
+    var mean = arguments.integer()
+    var rstd = arguments.integer()
+    var x = arguments.integer()
+    var wc = arguments.integer()
+    var s = arguments.integer()
+    var c = arguments.integer()
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var eps = Float32(arguments.number())
+    try:
+        launch_forward[DTYPE](
+            launcher.ctx,
+            launcher.stream,
+            y,
+            mean,
+            rstd,
+            x,
+            wc,
+            s,
+            c,
+            m,
+            n,
+            k,
+            eps,
+            launcher.multiprocessors,
         )
-        return PythonObject(None)
+        return integer(0)
+    except error:
+        return failure(error)
 
-    @staticmethod
-    def stats(py_self: PythonObject, args: PythonObject) raises -> PythonObject:
-        """Queues the row statistics of x.
 
-        Args:
-            py_self: The launcher.
-            args: Addresses mean, rstd, x; sizes m, k; eps.
-
-        Returns:
-            None.
-        """
-        var launcher = py_self.downcast_value_ptr[Self]()
-        launch_statistics[Self.dtype](
-            launcher[].ctx,
-            launcher[].stream,
-            Int(py=args[0]),
-            Int(py=args[1]),
-            Int(py=args[2]),
-            Int(py=args[3]),
-            Int(py=args[4]),
-            Float32(py=args[5]),
-            launcher[].multiprocessors,
+def stats(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues the row statistics of x."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var mean = arguments.integer()
+    var rstd = arguments.integer()
+    var x = arguments.integer()
+    var m = arguments.integer()
+    var k = arguments.integer()
+    var eps = Float32(arguments.number())
+    try:
+        launch_statistics[DTYPE](
+            launcher.ctx,
+            launcher.stream,
+            mean,
+            rstd,
+            x,
+            m,
+            k,
+            eps,
+            launcher.multiprocessors,
         )
-        return PythonObject(None)
+        return integer(0)
+    except error:
+        return failure(error)
 
-    @staticmethod
-    def fold(py_self: PythonObject, args: PythonObject) raises -> PythonObject:
-        """Queues the fold of a weight.
 
-        Args:
-            py_self: The launcher.
-            args: Addresses wc, s, c, w, gamma, beta, bias, the last three 0
-                where there is none; sizes n, k; whether rows are centred;
-                whether gamma and beta are float32, and not of the weight's
-                type.
-
-        Returns:
-            None.
-        """
-        var launcher = py_self.downcast_value_ptr[Self]()
-        var float32 = Int(py=args[10]) != 0
+def fold(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues the fold of a weight."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var wc = arguments.integer()
+    var s = arguments.integer()
+    var c = arguments.integer()
+    var w = arguments.integer()
+    var gamma = arguments.integer()
+    var beta = arguments.integer()
+    var bias = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var centred = arguments.integer() != 0
+    var float32 = arguments.integer() != 0
+    try:
         comptime for wide in range(2):
             if float32 == (wide == 1):
-                launch_fold[
-                    Self.dtype, DType.float32 if wide == 1 else Self.dtype
-                ](
-                    launcher[].ctx,
-                    launcher[].stream,
-                    Int(py=args[0]),
-                    Int(py=args[1]),
-                    Int(py=args[2]),
-                    Int(py=args[3]),
-                    Int(py=args[4]),
-                    Int(py=args[5]),
-                    Int(py=args[6]),
-                    Int(py=args[7]),
-                    Int(py=args[8]),
-                    Int(py=args[9]) != 0,
+                launch_fold[DTYPE, DType.float32 if wide == 1 else DTYPE](
+                    launcher.ctx,
+                    launcher.stream,
+                    wc,
+                    s,
+                    c,
+                    w,
+                    gamma,
+                    beta,
+                    bias,
+                    n,
+                    k,
+                    centred,
                 )
-        return PythonObject(None)
+        return integer(0)
+    except error:
+        return failure(error)
 
 
 @export
@@ -203,14 +243,35 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
     """
     try:
         var builder = PythonModuleBuilder("layernorm_linear_sm90")
-        comptime Type = Launcher[DTYPE]
         _ = (
-            builder.add_type[Type]("Launcher")
-            .def_py_init[Type.py_init]()
-            .def_py_method[Type.gemm]("gemm")
-            .def_py_method[Type.forward]("forward")
-            .def_py_method[Type.stats]("stats")
-            .def_py_method[Type.fold]("fold")
+            builder.add_type[Own]("Launcher")
+            .def_py_init[Own.py_init]()
+            .def_method[Own.address]("address")
+        )
+        builder.def_py_c_function(
+            gemm, "gemm", docstring="gemm(launcher, y, x, w, m, n, k) -> 0"
+        )
+        builder.def_py_c_function(
+            forward,
+            "forward",
+            docstring=(
+                "forward(launcher, y, mean, rstd, x, wc, s, c, m, n, k, eps)"
+                " -> 0; y, mean and rstd are written"
+            ),
+        )
+        builder.def_py_c_function(
+            stats,
+            "stats",
+            docstring="stats(launcher, mean, rstd, x, m, k, eps) -> 0",
+        )
+        builder.def_py_c_function(
+            fold,
+            "fold",
+            docstring=(
+                "fold(launcher, wc, s, c, w, gamma, beta, bias, n, k, centred,"
+                " affine_is_float32) -> 0; gamma, beta and bias are 0 where"
+                " there is none"
+            ),
         )
         return builder.finalize()
     except e:
