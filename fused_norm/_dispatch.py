@@ -28,7 +28,7 @@ class Way(Protocol):
     def forward(
         self, x: Tensor, parameters: Parameters, eps: float, statistics: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return y, and mean and rstd if asked for."""
+        """Return y for a dense x, and mean and rstd if asked for."""
 
     def backward(
         self,

@@ -29,7 +29,6 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    (x,) = dense(x)
     features = parameters.features
     z = torch.empty_like(x)
     mean, rstd = empty_statistics(x) if statistics else (None, None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_norm import _parameters, reference
 from fused_norm._dispatch import Way, way
-from fused_norm._memory import empty_gradients, empty_statistics
+from fused_norm._memory import dense, empty_gradients, empty_statistics
 from fused_norm._parameters import Parameters
 from fused_norm._registration import are_plain, is_watched, register, without_none
 
@@ -22,6 +22,7 @@ def _y(
     linear_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
+    (x,) = dense(x)
     parameters = _parameters.of(ln_weight, ln_bias, linear_weight, linear_bias)
     return _way(x, linear_weight, parameters).forward(x, parameters, eps, False)[0]
 
@@ -34,6 +35,7 @@ def _forward(
     linear_bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    (x,) = dense(x)
     parameters = _parameters.of(ln_weight, ln_bias, linear_weight, linear_bias)
     return _way(x, linear_weight, parameters).forward(x, parameters, eps, True)
 
@@ -180,10 +182,17 @@ def layernorm_linear(
     eps: float,
 ) -> Tensor:
     """Compute a valid call, in sight of whatever watches it."""
-    inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
-    if not is_watched() and are_plain(inputs):
-        return run(*inputs, eps, _parameters.of(*inputs[1:]))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    parameters = (ln_weight, ln_bias, linear_weight, linear_bias)
+    inputs = (x, *parameters)
+    wants_gradients = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in inputs
+    )
+    if not is_watched() and are_plain((*inputs, eps)):
+        (ready,) = dense(x)
+        # The backward keeps x itself, not a copy of it.
+        if ready is x or not wants_gradients:
+            return run(ready, *parameters, eps, _parameters.of(*parameters))
+    if wants_gradients:
         y: Tensor = LayerNormLinearFunction.apply(*inputs, eps)[0]
     else:
         y = layernorm_linear_inference(*inputs, eps)
@@ -199,7 +208,7 @@ def run(
     eps: float,
     parameters: Parameters,
 ) -> Tensor:
-    """Compute a valid call that nothing watches."""
+    """Compute a valid call that nothing watches, on a dense x."""
     if torch.is_grad_enabled() and (
         x.requires_grad
         or linear_weight.requires_grad

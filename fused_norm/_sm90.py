@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
-from fused_norm._memory import dense, empty_statistics, workspace
+from fused_norm._memory import empty_statistics
 from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
@@ -35,13 +35,23 @@ class Fold:
 
     Attributes:
         versions: Of the parameters when they were last met.
-        weight: Wc `[N, K]`, None until the parameters come a second time.
-        sums: s `[N]` and c `[N]` in float32.
+        tensors: Wc `[N, K]`, and s and c `[2, N]` in float32; empty until the parameters come a
+            second time.
+        addresses: Of Wc, s and c.
+        scratch: Where the statistics of rows go that nobody asks for.
     """
 
     versions: tuple[int, ...] | None
-    weight: Tensor | None = None
-    sums: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()
+    addresses: tuple[int, ...] = ()
+    scratch: Tensor | None = None
+
+    def unread_statistics(self, rows: int, x: Tensor) -> tuple[int, int]:
+        """Return addresses for mean and rstd, in memory that serves every call of the stream."""
+        if self.scratch is None or self.scratch.numel() < 2 * rows:
+            self.scratch = x.new_empty(2 * rows, dtype=torch.float32)
+        address = self.scratch.data_ptr()
+        return address, address + 4 * rows
 
 
 def serves(x: Tensor, linear_weight: Tensor) -> bool:
@@ -63,9 +73,7 @@ def forward(
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
     outputs, features = parameters.outputs, parameters.features
     rows = x.numel() // features
-    device = parameters.device.index
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels, launcher, _ = _launcher(x.dtype, device, stream)
+    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
     # Where a gradient follows, the parameters are about to change, and a fold kept is memory lost.
     fold = None if statistics else _kept_fold(parameters, stream)
     if fold is None:
@@ -73,29 +81,19 @@ def forward(
             return _gpu.forward(x, parameters, eps, statistics)
         fold = Fold(())
         _make(parameters, stream, fold)
-    assert fold.weight is not None
-    assert fold.sums is not None
-    (x,) = dense(x)
-    if x.data_ptr() % ALIGNMENT:
+    address = x.data_ptr()
+    if address % ALIGNMENT:
         x = x.clone()
+        address = x.data_ptr()
     y = x.new_empty(*x.shape[:-1], outputs)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    # The kernel writes them in any case.
-    scratch = workspace(2 * 4 * rows, x.device) if mean is None else mean
-    sums = fold.sums.data_ptr()
+    if mean is not None and rstd is not None:
+        results = mean.data_ptr(), rstd.data_ptr()
+    else:
+        results = fold.unread_statistics(rows, x)
+    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
     kernels.forward(
-        launcher,
-        y.data_ptr(),
-        scratch.data_ptr(),
-        scratch.data_ptr() + 4 * rows if rstd is None else rstd.data_ptr(),
-        x.data_ptr(),
-        fold.weight.data_ptr(),
-        sums,
-        sums + 4 * outputs,
-        rows,
-        outputs,
-        features,
-        eps,
+        launcher, y.data_ptr(), *results, address, *fold.addresses, rows, outputs, features, eps
     )
     return y, mean, rstd
 
@@ -142,7 +140,7 @@ def _kept_fold(parameters: Parameters, stream: int) -> Fold | None:
     if fold is None or fold.versions != versions:
         parameters.folds[stream] = Fold(versions)
         return None
-    if fold.weight is None:
+    if not fold.tensors:
         _make(parameters, stream, fold)
     return fold
 
@@ -150,27 +148,28 @@ def _kept_fold(parameters: Parameters, stream: int) -> Fold | None:
 def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold | None:
     """Return a fold that is ready, from whichever stream, and keep it for the graph."""
     for fold in parameters.folds.values():
-        if fold.versions == versions and fold.weight is not None:
+        if fold.versions == versions and fold.tensors:
             # Under a key that no stream has, it stays when the stream gets another one.
             parameters.folds[-id(fold)] = fold
-            return fold  # type: ignore[no-any-return]
+            # With scratch memory of the graph's own: others may run beside it.
+            return Fold(versions, fold.tensors, fold.addresses)
     return None
 
 
 def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
-    """Fold the parameters as they are now, into the memory that the fold has."""
+    """Fold the parameters as they are now."""
     linear_weight = parameters.tensors()[2]
     if linear_weight.data_ptr() % ALIGNMENT:
         linear_weight = linear_weight.clone()
     outputs, features = parameters.outputs, parameters.features
-    if fold.weight is None or fold.sums is None:
-        fold.weight = torch.empty_like(linear_weight)
-        fold.sums = linear_weight.new_empty(2, outputs, dtype=torch.float32)
-    sums = fold.sums.data_ptr()
+    weight = torch.empty_like(linear_weight)
+    sums = linear_weight.new_empty(2, outputs, dtype=torch.float32)
+    fold.tensors = weight, sums
+    fold.addresses = weight.data_ptr(), sums.data_ptr(), sums.data_ptr() + 4 * outputs
     kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
     kernels.fold(
         launcher,
-        *(fold.weight.data_ptr(), sums, sums + 4 * outputs),
+        *fold.addresses,
         *(linear_weight.data_ptr(), parameters.ln_weight, parameters.ln_bias, parameters.bias),
         *(outputs, features, True, parameters.affine_is_float32),
     )
