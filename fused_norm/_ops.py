@@ -220,9 +220,7 @@ def run(
         or (ln_weight is not None and ln_weight.requires_grad)
         or (ln_bias is not None and ln_bias.requires_grad)
     ):
-        y: Tensor = _apply(
-            x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters
-        )
+        y: Tensor = _apply(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
     else:
         y, *_ = _way(x, linear_weight, parameters).forward(x, parameters, eps, False)
     return y

@@ -38,7 +38,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 FIRST = ("--op", "layernorm_linear", "--shapes", "llama")
 LATER_PROVIDERS = ("eager", "linear", "compile", "fla", "liger", "formula")
 MODES = ("forward", "forward_grad", "backward", "train")
-OURS = ("fused_norm", "fused_norm-composed")
+OURS = ("fused_norm", "fused_norm-frozen", "fused_norm-composed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

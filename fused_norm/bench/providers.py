@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm import reference
+from fused_norm import frozen_parameters, reference
 from fused_norm.bench.environment import version
-from fused_norm.bench.ops import EPS, Case, Formula
+from fused_norm.bench.ops import EPS, Case, Formula, Mode
 
 # Ratios are to the baseline and to the floor of the same run.
 Role = Literal["baseline", "floor", "peer", "ours"]
@@ -54,6 +55,8 @@ class Provider:
         refuse: Returns why it cannot serve a case, or None if it can.
         formula: What it computes, where that is less than the op.
         capturable: Whether its work goes to PyTorch's current stream, as CUDA graphs need.
+        capture: Makes the context in which a CUDA graph of its calls is captured.
+        modes: The modes that it differs from another provider in, None for all.
         only_on_request: Whether it is left out unless asked for, or the shape is the puzzle's.
     """
 
@@ -67,6 +70,8 @@ class Provider:
     refuse: Callable[[Case], str | None] = lambda case: None
     formula: Formula | None = None
     capturable: bool = True
+    capture: Callable[[], AbstractContextManager[None]] = nullcontext
+    modes: tuple[Mode, ...] | None = None
     only_on_request: bool = False
 
     def versions(self) -> str:
@@ -278,6 +283,18 @@ _ALL = (
         _imported("fused_layernorm_linear", "fused_norm"),
         _as_function,
         packages=("fused-norm",),
+    ),
+    Provider(
+        "fused_norm-frozen",
+        "layernorm_linear",
+        "ours",
+        "the same; CUDA graphs are captured under frozen_parameters, and keep folded weights",
+        _imported("fused_layernorm_linear", "fused_norm"),
+        _as_function,
+        packages=("fused-norm",),
+        refuse=_needs_gpu,
+        capture=frozen_parameters,
+        modes=("forward",),
     ),
     Provider(
         "eager",

@@ -275,7 +275,8 @@ class Runner:
         mode: Mode,
         checked: _Checked,
     ) -> None:
-        plan, ready = self._plan, checked.ready
+        plan = self._plan
+        ready = [p for p in checked.ready if _differs_in(p.provider, mode)]
         cache = 0 if plan.is_warm else self.run.environment.cache_bytes
         most = plan.most_sets
         sets, past = memory.input_sets(case, mode, cache, most=most, providers=len(ready))
@@ -288,7 +289,11 @@ class Runner:
             bytes=case.op.traffic(case.shape, mode, case.dtype.itemsize),
             input_sets=sets,
             is_past_cache=past,
-            results=[_copy(result) for result in checked.results.values()],
+            results=[
+                _copy(result)
+                for name, result in checked.results.items()
+                if _differs_in(providers.PROVIDERS[case.op.name, name], mode)
+            ],
         )
         try:
             if ready:
@@ -344,7 +349,7 @@ class Runner:
                 timers[provider.name] = (
                     CpuTimer(steps)
                     if stream is None
-                    else GpuTimer(steps, stream, capturable=provider.capturable)
+                    else GpuTimer(steps, stream, provider.capture if provider.capturable else None)
                 )
             rounds = Rounds(timers, self._plan.budget, seed)
             try:
@@ -441,6 +446,10 @@ def _fail(result: Result, error: BaseException) -> None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else ""
+
+
+def _differs_in(provider: Provider, mode: Mode) -> bool:
+    return provider.modes is None or mode in provider.modes
 
 
 def _copy(result: Result) -> Result:

@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -110,20 +110,23 @@ class GpuTimer:
     Args:
         steps: One for each set of inputs.
         stream: The stream that the steps were bound on.
-        capturable: Whether to take a CUDA graph.
+        capture: Makes the context in which to capture a CUDA graph, None for no graph.
     """
 
     def __init__(
-        self, steps: Sequence[Step], stream: torch.cuda.Stream, *, capturable: bool
+        self,
+        steps: Sequence[Step],
+        stream: torch.cuda.Stream,
+        capture: Callable[[], AbstractContextManager[None]] | None = nullcontext,
     ) -> None:
         self._steps = steps
         self._stream = stream
-        self._capturable = capturable
+        self._context = capture
         self._graph: torch.cuda.CUDAGraph | None = None
         self._calls_in_graph = 0
         self._replays = 1
         # Why there is no graph, or empty.
-        self.problem = "" if capturable else "runs on a stream that CUDA graphs do not record"
+        self.problem = "" if capture else "runs on a stream that CUDA graphs do not record"
 
     def warm_up(self, seconds: float) -> None:
         """Run for a while, then capture the calls in a graph."""
@@ -137,10 +140,11 @@ class GpuTimer:
                 torch.cuda.synchronize()
                 count += len(self._steps)
             took = (time.perf_counter() - start) / count
-        if self._capturable:
+        if self._context is not None:
             # Anything may be raised by what others run; the provider is then timed without a graph.
             try:
-                self._capture(took)
+                with self._context():
+                    self._capture(took)
             except Exception as error:
                 self._graph = None
                 self.problem = f"no CUDA graph: {type(error).__name__}: {error}"
