@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_norm import reference
 from fused_norm._dispatch import way
 from fused_norm._memory import empty_gradients, empty_statistics
-from fused_norm._registration import differentiable, register, without_none
+from fused_norm._registration import differentiable, is_forward_mode, register, without_none
 
 
 def _y(
@@ -124,8 +124,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
             return (None,) * 6
         x, ln_weight, ln_bias, linear_weight, mean, rstd = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:5])
-        if torch.is_grad_enabled():
-            # A second derivative is being recorded: PyTorch's ops have it, the kernels do not.
+        if torch.is_grad_enabled() or is_forward_mode():
+            # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
             inputs = (grad_output, x, ln_weight, ln_bias, linear_weight)
             gradients = reference.layernorm_linear_backward(*inputs, ctx.eps)
         else:

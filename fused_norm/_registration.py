@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, list})
 _library = torch.library.Library("fused_norm", "DEF")
@@ -72,6 +73,11 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
         return Eager.apply(*arguments)
 
     return apply
+
+
+def is_forward_mode() -> bool:
+    """Return whether tensors may carry tangents: derivatives taken along with the values."""
+    return forward_ad._current_level >= 0
 
 
 def without_none(gradients: list[Tensor | None], like: Tensor) -> list[Tensor]:

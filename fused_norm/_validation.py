@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fused_norm import reference
 from fused_norm._dispatch import LOW_PRECISION, serves
+from fused_norm._registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.
 LONGEST_ROW = 2**31 - 1
@@ -159,6 +160,9 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
 
 
 def _serves(x: Tensor, dtype: torch.dtype) -> bool:
+    if is_forward_mode():
+        # PyTorch's ops carry tangents, the kernels would drop them.
+        return False
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:

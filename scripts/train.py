@@ -170,7 +170,7 @@ def _report(curves: dict[str, Curve], settings: Settings, console: Console) -> i
     difference = statistics.mean(fused) - statistics.mean(eager)
     noise = statistics.stdev(eager)
     console.print(
-        f"The mean loss of the last {len(eager)} steps differs by {difference:+.4f}; from step to "
+        f"The mean loss of the last {len(eager)} steps differs by {difference:+.1g}; from step to "
         f"step it varies by {noise:.4f}.",
         highlight=False,
     )
