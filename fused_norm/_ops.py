@@ -11,7 +11,13 @@ from fused_norm import _parameters, reference
 from fused_norm._dispatch import Way, way
 from fused_norm._memory import dense, empty_gradients, empty_statistics
 from fused_norm._parameters import Parameters
-from fused_norm._registration import are_plain, is_watched, register, without_none
+from fused_norm._registration import (
+    are_plain,
+    is_forward_mode,
+    is_watched,
+    register,
+    without_none,
+)
 
 
 def _y(
@@ -127,8 +133,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
             return (None,) * 6
         x, ln_weight, ln_bias, linear_weight, mean, rstd = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:5])
-        if torch.is_grad_enabled():
-            # A second derivative is being recorded: PyTorch's ops have it, the kernels do not.
+        if torch.is_grad_enabled() or is_forward_mode():
+            # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
             inputs = (grad_output, x, ln_weight, ln_bias, linear_weight)
             gradients = reference.layernorm_linear_backward(*inputs, ctx.eps)
         else:

@@ -67,6 +67,7 @@ class Parameters:
             and x.dtype is self.dtype
             and x.device == self.device
             and x.layout is torch.strided
+            and not x.is_nested
             and x.dim() > 0
             and x.shape[-1] == self.features
             and x.is_contiguous()

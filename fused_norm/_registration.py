@@ -76,6 +76,11 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
     return apply
 
 
+def is_forward_mode() -> bool:
+    """Return whether tensors may carry tangents: derivatives taken along with the values."""
+    return forward_ad._current_level >= 0
+
+
 def without_none(gradients: list[Tensor | None], like: Tensor) -> list[Tensor]:
     """Return the gradients with an empty tensor for None, which a schema cannot promise."""
     return [like.new_empty(0) if g is None else g for g in gradients]
@@ -125,13 +130,8 @@ def is_watched() -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state()
-        or has_tangents()
+        or is_forward_mode()
     )
-
-
-def has_tangents() -> bool:
-    """Return whether forward-mode differentiation is under way, for which the ops have no rule."""
-    return forward_ad._current_level >= 0
 
 
 def are_plain(arguments: tuple[Any, ...]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _rowwise, reference
-from fused_norm._registration import differentiable, register, without_none
+from fused_norm._registration import differentiable, is_forward_mode, register, without_none
 
 
 def _like(x: Tensor, *_: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class TrainableEpsLayerNormFunction(_RowFunction):
             return None, None
         mask = list(ctx.needs_input_grad)
         inputs = (grad_output, *ctx.saved_tensors)
-        if torch.is_grad_enabled():
-            # A second derivative is being recorded: PyTorch's ops have it, the kernels do not.
+        if torch.is_grad_enabled() or is_forward_mode():
+            # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
             return _masked(reference.trainable_eps_layer_norm_backward(*inputs), mask)
         return _masked(_trainable_eps_gradients(*inputs, mask), mask)
 
@@ -111,6 +111,8 @@ class MeanFunction(_RowFunction):
         """Return the gradient of x."""
         if grad_output is None:
             return None
+        if is_forward_mode():
+            return reference.mean(grad_output)
         run = mean_with_gradients if torch.is_grad_enabled() else mean
         gradient: Tensor = run(grad_output)
         return gradient
@@ -130,7 +132,7 @@ class NormFunction(_RowFunction):
         if grad_output is None:
             return None
         (v,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_forward_mode():
             return reference.norm_backward(grad_output, v)
         gradient: Tensor = _norm_gradient(grad_output, v)
         return gradient
@@ -151,7 +153,7 @@ class DivFunction(_RowFunction):
             return None, None
         mask = list(ctx.needs_input_grad)
         inputs = (grad_output, *ctx.saved_tensors)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_forward_mode():
             return _masked(reference.div_backward(*inputs), mask)
         return _masked(_div_gradients(*inputs, mask), mask)
 

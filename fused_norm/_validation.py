@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_norm import reference
 from fused_norm._dispatch import LOW_PRECISION, serves
-from fused_norm._registration import has_tangents
+from fused_norm._registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.
 LONGEST_ROW = 2**31 - 1
@@ -43,9 +43,9 @@ def has_kernel(
         eps: Should be a number.
         autocast: Whether autocast gave the Linear parameters their dtype.
     """
-    if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)) or has_tangents():
+    if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
         return False
-    if x.layout is not torch.strided or linear_weight.layout is not torch.strided:
+    if not (_is_strided(x) and _is_strided(linear_weight)):
         return False
     shape, device, dtype = x.shape, x.device, linear_weight.dtype
     if linear_weight.dim() != 2 or not shape or linear_weight.device != device:
@@ -55,7 +55,10 @@ def has_kernel(
         return False
     for vector, size in ((ln_weight, features), (ln_bias, features), (linear_bias, outputs)):
         if vector is not None and not (
-            isinstance(vector, Tensor) and vector.shape == (size,) and vector.device == device
+            isinstance(vector, Tensor)
+            and _is_strided(vector)
+            and vector.shape == (size,)
+            and vector.device == device
         ):
             return False
     if not (x.dtype is dtype or autocast) or not (
@@ -76,11 +79,10 @@ def by_pytorch(
     x: Any, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
 ) -> Tensor:
     """Return what `F.layer_norm` and `F.linear` make of a call, or raise what they raise."""
-    features = getattr(x, "shape", ())[-1:]
-    others = [getattr(t, "shape", ())[-1:] for t in (ln_weight, linear_weight)]
-    if features not in others:
+    features, *others = (_last_size(t) for t in (x, ln_weight, linear_weight))
+    if not features or features not in others:
         # An input that fits neither parameter is the one at fault, so it is held to theirs.
-        features = others[1] or features
+        features = others[1] or others[0] or features
     z = F.layer_norm(x, features, ln_weight, ln_bias, eps)
     return F.linear(z, linear_weight, linear_bias)
 
@@ -92,10 +94,8 @@ def has_row_kernel(*tensors: Any) -> bool:
         tensors: Should be of shape `[..., K]` in a dtype that has kernels.
     """
     x = tensors[0]
-    if has_tangents():
-        return False
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        if not isinstance(tensor, Tensor) or not _is_strided(tensor):
             return False
         if tensor.dtype is not x.dtype or tensor.device != x.device or tensor.shape != x.shape:
             return False
@@ -112,7 +112,7 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
     return (
         isinstance(x, Tensor)
         and isinstance(o, Tensor)
-        and o.layout is torch.strided
+        and _is_strided(o)
         and o.numel() == 1
         and o.device == x.device
         and (o.dtype is x.dtype or (o.dtype is torch.float32 and x.dtype in LOW_PRECISION))
@@ -126,7 +126,7 @@ def trainable_eps_by_pytorch(x: Any, o: Any) -> Tensor:
     Raises:
         RuntimeError: If `o` has more or less than one element.
     """
-    if isinstance(o, Tensor):
+    if isinstance(o, Tensor) and not o.is_nested:
         if o.numel() != 1:
             raise RuntimeError(f"a Tensor with {o.numel()} elements cannot be converted to Scalar")
         o = o.reshape(())
@@ -139,7 +139,12 @@ def div_by_pytorch(a: Any, b: Any) -> Tensor:
     Raises:
         RuntimeError: If the operands have different shapes.
     """
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
+    if (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and not (a.is_nested or b.is_nested)
+        and a.shape != b.shape
+    ):
         raise RuntimeError(
             "Expected tensor for argument #1 'a' to have same size as tensor for argument #2 'b'; "
             f"but {list(a.shape)} does not equal {list(b.shape)} "
@@ -158,10 +163,27 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
     """
     tensors = [reference.widened(t) if isinstance(t, Tensor) else t for t in (x, *others)]
     y = formula(*tensors)
-    return y.to(x.dtype) if y.is_floating_point() and x.is_floating_point() else y
+    if isinstance(x, Tensor) and x.is_floating_point() and y.is_floating_point():
+        return y.to(x.dtype)
+    return y
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _last_size(tensor: Any) -> torch.Size:
+    """Return the size of the last dimension in a tuple, an empty one where there is none."""
+    # A nested tensor of this layout raises when asked for a shape.
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        return torch.Size()
+    return tensor.shape[-1:]
 
 
 def _serves(x: Tensor, dtype: torch.dtype) -> bool:
+    if is_forward_mode():
+        # PyTorch's ops carry tangents, the kernels would drop them.
+        return False
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:

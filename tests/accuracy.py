@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fused_norm as fn
+
 NAMES = ("x", "ln_weight", "ln_bias", "linear_weight", "linear_bias")
 
 
@@ -88,3 +90,18 @@ def assert_within_budget(
     assert error <= factor * (allowed + floor), (
         f"{name}: error {error:.3g}, PyTorch's {allowed:.3g}, norm {scale:.3g}"
     )
+
+
+def check(inputs: list[Tensor | None], eps: float = 1e-5, factor: float = 2.0) -> None:
+    """Compare the output and every gradient that is required with float64."""
+    ours, theirs, truth = as_copies(inputs), as_copies(inputs), as_float64(inputs)
+    y, bar, exact = fn.fused_layernorm_linear(*ours, eps), eager(*theirs, eps), eager(*truth, eps)
+    assert_within_budget("y", y, exact, bar, factor)
+    grad_output = torch.randn_like(exact).to(y.dtype)
+    if y.requires_grad:
+        y.backward(grad_output)
+        bar.backward(grad_output)
+        exact.backward(grad_output.double())
+    for name, mine, low, high in zip(NAMES, ours, theirs, truth, strict=True):
+        if mine is not None and mine.requires_grad:
+            assert_within_budget(f"grad_{name}", mine.grad, high.grad, low.grad, factor)

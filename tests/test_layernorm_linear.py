@@ -14,6 +14,7 @@ from accuracy import (
     as_copies,
     as_float64,
     assert_within_budget,
+    check,
     eager,
     make_inputs,
 )
@@ -45,21 +46,6 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected)
     else:
         assert torch.equal(actual, expected)
-
-
-def check(inputs: list[Tensor | None], eps: float = 1e-5, factor: float = 2.0) -> None:
-    """Compare the output and every gradient that is required with float64."""
-    ours, theirs, truth = as_copies(inputs), as_copies(inputs), as_float64(inputs)
-    y, bar, exact = fn.fused_layernorm_linear(*ours, eps), eager(*theirs, eps), eager(*truth, eps)
-    assert_within_budget("y", y, exact, bar, factor)
-    grad_output = torch.randn_like(exact).to(y.dtype)
-    if y.requires_grad:
-        y.backward(grad_output)
-        bar.backward(grad_output)
-        exact.backward(grad_output.double())
-    for name, mine, low, high in zip(NAMES, ours, theirs, truth, strict=True):
-        if mine is not None and mine.requires_grad:
-            assert_within_budget(f"grad_{name}", mine.grad, high.grad, low.grad, factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from accuracy import eager, make_inputs
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 import fused_norm as fn
 from fused_norm import _parameters
@@ -125,31 +124,6 @@ def test_zeros_without_memory(device: str) -> None:
             fn.fused_layernorm_linear(zeros, *parameters),
             eager(torch.zeros_like(x), *parameters),
         )
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's own, of torch.jit.script
-@pytest.mark.parametrize("row_op", [False, True])
-def test_forward_mode_derivatives(row_op: bool, device: str) -> None:
-    x, gamma, beta, weight, bias = make_inputs(6, 12, 10, device=device)
-    tangent = torch.randn_like(x)
-
-    def mine(x: Tensor) -> Tensor:
-        if row_op:
-            return fn.trainable_eps_layer_norm(x, torch.ones(1, device=device))
-        return fn.fused_layernorm_linear(x, gamma, beta, weight, bias)
-
-    def theirs(x: Tensor) -> Tensor:
-        if row_op:
-            return torch.nn.functional.layer_norm(x, (12,), eps=1.0)
-        return eager(x, gamma, beta, weight, bias)
-
-    mine(x)
-    expected = torch.func.jvp(theirs, (x,), (tangent,))
-    torch.testing.assert_close(torch.func.jvp(mine, (x,), (tangent,)), expected)
-    with forward_ad.dual_level():
-        result = forward_ad.unpack_dual(mine(forward_ad.make_dual(x, tangent)))
-        assert result.tangent is not None
-        torch.testing.assert_close(result.tangent, expected[1])
 
 
 def test_batched_gradients(device: str) -> None:

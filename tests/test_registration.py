@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fused_norm as fn
 
 pytestmark = [
-    # PyTorch's compiler trips over these deprecations of its own, 2.11 over both.
+    # PyTorch's forward mode and compiler trip over these deprecations of its own.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
 ]
@@ -152,6 +153,73 @@ def test_hessian_vector_product(device: str) -> None:
         NAMES, second(fn.fused_layernorm_linear), second(eager), strict=True
     ):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
+@pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
+def test_hessians(outer: str, inner: str, device: str) -> None:
+    """Regression: a jvp of the op was zero, and a Hessian of it an error."""
+    x, gamma, beta, weight, bias = make_inputs(2, 5, 3, device=device)
+
+    def hessian(function: object) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            return function(x, gamma, beta, weight, bias).pow(3).sum()
+
+        return getattr(torch.func, outer)(getattr(torch.func, inner)(loss))(x)
+
+    mine, other = hessian(fn.fused_layernorm_linear), hessian(eager)
+    assert other.abs().max() > 0.1
+    torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
+
+
+OPS = {
+    "layernorm_linear": lambda x, w: fn.fused_layernorm_linear(x, None, None, w),
+    "trainable_eps": lambda x, w: fn.trainable_eps_layer_norm(x, w[0, :1]),
+    "mean": lambda x, w: fn.composed.mean(x),
+    "norm": lambda x, w: fn.composed.norm(x),
+    "div": lambda x, w: fn.composed.div(x, w[:1].expand_as(x)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_tangents_of_gradients(name: str) -> None:
+    """Regression: a backward inside forward mode lost the tangent of its grad_output."""
+    x, w = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    x.requires_grad_()
+    w.requires_grad_()
+    y = OPS[name](x, w)
+    grad_output, tangent = torch.randn_like(y), torch.randn_like(y)
+    # Gradients are linear in grad_output, so the tangent goes through as grad_output does.
+    expected = torch.autograd.grad(y, (x, w), tangent, retain_graph=True, allow_unused=True)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_output, tangent)
+        gradients = torch.autograd.grad(y, (x, w), dual, allow_unused=True)
+        tangents = [g if g is None else forward_ad.unpack_dual(g).tangent for g in gradients]
+    for mine, other in zip(tangents, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_batched_gradients(name: str, device: str) -> None:
+    """Each of a batch of grad_outputs gives the gradients that it gives alone."""
+    x, w = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    x.requires_grad_()
+    w.requires_grad_()
+    y = OPS[name](x, w)
+    grad_outputs = torch.randn(6, *y.shape, device=device)
+
+    def gradients(grad_output: Tensor, **options: bool) -> tuple[Tensor | None, ...]:
+        options |= {"retain_graph": True, "allow_unused": True}
+        return torch.autograd.grad(y, (x, w), grad_output, **options)
+
+    batched = gradients(grad_outputs, is_grads_batched=True)
+    for index, grad_output in enumerate(grad_outputs):
+        for mine, other in zip(batched, gradients(grad_output), strict=True):
+            if other is not None:
+                torch.testing.assert_close(mine[index], other)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
