@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no edit is called {', '.join(sorted(unknown))}")
     console = Console()
     results = recorded()
+    controls: dict[tuple[str, ...], dict[str, Any]] = {}
     for mutation in MUTATIONS:
         is_wanted = mutation.name in (options.only or [mutation.name])
         if not is_wanted or (mutation.target == "gpu" and not torch.cuda.is_available()):
             continue
         with console.status(mutation.name):
-            results[mutation.name] = asdict(mutation) | tried(mutation)
+            if mutation.tests not in controls:
+                # Without an edit the tests must pass in a copy too, or they say nothing.
+                controls[mutation.tests] = tried(replace(mutation, new=mutation.old))
+            outcome = dict(controls[mutation.tests])
+            if outcome["result"] == "unnoticed":
+                outcome = tried(mutation)
+            elif outcome["result"] == "noticed":
+                outcome |= {"result": "broken", "output": f"fails unedited: {outcome['failed']}"}
+            results[mutation.name] = asdict(mutation) | outcome
         result = results[mutation.name]
         style = STYLES[result["result"]]
         console.print(f"[{style}]{result['result']:<10}[/] {mutation.name}", highlight=False)
