@@ -5,7 +5,7 @@
 
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and a training instead of
-them (`--only train`: scripts/train.py on all GPUs). Each ends in time (`--limit`), and the benchmark
+them (`--only train`: scripts/train.py on all GPUs). Each ends in time (`--limit`). The benchmark
 goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
 """
 

@@ -11,10 +11,12 @@ without. Exits with 1 if an edit went unnoticed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,23 +114,28 @@ def tried(mutation: Mutation) -> dict[str, Any]:
             "PYTHONDONTWRITEBYTECODE": "1",
             "FUSED_NORM_CACHE_DIR": str(copy / "cache"),
         }
+        process = subprocess.Popen(
+            [*command, *mutation.tests],
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            process = subprocess.run(
-                [*command, *mutation.tests],
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT,
-                check=False,
-            )
+            output, _ = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return {"result": "noticed", "failed": ["a hang"]}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", process.stdout, re.MULTILINE)
-    is_built = "compiler failed" not in process.stdout
+        finally:
+            # A wrong library may leave processes behind that wait for ever.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", output, re.MULTILINE)
+    is_built = "compiler failed" not in output
     if process.returncode in (0, 1) and is_built:
         return {"result": "noticed" if process.returncode else "unnoticed", "failed": failed}
-    return {"result": "broken", "failed": [], "output": process.stdout[-3000:] + process.stderr}
+    return {"result": "broken", "failed": [], "output": output[-3000:]}
 
 
 if __name__ == "__main__":
