@@ -13,6 +13,7 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
+from .arguments import Arguments
 from .config import Ring
 from .epilogue import PLAIN, RowFactors
 from .ptx import (
@@ -65,12 +66,12 @@ def few_rows_shared_bytes(rows: Int) -> Int:
 
 
 @always_inline
-def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmutAnyOrigin]:
+def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmUntrackedOrigin]:
     return (
         Pointer(to=map)
         .unsafe_bitcast[NoneType]()
         .as_imm()
-        .unsafe_origin_cast[ImmutAnyOrigin]()
+        .unsafe_origin_cast[ImmUntrackedOrigin]()
     )
 
 
@@ -80,40 +81,32 @@ def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmutAnyOrigin]:
 )
 @__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
-@__name(t"fused_norm_few_rows_{dtype}_{rows}_{mode}")
+@__name(t"fused_norm_few_rows_{dtype}_{rows}_{w_transposed}_{mode}")
 def few_rows_kernel[
-    dtype: DType, rows: Int, mode: Int
+    dtype: DType, rows: Int, w_transposed: Bool, mode: Int
 ](
     w_map: TMADescriptor,
     x_map: TMADescriptor,
     y: Pointer[Scalar[dtype], MutAnyOrigin],
-    mean: Pointer[Float32, MutAnyOrigin],
-    rstd: Pointer[Float32, MutAnyOrigin],
-    s: Pointer[Float32, ImmutAnyOrigin],
-    c: Pointer[Float32, ImmutAnyOrigin],
-    m: Int32,
-    n: Int32,
-    k: Int32,
+    arguments: Arguments,
 ):
     """Computes 64 columns of y per cluster.
 
     Parameters:
         dtype: Type of x, w and y: bfloat16 or float16.
         rows: Most rows of x, a multiple of 8.
+        w_transposed: Whether w is stored as [k, n].
         mode: Epilogue, `PLAIN` or `CORRECTED`.
 
     Args:
-        w_map: Tensor map of w [n, k], boxes of 64 by 64.
+        w_map: Tensor map of w, boxes of 64 by 64.
         x_map: Tensor map of x [m, k], boxes of rows by 64.
         y: Receives y [m, n].
-        mean: Means of the rows of x [m]; not read in mode `PLAIN`.
-        rstd: Reciprocal deviations of the rows [m]; not read in mode `PLAIN`.
-        s: Row sums of w [n]; not read in mode `PLAIN`.
-        c: Constants added to the columns [n]; not read in mode `PLAIN`.
-        m: Rows of x and y, at most `rows`.
-        n: Columns of y.
-        k: Columns of x and w, more than one k block.
+        arguments: Sizes, k more than one k block; and the vectors that go with
+            the matrices.
     """
+    var m = arguments.m
+    var n = arguments.n
     comptime x_bytes = rows * K_BLOCK * 2
     comptime registers = rows // 2
     var base = UInt32(
@@ -144,7 +137,7 @@ def few_rows_kernel[
     cluster_arrive()
     cluster_wait()
 
-    var blocks = UInt32(k + Int32(K_BLOCK - 1)) // UInt32(K_BLOCK)
+    var blocks = UInt32(arguments.k + Int32(K_BLOCK - 1)) // UInt32(K_BLOCK)
     var half = (blocks + 1) // 2
     var first = rank * half
     var last = min(blocks, first + half)
@@ -156,18 +149,20 @@ def few_rows_kernel[
                 var barrier = full + at.slot * 8
                 mbarrier_wait(empty + at.slot * 8, at.parity)
                 mbarrier_expect_bytes(barrier, Int32(_W_BYTES + x_bytes))
+                var k = Int32(block) * K_BLOCK
+                var output = Int32(first_output)
                 load_tile(
                     base + at.slot * _W_BYTES,
                     _address_of(w_map),
                     barrier,
-                    Int32(block) * K_BLOCK,
-                    Int32(first_output),
+                    output if w_transposed else k,
+                    k if w_transposed else output,
                 )
                 load_tile(
                     x_tiles + at.slot * UInt32(x_bytes),
                     _address_of(x_map),
                     barrier,
-                    Int32(block) * K_BLOCK,
+                    k,
                     0,
                 )
                 at.advance[_STAGES]()
@@ -176,16 +171,18 @@ def few_rows_kernel[
         return
 
     var lane = thread & 31
-    var w_descriptor = operand_descriptor(base)
-    var x_descriptor = operand_descriptor(x_tiles)
+    var w_descriptor = operand_descriptor[w_transposed](base)
+    var x_descriptor = operand_descriptor[False](x_tiles)
     var at = Ring(0, 0)
     mbarrier_wait(full, 0)
-    var accumulator = multiply_first[dtype, rows, 1](w_descriptor, x_descriptor)
+    var accumulator = multiply_first[dtype, rows, 1, w_transposed, False](
+        w_descriptor, x_descriptor
+    )
     var previous = UInt32(0)
     at.advance[_STAGES]()
     for _ in range(first + 1, last):
         mbarrier_wait(full + at.slot * 8, at.parity)
-        accumulator = multiply_next[dtype, rows, 1](
+        accumulator = multiply_next[dtype, rows, 1, w_transposed, False](
             accumulator,
             w_descriptor + at.slot * (_W_BYTES // 16),
             x_descriptor + at.slot * UInt32(x_bytes // 16),
@@ -224,8 +221,8 @@ def few_rows_kernel[
                 Int32((i // 2) * 8 + i % 2) + Int32(lane & 3) * 2, m - 1
             )
             factors[i] = RowFactors(
-                rstd.unsafe_offset(Int(row)).unsafe_load(),
-                mean.unsafe_offset(Int(row)).unsafe_load(),
+                arguments.rstd.unsafe_offset(Int(row)).unsafe_load(),
+                arguments.mean.unsafe_offset(Int(row)).unsafe_load(),
             )
     # Row lane / 4 of the weight's 16 in this warp, and the one 8 below.
     comptime for below in range(2):
@@ -236,8 +233,8 @@ def few_rows_kernel[
             var its_s = Float32(0)
             var its_c = Float32(0)
             comptime if mode != PLAIN:
-                its_s = s.unsafe_offset(Int(output)).unsafe_load()
-                its_c = c.unsafe_offset(Int(output)).unsafe_load()
+                its_s = arguments.s.unsafe_offset(Int(output)).unsafe_load()
+                its_c = arguments.c.unsafe_offset(Int(output)).unsafe_load()
             comptime for group in range(rows // 8):
                 comptime for side in range(2):
                     comptime i = group * 4 + below * 2 + side
