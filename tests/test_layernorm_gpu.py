@@ -90,7 +90,7 @@ def backward(dy, x, gamma, mean, rstd, float32, shift=0, wanted="xgb"):
     dx = Guarded((M, K), x.dtype, "cuda", shift)
     dgamma, dbeta = Guarded((K,), ftype, "cuda"), Guarded((K,), ftype, "cuda")
     size = launch.layernorm_backward_workspace(M, K)
-    workspace = Guarded((size,), torch.uint8, "cuda") if size else None
+    workspace = Guarded((size // 4,), torch.float32, "cuda") if size else None
     launch.layernorm_backward(
         address(dx.tensor) * ("x" in wanted),
         address(dgamma.tensor) * ("g" in wanted),

@@ -286,6 +286,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                     ).unsafe_load[
                         width=Self.width,
                         alignment=min(16, Self.width * size_of[Self.ftype]()),
+                        invariant=True,
                     ]()
             else:
                 comptime for i in range(Self.tile):

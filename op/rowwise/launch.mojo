@@ -197,6 +197,19 @@ def _launch_rows[
             gpu, operands, rows, align_up(ceildiv(loads, block_tile), WARP_SIZE)
         )
         return
+    comptime if P.inputs == 1:
+        # one such block fills a multiprocessor, so it has to load ahead
+        if loads <= _PERSISTENT_THREADS * tile:
+            comptime shape = Shape(
+                width, tile, True, True, True, _PERSISTENT_THREADS, 1
+            )
+            var launch = _persistent_blocks(
+                gpu, rows, align_up(ceildiv(loads, tile), WARP_SIZE)
+            )
+            _launch[P, dtype, ftype, shape](
+                gpu, operands, launch.blocks, launch.threads
+            )
+            return
     comptime shape = Shape(width, tile, True, False, False, _LONG_THREADS, 2)
     _launch[P, dtype, ftype, shape](gpu, operands, rows, _LONG_THREADS)
 
