@@ -11,10 +11,9 @@ from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.rowwise.launch import (
-    Gpu,
+from op.rowwise.launch import Gpu, launch_rows
+from op.rowwise.launch_columns import (
     column_sums_bytes,
-    launch_rows,
     launch_rows_and_columns,
 )
 from op.rowwise.layernorm import (

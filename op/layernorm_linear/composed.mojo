@@ -11,12 +11,8 @@ from linalg.matmul.vendor.blas import matmul
 from max.algorithm import elementwise
 from max.gpu.host import DeviceContext
 
-from ..rowwise.launch import (
-    Gpu,
-    column_sums_bytes,
-    launch_rows,
-    launch_rows_and_columns,
-)
+from ..rowwise.launch import Gpu, launch_rows
+from ..rowwise.launch_columns import column_sums_bytes, launch_rows_and_columns
 from ..rowwise.layernorm import (
     LayerNorm,
     LayerNormBackward,

@@ -11,9 +11,10 @@ from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
-from .gpu import GlobalPointer, RowReader, Shape
+from .gpu_row import GlobalPointer, RowReader, Shape
 from .operands import Addresses, Operands, accumulator
-from .program import RowProgram, Terms, Values
+from .program import RowProgram
+from .values import Terms, Values
 
 comptime COLUMN_THREADS = 256
 """Threads of a block of `column_kernel`."""

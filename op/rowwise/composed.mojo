@@ -8,7 +8,9 @@ Their names are those of the Spiral language's LayerNorm, which they follow.
 from std.math import sqrt
 
 from .centre import Centre, Recentre
-from .program import Program, Row, Stage, Values
+from .program import Program
+from .stage import Stage
+from .values import Row, Values
 
 
 struct _Norm(Stage):

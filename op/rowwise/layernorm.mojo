@@ -11,7 +11,9 @@ from zero lose nothing.
 
 from .arithmetic import inverse_sqrt
 from .centre import Centre
-from .program import Program, Row, Stage, Values
+from .program import Program
+from .stage import Stage
+from .values import Row, Values
 
 
 struct _Normalise(Stage):
