@@ -166,8 +166,9 @@ def _take[
                     place
                 )
                 var value = v[k]
-                if operands.accumulate:
-                    value += output.unsafe_load[width=width]().cast[accum]()
+                comptime if P.primed:
+                    if operands.accumulate:
+                        value += output.unsafe_load[width=width]().cast[accum]()
                 output.unsafe_store(value.cast[dtype]())
         comptime for c in range(P.columns):
             var sums = _pointer[accum](operands.column_sums).unsafe_offset(

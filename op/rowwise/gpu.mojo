@@ -25,6 +25,7 @@ from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 from std.math import ceildiv
 from std.memory import stack_allocation
+from std.sys import size_of
 from std.utils import StaticTuple
 
 from .gpu_row import GlobalPointer, RowReader, Shape, _ColumnSums, _row
@@ -290,6 +291,7 @@ def _store_columns[
     """Stores the sums over the block's rows, those of its warps added in their order."""
     comptime width = shape.width
     comptime tile = shape.tile
+    comptime alignment = min(16, width * size_of[accum]())
     var length = Int(operands.length)
     comptime for c in range(P.columns):
         var partial = GlobalPointer[accum](
@@ -299,9 +301,9 @@ def _store_columns[
             comptime for i in range(tile):
                 var column = start + Int32(i) * step
                 if column < operands.length:
-                    partial.unsafe_offset(Int(column)).unsafe_store(
-                        columns[c * tile + i]
-                    )
+                    partial.unsafe_offset(Int(column)).unsafe_store[
+                        alignment=alignment
+                    ](columns[c * tile + i])
         else:
             var shared = stack_allocation[
                 WARP_SIZE * tile * width,
@@ -317,8 +319,10 @@ def _store_columns[
                             Int(start + Int32(i) * step)
                         )
                         if w > 0:
-                            sum += place.unsafe_load[width=width]()
-                        place.unsafe_store(sum)
+                            sum += place.unsafe_load[
+                                width=width, alignment=alignment
+                            ]()
+                        place.unsafe_store[alignment=alignment](sum)
                 barrier()
             for column in range(thread_idx.x, length, block_dim.x):
                 partial.unsafe_offset(column).unsafe_store(

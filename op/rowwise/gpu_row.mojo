@@ -296,8 +296,9 @@ def _store[
                 unsafe_from_address=Int(operands.outputs[k])
             ).unsafe_offset(row * Int(operands.length) + Int(column))
             var value = v[k]
-            if operands.accumulate:
-                value += address.unsafe_load[
-                    width=v.width, alignment=alignment
-                ]().cast[accumulator[dtype]()]()
+            comptime if P.primed:
+                if operands.accumulate:
+                    value += address.unsafe_load[
+                        width=v.width, alignment=alignment
+                    ]().cast[accumulator[dtype]()]()
             address.unsafe_store[alignment=alignment](value.cast[dtype]())

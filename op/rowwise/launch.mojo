@@ -167,11 +167,15 @@ def _launch_rows[
     # what a thread holds of each of several inputs has to fit the same registers
     comptime block_tile = tile if P.inputs == 1 else tile // 2
     comptime threads = 256 if P.inputs == 1 else 512
+    # features wider than the inputs take twice the registers, and fewer blocks are better than spilled ones
+    comptime spare = 1 if P.features > 0 and size_of[ftype]() > size_of[
+        dtype
+    ]() else 0
     var rows = Int(operands.rows)
     var loads = ceildiv(Int(operands.length), width)
     comptime for warp_tile in [tile // 2, tile]:
         if loads <= WARP_SIZE * warp_tile:
-            comptime blocks = 6 if P.inputs == 1 else 4
+            comptime blocks = (6 if P.inputs == 1 else 4) - 2 * spare
             comptime shape = Shape(
                 width, warp_tile, False, True, False, _WARP_THREADS, blocks
             )
@@ -183,7 +187,7 @@ def _launch_rows[
             )
             return
     if loads <= threads * block_tile:
-        comptime blocks = 3 if P.inputs == 1 else 2
+        comptime blocks = 3 - spare if P.inputs == 1 else 2
         comptime shape = Shape(
             width, block_tile, True, True, False, threads, blocks
         )

@@ -37,6 +37,8 @@ trait RowProgram:
     """How many vectors [M] the stages write."""
     comptime parameter: Bool
     """Whether there is a `Row.parameter`."""
+    comptime primed: Bool
+    """Whether there is a primed form, which adds to the outputs."""
 
     @staticmethod
     def pass_of(stage: Int) -> Int:
@@ -156,6 +158,7 @@ struct Program[
     outputs_: Int = 1,
     columns_: Int = 0,
     parameter_: Bool = False,
+    primed_: Bool = False,
 ](RowProgram):
     """A row program of the given stages.
 
@@ -170,6 +173,7 @@ struct Program[
         outputs_: How many tensors [M, K] are written.
         columns_: How many vectors [K] are sums over the rows; their values must not depend on totals.
         parameter_: Whether there is a `Row.parameter`.
+        primed_: Whether there is a primed form, which adds to the outputs.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -193,6 +197,8 @@ struct Program[
     """How many vectors [M] the stages write."""
     comptime parameter = Self.parameter_
     """Whether there is a `Row.parameter`."""
+    comptime primed = Self.primed_
+    """Whether there is a primed form, which adds to the outputs."""
 
     @staticmethod
     def results_before(stage: Int) -> Int:
