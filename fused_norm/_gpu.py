@@ -62,40 +62,40 @@ def backward(
     """Return the gradients that the mask asks for, None in place of the others."""
     outputs, features = linear_weight.shape
     rows = x.numel() // features
-    x, ln_weight, ln_bias = dense(x, ln_weight, ln_bias)
+    grad_output, x, ln_weight, ln_bias = dense(grad_output, x, ln_weight, ln_bias)
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = mask
-    dy = grad_output.reshape(rows, outputs)
+    want_parameters = want_dgamma or want_dbeta
+    dy = grad_output.view(rows, outputs)
     kernels = launcher("layernorm_gpu", x)
-    affine_float32 = x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias)
     gradients = empty_gradients(
-        x, ln_weight, ln_bias, linear_weight, [want_dx, want_dgamma, want_dbeta, False, False]
+        x, ln_weight, ln_bias, linear_weight, [*mask[:3], False, want_dbias]
     )
-    if want_dx or want_dgamma or want_dbeta:
-        dz = torch.mm(dy, linear_weight)
-        scratch = workspace(kernels.layernorm_backward_workspace(rows, features), x.device)
-        kernels.layernorm_backward(
-            *(address(gradient) for gradient in gradients[:3]),
-            dz.data_ptr(),
-            x.data_ptr(),
-            mean.data_ptr(),
-            rstd.data_ptr(),
-            address(ln_weight),
-            address(scratch),
-            rows,
-            features,
-            affine_float32,
-        )
-    if want_dweight:
-        # Not kept from the forward: one pass over x is cheaper than a second x in memory.
-        z = torch.empty_like(x)
-        kernels.layernorm_forward(
-            *(z.data_ptr(), 0, 0, x.data_ptr(), address(ln_weight), address(ln_bias)),
-            *(rows, features, eps, affine_float32),
-        )
-        gradients[3] = torch.mm(dy.t(), z.view(rows, features))
-    if want_dbias:
-        gradients[4] = dy.sum(0)
+    dx, dgamma, dbeta, _, dbias = map(address, gradients)
+    dz = torch.mm(dy, linear_weight) if want_dx or want_parameters else None
+    # Not kept from the forward: one more result of the pass over x costs less than a second x in
+    # memory. It takes the place of dz, which that pass is the last to need.
+    z = None if not want_dweight else x.new_empty(rows, features) if dz is None else dz
+    size = _workspace_size(
+        kernels, rows, features if want_parameters else 0, outputs if want_dbias else 0
+    )
+    scratch = workspace(size, x.device) if size else None
+    kernels.backward(
+        *(dx, dgamma, dbeta, dbias, address(z), address(dz)),
+        *(dy.data_ptr(), x.data_ptr(), address(ln_weight), address(ln_bias)),
+        *(mean.data_ptr(), rstd.data_ptr(), address(scratch)),
+        *(rows, features, outputs, eps),
+        x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+    )
+    if z is not None:
+        gradients[3] = torch.mm(dy.t(), z)
     return gradients
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace_size(kernels: Any, rows: int, features: int, outputs: int) -> int:
+    """Return the bytes that a backward needs, asked for once a shape."""
+    size: int = kernels.backward_workspace(rows, features, outputs)
+    return size
 
 
 def launcher(name: str, x: Tensor) -> Any:

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
-from fused_norm._memory import empty_statistics
+from fused_norm._memory import address, empty_statistics
 from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
-# Below so many rows for each output, a fold costs more than it saves: docs/hopper-log.md.
+# Where a kept fold is faster than normalising first, and from how many rows for each output on a
+# fold pays that is made anew: scripts/dispatch.py measures both.
+FEW_ROWS = 64
+MANY_ROWS = 1024
 ROWS_PER_OUTPUT = 2
 
 
@@ -61,7 +64,7 @@ def serves(x: Tensor, linear_weight: Tensor) -> bool:
         x: Input of shape `[..., K]` on a GPU.
         linear_weight: Weight of shape `[N, K]`.
     """
-    if x.dtype is not torch.bfloat16 or not _is_hopper(x.device.index):
+    if x.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x.device.index):
         return False
     outputs, features = linear_weight.shape
     return not (outputs % 8 or features % 8)
@@ -71,20 +74,28 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
+    rows = x.numel() // parameters.features
+    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
+    # In float16, sums far from zero lose more to the tensor cores than y to its rounding.
+    if parameters.dtype is torch.bfloat16:
+        # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
+        keeps = not statistics and (rows <= FEW_ROWS or rows >= MANY_ROWS)
+        fold = _kept_fold(parameters, stream) if keeps else None
+        if fold is None and rows >= ROWS_PER_OUTPUT * parameters.outputs:
+            fold = _made(parameters, stream, Fold(()))
+        if fold is not None:
+            return folded(x, parameters, eps, statistics, stream, fold)
+    return composed(x, parameters, eps, statistics, stream)
+
+
+def folded(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool, stream: int, fold: Fold
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Multiply x as it is by a folded weight, and normalise the products."""
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
     outputs, features = parameters.outputs, parameters.features
     rows = x.numel() // features
-    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
-    # Where a gradient follows, the parameters are about to change, and a fold kept is memory lost.
-    fold = None if statistics else _kept_fold(parameters, stream)
-    if fold is None:
-        if rows < ROWS_PER_OUTPUT * outputs:
-            return _gpu.forward(x, parameters, eps, statistics)
-        fold = Fold(())
-        _make(parameters, stream, fold)
-    address = x.data_ptr()
-    if address % ALIGNMENT:
-        x = x.clone()
-        address = x.data_ptr()
     y = x.new_empty(*x.shape[:-1], outputs)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
     if mean is not None and rstd is not None:
@@ -93,7 +104,27 @@ def forward(
         results = fold.unread_statistics(rows, x)
     kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
     kernels.forward(
-        launcher, y.data_ptr(), *results, address, *fold.addresses, rows, outputs, features, eps
+        *(launcher, y.data_ptr(), *results, x.data_ptr(), *fold.addresses),
+        *(rows, outputs, features, eps),
+    )
+    return y, mean, rstd
+
+
+def composed(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool, stream: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Normalise the rows, then multiply: both kernels in one call."""
+    if parameters.weight % ALIGNMENT or parameters.bias % ALIGNMENT:
+        return _gpu.forward(x, parameters, eps, statistics)
+    outputs, features = parameters.outputs, parameters.features
+    z = torch.empty_like(x)
+    y = x.new_empty(*x.shape[:-1], outputs)
+    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
+    kernels.composed_forward(
+        *(launcher, y.data_ptr(), z.data_ptr(), address(mean), address(rstd), x.data_ptr()),
+        *(parameters.ln_weight, parameters.ln_bias, parameters.weight, parameters.bias),
+        *(x.numel() // features, outputs, features, eps, parameters.affine_is_float32),
     )
     return y, mean, rstd
 
@@ -140,9 +171,7 @@ def _kept_fold(parameters: Parameters, stream: int) -> Fold | None:
     if fold is None or fold.versions != versions:
         parameters.folds[stream] = Fold(versions)
         return None
-    if not fold.tensors:
-        _make(parameters, stream, fold)
-    return fold
+    return fold if fold.tensors else _made(parameters, stream, fold)
 
 
 def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold | None:
@@ -156,8 +185,8 @@ def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) ->
     return None
 
 
-def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
-    """Fold the parameters as they are now."""
+def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
+    """Fold the parameters as they are now, and return the fold."""
     linear_weight = parameters.tensors()[2]
     if linear_weight.data_ptr() % ALIGNMENT:
         linear_weight = linear_weight.clone()
@@ -173,6 +202,7 @@ def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
         *(linear_weight.data_ptr(), parameters.ln_weight, parameters.ln_bias, parameters.bias),
         *(outputs, features, True, parameters.affine_is_float32),
     )
+    return fold
 
 
 def _versions(parameters: Parameters) -> tuple[int, ...] | None:

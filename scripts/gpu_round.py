@@ -80,6 +80,7 @@ def pack(folder: Path, target: str, python: str) -> int:
     environment = os.environ | {"FUSED_NORM_CACHE_DIR": str(folder / "kernels")}
     build = [sys.executable, "-m", "fused_norm", "build", "--target", target]
     status = subprocess.run(build, env=environment, cwd=ROOT, check=False).returncode
+    status = _build_for_tests(folder / "kernels", target) or status
     _pack_runtime(folder / "runtime.tar.xz")
     download = [
         *("pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
@@ -188,11 +189,31 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
     return status
 
 
+def _build_for_tests(kernels: Path, target: str) -> int:
+    """Build what only the tests need: GPU kernels for float64, and row programs of their own."""
+    sys.path.insert(0, str(ROOT))
+    from fused_norm import _native
+
+    os.environ["FUSED_NORM_CACHE_DIR"] = str(kernels)
+    accelerator = _native.extensions(target, ["float32"])[0].accelerator
+    wanted = [_native.Extension(n, "float64", accelerator) for n in _native.GPU_EXTENSIONS]
+    for dtype in ("float32", "bfloat16", "float16"):
+        folder = ROOT / "tests" / "mojo"
+        wanted.append(_native.Extension("row_programs", dtype, accelerator, folder))
+    try:
+        for extension in wanted:
+            _native.build(extension)
+    except _native.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def _tests_beyond_this_machine() -> list[str]:
     """Leave out the tests that need MAX or the compiler where those are not installed."""
     needs = []
     if importlib.util.find_spec("max") is None:
-        needs.append("fused_norm import _max")
+        needs += ["fused_norm import _max", "\nfrom max."]
     if shutil.which("mojo") is None:
         needs.append('"mojo", "run"')
     return [

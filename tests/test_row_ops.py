@@ -211,8 +211,13 @@ def test_layouts(op: Op, layout: str, dtype: torch.dtype, device: str) -> None:
         unusual = [torch._neg_view(-t) for t in inputs]
     dense = [t.resolve_neg().clone(memory_format=torch.contiguous_format) for t in unusual]
     grad_output = varied(torch.randn(20, 24, device=device).to(dtype))
+    # A GPU reads a misaligned row one element at a time, and so adds it up in another order.
+    close = layout == "misaligned" and device == "cuda"
     for mine, other in zip(run(unusual, grad_output), run(dense, grad_output.clone()), strict=True):
-        assert torch.equal(mine, other)
+        if close:
+            torch.testing.assert_close(mine, other)
+        else:
+            assert torch.equal(mine, other)
 
 
 def test_accumulates_into_gradients(op: Op, device: str) -> None:

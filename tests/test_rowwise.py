@@ -86,7 +86,9 @@ class Case:
         if op == "trainable_eps":
             tensors.append(torch.full((1,), 0.3, device=device, dtype=dtype))
         self.tensors = [Guarded.of(t, shift).tensor for t in tensors]
-        self.dy = Guarded.of(torch.randn(shape, device=device, dtype=dtype), shift).tensor
+        # The norm's gradient is the sum of dy, and one that cancels leaves a number of noise a row.
+        dy = torch.randn(shape, device=device, dtype=dtype) + (op == "norm")
+        self.dy = Guarded.of(dy, shift).tensor
         function: Callable[..., Tensor] = globals()[op]
         exact = [t.double().requires_grad_() for t in self.tensors]
         self.exact = function(*exact)
@@ -145,7 +147,7 @@ def test_shapes(op, shape, dtype, device):
 @every_op
 @pytest.mark.parametrize("shift", [1, 3])
 def test_misaligned(op, dtype, device, shift):
-    for shape in ((37, 64), (9, 5001), (3, 33000)):
+    for shape in ((37, 64), (29, 5001), (23, 33000)):
         Case(op, shape, dtype, device, shift).check()
 
 
@@ -153,7 +155,7 @@ def test_misaligned(op, dtype, device, shift):
 @every_dtype
 @every_op
 def test_primed_form_adds_to_the_destination(op, dtype, device):
-    for shape in ((37, 64), (9, 769), (700, 5000), (3, 33000)):
+    for shape in ((37, 64), (29, 769), (700, 5000), (23, 33000)):
         case = Case(op, shape, dtype, device)
         before = [Guarded.of(torch.randn_like(t)) for t in case.tensors]
         expected = [b.tensor.double() + g for b, g in zip(before, case.exact_grads, strict=True)]

@@ -1,4 +1,4 @@
-"""A CPython extension: LayerNorm forward and backward on a GPU, on a stream of PyTorch's.
+"""A CPython extension: what the composed way on a GPU does besides matrix products, on a stream of PyTorch's.
 
 Tensors are dense and given by address; 0 stands for None, or for what is not wanted. Nothing is allocated and
 nothing waits. One build serves one dtype of x; its LayerNorm parameters are of that type or float32.
@@ -11,18 +11,13 @@ from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.rowwise.launch import (
-    Gpu,
-    column_sums_bytes,
-    launch_rows,
-    launch_rows_and_columns,
+from op.layernorm_linear.between_products import (
+    BetweenProducts,
+    workspace_bytes,
 )
-from op.rowwise.layernorm import (
-    LayerNorm,
-    LayerNormBackward,
-    LayerNormInputGradient,
-)
-from op.rowwise.operands import Addresses, Operands, accumulator
+from op.rowwise.launch import Gpu, launch_rows
+from op.rowwise.layernorm import LayerNorm
+from op.rowwise.operands import Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 comptime ACCUM = accumulator[DTYPE]()
@@ -93,64 +88,67 @@ struct Launcher[dtype: DType](Movable, Writable):
         return PythonObject(None)
 
     @staticmethod
-    def layernorm_backward_workspace(
-        py_self: PythonObject, M: PythonObject, K: PythonObject
+    def backward_workspace(
+        py_self: PythonObject,
+        M: PythonObject,
+        K: PythonObject,
+        N: PythonObject,
     ) raises -> PythonObject:
-        """Returns the bytes of workspace that the backward needs for dgamma and dbeta."""
+        """Returns the bytes of workspace that `backward` needs: K for dgamma and dbeta, N for db, 0 without."""
         ref gpu = py_self.downcast_value_ptr[Self]()[].gpu
         return PythonObject(
-            column_sums_bytes[LayerNormBackward, DTYPE](
-                gpu, Int(py=M), Int(py=K)
-            )
+            workspace_bytes[DTYPE](gpu, Int(py=M), Int(py=K), Int(py=N))
         )
 
     @staticmethod
-    def layernorm_backward(
+    def backward(
         py_self: PythonObject,
         dx: PythonObject,
         dgamma: PythonObject,
         dbeta: PythonObject,
+        db: PythonObject,
+        z: PythonObject,
+        dz: PythonObject,
         dy: PythonObject,
         x: PythonObject,
+        ln_weight: PythonObject,
+        ln_bias: PythonObject,
         mean: PythonObject,
         rstd: PythonObject,
-        ln_weight: PythonObject,
         workspace: PythonObject,
         M: PythonObject,
         K: PythonObject,
+        N: PythonObject,
+        eps: PythonObject,
         ln_float32: PythonObject,
     ) raises -> PythonObject:
-        """Computes dx[M, K], dgamma[K] and dbeta[K] from dy[M, K], x[M, K] and the statistics."""
-        var operands = Operands[ACCUM](Int(py=M), Int(py=K))
-        operands.inputs[0] = _address(dy)
-        operands.inputs[1] = _address(x)
-        operands.features[0] = _address(ln_weight)
-        operands.absent[0] = 1
-        operands.saved[0] = _address(mean)
-        operands.saved[1] = _address(rstd)
-        operands.outputs[0] = _address(dx)
-        operands.column_sums = _address(workspace)
-        var sums = Addresses(fill=0)
-        sums[0] = _address(dgamma)
-        sums[1] = _address(dbeta)
+        """Computes dx[M, K], dgamma[K], dbeta[K] and z[M, K] from dz[M, K] and x[M, K], db[N] from dy[M, N]."""
+        var between = BetweenProducts(
+            M=Int(py=M),
+            K=Int(py=K),
+            N=Int(py=N),
+            dx=_address(dx),
+            dgamma=_address(dgamma),
+            dbeta=_address(dbeta),
+            db=_address(db),
+            z=_address(z),
+            dz=_address(dz),
+            dy=_address(dy),
+            x=_address(x),
+            gamma=_address(ln_weight),
+            beta=_address(ln_bias),
+            mean=_address(mean),
+            rstd=_address(rstd),
+            eps=Float64(py=eps),
+            workspace=_address(workspace),
+        )
         ref gpu = py_self.downcast_value_ptr[Self]()[].gpu
         comptime if _IS_LOW:
             if Bool(py=ln_float32):
-                _backward[DType.float32](gpu, operands, sums)
+                between.launch[DTYPE, DType.float32](gpu)
                 return PythonObject(None)
-        _backward[DTYPE](gpu, operands, sums)
+        between.launch[DTYPE, DTYPE](gpu)
         return PythonObject(None)
-
-
-def _backward[
-    ftype: DType
-](gpu: Gpu, operands: Operands[ACCUM], sums: Addresses) raises:
-    if sums[0] == 0 and sums[1] == 0:
-        launch_rows[LayerNormInputGradient, DTYPE, ftype](gpu, operands)
-    else:
-        launch_rows_and_columns[
-            LayerNormBackward, LayerNormInputGradient, DTYPE, ftype
-        ](gpu, operands, sums)
 
 
 @export
@@ -162,10 +160,8 @@ def PyInit_layernorm_gpu() abi("C") -> PythonObject:
             builder.add_type[L]("Launcher")
             .def_py_init[L.py_init]()
             .def_method[L.layernorm_forward]("layernorm_forward")
-            .def_method[L.layernorm_backward_workspace](
-                "layernorm_backward_workspace"
-            )
-            .def_method[L.layernorm_backward]("layernorm_backward")
+            .def_method[L.backward_workspace]("backward_workspace")
+            .def_method[L.backward]("backward")
         )
         return builder.finalize()
     except e:

@@ -12,15 +12,22 @@ from std.python import PythonObject
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
-from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
+from max.gpu.host import DeviceContext
 
-from op.layernorm_linear.sm90.launch import (
-    launch_fold,
+from op.layernorm_linear.sm90.epilogue import BIASED
+from op.layernorm_linear.sm90.launch_fold import launch_fold
+from op.layernorm_linear.sm90.launch_forward import (
     launch_forward,
-    launch_product,
     launch_statistics,
 )
+from op.layernorm_linear.sm90.launch_product import launch_product
+from op.layernorm_linear.sm90.launch_weight_gradient import (
+    launch_weight_gradient,
+)
 from op.python_call import Arguments, Values, failure, integer
+from op.rowwise.launch import Gpu, launch_rows
+from op.rowwise.layernorm import LayerNorm
+from op.rowwise.operands import Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 
@@ -36,9 +43,7 @@ struct Launcher[dtype: DType](Movable, Writable):
         dtype: Type of x, the weight and y.
     """
 
-    var ctx: DeviceContext
-    var stream: DeviceStream
-    var multiprocessors: Int
+    var gpu: Gpu
 
     def write_to(self, mut writer: Some[Writer]):
         """Writes the type's name.
@@ -70,11 +75,7 @@ struct Launcher[dtype: DType](Movable, Writable):
         var stream = ctx.create_external_stream(
             OpaquePointer[MutAnyOrigin](unsafe_from_address=Int(py=args[1]))
         )
-        self = Self(
-            ctx,
-            stream,
-            ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT),
-        )
+        self = Self(Gpu(ctx, stream))
 
     @staticmethod
     def address(py_self: PythonObject) raises -> PythonObject:
@@ -101,7 +102,7 @@ def _launcher(
 def gemm(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
-    """Queues y = x @ w^T."""
+    """Queues y = x @ w^T, or x @ w."""
     var arguments = Arguments(values)
     ref launcher = _launcher(arguments)[]
     var y = arguments.integer()
@@ -110,18 +111,39 @@ def gemm(
     var m = arguments.integer()
     var n = arguments.integer()
     var k = arguments.integer()
+    var transposed = arguments.integer() != 0
     try:
-        launch_product[DTYPE](
-            launcher.ctx,
-            launcher.stream,
-            y,
-            x,
-            w,
-            m,
-            n,
-            k,
-            launcher.multiprocessors,
-        )
+        comptime for w_transposed in [False, True]:
+            if transposed == w_transposed:
+                launch_product[DTYPE, w_transposed](
+                    launcher.gpu, y, x, w, m, n, k
+                )
+        return integer(0)
+    except error:
+        return failure(error)
+
+
+def weight_gradient(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues dw = dy^T @ z and db = the column sums of dy."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var dw = arguments.integer()
+    var db = arguments.integer()
+    var dy = arguments.integer()
+    var z = arguments.integer()
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var float32 = arguments.integer() != 0
+    var accumulate = arguments.integer() != 0
+    try:
+        comptime for wide in [False, True]:
+            if float32 == wide:
+                launch_weight_gradient[DTYPE, DType.float32 if wide else DTYPE](
+                    launcher.gpu, dw, db, dy, z, m, n, k, accumulate
+                )
         return integer(0)
     except error:
         return failure(error)
@@ -146,8 +168,7 @@ def forward(
     var eps = Float32(arguments.number())
     try:
         launch_forward[DTYPE](
-            launcher.ctx,
-            launcher.stream,
+            launcher.gpu,
             y,
             mean,
             rstd,
@@ -159,8 +180,52 @@ def forward(
             n,
             k,
             eps,
-            launcher.multiprocessors,
         )
+        return integer(0)
+    except error:
+        return failure(error)
+
+
+def composed_forward(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues z = LayerNorm(x), and y = z W^T + b."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var y = arguments.integer()
+    var z = arguments.integer()
+    var mean = arguments.integer()
+    var rstd = arguments.integer()
+    var x = arguments.integer()
+    var gamma = arguments.integer()
+    var beta = arguments.integer()
+    var w = arguments.integer()
+    var bias = arguments.integer()
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var operands = Operands[accumulator[DTYPE]()](m, k)
+    operands.inputs[0] = Int64(x)
+    operands.features[0] = Int64(gamma)
+    operands.features[1] = Int64(beta)
+    operands.absent[0] = 1
+    operands.outputs[0] = Int64(z)
+    operands.results[0] = Int64(mean)
+    operands.results[1] = Int64(rstd)
+    operands.number = arguments.number().cast[accumulator[DTYPE]()]()
+    var float32 = arguments.integer() != 0
+    try:
+        comptime for wide in [False, True]:
+            if float32 == wide:
+                launch_rows[LayerNorm, DTYPE, DType.float32 if wide else DTYPE](
+                    launcher.gpu, operands
+                )
+        if bias == 0:
+            launch_product[DTYPE, False](launcher.gpu, y, z, w, m, n, k)
+        else:
+            launch_product[DTYPE, False, BIASED](
+                launcher.gpu, y, z, w, m, n, k, bias
+            )
         return integer(0)
     except error:
         return failure(error)
@@ -180,15 +245,13 @@ def stats(
     var eps = Float32(arguments.number())
     try:
         launch_statistics[DTYPE](
-            launcher.ctx,
-            launcher.stream,
+            launcher.gpu,
             mean,
             rstd,
             x,
             m,
             k,
             eps,
-            launcher.multiprocessors,
         )
         return integer(0)
     except error:
@@ -216,8 +279,7 @@ def fold(
         comptime for wide in range(2):
             if float32 == (wide == 1):
                 launch_fold[DTYPE, DType.float32 if wide == 1 else DTYPE](
-                    launcher.ctx,
-                    launcher.stream,
+                    launcher.gpu,
                     wc,
                     s,
                     c,
@@ -249,7 +311,21 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             .def_method[Own.address]("address")
         )
         builder.def_py_c_function(
-            gemm, "gemm", docstring="gemm(launcher, y, x, w, m, n, k) -> 0"
+            gemm,
+            "gemm",
+            docstring=(
+                "gemm(launcher, y, x, w, m, n, k, w_transposed) -> 0; y = x @"
+                " w^T, where w is stored as [n, k] or [k, n]"
+            ),
+        )
+        builder.def_py_c_function(
+            weight_gradient,
+            "weight_gradient",
+            docstring=(
+                "weight_gradient(launcher, dw, db, dy, z, m, n, k, float32,"
+                " accumulate) -> 0; db is 0 if it is not wanted; with float32,"
+                " dw and db are, and can be added to"
+            ),
         )
         builder.def_py_c_function(
             forward,
@@ -257,6 +333,16 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             docstring=(
                 "forward(launcher, y, mean, rstd, x, wc, s, c, m, n, k, eps)"
                 " -> 0; y, mean and rstd are written"
+            ),
+        )
+        builder.def_py_c_function(
+            composed_forward,
+            "composed_forward",
+            docstring=(
+                "composed_forward(launcher, y, z, mean, rstd, x, gamma, beta,"
+                " w, bias, m, n, k, eps, affine_is_float32) -> 0; mean and rstd"
+                " are 0 if they are not wanted, gamma, beta and bias if there"
+                " is none"
             ),
         )
         builder.def_py_c_function(

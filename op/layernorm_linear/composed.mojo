@@ -11,18 +11,10 @@ from linalg.matmul.vendor.blas import matmul
 from max.algorithm import elementwise
 from max.gpu.host import DeviceContext
 
-from ..rowwise.launch import (
-    Gpu,
-    column_sums_bytes,
-    launch_rows,
-    launch_rows_and_columns,
-)
-from ..rowwise.layernorm import (
-    LayerNorm,
-    LayerNormBackward,
-    LayerNormInputGradient,
-)
-from ..rowwise.operands import Addresses, Operands, accumulator
+from ..rowwise.launch import Gpu, launch_rows
+from ..rowwise.layernorm import LayerNorm
+from ..rowwise.operands import Operands, accumulator
+from .between_products import BetweenProducts, workspace_bytes
 from .cpu.workspace import buffer
 
 
@@ -96,7 +88,7 @@ struct Composed[dtype: DType, ln_dtype: DType](TrivialRegisterPassable):
     def _normalize(
         self, ctx: DeviceContext, z: Int, mean: Int, rstd: Int
     ) raises:
-        """Computes the normalized rows, and their statistics where there is an address."""
+        """Computes the normalized rows and their statistics."""
         var operands = Operands[Self.accum](self.M, self.K)
         operands.inputs[0] = Int64(self.x)
         operands.features[0] = Int64(self.ln_weight)
@@ -187,36 +179,35 @@ struct Composed[dtype: DType, ln_dtype: DType](TrivialRegisterPassable):
             # The binding gives rocBLAS a wrong stride for a transposed left operand.
             if ctx.api() == "hip":
                 raise Error("no float32 backward in MAX graphs on AMD GPUs")
+        # dz = dy @ weight, in whose place z comes for dy^T @ z
         var z = ctx.enqueue_create_buffer[Self.dtype](self.M * self.K)
         var rows = Int(z.unsafe_ptr())
-
-        # dz = dy @ weight, from which LayerNorm's gradients
         _multiply[Self.dtype](
             ctx, rows, dy, self.linear_weight, self.M, self.N, self.K
         )
         var gpu = Gpu(ctx, ctx.stream())
-        var partial = ctx.enqueue_create_buffer[DType.uint8](
-            column_sums_bytes[LayerNormBackward, Self.dtype](
-                gpu, self.M, self.K
-            )
+        var workspace = ctx.enqueue_create_buffer[DType.uint8](
+            workspace_bytes[Self.dtype](gpu, self.M, self.K, self.N)
         )
-        var operands = Operands[Self.accum](self.M, self.K)
-        operands.inputs[0] = Int64(rows)
-        operands.inputs[1] = Int64(self.x)
-        operands.features[0] = Int64(self.ln_weight)
-        operands.saved[0] = Int64(mean)
-        operands.saved[1] = Int64(rstd)
-        operands.outputs[0] = Int64(dx)
-        operands.column_sums = Int64(Int(partial.unsafe_ptr()))
-        var sums = Addresses(fill=0)
-        sums[0] = Int64(dln_weight)
-        sums[1] = Int64(dln_bias)
-        launch_rows_and_columns[
-            LayerNormBackward, LayerNormInputGradient, Self.dtype, Self.ln_dtype
-        ](gpu, operands, sums)
-
-        # z again in the place of dz, for dy^T @ z
-        self._normalize(ctx, rows, 0, 0)
+        BetweenProducts(
+            M=self.M,
+            K=self.K,
+            N=self.N,
+            dx=Int64(dx),
+            dgamma=Int64(dln_weight),
+            dbeta=Int64(dln_bias),
+            db=Int64(dlinear_bias),
+            z=Int64(rows),
+            dz=Int64(rows),
+            dy=Int64(dy),
+            x=Int64(self.x),
+            gamma=Int64(self.ln_weight),
+            beta=Int64(self.ln_bias),
+            mean=Int64(mean),
+            rstd=Int64(rstd),
+            eps=self.eps,
+            workspace=Int64(Int(workspace.unsafe_ptr())),
+        ).launch[Self.dtype, Self.ln_dtype](gpu)
         _multiply[Self.dtype](
             ctx,
             dlinear_weight,
@@ -227,12 +218,5 @@ struct Composed[dtype: DType, ln_dtype: DType](TrivialRegisterPassable):
             self.K,
             transpose_a=True,
         )
-
-        var ones = ctx.enqueue_create_buffer[Self.dtype](self.M)
-        ones.enqueue_fill(1)
-        _multiply[Self.dtype](
-            ctx, dlinear_bias, Int(ones.unsafe_ptr()), dy, 1, self.M, self.N
-        )
         _ = z^
-        _ = partial^
-        _ = ones^
+        _ = workspace^

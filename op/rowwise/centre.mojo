@@ -5,7 +5,8 @@ its type; the mean of what is left after it is small, and is taken off in a seco
 follows.
 """
 
-from .program import Row, Stage, Values
+from .stage import Stage
+from .values import Row, Values
 
 
 struct Centre(Stage):

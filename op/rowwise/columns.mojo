@@ -1,27 +1,36 @@
-"""Terms over rows on a GPU without atomics: partial sums of blocks, then their sum in a fixed order.
+"""Sums over rows on a GPU without atomics: partial sums of blocks, then their sum in a fixed order.
 
 The partial sums are [columns, parts, K]. Either the blocks of `row_kernel` write them on the way, or
 `column_kernel` does, where a row is too long for its sums to stay in a block's registers or where nothing
-else is wanted.
+else is wanted. `total_kernel` adds them, for all that there is to sum in one launch.
 """
 
-from max.gpu import barrier, block_idx, grid_dim, thread_idx
+from max.gpu import (
+    WARP_SIZE,
+    barrier,
+    block_idx,
+    grid_dim,
+    lane_id,
+    thread_idx,
+    warp_id,
+)
 from max.gpu.memory import AddressSpace
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
-from .gpu import GlobalPointer, RowReader, Shape
-from .operands import Addresses, Operands, accumulator
-from .program import RowProgram, Terms, Values
+from .gpu_row import GlobalPointer, RowReader, Shape
+from .operands import MAX_TENSORS, Operands, accumulator
+from .program import RowProgram
+from .values import Terms, Values
 
-comptime COLUMN_THREADS = 256
-"""Threads of a block of `column_kernel`."""
-comptime _ROWS_AT_ONCE = 4
-comptime FINISH_COLUMNS = 32
-"""Columns of a block of `finish_columns_kernel`."""
-comptime FINISH_LANES = 32
-"""Threads that share a column of `finish_columns_kernel`."""
+comptime COLUMN_WARPS = 8
+"""Warps of a block of `column_kernel`, which share its rows."""
+comptime TOTAL_COLUMNS = 32
+"""Columns of a block of `total_kernel`."""
+comptime TOTAL_LANES = 32
+"""Threads that share a column of `total_kernel`."""
 
 comptime ADD_UP_THREADS = 1024
 """Threads of `add_up_kernel`."""
@@ -30,9 +39,12 @@ comptime ADD_UP_THREADS = 1024
 def column_kernel[
     P: RowProgram, dtype: DType, ftype: DType, shape: Shape
 ](operands: Operands[accumulator[dtype]()]):
-    """Terms a program's columns over a part of the rows.
+    """Sums a program's columns over a part of the rows.
 
-    Grid: (columns / (COLUMN_THREADS width), parts).
+    Each thread adds up `width` columns in every COLUMN_WARPS-th of the rows; the sums of the warps are then
+    added in their order.
+
+    Grid: (K / (WARP_SIZE width), parts).
 
     Parameters:
         P: The row program.
@@ -46,26 +58,30 @@ def column_kernel[
     comptime accum = accumulator[dtype]()
     comptime width = shape.width
     comptime Reader = RowReader[P, dtype, ftype, shape]
+    comptime at_once = 8 // P.inputs
+    comptime block_columns = WARP_SIZE * width
+    comptime threads = COLUMN_WARPS * WARP_SIZE
     var length = Int(operands.length)
     var rows = Int(operands.rows)
-    var column = Int32((block_idx.x * COLUMN_THREADS + thread_idx.x) * width)
-    if column >= operands.length:
-        return
+    var left = block_idx.x * block_columns
+    var column = Int32(left + lane_id() * width)
     var part_rows = (rows + grid_dim.y - 1) // grid_dim.y
     var first = block_idx.y * part_rows
     var end = min(rows, first + part_rows)
 
-    var columns = StaticTuple[SIMD[accum, width], max(1, P.columns)](fill=0)
+    var columns = StaticTuple[SIMD[accum, width], P.columns](fill=0)
     var features = Reader()
     features.load_features(operands, column, 0)
-    for base in range(first, end, _ROWS_AT_ONCE):
-        var readers = StaticTuple[Reader, _ROWS_AT_ONCE](fill=features)
-        comptime for i in range(_ROWS_AT_ONCE):
+    for base in range(first + warp_id(), end, at_once * COLUMN_WARPS):
+        var readers = StaticTuple[Reader, at_once](fill=features)
+        comptime for i in range(at_once):
             var reader = features
-            reader.load_inputs(operands, min(base + i, end - 1), column, 0)
+            reader.load_inputs(
+                operands, min(base + i * COLUMN_WARPS, end - 1), column, 0
+            )
             readers[i] = reader
-        comptime for i in range(_ROWS_AT_ONCE):
-            if base + i < end:
+        comptime for i in range(at_once):
+            if base + i * COLUMN_WARPS < end:
                 var terms = Terms[accum, width](fill=Values[accum, width]())
                 var v = P.visit[P.passes](
                     readers[i].row,
@@ -75,75 +91,158 @@ def column_kernel[
                 )
                 comptime for c in range(P.columns):
                     columns[c] += v[P.outputs + c]
+
+    comptime alignment = min(16, width * size_of[accum]())
+    var shared = stack_allocation[
+        COLUMN_WARPS * block_columns,
+        Scalar[accum],
+        address_space=AddressSpace.SHARED,
+        alignment=16,
+    ]()
     comptime for c in range(P.columns):
-        GlobalPointer[accum](
+        shared.unsafe_offset(
+            warp_id() * block_columns + lane_id() * width
+        ).unsafe_store[alignment=alignment](columns[c])
+        barrier()
+        var partial = GlobalPointer[accum](
             unsafe_from_address=Int(operands.column_sums)
-        ).unsafe_offset(
-            (c * grid_dim.y + block_idx.y) * length + Int(column)
-        ).unsafe_store(
-            columns[c]
-        )
+        ).unsafe_offset((c * grid_dim.y + block_idx.y) * length + left)
+        for i in range(
+            thread_idx.x, min(block_columns, length - left), threads
+        ):
+            var sum = shared.unsafe_offset(i).unsafe_load()
+            comptime for w in range(1, COLUMN_WARPS):
+                sum += shared.unsafe_offset(w * block_columns + i).unsafe_load()
+            partial.unsafe_offset(i).unsafe_store(sum)
+        comptime if c + 1 < P.columns:
+            barrier()
 
 
-def finish_columns_kernel[
-    accum: DType, dtype: DType
-](outputs: Addresses, partial: Int64, parts: Int64, length: Int64):
+@fieldwise_init
+struct Total(TrivialRegisterPassable):
+    """Partial sums, and where their sum goes."""
+
+    var output: Int64
+    """Address of the vector [length] to write; 0 where it is not wanted."""
+    var partial: Int64
+    """Address of the partial sums [parts, length]."""
+    var parts: Int32
+    """Number of partial sums of a column; 0 for no rows."""
+    var length: Int32
+    """Number of columns."""
+    var is_float32: Bool
+    """Whether the vector is float32; of the type of what was summed if not."""
+
+
+struct Totals(DevicePassable, TrivialRegisterPassable):
+    """What one launch of `total_kernel` adds up."""
+
+    comptime device_type: AnyType = Self
+    """What the kernel sees."""
+
+    var jobs: StaticTuple[Total, MAX_TENSORS]
+    """The vectors."""
+    var count: Int
+    """How many there are."""
+    var longest: Int
+    """The most columns of one of them."""
+
+    def __init__(out self):
+        """Names none yet."""
+        self.jobs = {fill = Total(0, 0, 0, 0, False)}
+        self.count = 0
+        self.longest = 0
+
+    def add(mut self, job: Total):
+        """Takes on one more, if it is wanted.
+
+        Args:
+            job: The partial sums.
+        """
+        if job.output != 0:
+            self.jobs[self.count] = job
+            self.count += 1
+            self.longest = max(self.longest, Int(job.length))
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Returns the type's name for messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "Totals"
+
+
+def total_kernel[accum: DType, dtype: DType](totals: Totals):
     """Adds the partial sums of each column, in the same order every time.
 
-    Grid: (K / FINISH_COLUMNS, columns); FINISH_LANES threads share a column.
+    Grid: (columns / TOTAL_COLUMNS, sums); TOTAL_LANES threads share a column.
 
     Parameters:
         accum: The type of the partial sums.
-        dtype: The type of the sums.
+        dtype: The type of what was summed.
 
     Args:
-        outputs: Vectors [K] to write; 0 where not wanted.
-        partial: Address of the partial sums [columns, parts, K].
-        parts: Number of partial sums of a column.
-        length: Number of elements K of a row.
+        totals: What to add up.
     """
     var shared = stack_allocation[
-        FINISH_COLUMNS * FINISH_LANES,
+        TOTAL_COLUMNS * TOTAL_LANES,
         Scalar[accum],
         address_space=AddressSpace.SHARED,
     ]()
-    var output = outputs[0]
-    if block_idx.y == 1:
-        output = outputs[1]
-    if output == 0:
+    var job = totals.jobs[0]
+    comptime for i in range(1, MAX_TENSORS):
+        if block_idx.y == i:
+            job = totals.jobs[i]
+    var length = Int(job.length)
+    if block_idx.x * TOTAL_COLUMNS >= length:
         return
-    var K = Int(length)
-    var count = Int(parts)
-    var x = thread_idx.x % FINISH_COLUMNS
-    var lane = thread_idx.x // FINISH_COLUMNS
-    var column = block_idx.x * FINISH_COLUMNS + x
+    var parts = Int(job.parts)
+    var lane = thread_idx.x // TOTAL_COLUMNS
+    var column = block_idx.x * TOTAL_COLUMNS + thread_idx.x % TOTAL_COLUMNS
     var sum = Scalar[accum](0)
-    if column < K:
+    if column < length:
         var source = GlobalPointer[accum](
-            unsafe_from_address=Int(partial)
-        ).unsafe_offset(block_idx.y * count * K + column)
+            unsafe_from_address=Int(job.partial)
+        ).unsafe_offset(column)
         comptime UNROLL = 4
-        for part in range(lane, count, FINISH_LANES * UNROLL):
+        for part in range(lane, parts, TOTAL_LANES * UNROLL):
             var terms = SIMD[accum, UNROLL](0)
             comptime for u in range(UNROLL):
-                var index = part + u * FINISH_LANES
-                if index < count:
-                    terms[u] = source.unsafe_offset(index * K).unsafe_load()
+                var index = part + u * TOTAL_LANES
+                if index < parts:
+                    terms[u] = source.unsafe_offset(
+                        index * length
+                    ).unsafe_load()
             sum += terms.reduce_add()
     shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
     barrier()
     comptime for level in range(5):
-        comptime half = FINISH_LANES >> (level + 1)
+        comptime half = TOTAL_LANES >> (level + 1)
         if lane < half:
             sum += shared.unsafe_offset(
-                thread_idx.x + half * FINISH_COLUMNS
+                thread_idx.x + half * TOTAL_COLUMNS
             ).unsafe_load()
             shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
         barrier()
-    if lane == 0 and column < K:
-        GlobalPointer[dtype](unsafe_from_address=Int(output)).unsafe_offset(
-            column
-        ).unsafe_store(sum.cast[dtype]())
+    if lane == 0 and column < length:
+        if job.is_float32:
+            _store[DType.float32](job.output, column, sum)
+        else:
+            _store[dtype](job.output, column, sum)
+
+
+@always_inline
+def _store[dtype: DType](address: Int64, index: Int, value: Scalar[_]):
+    GlobalPointer[dtype](unsafe_from_address=Int(address)).unsafe_offset(
+        index
+    ).unsafe_store(value.cast[dtype]())
 
 
 def add_up_kernel[

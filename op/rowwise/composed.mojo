@@ -8,7 +8,9 @@ Their names are those of the Spiral language's LayerNorm, which they follow.
 from std.math import sqrt
 
 from .centre import Centre, Recentre
-from .program import Program, Row, Stage, Values
+from .program import Program
+from .stage import Stage
+from .values import Row, Values
 
 
 struct _Norm(Stage):
@@ -105,17 +107,19 @@ struct _DivGradient(Stage):
         return {da, -da * (v[1] / v[2])}
 
 
-comptime Mean = Program[Centre, Recentre]
+comptime Mean = Program[Centre, Recentre, primed_=True]
 """From x to x - mean(x). It is its own backward."""
 
 comptime Norm = Program[_Norm]
 """From v to sqrt(mean(v v)), for every element of the row."""
 
-comptime NormBackward = Program[_NormGradient, inputs_=2]
+comptime NormBackward = Program[_NormGradient, inputs_=2, primed_=True]
 """From the gradient and v to the gradient of v."""
 
 comptime Div = Program[_Div, inputs_=2]
 """From a and b to a / b."""
 
-comptime DivBackward = Program[_DivGradient, inputs_=3, outputs_=2]
+comptime DivBackward = Program[
+    _DivGradient, inputs_=3, outputs_=2, primed_=True
+]
 """From the gradient, a and b to the gradients of a and b."""

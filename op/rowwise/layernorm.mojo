@@ -4,6 +4,8 @@
     xhat = v rstd;  g = dy gamma
     dx = rstd (g - sum g / K - xhat sum g xhat / K);  dgamma = sum over rows dy xhat;  dbeta = sum over rows dy
 
+The backward can write y on its way, for who needs it again and has not kept it.
+
 The mean is found twice. First as the mean of x less the row's first element, so that a constant row gives
 exactly zero. What its rounding leaves is the mean of v, and is taken off v and off the variance: rows far
 from zero lose nothing.
@@ -11,7 +13,9 @@ from zero lose nothing.
 
 from .arithmetic import inverse_sqrt
 from .centre import Centre
-from .program import Program, Row, Stage, Values
+from .program import Program
+from .stage import Stage
+from .values import Row, Values
 
 
 struct _Normalise(Stage):
@@ -74,7 +78,7 @@ def _xhat[
 
 
 struct _Gradient(Stage):
-    """(dy, x, gamma) -> (dx, dy xhat, dy), given mean and rstd."""
+    """(dy, x, gamma, beta) -> (dx, y, dy xhat, dy), given mean and rstd."""
 
     comptime terms = 2
 
@@ -104,7 +108,7 @@ struct _Gradient(Stage):
     ) -> Values[dtype, width]:
         var xhat = _xhat(row, v[1])
         var dx = row.saved[1] * (v[0] * v[2] - along[0] - xhat * along[1])
-        return {dx, v[0] * xhat, v[0]}
+        return {dx, xhat * v[2] + v[3], v[0] * xhat, v[0]}
 
 
 struct _CentreBoth(Stage):
@@ -196,16 +200,20 @@ comptime TrainableEpsLayerNorm = Program[Centre, _Normalise, parameter_=True]
 """From x and the parameter o to v / sqrt(o o + mean(v v)) with v = x - mean(x): eps is o o."""
 
 comptime TrainableEpsLayerNormBackward = Program[
-    _CentreBoth, _TrainableEpsGradient, inputs_=2, parameter_=True
+    _CentreBoth,
+    _TrainableEpsGradient,
+    inputs_=2,
+    parameter_=True,
+    primed_=True,
 ]
 """From dy, x and the parameter o to dx; the result is the row's share of the gradient of o."""
 
 comptime LayerNormBackward = Program[
-    _Gradient, inputs_=2, features_=1, saved_=2, columns_=2
+    _Gradient, inputs_=2, features_=2, saved_=2, outputs_=2, columns_=2
 ]
-"""From dy, x, gamma, mean and rstd to dx, and the partial sums of dgamma and dbeta."""
+"""From dy, x, gamma, beta, mean and rstd to dx and y, and the partial sums of dgamma and dbeta."""
 
-comptime LayerNormInputGradient = Program[
-    _Gradient, inputs_=2, features_=1, saved_=2
+comptime LayerNormBackwardRows = Program[
+    _Gradient, inputs_=2, features_=2, saved_=2, outputs_=2
 ]
-"""From dy, x, gamma, mean and rstd to dx."""
+"""From dy, x, gamma, beta, mean and rstd to dx and y."""

@@ -54,7 +54,7 @@ struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
     var outputs: Addresses
     """Tensors [M, K] to write."""
     var accumulate: Bool
-    """The primed form: adds to the outputs instead of overwriting them."""
+    """The primed form, of programs that have one: adds to the outputs instead of overwriting them."""
     var results: Addresses
     """Vectors [M] to write, one number a row."""
     var column_sums: Int64

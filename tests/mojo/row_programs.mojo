@@ -16,7 +16,9 @@ from op.rowwise.cpu import Cpu, column_sums_bytes, run_rows_and_columns
 from op.rowwise.launch import Gpu
 from op.rowwise.layernorm import LayerNormBackward
 from op.rowwise.operands import Addresses, Operands, accumulator
-from op.rowwise.program import Program, Redo, Row, RowProgram, Stage, Values
+from op.rowwise.program import Program, RowProgram
+from op.rowwise.stage import Stage
+from op.rowwise.values import Redo, Row, Values
 from op.team import Team
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()

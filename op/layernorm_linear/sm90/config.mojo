@@ -23,9 +23,34 @@ struct Config(Equatable, TrivialRegisterPassable):
     var stages: Int
     """Slots of the ring between producer and consumers."""
     var cluster: Int
-    """Blocks of a cluster; they share one tile of the weight."""
+    """Blocks of a cluster."""
     var gather: Bool
-    """Whether the kernel takes the row statistics itself; k % 64 == 0 then."""
+    """Whether the kernel takes sums over the rows of x on the way."""
+    var x_transposed: Bool
+    """Whether x is stored as [k, m]."""
+    var w_transposed: Bool
+    """Whether w is stored as [k, n]."""
+    var split: Bool
+    """Whether the blocks of a cluster share the k blocks of one tile, and a
+    cluster has one tile; otherwise they share a tile of the weight."""
+
+    def name(self) -> String:
+        """Names the choices that tell kernels apart.
+
+        Returns:
+            Layout of x and w, rows and columns of a tile, what is gathered and
+            into how many parts tiles are split.
+        """
+        return String(
+            "t" if self.x_transposed else "n",
+            "n" if self.w_transposed else "t",
+            "_",
+            self.rows(),
+            "x",
+            self.columns,
+            "_sums" if self.gather else "",
+            String("_split", self.cluster) if self.split else String(),
+        )
 
     @always_inline
     def rows(self) -> Int:
@@ -35,6 +60,24 @@ struct Config(Equatable, TrivialRegisterPassable):
             The rows.
         """
         return CONSUMERS * self.slices * 64
+
+    @always_inline
+    def sharers(self) -> Int:
+        """Counts the blocks that share a tile of the weight.
+
+        Returns:
+            The blocks.
+        """
+        return 1 if self.split else self.cluster
+
+    @always_inline
+    def cluster_rows(self) -> Int:
+        """Counts the rows of a cluster's tile.
+
+        Returns:
+            The rows.
+        """
+        return self.sharers() * self.rows()
 
     @always_inline
     def x_bytes(self) -> Int:
@@ -55,6 +98,15 @@ struct Config(Equatable, TrivialRegisterPassable):
         return self.columns * K_BLOCK * 2
 
     @always_inline
+    def vector_bytes(self) -> Int:
+        """Counts the bytes of the vectors of the epilogue.
+
+        Returns:
+            The bytes: two values for each column, or one for each row and warp.
+        """
+        return max(2 * self.columns, 4 * self.rows()) * 4
+
+    @always_inline
     def shared_bytes(self) -> Int:
         """Counts the shared memory of a block.
 
@@ -64,7 +116,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         return (
             self.stages * (self.x_bytes() + self.w_bytes())
             + CONSUMER_WARPS * 2 * BOX_BYTES
-            + 2 * self.columns * 4
+            + self.vector_bytes()
             + (2 * self.stages + 2) * 8
         )
 
@@ -122,7 +174,7 @@ struct Shared[config: Config](TrivialRegisterPassable):
 
     @always_inline
     def vectors(self) -> UInt32:
-        """Locates the column vectors of the epilogue: c, then s.
+        """Locates the vectors of the epilogue: c, then s; or sums of rows.
 
         Returns:
             Their address.
@@ -139,7 +191,7 @@ struct Shared[config: Config](TrivialRegisterPassable):
         Returns:
             Its address.
         """
-        return self.vectors() + UInt32(8 * Self.config.columns) + slot * 8
+        return self.vectors() + UInt32(Self.config.vector_bytes()) + slot * 8
 
     @always_inline
     def empty(self, slot: UInt32) -> UInt32:

@@ -3,9 +3,19 @@
 from std.memory import OpaquePointer
 from std.utils import StaticTuple
 
+from .arguments import Arguments
+from .cluster_sum import ClusterSum, meet_cluster
 from .config import Config, Ring, Shared
-from .epilogue import CORRECTED, PLAIN, RowFactors, store_slice
-from .gather import RowSums, factors_of_row
+from .epilogue import (
+    BIASED,
+    CORRECTED,
+    WIDE,
+    Accumulators,
+    RowFactors,
+    Sums,
+    store_slice,
+)
+from .gather import Gathering, RowSums, factors_of_row
 from .ptx import (
     map_to_rank,
     mbarrier_arrive,
@@ -15,9 +25,12 @@ from .ptx import (
     store_wait_read,
     wait_on_earlier_grids,
 )
+from .row_sums import TransposedSums
 from .tiles import Tiles
+from .wide import store_wide
 from .wgmma import (
     Accumulator,
+    SLICE_BYTES,
     multiply_first,
     multiply_next,
     operand_descriptor,
@@ -27,19 +40,11 @@ from .wgmma import (
 
 
 @always_inline
-def _row_factors[
-    mode: Int
-](
-    mean: Pointer[Float32, MutAnyOrigin],
-    rstd: Pointer[Float32, MutAnyOrigin],
-    row: UInt32,
-    m: UInt32,
-) -> RowFactors:
+def _row_factors(arguments: Arguments, row: UInt32) -> RowFactors:
     var factors = RowFactors(0, 0)
-    if row < m:
-        factors.rstd = rstd.unsafe_offset(Int(row)).unsafe_load()
-        comptime if mode == CORRECTED:
-            factors.mean = mean.unsafe_offset(Int(row)).unsafe_load()
+    if row < UInt32(arguments.m):
+        factors.rstd = arguments.rstd.unsafe_offset(Int(row)).unsafe_load()
+        factors.mean = arguments.mean.unsafe_offset(Int(row)).unsafe_load()
     return factors
 
 
@@ -60,10 +65,10 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
     """Descriptor of its rows of x in the first slot."""
     var w_tiles: UInt32
     """Descriptor of the weight in the first slot."""
-    var gathered: UInt32
-    """Address of this warp's 16 rows of x in the first slot."""
-    var lane: UInt32
-    """Lane of the thread."""
+    var rows: UInt32
+    """Address of its rows of x in the first slot."""
+    var thread: UInt32
+    """Thread in its warpgroup."""
     var empty: UInt32
     """Barrier of the first slot of the block to tell."""
     var releases: Bool
@@ -85,30 +90,31 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
         comptime if gathers:
             named_barrier_sync(Int32(self.consumer) + 1, 128)
         if self.releases:
-            comptime if Self.config.cluster > 1:
+            comptime if Self.config.sharers() > 1:
                 mbarrier_arrive_cluster(self.empty + slot * 8)
             else:
                 mbarrier_arrive(self.empty + slot * 8)
 
     @always_inline
     def start[
-        gathers: Bool
+        G: Gathering, //, gathers: Bool
     ](
         self,
         mut at: Ring,
         mut previous: UInt32,
-        mut sums: RowSums,
+        mut gathered: G,
         blocks: UInt32,
     ) -> Accumulator[Self.config.slices * Self.config.columns // 2]:
         """Starts the products of a tile; the last ones still run on return.
 
         Parameters:
-            gathers: Whether to gather row statistics too.
+            G: What can be gathered.
+            gathers: Whether to do that.
 
         Args:
             at: Place in the ring.
             previous: Receives the slot still in use.
-            sums: Receives the sums of the rows.
+            gathered: Receives what is gathered.
             blocks: K blocks of the tile.
 
         Returns:
@@ -119,19 +125,31 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
         comptime x_step = UInt32(Self.config.x_bytes())
         comptime w_step = UInt32(Self.config.w_bytes() // 16)
         mbarrier_wait(self.shared.full(at.slot), at.parity)
-        var accumulator = multiply_first[Self.dtype, columns, slices](
+        var accumulator = multiply_first[
+            Self.dtype,
+            columns,
+            slices,
+            Self.config.x_transposed,
+            Self.config.w_transposed,
+        ](
             self.x_tiles + at.slot * (x_step // 16),
             self.w_tiles + at.slot * w_step,
         )
         comptime if gathers:
-            sums.add[Self.dtype, True](
-                self.gathered + at.slot * x_step, self.lane
+            gathered.add[Self.dtype, True](
+                self.rows + at.slot * x_step, self.thread
             )
         previous = at.slot
         at.advance[Self.config.stages]()
         for _ in range(UInt32(1), blocks):
             mbarrier_wait(self.shared.full(at.slot), at.parity)
-            accumulator = multiply_next[Self.dtype, columns, slices](
+            accumulator = multiply_next[
+                Self.dtype,
+                columns,
+                slices,
+                Self.config.x_transposed,
+                Self.config.w_transposed,
+            ](
                 accumulator,
                 self.x_tiles + at.slot * (x_step // 16),
                 self.w_tiles + at.slot * w_step,
@@ -140,12 +158,113 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
             wait_previous()
             self.release[gathers](previous)
             comptime if gathers:
-                sums.add[Self.dtype, False](
-                    self.gathered + at.slot * x_step, self.lane
+                gathered.add[Self.dtype, False](
+                    self.rows + at.slot * x_step, self.thread
                 )
             previous = at.slot
             at.advance[Self.config.stages]()
         return accumulator
+
+
+@fieldwise_init
+struct Finisher[dtype: DType, config: Config, mode: Int](
+    TrivialRegisterPassable
+):
+    """What a warp needs to finish and store its rows of a tile.
+
+    Parameters:
+        dtype: Type of x, w and y.
+        config: Compile-time choices.
+        mode: Epilogue.
+    """
+
+    comptime Factors = StaticTuple[RowFactors, Self.config.slices]
+    """Factors of one row in each slice."""
+
+    var shared: Shared[Self.config]
+    """Shared memory of the block."""
+    var boxes: UInt32
+    """Shared address of the warp's output boxes."""
+    var lane: UInt32
+    """Lane of the thread."""
+    var y_map: OpaquePointer[ImmUntrackedOrigin]
+    """Tensor map of y."""
+    var arguments: Arguments
+    """What goes with the matrices."""
+
+    @always_inline
+    def store[
+        S: Sums, //, columns: Int
+    ](
+        self,
+        sums: S,
+        upper: Self.Factors,
+        lower: Self.Factors,
+        row: UInt32,
+        column: UInt32,
+    ):
+        """Stores the warp's rows.
+
+        Parameters:
+            S: How the sums are kept.
+            columns: Columns to store.
+
+        Args:
+            sums: The sums of those columns.
+            upper: Factors of row lane / 4 of each slice.
+            lower: Factors of row lane / 4 + 8 of each slice.
+            row: First of the warp's rows.
+            column: First of the columns.
+        """
+        comptime for slice in range(Self.config.slices):
+            comptime first = slice * columns // 2
+            var slice_row = row + UInt32(slice * 64)
+            comptime if Self.mode == WIDE:
+                store_wide[columns, first](
+                    sums,
+                    self.arguments.wide,
+                    self.arguments.accumulate != 0,
+                    slice_row,
+                    column,
+                    UInt32(self.arguments.m),
+                    UInt32(self.arguments.n),
+                    self.lane,
+                )
+            else:
+                store_slice[Self.dtype, Self.mode, columns, first](
+                    sums,
+                    upper[slice],
+                    lower[slice],
+                    self.shared.vectors(),
+                    self.boxes,
+                    self.lane,
+                    self.y_map,
+                    Int32(column),
+                    Int32(slice_row),
+                )
+
+    @always_inline
+    def store_row_sum(self, sum: Float32, row: UInt32):
+        """Stores the sum of a row of x.
+
+        Args:
+            sum: The sum.
+            row: The row.
+        """
+        if row >= UInt32(self.arguments.m):
+            return
+        comptime if Self.mode == WIDE:
+            var at = Pointer[Float32, MutAnyOrigin](
+                unsafe_from_address=Int(self.arguments.row_sums)
+            ).unsafe_offset(Int(row))
+            var total = sum
+            if self.arguments.accumulate != 0:
+                total += at.unsafe_load()
+            at.unsafe_store(total)
+        else:
+            Pointer[Scalar[Self.dtype], MutAnyOrigin](
+                unsafe_from_address=Int(self.arguments.row_sums)
+            ).unsafe_offset(Int(row)).unsafe_store(sum.cast[Self.dtype]())
 
 
 @always_inline
@@ -158,13 +277,9 @@ def consume[
     blocks: UInt32,
     consumer: UInt32,
     warp_in_group: UInt32,
-    thread_in_group: UInt32,
-    y_map: OpaquePointer[ImmutAnyOrigin],
-    mean: Pointer[Float32, MutAnyOrigin],
-    rstd: Pointer[Float32, MutAnyOrigin],
-    eps: Float32,
-    m: UInt32,
-    k: UInt32,
+    thread: UInt32,
+    y_map: OpaquePointer[ImmUntrackedOrigin],
+    arguments: Arguments,
 ):
     """Computes this warpgroup's half of all tiles of this block.
 
@@ -177,102 +292,140 @@ def consume[
         shared: Shared memory of the block.
         tiles: The tiles.
         rank: Rank of the block in its cluster.
-        blocks: K blocks of a tile.
+        blocks: K blocks of a tile that the block multiplies.
         consumer: Which of the consumer warpgroups this is.
         warp_in_group: Warp of the thread in its warpgroup.
-        thread_in_group: Thread in its warpgroup.
+        thread: Thread in its warpgroup.
         y_map: Tensor map of y.
-        mean: Means of the rows.
-        rstd: Reciprocal deviations of the rows.
-        eps: Added to gathered variances.
-        m: Rows of y.
-        k: Columns of x.
+        arguments: What goes with the matrices.
     """
     comptime slices = config.slices
     comptime columns = config.columns
-    comptime gathers = config.gather and mode != PLAIN
-    var lane = thread_in_group & 31
-    var boxes = shared.boxes(consumer * 4 + warp_in_group)
-    var first_rows = shared.x_tile(0) + consumer * UInt32(slices * 64 * 128)
+    comptime registers = slices * columns // 2
+    comptime Factors = StaticTuple[RowFactors, slices]
+    var lane = thread & 31
+    var rows = shared.x_tile(0) + consumer * UInt32(slices * SLICE_BYTES)
     var empty = shared.empty(0)
-    comptime if config.cluster > 1:
-        empty = map_to_rank(empty, thread_in_group & UInt32(config.cluster - 1))
+    comptime if config.sharers() > 1:
+        empty = map_to_rank(empty, thread & UInt32(config.sharers() - 1))
     var multiplier = Multiplier[dtype, config](
         shared,
         consumer,
-        operand_descriptor(first_rows),
-        operand_descriptor(shared.w_tile(0)),
-        first_rows + warp_in_group * 2048,
-        lane,
+        operand_descriptor[config.x_transposed](rows),
+        operand_descriptor[config.w_transposed](shared.w_tile(0)),
+        rows,
+        thread,
         empty,
-        thread_in_group < UInt32(config.cluster),
+        thread < UInt32(config.sharers()),
+    )
+    var finisher = Finisher[dtype, config, mode](
+        shared,
+        shared.boxes(consumer * 4 + warp_in_group),
+        lane,
+        y_map,
+        arguments,
     )
 
     var at = Ring(0, 0)
     var parity = UInt32(0)
-    var upper = StaticTuple[RowFactors, slices](RowFactors(1, 0))
-    var lower = StaticTuple[RowFactors, slices](RowFactors(1, 0))
+    var upper = Factors(RowFactors(1, 0))
+    var lower = Factors(RowFactors(1, 0))
     var known = ~UInt32(0)
     var index = tiles.first
     while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
-        var row = (
-            (place[0] * UInt32(config.cluster) + rank) * UInt32(config.rows())
-            + consumer * UInt32(slices * 64)
-            + warp_in_group * 16
-        )
+        var first_row = place[0] * UInt32(
+            config.cluster_rows()
+        ) + consumer * UInt32(slices * 64)
+        comptime if config.sharers() > 1:
+            first_row += rank * UInt32(config.rows())
+        var row = first_row + warp_in_group * 16
+        var column = place[1] * UInt32(columns)
         var previous = UInt32(0)
-        var sums = RowSums(0, 0, 0)
-        var accumulator: Accumulator[slices * columns // 2]
-        if gathers and place[0] != known:
-            accumulator = multiplier.start[True](at, previous, sums, blocks)
-            known = place[0]
-            var own = sums.finish(Float32(k), eps)
-            upper[0] = factors_of_row(own, lane >> 2)
-            lower[0] = factors_of_row(own, (lane >> 2) + 8)
-            var its_row = row + (lane >> 1)
-            if place[1] == 0 and (lane & 1) == 0 and its_row < m:
-                mean.unsafe_offset(Int(its_row)).unsafe_store(own.mean)
-                rstd.unsafe_offset(Int(its_row)).unsafe_store(own.rstd)
-            accumulator = wait_all[slices * columns // 2](accumulator)
-            multiplier.release[True](previous)
+        var statistics = RowSums(0, 0, 0)
+        var sums = TransposedSums(0)
+        var accumulator: Accumulator[registers]
+        var row_sum = Float32(0)
+        var gathers: Bool
+        comptime if config.x_transposed:
+            gathers = (
+                config.gather and place[1] == 0 and arguments.row_sums != 0
+            )
         else:
-            accumulator = multiplier.start[False](at, previous, sums, blocks)
-            comptime if mode != PLAIN and not gathers:
+            gathers = config.gather and place[0] != known
+        if gathers:
+            comptime if config.x_transposed:
+                accumulator = multiplier.start[True](at, previous, sums, blocks)
+                accumulator = wait_all[registers](accumulator)
+                multiplier.release[True](previous)
+                row_sum = sums.finish(shared.vectors(), consumer, thread)
+            else:
+                accumulator = multiplier.start[True](
+                    at, previous, statistics, blocks
+                )
+                known = place[0]
+                var own = statistics.finish(Float32(arguments.k), arguments.eps)
+                upper[0] = factors_of_row(own, lane >> 2)
+                lower[0] = factors_of_row(own, (lane >> 2) + 8)
+                var its_row = Int(row + (lane >> 1))
+                if (
+                    place[1] == 0
+                    and (lane & 1) == 0
+                    and its_row < Int(arguments.m)
+                ):
+                    arguments.mean.unsafe_offset(its_row).unsafe_store(own.mean)
+                    arguments.rstd.unsafe_offset(its_row).unsafe_store(own.rstd)
+                accumulator = wait_all[registers](accumulator)
+                multiplier.release[True](previous)
+        else:
+            accumulator = multiplier.start[False](
+                at, previous, statistics, blocks
+            )
+            comptime if mode == CORRECTED and not config.gather:
                 # The last products still run while these are fetched. The grid
                 # that makes them may have been running beside this one so far.
                 wait_on_earlier_grids()
                 comptime for slice in range(slices):
                     var first = row + UInt32(slice * 64) + (lane >> 2)
-                    upper[slice] = _row_factors[mode](mean, rstd, first, m)
-                    lower[slice] = _row_factors[mode](mean, rstd, first + 8, m)
-            accumulator = wait_all[slices * columns // 2](accumulator)
+                    upper[slice] = _row_factors(arguments, first)
+                    lower[slice] = _row_factors(arguments, first + 8)
+            accumulator = wait_all[registers](accumulator)
             multiplier.release[False](previous)
 
-        comptime if mode != PLAIN:
-            mbarrier_wait(shared.vectors_full(), parity)
-        comptime for slice in range(slices):
-            store_slice[
-                slices * columns // 2,
-                dtype,
-                mode,
-                columns,
-                slice * columns // 2,
-            ](
-                accumulator,
-                upper[slice],
-                lower[slice],
-                shared.vectors(),
-                boxes,
-                lane,
-                y_map,
-                Int32(place[1] * UInt32(columns)),
-                Int32(row + UInt32(slice * 64)),
+        var own = Accumulators[registers](accumulator)
+        var sums_here = gathers and config.x_transposed and thread < 64
+        comptime if config.split:
+            var tile_row = consumer * 64 + thread
+            var together = ClusterSum[config](
+                shared, rank, consumer * 128 + thread
             )
-        comptime if mode != PLAIN:
-            if lane == 0:
-                mbarrier_arrive(shared.vectors_empty())
+            # Nobody's ring is in use any more.
+            meet_cluster()
+            together.send(own)
+            if sums_here:
+                together.send_row_sum(row_sum, tile_row)
+            meet_cluster()
+            sums_here = sums_here and rank == 0
+            if sums_here:
+                row_sum = together.total_row_sum(tile_row)
+            finisher.store[together.columns](
+                together.total(),
+                upper,
+                lower,
+                row,
+                column + rank * UInt32(together.columns),
+            )
+        else:
+            comptime has_vectors = mode == CORRECTED or mode == BIASED
+            comptime if has_vectors:
+                mbarrier_wait(shared.vectors_full(), parity)
+            finisher.store[columns](own, upper, lower, row, column)
+            comptime if has_vectors:
+                if lane == 0:
+                    mbarrier_arrive(shared.vectors_empty())
+        if sums_here:
+            finisher.store_row_sum(row_sum, first_row + thread)
         parity ^= 1
     if lane == 0:
         store_wait_read[0]()

@@ -5,7 +5,7 @@ Each warp owns 16 rows of a 64-row slice and stores them by itself, in boxes of
 waits for another one.
 """
 
-from std.memory import OpaquePointer
+from std.memory import OpaquePointer, bitcast
 from std.sys import _RegisterPackType, inlined_assembly
 
 from .config import BOX_BYTES
@@ -21,10 +21,51 @@ from .wgmma import Accumulator
 
 comptime PLAIN = 0
 """Epilogue y = acc."""
-comptime SCALED = 1
-"""Epilogue y = rstd * acc + c."""
-comptime CORRECTED = 2
+comptime CORRECTED = 1
 """Epilogue y = rstd * (acc - mean * s) + c."""
+comptime WIDE = 2
+"""Epilogue y = acc or y += acc, in float32."""
+comptime BIASED = 3
+"""Epilogue y = acc + bias, a vector in y's type."""
+
+
+trait Sums(TrivialRegisterPassable):
+    """Sums of products that one thread has."""
+
+    def at[i: Int](self) -> Float32:
+        """Returns a sum.
+
+        Parameters:
+            i: Which one.
+
+        Returns:
+            The sum.
+        """
+        ...
+
+
+@fieldwise_init
+struct Accumulators[count: Int](Sums):
+    """Sums as the tensor cores leave them.
+
+    Parameters:
+        count: How many there are.
+    """
+
+    var values: Accumulator[Self.count]
+    """The sums."""
+
+    @always_inline
+    def at[i: Int](self) -> Float32:
+        """Returns a sum.
+
+        Parameters:
+            i: Which one.
+
+        Returns:
+            The sum.
+        """
+        return rebind[Float32](self.values[i])
 
 
 @fieldwise_init
@@ -67,6 +108,18 @@ def shared_pair(address: UInt32) -> SIMD[DType.float32, 2]:
 
 
 @always_inline
+def _shared_narrow_pair[
+    dtype: DType
+](address: UInt32) -> SIMD[DType.float32, 2]:
+    var word = inlined_assembly[
+        "ld.shared.b32 $0, [$1];",
+        UInt32,
+        constraints="=r,r,~{memory}",
+    ](address)
+    return bitcast[dtype, 2](word).cast[DType.float32]()
+
+
+@always_inline
 def finish_pair[
     mode: Int
 ](
@@ -78,7 +131,7 @@ def finish_pair[
     """Turns two neighbouring accumulators of a row into values of y.
 
     Parameters:
-        mode: `PLAIN`, `SCALED` or `CORRECTED`.
+        mode: `PLAIN`, `CORRECTED` or `BIASED`.
 
     Args:
         acc: The accumulators.
@@ -91,8 +144,8 @@ def finish_pair[
     """
     comptime if mode == PLAIN:
         return acc
-    elif mode == SCALED:
-        return acc.fma(SIMD[DType.float32, 2](row.rstd), c)
+    elif mode == BIASED:
+        return acc + c
     else:
         var centred = s.fma(SIMD[DType.float32, 2](-row.mean), acc)
         return centred.fma(SIMD[DType.float32, 2](row.rstd), c)
@@ -100,36 +153,37 @@ def finish_pair[
 
 @always_inline
 def store_slice[
-    count: Int,
+    S: Sums,
+    //,
     dtype: DType,
     mode: Int,
     columns: Int,
     first: Int,
 ](
-    accumulator: Accumulator[count],
+    sums: S,
     upper: RowFactors,
     lower: RowFactors,
     vectors: UInt32,
     boxes: UInt32,
     lane: UInt32,
-    y_map: OpaquePointer[ImmutAnyOrigin],
+    y_map: OpaquePointer[ImmUntrackedOrigin],
     column: Int32,
     row: Int32,
 ):
     """Finishes and stores this warp's 16 rows of one 64-row slice.
 
     Parameters:
-        count: Registers of the accumulator.
+        S: How the sums are kept.
         dtype: Type of y.
-        mode: `PLAIN`, `SCALED` or `CORRECTED`.
+        mode: `PLAIN`, `CORRECTED` or `BIASED`.
         columns: Columns of the tile.
-        first: The slice's first register.
+        first: The slice's first sum.
 
     Args:
-        accumulator: The tile's sums.
+        sums: The tile's sums.
         upper: Factors of row lane / 4.
         lower: Factors of row lane / 4 + 8.
-        vectors: Shared address of c, followed by s.
+        vectors: Shared address of c, followed by s; or of the bias.
         boxes: Shared address of this warp's two boxes.
         lane: Lane of the thread.
         y_map: Tensor map of y, boxes of 16 by 64.
@@ -157,14 +211,17 @@ def store_slice[
                 var s = SIMD[DType.float32, 2](0)
                 var c = SIMD[DType.float32, 2](0)
                 comptime offset = (box * 64 + (group + half) * 8) * 4
-                comptime if mode != PLAIN:
-                    c = shared_pair(pair_address + UInt32(offset))
+                comptime if mode == BIASED:
+                    c = _shared_narrow_pair[dtype](
+                        vectors + (lane & 3) * 4 + UInt32(offset // 2)
+                    )
                 comptime if mode == CORRECTED:
+                    c = shared_pair(pair_address + UInt32(offset))
                     s = shared_pair(pair_address + UInt32(columns * 4 + offset))
                 var high = finish_pair[mode](
                     SIMD[DType.float32, 2](
-                        rebind[Float32](accumulator[at]),
-                        rebind[Float32](accumulator[at + 1]),
+                        sums.at[at](),
+                        sums.at[at + 1](),
                     ),
                     upper,
                     s,
@@ -172,8 +229,8 @@ def store_slice[
                 )
                 var low = finish_pair[mode](
                     SIMD[DType.float32, 2](
-                        rebind[Float32](accumulator[at + 2]),
-                        rebind[Float32](accumulator[at + 3]),
+                        sums.at[at + 2](),
+                        sums.at[at + 3](),
                     ),
                     lower,
                     s,

@@ -1,6 +1,7 @@
 """Row statistics taken from the tiles of x while they are multiplied.
 
-Two neighbouring lanes share a row: each reads half of its 64 elements of a k
+K must be a multiple of the k block: the copy engine pads the last one with
+zeros, which sums may ignore but a variance may not. Two neighbouring lanes share a row: each reads half of its 64 elements of a k
 block from shared memory. A warp gathers the same 16 rows whose sums its
 accumulators hold, so that the results need only a shuffle to reach them.
 """
@@ -13,11 +14,40 @@ from max.gpu.primitives import warp
 from .epilogue import RowFactors
 from .wgmma import K_BLOCK
 
+
+trait Gathering(TrivialRegisterPassable):
+    """What a warpgroup gathers from its rows of x while it multiplies them."""
+
+    def add[dtype: DType, first: Bool](mut self, tile: UInt32, thread: UInt32):
+        """Adds one k block.
+
+        Parameters:
+            dtype: Type of x.
+            first: Whether this is the rows' first block.
+
+        Args:
+            tile: Shared address of the warpgroup's 64 rows of the block.
+            thread: Thread in its warpgroup.
+        """
+        ...
+
+
 comptime _Four = SIMD[DType.float32, 4]
 
 
 @always_inline
-def _chunk[dtype: DType](address: UInt32) -> SIMD[DType.float32, 8]:
+def shared_chunk[dtype: DType](address: UInt32) -> SIMD[DType.float32, 8]:
+    """Loads eight neighbouring elements.
+
+    Parameters:
+        dtype: Their type.
+
+    Args:
+        address: Their shared address, a multiple of 16.
+
+    Returns:
+        The elements.
+    """
     var words = inlined_assembly[
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
         _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
@@ -25,9 +55,8 @@ def _chunk[dtype: DType](address: UInt32) -> SIMD[DType.float32, 8]:
     ](address)
     var pairs = SIMD[DType.uint32, 4](words[0], words[1], words[2], words[3])
     comptime if dtype == DType.bfloat16:
-        # Either half is the upper half of a float32; a sum does not mind that
-        # this changes their order.
-        return bitcast[DType.float32, 4](pairs << 16).join(
+        # Either half is the upper half of a float32.
+        return bitcast[DType.float32, 4](pairs << 16).interleave(
             bitcast[DType.float32, 4](pairs & 0xFFFF0000)
         )
     else:
@@ -35,7 +64,7 @@ def _chunk[dtype: DType](address: UInt32) -> SIMD[DType.float32, 8]:
 
 
 @fieldwise_init
-struct RowSums(TrivialRegisterPassable):
+struct RowSums(Gathering):
     """Sums over the elements one lane has seen of its row."""
 
     var shift: Float32
@@ -46,7 +75,7 @@ struct RowSums(TrivialRegisterPassable):
     """Sum of the squared distances."""
 
     @always_inline
-    def add[dtype: DType, first: Bool](mut self, rows: UInt32, lane: UInt32):
+    def add[dtype: DType, first: Bool](mut self, tile: UInt32, thread: UInt32):
         """Adds one k block.
 
         Parameters:
@@ -54,16 +83,16 @@ struct RowSums(TrivialRegisterPassable):
             first: Whether this is the row's first block, which sets the shift.
 
         Args:
-            rows: Shared address of the 16 rows of the block.
-            lane: Lane of the thread.
+            tile: Shared address of the warpgroup's 64 rows of the block.
+            thread: Thread in its warpgroup.
         """
-        var row = lane >> 1
-        var chunk = (lane & 1) * 4
-        var address = rows + row * 128
+        var row = thread >> 1
+        var chunk = (thread & 1) * 4
+        var address = tile + row * 128
         comptime if first:
             var total = SIMD[DType.float32, 8](0)
             comptime for i in range(4):
-                total += _chunk[dtype](
+                total += shared_chunk[dtype](
                     address + (((chunk + UInt32(i)) ^ (row & 7)) << 4)
                 )
             var own = total.reduce_add()
@@ -72,7 +101,7 @@ struct RowSums(TrivialRegisterPassable):
         var sum = _Four(0)
         var squares = _Four(0)
         comptime for i in range(4):
-            var values = _chunk[dtype](
+            var values = shared_chunk[dtype](
                 address + (((chunk + UInt32(i)) ^ (row & 7)) << 4)
             )
             comptime for half in range(2):
@@ -81,6 +110,22 @@ struct RowSums(TrivialRegisterPassable):
                 squares = distance.fma(distance, squares)
         self.sum += sum.reduce_add()
         self.squares += squares.reduce_add()
+
+    @always_inline
+    def finish_part(self, k: Float32) -> SIMD[DType.float32, 2]:
+        """Turns the sums of both lanes into what is joined with other parts.
+
+        Args:
+            k: Elements of this part of the row.
+
+        Returns:
+            Their mean, and the sum of their squared distances to it; the same
+            in both lanes.
+        """
+        var sum = self.sum + warp.shuffle_xor(self.sum, 1)
+        var squares = self.squares + warp.shuffle_xor(self.squares, 1)
+        var offset = sum / k
+        return {self.shift + offset, max(squares - sum * offset, 0)}
 
     @always_inline
     def finish(self, k: Float32, eps: Float32) -> RowFactors:
@@ -93,11 +138,8 @@ struct RowSums(TrivialRegisterPassable):
         Returns:
             The statistics, the same in both lanes.
         """
-        var sum = self.sum + warp.shuffle_xor(self.sum, 1)
-        var squares = self.squares + warp.shuffle_xor(self.squares, 1)
-        var offset = sum / k
-        var variance = max(squares - sum * offset, 0) / k
-        return RowFactors(1 / sqrt(variance + eps), self.shift + offset)
+        var own = self.finish_part(k)
+        return RowFactors(1 / sqrt(own[1] / k + eps), own[0])
 
 
 @always_inline

@@ -13,6 +13,8 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
+from .arguments import Arguments
+from .cluster_sum import meet_cluster
 from .config import (
     CONSUMERS,
     CONSUMER_WARPS,
@@ -21,12 +23,10 @@ from .config import (
     Shared,
 )
 from .consumer import consume
-from .epilogue import PLAIN
+from .epilogue import CORRECTED, WIDE
 from .producer import produce
 from .ptx import (
-    cluster_arrive,
     cluster_rank,
-    cluster_wait,
     fence_barrier_init,
     let_later_grids_start,
     mbarrier_init,
@@ -41,13 +41,18 @@ from .wgmma import K_BLOCK
 
 
 @always_inline
-def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmutAnyOrigin]:
+def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmUntrackedOrigin]:
     return (
         Pointer(to=map)
         .unsafe_bitcast[NoneType]()
         .as_imm()
-        .unsafe_origin_cast[ImmutAnyOrigin]()
+        .unsafe_origin_cast[ImmUntrackedOrigin]()
     )
+
+
+@always_inline
+def _ceildiv(a: Int32, b: Int) -> UInt32:
+    return (UInt32(a) + UInt32(b - 1)) // UInt32(b)
 
 
 @__llvm_metadata(
@@ -58,51 +63,34 @@ def _address_of(ref map: TMADescriptor) -> OpaquePointer[ImmutAnyOrigin]:
 @__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(y_map, `nvvm.grid_constant`)
-@__name(
-    t"fused_norm_matrix_{dtype}_{config.rows()}x{config.columns}_{config.gather}_{mode}"
-)
+@__name(t"fused_norm_matrix_{dtype}_{config.name()}_{mode}")
 def matrix_kernel[
     dtype: DType, config: Config, mode: Int
 ](
     x_map: TMADescriptor,
     w_map: TMADescriptor,
     y_map: TMADescriptor,
-    mean: Pointer[Float32, MutAnyOrigin],
-    rstd: Pointer[Float32, MutAnyOrigin],
-    eps: Float32,
-    s: Pointer[Float32, ImmutAnyOrigin],
-    c: Pointer[Float32, ImmutAnyOrigin],
-    m: Int32,
-    n: Int32,
-    k: Int32,
-    band: Int32,
+    arguments: Arguments,
 ):
     """Computes tiles of y until there are none left.
 
     Parameters:
         dtype: Type of x, w and y: bfloat16 or float16.
         config: Compile-time choices.
-        mode: Epilogue, `PLAIN`, `SCALED` or `CORRECTED`.
+        mode: Epilogue, `PLAIN`, `CORRECTED`, `WIDE` or `BIASED`.
 
     Args:
-        x_map: Tensor map of x [m, k], boxes of config.rows() by 64.
-        w_map: Tensor map of w [n, k], boxes of config.columns / cluster by 64.
-        y_map: Tensor map of y [m, n], boxes of 16 by 64.
-        mean: Means of the rows of x [m]; written if gathered, otherwise read
-            in mode `CORRECTED`.
-        rstd: Reciprocal deviations of the rows [m]; written if gathered,
-            otherwise read unless in mode `PLAIN`.
-        eps: Added to gathered variances.
-        s: Row sums of w [n]; read in mode `CORRECTED`.
-        c: Constants added to the columns [n]; not read in mode `PLAIN`.
-        m: Rows of x and y.
-        n: Columns of y.
-        k: Columns of x and w.
-        band: Rows of cluster tiles in a band of the walk; 0 to walk in runs.
+        x_map: Tensor map of x [m, k], boxes of config.rows() by 64; of a
+            transposed x [k, m], boxes of 64 by 64.
+        w_map: Tensor map of w [n, k], boxes of config.columns / sharers by 64;
+            of a transposed w [k, n], boxes of 64 by 64.
+        y_map: Tensor map of y [m, n], boxes of 16 by 64; in mode `WIDE` not
+            read.
+        arguments: What goes with the matrices.
     """
-    comptime gathers = config.gather and mode != PLAIN
-    comptime assert not gathers or config.slices == 1
+    comptime assert not config.gather or config.slices == 1
     comptime cluster = config.cluster
+    comptime sharers = config.sharers()
     var shared = Shared[config](
         UInt32(
             Int(
@@ -123,35 +111,40 @@ def matrix_kernel[
             mbarrier_init(shared.full(stage), 1)
             mbarrier_init(
                 shared.empty(stage),
-                Int32(CONSUMERS * cluster),
+                Int32(CONSUMERS * sharers),
             )
         mbarrier_init(shared.vectors_full(), 1)
         mbarrier_init(shared.vectors_empty(), CONSUMER_WARPS)
         fence_barrier_init()
         prefetch_tensor_map(_address_of(x_map))
         prefetch_tensor_map(_address_of(w_map))
-        prefetch_tensor_map(_address_of(y_map))
+        comptime if mode != WIDE:
+            prefetch_tensor_map(_address_of(y_map))
     # Anyone may have written the operands just now; but the kernel that makes
     # the statistics has itself waited for all earlier ones.
-    comptime if mode == PLAIN or gathers:
+    comptime if mode != CORRECTED or config.gather:
         wait_on_earlier_grids()
     let_later_grids_start()
     # No block may reach for its neighbour's barriers before they are made.
     comptime if cluster > 1:
-        cluster_arrive()
-        cluster_wait()
+        meet_cluster()
     else:
         named_barrier_sync(0, THREADS)
 
-    comptime cluster_rows = cluster * config.rows()
     var tiles = Tiles.of_cluster(
-        UInt32(m + Int32(cluster_rows - 1)) // UInt32(cluster_rows),
-        UInt32(n + Int32(config.columns - 1)) // UInt32(config.columns),
-        UInt32(band),
+        _ceildiv(arguments.m, config.cluster_rows()),
+        _ceildiv(arguments.n, config.columns),
+        UInt32(arguments.band),
         UInt32(block_idx.x) // UInt32(cluster),
         UInt32(grid_dim.x) // UInt32(cluster),
     )
-    var blocks = UInt32(k + Int32(K_BLOCK - 1)) // UInt32(K_BLOCK)
+    var first_block = UInt32(0)
+    var blocks = _ceildiv(arguments.k, K_BLOCK)
+    var rank_of_sharers = rank
+    comptime if config.split:
+        rank_of_sharers = 0
+        first_block = rank * blocks // UInt32(cluster)
+        blocks = (rank + 1) * blocks // UInt32(cluster) - first_block
 
     if warp_in_block < 4:
         registers_lower[24]()
@@ -159,14 +152,17 @@ def matrix_kernel[
             produce[config, mode](
                 shared,
                 tiles,
-                rank,
+                rank_of_sharers,
+                first_block,
                 blocks,
                 _address_of(x_map),
                 _address_of(w_map),
-                s,
-                c,
-                n,
+                arguments,
             )
+        # The consumers meet like this around what they hand over.
+        comptime if config.split:
+            meet_cluster()
+            meet_cluster()
     else:
         registers_raise[240]()
         consume[dtype, config, mode](
@@ -178,15 +174,10 @@ def matrix_kernel[
             warp_in_block & 3,
             thread & 127,
             _address_of(y_map),
-            mean,
-            rstd,
-            eps,
-            UInt32(m),
-            UInt32(k),
+            arguments,
         )
 
     # Blocks leave together: a neighbour may still copy into this one's slots
     # or arrive at its barriers.
-    comptime if cluster > 1:
-        cluster_arrive()
-        cluster_wait()
+    comptime if sharers > 1:
+        meet_cluster()

@@ -185,7 +185,7 @@ def warp_sync():
 
 
 @always_inline
-def prefetch_tensor_map(map: OpaquePointer[ImmutAnyOrigin]):
+def prefetch_tensor_map(map: OpaquePointer[ImmUntrackedOrigin]):
     """Fetches a tensor map into the descriptor cache.
 
     Args:
@@ -199,7 +199,7 @@ def prefetch_tensor_map(map: OpaquePointer[ImmutAnyOrigin]):
 @always_inline
 def load_tile(
     dst: UInt32,
-    map: OpaquePointer[ImmutAnyOrigin],
+    map: OpaquePointer[ImmUntrackedOrigin],
     barrier: UInt32,
     column: Int32,
     row: Int32,
@@ -226,7 +226,7 @@ def load_tile(
 @always_inline
 def load_tile_multicast(
     dst: UInt32,
-    map: OpaquePointer[ImmutAnyOrigin],
+    map: OpaquePointer[ImmUntrackedOrigin],
     barrier: UInt32,
     column: Int32,
     row: Int32,
@@ -256,7 +256,7 @@ def load_tile_multicast(
 @always_inline
 def load_bytes(
     dst: UInt32,
-    src: Pointer[Float32, ImmutAnyOrigin],
+    src: Pointer[Float32, ImmUntrackedOrigin],
     bytes: Int32,
     barrier: UInt32,
 ):
@@ -280,7 +280,7 @@ def load_bytes(
 
 @always_inline
 def store_tile(
-    map: OpaquePointer[ImmutAnyOrigin],
+    map: OpaquePointer[ImmUntrackedOrigin],
     src: UInt32,
     column: Int32,
     row: Int32,

@@ -23,15 +23,22 @@ Parameters:
 comptime K_BLOCK = 64
 """Elements of K in one block: a 128-byte swizzled row of 16-bit elements."""
 
-# Rows of 128 bytes in groups of eight, 128-byte swizzle, K contiguous. The
-# leading offset has no meaning for a swizzled K-major operand.
+comptime SLICE_BYTES = 64 * K_BLOCK * 2
+"""Bytes of 64 rows of an operand's k block, however they are stored."""
+
+# Rows of 128 bytes in groups of eight, 1024 bytes from group to group, 128-byte
+# swizzle. The rows run along K or, in a transposed operand, down K; then 64
+# elements across K fill a row, and the next 64 lie a whole slice further. That
+# leading offset has no meaning otherwise.
 comptime _DESCRIPTOR_HIGH = (1 << 30) | (1024 >> 4)
-comptime _DESCRIPTOR_LOW = 1 << 16
 
 
 @always_inline
-def operand_descriptor(address: UInt32) -> UInt32:
+def operand_descriptor[transposed: Bool](address: UInt32) -> UInt32:
     """Encodes the low half of an operand's descriptor.
+
+    Parameters:
+        transposed: Whether the rows of the tile run down K.
 
     Args:
         address: Shared address of a tile, a multiple of 1024.
@@ -39,7 +46,14 @@ def operand_descriptor(address: UInt32) -> UInt32:
     Returns:
         The low 32 bits; advancing the tile by b bytes adds b / 16.
     """
-    return (address >> 4) | UInt32(_DESCRIPTOR_LOW)
+    comptime leading = SLICE_BYTES >> 4 if transposed else 1
+    # Above its 18 bits, an address in a cluster holds the rank of the block.
+    return ((address & 0x3FFFF) >> 4) | UInt32(leading << 16)
+
+
+def _step(transposed: Bool) -> Int:
+    # From one product to the next, 16 elements of K further.
+    return (16 * 128 if transposed else 16 * 2) >> 4
 
 
 def _list(prefix: String, first: Int, count: Int) -> String:
@@ -51,7 +65,15 @@ def _list(prefix: String, first: Int, count: Int) -> String:
     return text
 
 
-def _multiply_text[dtype: DType](n: Int, slices: Int, tied: Bool) -> String:
+def _multiply_text[
+    dtype: DType
+](
+    n: Int,
+    slices: Int,
+    a_transposed: Bool,
+    b_transposed: Bool,
+    tied: Bool,
+) -> String:
     var count = slices * n // 2
     # Operands: outputs, tied inputs, then the descriptors' low halves.
     var first = 2 * count if tied else count
@@ -63,11 +85,11 @@ def _multiply_text[dtype: DType](n: Int, slices: Int, tied: Bool) -> String:
                 "{\n.reg .b32 u, v;\nadd.u32 u, $",
                 first,
                 ", ",
-                2 * step + slice * 64 * K_BLOCK * 2 // 16,
+                _step(a_transposed) * step + slice * SLICE_BYTES // 16,
                 ";\nadd.u32 v, $",
                 first + 1,
                 ", ",
-                2 * step,
+                _step(b_transposed) * step,
                 ";\nmov.b64 a, {u, ",
                 _DESCRIPTOR_HIGH,
                 "};\nmov.b64 b, {v, ",
@@ -79,7 +101,13 @@ def _multiply_text[dtype: DType](n: Int, slices: Int, tied: Bool) -> String:
             )
             text += _list("$", slice * n // 2, n // 2)
             text += String(
-                "}, a, b, ", 1 if tied or step > 0 else 0, ", 1, 1, 0, 0;\n"
+                "}, a, b, ",
+                1 if tied or step > 0 else 0,
+                ", 1, 1, ",
+                Int(a_transposed),
+                ", ",
+                Int(b_transposed),
+                ";\n",
             )
     text += "wgmma.commit_group.sync.aligned;\n}"
     return text
@@ -97,7 +125,11 @@ def _constraints(count: Int, tied: Bool, tail: String) -> String:
 
 @always_inline
 def multiply_first[
-    dtype: DType, n: Int, slices: Int
+    dtype: DType,
+    n: Int,
+    slices: Int,
+    a_transposed: Bool,
+    b_transposed: Bool,
 ](a: UInt32, b: UInt32) -> Accumulator[slices * n // 2]:
     """Starts the product of the first k block, as one group.
 
@@ -105,6 +137,8 @@ def multiply_first[
         dtype: Type of the operands, bfloat16 or float16.
         n: Columns of the product.
         slices: 64-row slices of the product.
+        a_transposed: Whether the rows of the left operand's tile run down K.
+        b_transposed: Whether the rows of the right operand's tile run down K.
 
     Args:
         a: Descriptor of the left operand, slices * 64 rows of `K_BLOCK`.
@@ -113,7 +147,9 @@ def multiply_first[
     Returns:
         The accumulators, defined once the group is complete.
     """
-    comptime text = get_static_string[_multiply_text[dtype](n, slices, False)]()
+    comptime text = get_static_string[
+        _multiply_text[dtype](n, slices, a_transposed, b_transposed, False)
+    ]()
     comptime constraints = get_static_string[
         _constraints(slices * n // 2, False, ",r,r,~{memory}")
     ]()
@@ -128,7 +164,11 @@ def multiply_first[
 
 @always_inline
 def multiply_next[
-    dtype: DType, n: Int, slices: Int
+    dtype: DType,
+    n: Int,
+    slices: Int,
+    a_transposed: Bool,
+    b_transposed: Bool,
 ](
     accumulator: Accumulator[slices * n // 2], a: UInt32, b: UInt32
 ) -> Accumulator[slices * n // 2]:
@@ -138,6 +178,8 @@ def multiply_next[
         dtype: Type of the operands, bfloat16 or float16.
         n: Columns of the product.
         slices: 64-row slices of the product.
+        a_transposed: Whether the rows of the left operand's tile run down K.
+        b_transposed: Whether the rows of the right operand's tile run down K.
 
     Args:
         accumulator: What the product is added to.
@@ -147,7 +189,9 @@ def multiply_next[
     Returns:
         The accumulators, defined once the group is complete.
     """
-    comptime text = get_static_string[_multiply_text[dtype](n, slices, True)]()
+    comptime text = get_static_string[
+        _multiply_text[dtype](n, slices, a_transposed, b_transposed, True)
+    ]()
     comptime constraints = get_static_string[
         _constraints(slices * n // 2, True, ",r,r,~{memory}")
     ]()

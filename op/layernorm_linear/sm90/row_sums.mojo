@@ -1,0 +1,83 @@
+"""Sums of the rows of a transposed x, taken while its tiles are multiplied.
+
+A gradient of a bias comes this way: x is then the transposed gradient of y. In
+a tile of 64 rows of K by 64 rows of x, a thread adds up 8 neighbouring rows of
+x over every sixteenth row of K; the 16 threads that share them add up in a
+fixed order at the end.
+"""
+
+from std.sys import inlined_assembly
+from max.gpu.primitives import warp
+
+from .gather import Gathering, shared_chunk
+from .ptx import named_barrier_sync
+from .wgmma import K_BLOCK
+
+comptime _Eight = SIMD[DType.float32, 8]
+
+
+@fieldwise_init
+struct TransposedSums(Gathering):
+    """Sums over the elements one thread has seen of 8 rows."""
+
+    var sums: _Eight
+    """The sums."""
+
+    @always_inline
+    def add[dtype: DType, first: Bool](mut self, tile: UInt32, thread: UInt32):
+        """Adds one k block.
+
+        Parameters:
+            dtype: Type of x.
+            first: Whether this is the rows' first block.
+
+        Args:
+            tile: Shared address of the warpgroup's 64 rows of the block.
+            thread: Thread in its warpgroup.
+        """
+        var chunk = thread & 7
+        var down = thread >> 3
+        # Every sixteenth row has the same place in the swizzle.
+        var address = tile + down * 128 + ((chunk ^ (down & 7)) << 4)
+        var block = _Eight(0)
+        comptime for i in range(K_BLOCK // 16):
+            block += shared_chunk[dtype](address + UInt32(i * 16 * 128))
+        self.sums = block if first else self.sums + block
+
+    @always_inline
+    def finish(
+        self, vectors: UInt32, consumer: UInt32, thread: UInt32
+    ) -> Float32:
+        """Adds up what the threads of a warpgroup have.
+
+        Args:
+            vectors: Shared address of four values for each row of the tile.
+            consumer: Which of the consumer warpgroups this is.
+            thread: Thread in its warpgroup.
+
+        Returns:
+            The sum of row `thread`, of the warpgroup's 64; defined for those.
+        """
+        var sums = self.sums
+        comptime for distance in [8, 16]:
+            comptime for i in range(8):
+                sums[i] += warp.shuffle_xor(sums[i], UInt32(distance))
+        var own = vectors + consumer * 1024
+        if thread & 31 < 8:
+            var address = own + (thread >> 5) * 256 + (thread & 7) * 32
+            comptime for i in range(8):
+                inlined_assembly[
+                    "st.shared.f32 [$0], $1;",
+                    NoneType,
+                    constraints="r,f,~{memory}",
+                ](address + UInt32(i * 4), sums[i])
+        named_barrier_sync(Int32(consumer) + 1, 128)
+        var total = Float32(0)
+        if thread < 64:
+            comptime for i in range(4):
+                total += inlined_assembly[
+                    "ld.shared.f32 $0, [$1];",
+                    Float32,
+                    constraints="=f,r,~{memory}",
+                ](own + thread * 4 + UInt32(i * 256))
+        return total

@@ -1,0 +1,304 @@
+"""Loads a row on a GPU, takes it through a pass and stores what comes out: one thread's share."""
+
+from max.gpu.memory import AddressSpace
+from std.memory import bitcast
+from std.sys import size_of
+from std.utils import StaticTuple
+
+from .operands import Operands, accumulator
+from .program import RowProgram
+from .values import Redo, Row, Terms, Values
+
+comptime GlobalPointer[dtype: DType] = Pointer[
+    Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
+]
+"""Points to memory of the GPU.
+
+Parameters:
+    dtype: The type of its elements.
+"""
+comptime _ColumnSums[P: RowProgram, accum: DType, shape: Shape] = StaticTuple[
+    SIMD[accum, shape.width], max(1, P.columns * shape.tile)
+]
+
+
+@fieldwise_init
+struct Shape(TrivialRegisterPassable):
+    """The compile-time shape of a kernel: who works on a row, and what a thread holds of it."""
+
+    var width: Int
+    """Elements of one load."""
+    var tile: Int
+    """Loads of a thread that are under way together, per input."""
+    var whole_block: Bool
+    """Whether a block works on a row, or each warp on its own."""
+    var resident: Bool
+    """Whether the row stays in registers: it has at most tile * width elements a thread."""
+    var persistent: Bool
+    """Whether blocks go on to further rows."""
+    var threads: Int
+    """The most threads of a block."""
+    var blocks: Int
+    """How many such blocks the registers of a multiprocessor must suffice for."""
+
+
+@always_inline
+def _row[
+    P: RowProgram, dtype: DType
+](operands: Operands[accumulator[dtype]()], index: Int) -> Row[
+    accumulator[dtype]()
+]:
+    """Reads what the stages may know of a row; what they do not ask for is never loaded."""
+    comptime accum = accumulator[dtype]()
+    var row = Row[accum](
+        operands.n, operands.inverse_n, {}, {}, operands.number, 0
+    )
+    comptime for k in range(P.inputs):
+        row.first[k] = (
+            GlobalPointer[dtype](unsafe_from_address=Int(operands.inputs[k]))
+            .unsafe_offset(index * Int(operands.length))
+            .unsafe_load()
+            .cast[accum]()
+        )
+    comptime for k in range(P.saved):
+        row.saved[k] = (
+            GlobalPointer[accum](unsafe_from_address=Int(operands.saved[k]))
+            .unsafe_offset(index)
+            .unsafe_load()
+        )
+    comptime if P.parameter:
+        if operands.parameter_is_float32:
+            row.parameter = (
+                GlobalPointer[DType.float32](
+                    unsafe_from_address=Int(operands.parameter)
+                )
+                .unsafe_load()
+                .cast[accum]()
+            )
+        else:
+            row.parameter = (
+                GlobalPointer[dtype](
+                    unsafe_from_address=Int(operands.parameter)
+                )
+                .unsafe_load()
+                .cast[accum]()
+            )
+    return row
+
+
+@always_inline
+def _widen[
+    dtype: DType, width: Int, //, accum: DType
+](value: SIMD[dtype, width]) -> SIMD[accum, width]:
+    """Converts to the type computed in; bfloat16 with one instruction an element instead of two."""
+    comptime if dtype == DType.bfloat16 and width > 1:
+        var pairs = bitcast[DType.uint32, width // 2](value)
+        var even = bitcast[DType.float32, width // 2](pairs << 16)
+        var odd = bitcast[DType.float32, width // 2](pairs & 0xFFFF0000)
+        return rebind[SIMD[accum, width]](even.interleave(odd))
+    else:
+        return value.cast[accum]()
+
+
+struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
+    TrivialRegisterPassable
+):
+    """What a thread holds of a row: packed inputs and features.
+
+    Parameters:
+        P: The row program.
+        dtype: The type of the inputs.
+        ftype: The type of the features.
+        shape: What a thread holds.
+    """
+
+    comptime width = Self.shape.width
+    """Elements of one load."""
+    comptime tile = Self.shape.tile
+    """Loads per input."""
+    comptime accum = accumulator[Self.dtype]()
+    """The type computed in."""
+
+    var inputs: StaticTuple[
+        SIMD[Self.dtype, Self.width], max(1, Self.P.inputs * Self.tile)
+    ]
+    """Loads of the first input, then of the next."""
+    var features: StaticTuple[
+        SIMD[Self.ftype, Self.width], max(1, Self.P.features * Self.tile)
+    ]
+    """Loads of the first feature, then of the next."""
+    var row: Row[Self.accum]
+    """What the stages may know of the row."""
+
+    @always_inline
+    def __init__(out self):
+        """Holds zeros."""
+        self.inputs = {fill = 0}
+        self.features = {fill = 0}
+        self.row = Row[Self.accum](0, 0, {}, {}, 0, 0)
+
+    @always_inline
+    def load_inputs(
+        mut self,
+        operands: Operands[Self.accum],
+        row: Int,
+        start: Int32,
+        step: Int32,
+    ):
+        """Loads the facts of a row and its elements start, start + step, ...; beyond its end, the last ones.
+
+        Args:
+            operands: The tensors.
+            row: The row's index.
+            start: The first element's index.
+            step: The distance of two loads.
+        """
+        self.row = _row[Self.P, Self.dtype](operands, row)
+        comptime for k in range(Self.P.inputs):
+            var address = GlobalPointer[Self.dtype](
+                unsafe_from_address=Int(operands.inputs[k])
+            ).unsafe_offset(row * Int(operands.length))
+            comptime for i in range(Self.tile):
+                var column = min(
+                    start + Int32(i) * step,
+                    operands.length - Int32(Self.width),
+                )
+                self.inputs[k * Self.tile + i] = address.unsafe_offset(
+                    Int(column)
+                ).unsafe_load[
+                    width=Self.width,
+                    alignment=Self.width * size_of[Self.dtype](),
+                ]()
+
+    @always_inline
+    def load_features(
+        mut self, operands: Operands[Self.accum], start: Int32, step: Int32
+    ):
+        """Loads the features of the same elements.
+
+        Args:
+            operands: The tensors.
+            start: The first element's index.
+            step: The distance of two loads.
+        """
+        comptime for k in range(Self.P.features):
+            if operands.features[k] != 0:
+                var address = GlobalPointer[Self.ftype](
+                    unsafe_from_address=Int(operands.features[k])
+                )
+                comptime for i in range(Self.tile):
+                    var column = min(
+                        start + Int32(i) * step,
+                        operands.length - Int32(Self.width),
+                    )
+                    self.features[k * Self.tile + i] = address.unsafe_offset(
+                        Int(column)
+                    ).unsafe_load[
+                        width=Self.width,
+                        alignment=min(16, Self.width * size_of[Self.ftype]()),
+                        invariant=True,
+                    ]()
+            else:
+                comptime for i in range(Self.tile):
+                    self.features[k * Self.tile + i] = operands.absent[k].cast[
+                        Self.ftype
+                    ]()
+
+    @always_inline
+    def values(self, i: Int) -> Values[Self.accum, Self.width]:
+        """Returns the values of the i-th load's elements.
+
+        Args:
+            i: Which load.
+
+        Returns:
+            Inputs, then features.
+        """
+        var v = Values[Self.accum, Self.width]()
+        comptime for k in range(Self.P.inputs):
+            v[k] = _widen[Self.accum](self.inputs[k * Self.tile + i])
+        comptime for k in range(Self.P.features):
+            v[Self.P.inputs + k] = _widen[Self.accum](
+                self.features[k * Self.tile + i]
+            )
+        return v
+
+    @always_inline
+    def take[
+        pass_index: Int
+    ](
+        self,
+        operands: Operands[Self.accum],
+        index: Int,
+        start: Int32,
+        step: Int32,
+        totals: Terms[Self.accum, 1],
+        mut sums: Terms[Self.accum, 1],
+        mut columns: _ColumnSums[Self.P, Self.accum, Self.shape],
+    ):
+        """Takes the elements through a pass: adds their terms or, in the last pass, stores their outputs.
+
+        The terms of one load are reduced before the test for the row's end: that costs one selection instead
+        of one for each element, and no branch keeps the compiler from sharing work between passes.
+
+        Parameters:
+            pass_index: The pass.
+
+        Args:
+            operands: The tensors.
+            index: The row's index.
+            start: The first element's index.
+            step: The distance of two loads.
+            totals: The totals of earlier passes.
+            sums: Receives the terms.
+            columns: Receives the terms of sums over rows.
+        """
+        comptime for i in range(Self.tile):
+            var column = start + Int32(i) * step
+            var valid = column < operands.length
+            var terms = Terms[Self.accum, Self.width](
+                fill=Values[Self.accum, Self.width]()
+            )
+            var v = Self.P.visit[pass_index](
+                self.row, self.values(i), totals, terms
+            )
+            comptime for s in range(Self.P.stages):
+                comptime if Self.P.pass_of(s) == pass_index:
+                    comptime redo = Self.P.redo_of[s]()
+                    var sum = sums[s]
+                    comptime for t in range(Self.P.terms_of[s]()):
+                        var with_load = materialize[redo]().combine[
+                            Self.accum, 1
+                        ](sum[t], materialize[redo]().across(terms[s][t]))
+                        sum[t] = with_load if valid else sum[t]
+                    sums[s] = sum
+            comptime if pass_index == Self.P.passes:
+                comptime for c in range(Self.P.columns):
+                    columns[c * Self.tile + i] += v[Self.P.outputs + c]
+                if valid:
+                    _store[Self.P, Self.dtype](operands, index, column, v)
+
+
+@always_inline
+def _store[
+    P: RowProgram, dtype: DType
+](
+    operands: Operands[accumulator[dtype]()],
+    row: Int,
+    column: Int32,
+    v: Values[accumulator[dtype](), _],
+):
+    """Stores the outputs of some elements, or adds them to what is there."""
+    comptime alignment = v.width * size_of[dtype]()
+    comptime for k in range(P.outputs):
+        if operands.outputs[k] != 0:
+            var address = GlobalPointer[dtype](
+                unsafe_from_address=Int(operands.outputs[k])
+            ).unsafe_offset(row * Int(operands.length) + Int(column))
+            var value = v[k]
+            comptime if P.primed:
+                if operands.accumulate:
+                    value += address.unsafe_load[
+                        width=v.width, alignment=alignment
+                    ]().cast[accumulator[dtype]()]()
+            address.unsafe_store[alignment=alignment](value.cast[dtype]())
