@@ -4,9 +4,9 @@
     python3 scripts/gpu_round.py run .dev/gpu OUT    there: tests, then the benchmark, into OUT
 
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
-compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and a training instead of
-them (`--only train`: scripts/train.py on all GPUs). Each ends in time (`--limit`). The benchmark
-goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
+compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
+place: a training on all GPUs (`--only train`), wrong edits (`--only mutate`). Each ends in time
+(`--limit`). The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
-    running.add_argument("--only", choices=("tests", "bench", "train"))
+    running.add_argument("--only", choices=("tests", "bench", "train", "mutate"))
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
     running.add_argument("--seconds", type=float, default=0.2, help="for each provider and shape")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
@@ -133,6 +133,12 @@ def run(options: argparse.Namespace) -> int:
         left = options.limit - (time.perf_counter() - began)
         if _train(options.out, environment, left):
             failed.append("training")
+    if options.only == "mutate":
+        # Finds the kernels that `mutate.py --build` has put beside those of `pack`.
+        command = [sys.executable, "scripts/mutate.py", "--prebuilt"]
+        if _logged(command, environment, options.out / "mutate.log", options.limit - 30):
+            failed.append("mutate")
+        shutil.copy(ROOT / "docs" / "mutations.json", options.out)
     if options.only in (None, "tests"):
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
         command += _tests_beyond_this_machine()

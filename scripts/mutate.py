@@ -3,6 +3,9 @@
     python scripts/mutate.py                 those that this machine can show
     python scripts/mutate.py --only "no eps"
 
+For a GPU machine without a compiler, `--build nvidia:sm_90a` builds the wrong GPU kernels into
+FUSED_NORM_CACHE_DIR, and `--prebuilt` there finds them.
+
 Every edit is made in a copy of the checkout with kernels of its own. Results are kept in
 docs/mutations.json; what only a GPU can show keeps its result, or the lack of one, on a machine
 without. Exits with 1 if an edit went unnoticed.
@@ -20,13 +23,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from mutations import MUTATIONS, Mutation
+from mutations import KERNELS, MUTATIONS, Mutation
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="may be repeated")
+    parser.add_argument("--build", metavar="TARGET", help="only build, for a GPU's architecture")
+    parser.add_argument("--prebuilt", action="store_true", help="GPU edits alone, built before")
     options = parser.parse_args(arguments)
+    if options.build:
+        return build(options.build)
     if unknown := {*(options.only or ())} - {mutation.name for mutation in MUTATIONS}:
         parser.error(f"no edit is called {', '.join(sorted(unknown))}")
     console = Console()
@@ -53,13 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_wanted = mutation.name in (options.only or [mutation.name])
         if not is_wanted or (mutation.target == "gpu" and not torch.cuda.is_available()):
             continue
+        if options.prebuilt and mutation.target != "gpu":
+            continue
         with console.status(mutation.name):
             if mutation.tests not in controls:
                 # Without an edit the tests must pass in a copy too, or they say nothing.
-                controls[mutation.tests] = tried(replace(mutation, new=mutation.old))
+                controls[mutation.tests] = tried(replace(mutation, new=mutation.old), True)
             outcome = dict(controls[mutation.tests])
             if outcome["result"] == "unnoticed":
-                outcome = tried(mutation)
+                outcome = tried(mutation, options.prebuilt)
             elif outcome["result"] == "noticed":
                 outcome |= {"result": "broken", "output": f"fails unedited: {outcome['failed']}"}
             results[mutation.name] = asdict(mutation) | outcome
@@ -93,8 +102,25 @@ def recorded() -> dict[str, dict[str, Any]]:
     return results
 
 
-def tried(mutation: Mutation) -> dict[str, Any]:
-    """Make an edit in a copy and return what its tests say: which failed."""
+def build(target: str) -> int:
+    """Build the wrong kernels for a GPU into the cache and return how many could not be."""
+    script = "from fused_norm._native import *; build(Extension(*__import__('sys').argv[1:]))"
+    failed = 0
+    for mutation in MUTATIONS:
+        if mutation.target == "gpu" and mutation.file.endswith(".mojo"):
+            with edited(mutation) as copy:
+                command = [sys.executable, "-c", script, *KERNELS[mutation.tests], target]
+                failed += subprocess.run(command, cwd=copy, env=environment_of(copy)).returncode
+    return failed
+
+
+@contextlib.contextmanager
+def edited(mutation: Mutation) -> Iterator[Path]:
+    """Give a copy of the checkout with an edit.
+
+    Raises:
+        ValueError: If the text to replace does not occur once.
+    """
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder)
         for name in COPIED:
@@ -105,14 +131,29 @@ def tried(mutation: Mutation) -> dict[str, Any]:
         file = copy / mutation.file
         text = file.read_text()
         if text.count(mutation.old) != 1:
-            output = f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old}"
-            return {"result": "broken", "failed": [], "output": output}
+            raise ValueError(f"{mutation.file} has {text.count(mutation.old)} of: {mutation.old}")
         file.write_text(text.replace(mutation.old, mutation.new))
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
-        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        if file.suffix == ".mojo" and mutation.new != mutation.old:
-            # Wrong kernels stay out of the user's cache; right ones are found there.
+        yield copy
+
+
+def environment_of(copy: Path) -> dict[str, str]:
+    """Return the environment in which Python finds a copy before the checkout."""
+    path = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:
+    """Make an edit in a copy and return what its tests say: which failed.
+
+    Args:
+        mutation: The edit.
+        is_built: Whether its kernels are in the user's cache. Others stay out of there.
+    """
+    with edited(mutation) as copy:
+        environment = environment_of(copy)
+        if mutation.file.endswith(".mojo") and not is_built:
             environment["FUSED_NORM_CACHE_DIR"] = str(copy / "cache")
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
         process = subprocess.Popen(
             [*command, *mutation.tests],
             cwd=copy,
@@ -131,8 +172,7 @@ def tried(mutation: Mutation) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", output, re.MULTILINE)
-    is_built = "compiler failed" not in output
-    if process.returncode in (0, 1) and is_built:
+    if process.returncode in (0, 1) and "BuildError" not in output:
         return {"result": "noticed" if process.returncode else "unnoticed", "failed": failed}
     return {"result": "broken", "failed": [], "output": output[-3000:]}
 

@@ -33,7 +33,13 @@ LINEAR = ("tests/test_layernorm_linear.py", "-k", "test_values_and_gradients and
 MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
 ROWS = ("tests/test_row_ops.py", "-k", "float32")
 HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
-GPU_LAYERNORM = ("tests/test_layernorm_gpu.py", "-m", "gpu")
+GPU_LAYERNORM = ("tests/test_layernorm_gpu.py", "-k", "bfloat16")
+
+# The one extension and dtype that some tests need, for building it ahead.
+KERNELS: dict[tuple[str, ...], tuple[str, str]] = {
+    HOPPER: ("layernorm_linear_sm90", "bfloat16"),
+    GPU_LAYERNORM: ("layernorm_gpu", "bfloat16"),
+}
 
 MUTATIONS = (
     Mutation(
