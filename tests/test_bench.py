@@ -562,6 +562,7 @@ def test_every_installed_provider_of_this_machine_is_right(device: str) -> None:
             assert measurement.of("eager").vs_eager[measurement.metric] == 1
 
 
+@pytest.mark.slow
 def test_compiled_provider_in_every_mode() -> None:
     """Regression: a compiled backward frees what it saved, and so could not be run again."""
     command = [sys.executable, "-W", "ignore", "-m", "fused_norm", "bench", "--device", "cpu"]
