@@ -46,11 +46,13 @@ def affine_is_float32(ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:
 
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for the mean and rstd of each row."""
-    dtype = statistics_dtype(x.dtype)
-    # Sizes one by one: a tuple of them takes PyTorch half as long again to read.
-    lead = x.shape[:-1]
-    mean = x.new_empty(*lead, dtype=dtype) if lead else x.new_empty(lead, dtype=dtype)
+    mean = _empty(x, x.shape[:-1], dtype=statistics_dtype(x.dtype))
     return mean, torch.empty_like(mean)
+
+
+def _empty(like: Tensor, shape: torch.Size, **options: Any) -> Tensor:
+    # Sizes one by one: a tuple of them takes PyTorch half as long again to read.
+    return like.new_empty(*shape, **options) if shape else like.new_empty(shape, **options)
 
 
 def empty_gradients(
@@ -73,9 +75,9 @@ def empty_gradients(
     affine = ln_weight if ln_weight is not None else ln_bias if ln_bias is not None else x
     dx, dgamma, dbeta, dweight, dbias = mask
     return [
-        x.new_empty(x.shape) if dx else None,
+        _empty(x, x.shape) if dx else None,
         affine.new_empty(features) if dgamma else None,
         affine.new_empty(features) if dbeta else None,
-        linear_weight.new_empty(linear_weight.shape) if dweight else None,
+        linear_weight.new_empty(outputs, features) if dweight else None,
         linear_weight.new_empty(outputs) if dbias else None,
     ]

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from fused_norm._main_grad import accumulating
 from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
 
 
@@ -27,6 +28,11 @@ class LayerNormLinear(nn.Module):
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         layer_norm_bias: Whether the LayerNorm has a bias beside its weight.
+        fuse_wgrad_accumulation: Whether the backward adds the gradient of `weight` to
+            `weight.main_grad`, which the caller has made (float32, in the weight's shape), and
+            leaves `weight.grad` alone: TransformerEngine's option of this name. Where the weight
+            has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a tensor
+            of no meaning.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[in_features]`, or None.
@@ -51,11 +57,13 @@ class LayerNormLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         layer_norm_bias: bool = True,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.eps = eps
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -123,9 +131,12 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`."""
-        return fused_layernorm_linear(
-            x, self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias, self.eps
-        )
+        gamma, beta, weight = self.layer_norm_weight, self.layer_norm_bias, self.weight
+        accumulates = self.fuse_wgrad_accumulation and weight.requires_grad
+        if not (accumulates and torch.is_grad_enabled()):
+            return fused_layernorm_linear(x, gamma, beta, weight, self.bias, self.eps)
+        y = fused_layernorm_linear(x, gamma, beta, weight.detach(), self.bias, self.eps)
+        return accumulating(y, x, gamma, beta, weight, self.eps)
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""

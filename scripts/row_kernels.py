@@ -141,9 +141,7 @@ def _measured(
     with torch.cuda.stream(stream):
         pairs = [case(rows, columns, dtype) for _ in range(max(2, min(sets, 64)))]
     steps = {"ours": [ours for ours, _ in pairs], "theirs": [theirs for _, theirs in pairs]}
-    rounds = Rounds(
-        {name: GpuTimer(each, stream, capturable=True) for name, each in steps.items()}, budget, 0
-    )
+    rounds = Rounds({name: GpuTimer(each, stream) for name, each in steps.items()}, budget, 0)
     rounds.run()
     if rounds.failures:
         raise next(iter(rounds.failures.values()))

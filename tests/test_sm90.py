@@ -48,7 +48,19 @@ class Kernels:
 
     def gemm(self, x: Tensor, w: Tensor) -> Tensor:
         y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
-        self.module.gemm(self.own, y.data_ptr(), x.data_ptr(), w.data_ptr(), len(x), *w.shape)
+        self.module.gemm(self.own, y.data_ptr(), x.data_ptr(), w.data_ptr(), len(x), *w.shape, 0)
+        return y
+
+    def composed(
+        self, x: Tensor, gamma: Tensor, beta: Tensor, w: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        y, z = x.new_empty(len(x), len(w)), torch.empty_like(x)
+        tensors = (x, gamma, beta, w, bias)
+        self.module.composed_forward(
+            *(self.own, y.data_ptr(), z.data_ptr(), 0, 0),
+            *(0 if t is None else t.data_ptr() for t in tensors),
+            *(len(x), *w.shape, EPS, gamma.dtype is torch.float32),
+        )
         return y
 
     def stats(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,6 +143,18 @@ class TestOnHopper:
         x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
         y = kernels.gemm(x, w)
         assert error(y, x.double() @ w.double().t()) < ROUNDING[dtype]
+
+    def test_composed(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
+        dtype = kernels.dtype
+        m, k, n = shape
+        x, w = random(m, k, dtype=dtype, mean=3.0), random(n, k, dtype=dtype, scale=k**-0.5)
+        for affine in (dtype, torch.float32):
+            gamma, beta = random(k, dtype=affine, mean=1), random(k, dtype=affine)
+            z = F.layer_norm(x.double(), (k,), gamma.double(), beta.double(), EPS)
+            for bias in (random(n, dtype=dtype, scale=10.0), None):
+                y = kernels.composed(x, gamma, beta, w, bias)
+                truth = F.linear(z, w.double(), None if bias is None else bias.double())
+                assert error(y, truth) < 2 * ROUNDING[dtype]
 
     def test_statistics(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
         dtype = kernels.dtype

@@ -19,6 +19,7 @@ from op.layernorm_linear.sm90.launch_backward import (
     backward_workspace as count_backward_workspace,
 )
 from op.layernorm_linear.sm90.launch_backward import is_fast, launch_backward
+from op.layernorm_linear.sm90.epilogue import BIASED
 from op.layernorm_linear.sm90.launch_fold import launch_fold
 from op.layernorm_linear.sm90.launch_forward import (
     launch_forward,
@@ -29,7 +30,9 @@ from op.layernorm_linear.sm90.launch_weight_gradient import (
     launch_weight_gradient,
 )
 from op.python_call import Arguments, Values, failure, integer
-from op.rowwise.launch import Gpu
+from op.rowwise.launch import Gpu, launch_rows
+from op.rowwise.layernorm import LayerNorm
+from op.rowwise.operands import Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 
@@ -253,6 +256,51 @@ def backward(
         return failure(error)
 
 
+def composed_forward(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues z = LayerNorm(x), and y = z W^T + b."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var y = arguments.integer()
+    var z = arguments.integer()
+    var mean = arguments.integer()
+    var rstd = arguments.integer()
+    var x = arguments.integer()
+    var gamma = arguments.integer()
+    var beta = arguments.integer()
+    var w = arguments.integer()
+    var bias = arguments.integer()
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var operands = Operands[accumulator[DTYPE]()](m, k)
+    operands.inputs[0] = Int64(x)
+    operands.features[0] = Int64(gamma)
+    operands.features[1] = Int64(beta)
+    operands.absent[0] = 1
+    operands.outputs[0] = Int64(z)
+    operands.results[0] = Int64(mean)
+    operands.results[1] = Int64(rstd)
+    operands.number = arguments.number().cast[accumulator[DTYPE]()]()
+    var float32 = arguments.integer() != 0
+    try:
+        comptime for wide in [False, True]:
+            if float32 == wide:
+                launch_rows[LayerNorm, DTYPE, DType.float32 if wide else DTYPE](
+                    launcher.gpu, operands
+                )
+        if bias == 0:
+            launch_product[DTYPE, False](launcher.gpu, y, z, w, m, n, k)
+        else:
+            launch_product[DTYPE, False, BIASED](
+                launcher.gpu, y, z, w, m, n, k, bias
+            )
+        return integer(0)
+    except error:
+        return failure(error)
+
+
 def backward_workspace(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
@@ -396,6 +444,16 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
                 "backward_workspace(launcher, m, n, k, wants_sums, wants_weight)"
                 " -> bytes, or -1 where PyTorch's products are faster;"
                 " wants_sums with dgamma or dbeta"
+            ),
+        )
+        builder.def_py_c_function(
+            composed_forward,
+            "composed_forward",
+            docstring=(
+                "composed_forward(launcher, y, z, mean, rstd, x, gamma, beta,"
+                " w, bias, m, n, k, eps, affine_is_float32) -> 0; mean and rstd"
+                " are 0 if they are not wanted, gamma, beta and bias if there"
+                " is none"
             ),
         )
         builder.def_py_c_function(

@@ -99,7 +99,7 @@ def words(error: Exception) -> str:
 def assert_alike(mine: Tensor, other: Tensor) -> None:
     assert type(mine) is type(other)
     if other.is_nested:
-        torch.testing.assert_close(mine.unbind(), other.unbind())
+        torch.testing.assert_close(mine.unbind(), other.unbind(), equal_nan=True)
         return
     assert (mine.shape, mine.dtype, mine.layout) == (other.shape, other.dtype, other.layout)
     assert (mine.device, mine.requires_grad) == (other.device, other.requires_grad)
@@ -261,3 +261,30 @@ def test_validation_never_reads_values() -> None:
     """Looking at a call must not wait for a GPU: meta tensors have no values to read."""
     arguments = [t.to("meta") for t in make_inputs(4, K, N)]
     assert _validation.has_kernel(*arguments, 1e-5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_wrong_inputs_after_right_ones(seed: int, launches: list[object]) -> None:
+    """What is known of parameters from calls before must not let a wrong call through."""
+    choose = random.Random(seed)
+    x, *parameters = make_inputs(4, K, N)
+    parameters = [nn.Parameter(t) for t in parameters]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(100):
+            assert not compare([x, *parameters, 1e-5])
+            kind = choose.random()
+            if kind < 0.3:
+                # Another shape, dtype or memory under the same Parameter.
+                index = choose.randrange(4)
+                values = parameters[index].data
+                change = choose.choice(["same", "longer", "float64", "bfloat16", "expanded"])
+                parameters[index].data = CHANGES[change](values.clone())
+                compare([x, *parameters, 1e-5])
+                parameters[index].data = values
+            elif kind < 0.5:
+                parameters[choose.randrange(4)].requires_grad_(choose.random() < 0.5)
+            else:
+                change = choose.choice(list(CHANGES))
+                if possible({"x": change}):
+                    compare([CHANGES[change](x), *parameters, choose.choice([1e-5, *EPS])])

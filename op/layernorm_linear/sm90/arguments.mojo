@@ -36,6 +36,8 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
     """Row sums of w [n]."""
     var c: Pointer[Float32, ImmUntrackedOrigin]
     """Constants of the columns [n]."""
+    var bias: Int64
+    """Address of constants of the columns [n] in y's type."""
     var wide: Pointer[Float32, MutUntrackedOrigin]
     """Y in float32 [m, n], or what is added to y."""
     var row_sums: Int64
@@ -63,6 +65,7 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
         self.rstd = {unsafe_from_address = none}
         self.s = {unsafe_from_address = none}
         self.c = {unsafe_from_address = none}
+        self.bias = 0
         self.wide = {unsafe_from_address = none}
         self.row_sums = 0
         self.wide_row_sums = {unsafe_from_address = none}

@@ -7,6 +7,7 @@ from .arguments import Arguments
 from .cluster_sum import ClusterSum, meet_cluster
 from .config import Config, Ring, Shared
 from .epilogue import (
+    BIASED,
     CORRECTED,
     WIDE,
     Accumulators,
@@ -353,9 +354,9 @@ def consume[
     while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
-        var first_row = place[0] * UInt32(config.cluster_rows()) + consumer * UInt32(
-            slices * 64
-        )
+        var first_row = place[0] * UInt32(
+            config.cluster_rows()
+        ) + consumer * UInt32(slices * 64)
         comptime if config.sharers() > 1:
             first_row += rank * UInt32(config.rows())
         var row = first_row + warp_in_group * 16
@@ -383,9 +384,7 @@ def consume[
                     at, previous, statistics, blocks
                 )
                 known = place[0]
-                var own = statistics.finish(
-                    Float32(arguments.k), arguments.eps
-                )
+                var own = statistics.finish(Float32(arguments.k), arguments.eps)
                 upper[0] = factors_of_row(own, lane >> 2)
                 lower[0] = factors_of_row(own, (lane >> 2) + 8)
                 var its_row = Int(row + (lane >> 1))
@@ -439,12 +438,11 @@ def consume[
                 totals, upper, lower, row, its_column
             )
         else:
-            comptime if mode == CORRECTED:
+            comptime has_vectors = mode == CORRECTED or mode == BIASED
+            comptime if has_vectors:
                 mbarrier_wait(shared.vectors_full(), parity)
-            finisher.store[columns](
-                own, upper, lower, row, column
-            )
-            comptime if mode == CORRECTED:
+            finisher.store[columns](own, upper, lower, row, column)
+            comptime if has_vectors:
                 if lane == 0:
                     mbarrier_arrive(shared.vectors_empty())
         if sums_here:

@@ -5,7 +5,7 @@ Each warp owns 16 rows of a 64-row slice and stores them by itself, in boxes of
 waits for another one.
 """
 
-from std.memory import OpaquePointer
+from std.memory import OpaquePointer, bitcast
 from std.sys import _RegisterPackType, inlined_assembly
 
 from .config import BOX_BYTES
@@ -25,6 +25,8 @@ comptime CORRECTED = 1
 """Epilogue y = rstd * (acc - mean * s) + c."""
 comptime WIDE = 2
 """Epilogue y = acc or y += acc, in float32."""
+comptime BIASED = 3
+"""Epilogue y = acc + bias, a vector in y's type."""
 
 
 trait Sums(TrivialRegisterPassable):
@@ -106,6 +108,18 @@ def shared_pair(address: UInt32) -> SIMD[DType.float32, 2]:
 
 
 @always_inline
+def _shared_narrow_pair[
+    dtype: DType
+](address: UInt32) -> SIMD[DType.float32, 2]:
+    var word = inlined_assembly[
+        "ld.shared.b32 $0, [$1];",
+        UInt32,
+        constraints="=r,r,~{memory}",
+    ](address)
+    return bitcast[dtype, 2](word).cast[DType.float32]()
+
+
+@always_inline
 def finish_pair[
     mode: Int
 ](
@@ -117,7 +131,7 @@ def finish_pair[
     """Turns two neighbouring accumulators of a row into values of y.
 
     Parameters:
-        mode: `PLAIN` or `CORRECTED`.
+        mode: `PLAIN`, `CORRECTED` or `BIASED`.
 
     Args:
         acc: The accumulators.
@@ -130,6 +144,8 @@ def finish_pair[
     """
     comptime if mode == PLAIN:
         return acc
+    elif mode == BIASED:
+        return acc + c
     else:
         var centred = s.fma(SIMD[DType.float32, 2](-row.mean), acc)
         return centred.fma(SIMD[DType.float32, 2](row.rstd), c)
@@ -159,7 +175,7 @@ def store_slice[
     Parameters:
         S: How the sums are kept.
         dtype: Type of y.
-        mode: `PLAIN` or `CORRECTED`.
+        mode: `PLAIN`, `CORRECTED` or `BIASED`.
         columns: Columns of the tile.
         first: The slice's first sum.
 
@@ -167,7 +183,7 @@ def store_slice[
         sums: The tile's sums.
         upper: Factors of row lane / 4.
         lower: Factors of row lane / 4 + 8.
-        vectors: Shared address of c, followed by s.
+        vectors: Shared address of c, followed by s; or of the bias.
         boxes: Shared address of this warp's two boxes.
         lane: Lane of the thread.
         y_map: Tensor map of y, boxes of 16 by 64.
@@ -195,6 +211,10 @@ def store_slice[
                 var s = SIMD[DType.float32, 2](0)
                 var c = SIMD[DType.float32, 2](0)
                 comptime offset = (box * 64 + (group + half) * 8) * 4
+                comptime if mode == BIASED:
+                    c = _shared_narrow_pair[dtype](
+                        vectors + (lane & 3) * 4 + UInt32(offset // 2)
+                    )
                 comptime if mode == CORRECTED:
                     c = shared_pair(pair_address + UInt32(offset))
                     s = shared_pair(pair_address + UInt32(columns * 4 + offset))

@@ -112,6 +112,22 @@ struct RowSums(Gathering):
         self.squares += squares.reduce_add()
 
     @always_inline
+    def finish_part(self, k: Float32) -> SIMD[DType.float32, 2]:
+        """Turns the sums of both lanes into what is joined with other parts.
+
+        Args:
+            k: Elements of this part of the row.
+
+        Returns:
+            Their mean, and the sum of their squared distances to it; the same
+            in both lanes.
+        """
+        var sum = self.sum + warp.shuffle_xor(self.sum, 1)
+        var squares = self.squares + warp.shuffle_xor(self.squares, 1)
+        var offset = sum / k
+        return {self.shift + offset, max(squares - sum * offset, 0)}
+
+    @always_inline
     def finish(self, k: Float32, eps: Float32) -> RowFactors:
         """Turns the sums of both lanes into the row's statistics.
 
@@ -122,11 +138,8 @@ struct RowSums(Gathering):
         Returns:
             The statistics, the same in both lanes.
         """
-        var sum = self.sum + warp.shuffle_xor(self.sum, 1)
-        var squares = self.squares + warp.shuffle_xor(self.squares, 1)
-        var offset = sum / k
-        var variance = max(squares - sum * offset, 0) / k
-        return RowFactors(1 / sqrt(variance + eps), self.shift + offset)
+        var own = self.finish_part(k)
+        return RowFactors(1 / sqrt(own[1] / k + eps), own[0])
 
 
 @always_inline

@@ -63,9 +63,7 @@ def _ceildiv(a: Int32, b: Int) -> UInt32:
 @__llvm_arg_metadata(x_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(w_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(y_map, `nvvm.grid_constant`)
-@__name(
-    t"fused_norm_matrix_{dtype}_{config.name()}_{mode}"
-)
+@__name(t"fused_norm_matrix_{dtype}_{config.name()}_{mode}")
 def matrix_kernel[
     dtype: DType, config: Config, mode: Int
 ](
@@ -79,7 +77,7 @@ def matrix_kernel[
     Parameters:
         dtype: Type of x, w and y: bfloat16 or float16.
         config: Compile-time choices.
-        mode: Epilogue, `PLAIN`, `CORRECTED` or `WIDE`.
+        mode: Epilogue, `PLAIN`, `CORRECTED`, `WIDE` or `BIASED`.
 
     Args:
         x_map: Tensor map of x [m, k], boxes of config.rows() by 64; of a

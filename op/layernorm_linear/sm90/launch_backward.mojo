@@ -16,7 +16,7 @@ from .launch_weight_gradient import (
 
 # Up to so many products, a few microseconds on the device, what counts is how
 # soon the host has launched them.
-comptime _FEW_PRODUCTS = 2_000_000_000
+comptime _FEW_PRODUCTS = 500_000_000
 
 
 def is_fast(gpu: Gpu, m: Int, n: Int, k: Int) -> Bool:

@@ -35,14 +35,15 @@ def are_few(m: Int, k: Int) -> Bool:
 
 
 def launch_few_rows[
-    dtype: DType, w_transposed: Bool, mode: Int
+    dtype: DType, w_transposed: Bool, mode: Int, gathers: Bool = False
 ](gpu: Gpu, y: Int, x: Int, w: Int, arguments: Arguments) raises:
     """Queues y = epilogue(x @ w^T) for few rows of x.
 
     Parameters:
         dtype: Type of x, w and y: bfloat16 or float16.
         w_transposed: Whether w is stored as [k, n].
-        mode: Epilogue, `PLAIN` or `CORRECTED`.
+        mode: Epilogue, `PLAIN`, `CORRECTED` or `BIASED`.
+        gathers: Whether the kernel takes the row statistics; k % 64 == 0 then.
 
     Args:
         gpu: Where to run.
@@ -62,7 +63,7 @@ def launch_few_rows[
         comptime rows = _ROWS[i]
         if m <= rows:
             var kernel = ctx.compile_function[
-                few_rows_kernel[dtype, rows, w_transposed, mode]
+                few_rows_kernel[dtype, rows, w_transposed, mode, gathers]
             ](
                 func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
                     UInt32(few_rows_shared_bytes(rows))

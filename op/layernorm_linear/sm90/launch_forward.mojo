@@ -26,15 +26,7 @@ comptime _GATHERING = Config(
 
 def launch_statistics[
     dtype: DType
-](
-    gpu: Gpu,
-    mean: Int,
-    rstd: Int,
-    x: Int,
-    m: Int,
-    k: Int,
-    eps: Float32,
-) raises:
+](gpu: Gpu, mean: Int, rstd: Int, x: Int, m: Int, k: Int, eps: Float32,) raises:
     """Queues the row statistics of x.
 
     Parameters:
@@ -112,14 +104,18 @@ def launch_forward[
     arguments.s = {unsafe_from_address = s}
     arguments.c = {unsafe_from_address = c}
     var few = are_few(m, k)
-    # Wide tiles gather the statistics on the way.
-    if (
-        not few
-        and k % K_BLOCK == 0
-        and best_config(m, n, gpu.processors) == 0
-    ):
-        launch_matrix[dtype, _GATHERING, CORRECTED](gpu, y, x, wc, arguments)
-        return
+    # Few rows and wide tiles gather the statistics on the way.
+    if k % K_BLOCK == 0:
+        if few:
+            launch_few_rows[dtype, False, CORRECTED, gathers=True](
+                gpu, y, x, wc, arguments
+            )
+            return
+        if best_config(m, n, gpu.processors) == 0:
+            launch_matrix[dtype, _GATHERING, CORRECTED](
+                gpu, y, x, wc, arguments
+            )
+            return
     launch_statistics[dtype](gpu, mean, rstd, x, m, k, eps)
     if few:
         launch_few_rows[dtype, False, CORRECTED](gpu, y, x, wc, arguments)

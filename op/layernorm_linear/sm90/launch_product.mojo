@@ -119,7 +119,7 @@ def launch_best_matrix[
     Parameters:
         dtype: Type of x, w and y: bfloat16 or float16.
         w_transposed: Whether w is stored as [k, n].
-        mode: Epilogue, `PLAIN` or `CORRECTED`.
+        mode: Epilogue, `PLAIN`, `CORRECTED` or `BIASED`.
 
     Args:
         gpu: Where to run.
@@ -133,9 +133,7 @@ def launch_best_matrix[
     """
     var banded = arguments
     banded.band = BAND
-    var best = best_config(
-        Int(arguments.m), Int(arguments.n), gpu.processors
-    )
+    var best = best_config(Int(arguments.m), Int(arguments.n), gpu.processors)
     comptime for i in range(_CONFIGS):
         if best == i:
             launch_matrix[dtype, matrix_config[i, w_transposed](), mode](
@@ -144,13 +142,23 @@ def launch_best_matrix[
 
 
 def launch_product[
-    dtype: DType, w_transposed: Bool
-](gpu: Gpu, y: Int, x: Int, w: Int, m: Int, n: Int, k: Int) raises:
-    """Queues y = x @ w^T.
+    dtype: DType, w_transposed: Bool, mode: Int = PLAIN
+](
+    gpu: Gpu,
+    y: Int,
+    x: Int,
+    w: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    bias: Int = 0,
+) raises:
+    """Queues y = x @ w^T + bias.
 
     Parameters:
         dtype: Type of x, w and y: bfloat16 or float16.
         w_transposed: Whether w is stored as [k, n].
+        mode: `BIASED`, or `PLAIN` for no bias.
 
     Args:
         gpu: Where to run.
@@ -160,12 +168,14 @@ def launch_product[
         m: Rows of x, at least 1.
         n: Columns of y, a multiple of 8.
         k: Length of the sums, a multiple of 8.
+        bias: Address of the bias [n], a multiple of 16.
 
     Raises:
         If the driver refuses.
     """
     var arguments = Arguments(m, n, k)
+    arguments.bias = Int64(bias)
     if are_few(m, k):
-        launch_few_rows[dtype, w_transposed, PLAIN](gpu, y, x, w, arguments)
+        launch_few_rows[dtype, w_transposed, mode](gpu, y, x, w, arguments)
     else:
-        launch_best_matrix[dtype, w_transposed, PLAIN](gpu, y, x, w, arguments)
+        launch_best_matrix[dtype, w_transposed, mode](gpu, y, x, w, arguments)

@@ -33,6 +33,8 @@ def _config(split: Bool) -> Config:
 
 # Rows that are multiplied while their products are stored.
 comptime _SHORT_ROWS = 512
+# Rows of a part that outweigh adding it up.
+comptime _LONG_ROWS = 2048
 # In k blocks: the time between two tiles, and that of each doubling of parts.
 comptime _TILE_OVERHEAD = 4
 comptime _SPLIT_OVERHEAD = 3
@@ -92,8 +94,10 @@ def weight_gradient_fills(gpu: Gpu, m: Int, n: Int, k: Int) -> Bool:
         Whether its tiles do, or the sums are so short that only stores count.
     """
     var plan = _Plan.best(m, n, k, gpu.processors)
-    return m <= _SHORT_ROWS or fills(
-        _config(plan.split), n, k, gpu.processors // 2 // plan.grids
+    var parts = plan.grids * (2 if plan.split else 1)
+    return m <= _SHORT_ROWS or (
+        (parts == 1 or m >= parts * _LONG_ROWS)
+        and fills(_config(plan.split), n, k, gpu.processors // 2 // plan.grids)
     )
 
 

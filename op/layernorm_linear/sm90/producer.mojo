@@ -4,7 +4,7 @@ from std.memory import OpaquePointer
 
 from .arguments import Arguments
 from .config import Config, Ring, Shared
-from .epilogue import CORRECTED
+from .epilogue import BIASED, CORRECTED
 from .ptx import (
     load_bytes,
     load_tile,
@@ -106,6 +106,21 @@ def produce[
 
         # By now the consumers are past the tile before, whose vectors these
         # replace.
+        comptime if mode == BIASED:
+            var bytes = min(Int32(columns), arguments.n - column) * 2
+            var full = shared.vectors_full()
+            mbarrier_wait(shared.vectors_empty(), parity)
+            parity ^= 1
+            mbarrier_expect_bytes(full, bytes)
+            load_bytes(
+                shared.vectors(),
+                {
+                    unsafe_from_address = Int(arguments.bias)
+                    + 2 * Int(column)
+                },
+                bytes,
+                full,
+            )
         comptime if mode == CORRECTED:
             var bytes = min(Int32(columns), arguments.n - column) * 4
             var full = shared.vectors_full()

@@ -1,0 +1,126 @@
+"""Make small wrong edits to the library, one at a time, and see that its tests notice each.
+
+    python scripts/mutate.py                 those that this machine can show
+    python scripts/mutate.py --only "no eps"
+
+Every edit is made in a copy of the checkout with kernels of its own. Results are kept in
+docs/mutations.json; what only a GPU can show keeps its result, or the lack of one, on a machine
+without. Exits with 1 if an edit went unnoticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from mutations import MUTATIONS, Mutation
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "mutations.json"
+COPIED = ("fused_norm", "op", "tests", "scripts", "solutions", "problems", "pyproject.toml")
+STYLES = {"noticed": "green", "unnoticed": "red", "broken": "red", "not run": "dim"}
+LIMIT = 900  # seconds for the tests of an edit; a hang that is ended counts as noticed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the edits and return an exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", metavar="NAME", help="may be repeated")
+    options = parser.parse_args(arguments)
+    if unknown := {*(options.only or ())} - {mutation.name for mutation in MUTATIONS}:
+        parser.error(f"no edit is called {', '.join(sorted(unknown))}")
+    console = Console()
+    results = recorded()
+    for mutation in MUTATIONS:
+        is_wanted = mutation.name in (options.only or [mutation.name])
+        if not is_wanted or (mutation.target == "gpu" and not torch.cuda.is_available()):
+            continue
+        with console.status(mutation.name):
+            results[mutation.name] = asdict(mutation) | tried(mutation)
+        result = results[mutation.name]
+        style = STYLES[result["result"]]
+        console.print(f"[{style}]{result['result']:<10}[/] {mutation.name}", highlight=False)
+        if result["result"] == "broken":
+            console.print(result.pop("output"), markup=False, highlight=False)
+        RESULTS.write_text(json.dumps([results[m.name] for m in MUTATIONS], indent=1) + "\n")
+    table = Table("edit", "target", "result", "noticed by")
+    for result in results.values():
+        first = result["failed"][0] if result["failed"] else ""
+        more = f" and {len(result['failed']) - 1} more" if len(result["failed"]) > 1 else ""
+        style = STYLES[result["result"]]
+        cell = f"[{style}]{result['result']}[/]"
+        table.add_row(result["name"], result["target"], cell, first.replace("[", r"\[") + more)
+    console.print(table)
+    return int(any(r["result"] in ("unnoticed", "broken") for r in results.values()))
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return the result of each edit, for those that are as they were when it was recorded."""
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    by_name = {result["name"]: result for result in earlier}
+    results = {}
+    for mutation in MUTATIONS:
+        edit = json.loads(json.dumps(asdict(mutation)))
+        result = by_name.get(mutation.name, {})
+        is_same = edit.items() <= result.items()
+        results[mutation.name] = result if is_same else edit | {"result": "not run", "failed": []}
+    return results
+
+
+def tried(mutation: Mutation) -> dict[str, Any]:
+    """Make an edit in a copy and return what its tests say: which failed."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, copy / name)
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        file = copy / mutation.file
+        text = file.read_text()
+        if text.count(mutation.old) != 1:
+            output = f"{mutation.file} has {text.count(mutation.old)} times: {mutation.old}"
+            return {"result": "broken", "failed": [], "output": output}
+        file.write_text(text.replace(mutation.old, mutation.new))
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
+        environment = os.environ | {
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FUSED_NORM_CACHE_DIR": str(copy / "cache"),
+        }
+        try:
+            process = subprocess.run(
+                [*command, *mutation.tests],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return {"result": "noticed", "failed": ["a hang"]}
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", process.stdout, re.MULTILINE)
+    is_built = "compiler failed" not in process.stdout
+    if process.returncode in (0, 1) and is_built:
+        return {"result": "noticed" if process.returncode else "unnoticed", "failed": failed}
+    return {"result": "broken", "failed": [], "output": process.stdout[-3000:] + process.stderr}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Small wrong edits to the library, each of which its tests must notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CPU = "op/layernorm_linear/cpu"
+SM90 = "op/layernorm_linear/sm90"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A wrong edit.
+
+    Attributes:
+        name: What is wrong, in words.
+        target: `cpu`, or `gpu` where only one shows it.
+        file: The file, from the root of the repository.
+        old: Text that occurs once in it.
+        new: What takes its place.
+        tests: Arguments of pytest, of which one test at least must fail.
+    """
+
+    name: str
+    target: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+LINEAR = ("tests/test_layernorm_linear.py", "-k", "test_values_and_gradients and float32")
+MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
+ROWS = ("tests/test_row_ops.py", "-k", "float32")
+HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
+GPU_LAYERNORM = ("tests/test_layernorm_gpu.py", "-m", "gpu")
+
+MUTATIONS = (
+    Mutation(
+        "no linear bias",
+        "cpu",
+        f"{CPU}/forward.mojo",
+        "if self.bias and column + j < self.plan.N:",
+        "if self.bias and column + j < 0:",
+        LINEAR,
+    ),
+    Mutation(
+        "no bias in the last vector of columns",
+        "cpu",
+        f"{CPU}/forward.mojo",
+        "if self.bias and column + j < self.plan.N:",
+        "if self.bias and column + j + B.width < self.plan.N:",
+        LINEAR,
+    ),
+    Mutation(
+        "no eps",
+        "cpu",
+        f"{CPU}/statistics.mojo",
+        "sqrt(variance + eps.cast[B.accum]())",
+        "sqrt(variance)",
+        ("tests/test_layernorm_linear.py", "-k", "test_eps or test_constant_rows"),
+    ),
+    Mutation(
+        "lanes beyond the row take part in its variance",
+        "cpu",
+        f"{CPU}/statistics.mojo",
+        "return lanes_below[B.width](count).select(\n"
+        "        deviation, SIMD[B.accum, B.width](0)\n    )",
+        "return deviation",
+        LINEAR,
+    ),
+    Mutation(
+        "no mean of h in dx (c1)",
+        "cpu",
+        f"{CPU}/input_gradient.mojo",
+        "(value - mean_h - x_hat * mean_dot)",
+        "(value - x_hat * mean_dot)",
+        LINEAR,
+    ),
+    Mutation(
+        "no mean of h x_hat in dx (c2)",
+        "cpu",
+        f"{CPU}/input_gradient.mojo",
+        "(value - mean_h - x_hat * mean_dot)",
+        "(value - mean_h)",
+        LINEAR,
+    ),
+    Mutation(
+        "no beta in dW",
+        "cpu",
+        f"{CPU}/parameter_gradients.mojo",
+        "g.fma(gamma, beta * db)",
+        "(g * gamma)",
+        LINEAR,
+    ),
+    Mutation(
+        "dbeta forgets all rows of W but the last",
+        "cpu",
+        f"{CPU}/parameter_gradients.mojo",
+        "beta_sum = w.fma(Lanes(db.cast[B.accum]()), beta_sum)",
+        "beta_sum = w * Lanes(db.cast[B.accum]())",
+        LINEAR,
+    ),
+    Mutation(
+        "every sixteenth row is left out of db",
+        "cpu",
+        f"{CPU}/parameter_gradients.mojo",
+        "var count = min(TREE_ROWS, rows - first)",
+        "var count = min(TREE_ROWS - 1, rows - first)",
+        LINEAR,
+    ),
+    Mutation(
+        "the last partial sum is left out",
+        "cpu",
+        f"{CPU}/parameter_gradients.mojo",
+        "for c in range(chunks):",
+        "for c in range(chunks - 1):",
+        LINEAR,
+    ),
+    Mutation(
+        "a slab is a row short",
+        "cpu",
+        f"{CPU}/forward.mojo",
+        "var count = plan.slabs.first(task + 1) - first",
+        "var count = plan.slabs.first(task + 1) - first - 1",
+        LINEAR,
+    ),
+    Mutation(
+        "a product adds to what was in memory",
+        "cpu",
+        f"{CPU}/forward.mojo",
+        "                k > 0,\n",
+        "                True,\n",
+        LINEAR,
+    ),
+    Mutation(
+        "gamma is 0 where it is missing",
+        "cpu",
+        f"{CPU}/forward.mojo",
+        "self.workspace + plan.gamma, plan.K, default=1",
+        "self.workspace + plan.gamma, plan.K, default=0",
+        MISSING,
+    ),
+    Mutation(
+        "rows that no part has",
+        "cpu",
+        "op/rowwise/cpu.mojo",
+        "        ceildiv(rows, part_rows),\n        Addresses",
+        "        max(1, rows // part_rows),\n        Addresses",
+        ROWS,
+    ),
+    Mutation(
+        "wrong sign in the gradient of a LayerNorm with a trained eps",
+        "cpu",
+        "op/rowwise/layernorm.mojo",
+        "            -slope * inverse,\n",
+        "            slope * inverse,\n",
+        ROWS,
+    ),
+    Mutation(
+        "a child of fork waits for threads that it has not",
+        "cpu",
+        "fused_norm/_cpu.py",
+        "return 1 if _forked else torch.get_num_threads()",
+        "return torch.get_num_threads()",
+        ("tests/test_native.py", "-k", "test_works_after_fork"),
+    ),
+    Mutation(
+        "negative views are taken as they lie in memory",
+        "cpu",
+        "fused_norm/_memory.py",
+        "not tensor.is_contiguous() or tensor.is_neg() or",
+        "not tensor.is_contiguous() or",
+        ("tests/test_layernorm_linear.py", "-k", "test_layouts"),
+    ),
+    Mutation(
+        "a damaged build is loaded",
+        "cpu",
+        "fused_norm/_native.py",
+        'return path.with_suffix(".sha256").read_text() == _digest(path)',
+        "return path.is_file()",
+        ("tests/test_native.py", "-k", "damage"),
+    ),
+    Mutation(
+        "no mean of dy gamma in dx (c1)",
+        "gpu",
+        "op/rowwise/layernorm.mojo",
+        "(v[0] * v[2] - along[0] - xhat * along[1])",
+        "(v[0] * v[2] - xhat * along[1])",
+        GPU_LAYERNORM,
+    ),
+    Mutation(
+        "no barrier between the parts of a block's sum and their reader",
+        "gpu",
+        "op/rowwise/gpu.mojo",
+        "        barrier()\n        # each group of `warps` lanes",
+        "        # each group of `warps` lanes",
+        GPU_LAYERNORM,
+    ),
+    Mutation(
+        "kernels on the default stream",
+        "gpu",
+        "fused_norm/_gpu.py",
+        "torch._C._cuda_getCurrentRawStream(device))",
+        "0)",
+        ("tests/test_registration.py", "-k", "TestStreams"),
+    ),
+    Mutation(
+        "no linear bias in a fold",
+        "gpu",
+        f"{SM90}/fold.mojo",
+        "        if has_bias != 0:\n            constant += (",
+        "        if has_bias == 2:\n            constant += (",
+        HOPPER,
+    ),
+    Mutation(
+        "no mean in the epilogue",
+        "gpu",
+        f"{SM90}/epilogue.mojo",
+        "SIMD[DType.float32, 2](-row.mean), acc)",
+        "SIMD[DType.float32, 2](0), acc)",
+        HOPPER,
+    ),
+    Mutation(
+        "no wait for a slot to be filled",
+        "gpu",
+        f"{SM90}/consumer.mojo",
+        "        for _ in range(UInt32(1), blocks):\n"
+        "            mbarrier_wait(self.shared.full(at.slot), at.parity)\n",
+        "        for _ in range(UInt32(1), blocks):\n",
+        HOPPER,
+    ),
+    Mutation(
+        "no wait for the epilogue's vectors",
+        "gpu",
+        f"{SM90}/consumer.mojo",
+        "        comptime if mode != PLAIN:\n"
+        "            mbarrier_wait(shared.vectors_full(), parity)\n",
+        "",
+        HOPPER,
+    ),
+    Mutation(
+        "a change of a folded weight goes unseen",
+        "gpu",
+        "fused_norm/_sm90.py",
+        "return tuple([t._version for t in parameters.tensors() if t is not None])",
+        "return (0,)",
+        ("tests/test_folds.py",),
+    ),
+)

@@ -1,0 +1,137 @@
+"""LayerNormLinear(fuse_wgrad_accumulation=True): gradients of the weight go to main_grad."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import fused_norm as fn
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def layers(dtype: torch.dtype, device: str, **options: bool) -> tuple[fn.LayerNormLinear, ...]:
+    """Return a layer that accumulates, and the same without."""
+    layer = fn.LayerNormLinear(
+        48, 40, device=device, dtype=dtype, fuse_wgrad_accumulation=True, **options
+    )
+    plain = copy.deepcopy(layer)
+    plain.fuse_wgrad_accumulation = False
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    layer.weight.main_grad = torch.ones_like(layer.weight, dtype=wide)
+    return layer, plain
+
+
+def skip_without_kernel(device: str, dtype: torch.dtype) -> None:
+    if device == "cuda" and dtype is torch.float64:
+        pytest.skip("float64 has no GPU kernel")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("leading", [(30,), (2, 3, 5), ()], ids=str)
+def test_adds_what_grad_would_be(leading: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Two backwards into a main_grad of ones; what else has a gradient gets the same as without."""
+    skip_without_kernel(device, dtype)
+    layer, plain = layers(dtype, device)
+    exact = copy.deepcopy(plain).double().cpu()
+    expected = torch.ones(40, 48, dtype=torch.float64)
+    for _ in range(2):
+        x = torch.randn(*leading, 48, device=device).to(dtype)
+        dy = torch.randn(*leading, 40, device=device).to(dtype)
+        mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        layer(mine).backward(dy)
+        plain(other).backward(dy)
+        exact.zero_grad()
+        exact(x.double().cpu()).backward(dy.double().cpu())
+        expected += exact.weight.grad
+        assert torch.equal(mine.grad, other.grad)
+    assert layer.weight.grad is None
+    for name, parameter in plain.named_parameters():
+        if name != "weight":
+            assert torch.equal(layer.get_parameter(name).grad, parameter.grad)
+    # On tensor cores z is rounded to the dtype, on a CPU nothing is.
+    narrow = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    tolerance = torch.finfo(dtype).eps if narrow else 4 * torch.finfo(torch.float32).eps
+    error = (layer.weight.main_grad.double().cpu() - expected).norm() / expected.norm()
+    assert error < tolerance
+
+
+def test_small_gradients_add_up(device: str) -> None:
+    """What bfloat16 would round away next to a large sum stays in float32."""
+    layer, _ = layers(torch.bfloat16, device)
+    layer.weight.main_grad.fill_(1000.0)
+    x = torch.randn(16, 48, device=device).bfloat16()
+    for _ in range(8):
+        layer(x).backward(torch.full((16, 40), 1e-3, device=device).bfloat16())
+    assert (layer.weight.main_grad - 1000).abs().mean() > 1e-3
+
+
+def test_tells_megatron(device: str) -> None:
+    layer, _ = layers(torch.float32, device)
+    layer.weight.grad_added_to_main_grad = False
+    layer.weight.zero_out_wgrad = True
+    layer(torch.randn(5, 48, device=device)).sum().backward()
+    assert layer.weight.grad_added_to_main_grad
+    assert layer.weight.grad.shape == layer.weight.shape
+    assert not layer.weight.grad.any()
+    assert not torch.equal(layer.weight.main_grad, torch.ones_like(layer.weight))
+
+
+def test_under_autocast(device: str) -> None:
+    layer, plain = layers(torch.float32, device)
+    x = torch.randn(30, 48, device=device)
+    for module in (layer, plain):
+        with torch.autocast(device, torch.bfloat16):
+            y = module(x)
+        assert y.dtype is torch.bfloat16
+        y.float().square().sum().backward()
+    torch.testing.assert_close(layer.weight.main_grad - 1, plain.weight.grad, rtol=3e-2, atol=3e-1)
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"elementwise_affine": False}], ids=str)
+def test_without_some_parameters(options: dict[str, bool], device: str) -> None:
+    layer, plain = layers(torch.float32, device, **options)
+    x = torch.randn(30, 48, device=device)
+    for module in (layer, plain):
+        module(x).square().sum().backward()
+    torch.testing.assert_close(layer.weight.main_grad - 1, plain.weight.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_frozen_weight_and_no_grad(device: str) -> None:
+    layer, _ = layers(torch.float32, device)
+    x = torch.randn(5, 48, device=device, requires_grad=True)
+    del layer.weight.main_grad
+    with torch.no_grad():
+        layer(x)
+    layer.weight.requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+
+
+def _bad() -> dict[str, Tensor | None]:
+    return {
+        "none": None,
+        "shape": torch.zeros(40, 47),
+        "dtype": torch.zeros(40, 48, dtype=torch.bfloat16),
+        "device": torch.zeros(40, 48, device="meta"),
+    }
+
+
+@pytest.mark.parametrize("case", _bad())
+def test_needs_a_fitting_main_grad(case: str) -> None:
+    layer, _ = layers(torch.float32, "cpu")
+    layer.weight.main_grad = _bad()[case]
+    with pytest.raises(RuntimeError, match=r"needs weight\.main_grad of shape \[40, 48\]"):
+        layer(torch.randn(5, 48))
+
+
+def test_state_and_second_derivatives() -> None:
+    layer, plain = layers(torch.float32, "cpu")
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    x = torch.randn(5, 48, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()
