@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_harness import Guarded, assert_as_exact, extension
+from kernel_harness import Guarded, assert_as_exact, error, extension
 from torch import Tensor
 
 from fused_norm import _sm90
@@ -115,7 +115,8 @@ class TestProducts:
         m, k, n = shape
         dy, z = random(m, n, dtype=dtype), random(m, k, dtype=dtype)
         exact, exact_db = dy.double().t() @ z.double(), dy.double().sum(0)
-        peer, peer_db = dy.float().t() @ z.float(), dy.float().sum(0)
+        peer = torch.mm(dy.t(), z, out_dtype=torch.float32)
+        peer_db = dy.float().sum(0)
         products = Products(dtype)
         dw, db = Guarded((n, k), torch.float32, "cuda"), Guarded((n,), torch.float32, "cuda")
         products.weight_gradient(dw, db, dy, z)
@@ -196,8 +197,9 @@ class TestBackward:
             mask = [bool(bits >> i & 1) for i in range(5)]
             for wanted, a, b in zip(mask, backward(inputs, dy, mask), whole, strict=True):
                 assert (a is not None) == wanted
+                # z comes from another kernel where nothing but dw is wanted, and is rounded anew.
                 if a is not None and b is not None:
-                    torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+                    assert error(a, b) < torch.finfo(torch.bfloat16).eps
 
     @pytest.mark.parametrize("shape", [(16384, 1024, 1024), (64, 4096, 4096)], ids=str)
     def test_inputs_written_just_before(self, shape: tuple[int, int, int]) -> None:
