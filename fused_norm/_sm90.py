@@ -32,7 +32,10 @@ from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
-# Below so many rows for each output, a fold costs more than it saves: docs/hopper-log.md.
+# Where a kept fold is faster than normalising first, and from how many rows for each output on a
+# fold pays that is made anew: scripts/dispatch.py measures both.
+FEW_ROWS = 64
+MANY_ROWS = 1024
 ROWS_PER_OUTPUT = 2
 
 
@@ -78,20 +81,28 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    outputs, features = parameters.outputs, parameters.features
-    rows = x.numel() // features
+    rows = x.numel() // parameters.features
     stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
-    # Where a gradient follows, the parameters are about to change, and a fold kept is memory lost.
     # In float16, sums far from zero lose more to the tensor cores than y to its rounding.
-    folds = parameters.dtype is torch.bfloat16
-    fold = _kept_fold(parameters, stream) if folds and not statistics else None
-    if fold is None:
-        if not folds or rows < ROWS_PER_OUTPUT * outputs:
-            return _composed(x, parameters, eps, statistics, stream)
-        fold = Fold(())
-        _make(parameters, stream, fold)
+    if parameters.dtype is torch.bfloat16:
+        # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
+        keeps = not statistics and (rows <= FEW_ROWS or rows >= MANY_ROWS)
+        fold = _kept_fold(parameters, stream) if keeps else None
+        if fold is None and rows >= ROWS_PER_OUTPUT * parameters.outputs:
+            fold = _made(parameters, stream, Fold(()))
+        if fold is not None:
+            return folded(x, parameters, eps, statistics, stream, fold)
+    return composed(x, parameters, eps, statistics, stream)
+
+
+def folded(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool, stream: int, fold: Fold
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Multiply x as it is by a folded weight, and normalise the products."""
     if x.data_ptr() % ALIGNMENT:
         x = x.clone()
+    outputs, features = parameters.outputs, parameters.features
+    rows = x.numel() // features
     y = x.new_empty(*x.shape[:-1], outputs)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
     if mean is not None and rstd is not None:
@@ -100,15 +111,8 @@ def forward(
         results = fold.unread_statistics(rows, x)
     kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
     kernels.forward(
-        launcher,
-        y.data_ptr(),
-        *results,
-        x.data_ptr(),
-        *fold.addresses,
-        rows,
-        outputs,
-        features,
-        eps,
+        *(launcher, y.data_ptr(), *results, x.data_ptr(), *fold.addresses),
+        *(rows, outputs, features, eps),
     )
     return y, mean, rstd
 
@@ -158,7 +162,7 @@ def _backward_workspace(kernels: Any, *arguments: int) -> int:
     return size
 
 
-def _composed(
+def composed(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool, stream: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Normalise the rows, then multiply: both kernels in one call."""
@@ -216,9 +220,7 @@ def _kept_fold(parameters: Parameters, stream: int) -> Fold | None:
     if fold is None or fold.versions != versions:
         parameters.folds[stream] = Fold(versions)
         return None
-    if not fold.tensors:
-        _make(parameters, stream, fold)
-    return fold
+    return fold if fold.tensors else _made(parameters, stream, fold)
 
 
 def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold | None:
@@ -232,8 +234,8 @@ def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) ->
     return None
 
 
-def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
-    """Fold the parameters as they are now."""
+def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
+    """Fold the parameters as they are now, and return the fold."""
     linear_weight = parameters.tensors()[2]
     if linear_weight.data_ptr() % ALIGNMENT:
         linear_weight = linear_weight.clone()
@@ -249,6 +251,7 @@ def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
         *(linear_weight.data_ptr(), parameters.ln_weight, parameters.ln_bias, parameters.bias),
         *(outputs, features, True, parameters.affine_is_float32),
     )
+    return fold
 
 
 def _versions(parameters: Parameters) -> tuple[int, ...] | None:

@@ -1,0 +1,113 @@
+"""Measure every way that a forward can run on Hopper, over rows: what `_sm90` chooses by.
+
+    python scripts/dispatch.py benchmarks/results/h200-dispatch.json [--commit COMMIT]
+
+Device time of one call, in microseconds: medians of interleaved rounds of CUDA-graph replays, over
+inputs and weights that do not fit the cache. `kept` multiplies by a weight folded before, `anew`
+folds it in every call, `composed` normalises first, `torch` does so around PyTorch's product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fused_norm import _gpu, _parameters, _sm90, reference
+from fused_norm._parameters import Parameters
+from fused_norm._sm90 import Fold
+from fused_norm.bench import environment
+from fused_norm.bench.ops import EPS
+from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
+
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+WEIGHTS = ((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288))
+CACHE = 150e6
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def main() -> int:
+    """Measure, print a table, write the file and return an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit")
+    parser.add_argument("--seconds", type=float, default=0.05, help="for each way")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("SKIPPED: needs a Hopper GPU")
+        return 0
+    budget = Budget(options.seconds, options.seconds / 2, fewest=9)
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = []
+    for features, outputs in WEIGHTS:
+        for rows in ROWS:
+            times = measure(rows, features, outputs, budget)
+            found.append({"M": rows, "K": features, "N": outputs, "us": times})
+            eager = times["eager"]
+            cells = (f"{way} {time / eager:.2f}" for way, time in times.items() if way != "eager")
+            print(
+                f"{rows}x{features}x{outputs}: eager {eager:.1f} us, {', '.join(cells)}", flush=True
+            )
+    described = dataclasses.asdict(environment.describe(device, options.commit))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(
+        json.dumps({"environment": described, "forward": found}, indent=1) + "\n"
+    )
+    return 0
+
+
+@torch.no_grad()
+def measure(rows: int, features: int, outputs: int, budget: Budget) -> dict[str, float]:
+    """Return microseconds by way, in bfloat16."""
+    stream = torch.cuda.Stream()
+    moved = 2 * (rows * features + features * outputs + rows * outputs)
+    count = max(2, min(32, int(CACHE / moved) + 1))
+    with torch.cuda.stream(stream):
+        steps: dict[str, list[Step]] = {way: [] for way in WAYS}
+        for _ in range(count):
+            inputs = _inputs(rows, features, outputs)
+            parameters = _parameters.of(*inputs[1:])
+            kept = _sm90._made(parameters, stream.cuda_stream, Fold(()))
+            for way, calls in steps.items():
+                calls.append(partial(run, way, inputs, parameters, kept))
+    rounds = Rounds({way: GpuTimer(each, stream) for way, each in steps.items()}, budget, 0)
+    rounds.run()
+    for failure in rounds.failures.values():
+        raise failure
+    return {way: round(rounds.timings(way)["graph"].median, 2) for way in steps}
+
+
+WAYS = ("eager", "kept", "anew", "composed", "torch")
+
+
+def run(way: str, inputs: Inputs, parameters: Parameters, kept: Fold) -> Tensor:
+    """Compute a forward in one way."""
+    x, gamma, beta, weight, bias = inputs
+    if way == "eager":
+        return reference.layernorm_linear(x, gamma, beta, weight, bias)
+    if way == "torch":
+        return _gpu.forward(x, parameters, EPS, False)[0]
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    if way == "composed":
+        return _sm90.composed(x, parameters, EPS, False, stream)[0]
+    fold = kept if way == "kept" else _sm90._made(parameters, stream, Fold(()))
+    return _sm90.folded(x, parameters, EPS, False, stream, fold)[0]
+
+
+def _inputs(rows: int, features: int, outputs: int) -> Inputs:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    weight = random(outputs, features) * features**-0.5
+    return random(rows, features), random(features), random(features), weight, random(outputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
