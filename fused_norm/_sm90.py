@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
-from fused_norm._memory import address, empty_statistics
+from fused_norm._memory import (
+    address,
+    affine_is_float32,
+    dense,
+    empty_gradients,
+    empty_statistics,
+    workspace,
+)
 from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
@@ -110,6 +117,51 @@ def folded(
     return y, mean, rstd
 
 
+def backward(
+    grad_output: Tensor,
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, None in place of the others."""
+    dy, x, ln_weight, ln_bias, linear_weight = dense(
+        grad_output, x, ln_weight, ln_bias, linear_weight
+    )
+    outputs, features = linear_weight.shape
+    rows = x.numel() // features
+    device = x.device.index
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernels, launcher, _ = _launcher(x.dtype, device, stream)
+    size = _backward_workspace(
+        kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]
+    )
+    matrices = dy.data_ptr(), x.data_ptr(), linear_weight.data_ptr()
+    if size < 0 or any(a % ALIGNMENT for a in matrices):
+        return _gpu.backward(dy, x, ln_weight, ln_bias, linear_weight, mean, rstd, eps, mask)
+    gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
+    scratch = workspace(size, x.device)
+    kernels.backward(
+        launcher,
+        *map(address, gradients),
+        *(matrices[0], matrices[1], address(ln_weight), address(ln_bias), matrices[2]),
+        *(mean.data_ptr(), rstd.data_ptr(), scratch.data_ptr(), rows, outputs, features, eps),
+        *(affine_is_float32(ln_weight, ln_bias), False),
+    )
+    return gradients
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_workspace(kernels: Any, *arguments: int) -> int:
+    """Return the bytes that a backward needs, -1 where PyTorch's products are faster."""
+    size: int = kernels.backward_workspace(*arguments)
+    return size
+
+
 def composed(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool, stream: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -127,9 +179,6 @@ def composed(
         *(x.numel() // features, outputs, features, eps, parameters.affine_is_float32),
     )
     return y, mean, rstd
-
-
-backward = _gpu.backward
 
 
 @contextmanager

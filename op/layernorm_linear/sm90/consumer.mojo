@@ -27,7 +27,7 @@ from .ptx import (
 )
 from .row_sums import TransposedSums
 from .tiles import Tiles
-from .wide import store_wide
+from .wide import WideRows
 from .wgmma import (
     Accumulator,
     SLICE_BYTES,
@@ -220,15 +220,8 @@ struct Finisher[dtype: DType, config: Config, mode: Int](
             comptime first = slice * columns // 2
             var slice_row = row + UInt32(slice * 64)
             comptime if Self.mode == WIDE:
-                store_wide[columns, first](
-                    sums,
-                    self.arguments.wide,
-                    self.arguments.accumulate != 0,
-                    slice_row,
-                    column,
-                    UInt32(self.arguments.m),
-                    UInt32(self.arguments.n),
-                    self.lane,
+                self.wide(slice_row, column).store[columns, first](
+                    sums, self.arguments.accumulate != 0
                 )
             else:
                 store_slice[Self.dtype, Self.mode, columns, first](
@@ -242,6 +235,26 @@ struct Finisher[dtype: DType, config: Config, mode: Int](
                     Int32(column),
                     Int32(slice_row),
                 )
+
+    @always_inline
+    def wide(self, row: UInt32, column: UInt32) -> WideRows:
+        """Finds the warp's rows in float32.
+
+        Args:
+            row: First of the rows.
+            column: First of the columns.
+
+        Returns:
+            The places of this thread's sums.
+        """
+        return WideRows(
+            self.arguments.wide,
+            row,
+            column,
+            UInt32(self.arguments.m),
+            UInt32(self.arguments.n),
+            self.lane,
+        )
 
     @always_inline
     def store_row_sum(self, sum: Float32, row: UInt32):
@@ -262,9 +275,15 @@ struct Finisher[dtype: DType, config: Config, mode: Int](
                 total += at.unsafe_load()
             at.unsafe_store(total)
         else:
+            var total = sum
+            comptime if Self.config.split:
+                if self.arguments.follows != 0:
+                    total += self.arguments.wide_row_sums.unsafe_offset(
+                        Int(row)
+                    ).unsafe_load()
             Pointer[Scalar[Self.dtype], MutAnyOrigin](
                 unsafe_from_address=Int(self.arguments.row_sums)
-            ).unsafe_offset(Int(row)).unsafe_store(sum.cast[Self.dtype]())
+            ).unsafe_offset(Int(row)).unsafe_store(total.cast[Self.dtype]())
 
 
 @always_inline
@@ -409,12 +428,14 @@ def consume[
             sums_here = sums_here and rank == 0
             if sums_here:
                 row_sum = together.total_row_sum(tile_row)
+            var its_column = column + rank * UInt32(together.columns)
+            var totals = together.total()
+            if arguments.follows != 0:
+                wait_on_earlier_grids()
+                comptime if mode != WIDE:
+                    finisher.wide(row, its_column).add_to(totals.values)
             finisher.store[together.columns](
-                together.total(),
-                upper,
-                lower,
-                row,
-                column + rank * UInt32(together.columns),
+                totals, upper, lower, row, its_column
             )
         else:
             comptime has_vectors = mode == CORRECTED or mode == BIASED
