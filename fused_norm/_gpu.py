@@ -78,8 +78,9 @@ def backward(
     narrow = _narrow(x.dtype, linear_weight.dtype)
     dz = None
     if want_dx or want_parameters:
-        # The kernel reads dz and x alike.
-        dz = torch.mm(dy, linear_weight, **({"out_dtype": x.dtype} if narrow else {}))
+        # The kernel reads dz as it reads x.
+        product = functools.partial(torch.mm, out_dtype=x.dtype) if narrow else torch.mm
+        dz = product(dy, linear_weight)
     # Not kept from the forward: one more result of the pass over x costs less than a second x in
     # memory. It takes the place of dz, which that pass is the last to need.
     z = None
