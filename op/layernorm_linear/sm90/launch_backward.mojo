@@ -97,9 +97,7 @@ def launch_backward[
     rows.workspace = dz + Int64(align_up(2 * m * k, 256))
     if between.dx != 0 or between.dgamma != 0 or between.dbeta != 0:
         rows.dz = dz
-        launch_product[dtype, True](
-            gpu, Int(dz), Int(between.dy), w, m, k, n
-        )
+        launch_product[dtype, True](gpu, Int(dz), Int(between.dy), w, m, k, n)
     if dw != 0:
         rows.z = dz
         rows.db = 0

@@ -42,9 +42,7 @@ struct WideRows(TrivialRegisterPassable):
         return Int32(self.n) - Int32(self.column) if row < self.m else Int32(0)
 
     @always_inline
-    def load[
-        lower: Int, batch: Int
-    ](self) -> SIMD[DType.float32, 2 * _BATCH]:
+    def load[lower: Int, batch: Int](self) -> SIMD[DType.float32, 2 * _BATCH]:
         """Loads what is there.
 
         Parameters:
