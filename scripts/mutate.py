@@ -109,11 +109,10 @@ def tried(mutation: Mutation) -> dict[str, Any]:
             return {"result": "broken", "failed": [], "output": output}
         file.write_text(text.replace(mutation.old, mutation.new))
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
-        environment = os.environ | {
-            "PYTHONPATH": str(copy),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "FUSED_NORM_CACHE_DIR": str(copy / "cache"),
-        }
+        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        if file.suffix == ".mojo" and mutation.new != mutation.old:
+            # Wrong kernels stay out of the user's cache; right ones are found there.
+            environment["FUSED_NORM_CACHE_DIR"] = str(copy / "cache")
         process = subprocess.Popen(
             [*command, *mutation.tests],
             cwd=copy,
