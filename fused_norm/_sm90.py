@@ -10,16 +10,13 @@ have changed, and kept for calls that no gradient follows.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
+from fused_norm._folds import Fold, kept
 from fused_norm._memory import (
     address,
     affine_is_float32,
@@ -37,31 +34,6 @@ ALIGNMENT = 16
 FEW_ROWS = 64
 MANY_ROWS = 1024
 ROWS_PER_OUTPUT = 2
-
-
-@dataclass(slots=True)
-class Fold:
-    """A weight made ready for one stream, and what its parameters' versions were.
-
-    Attributes:
-        versions: Of the parameters when they were last met.
-        tensors: Wc `[N, K]`, and s and c `[2, N]` in float32; empty until the parameters come a
-            second time.
-        addresses: Of Wc, s and c.
-        scratch: Where the statistics of rows go that nobody asks for.
-    """
-
-    versions: tuple[int, ...] | None
-    tensors: tuple[Tensor, ...] = ()
-    addresses: tuple[int, ...] = ()
-    scratch: Tensor | None = None
-
-    def unread_statistics(self, rows: int, x: Tensor) -> tuple[int, int]:
-        """Return addresses for mean and rstd, in memory that serves every call of the stream."""
-        if self.scratch is None or self.scratch.numel() < 2 * rows:
-            self.scratch = x.new_empty(2 * rows, dtype=torch.float32)
-        address = self.scratch.data_ptr()
-        return address, address + 4 * rows
 
 
 def serves(x: Tensor, linear_weight: Tensor) -> bool:
@@ -87,7 +59,9 @@ def forward(
     if parameters.dtype is torch.bfloat16:
         # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
         keeps = not statistics and (rows <= FEW_ROWS or rows >= MANY_ROWS)
-        fold = _kept_fold(parameters, stream) if keeps else None
+        fold = kept(parameters, stream) if keeps else None
+        if fold is not None and not fold.tensors:
+            _made(parameters, stream, fold)
         if fold is None and rows >= ROWS_PER_OUTPUT * parameters.outputs:
             fold = _made(parameters, stream, Fold(()))
         if fold is not None:
@@ -181,59 +155,6 @@ def composed(
     return y, mean, rstd
 
 
-@contextmanager
-def frozen_parameters() -> Iterator[None]:
-    """Take parameters as final, so that CUDA graphs captured within read their folded weights.
-
-    A captured call otherwise folds the weights in every replay, or does without, because they may
-    have changed by then. Call what is captured twice before, within as well, as a warm-up does
-    anyway. A parameter that changes afterwards has no effect on the graphs.
-    """
-    before = _state.frozen
-    _state.frozen = True
-    try:
-        yield
-    finally:
-        _state.frozen = before
-
-
-class _State(threading.local):
-    frozen = False
-
-
-_state = _State()
-
-
-def _kept_fold(parameters: Parameters, stream: int) -> Fold | None:
-    """Return the fold of parameters that a stream meets again as they were, None at first sight.
-
-    Folds are kept per stream, whose order makes them ready before their use. They go with the first
-    of their tensors that does.
-    """
-    versions = _versions(parameters)
-    if torch.cuda.is_current_stream_capturing():
-        return _fold_for_graph(parameters, versions) if _state.frozen else None
-    if not _state.frozen and (versions is None or torch.distributed.is_initialized()):
-        # Sharded training writes gathered parameters without counting a version.
-        return None
-    fold: Fold | None = parameters.folds.get(stream)
-    if fold is None or fold.versions != versions:
-        parameters.folds[stream] = Fold(versions)
-        return None
-    return fold if fold.tensors else _made(parameters, stream, fold)
-
-
-def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold | None:
-    """Return a fold that is ready, from whichever stream, and keep it for the graph."""
-    for fold in parameters.folds.values():
-        if fold.versions == versions and fold.tensors:
-            # Under a key that no stream has, it stays when the stream gets another one.
-            parameters.folds[-id(fold)] = fold
-            # With scratch memory of the graph's own: others may run beside it.
-            return Fold(versions, fold.tensors, fold.addresses)
-    return None
-
-
 def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
     """Fold the parameters as they are now, and return the fold."""
     linear_weight = parameters.tensors()[2]
@@ -252,14 +173,6 @@ def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
         *(outputs, features, True, parameters.affine_is_float32),
     )
     return fold
-
-
-def _versions(parameters: Parameters) -> tuple[int, ...] | None:
-    """Return what changes whenever the parameters' values do, None where nothing tells."""
-    try:
-        return tuple([t._version for t in parameters.tensors() if t is not None])
-    except RuntimeError:  # an inference tensor has no version
-        return None
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def corpus() -> tuple[Tensor, int]:
     files = [*ROOT.glob("*.md"), ROOT / "LICENSE"]
     for folder in folders:
         files += [p for kind in ("md", "py", "mojo") for p in (ROOT / folder).rglob(f"*.{kind}")]
-    text = "\n".join(path.read_text() for path in sorted(files))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(files))
     alphabet = {character: i for i, character in enumerate(sorted(set(text)))}
     return torch.tensor([alphabet[character] for character in text]), len(alphabet)
 

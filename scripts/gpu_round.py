@@ -4,8 +4,9 @@
     python3 scripts/gpu_round.py run .dev/gpu OUT    there: tests, then the benchmark, into OUT
 
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
-compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), each ends in time
-(`--limit`), and the benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
+compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and a training instead of
+them (`--only train`: scripts/train.py on all GPUs). Each ends in time (`--limit`). The benchmark
+goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
-    running.add_argument("--only", choices=("tests", "bench"))
+    running.add_argument("--only", choices=("tests", "bench", "train"))
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
     running.add_argument("--seconds", type=float, default=0.2, help="for each provider and shape")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
@@ -128,17 +129,40 @@ def run(options: argparse.Namespace) -> int:
         "PYTHONUNBUFFERED": "1",
     }
     failed = []
-    if options.only != "bench":
+    if options.only == "train":
+        left = options.limit - (time.perf_counter() - began)
+        if _train(options.out, environment, left):
+            failed.append("training")
+    if options.only in (None, "tests"):
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
         command += _tests_beyond_this_machine()
         if _logged(command, environment, options.out / "tests.log", options.limit - 30):
             failed.append("tests")
-    if options.only != "tests":
+    if options.only in (None, "bench"):
         left = options.limit - (time.perf_counter() - began)
         if _benchmark(options, environment, left):
             failed.append("benchmark")
     print(f"{', '.join(failed) or 'nothing'} failed; all is in {options.out}")
     return 1 if failed else 0
+
+
+def _train(out: Path, environment: dict[str, str], limit: float) -> int:
+    """Train on one GPU, and on all of them with DDP and FSDP2 where there are several."""
+    gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.splitlines())
+    runs = {"train": [sys.executable]}
+    if gpus > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += ["--nproc-per-node", str(gpus)]
+        runs = {"ddp": launch, "fsdp": launch}
+    status = 0
+    for name, launch in runs.items():
+        command = [*launch, "scripts/train.py", "--size", "large", "--folder", str(out / name)]
+        if name in ("ddp", "fsdp"):
+            command += ["--parallel", name]
+        status = _logged(command, environment, out / f"{name}.log", limit / len(runs)) or status
+        for checkpoint in (out / name).glob("*.pt"):
+            checkpoint.unlink()
+    return status
 
 
 def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: float) -> int:
@@ -194,7 +218,7 @@ def _tests_beyond_this_machine() -> list[str]:
         needs.append('"mojo", "run"')
     return [
         f"--ignore={path.relative_to(ROOT)}"
-        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if any(text in path.read_text() for text in needs)
     ]
 

@@ -11,15 +11,17 @@ without. Exits with 1 if an edit went unnoticed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no edit is called {', '.join(sorted(unknown))}")
     console = Console()
     results = recorded()
+    controls: dict[tuple[str, ...], dict[str, Any]] = {}
     for mutation in MUTATIONS:
         is_wanted = mutation.name in (options.only or [mutation.name])
         if not is_wanted or (mutation.target == "gpu" and not torch.cuda.is_available()):
             continue
         with console.status(mutation.name):
-            results[mutation.name] = asdict(mutation) | tried(mutation)
+            if mutation.tests not in controls:
+                # Without an edit the tests must pass in a copy too, or they say nothing.
+                controls[mutation.tests] = tried(replace(mutation, new=mutation.old))
+            outcome = dict(controls[mutation.tests])
+            if outcome["result"] == "unnoticed":
+                outcome = tried(mutation)
+            elif outcome["result"] == "noticed":
+                outcome |= {"result": "broken", "output": f"fails unedited: {outcome['failed']}"}
+            results[mutation.name] = asdict(mutation) | outcome
         result = results[mutation.name]
         style = STYLES[result["result"]]
         console.print(f"[{style}]{result['result']:<10}[/] {mutation.name}", highlight=False)
@@ -98,28 +109,32 @@ def tried(mutation: Mutation) -> dict[str, Any]:
             return {"result": "broken", "failed": [], "output": output}
         file.write_text(text.replace(mutation.old, mutation.new))
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
-        environment = os.environ | {
-            "PYTHONPATH": str(copy),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "FUSED_NORM_CACHE_DIR": str(copy / "cache"),
-        }
+        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        if file.suffix == ".mojo" and mutation.new != mutation.old:
+            # Wrong kernels stay out of the user's cache; right ones are found there.
+            environment["FUSED_NORM_CACHE_DIR"] = str(copy / "cache")
+        process = subprocess.Popen(
+            [*command, *mutation.tests],
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         try:
-            process = subprocess.run(
-                [*command, *mutation.tests],
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT,
-                check=False,
-            )
+            output, _ = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             return {"result": "noticed", "failed": ["a hang"]}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", process.stdout, re.MULTILINE)
-    is_built = "compiler failed" not in process.stdout
+        finally:
+            # A wrong library may leave processes behind that wait for ever.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", output, re.MULTILINE)
+    is_built = "compiler failed" not in output
     if process.returncode in (0, 1) and is_built:
         return {"result": "noticed" if process.returncode else "unnoticed", "failed": failed}
-    return {"result": "broken", "failed": [], "output": process.stdout[-3000:] + process.stderr}
+    return {"result": "broken", "failed": [], "output": output[-3000:]}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from trainer import Curve, Settings, Trainer
 
 from fused_norm.bench.report import size as bytes_in_words
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
 COLORS = {"eager": "#5f6b76", "fused": "#d1495b"}
 SMOOTHED = 10  # steps that a point of the plotted curve is the mean of

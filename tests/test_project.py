@@ -122,7 +122,6 @@ def test_readme_shows_the_library_in_lines_that_run() -> None:
     exec(block[1], names)
     torch, x, ln, linear = (names[name] for name in ("torch", "x", "ln", "linear"))
     torch.testing.assert_close(names["y"], linear(ln(x)), rtol=1e-4, atol=1e-4)
-    expected = torch.nn.functional.gelu(linear(ln(x)))
-    torch.testing.assert_close(names["model"](x), expected, rtol=1e-4, atol=1e-4)
-    assert [type(module).__name__ for module in names["model"]] == ["LayerNormLinear", "GELU"]
+    torch.testing.assert_close(names["layer"](x), names["y"])
+    assert names["layer"].weight is linear.weight
     assert x.grad is not None

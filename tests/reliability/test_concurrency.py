@@ -116,7 +116,7 @@ class Normalised(torch.utils.data.Dataset[Tensor]):
         return self.layer(self.x[index])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_data_loader_workers(method: str) -> None:
     data = Normalised()

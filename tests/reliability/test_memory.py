@@ -86,7 +86,7 @@ def some_calls(count: int, device: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-@pytest.mark.parametrize("calls", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_memory_does_not_grow(calls: int, device: str) -> None:
     some_calls(1_000, device)
     gc.collect()
@@ -204,7 +204,7 @@ class TestGpu:
         torch.cuda.synchronize()
         """
         command = ["compute-sanitizer", "--tool", tool, "--target-processes", "all"]
-        command += ["--error-exitcode", "1", "--kernel-name-exclude", "kns=cublas"]
+        command += ["--error-exitcode", "1"]
         if tool == "memcheck":
             command += ["--leak-check", "no", "--report-api-errors", "no"]
         result = subprocess.run(

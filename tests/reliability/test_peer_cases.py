@@ -79,7 +79,7 @@ def test_liger(dtype: torch.dtype, shape: tuple[int, ...], device: str) -> None:
 
 
 # Apex, tests/L0/run_fused_layer_norm: few rows and 65536, whole and strided.
-@pytest.mark.parametrize("batch", [16, 65536])
+@pytest.mark.parametrize("batch", [16, pytest.param(65536, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_apex(dtype: torch.dtype, strided: bool, batch: int, device: str) -> None:

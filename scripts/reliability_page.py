@@ -1,0 +1,124 @@
+"""Write docs/reliability.md: what was tried on the library, and what failed and was mended.
+
+python scripts/reliability_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reliability.md"
+MUTATIONS = ROOT / "docs" / "mutations.json"
+
+INTRODUCTION = """\
+# Reliability
+
+`scripts/reliability_page.py` writes this page and counts its tests; do not edit.
+
+```bash
+uv run poe test                                    # all but the slow tests
+uv run poe test --all                              # every test that this machine can run
+uv run pytest tests/reliability                    # what the first table lists
+uv run pytest tests/reliability -m gpu --all       # its GPU part, with the sanitizers
+uv run poe mutate                                  # wrong edits, one at a time
+```
+
+PyTorch 2.11 is the oldest version that is tested, on an H200, and 2.15 the newest, on a CPU.
+
+## What was tried
+
+A test stands for one parametrisation; most hold the output and five gradients. Tests for a GPU
+count, and are skipped without one.
+"""
+
+# Where, and what is tried there; a name after :: is one test with its parametrisations.
+TRIED = {
+    "tests/reliability/test_pytorch_cases.py": "PyTorch's OpInfo samples of `layer_norm`, "
+    "`native_layer_norm` and `linear`, and module_db's modules, each paired with its other half: "
+    "137 cases in four dtypes, contiguous and not; second and forward-mode derivatives; errors",
+    "tests/reliability/test_peer_cases.py": "shapes and tolerances of the tests of "
+    "TransformerEngine, Liger, Apex, FLA and quack",
+    "tests/reliability/test_properties.py": "hypothesis, 60 examples a test: shift and scale "
+    "invariance, rows that do not know each other (bit for bit, dx too), linearity in W and b, "
+    "gradient identities, any strides; CPU = GPU, fused = composed",
+    "tests/reliability/test_numbers.py": "mean/std to 1e6, scales of 1e-30 to 1e17, subnormal "
+    "rows, sums and variances that overflow, NaN and infinity in each tensor, eps of 0, negative, "
+    "infinite",
+    "tests/reliability/test_sizes.py": "more than 2^31 and 2^32 elements of x, y and W; batches "
+    "beyond 65535; rows of 262144; one output; every M, K, N to 40",
+    "tests/reliability/test_memory.py": "inputs between NaNs; 3,000 (`--all`: 100,000) calls of "
+    "changing shape; modules let go; an input freed on a side stream; out of memory; "
+    "compute-sanitizer's four tools",
+    "tests/reliability/test_concurrency.py": "16 threads, fork, spawn, forkserver, DataLoader "
+    "workers, Ctrl-C at any moment, an end with threads at work, stalled streams, two devices",
+    "tests/reliability/test_bad_input.py": "a fuzzer: 36 changes of each argument alone, of all "
+    "alike, and of several in 2,000 calls; 1,000 wrong inputs and parameters after right ones; the "
+    "exception is PyTorch's, word for word, and no kernel is reached",
+    "tests/reliability/test_install.py": "a wheel installed, used, upgraded, uninstalled",
+    "tests/test_native.py": "building: full, damaged and unwritable caches, two processes at once, "
+    "an interrupted build, a missing compiler",
+    "tests/test_wheel.py": "what a wheel carries; that using it writes nothing beside its code",
+    "tests/test_cpu_kernels.py": "CPU kernels between canaries, at any alignment and thread count",
+    "tests/test_max_door.py": "MAX graphs against the library, bit for bit on a CPU",
+}
+
+MENDED = """
+## What failed and was mended
+
+| found by | what | mended in | held by |
+|---|---|---|---|
+| OpInfo, forward mode | tangents were dropped without a word: jvp gave zeros, a Hessian raised | \
+`_validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
+| the same | a backward inside forward mode dropped the tangent of its grad_output | `_ops.py`, \
+`_row_ops.py` | `test_tangents_of_gradients` |
+| fuzzer | a nested tensor raised an internal error where PyTorch gives a result | \
+`_validation.py`, `_parameters.py` | `test_one_wrong_argument[x-nested]` |
+| fuzzer | a sparse LayerNorm parameter or bias reached a kernel's wrapper | `_validation.py` | \
+`test_one_wrong_argument[ln_weight-sparse]` |
+| fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
+`_validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
+
+PyTorch's own: with a NaN in one row, its bfloat16 product on a CPU loses a second row to it
+(40 x 100 by 100 x 30); the library's loses one. A row of 8.5e37 is NaN there and the bias here.
+
+## Wrong edits that a test must notice
+
+"""
+
+
+def main() -> int:
+    """Write the page and return an exit status."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--all", *TRIED]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    PAGE.write_text(page(Counter(re.findall(r"^(tests/\S+?)::", listed, re.MULTILINE))))
+    return 0
+
+
+def page(tests: Counter[str]) -> str:
+    """Return the page.
+
+    Args:
+        tests: How many tests each file has.
+    """
+    text = INTRODUCTION + "\n| where | tests | what |\n|---|---|---|\n"
+    for where, what in TRIED.items():
+        text += f"| [{Path(where).name}](../{where}) | {tests[where]} | {what} |\n"
+    text += MENDED + "| edit | in | result | noticed by |\n|---|---|---|---|\n"
+    for result in json.loads(MUTATIONS.read_text()):
+        failed = [re.sub(r"^tests/|\[.*", "", name) for name in result["failed"]]
+        names = ", ".join(f"`{name}`" for name in list(dict.fromkeys(failed))[:2])
+        state = result["result"]
+        if state == "not run":
+            state = "needs a GPU"
+        text += f"| {result['name']} | {Path(result['file']).name} | {state} | {names} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())
