@@ -52,8 +52,12 @@ def way(x: Tensor, linear_weight: Tensor) -> Way:
         x: Input of shape `[..., K]`.
         linear_weight: Weight of shape `[N, K]`.
     """
-    if x.dtype is not linear_weight.dtype or not x.numel() or not linear_weight.numel():
+    if not x.numel() or not linear_weight.numel():
         return _torch
+    if x.dtype is not linear_weight.dtype:
+        # Autocast chose the dtype of the weight.
+        is_narrow = x.dtype is torch.float32 and linear_weight.dtype in LOW_PRECISION
+        return _gpu if x.is_cuda and is_narrow else _torch
     if x.is_cpu:
         return _cpu
     return _sm90 if _sm90.serves(x, linear_weight) else _gpu

@@ -1,5 +1,8 @@
 """The composed way on any GPU: our LayerNorm kernels around PyTorch's GEMMs.
 
+Under autocast x may be float32 beside narrower Linear parameters: normalised rows are then rounded
+once, to the type of the product.
+
 All runs on PyTorch's current stream. Nothing here synchronises, and all memory comes from PyTorch's
 allocator, so calls can be captured in CUDA graphs.
 """
@@ -30,7 +33,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
     features = parameters.features
-    z = torch.empty_like(x)
+    z = torch.empty_like(x, dtype=parameters.dtype)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
     launcher("layernorm_gpu", x).layernorm_forward(
         z.data_ptr(),
@@ -43,6 +46,7 @@ def forward(
         features,
         eps,
         x.dtype is not torch.float32 and parameters.affine_is_float32,
+        _narrow(x.dtype, parameters.dtype),
     )
     _, _, weight, bias = parameters.tensors()
     return F.linear(z, weight, bias), mean, rstd
@@ -71,10 +75,17 @@ def backward(
         x, ln_weight, ln_bias, linear_weight, [*mask[:3], False, want_dbias]
     )
     dx, dgamma, dbeta, _, dbias = map(address, gradients)
-    dz = torch.mm(dy, linear_weight) if want_dx or want_parameters else None
+    narrow = _narrow(x.dtype, linear_weight.dtype)
+    dz = None
+    if want_dx or want_parameters:
+        # The kernel reads dz as it reads x.
+        product = functools.partial(torch.mm, out_dtype=x.dtype) if narrow else torch.mm
+        dz = product(dy, linear_weight)
     # Not kept from the forward: one more result of the pass over x costs less than a second x in
     # memory. It takes the place of dz, which that pass is the last to need.
-    z = None if not want_dweight else x.new_empty(rows, features) if dz is None else dz
+    z = None
+    if want_dweight:
+        z = linear_weight.new_empty(rows, features) if dz is None or narrow else dz
     size = _workspace_size(
         kernels, rows, features if want_parameters else 0, outputs if want_dbias else 0
     )
@@ -85,10 +96,16 @@ def backward(
         *(mean.data_ptr(), rstd.data_ptr(), address(scratch)),
         *(rows, features, outputs, eps),
         x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
+        narrow,
     )
     if z is not None:
         gradients[3] = torch.mm(dy.t(), z)
     return gradients
+
+
+def _narrow(dtype: torch.dtype, product_dtype: torch.dtype) -> int:
+    """Return the kernels' number for the type of the product, 0 where it is that of x."""
+    return 0 if dtype is product_dtype else 1 if product_dtype is torch.bfloat16 else 2
 
 
 @functools.lru_cache(maxsize=4096)

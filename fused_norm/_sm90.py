@@ -5,22 +5,29 @@
 
 So x is read once and its normalised rows never exist. The fold is made anew where the weights may
 have changed, and kept for calls that no gradient follows.
+
+The backward queues dz = dy W, the pass over dz and x, and dW = dy^T z with db on its way, in one
+call; where those products would leave much of the GPU idle, PyTorch's do them.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
-from fused_norm._memory import address, empty_statistics
+from fused_norm._folds import Fold, kept
+from fused_norm._memory import (
+    address,
+    affine_is_float32,
+    dense,
+    empty_gradients,
+    empty_statistics,
+    workspace,
+)
 from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
@@ -30,31 +37,6 @@ ALIGNMENT = 16
 FEW_ROWS = 64
 MANY_ROWS = 1024
 ROWS_PER_OUTPUT = 2
-
-
-@dataclass(slots=True)
-class Fold:
-    """A weight made ready for one stream, and what its parameters' versions were.
-
-    Attributes:
-        versions: Of the parameters when they were last met.
-        tensors: Wc `[N, K]`, and s and c `[2, N]` in float32; empty until the parameters come a
-            second time.
-        addresses: Of Wc, s and c.
-        scratch: Where the statistics of rows go that nobody asks for.
-    """
-
-    versions: tuple[int, ...] | None
-    tensors: tuple[Tensor, ...] = ()
-    addresses: tuple[int, ...] = ()
-    scratch: Tensor | None = None
-
-    def unread_statistics(self, rows: int, x: Tensor) -> tuple[int, int]:
-        """Return addresses for mean and rstd, in memory that serves every call of the stream."""
-        if self.scratch is None or self.scratch.numel() < 2 * rows:
-            self.scratch = x.new_empty(2 * rows, dtype=torch.float32)
-        address = self.scratch.data_ptr()
-        return address, address + 4 * rows
 
 
 def serves(x: Tensor, linear_weight: Tensor) -> bool:
@@ -80,7 +62,9 @@ def forward(
     if parameters.dtype is torch.bfloat16:
         # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
         keeps = not statistics and (rows <= FEW_ROWS or rows >= MANY_ROWS)
-        fold = _kept_fold(parameters, stream) if keeps else None
+        fold = kept(parameters, stream) if keeps else None
+        if fold is not None and not fold.tensors:
+            _made(parameters, stream, fold)
         if fold is None and rows >= ROWS_PER_OUTPUT * parameters.outputs:
             fold = _made(parameters, stream, Fold(()))
         if fold is not None:
@@ -110,6 +94,51 @@ def folded(
     return y, mean, rstd
 
 
+def backward(
+    grad_output: Tensor,
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    mask: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, None in place of the others."""
+    dy, x, ln_weight, ln_bias, linear_weight = dense(
+        grad_output, x, ln_weight, ln_bias, linear_weight
+    )
+    outputs, features = linear_weight.shape
+    rows = x.numel() // features
+    device = x.device.index
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernels, launcher, _ = _launcher(x.dtype, device, stream)
+    size = _backward_workspace(
+        kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]
+    )
+    matrices = dy.data_ptr(), x.data_ptr(), linear_weight.data_ptr()
+    if size < 0 or any(a % ALIGNMENT for a in matrices):
+        return _gpu.backward(dy, x, ln_weight, ln_bias, linear_weight, mean, rstd, eps, mask)
+    gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
+    scratch = workspace(size, x.device)
+    kernels.backward(
+        launcher,
+        *map(address, gradients),
+        *(matrices[0], matrices[1], address(ln_weight), address(ln_bias), matrices[2]),
+        *(mean.data_ptr(), rstd.data_ptr(), scratch.data_ptr(), rows, outputs, features, eps),
+        *(affine_is_float32(ln_weight, ln_bias), False),
+    )
+    return gradients
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_workspace(kernels: Any, *arguments: int) -> int:
+    """Return the bytes that a backward needs, -1 where PyTorch's products are faster."""
+    size: int = kernels.backward_workspace(*arguments)
+    return size
+
+
 def composed(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool, stream: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -127,62 +156,6 @@ def composed(
         *(x.numel() // features, outputs, features, eps, parameters.affine_is_float32),
     )
     return y, mean, rstd
-
-
-backward = _gpu.backward
-
-
-@contextmanager
-def frozen_parameters() -> Iterator[None]:
-    """Take parameters as final, so that CUDA graphs captured within read their folded weights.
-
-    A captured call otherwise folds the weights in every replay, or does without, because they may
-    have changed by then. Call what is captured twice before, within as well, as a warm-up does
-    anyway. A parameter that changes afterwards has no effect on the graphs.
-    """
-    before = _state.frozen
-    _state.frozen = True
-    try:
-        yield
-    finally:
-        _state.frozen = before
-
-
-class _State(threading.local):
-    frozen = False
-
-
-_state = _State()
-
-
-def _kept_fold(parameters: Parameters, stream: int) -> Fold | None:
-    """Return the fold of parameters that a stream meets again as they were, None at first sight.
-
-    Folds are kept per stream, whose order makes them ready before their use. They go with the first
-    of their tensors that does.
-    """
-    versions = _versions(parameters)
-    if torch.cuda.is_current_stream_capturing():
-        return _fold_for_graph(parameters, versions) if _state.frozen else None
-    if not _state.frozen and (versions is None or torch.distributed.is_initialized()):
-        # Sharded training writes gathered parameters without counting a version.
-        return None
-    fold: Fold | None = parameters.folds.get(stream)
-    if fold is None or fold.versions != versions:
-        parameters.folds[stream] = Fold(versions)
-        return None
-    return fold if fold.tensors else _made(parameters, stream, fold)
-
-
-def _fold_for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold | None:
-    """Return a fold that is ready, from whichever stream, and keep it for the graph."""
-    for fold in parameters.folds.values():
-        if fold.versions == versions and fold.tensors:
-            # Under a key that no stream has, it stays when the stream gets another one.
-            parameters.folds[-id(fold)] = fold
-            # With scratch memory of the graph's own: others may run beside it.
-            return Fold(versions, fold.tensors, fold.addresses)
-    return None
 
 
 def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
@@ -203,14 +176,6 @@ def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
         *(outputs, features, True, parameters.affine_is_float32),
     )
     return fold
-
-
-def _versions(parameters: Parameters) -> tuple[int, ...] | None:
-    """Return what changes whenever the parameters' values do, None where nothing tells."""
-    try:
-        return tuple([t._version for t in parameters.tensors() if t is not None])
-    except RuntimeError:  # an inference tensor has no version
-        return None
 
 
 @functools.cache

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _parameters, _sm90, reference
+from fused_norm._folds import Fold
 from fused_norm._parameters import Parameters
-from fused_norm._sm90 import Fold
 from fused_norm.bench import environment
 from fused_norm.bench.ops import EPS
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step

@@ -38,7 +38,7 @@ def forward(rows: int, features: int, dtype: torch.dtype) -> tuple[Step, Step]:
     def ours() -> Tensor:
         mean, rstd = statistics.data_ptr(), statistics.data_ptr() + 4 * rows
         tensors = (y.data_ptr(), mean, rstd, x.data_ptr(), gamma.data_ptr(), beta.data_ptr())
-        kernels.layernorm_forward(*tensors, rows, features, EPS, False)
+        kernels.layernorm_forward(*tensors, rows, features, EPS, False, 0)
         return y
 
     return ours, lambda: F.layer_norm(x, (features,), gamma, beta, EPS)
@@ -68,7 +68,7 @@ def _backward(rows: int, features: int, dtype: torch.dtype, *, again: bool) -> t
             *(dx.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(), 0),
             *(dz.data_ptr() if again else 0, dz.data_ptr(), 0, x.data_ptr()),
             *(gamma.data_ptr(), beta.data_ptr(), mean.data_ptr(), rstd.data_ptr()),
-            *(workspace.data_ptr(), rows, features, 1, EPS, False),
+            *(workspace.data_ptr(), rows, features, 1, EPS, False, 0),
         )
         return dx
 
@@ -94,7 +94,7 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
         nothing = (0, 0, 0, 0, 0)
         kernels.backward(
             *(0, 0, 0, db.data_ptr(), 0, 0, dy.data_ptr(), *nothing),
-            *(workspace.data_ptr(), rows, 1, outputs, EPS, False),
+            *(workspace.data_ptr(), rows, 1, outputs, EPS, False, 0),
         )
         return db
 

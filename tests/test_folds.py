@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fused_norm as fn
 from fused_norm import _parameters, _sm90
+from fused_norm._folds import Fold
 from fused_norm._parameters import Parameters
 
 pytestmark = [
@@ -28,9 +29,9 @@ pytestmark = [
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses of the weights that were folded."""
     made: list[int] = []
-    make: Callable[..., _sm90.Fold] = _sm90._made
+    make: Callable[..., Fold] = _sm90._made
 
-    def counted(parameters: Parameters, stream: int, fold: _sm90.Fold) -> _sm90.Fold:
+    def counted(parameters: Parameters, stream: int, fold: Fold) -> Fold:
         made.append(parameters.weight)
         return make(parameters, stream, fold)
 
@@ -39,7 +40,7 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def kept_folds() -> list[_sm90.Fold]:
+def kept_folds() -> list[Fold]:
     return [fold for kept in _parameters._kept.values() for fold in kept.folds.values()]
 
 

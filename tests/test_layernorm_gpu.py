@@ -78,7 +78,7 @@ def forward(x, gamma, beta, float32, shift=0, stats=True, eps=EPS):
     rstd = Guarded((M,), stats_dtype(x.dtype), "cuda")
     launcher(x.dtype).layernorm_forward(
         *(address(y.tensor), address(mean.tensor) * stats, address(rstd.tensor) * stats),
-        *(address(x), address(gamma), address(beta), M, K, eps, float32),
+        *(address(x), address(gamma), address(beta), M, K, eps, float32, 0),
     )
     return y.checked(), mean.checked(), rstd.checked()
 
@@ -104,7 +104,7 @@ def backward(
     launch.backward(
         *(address(outputs[name].tensor) * (name in wanted) for name in "xgblz"),
         *(address(t) for t in (dz, dy, x, gamma, beta, mean, rstd)),
-        *(workspace.tensor.data_ptr() if workspace else 0, M, K, N, EPS, float32),
+        *(workspace.tensor.data_ptr() if workspace else 0, M, K, N, EPS, float32, 0),
     )
     if workspace:
         workspace.checked()
@@ -246,7 +246,7 @@ def test_column_sums(shape, dtype, shift):
     for _ in range(3):
         db, scratch = Guarded((N,), dtype, "cuda"), Guarded((size // 4,), torch.float32, "cuda")
         addresses = (0, 0, 0, address(db.tensor), 0, 0, dy.data_ptr(), 0, 0, 0, 0, 0)
-        launch.backward(*addresses, scratch.tensor.data_ptr(), M, 1, N, EPS, False)
+        launch.backward(*addresses, scratch.tensor.data_ptr(), M, 1, N, EPS, False, 0)
         scratch.checked()
         found.append(db.checked())
     assert_as_exact(found[0], dy.sum(0), dy.double().sum(0), "db")
@@ -346,7 +346,9 @@ def test_graph_and_side_stream():
     )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        launch.layernorm_forward(*(y.data_ptr(), 0, 0, x.data_ptr(), 0, 0, 256, 1024, EPS, False))
+        launch.layernorm_forward(
+            *(y.data_ptr(), 0, 0, x.data_ptr(), 0, 0, 256, 1024, EPS, False, 0)
+        )
     y.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()

@@ -267,6 +267,25 @@ def test_autocast(x_dtype: torch.dtype, autocast_dtype: torch.dtype, device: str
         assert_within_budget(f"grad_{name}", mine.grad, high.grad, other.grad)
 
 
+@pytest.mark.parametrize("shape", [(700, 1024, 512), (33, 769, 65), (8, 5000, 24)], ids=str)
+def test_autocast_of_a_wide_input_in_other_shapes(shape: tuple[int, ...], device: str) -> None:
+    M, K, N = shape
+    inputs = make_inputs(M, K, N, device=device, requires_grad=True, mean=3.0)
+    with torch.autocast(device, torch.bfloat16):
+        y = fn.fused_layernorm_linear(*inputs)
+    grad_output = torch.randn_like(y)
+    y.backward(grad_output)
+    truth, peers = as_float64(inputs), as_copies(inputs)
+    exact = eager(*truth)
+    exact.backward(grad_output.double())
+    with torch.autocast(device, torch.bfloat16):
+        bar = eager(*peers)
+    bar.backward(grad_output)
+    assert_within_budget("y", y, exact, bar)
+    for name, mine, other, high in zip(NAMES, inputs, peers, truth, strict=True):
+        assert_within_budget(f"grad_{name}", mine.grad, high.grad, other.grad)
+
+
 def test_autocast_leaves_float64_alone() -> None:
     inputs = make_inputs(30, 64, 20, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,7 +1,8 @@
 """A CPython extension: what the composed way on a GPU does besides matrix products, on a stream of PyTorch's.
 
 Tensors are dense and given by address; 0 stands for None, or for what is not wanted. Nothing is allocated and
-nothing waits. One build serves one dtype of x; its LayerNorm parameters are of that type or float32.
+nothing waits. One build serves one dtype of x; its LayerNorm parameters are of that type or float32. `narrow` says
+which of `NARROW` the normalised rows, dy and db are of.
 """
 
 from max.gpu.host import DeviceContext
@@ -16,11 +17,16 @@ from op.layernorm_linear.between_products import (
     workspace_bytes,
 )
 from op.rowwise.launch import Gpu, launch_rows
-from op.rowwise.layernorm import LayerNorm
+from op.rowwise.layernorm import LayerNorm, LayerNormTo
 from op.rowwise.operands import Operands, accumulator
+from op.rowwise.values import SAME
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 comptime ACCUM = accumulator[DTYPE]()
+comptime NARROW = [SAME, DType.bfloat16, DType.float16]
+"""What the product's side of a call may be of: x's type or, beside float32 under autocast, a narrower one."""
+comptime KINDS = 3 if DTYPE == DType.float32 else 1
+"""How many of those this build serves."""
 # only these mix with parameters in float32
 comptime _IS_LOW = DTYPE == DType.bfloat16 or DTYPE == DType.float16
 
@@ -68,6 +74,7 @@ struct Launcher[dtype: DType](Movable, Writable):
         K: PythonObject,
         eps: PythonObject,
         ln_float32: PythonObject,
+        narrow: PythonObject,
     ) raises -> PythonObject:
         """Computes y[M, K], mean[M] and rstd[M] from x[M, K]."""
         var operands = Operands[ACCUM](Int(py=M), Int(py=K))
@@ -84,7 +91,10 @@ struct Launcher[dtype: DType](Movable, Writable):
             if Bool(py=ln_float32):
                 launch_rows[LayerNorm, DTYPE, DType.float32](gpu, operands)
                 return PythonObject(None)
-        launch_rows[LayerNorm, DTYPE, DTYPE](gpu, operands)
+        var kind = Int(py=narrow)
+        comptime for i in range(KINDS):
+            if kind == i:
+                launch_rows[LayerNormTo[NARROW[i]], DTYPE, DTYPE](gpu, operands)
         return PythonObject(None)
 
     @staticmethod
@@ -96,9 +106,15 @@ struct Launcher[dtype: DType](Movable, Writable):
     ) raises -> PythonObject:
         """Returns the bytes of workspace that `backward` needs: K for dgamma and dbeta, N for db, 0 without."""
         ref gpu = py_self.downcast_value_ptr[Self]()[].gpu
-        return PythonObject(
-            workspace_bytes[DTYPE](gpu, Int(py=M), Int(py=K), Int(py=N))
-        )
+        var size = 0
+        comptime for i in range(KINDS):
+            size = max(
+                size,
+                workspace_bytes[DTYPE, NARROW[i]](
+                    gpu, Int(py=M), Int(py=K), Int(py=N)
+                ),
+            )
+        return PythonObject(size)
 
     @staticmethod
     def backward(
@@ -121,6 +137,7 @@ struct Launcher[dtype: DType](Movable, Writable):
         N: PythonObject,
         eps: PythonObject,
         ln_float32: PythonObject,
+        narrow: PythonObject,
     ) raises -> PythonObject:
         """Computes dx[M, K], dgamma[K], dbeta[K] and z[M, K] from dz[M, K] and x[M, K], db[N] from dy[M, N]."""
         var between = BetweenProducts(
@@ -147,7 +164,10 @@ struct Launcher[dtype: DType](Movable, Writable):
             if Bool(py=ln_float32):
                 between.launch[DTYPE, DType.float32](gpu)
                 return PythonObject(None)
-        between.launch[DTYPE, DTYPE](gpu)
+        var kind = Int(py=narrow)
+        comptime for i in range(KINDS):
+            if kind == i:
+                between.launch[DTYPE, DTYPE, NARROW[i]](gpu)
         return PythonObject(None)
 
 

@@ -14,6 +14,11 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 from max.gpu.host import DeviceContext
 
+from op.layernorm_linear.between_products import BetweenProducts
+from op.layernorm_linear.sm90.launch_backward import (
+    backward_workspace as count_backward_workspace,
+)
+from op.layernorm_linear.sm90.launch_backward import is_fast, launch_backward
 from op.layernorm_linear.sm90.epilogue import BIASED
 from op.layernorm_linear.sm90.launch_fold import launch_fold
 from op.layernorm_linear.sm90.launch_forward import (
@@ -133,6 +138,7 @@ def weight_gradient(
     var db = arguments.integer()
     var dy = arguments.integer()
     var z = arguments.integer()
+    var workspace = arguments.integer()
     var m = arguments.integer()
     var n = arguments.integer()
     var k = arguments.integer()
@@ -142,7 +148,16 @@ def weight_gradient(
         comptime for wide in [False, True]:
             if float32 == wide:
                 launch_weight_gradient[DTYPE, DType.float32 if wide else DTYPE](
-                    launcher.gpu, dw, db, dy, z, m, n, k, accumulate
+                    launcher.gpu,
+                    dw,
+                    db,
+                    dy,
+                    z,
+                    workspace,
+                    m,
+                    n,
+                    k,
+                    accumulate,
                 )
         return integer(0)
     except error:
@@ -181,6 +196,61 @@ def forward(
             k,
             eps,
         )
+        return integer(0)
+    except error:
+        return failure(error)
+
+
+def backward(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues the gradients of LayerNorm and Linear."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var dx = Int64(arguments.integer())
+    var dgamma = Int64(arguments.integer())
+    var dbeta = Int64(arguments.integer())
+    var dw = arguments.integer()
+    var db = Int64(arguments.integer())
+    var dy = Int64(arguments.integer())
+    var x = Int64(arguments.integer())
+    var gamma = Int64(arguments.integer())
+    var beta = Int64(arguments.integer())
+    var w = arguments.integer()
+    var mean = Int64(arguments.integer())
+    var rstd = Int64(arguments.integer())
+    var workspace = Int64(arguments.integer())
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var eps = arguments.number()
+    var float32 = arguments.integer() != 0
+    var accumulates = arguments.integer() != 0
+    try:
+        var between = BetweenProducts(
+            M=m,
+            K=k,
+            N=n,
+            dx=dx,
+            dgamma=dgamma,
+            dbeta=dbeta,
+            db=db,
+            z=0,
+            dz=0,
+            dy=dy,
+            x=x,
+            gamma=gamma,
+            beta=beta,
+            mean=mean,
+            rstd=rstd,
+            eps=eps,
+            workspace=workspace,
+        )
+        comptime for wide in [False, True]:
+            if float32 == wide:
+                launch_backward[DTYPE, DType.float32 if wide else DTYPE](
+                    launcher.gpu, between, dw, w, accumulates
+                )
         return integer(0)
     except error:
         return failure(error)
@@ -229,6 +299,26 @@ def composed_forward(
         return integer(0)
     except error:
         return failure(error)
+
+
+def backward_workspace(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Counts the bytes that a backward needs, -1 where others are faster."""
+    var arguments = Arguments(values)
+    ref launcher = _launcher(arguments)[]
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    var wants_sums = arguments.integer() != 0
+    var wants_weight = arguments.integer() != 0
+    if not is_fast(launcher.gpu, m, n, k):
+        return integer(-1)
+    return integer(
+        count_backward_workspace[DTYPE](
+            launcher.gpu, m, n, k, wants_sums, wants_weight
+        )
+    )
 
 
 def stats(
@@ -322,9 +412,10 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             weight_gradient,
             "weight_gradient",
             docstring=(
-                "weight_gradient(launcher, dw, db, dy, z, m, n, k, float32,"
-                " accumulate) -> 0; db is 0 if it is not wanted; with float32,"
-                " dw and db are, and can be added to"
+                "weight_gradient(launcher, dw, db, dy, z, workspace, m, n, k,"
+                " float32, accumulate) -> 0; db is 0 if it is not wanted; the"
+                " workspace is that of the backward less dz; with float32, dw"
+                " and db are, and can be added to"
             ),
         )
         builder.def_py_c_function(
@@ -333,6 +424,26 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             docstring=(
                 "forward(launcher, y, mean, rstd, x, wc, s, c, m, n, k, eps)"
                 " -> 0; y, mean and rstd are written"
+            ),
+        )
+        builder.def_py_c_function(
+            backward,
+            "backward",
+            docstring=(
+                "backward(launcher, dx, dgamma, dbeta, dw, db, dy, x, gamma,"
+                " beta, w, mean, rstd, workspace, m, n, k, eps,"
+                " affine_is_float32, accumulates) -> 0; gradients are 0 where"
+                " none is wanted; dw, and db beside it, are float32 and added"
+                " to if it accumulates"
+            ),
+        )
+        builder.def_py_c_function(
+            backward_workspace,
+            "backward_workspace",
+            docstring=(
+                "backward_workspace(launcher, m, n, k, wants_sums, wants_weight)"
+                " -> bytes, or -1 where PyTorch's products are faster;"
+                " wants_sums with dgamma or dbeta"
             ),
         )
         builder.def_py_c_function(

@@ -16,18 +16,26 @@ from ..rowwise.launch_columns import (
     launch_totals,
 )
 from ..rowwise.layernorm import (
-    LayerNorm,
     LayerNormBackward,
     LayerNormBackwardRows,
+    LayerNormTo,
 )
 from ..rowwise.operands import Addresses, Operands, accumulator
+from ..rowwise.values import SAME
 
 
-def workspace_bytes[dtype: DType](gpu: Gpu, M: Int, K: Int, N: Int) -> Int:
+def _product_dtype[dtype: DType, narrow: DType]() -> DType:
+    return dtype if narrow == SAME else narrow
+
+
+def workspace_bytes[
+    dtype: DType, narrow: DType = SAME
+](gpu: Gpu, M: Int, K: Int, N: Int) -> Int:
     """Returns the size of the workspace of `BetweenProducts`.
 
     Parameters:
         dtype: Element type of the tensors.
+        narrow: That of z, dy and db, if it is another.
 
     Args:
         gpu: Where to run.
@@ -38,9 +46,10 @@ def workspace_bytes[dtype: DType](gpu: Gpu, M: Int, K: Int, N: Int) -> Int:
     Returns:
         The number of bytes.
     """
-    return column_sums_bytes[LayerNormBackward, dtype](
+    comptime product_dtype = _product_dtype[dtype, narrow]()
+    return column_sums_bytes[LayerNormBackward[narrow], dtype](
         gpu, M, K
-    ) + column_sums_bytes[ColumnSum, dtype](gpu, M, N)
+    ) + column_sums_bytes[ColumnSum, product_dtype](gpu, M, N)
 
 
 @fieldwise_init
@@ -82,12 +91,15 @@ struct BetweenProducts(TrivialRegisterPassable):
     var workspace: Int64
     """Scratch memory of `workspace_bytes`, from a multiple of 16 bytes on."""
 
-    def launch[dtype: DType, ln_dtype: DType](self, gpu: Gpu) raises:
+    def launch[
+        dtype: DType, ln_dtype: DType, narrow: DType = SAME
+    ](self, gpu: Gpu) raises:
         """Computes what is wanted.
 
         Parameters:
             dtype: Element type of the tensors.
             ln_dtype: Element type of LayerNorm's parameters.
+            narrow: That of z, dy and db, if it is another; z is not dz then.
 
         Args:
             gpu: Where to run.
@@ -96,6 +108,7 @@ struct BetweenProducts(TrivialRegisterPassable):
             If a launch fails.
         """
         comptime accum = accumulator[dtype]()
+        comptime product_dtype = _product_dtype[dtype, narrow]()
         var totals = Totals()
         var partial = self.workspace
 
@@ -112,27 +125,36 @@ struct BetweenProducts(TrivialRegisterPassable):
         if self.dgamma != 0 or self.dbeta != 0:
             rows.column_sums = partial
             partial += Int64(
-                column_sums_bytes[LayerNormBackward, dtype](gpu, self.M, self.K)
+                column_sums_bytes[LayerNormBackward[narrow], dtype](
+                    gpu, self.M, self.K
+                )
             )
             var sums = Addresses(fill=0)
             sums[0] = self.dgamma
             sums[1] = self.dbeta
             launch_rows_and_columns[
-                LayerNormBackward, LayerNormBackwardRows, dtype, ln_dtype
+                LayerNormBackward[narrow],
+                LayerNormBackwardRows[narrow],
+                dtype,
+                ln_dtype,
             ](gpu, rows, sums, totals)
         elif self.dx != 0:
-            launch_rows[LayerNormBackwardRows, dtype, ln_dtype](gpu, rows)
+            launch_rows[LayerNormBackwardRows[narrow], dtype, ln_dtype](gpu, rows)
         elif self.z != 0:
             rows.inputs[0] = self.x
             rows.outputs[0] = self.z
             rows.number = self.eps.cast[accum]()
-            launch_rows[LayerNorm, dtype, ln_dtype](gpu, rows)
+            launch_rows[LayerNormTo[narrow], dtype, ln_dtype](gpu, rows)
 
         if self.db != 0:
-            var outputs = Operands[accum](self.M, self.N)
+            var outputs = Operands[accumulator[product_dtype]()](
+                self.M, self.N
+            )
             outputs.inputs[0] = self.dy
             outputs.column_sums = partial
             var sums = Addresses(fill=0)
             sums[0] = self.db
-            launch_columns[ColumnSum, dtype, dtype](gpu, outputs, sums, totals)
-        launch_totals[dtype](gpu, totals)
+            launch_columns[ColumnSum, product_dtype, product_dtype](
+                gpu, outputs, sums, totals
+            )
+        launch_totals[product_dtype](gpu, totals)

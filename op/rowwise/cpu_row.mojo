@@ -8,6 +8,7 @@ from std.utils import StaticTuple
 
 from .operands import Operands, accumulator
 from .program import RowProgram
+from .terms import combine, identities
 from .values import Redo, Row, Terms, Values
 
 comptime _Pointer[dtype: DType] = Pointer[Scalar[dtype], MutAnyOrigin]
@@ -32,11 +33,11 @@ def _take_row[
     var row = _row[P, dtype](operands, index)
     var totals = Terms[accum, 1](fill={})
     comptime for p in range(P.passes + 1):
-        var sums = _identities[P, accum, 1]()
+        var sums = identities[P, accum, 1]()
         var column = 0
         while column + step <= length:
             var blocks = StaticTuple[Terms[accum, width], _UNROLL](
-                fill=_identities[P, accum, width]()
+                fill=identities[P, accum, width]()
             )
             var end = min(length, column + _BLOCK * _UNROLL)
             while column + step <= end:
@@ -50,24 +51,24 @@ def _take_row[
                         parts,
                         part,
                     )
-                    blocks[u] = _combine[P, p](blocks[u], terms)
+                    blocks[u] = combine[P, p](blocks[u], terms)
                 column += step
-            var block = _combine[P, p](
-                _combine[P, p](blocks[0], blocks[1]),
-                _combine[P, p](blocks[2], blocks[3]),
+            var block = combine[P, p](
+                combine[P, p](blocks[0], blocks[1]),
+                combine[P, p](blocks[2], blocks[3]),
             )
-            sums = _combine[P, p](sums, _across[P, p](block))
+            sums = combine[P, p](sums, _across[P, p](block))
         while column + width <= length:
             var terms = _take[P, dtype, ftype, p, width](
                 operands, row, index, column, totals, parts, part
             )
-            sums = _combine[P, p](sums, _across[P, p](terms))
+            sums = combine[P, p](sums, _across[P, p](terms))
             column += width
         while column < length:
             var terms = _take[P, dtype, ftype, p, 1](
                 operands, row, index, column, totals, parts, part
             )
-            sums = _combine[P, p](sums, terms)
+            sums = combine[P, p](sums, terms)
             column += 1
         comptime for s in range(P.stages):
             comptime if P.pass_of(s) == p:
@@ -178,37 +179,6 @@ def _take[
                 sums.unsafe_load[width=width]() + v[P.outputs + c]
             )
     return terms
-
-
-@always_inline
-def _identities[
-    P: RowProgram, dtype: DType, width: Int
-]() -> Terms[dtype, width]:
-    """Returns the terms of no elements."""
-    var sums = Terms[dtype, width](fill={})
-    comptime for s in range(P.stages):
-        comptime redo = P.redo_of[s]()
-        var none = materialize[redo]().identity[dtype, width]()
-        sums[s] = {none, none, none, none}
-    return sums
-
-
-@always_inline
-def _combine[
-    dtype: DType, width: Int, //, P: RowProgram, pass_index: Int
-](a: Terms[dtype, width], b: Terms[dtype, width]) -> Terms[dtype, width]:
-    """Reduces the terms of two groups of elements."""
-    var sums = a
-    comptime for s in range(P.stages):
-        comptime if P.pass_of(s) == pass_index:
-            comptime redo = P.redo_of[s]()
-            var sum = a[s]
-            comptime for t in range(P.terms_of[s]()):
-                sum[t] = materialize[redo]().combine[dtype, width](
-                    sum[t], b[s][t]
-                )
-            sums[s] = sum
-    return sums
 
 
 @always_inline

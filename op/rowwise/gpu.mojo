@@ -6,8 +6,8 @@ again in each pass, mostly from cache. Loads and stores are of `width` elements:
 addresses allow, one element otherwise.
 
 Grid: a block for each row or, where each warp has a row, for as many rows as it has warps. Persistent
-kernels may have fewer blocks: each goes on to further rows, loads the next while it computes one, and keeps
-sums over its rows.
+kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block fills a
+multiprocessor, nobody else has work while it waits, so it loads the next row while it computes one.
 """
 
 from max.gpu import (
@@ -31,6 +31,7 @@ from std.utils import StaticTuple
 from .gpu_row import GlobalPointer, RowReader, Shape, _ColumnSums, _row
 from .operands import Operands, accumulator
 from .program import RowProgram
+from .terms import combine, identities
 from .values import CAPACITY, Redo, Row, Terms, Values
 
 comptime _SharedPointer[dtype: DType] = Pointer[
@@ -157,18 +158,24 @@ def row_kernel[
 
     var columns = _ColumnSums[P, accum, shape](fill=0)
     comptime if shape.persistent:
+        comptime ahead = shape.blocks == 1
         var reader = RowReader[P, dtype, ftype, shape]()
-        reader.load_inputs(operands, min(index, rows - 1), start, step)
+        comptime if ahead:
+            reader.load_inputs(operands, min(index, rows - 1), start, step)
         while index < rows:
             var next = reader
-            next.load_inputs(
-                operands, min(index + row_step, rows - 1), start, step
-            )
+            comptime if ahead:
+                next.load_inputs(
+                    operands, min(index + row_step, rows - 1), start, step
+                )
+            else:
+                reader.load_inputs(operands, index, start, step)
             reader.load_features(operands, start, step)
             _resident_row(
                 operands, index, reader, start, step, shared, flip, columns
             )
-            reader = next
+            comptime if ahead:
+                reader = next
             index += row_step
         comptime if P.columns > 0:
             _store_columns[P, shape](operands, columns, start, step)
@@ -205,7 +212,7 @@ def _resident_row[
     """Takes a row that is in registers through all passes."""
     var totals = Terms[accumulator[dtype](), 1](fill={})
     comptime for p in range(P.passes + 1):
-        var sums = _identities[P, accumulator[dtype]()]()
+        var sums = identities[P, accumulator[dtype](), 1]()
         reader.take[p](operands, index, start, step, totals, sums, columns)
         comptime if _reduces[P](p):
             _reduce[P, p, shape](reader.row, sums, totals, shared, flip)
@@ -223,36 +230,31 @@ def _long_row[
     step: Int32,
     shared: _SharedPointer[accumulator[dtype]()],
 ):
-    """Takes a row of any length through all passes, reading it in each."""
+    """Takes a row of any length through all passes, reading it in each.
+
+    What is read together is added up by itself first: in one long sum, roundings of numbers of few digits are
+    no longer random.
+    """
     comptime accum = accumulator[dtype]()
     var row = _row[P, dtype](operands, index)
     var totals = Terms[accum, 1](fill={})
     var columns = _ColumnSums[P, accum, shape](fill=0)
     var flip = 0
     comptime for p in range(P.passes + 1):
-        var sums = _identities[P, accum]()
+        var sums = identities[P, accum, 1]()
         var first = start
         while first < operands.length:
             var reader = RowReader[P, dtype, ftype, shape]()
             reader.load_inputs(operands, index, first, step)
             reader.load_features(operands, first, step)
-            reader.take[p](operands, index, first, step, totals, sums, columns)
+            var part = identities[P, accum, 1]()
+            reader.take[p](operands, index, first, step, totals, part, columns)
+            sums = combine[P, p](sums, part)
             first += step * Int32(shape.tile)
         comptime if _reduces[P](p):
             _reduce[P, p, shape](row, sums, totals, shared, flip)
     if start == 0:
         _store_results[P](operands, index, totals)
-
-
-@always_inline
-def _identities[P: RowProgram, dtype: DType]() -> Terms[dtype, 1]:
-    """Returns the terms of no elements."""
-    var sums = Terms[dtype, 1](fill={})
-    comptime for s in range(P.stages):
-        comptime redo = P.redo_of[s]()
-        var none = materialize[redo]().identity[dtype, 1]()
-        sums[s] = {none, none, none, none}
-    return sums
 
 
 @always_inline

@@ -7,7 +7,7 @@ from std.utils import StaticTuple
 
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .values import Redo, Row, Terms, Values
+from .values import SAME, Redo, Row, Terms, Values
 
 comptime GlobalPointer[dtype: DType] = Pointer[
     Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
@@ -289,10 +289,12 @@ def _store[
     v: Values[accumulator[dtype](), _],
 ):
     """Stores the outputs of some elements, or adds them to what is there."""
-    comptime alignment = v.width * size_of[dtype]()
     comptime for k in range(P.outputs):
+        comptime is_narrow = P.narrow != SAME and k >= P.first_narrow
+        comptime stored = P.narrow if is_narrow else dtype
+        comptime alignment = v.width * size_of[stored]()
         if operands.outputs[k] != 0:
-            var address = GlobalPointer[dtype](
+            var address = GlobalPointer[stored](
                 unsafe_from_address=Int(operands.outputs[k])
             ).unsafe_offset(row * Int(operands.length) + Int(column))
             var value = v[k]
@@ -301,4 +303,4 @@ def _store[
                     value += address.unsafe_load[
                         width=v.width, alignment=alignment
                     ]().cast[accumulator[dtype]()]()
-            address.unsafe_store[alignment=alignment](value.cast[dtype]())
+            address.unsafe_store[alignment=alignment](value.cast[stored]())

@@ -20,7 +20,7 @@ from .program import RowProgram
 comptime _WARP_THREADS = 128
 comptime _LONG_THREADS = 512
 comptime PERSISTENT_THREADS = 512
-"""The most threads of a persistent block; one that size fills a multiprocessor."""
+"""The most threads of a persistent block."""
 
 
 @fieldwise_init
@@ -202,7 +202,7 @@ def _launch_rows[
                 width, tile, True, True, True, PERSISTENT_THREADS, 1
             )
             var launch = _persistent_blocks(
-                gpu, rows, align_up(ceildiv(loads, tile), WARP_SIZE)
+                gpu, rows, align_up(ceildiv(loads, tile), WARP_SIZE), 1
             )
             _launch[P, dtype, ftype, shape](
                 gpu, operands, launch.blocks, launch.threads
@@ -228,8 +228,10 @@ def _persistent_warps(gpu: Gpu, rows: Int) -> _Persistent:
     }
 
 
-def _persistent_blocks(gpu: Gpu, rows: Int, threads: Int) -> _Persistent:
-    var together = PERSISTENT_THREADS // threads
+def _persistent_blocks(
+    gpu: Gpu, rows: Int, threads: Int, blocks: Int
+) -> _Persistent:
+    var together = blocks * PERSISTENT_THREADS // threads
     return {min(rows, gpu.processors * together), threads}
 
 

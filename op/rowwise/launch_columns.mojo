@@ -46,6 +46,16 @@ comptime ColumnSum = Program[_Itself, outputs_=0, columns_=1]
 """From x to the partial sums of its rows."""
 
 
+def _tiles(width: Int) -> List[Int]:
+    """Returns how many loads a thread of a persistent block has of a row, the fewest for which it is short enough."""
+    return [1, 2] if width > 1 else [8]
+
+
+def _blocks(tile: Int) -> Int:
+    """Returns how many persistent blocks of PERSISTENT_THREADS the registers of a multiprocessor suffice for."""
+    return 2 if tile == 1 else 1
+
+
 def _column_parts(gpu: Gpu, rows: Int, length: Int, width: Int) -> Int:
     """Returns how many parts of the rows `column_kernel` sums."""
     var across = ceildiv(length, WARP_SIZE * width)
@@ -77,12 +87,14 @@ def column_sums_bytes[
     comptime for width in [1, wide]:
         parts = max(parts, _column_parts(gpu, rows, length, width))
         comptime if P.outputs > 0:
-            comptime tile = 2 if width > 1 else 8
-            var threads = align_up(ceildiv(length, width * tile), WARP_SIZE)
-            if threads <= PERSISTENT_THREADS:
-                parts = max(
-                    parts, _persistent_blocks(gpu, rows, threads).blocks
-                )
+            comptime for tile in _tiles(width):
+                comptime blocks = _blocks(tile)
+                var threads = align_up(ceildiv(length, width * tile), WARP_SIZE)
+                if threads <= PERSISTENT_THREADS:
+                    parts = max(
+                        parts,
+                        _persistent_blocks(gpu, rows, threads, blocks).blocks,
+                    )
     return align_up(
         P.columns * parts * length * size_of[accumulator[dtype]()](), 16
     )
@@ -123,9 +135,9 @@ def launch_rows_and_columns[
     var parts = 0
     if has_outputs and operands.rows > 0 and operands.length > 0:
         if is_wide[dtype](operands):
-            parts = _launch_persistent[P, dtype, ftype, wide, 2](gpu, operands)
+            parts = _launch_persistent[P, dtype, ftype, wide](gpu, operands)
         else:
-            parts = _launch_persistent[P, dtype, ftype, 1, 8](gpu, operands)
+            parts = _launch_persistent[P, dtype, ftype, 1](gpu, operands)
     if parts > 0:
         _add_totals[P, dtype, ftype](operands, parts, sums, totals)
         return
@@ -141,12 +153,12 @@ def _launch_persistent[
     dtype: DType,
     ftype: DType,
     width: Int,
-    tile: Int,
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises -> Int:
     """Launches a persistent kernel and returns the number of partial sums; 0 if rows are too long for one."""
     var rows = Int(operands.rows)
     var loads = ceildiv(Int(operands.length), width)
     comptime if width > 1:
+        comptime tile = 2
         if loads <= WARP_SIZE * tile:
             comptime threads = PERSISTENT_THREADS // 2
             comptime shape = Shape(width, tile, False, True, True, threads, 1)
@@ -155,16 +167,18 @@ def _launch_persistent[
                 gpu, operands, launch.blocks, launch.threads
             )
             return launch.blocks
-    var threads = align_up(ceildiv(loads, tile), WARP_SIZE)
-    if threads <= PERSISTENT_THREADS:
-        comptime shape = Shape(
-            width, tile, True, True, True, PERSISTENT_THREADS, 1
-        )
-        var launch = _persistent_blocks(gpu, rows, threads)
-        _launch[P, dtype, ftype, shape](
-            gpu, operands, launch.blocks, launch.threads
-        )
-        return launch.blocks
+    comptime for tile in _tiles(width):
+        comptime blocks = _blocks(tile)
+        var threads = align_up(ceildiv(loads, tile), WARP_SIZE)
+        if threads <= PERSISTENT_THREADS:
+            comptime shape = Shape(
+                width, tile, True, True, True, PERSISTENT_THREADS, blocks
+            )
+            var launch = _persistent_blocks(gpu, rows, threads, blocks)
+            _launch[P, dtype, ftype, shape](
+                gpu, operands, launch.blocks, launch.threads
+            )
+            return launch.blocks
     return 0
 
 

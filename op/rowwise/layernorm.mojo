@@ -15,7 +15,7 @@ from .arithmetic import inverse_sqrt
 from .centre import Centre
 from .program import Program
 from .stage import Stage
-from .values import Row, Values
+from .values import SAME, Row, Values
 
 
 struct _Normalise(Stage):
@@ -193,8 +193,17 @@ struct _TrainableEpsGradient(Stage):
         return {v[0] * total[1] + v[1] * total[2] + total[3]}
 
 
-comptime LayerNorm = Program[Centre, _Normalise, _Affine, features_=2]
-"""From x, gamma, beta and the number eps to y, with the results mean and rstd."""
+comptime LayerNormTo[narrow: DType] = Program[
+    Centre, _Normalise, _Affine, features_=2, narrow_=narrow
+]
+"""From x, gamma, beta and the number eps to y, with the results mean and rstd.
+
+Parameters:
+    narrow: The type of y, if it is not that of x; else `SAME`.
+"""
+
+comptime LayerNorm = LayerNormTo[SAME]
+"""The same, in one type."""
 
 comptime TrainableEpsLayerNorm = Program[Centre, _Normalise, parameter_=True]
 """From x and the parameter o to v / sqrt(o o + mean(v v)) with v = x - mean(x): eps is o o."""
@@ -208,12 +217,33 @@ comptime TrainableEpsLayerNormBackward = Program[
 ]
 """From dy, x and the parameter o to dx; the result is the row's share of the gradient of o."""
 
-comptime LayerNormBackward = Program[
-    _Gradient, inputs_=2, features_=2, saved_=2, outputs_=2, columns_=2
+comptime LayerNormBackward[narrow: DType = SAME] = Program[
+    _Gradient,
+    inputs_=2,
+    features_=2,
+    saved_=2,
+    outputs_=2,
+    columns_=2,
+    narrow_=narrow,
+    first_narrow_=1,
 ]
-"""From dy, x, gamma, beta, mean and rstd to dx and y, and the partial sums of dgamma and dbeta."""
+"""From dy, x, gamma, beta, mean and rstd to dx and y, and the partial sums of dgamma and dbeta.
 
-comptime LayerNormBackwardRows = Program[
-    _Gradient, inputs_=2, features_=2, saved_=2, outputs_=2
+Parameters:
+    narrow: The type of y, if it is not that of x; else `SAME`.
+"""
+
+comptime LayerNormBackwardRows[narrow: DType = SAME] = Program[
+    _Gradient,
+    inputs_=2,
+    features_=2,
+    saved_=2,
+    outputs_=2,
+    narrow_=narrow,
+    first_narrow_=1,
 ]
-"""From dy, x, gamma, beta, mean and rstd to dx and y."""
+"""From dy, x, gamma, beta, mean and rstd to dx and y.
+
+Parameters:
+    narrow: The type of y, if it is not that of x; else `SAME`.
+"""

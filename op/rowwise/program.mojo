@@ -13,7 +13,7 @@ keeping what they return. That is what lets one program serve rows in registers 
 """
 
 from .stage import Stage
-from .values import CAPACITY, MAX_STAGES, Redo, Row, Terms, Values
+from .values import CAPACITY, MAX_STAGES, SAME, Redo, Row, Terms, Values
 
 
 trait RowProgram:
@@ -39,6 +39,10 @@ trait RowProgram:
     """Whether there is a `Row.parameter`."""
     comptime primed: Bool
     """Whether there is a primed form, which adds to the outputs."""
+    comptime narrow: DType
+    """The type of the last outputs, if they are not of the inputs' type; else `SAME`."""
+    comptime first_narrow: Int
+    """The first output of that type."""
 
     @staticmethod
     def pass_of(stage: Int) -> Int:
@@ -159,6 +163,8 @@ struct Program[
     columns_: Int = 0,
     parameter_: Bool = False,
     primed_: Bool = False,
+    narrow_: DType = SAME,
+    first_narrow_: Int = 0,
 ](RowProgram):
     """A row program of the given stages.
 
@@ -174,6 +180,8 @@ struct Program[
         columns_: How many vectors [K] are sums over the rows; their values must not depend on totals.
         parameter_: Whether there is a `Row.parameter`.
         primed_: Whether there is a primed form, which adds to the outputs.
+        narrow_: The type of the last outputs, on a GPU, if they are not of the inputs' type; no wider than it.
+        first_narrow_: The first output of that type.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -199,6 +207,10 @@ struct Program[
     """Whether there is a `Row.parameter`."""
     comptime primed = Self.primed_
     """Whether there is a primed form, which adds to the outputs."""
+    comptime narrow = Self.narrow_
+    """The type of the last outputs, if they are not of the inputs' type; else `SAME`."""
+    comptime first_narrow = Self.first_narrow_
+    """The first output of that type."""
 
     @staticmethod
     def results_before(stage: Int) -> Int:

@@ -2,6 +2,8 @@
 
 from std.utils import StaticTuple
 
+comptime SAME = DType.bool
+"""Stands for the type of the inputs, where a type of outputs is asked for."""
 comptime CAPACITY = 4
 """The most values that an element carries, and the most terms of one reduction."""
 

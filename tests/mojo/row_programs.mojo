@@ -207,7 +207,7 @@ def layernorm_backward(
     operands.saved[0] = Int64(Int(py=mean))
     operands.saved[1] = Int64(Int(py=rstd))
     operands.features[0] = Int64(Int(py=gamma))
-    var bytes = column_sums_bytes[LayerNormBackward, DTYPE](
+    var bytes = column_sums_bytes[LayerNormBackward[], DTYPE](
         Int(py=M), Int(py=K)
     )
     var workspace = List[UInt8](length=bytes + 1, fill=255)
@@ -215,7 +215,7 @@ def layernorm_backward(
     var sums = Addresses(fill=0)
     sums[0] = Int64(Int(py=dgamma))
     sums[1] = Int64(Int(py=dbeta))
-    run_rows_and_columns[LayerNormBackward, DTYPE, DTYPE](
+    run_rows_and_columns[LayerNormBackward[], DTYPE, DTYPE](
         Team(0, 2), operands, sums
     )
     _ = workspace^

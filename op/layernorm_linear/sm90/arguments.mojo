@@ -23,6 +23,9 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
     """Rows of cluster tiles in a band of the walk; 0 to walk in runs."""
     var accumulate: Int32
     """Whether sums in float32 are added to what is there."""
+    var follows: Int32
+    """Whether the grid before this one makes sums that are added to y; this one
+    then starts beside it. Only where blocks of a cluster split tiles."""
     var eps: Float32
     """Added to gathered variances."""
     var mean: Pointer[Float32, MutUntrackedOrigin]
@@ -36,9 +39,11 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
     var bias: Int64
     """Address of constants of the columns [n] in y's type."""
     var wide: Pointer[Float32, MutUntrackedOrigin]
-    """Y in float32 [m, n]."""
+    """Y in float32 [m, n], or what is added to y."""
     var row_sums: Int64
     """Address of the sums of the rows of x [m], in y's type."""
+    var wide_row_sums: Pointer[Float32, MutUntrackedOrigin]
+    """What is added to those [m]."""
 
     def __init__(out self, m: Int, n: Int, k: Int):
         """Names no vectors yet.
@@ -53,6 +58,7 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
         self.k = Int32(k)
         self.band = 0
         self.accumulate = 0
+        self.follows = 0
         self.eps = 0
         var none = 0
         self.mean = {unsafe_from_address = none}
@@ -62,6 +68,7 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
         self.bias = 0
         self.wide = {unsafe_from_address = none}
         self.row_sums = 0
+        self.wide_row_sums = {unsafe_from_address = none}
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]

@@ -121,9 +121,11 @@ def matrix_kernel[
         comptime if mode != WIDE:
             prefetch_tensor_map(_address_of(y_map))
     # Anyone may have written the operands just now; but the kernel that makes
-    # the statistics has itself waited for all earlier ones.
+    # the statistics has itself waited for all earlier ones, and so has the one
+    # that this one follows.
     comptime if mode != CORRECTED or config.gather:
-        wait_on_earlier_grids()
+        if not (config.split and arguments.follows != 0):
+            wait_on_earlier_grids()
     let_later_grids_start()
     # No block may reach for its neighbour's barriers before they are made.
     comptime if cluster > 1:

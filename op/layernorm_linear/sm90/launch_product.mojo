@@ -43,6 +43,49 @@ comptime _CONFIGS = 3
 comptime _TILE_OVERHEAD = 16
 
 
+# Of the multiprocessors' time, what a product has to use to be worth launching.
+comptime _FULL_PERCENT = 80
+
+
+def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
+    """Tells whether the tiles of a product keep the device busy.
+
+    Args:
+        config: Shape of the matrix kernel.
+        m: Rows of the product.
+        n: Columns of the product.
+        clusters: Clusters that run together.
+
+    Returns:
+        Whether little of the last wave is idle and of the tiles is empty.
+    """
+    var waves = ceildiv(count_tiles(config, m, n), clusters)
+    var area = config.cluster_rows() * config.columns
+    return 100 * m * n >= _FULL_PERCENT * waves * clusters * area
+
+
+def product_fills(gpu: Gpu, m: Int, n: Int, k: Int) -> Bool:
+    """Tells whether `launch_product` keeps the device busy.
+
+    Args:
+        gpu: Where to run.
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Length of the sums.
+
+    Returns:
+        Whether its tiles do, or the rows are few.
+    """
+    if are_few(m, k):
+        return True
+    var best = best_config(m, n, gpu.processors)
+    comptime for i in range(_CONFIGS):
+        comptime config = matrix_config[i, True]()
+        if best == i:
+            return fills(config, m, n, gpu.processors // config.cluster)
+    return False
+
+
 def best_config(m: Int, n: Int, processors: Int) -> Int:
     """Chooses the shape whose longest-working cluster has the least to do.
 

@@ -114,10 +114,7 @@ def produce[
             mbarrier_expect_bytes(full, bytes)
             load_bytes(
                 shared.vectors(),
-                {
-                    unsafe_from_address = Int(arguments.bias)
-                    + 2 * Int(column)
-                },
+                {unsafe_from_address = Int(arguments.bias) + 2 * Int(column)},
                 bytes,
                 full,
             )

@@ -1,0 +1,120 @@
+"""The backward: two products, and between them one pass over their common rows.
+
+    dz = dy W;  dx, dgamma, dbeta from dz and x;  z = LayerNorm(x) in place of dz;  dW = dy^T z, db
+"""
+
+from std.math import align_up
+
+from ...rowwise.launch import Gpu
+from ..between_products import BetweenProducts, workspace_bytes
+from .launch_product import launch_product, product_fills
+from .launch_weight_gradient import (
+    launch_weight_gradient,
+    weight_gradient_fills,
+    weight_gradient_workspace,
+)
+
+# Up to so many products, a few microseconds on the device, what counts is how
+# soon the host has launched them.
+comptime _FEW_PRODUCTS = 500_000_000
+
+
+def is_fast(gpu: Gpu, m: Int, n: Int, k: Int) -> Bool:
+    """Tells whether no other product is faster than those of the backward.
+
+    Args:
+        gpu: Where to run.
+        m: Rows.
+        n: Outputs.
+        k: Features.
+
+    Returns:
+        Whether both fill the device, or are so small that it does not matter.
+    """
+    return m * n * k <= _FEW_PRODUCTS or (
+        product_fills(gpu, m, k, n) and weight_gradient_fills(gpu, m, n, k)
+    )
+
+
+def backward_workspace[
+    dtype: DType
+](
+    gpu: Gpu, m: Int, n: Int, k: Int, wants_sums: Bool, wants_weight: Bool
+) -> Int:
+    """Counts the bytes that the backward needs.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        gpu: Where to run.
+        m: Rows.
+        n: Outputs.
+        k: Features.
+        wants_sums: Whether gradients of gamma or beta are wanted.
+        wants_weight: Whether the gradient of the weight is wanted.
+
+    Returns:
+        The bytes: dz, then partial sums.
+    """
+    # The sums of rows are used up when those of the weight's gradient start.
+    return align_up(2 * m * k, 256) + max(
+        workspace_bytes[dtype](
+            gpu, m, k if wants_sums else 0, 0 if wants_weight else n
+        ),
+        weight_gradient_workspace(gpu, m, n, k) if wants_weight else 0,
+    )
+
+
+def launch_backward[
+    dtype: DType, ln_dtype: DType
+](
+    gpu: Gpu, between: BetweenProducts, dw: Int, w: Int, accumulates: Bool
+) raises:
+    """Queues the gradients that are wanted.
+
+    Parameters:
+        dtype: Type of the matrices: bfloat16 or float16.
+        ln_dtype: Type of gamma, beta and their gradients.
+
+    Args:
+        gpu: Where to run.
+        between: All tensors but two. Its workspace is of `backward_workspace`
+            bytes; z, dz and its own workspace are laid out in it.
+        dw: Address of the weight's gradient [N, K], or 0.
+        w: Address of the weight [N, K].
+        accumulates: Whether dw and, beside it, db are float32 and are added
+            to.
+
+    Raises:
+        If the driver refuses.
+    """
+    var m = between.M
+    var n = between.N
+    var k = between.K
+    var rows = between
+    var dz = between.workspace
+    rows.workspace = dz + Int64(align_up(2 * m * k, 256))
+    if between.dx != 0 or between.dgamma != 0 or between.dbeta != 0:
+        rows.dz = dz
+        launch_product[dtype, True](gpu, Int(dz), Int(between.dy), w, m, k, n)
+    if dw != 0:
+        rows.z = dz
+        rows.db = 0
+    rows.launch[dtype, ln_dtype](gpu)
+    if dw == 0:
+        return
+    comptime for wide in [False, True]:
+        if accumulates == wide:
+            launch_weight_gradient[dtype, DType.float32 if wide else dtype](
+                gpu,
+                dw,
+                Int(between.db),
+                Int(between.dy),
+                Int(dz),
+                Int(rows.workspace),
+                m,
+                n,
+                k,
+                accumulates,
+            )
