@@ -230,7 +230,7 @@ MUTATIONS = (
     Mutation(
         "no wait for a slot to be filled",
         "gpu",
-        f"{SM90}/consumer.mojo",
+        f"{SM90}/multiplier.mojo",
         "        for _ in range(UInt32(1), blocks):\n"
         "            mbarrier_wait(self.shared.full(at.slot), at.parity)\n",
         "        for _ in range(UInt32(1), blocks):\n",
@@ -247,7 +247,7 @@ MUTATIONS = (
     Mutation(
         "a change of a folded weight goes unseen",
         "gpu",
-        "fused_norm/_sm90.py",
+        "fused_norm/_folds.py",
         "return tuple([t._version for t in parameters.tensors() if t is not None])",
         "return (0,)",
         ("tests/test_folds.py",),

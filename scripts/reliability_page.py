@@ -84,9 +84,10 @@ MENDED = """
 | fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
 `_validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
 
-The peers' cases, the properties, the edges of numbers and sizes, memory and concurrency found nothing
-on a CPU. PyTorch's own: with a NaN in one row, its bfloat16 product on a CPU loses a second row to it
-(40 x 100 by 100 x 30); the library's loses one. A row of 8.5e37 is NaN there and the bias here.
+The peers' cases, the properties, the edges of numbers and sizes, memory and concurrency found
+nothing on a CPU. PyTorch's own: with a NaN in one row, its bfloat16 product on a CPU loses a second
+row to it (40 x 100 by 100 x 30); the library's loses one. A row of 8.5e37 is NaN there and the bias
+here.
 
 ## Wrong edits that a test must notice
 
