@@ -180,23 +180,6 @@ def test_interrupts_between_calls() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_ends_while_threads_compute() -> None:
-    """A program that ends with threads at work ends, and quietly."""
-    result = run(
-        """
-        import threading, time, torch, fused_norm as fn
-        inputs = [torch.randn(s) for s in ((500, 256), (256,), (256,), (256, 256))]
-        def loop():
-            while True:
-                fn.fused_layernorm_linear(*inputs)
-        for _ in range(4):
-            threading.Thread(target=loop, daemon=True).start()
-        time.sleep(0.5)
-        """
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 class TestStreams:
