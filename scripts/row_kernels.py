@@ -104,8 +104,8 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
 # What is measured: its shapes, and how many tensors of M x K it reads and writes.
 CASES: dict[str, tuple[Case, Sequence[tuple[int, int]], int]] = {
     "LayerNorm": (forward, SHAPES, 2),
-    "its backward": (backward, SHAPES, 3),
-    "its backward and z": (backward_and_rows, SHAPES, 4),
+    "LayerNorm backward": (backward, SHAPES, 3),
+    "LayerNorm backward and z": (backward_and_rows, SHAPES, 4),
     "sum over rows": (column_sums, SUM_SHAPES, 1),
 }
 
@@ -121,8 +121,9 @@ def main() -> int:
         return 0
     dtype: torch.dtype = getattr(torch, options.dtype)
     budget = Budget(options.seconds, options.seconds / 4, fewest=9)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, {options.dtype}\n")
-    print("| | shape | ours, us | TB/s | PyTorch, us | ratio |\n|---|---|---|---|---|---|")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}\n")
+    print(f"| {options.dtype} | shape | ours, us | TB/s | PyTorch, us | ratio |")
+    print("|---|---|---|---|---|---|")
     for name, (case, shapes, tensors) in CASES.items():
         for rows, columns in shapes:
             moved = tensors * rows * columns * dtype.itemsize

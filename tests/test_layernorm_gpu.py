@@ -341,7 +341,7 @@ def test_graph_and_side_stream():
     expected = forward(x, None, None, False)[0].clone()
     y = torch.empty_like(x)
     stream = torch.cuda.Stream()
-    launch = extension("layernorm_gpu", x.dtype).Launcher(
+    launch = extension("layernorm_gpu", x.dtype, gpu=True).Launcher(
         torch.cuda.current_device(), stream.cuda_stream
     )
     graph = torch.cuda.CUDAGraph()

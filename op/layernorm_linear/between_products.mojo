@@ -139,7 +139,9 @@ struct BetweenProducts(TrivialRegisterPassable):
                 ln_dtype,
             ](gpu, rows, sums, totals)
         elif self.dx != 0:
-            launch_rows[LayerNormBackwardRows[narrow], dtype, ln_dtype](gpu, rows)
+            launch_rows[LayerNormBackwardRows[narrow], dtype, ln_dtype](
+                gpu, rows
+            )
         elif self.z != 0:
             rows.inputs[0] = self.x
             rows.outputs[0] = self.z
@@ -147,9 +149,7 @@ struct BetweenProducts(TrivialRegisterPassable):
             launch_rows[LayerNormTo[narrow], dtype, ln_dtype](gpu, rows)
 
         if self.db != 0:
-            var outputs = Operands[accumulator[product_dtype]()](
-                self.M, self.N
-            )
+            var outputs = Operands[accumulator[product_dtype]()](self.M, self.N)
             outputs.inputs[0] = self.dy
             outputs.column_sums = partial
             var sums = Addresses(fill=0)
