@@ -61,14 +61,19 @@ class _State(threading.local):
 _state = _State()
 
 
-def kept(parameters: Parameters, stream: int) -> Fold | None:
+def kept(parameters: Parameters, stream: int, in_graph: bool) -> Fold | None:
     """Return the fold of parameters that a stream meets again as they were, None at first sight.
 
     It has no tensors the first time, and the caller makes them. Folds are kept per stream, whose
     order makes them ready before their use. They go with the first of their parameters that does.
+
+    Args:
+        parameters: Of a call.
+        stream: The call's.
+        in_graph: Whether a CUDA graph captures the call.
     """
     versions = _versions(parameters)
-    if torch.cuda.is_current_stream_capturing():
+    if in_graph:
         return _for_graph(parameters, versions) if _state.frozen else None
     if not _state.frozen and (versions is None or torch.distributed.is_initialized()):
         # Sharded training writes gathered parameters without counting a version.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
+from fused_norm._choices import fastest
 from fused_norm._folds import Fold, kept
 from fused_norm._memory import (
     address,
@@ -32,11 +33,6 @@ from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
-# Where a kept fold is faster than normalising first, and from how many rows for each output on a
-# fold pays that is made anew: scripts/dispatch.py measures both.
-FEW_ROWS = 64
-MANY_ROWS = 1024
-ROWS_PER_OUTPUT = 2
 
 
 def serves(x: Tensor, linear_weight: Tensor) -> bool:
@@ -56,19 +52,27 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    rows = x.numel() // parameters.features
+    outputs, features = parameters.outputs, parameters.features
+    rows = x.numel() // features
     stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
+    in_graph = torch.cuda.is_current_stream_capturing()
     # In float16, sums far from zero lose more to the tensor cores than y to its rounding.
-    if parameters.dtype is torch.bfloat16:
-        # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
-        keeps = not statistics and (rows <= FEW_ROWS or rows >= MANY_ROWS)
-        fold = kept(parameters, stream) if keeps else None
-        if fold is not None and not fold.tensors:
-            _made(parameters, stream, fold)
-        if fold is None and rows >= ROWS_PER_OUTPUT * parameters.outputs:
-            fold = _made(parameters, stream, Fold(()))
+    may_fold = parameters.dtype is torch.bfloat16
+    # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
+    may_keep = may_fold and not statistics
+    if may_keep and fastest(rows, features, outputs, in_graph, True) == "k":
+        fold = kept(parameters, stream, in_graph)
         if fold is not None:
+            if not fold.tensors:
+                _make(parameters, stream, fold)
             return folded(x, parameters, eps, statistics, stream, fold)
+    way = fastest(rows, features, outputs, in_graph, False)
+    if way == "a" and may_fold:
+        fold = Fold(())
+        _make(parameters, stream, fold)
+        return folded(x, parameters, eps, statistics, stream, fold)
+    if way == "t":
+        return _gpu.forward(x, parameters, eps, statistics)
     return composed(x, parameters, eps, statistics, stream)
 
 
@@ -158,8 +162,8 @@ def composed(
     return y, mean, rstd
 
 
-def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
-    """Fold the parameters as they are now, and return the fold."""
+def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
+    """Fold the parameters as they are now."""
     linear_weight = parameters.tensors()[2]
     if linear_weight.data_ptr() % ALIGNMENT:
         linear_weight = linear_weight.clone()
@@ -175,7 +179,6 @@ def _made(parameters: Parameters, stream: int, fold: Fold) -> Fold:
         *(linear_weight.data_ptr(), parameters.ln_weight, parameters.ln_bias, parameters.bias),
         *(outputs, features, True, parameters.affine_is_float32),
     )
-    return fold
 
 
 @functools.cache
