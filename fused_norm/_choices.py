@@ -1,8 +1,8 @@
 """Which way of the forward is fastest on Hopper, from benchmarks/results/h200-dispatch.json.
 
-scripts/dispatch.py measured that file and prints this table: tests hold the two together. A letter
-is a way at one number of rows: `k` a fold that is kept, `a` one made anew, `c` our LayerNorm and our
-product, `t` our LayerNorm and PyTorch's product, which takes the host longer to launch.
+scripts/dispatch.py measured that file and prints this table: a test holds the two together. A
+letter is a way at one number of rows: `k` a fold that is kept, `a` one made anew, `c` our LayerNorm
+and our product, `t` our LayerNorm and PyTorch's product, which takes the host longer to launch.
 """
 
 from __future__ import annotations

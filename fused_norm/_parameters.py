@@ -123,6 +123,11 @@ def known(ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any) ->
     return None
 
 
+def forget(linear_weight: Tensor) -> None:
+    """Let go of what is known of a weight: PyTorch swaps only tensors that nobody refers to."""
+    _kept.pop(id(linear_weight), None)
+
+
 _kept: dict[int, Parameters] = {}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fused_norm import _parameters
 from fused_norm._main_grad import accumulating
 from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
 
@@ -128,6 +129,14 @@ class LayerNormLinear(nn.Module):
         ):
             module.register_parameter(name, parameter)
         return ln.train(self.training), linear.train(self.training)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
+        _parameters.forget(self.weight)
+        return cast(LayerNormLinear, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        _parameters.forget(self.weight)
+        super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`."""

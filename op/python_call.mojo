@@ -8,6 +8,7 @@ from std.python import Python
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 
 comptime Values = Pointer[PyObjectPtr, MutUntrackedOrigin]
+"""The arguments of a call as CPython passes them."""
 
 
 @fieldwise_init
@@ -15,7 +16,9 @@ struct Arguments(Movable):
     """Reads the arguments of a call one after the other."""
 
     var values: Values
+    """All of them."""
     var next: Int
+    """Which is next."""
 
     def __init__(out self, values: Values):
         """Starts with the first argument.
@@ -72,8 +75,6 @@ def failure(error: Error) -> PyObjectPtr:
     var text = String(error)
     cpython.PyErr_SetString(
         cpython.get_error_global("PyExc_RuntimeError"),
-        text.as_c_string_span()
-        .ptr()
-        .unsafe_origin_cast[ImmutAnyOrigin](),
+        text.as_c_string_span().ptr().unsafe_origin_cast[ImmutAnyOrigin](),
     )
     return PyObjectPtr()

@@ -145,3 +145,18 @@ def test_traced_graphs_contain_the_call(device: str) -> None:
         traced = torch.jit.trace(lambda x: fn.fused_layernorm_linear(x, *tensors[1:]), tensors[0])
     x = torch.randn_like(tensors[0])
     torch.testing.assert_close(traced(x), eager(x, *tensors[1:]))
+
+
+def test_parameters_of_a_module_are_swapped(device: str) -> None:
+    """Regression: a reference that the library keeps would have PyTorch refuse the swap."""
+    layer = fn.LayerNormLinear(12, 10, device=device)
+    x = torch.randn(6, 12, device=device)
+    layer(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.to(torch.bfloat16)
+        layer(x.bfloat16())
+        layer.load_state_dict(fn.LayerNormLinear(12, 10, device=device).state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert layer(x.bfloat16()).dtype is torch.bfloat16
