@@ -1,4 +1,4 @@
-"""Which way of the forward is fastest on Hopper, from benchmarks/results/h200-dispatch.json.
+"""Which way of the forward is fastest on Hopper, from benchmarks/h200-dispatch.json.
 
 scripts/dispatch.py measured that file and prints this table: a test holds the two together. A
 letter is a way at one number of rows: `k` a fold that is kept, `a` one made anew, `c` our LayerNorm

@@ -41,7 +41,9 @@ How it is measured:
 - Ratios are to PyTorch eager, `F.linear(F.layer_norm(x))`, in the same run: below 1 is faster.
   `linear` is the bare `F.linear` without the LayerNorm: what a perfect fusion could reach by hiding
   the LayerNorm behind PyTorch's own matrix product.
-- Weights do not change between calls, as in inference and within one step of training.
+- Weights do not change between calls, as in inference and within one step of training. A CUDA graph
+  of `fused_norm` would see a change all the same; `fused_norm-frozen` was captured under
+  `frozen_parameters`, on the word that there is none, and reads weights that were folded before.
 - `uv run poe bench --schema` documents every field of the JSON.
 - What the numbers do not show: a whole model, several streams, several GPUs, other clocks.
 """

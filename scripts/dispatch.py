@@ -1,6 +1,6 @@
 """Measure every way that a forward can run on Hopper, over rows: what `_sm90` chooses by.
 
-    python scripts/dispatch.py benchmarks/results/h200-dispatch.json [--commit COMMIT]
+    python scripts/dispatch.py benchmarks/h200-dispatch.json [--commit COMMIT]
 
 Device time of one call, in microseconds: medians of interleaved rounds of CUDA-graph replays, over
 inputs and weights that do not fit the cache. `kept` multiplies by a weight folded before, `anew`

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from accuracy import make_inputs
 
-from fused_norm import _choices
+import fused_norm as fn
+from fused_norm import _choices, _sm90
+from fused_norm._parameters import Parameters
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,7 +24,7 @@ def test_table_is_what_was_measured() -> None:
     assert spec.loader
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    measured = json.loads((ROOT / "benchmarks" / "results" / "h200-dispatch.json").read_text())
+    measured = json.loads((ROOT / "benchmarks" / "h200-dispatch.json").read_text())
     assert script.table(measured["forward"]) == _choices.FASTEST
     assert script.ROWS == _choices.ROWS
 
@@ -40,3 +45,49 @@ def test_nearest_measurement_counts(
     shape: tuple[int, int, int], in_graph: bool, has_fold: bool, way: str
 ) -> None:
     assert _choices.fastest(*shape, in_graph, has_fold) == way
+
+
+def test_forward_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice needs no GPU, so it is held to here with stand-ins for all that does."""
+    x, gamma, beta, weight, bias = make_inputs(8, 64, 32, dtype=torch.bfloat16)
+    parameters = Parameters(gamma, beta, weight, bias)
+    gone: list[str] = []
+
+    def going(way: str) -> Callable[..., None]:
+        return lambda *_: gone.append(way)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    captured = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
+    for way in ("folded", "composed"):
+        monkeypatch.setattr(_sm90, way, going(way))
+    monkeypatch.setattr(_sm90._gpu, "forward", going("torch"))
+    monkeypatch.setattr(_sm90, "_make", going("fold"))
+
+    def forward(answers: str, *, statistics: bool = False) -> list[str]:
+        """Run with the answers that the table gives to a fold, then without one."""
+        gone.clear()
+        monkeypatch.setattr(_sm90, "fastest", lambda *a: answers[not a[-1]])
+        _sm90.forward(x, parameters, 1e-5, statistics)
+        return list(gone)
+
+    assert forward("cc") == ["composed"]
+    assert forward("ct") == ["torch"]
+    assert forward("ta") == ["fold", "folded"]
+    # At first sight nothing is kept; then the fold is made, and later only used.
+    assert forward("kc") == ["composed"]
+    assert forward("kc") == ["fold", "folded"]
+    parameters.folds[7].tensors = (x,)
+    assert forward("kc") == ["folded"]
+    assert forward("kc", statistics=True) == ["composed"]
+    captured[0] = True
+    assert forward("kt") == ["torch"]
+    with fn.frozen_parameters():
+        assert forward("kt") == ["folded"]
+    weight.add_(1)
+    with fn.frozen_parameters():
+        assert forward("kt") == ["torch"]
+    captured[0] = False
+    assert forward("kc") == ["composed"]
+    monkeypatch.setattr(parameters, "dtype", torch.float16)
+    assert forward("ka") == ["composed"]

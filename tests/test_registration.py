@@ -17,6 +17,7 @@ import fused_norm as fn
 pytestmark = [
     # PyTorch's forward mode and compiler trip over these deprecations of its own.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
 ]
@@ -364,6 +365,8 @@ def test_module_copies_pickles_and_moves() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 class TestStreams:
+    # Of the leaves, which first met gradients on the side stream.
+    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
     def test_cuda_graph(self) -> None:
         layer = fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
