@@ -13,7 +13,9 @@ neither on the number of threads nor on which of them does what.
 """
 
 from std.atomic import Atomic
+from std.sys import size_of
 
+from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .blocking import Blocking, Buffer, CACHE_LINE
 from .input_gradient import finish_input_gradient
@@ -369,6 +371,12 @@ struct Backward[dtype: DType](Movable):
                 selects Mojo's pool.
         """
         ref plan = self.plan
+        comptime bytes = size_of[Self.dtype]()
+        if plan.wanted.dx:
+            prefer_large_pages(self.dx, plan.M * plan.K * bytes)
+        if plan.wanted.dweight:
+            prefer_large_pages(self.dweight, plan.N * plan.K * bytes)
+        prefer_large_pages(self.workspace, plan.bytes)
         var team = Team(gomp_parallel, plan.workers)
         var chunks = self._chunks()
         if plan.wanted.dx:

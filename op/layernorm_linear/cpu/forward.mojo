@@ -11,7 +11,9 @@ shares what; both give the same bits:
 """
 
 from std.atomic import Atomic
+from std.sys import size_of
 
+from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .blocking import Blocking, Buffer, CACHE_LINE
 from .microkernel import multiply_block, Output
@@ -191,6 +193,10 @@ struct Forward[dtype: DType](Movable):
             gomp_parallel: Address of `GOMP_parallel` in PyTorch's libgomp; 0
                 selects Mojo's pool.
         """
+        ref plan = self.plan
+        comptime bytes = size_of[Self.dtype]()
+        prefer_large_pages(Int(self.y), plan.M * plan.N * bytes)
+        prefer_large_pages(self.workspace, plan.bytes)
         var team = Team(gomp_parallel, self.plan.workers)
         if self.plan.few_rows:
             team.run(_normalize_part[Self.dtype], self._chunks(), self)
