@@ -123,9 +123,14 @@ def known(ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any) ->
     return None
 
 
-def forget(linear_weight: Tensor) -> None:
-    """Let go of what is known of a weight: PyTorch swaps only tensors that nobody refers to."""
-    _kept.pop(id(linear_weight), None)
+def forget_before_swap(linear_weight: Tensor) -> None:
+    """Let go of what is known of a weight if PyTorch is set to swap the tensors of modules.
+
+    It swaps only tensors that nobody refers to. Otherwise what is known stays, and with it the
+    folds that captured graphs read.
+    """
+    if torch.__future__.get_swap_module_params_on_conversion():
+        _kept.pop(id(linear_weight), None)
 
 
 _kept: dict[int, Parameters] = {}

@@ -1,4 +1,7 @@
-"""PyTorch's own ops, for what no kernel serves: empty tensors, float32 inputs under autocast."""
+"""PyTorch's own ops, for what no kernel serves.
+
+Those are empty tensors and, on a CPU, inputs that autocast would have to convert.
+"""
 
 from __future__ import annotations
 

@@ -131,11 +131,12 @@ class LayerNormLinear(nn.Module):
         return ln.train(self.training), linear.train(self.training)
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
-        _parameters.forget(self.weight)
+        _parameters.forget_before_swap(self.weight)
+        # PyTorch's own has no annotations.
         return cast(LayerNormLinear, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        _parameters.forget(self.weight)
+        _parameters.forget_before_swap(self.weight)
         super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -146,6 +146,7 @@ def _measured(
     rounds.run()
     if rounds.failures:
         raise next(iter(rounds.failures.values()))
+    # Two steps, so a pair: mypy does not count them.
     return tuple(rounds.timings(name)["graph"].median for name in steps)  # type: ignore[return-value]
 
 

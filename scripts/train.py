@@ -93,6 +93,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Every kernel writes all of its results; PyTorch's types lack the setting.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     size = SIZES[options.size]
     return Settings(

@@ -160,3 +160,15 @@ def test_parameters_of_a_module_are_swapped(device: str) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert layer(x.bfloat16()).dtype is torch.bfloat16
+
+
+def test_loading_a_state_leaves_what_graphs_read(device: str) -> None:
+    """Regression: a captured graph reads folded weights, which went with the parameters."""
+    layer = fn.LayerNormLinear(12, 10, device=device)
+    layer(torch.randn(6, 12, device=device))
+    parameters = (layer.layer_norm_weight, layer.layer_norm_bias, layer.weight, layer.bias)
+    before = _parameters.known(*parameters)
+    assert before is not None
+    layer.load_state_dict(fn.LayerNormLinear(12, 10, device=device).state_dict())
+    layer.to(device)
+    assert _parameters.known(*parameters) is before

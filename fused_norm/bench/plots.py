@@ -284,6 +284,7 @@ def _finish(figure: Figure, group: _Group, title: str, subtitle: str, height: fl
     top, bottom = 0.55 / height, 0.35 / height
     layout = figure.get_layout_engine()
     assert layout is not None
+    # Which engine it is, the figure's type does not say.
     layout.set(rect=(0, bottom, 1, 1 - top - bottom), wspace=0.06)  # type: ignore[call-arg]
     figure.text(0.012, 1 - 0.06 / height, title, fontsize=12, fontweight="bold", va="top")
     where = f"{subtitle} \u00b7 {group.dtype} \u00b7 {group.machine}"

@@ -318,6 +318,7 @@ class Runner:
             inputs = [case.inputs(seed + 10 * i) for i in range(measurement.input_sets)]
             grad_outputs = [case.grad_output(seed + 10 * i) for i in range(measurement.input_sets)]
         except Exception as error:
+            # Memory may not suffice: nobody is timed, and the run goes on.
             for prepared in ready:
                 _fail(results[prepared.provider.name], error)
             return
@@ -344,6 +345,7 @@ class Runner:
                         if self._plan.measures_memory:
                             result.peak_bytes = memory.peak(steps[0], case.device)
                 except Exception as error:
+                    # A provider may raise whatever it likes: the others go on.
                     _fail(result, error)
                     continue
                 timers[provider.name] = (
@@ -374,6 +376,7 @@ class Runner:
             sets, plan = measurement.input_sets, self._plan
             self.run.interference.append(interference.measure(case, sets, plan.budget, plan.seed))
         except Exception as error:
+            # What was timed before stands, and the run goes on.
             _fail(ours, error)
 
 
@@ -391,6 +394,7 @@ def load(provider: Provider) -> tuple[object, str]:
     except ImportError as error:
         return None, f"not installed: {_first_line(error)}"
     except Exception as error:
+        # A package that is there and broken says so in its own way.
         return None, f"cannot be imported: {type(error).__name__}: {_first_line(error)}"
 
 
