@@ -62,8 +62,12 @@ def backward(
     rstd: Tensor,
     eps: float,
     mask: list[bool],
+    main_grad: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients that the mask asks for, None in place of the others."""
+    """Return the gradients that the mask asks for, None in place of the others.
+
+    Where there is a `main_grad` `[N, K]` in float32, the weight's gradient is added to it instead.
+    """
     outputs, features = linear_weight.shape
     rows = x.numel() // features
     grad_output, x, ln_weight, ln_bias = dense(grad_output, x, ln_weight, ln_bias)
@@ -98,7 +102,9 @@ def backward(
         x.dtype is not torch.float32 and affine_is_float32(ln_weight, ln_bias),
         narrow,
     )
-    if z is not None:
+    if z is not None and main_grad is not None:
+        torch.addmm(main_grad, dy.t(), z, out_dtype=main_grad.dtype, out=main_grad)
+    elif z is not None:
         gradients[3] = torch.mm(dy.t(), z)
     return gradients
 

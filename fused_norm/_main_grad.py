@@ -9,31 +9,49 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_norm._memory import statistics_dtype
+from fused_norm import _gpu, _sm90
+from fused_norm._dispatch import LOW_PRECISION, way
+from fused_norm._memory import dense, statistics_dtype
+from fused_norm._ops import layernorm_linear_forward
+from fused_norm._registration import are_plain, is_watched
+from fused_norm._validation import has_kernel
+from fused_norm.functional import fused_layernorm_linear
 
 
 def accumulating(
-    y: Tensor,
     x: Tensor,
     ln_weight: Tensor | None,
     ln_bias: Tensor | None,
     linear_weight: Tensor,
+    linear_bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Return `y`, through which the backward adds the gradient of the weight to its `main_grad`.
+    """Return y of shape `[..., N]`, whose backward adds to the `main_grad` of the weight.
 
     Args:
-        y: What the op made of the other arguments without a gradient for the weight, `[..., N]`.
         x: Input of shape `[..., K]`.
         ln_weight: Gamma, shape `[K]`, or None.
         ln_bias: Beta, shape `[K]`, or None.
         linear_weight: Weight of shape `[N, K]` with an attribute `main_grad`.
+        linear_bias: Bias of shape `[N]`, or None.
         eps: Added to the variance.
 
     Raises:
         RuntimeError: If there is no `main_grad`, or it has another shape or device than the weight,
-            or another dtype than sums have: float32, float64 for a weight of float64.
+            or another dtype than sums have: float32, float64 for a weight of float64. And as
+            `fused_layernorm_linear` does.
     """
+    _require_main_grad(linear_weight)
+    inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
+    if _is_one_call(*inputs, eps):
+        y: Tensor = _Fused.apply(*inputs, eps)
+        return y
+    y = fused_layernorm_linear(x, ln_weight, ln_bias, linear_weight.detach(), linear_bias, eps)
+    y = _Accumulate.apply(y, x, ln_weight, ln_bias, linear_weight, eps)
+    return y
+
+
+def _require_main_grad(linear_weight: Tensor) -> None:
     main_grad = getattr(linear_weight, "main_grad", None)
     dtype = statistics_dtype(linear_weight.dtype)
     if (
@@ -49,8 +67,65 @@ def accumulating(
             f"fuse_wgrad_accumulation needs weight.main_grad of shape {list(linear_weight.shape)} "
             f"and {dtype} on {linear_weight.device}, got {got}"
         )
-    result: Tensor = _Accumulate.apply(y, x, ln_weight, ln_bias, linear_weight, eps)
-    return result
+
+
+def _is_one_call(
+    x: Tensor,
+    ln_weight: Tensor | None,
+    ln_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    eps: float,
+) -> bool:
+    """Return whether one backward makes all gradients: that of a GPU in 16 bits."""
+    inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    return (
+        not is_watched()
+        and not torch._C._is_any_autocast_enabled()
+        and are_plain(inputs)
+        and x.is_cuda
+        and x.dtype in LOW_PRECISION
+        and has_kernel(*inputs, False)
+        and way(x, linear_weight) in (_gpu, _sm90)
+    )
+
+
+class _Fused(torch.autograd.Function):
+    """The op; its backward adds dy^T z to the weight's `main_grad`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ln_weight: Tensor | None,
+        ln_bias: Tensor | None,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Return y."""
+        y, mean, rstd = layernorm_linear_forward(
+            x, ln_weight, ln_bias, linear_weight, linear_bias, eps
+        )
+        ctx.save_for_backward(x, ln_weight, ln_bias, linear_weight, mean, rstd)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        result: Tensor = y
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients, for the weight what stands for its own."""
+        if grad_output is None:
+            return (None,) * 6
+        x, _, _, weight, *_ = saved = ctx.saved_tensors
+        run = _sm90 if way(x, weight) is _sm90 else _gpu
+        mask = list(ctx.needs_input_grad[:5])
+        (grad_output,) = dense(grad_output)
+        gradients = run.backward(grad_output, *saved, ctx.eps, mask, weight.main_grad)
+        gradients[3] = _stand_in(weight)
+        return (*gradients, None)
 
 
 class _Accumulate(torch.autograd.Function):
@@ -81,14 +156,16 @@ class _Accumulate(torch.autograd.Function):
         x, ln_weight, ln_bias, weight = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             _add_product(weight.main_grad, grad_output, x, ln_weight, ln_bias, ctx.eps)
-        stand_in = None
-        if hasattr(weight, "grad_added_to_main_grad"):
-            # Megatron's hooks wait for a gradient, whose values they do not read.
-            weight.grad_added_to_main_grad = True
-            stand_in = torch.empty_like(weight)
-            if getattr(weight, "zero_out_wgrad", False):
-                stand_in.zero_()
-        return grad_output, None, None, None, stand_in, None
+        return grad_output, None, None, None, _stand_in(weight), None
+
+
+def _stand_in(weight: Tensor) -> Tensor | None:
+    """Return a gradient for Megatron's hooks, which wait for one but do not read its values."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    stand_in = torch.empty_like(weight)
+    return stand_in.zero_() if getattr(weight, "zero_out_wgrad", False) else stand_in
 
 
 def _add_product(
@@ -105,7 +182,7 @@ def _add_product(
     gamma, beta = (t if t is None else t.to(wide) for t in (ln_weight, ln_bias))
     z = F.layer_norm(x.to(wide), (features,), gamma, beta, eps).reshape(-1, features)
     dy = dy.reshape(-1, outputs)
-    if dy.is_cuda and dy.dtype in (torch.bfloat16, torch.float16):
+    if dy.is_cuda and dy.dtype in LOW_PRECISION:
         # Tensor cores multiply what they are given and add up in float32.
         torch.addmm(main_grad, dy.t(), z.to(dy.dtype), out_dtype=wide, out=main_grad)
     else:

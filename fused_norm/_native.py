@@ -83,7 +83,7 @@ class Extension:
 def cache_dir() -> Path:
     """Return the folder of built extensions: `FUSED_NORM_CACHE_DIR`, or one in the user's cache."""
     if explicit := os.environ.get("FUSED_NORM_CACHE_DIR"):
-        return Path(explicit)
+        return Path(explicit).absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "fused_norm"
 

@@ -108,8 +108,12 @@ def backward(
     rstd: Tensor,
     eps: float,
     mask: list[bool],
+    main_grad: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients that the mask asks for, None in place of the others."""
+    """Return the gradients that the mask asks for, None in place of the others.
+
+    Where there is a `main_grad` `[N, K]` in float32, the weight's gradient is added to it instead.
+    """
     dy, x, ln_weight, ln_bias, linear_weight = dense(
         grad_output, x, ln_weight, ln_bias, linear_weight
     )
@@ -122,17 +126,32 @@ def backward(
         kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]
     )
     matrices = dy.data_ptr(), x.data_ptr(), linear_weight.data_ptr()
-    if size < 0 or any(a % ALIGNMENT for a in matrices):
-        return _gpu.backward(dy, x, ln_weight, ln_bias, linear_weight, mean, rstd, eps, mask)
-    gradients = empty_gradients(x, ln_weight, ln_bias, linear_weight, mask)
+    accumulates = main_grad is not None
+    if (
+        size < 0
+        or any(a % ALIGNMENT for a in (*matrices, address(main_grad)))
+        or not (main_grad is None or main_grad.is_contiguous())
+    ):
+        inputs = (dy, x, ln_weight, ln_bias, linear_weight)
+        return _gpu.backward(*inputs, mean, rstd, eps, mask, main_grad)
+    gradients = empty_gradients(
+        x, ln_weight, ln_bias, linear_weight, [*mask[:3], mask[3] and not accumulates, mask[4]]
+    )
+    results = gradients.copy()
+    if accumulates:
+        # The kernel adds to both what it writes in float32.
+        results[3] = main_grad
+        results[4] = x.new_zeros(outputs, dtype=torch.float32) if mask[4] else None
     scratch = workspace(size, x.device)
     kernels.backward(
         launcher,
-        *map(address, gradients),
+        *map(address, results),
         *(matrices[0], matrices[1], address(ln_weight), address(ln_bias), matrices[2]),
         *(mean.data_ptr(), rstd.data_ptr(), scratch.data_ptr(), rows, outputs, features, eps),
-        *(affine_is_float32(ln_weight, ln_bias), False),
+        *(affine_is_float32(ln_weight, ln_bias), accumulates),
     )
+    if accumulates and gradients[4] is not None and results[4] is not None:
+        gradients[4].copy_(results[4])
     return gradients
 
 

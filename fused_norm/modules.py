@@ -145,8 +145,7 @@ class LayerNormLinear(nn.Module):
         accumulates = self.fuse_wgrad_accumulation and weight.requires_grad
         if not (accumulates and torch.is_grad_enabled()):
             return fused_layernorm_linear(x, gamma, beta, weight, self.bias, self.eps)
-        y = fused_layernorm_linear(x, gamma, beta, weight.detach(), self.bias, self.eps)
-        return accumulating(y, x, gamma, beta, weight, self.eps)
+        return accumulating(x, gamma, beta, weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""

@@ -145,6 +145,13 @@ def test_unwritable_cache(package: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         _native.build(tiny())
 
 
+def test_relative_folder(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(package)
+    monkeypatch.setenv("FUSED_NORM_CACHE_DIR", "some/cache")
+    assert _native.load(tiny()).answer() == 42
+    assert tiny().path.is_relative_to(package)
+
+
 def test_full_disk(package: Path) -> None:
     # A limit on the size of files stands in for the end of a disk.
     script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))" + LOAD
