@@ -123,7 +123,8 @@ def backward(
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernels, launcher, _ = _launcher(x.dtype, device, stream)
     size = _backward_workspace(
-        kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]
+        *(kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]),
+        torch.cuda.is_current_stream_capturing(),
     )
     matrices = dy.data_ptr(), x.data_ptr(), linear_weight.data_ptr()
     accumulates = main_grad is not None

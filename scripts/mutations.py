@@ -245,6 +245,14 @@ MUTATIONS = (
         HOPPER,
     ),
     Mutation(
+        "an output box is filled again before it has been read",
+        "gpu",
+        f"{SM90}/epilogue.mojo",
+        "store_wait_read[1 if columns > 64 else 0]()",
+        "store_wait_read[1]()",
+        HOPPER,
+    ),
+    Mutation(
         "a change of a folded weight goes unseen",
         "gpu",
         "fused_norm/_folds.py",

@@ -23,7 +23,8 @@ pytestmark = [
 ]
 
 # Rows, features, outputs. One tile; less than one; few rows; ragged in each size; tiles that two
-# blocks share; that two grids share, the second with fewer rows; more tiles than multiprocessors.
+# blocks share; that two grids share, the second with fewer rows; more tiles than multiprocessors;
+# many narrow tiles of one k block.
 SHAPES = [
     (128, 256, 256),
     (37, 72, 8),
@@ -36,6 +37,7 @@ SHAPES = [
     (8200, 264, 520),
     (193, 512, 256),
     (3000, 2048, 4104),
+    (37, 65536, 16),
 ]
 
 
@@ -63,7 +65,8 @@ class Products:
         self, dw: Guarded, db: Guarded | None, dy: Tensor, z: Tensor, accumulate: bool = False
     ) -> None:
         (rows, outputs), features = dy.shape, z.shape[1]
-        size = self.module.backward_workspace(self.own, rows, outputs, features, False, True)
+        sizes = (rows, outputs, features)
+        size = self.module.backward_workspace(self.own, *sizes, False, True, False)
         scratch = Guarded((max(size, outputs * (features + 1) * 4) // 4,), torch.float32, "cuda")
         self.module.weight_gradient(
             *(self.own, dw.tensor.data_ptr(), 0 if db is None else db.tensor.data_ptr()),

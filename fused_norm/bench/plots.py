@@ -38,6 +38,8 @@ METRICS = {
     "launch": "time of a call, launched one by one",
     "host": "host time of a call",
 }
+# Microseconds: below it a call is all launch, and the axis would be too long.
+LEAST_SHOWN = 0.1
 Value = Callable[[Measurement, Result], float | None]
 
 
@@ -205,36 +207,37 @@ def _time_figure(group: _Group, metric: str) -> Figure | None:
     height = 4.4
     figure = _figure(1.6 + 3.4 * len(modes), height)
     axes_of_modes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-    for axes, (mode, unsorted) in zip(axes_of_modes, modes.items(), strict=True):
+    for axes, (mode, measurements) in zip(axes_of_modes, modes.items(), strict=True):
         _style(axes, mode)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        measurements = sorted(unsorted, key=lambda m: (m.flops, m.bytes))
+        bounds = {
+            _name(measurement): least
+            for measurement in measurements
+            if (least := roofline(group.run, measurement)) and least >= LEAST_SHOWN
+        }
         for provider in group.providers():
             points = [
-                (measurement.flops, result.timings[metric].median)
+                (bounds[_name(measurement)], result.timings[metric].median)
                 for measurement in measurements
-                if (result := measurement.of(provider)) is not None and metric in result.timings
+                if (result := measurement.of(provider)) is not None
+                and metric in result.timings
+                and _name(measurement) in bounds
             ]
             if points:
-                look = _look(group, provider) | {"linestyle": "-", "linewidth": 0.7}
+                look = _look(group, provider)
                 look["markersize"] *= 0.75
                 axes.plot(*zip(*points, strict=True), **look)
-        bounds = [(m.flops, least) for m in measurements if (least := roofline(group.run, m))]
         if bounds:
-            axes.plot(
-                *zip(*bounds, strict=True),
-                color=INK,
-                linestyle=(0, (4, 2)),
-                linewidth=1.2,
-                zorder=1,
-                label="roofline",
-            )
-        axes.set_xlabel("floating-point operations", color=FAINT, fontsize=8)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: duration(y)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+            ends = min(bounds.values()), max(bounds.values())
+            style = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.2, "zorder": 1}
+            axes.plot(ends, ends, label="roofline", **style)
+        axes.set_xlabel("size: least time at the best rates of the run", color=FAINT, fontsize=8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda t, _: duration(t)))
+            axis.set_minor_formatter(NullFormatter())
     title = f"{OPS[group.op].title}: time against size"
-    subtitle = f"{METRICS[metric]}; the roofline is of the best rates seen in the run"
+    subtitle = f"{METRICS[metric]}; on the roofline a call would take its least time"
     _finish(figure, group, title, subtitle, height)
     return figure
 

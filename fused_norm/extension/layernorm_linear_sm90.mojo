@@ -312,7 +312,8 @@ def backward_workspace(
     var k = arguments.integer()
     var wants_sums = arguments.integer() != 0
     var wants_weight = arguments.integer() != 0
-    if not is_fast(launcher.gpu, m, n, k):
+    var in_graph = arguments.integer() != 0
+    if not is_fast(launcher.gpu, m, n, k, in_graph):
         return integer(-1)
     return integer(
         count_backward_workspace[DTYPE](
@@ -441,9 +442,9 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             backward_workspace,
             "backward_workspace",
             docstring=(
-                "backward_workspace(launcher, m, n, k, wants_sums, wants_weight)"
-                " -> bytes, or -1 where PyTorch's products are faster;"
-                " wants_sums with dgamma or dbeta"
+                "backward_workspace(launcher, m, n, k, wants_sums,"
+                " wants_weight, in_graph) -> bytes, or -1 where PyTorch's"
+                " products are faster; wants_sums with dgamma or dbeta"
             ),
         )
         builder.def_py_c_function(

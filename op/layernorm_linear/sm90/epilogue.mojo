@@ -199,9 +199,10 @@ def store_slice[
 
     comptime for box in range(columns // 64):
         comptime box_offset = (box & 1) * BOX_BYTES
-        # The store before the last one has read this box.
+        # The last store from this box has read it: the one before the last, but
+        # where a tile has only one box, the last.
         if lane == 0:
-            store_wait_read[1]()
+            store_wait_read[1 if columns > 64 else 0]()
         warp_sync()
         var box_address = row_address + UInt32(box_offset)
         comptime for group in range(0, 8, 2):

@@ -14,12 +14,14 @@ from .launch_weight_gradient import (
     weight_gradient_workspace,
 )
 
-# Up to so many products, a few microseconds on the device, what counts is how
-# soon the host has launched them.
+# Up to so many products, what counts is how soon one has begun after another:
+# in a graph on the device, else, with some tens of microseconds of work, on the
+# host.
 comptime _FEW_PRODUCTS = 500_000_000
+comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000
 
 
-def is_fast(gpu: Gpu, m: Int, n: Int, k: Int) -> Bool:
+def is_fast(gpu: Gpu, m: Int, n: Int, k: Int, in_graph: Bool) -> Bool:
     """Tells whether no other product is faster than those of the backward.
 
     Args:
@@ -27,11 +29,13 @@ def is_fast(gpu: Gpu, m: Int, n: Int, k: Int) -> Bool:
         m: Rows.
         n: Outputs.
         k: Features.
+        in_graph: Whether launches cost the host nothing.
 
     Returns:
         Whether both fill the device, or are so small that it does not matter.
     """
-    return m * n * k <= _FEW_PRODUCTS or (
+    var few = _FEW_PRODUCTS if in_graph else _FEW_PRODUCTS_LAUNCHED
+    return m * n * k <= few or (
         product_fills(gpu, m, k, n) and weight_gradient_fills(gpu, m, n, k)
     )
 
