@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--only", choices=("tests", "bench", "train", "mutate"))
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
     running.add_argument("--seconds", type=float, default=0.2, help="for each provider and shape")
+    running.add_argument("--steps", type=int, default=100, help="of each training (default: 100)")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
     options = parser.parse_args(arguments)
     if options.command == "pack":
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     failed = []
     if options.only == "train":
         left = options.limit - (time.perf_counter() - began)
-        if _train(options.out, environment, left):
+        if _train(options.out, environment, left, options.steps):
             failed.append("training")
     if options.only == "mutate":
         # Finds the kernels that `mutate.py --build` has put beside those of `pack`.
@@ -152,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _train(out: Path, environment: dict[str, str], limit: float) -> int:
+def _train(out: Path, environment: dict[str, str], limit: float, steps: int) -> int:
     """Train on one GPU, and on all of them with DDP and FSDP2 where there are several."""
     gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout.splitlines())
     runs = {"train": [sys.executable]}
@@ -162,7 +163,8 @@ def _train(out: Path, environment: dict[str, str], limit: float) -> int:
         runs = {"ddp": launch, "fsdp": launch}
     status = 0
     for name, launch in runs.items():
-        command = [*launch, "scripts/train.py", "--size", "large", "--folder", str(out / name)]
+        command = [*launch, "scripts/train.py", "--size", "large", "--steps", str(steps)]
+        command += ["--folder", str(out / name)]
         if name in ("ddp", "fsdp"):
             command += ["--parallel", name]
         status = _logged(command, environment, out / f"{name}.log", limit / len(runs)) or status

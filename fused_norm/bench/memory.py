@@ -81,14 +81,10 @@ def input_sets(
 def peak(step: Callable[[], object], device: torch.device) -> int | None:
     """Return the most bytes that one call held beyond what was there before it.
 
-    What the first calls keep, as compiled code or a folded weight, was there before.
-
     Args:
         step: The call.
         device: Where it runs.
     """
-    for _ in range(2):
-        step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
