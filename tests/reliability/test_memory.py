@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from accuracy import as_copies, make_inputs
-from torch import Tensor
+from torch import Tensor, nn
 
 import fused_norm as fn
 
@@ -180,6 +180,27 @@ class TestGpu:
             fn.fused_layernorm_linear(huge, *inputs[1:])
         torch.cuda.empty_cache()
         assert torch.equal(fn.fused_layernorm_linear(*inputs), expected)
+
+    def test_twelve_layers_hold_less_than_eagers(self) -> None:
+        """PyTorch keeps the rows before and after each LayerNorm for the backward, we the first."""
+        x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        pairs = [
+            (nn.LayerNorm(4096, **options), nn.Linear(4096, 4096, **options)) for _ in range(12)
+        ]
+        peaks = []
+        for layers in (
+            nn.Sequential(*(module for pair in pairs for module in pair)),
+            nn.Sequential(*(fn.LayerNormLinear.from_modules(*pair) for pair in pairs)),
+        ):
+            for _ in range(3):
+                layers.zero_grad(set_to_none=True)
+                x.grad = None
+                torch.cuda.reset_peak_memory_stats()
+                layers(x).sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated())
+            layers.zero_grad(set_to_none=True)
+        assert peaks[1] <= 0.75 * peaks[0], peaks
 
     @pytest.mark.slow
     @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="no compute-sanitizer")
