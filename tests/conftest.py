@@ -19,9 +19,18 @@ GPU = pytest.param(
     ],
 )
 
+# To a letter of _choices.py where no fold is kept, and where one may be.
+FORWARD_WAYS = {"folded": "ak", "composed": "cc", "torch": "tt"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption(
+        "--forward-way",
+        choices=list(FORWARD_WAYS),
+        help="how Hopper's forward runs, at every size: with a weight folded anew or kept, our "
+        "LayerNorm and our product, our LayerNorm and PyTorch's product (default: the fastest)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,6 +55,13 @@ def _poison() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _forward_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name := request.config.option.forward_way:
+        letters = FORWARD_WAYS[name]
+        monkeypatch.setattr("fused_norm._sm90.fastest", lambda *sizes: letters[sizes[-1]])
 
 
 @pytest.fixture(params=["cpu", GPU])
