@@ -13,6 +13,7 @@ call; where those products would leave much of the GPU idle, PyTorch's do them.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def forward(
     rows = x.numel() // features
     stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
     in_graph = torch.cuda.is_current_stream_capturing()
+    _prepare_products(parameters.device.index, in_graph)
     # In float16, sums far from zero lose more to the tensor cores than y to its rounding.
     may_fold = parameters.dtype is torch.bfloat16
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
@@ -120,11 +122,13 @@ def backward(
     outputs, features = linear_weight.shape
     rows = x.numel() // features
     device = x.device.index
+    in_graph = torch.cuda.is_current_stream_capturing()
+    _prepare_products(device, in_graph)
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernels, launcher, _ = _launcher(x.dtype, device, stream)
     size = _backward_workspace(
         *(kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]),
-        torch.cuda.is_current_stream_capturing(),
+        in_graph,
     )
     matrices = dy.data_ptr(), x.data_ptr(), linear_weight.data_ptr()
     accumulates = main_grad is not None
@@ -199,6 +203,24 @@ def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
         *(linear_weight.data_ptr(), parameters.ln_weight, parameters.ln_bias, parameters.bias),
         *(outputs, features, True, parameters.affine_is_float32),
     )
+
+
+class _Thread(threading.local):
+    prepared: frozenset[int] = frozenset()
+
+
+_thread = _Thread()
+
+
+def _prepare_products(device: int, in_graph: bool) -> None:
+    """Have PyTorch's products ready in this thread, before a graph that chooses them needs them.
+
+    Their library cannot begin within a capture, and calls made to warm up may all choose ours.
+    """
+    if device not in _thread.prepared and not in_graph:
+        with torch.cuda.device(device):
+            torch.cuda.current_blas_handle()
+        _thread.prepared |= {device}
 
 
 @functools.cache

@@ -87,6 +87,8 @@ MENDED = """
 again before the copy engine had read it: with 8 outputs and 32768 features or more, and rows few, \
 a tenth of dx was another column's | `epilogue.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
+| `poe mutate` there | a CUDA graph captured in a process that had used no cuBLAS failed: the way \
+chosen for graphs did | `_sm90.py` | `test_cuda_graph_of_nothing_else` |
 | packing kernels for that H200 | a relative `FUSED_NORM_CACHE_DIR` could not be built into | \
 `_native.py` | `test_relative_folder` |
 

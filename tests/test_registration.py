@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -415,6 +418,27 @@ class TestStreams:
 
     # PyTorch captures an empty graph of its own to begin with.
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+    def test_cuda_graph_of_nothing_else(self) -> None:
+        """Warmed up as PyTorch asks, in a process without another product of matrices."""
+        script = """
+        import torch, fused_norm as fn
+        layer = fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                layer(x).sum().backward()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, stream=side):
+            layer(x).sum().backward()
+        graph.replay()
+        torch.cuda.synchronize()
+        """
+        command = [sys.executable, "-c", textwrap.dedent(script)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+
     def test_reduce_overhead(self) -> None:
         layer = fn.LayerNormLinear(256, 128, device="cuda")
         compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
