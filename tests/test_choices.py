@@ -91,3 +91,26 @@ def test_forward_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward("kc") == ["composed"]
     monkeypatch.setattr(parameters, "dtype", torch.float16)
     assert forward("ka") == ["composed"]
+    monkeypatch.setattr(parameters, "dtype", torch.float32)
+    for allowed in (True, False, True):
+        monkeypatch.setattr(_sm90, "_may_use_tf32", lambda answer=allowed: answer)
+        assert forward("ka") == ["composed" if allowed else "torch"]
+    assert forward("kt") == ["torch"]
+
+
+def test_both_settings_for_tf32_are_read() -> None:
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    try:
+        for precision, allowed in (("high", True), ("highest", False), ("medium", True)):
+            torch.set_float32_matmul_precision(precision)
+            assert _sm90._may_use_tf32() == allowed
+        for allowed in (False, True):
+            setting.allow_tf32 = allowed
+            assert _sm90._may_use_tf32() == allowed
+        for precision, allowed in (("ieee", False), ("tf32", True)):
+            setting.fp32_precision = precision
+            assert _sm90._may_use_tf32() == allowed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        setting.fp32_precision = before
