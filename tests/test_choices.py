@@ -98,6 +98,7 @@ def test_forward_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward("kt") == ["torch"]
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API")
 def test_both_settings_for_tf32_are_read() -> None:
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
