@@ -38,3 +38,17 @@ def fastest(rows: int, features: int, outputs: int, in_graph: bool, has_fold: bo
     ways = FASTEST[min(FASTEST, key=distance)][2 * in_graph + (not has_fold)]
     nearest = min(range(len(ROWS)), key=lambda i: abs(math.log(rows / ROWS[i])))
     return ways[nearest]
+
+
+def fastest_in_tf32(rows: int, features: int, outputs: int) -> str:
+    """Return the letter of the way that is faster in tf32, `c` or `t`.
+
+    A tile of y in float32 takes twice as long to store: where many tiles have short sums, that
+    shows (docs/hopper-log.md, "float32").
+
+    Args:
+        rows: M.
+        features: K.
+        outputs: N.
+    """
+    return "t" if features <= 1024 and rows * outputs >= 2**24 else "c"

@@ -42,7 +42,6 @@ DTYPES = {
 CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
 GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
 HOPPER_EXTENSION = "layernorm_linear_sm90"
-HOPPER_DTYPES = {"bfloat16", "float16"}
 
 
 class BuildError(RuntimeError):
@@ -124,12 +123,9 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     if target == "cpu":
         return [Extension(name, dtype) for name in CPU_EXTENSIONS for dtype in dtypes]
     vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
-    wanted = [Extension(name, d, vendor + target) for name in GPU_EXTENSIONS for d in dtypes]
-    if target.endswith("sm_90a"):
-        wanted += [
-            Extension(HOPPER_EXTENSION, d, vendor + target) for d in HOPPER_DTYPES & {*dtypes}
-        ]
-    return [extension for extension in wanted if extension.dtype != "float64"]
+    names = GPU_EXTENSIONS + ((HOPPER_EXTENSION,) if target.endswith("sm_90a") else ())
+    kept = [dtype for dtype in dtypes if dtype != "float64"]
+    return [Extension(name, dtype, vendor + target) for name in names for dtype in kept]
 
 
 @functools.cache

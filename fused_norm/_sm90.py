@@ -8,6 +8,11 @@ have changed, and kept for calls that no gradient follows.
 
 The backward queues dz = dy W, the pass over dz and x, and dW = dy^T z with db on its way, in one
 call; where those products would leave much of the GPU idle, PyTorch's do them.
+
+float32 is multiplied here where PyTorch may do so in tf32, and normalised before: rounding x as it
+is to tf32 would lose a row whose mean is far from zero. In IEEE float32 PyTorch's product takes
+nearly all of the time, and no tensor core helps. The backward needs transposed operands, which
+there are not in tf32: both are left to the composed way.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _gpu, _native
-from fused_norm._choices import fastest
+from fused_norm._choices import fastest, fastest_in_tf32
 from fused_norm._folds import Fold, kept
 from fused_norm._memory import (
     address,
@@ -34,6 +39,7 @@ from fused_norm._parameters import Parameters
 
 # A box of the copy engine starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def serves(x: Tensor, linear_weight: Tensor) -> bool:
@@ -43,16 +49,19 @@ def serves(x: Tensor, linear_weight: Tensor) -> bool:
         x: Input of shape `[..., K]` on a GPU.
         linear_weight: Weight of shape `[N, K]`.
     """
-    if x.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x.device.index):
+    if x.dtype not in _DTYPES or not _is_hopper(x.device.index):
         return False
     outputs, features = linear_weight.shape
-    return not (outputs % 8 or features % 8)
+    elements = ALIGNMENT // x.element_size()
+    return not (outputs % elements or features % elements)
 
 
 def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
+    if parameters.dtype is torch.float32 and not _may_use_tf32():
+        return _gpu.forward(x, parameters, eps, statistics)
     outputs, features = parameters.outputs, parameters.features
     rows = x.numel() // features
     stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
@@ -68,7 +77,10 @@ def forward(
             if not fold.tensors:
                 _make(parameters, stream, fold)
             return folded(x, parameters, eps, statistics, stream, fold)
-    way = fastest(rows, features, outputs, in_graph, False)
+    if parameters.dtype is torch.float32:
+        way = fastest_in_tf32(rows, features, outputs)
+    else:
+        way = fastest(rows, features, outputs, in_graph, False)
     if way == "a" and may_fold:
         fold = Fold(())
         _make(parameters, stream, fold)
@@ -116,6 +128,9 @@ def backward(
 
     Where there is a `main_grad` `[N, K]` in float32, the weight's gradient is added to it instead.
     """
+    if x.dtype is torch.float32:
+        arguments = (grad_output, x, ln_weight, ln_bias, linear_weight, mean, rstd, eps, mask)
+        return _gpu.backward(*arguments)
     dy, x, ln_weight, ln_bias, linear_weight = dense(
         grad_output, x, ln_weight, ln_bias, linear_weight
     )
@@ -221,6 +236,16 @@ def _prepare_products(device: int, in_graph: bool) -> None:
         with torch.cuda.device(device):
             torch.cuda.current_blas_handle()
         _thread.prepared |= {device}
+
+
+def _may_use_tf32() -> bool:
+    """Return whether PyTorch may multiply float32 in tf32, however it was told so.
+
+    It may be told otherwise before the next call. `allow_tf32` raises an error where both of
+    PyTorch's settings were used.
+    """
+    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return precision == "tf32"
 
 
 @functools.cache

@@ -248,7 +248,7 @@ MUTATIONS = (
         "an output box is filled again before it has been read",
         "gpu",
         f"{SM90}/epilogue.mojo",
-        "store_wait_read[1 if columns > 64 else 0]()",
+        "store_wait_read[1 if columns > box_columns else 0]()",
         "store_wait_read[1]()",
         HOPPER,
     ),

@@ -58,6 +58,9 @@ zeros gives.
 - **Hopper, bfloat16**, where the fused way is taken: not the normalised rows are rounded, but
   `linear_weight` times `ln_weight`, less each row's mean. rstd, mean and biases are applied to
   float32 sums. The backward is that of any GPU.
+- **Hopper, float32**, where PyTorch may use tf32 (`torch.backends.cuda.matmul.fp32_precision`):
+  normalised rows and weights are rounded to tf32, to nearest, on their way to the tensor cores,
+  and summed in float32. x itself is never rounded: at mean/std = 1000 nothing would be left.
 - **MAX graphs**: on a CPU the same kernels and the same bits; on a GPU the same LayerNorm kernels
   around the vendor's BLAS, without TF32.
 

@@ -62,6 +62,7 @@ def _forward_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if name := request.config.option.forward_way:
         letters = FORWARD_WAYS[name]
         monkeypatch.setattr("fused_norm._sm90.fastest", lambda *sizes: letters[sizes[-1]])
+        monkeypatch.setattr("fused_norm._sm90.fastest_in_tf32", lambda *_: letters[0])
 
 
 @pytest.fixture(params=["cpu", GPU])

@@ -61,6 +61,7 @@ def test_forward_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
     for way in ("folded", "composed"):
         monkeypatch.setattr(_sm90, way, going(way))
+    monkeypatch.setattr(_sm90, "_prepare_products", lambda *_: None)
     monkeypatch.setattr(_sm90._gpu, "forward", going("torch"))
     monkeypatch.setattr(_sm90, "_make", going("fold"))
 
@@ -91,3 +92,34 @@ def test_forward_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward("kc") == ["composed"]
     monkeypatch.setattr(parameters, "dtype", torch.float16)
     assert forward("ka") == ["composed"]
+    monkeypatch.setattr(parameters, "dtype", torch.float32)
+    for allowed in (True, False, True):
+        monkeypatch.setattr(_sm90, "_may_use_tf32", lambda answer=allowed: answer)
+        assert forward("ka") == ["composed" if allowed else "torch"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [((8192, 4096, 4096), "c"), ((16384, 1024, 1024), "t"), ((1024, 768, 2304), "c")],
+)
+def test_choice_in_tf32(shape: tuple[int, int, int], way: str) -> None:
+    assert _choices.fastest_in_tf32(*shape) == way
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API")
+def test_both_settings_for_tf32_are_read() -> None:
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    try:
+        for precision, allowed in (("high", True), ("highest", False), ("medium", True)):
+            torch.set_float32_matmul_precision(precision)
+            assert _sm90._may_use_tf32() == allowed
+        for allowed in (False, True):
+            setting.allow_tf32 = allowed
+            assert _sm90._may_use_tf32() == allowed
+        for precision, allowed in (("ieee", False), ("tf32", True)):
+            setting.fp32_precision = precision
+            assert _sm90._may_use_tf32() == allowed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        setting.fp32_precision = before

@@ -5,21 +5,29 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import check, make_inputs
 from torch import Tensor
 
-from fused_norm import _native
+import fused_norm as fn
+from fused_norm import _gpu, _native, _parameters, _sm90
 
 ROOT = Path(__file__).parents[1]
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
-# A product's error is its rounding to the dtype; 1.2 leaves room for the tensor cores' sums.
-ROUNDING = {torch.bfloat16: 1.2 * 1.67e-3, torch.float16: 1.2 * 2.1e-4}
+# A product's error is its rounding to the dtype, or that of both operands to tf32, to nearest; 1.2
+# leaves room for the tensor cores' sums.
+ROUNDING = {
+    torch.bfloat16: 1.2 * 1.67e-3,
+    torch.float16: 1.2 * 2.1e-4,
+    torch.float32: 1.2 * 2.9e-4,
+}
 
 gpu = [
     pytest.mark.gpu,
@@ -100,6 +108,10 @@ class Kernels:
         return y, mean, rstd
 
 
+# float32 has no kernels but these.
+with_float32 = pytest.mark.parametrize("kernels", [*DTYPES, torch.float32], indirect=True, ids=str)
+
+
 @pytest.fixture(params=DTYPES, ids=str)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return Kernels(request.param)
@@ -139,6 +151,7 @@ SHAPES = [
 class TestOnHopper:
     pytestmark = gpu
 
+    @with_float32
     def test_product(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
         dtype = kernels.dtype
         m, k, n = shape
@@ -146,6 +159,7 @@ class TestOnHopper:
         y = kernels.gemm(x, w)
         assert error(y, x.double() @ w.double().t()) < ROUNDING[dtype]
 
+    @with_float32
     def test_composed(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
         dtype = kernels.dtype
         m, k, n = shape
@@ -209,6 +223,93 @@ def check_statistics(x: Tensor, mean: Tensor, rstd: Tensor) -> None:
     assert ((rstd.double() - true_rstd).abs() <= 1e-6 * true_rstd).all()
     off = (mean.double() - true_mean).abs()
     assert (off <= 1e-6 * (true_mean.abs() + 1 / true_rstd)).all()
+
+
+def tf32(t: Tensor) -> Tensor:
+    """Return t rounded to 10 bits of mantissa, to nearest."""
+    bits = t.view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.fixture
+def allow_tf32() -> Iterator[Callable[[bool], None]]:
+    """Allow tf32 during a test; the function that it gets allows and forbids it."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+
+    def allow(whether: bool) -> None:
+        setting.fp32_precision = "tf32" if whether else "ieee"
+
+    allow(True)
+    yield allow
+    setting.fp32_precision = before
+
+
+def composed(inputs: list[Tensor | None]) -> Tensor:
+    """Return what our LayerNorm and our product make of float32, whatever would be faster."""
+    x, *tensors = inputs
+    stream = torch.cuda.current_stream().cuda_stream
+    return _sm90.composed(x, _parameters.of(*tensors), EPS, False, stream)[0]
+
+
+def misaligned(t: Tensor) -> Tensor:
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view_as(t)
+
+
+class TestTf32:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("mean", [0.0, 1000.0])
+    @pytest.mark.parametrize(
+        "shape",
+        # K and N that are not multiples of 8 or of the k block; each kernel for few rows and many.
+        [(1, 4096, 4096), (64, 4096, 4096), (17, 68, 132), (8192, 1024, 1028), (1000, 1036, 132)],
+    )
+    def test_error_is_that_of_eager(
+        self, shape: tuple[int, ...], mean: float, allow_tf32: object
+    ) -> None:
+        inputs = make_inputs(*shape, device="cuda", mean=mean)
+        for bias in (inputs[4], None):
+            case = [*inputs[:4], bias]
+            x, gamma, beta, w, _ = (None if t is None else t.double() for t in case)
+            z = F.layer_norm(x, x.shape[-1:], gamma, beta, EPS)
+            wide_bias = None if bias is None else bias.double()
+            truth = F.linear(z, w, wide_bias)
+            eager = F.linear(F.layer_norm(*case[:1], x.shape[-1:], *case[1:3], EPS), *case[3:])
+            # cuBLAS takes IEEE float32 for a single row.
+            ideal = F.linear(tf32(z.float()).double(), tf32(case[3]).double(), wide_bias)
+            bar = 1.05 * max(error(eager, truth), error(ideal, truth))
+            assert error(composed(case), truth) <= bar
+            assert error(fn.fused_layernorm_linear(*case), truth) <= bar
+
+    @pytest.mark.parametrize("which", [0, 3, 4])
+    def test_misaligned(self, which: int, allow_tf32: object) -> None:
+        inputs = make_inputs(64, 256, 512, device="cuda")
+        x, gamma, beta, w, bias = (t.double() for t in inputs)
+        truth = F.linear(F.layer_norm(x, (256,), gamma, beta, EPS), w, bias)
+        inputs[which] = misaligned(inputs[which])
+        # x may lie anywhere: only the LayerNorm kernel reads it. The others are left to cuBLAS.
+        assert error(composed(inputs), truth) < (1e-3 if which else ROUNDING[torch.float32])
+
+    def test_sizes_beyond_the_copy_engine(self, allow_tf32: object) -> None:
+        check(make_inputs(33, 70, 30, device="cuda"))
+
+    def test_gradients(self, allow_tf32: object) -> None:
+        check(make_inputs((3, 40), 256, 512, device="cuda", requires_grad=True))
+
+    def test_setting_is_honoured_at_once(self, allow_tf32: Callable[[bool], None]) -> None:
+        inputs = make_inputs(64, 1024, 1024, device="cuda")
+        x, gamma, beta, w, bias = (t.double() for t in inputs)
+        truth = F.linear(F.layer_norm(x, (1024,), gamma, beta, EPS), w, bias)
+        for allowed in (True, False, True, False):
+            allow_tf32(allowed)
+            y = fn.fused_layernorm_linear(*inputs)
+            if allowed:
+                assert 1e-5 < error(y, truth) < ROUNDING[torch.float32]
+            else:
+                assert error(y, truth) < 3e-6
+                ieee = _gpu.forward(inputs[0], _parameters.of(*inputs[1:]), EPS, False)[0]
+                assert torch.equal(y, ieee)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -279,8 +380,13 @@ def ptxas() -> str | None:
     return str(bundled) if bundled.exists() else None
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_spills_and_no_serialised_products(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "operands", "count"),
+    [("bfloat16", "bf16.bf16", 30), ("float16", "f16.f16", 30), ("float32", "tf32.tf32", 10)],
+)
+def test_no_spills_and_no_serialised_products(
+    dtype: str, operands: str, count: int, tmp_path: Path
+) -> None:
     """Costs that no numerical test sees: spilled registers, wgmma that wait for each other."""
     assembler = ptxas()
     if assembler is None or not shutil.which("mojo"):
@@ -298,8 +404,10 @@ def test_no_spills_and_no_serialised_products(dtype: str, tmp_path: Path) -> Non
     )
     assert "warning" not in built.stderr
     kernels = sorted(tmp_path.glob("*fused_norm_*.ptx"))
-    assert len(kernels) == 30
+    assert len(kernels) == count
     for kernel in kernels:
+        multiplies = "matrix" in kernel.name or "few_rows" in kernel.name
+        assert (f".f32.{operands} " in kernel.read_text()) == multiplies
         result = subprocess.run(
             [assembler, "-v", "-arch=sm_90a", "-o", str(tmp_path / "cubin"), str(kernel)],
             capture_output=True,

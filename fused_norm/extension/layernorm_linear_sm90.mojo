@@ -3,7 +3,11 @@
 Built once per dtype: mojo build -I . -D dtype=bfloat16 --emit shared-lib
 --target-accelerator=nvidia:sm_90a. Addresses are data pointers; all matrices
 are contiguous, start at multiples of 16 bytes, and have rows of a multiple of
-8 elements. Nothing here checks that.
+16 bytes. Nothing here checks that.
+
+float32 is multiplied as tf32, of which tensor cores take no transposed
+operands, and whose rounding of x would show where its mean is large: there is
+no fold, and no backward.
 """
 
 from std.os import abort
@@ -35,6 +39,7 @@ from op.rowwise.layernorm import LayerNorm
 from op.rowwise.operands import Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
+comptime IS_TF32 = DTYPE == DType.float32
 
 
 @fieldwise_init
@@ -119,10 +124,12 @@ def gemm(
     var transposed = arguments.integer() != 0
     try:
         comptime for w_transposed in [False, True]:
-            if transposed == w_transposed:
-                launch_product[DTYPE, w_transposed](
-                    launcher.gpu, y, x, w, m, n, k
-                )
+            # tf32 has no transposed operands.
+            comptime if not (w_transposed and IS_TF32):
+                if transposed == w_transposed:
+                    launch_product[DTYPE, w_transposed](
+                        launcher.gpu, y, x, w, m, n, k
+                    )
         return integer(0)
     except error:
         return failure(error)
@@ -410,44 +417,6 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             ),
         )
         builder.def_py_c_function(
-            weight_gradient,
-            "weight_gradient",
-            docstring=(
-                "weight_gradient(launcher, dw, db, dy, z, workspace, m, n, k,"
-                " float32, accumulate) -> 0; db is 0 if it is not wanted; the"
-                " workspace is that of the backward less dz; with float32, dw"
-                " and db are, and can be added to"
-            ),
-        )
-        builder.def_py_c_function(
-            forward,
-            "forward",
-            docstring=(
-                "forward(launcher, y, mean, rstd, x, wc, s, c, m, n, k, eps)"
-                " -> 0; y, mean and rstd are written"
-            ),
-        )
-        builder.def_py_c_function(
-            backward,
-            "backward",
-            docstring=(
-                "backward(launcher, dx, dgamma, dbeta, dw, db, dy, x, gamma,"
-                " beta, w, mean, rstd, workspace, m, n, k, eps,"
-                " affine_is_float32, accumulates) -> 0; gradients are 0 where"
-                " none is wanted; dw, and db beside it, are float32 and added"
-                " to if it accumulates"
-            ),
-        )
-        builder.def_py_c_function(
-            backward_workspace,
-            "backward_workspace",
-            docstring=(
-                "backward_workspace(launcher, m, n, k, wants_sums,"
-                " wants_weight, in_graph) -> bytes, or -1 where PyTorch's"
-                " products are faster; wants_sums with dgamma or dbeta"
-            ),
-        )
-        builder.def_py_c_function(
             composed_forward,
             "composed_forward",
             docstring=(
@@ -457,20 +426,59 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
                 " is none"
             ),
         )
-        builder.def_py_c_function(
-            stats,
-            "stats",
-            docstring="stats(launcher, mean, rstd, x, m, k, eps) -> 0",
-        )
-        builder.def_py_c_function(
-            fold,
-            "fold",
-            docstring=(
-                "fold(launcher, wc, s, c, w, gamma, beta, bias, n, k, centred,"
-                " affine_is_float32) -> 0; gamma, beta and bias are 0 where"
-                " there is none"
-            ),
-        )
+        comptime if not IS_TF32:
+            builder.def_py_c_function(
+                weight_gradient,
+                "weight_gradient",
+                docstring=(
+                    "weight_gradient(launcher, dw, db, dy, z, workspace, m, n,"
+                    " k, float32, accumulate) -> 0; db is 0 if it is not"
+                    " wanted; the workspace is that of the backward less dz;"
+                    " with float32, dw and db are, and can be added to"
+                ),
+            )
+            builder.def_py_c_function(
+                forward,
+                "forward",
+                docstring=(
+                    "forward(launcher, y, mean, rstd, x, wc, s, c, m, n, k,"
+                    " eps) -> 0; y, mean and rstd are written"
+                ),
+            )
+            builder.def_py_c_function(
+                backward,
+                "backward",
+                docstring=(
+                    "backward(launcher, dx, dgamma, dbeta, dw, db, dy, x,"
+                    " gamma, beta, w, mean, rstd, workspace, m, n, k, eps,"
+                    " affine_is_float32, accumulates) -> 0; gradients are 0"
+                    " where none is wanted; dw, and db beside it, are float32"
+                    " and added to if it accumulates"
+                ),
+            )
+            builder.def_py_c_function(
+                backward_workspace,
+                "backward_workspace",
+                docstring=(
+                    "backward_workspace(launcher, m, n, k, wants_sums,"
+                    " wants_weight, in_graph) -> bytes, or -1 where PyTorch's"
+                    " products are faster; wants_sums with dgamma or dbeta"
+                ),
+            )
+            builder.def_py_c_function(
+                stats,
+                "stats",
+                docstring="stats(launcher, mean, rstd, x, m, k, eps) -> 0",
+            )
+            builder.def_py_c_function(
+                fold,
+                "fold",
+                docstring=(
+                    "fold(launcher, wc, s, c, w, gamma, beta, bias, n, k,"
+                    " centred, affine_is_float32) -> 0; gamma, beta and bias"
+                    " are 0 where there is none"
+                ),
+            )
         return builder.finalize()
     except e:
         abort(t"failed to create layernorm_linear_sm90: {e}")

@@ -1,6 +1,6 @@
 """The shape of a block's work, and where its pieces lie in shared memory."""
 
-from .wgmma import K_BLOCK
+from .wgmma import ROW_BYTES
 
 comptime THREADS = 384
 """Threads of a block: one producer and two consumer warpgroups."""
@@ -8,8 +8,8 @@ comptime CONSUMERS = 2
 """Consumer warpgroups."""
 comptime CONSUMER_WARPS = 4 * CONSUMERS
 """Warps that multiply and store."""
-comptime BOX_BYTES = 2048
-"""Bytes of an output box: 16 rows of 64 columns of 16 bits."""
+comptime BOX_BYTES = 16 * ROW_BYTES
+"""Bytes of an output box: 16 swizzled rows."""
 
 
 @fieldwise_init
@@ -86,7 +86,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The bytes.
         """
-        return self.rows() * K_BLOCK * 2
+        return self.rows() * ROW_BYTES
 
     @always_inline
     def w_bytes(self) -> Int:
@@ -95,7 +95,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The bytes.
         """
-        return self.columns * K_BLOCK * 2
+        return self.columns * ROW_BYTES
 
     @always_inline
     def vector_bytes(self) -> Int:

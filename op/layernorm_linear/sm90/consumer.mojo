@@ -120,12 +120,14 @@ def consume[
             gathers = config.gather and place[0] != known
         if gathers:
             comptime if config.x_transposed:
-                accumulator = multiplier.start[True](at, previous, sums, blocks)
+                accumulator = multiplier.start[config.gather](
+                    at, previous, sums, blocks
+                )
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
                 row_sum = sums.finish(shared.vectors(), consumer, thread)
             else:
-                accumulator = multiplier.start[True](
+                accumulator = multiplier.start[config.gather](
                     at, previous, statistics, blocks
                 )
                 known = place[0]

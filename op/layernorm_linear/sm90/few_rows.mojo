@@ -18,7 +18,13 @@ from max.gpu.primitives import warp
 
 from .arguments import Arguments
 from .config import Ring
-from .epilogue import BIASED, CORRECTED, RowFactors, shared_pair
+from .epilogue import (
+    BIASED,
+    CORRECTED,
+    RowFactors,
+    shared_pair,
+    store_shared_pair,
+)
 from .gather import RowSums
 from .ptx import (
     cluster_arrive,
@@ -37,9 +43,11 @@ from .ptx import (
 )
 from .wgmma import (
     K_BLOCK,
+    ROW_BYTES,
     multiply_first,
     multiply_next,
     operand_descriptor,
+    row_elements,
     wait_all,
     wait_previous,
 )
@@ -51,7 +59,7 @@ comptime FEW_CLUSTER = 2
 comptime FEW_OUTPUTS = 64
 """Rows of the weight, columns of y, that a cluster serves."""
 comptime _STAGES = 12
-comptime _W_BYTES = FEW_OUTPUTS * K_BLOCK * 2
+comptime _W_BYTES = FEW_OUTPUTS * ROW_BYTES
 
 
 def few_rows_shared_bytes(rows: Int) -> Int:
@@ -64,7 +72,7 @@ def few_rows_shared_bytes(rows: Int) -> Int:
         The bytes.
     """
     return (
-        _STAGES * (_W_BYTES + rows * K_BLOCK * 2)
+        _STAGES * (_W_BYTES + rows * ROW_BYTES)
         + FEW_OUTPUTS * rows * 4
         + 2 * 2 * rows * 4
         + 2 * _STAGES * 8
@@ -89,15 +97,6 @@ def _store_remote(address: UInt32, value: Float32):
         NoneType,
         constraints="r,f,~{memory}",
     ](address, value)
-
-
-@always_inline
-def _store_pair(address: UInt32, factors: RowFactors):
-    inlined_assembly[
-        "st.shared.v2.f32 [$0], {$1, $2};",
-        NoneType,
-        constraints="r,f,f,~{memory}",
-    ](address, factors.mean, factors.rstd)
 
 
 @always_inline
@@ -136,7 +135,8 @@ def few_rows_kernel[
     """Computes 64 columns of y per cluster.
 
     Parameters:
-        dtype: Type of x, w and y: bfloat16 or float16.
+        dtype: Type of x, w and y: bfloat16, float16, or float32, multiplied as
+            tf32 and then neither transposed nor gathered.
         rows: Most rows of x, a multiple of 8.
         w_transposed: Whether w is stored as [k, n].
         mode: Epilogue, `PLAIN`, `CORRECTED` or `BIASED`.
@@ -144,15 +144,15 @@ def few_rows_kernel[
             them; k is a multiple of the k block then.
 
     Args:
-        w_map: Tensor map of w, boxes of 64 by 64.
-        x_map: Tensor map of x [m, k], boxes of rows by 64.
+        w_map: Tensor map of w, boxes of 64 by a k block.
+        x_map: Tensor map of x [m, k], boxes of rows by a k block.
         y: Receives y [m, n].
         arguments: Sizes, k more than one k block; and the vectors that go with
             the matrices.
     """
     var m = arguments.m
     var n = arguments.n
-    comptime x_bytes = rows * K_BLOCK * 2
+    comptime x_bytes = rows * ROW_BYTES
     comptime registers = rows // 2
     var base = UInt32(
         Int(
@@ -183,7 +183,8 @@ def few_rows_kernel[
     cluster_arrive()
     cluster_wait()
 
-    var blocks = UInt32(arguments.k + Int32(K_BLOCK - 1)) // UInt32(K_BLOCK)
+    comptime k_block = row_elements[dtype]()
+    var blocks = UInt32(arguments.k + Int32(k_block - 1)) // UInt32(k_block)
     var half = (blocks + 1) // 2
     var first = rank * half
     var last = min(blocks, first + half)
@@ -195,7 +196,7 @@ def few_rows_kernel[
                 var barrier = full + at.slot * 8
                 mbarrier_wait(empty + at.slot * 8, at.parity)
                 mbarrier_expect_bytes(barrier, Int32(_W_BYTES + x_bytes))
-                var k = Int32(block) * K_BLOCK
+                var k = Int32(block) * Int32(k_block)
                 var output = Int32(first_output)
                 load_tile(
                     base + at.slot * _W_BYTES,
@@ -289,7 +290,7 @@ def few_rows_kernel[
                 sizes,
                 arguments.eps,
             )
-            _store_pair(statistics + thread * 8, own)
+            store_shared_pair(statistics + thread * 8, {own.mean, own.rstd})
             if first_output == 0 and thread < UInt32(m):
                 var row = Int(thread)
                 arguments.mean.unsafe_offset(row).unsafe_store(own.mean)

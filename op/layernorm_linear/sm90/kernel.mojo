@@ -37,7 +37,7 @@ from .ptx import (
     wait_on_earlier_grids,
 )
 from .tiles import Tiles
-from .wgmma import K_BLOCK
+from .wgmma import row_elements
 
 
 @always_inline
@@ -75,17 +75,18 @@ def matrix_kernel[
     """Computes tiles of y until there are none left.
 
     Parameters:
-        dtype: Type of x, w and y: bfloat16 or float16.
+        dtype: Type of x, w and y: bfloat16, float16, or float32, multiplied as
+            tf32 and then neither transposed nor gathered.
         config: Compile-time choices.
         mode: Epilogue, `PLAIN`, `CORRECTED`, `WIDE` or `BIASED`.
 
     Args:
-        x_map: Tensor map of x [m, k], boxes of config.rows() by 64; of a
-            transposed x [k, m], boxes of 64 by 64.
-        w_map: Tensor map of w [n, k], boxes of config.columns / sharers by 64;
-            of a transposed w [k, n], boxes of 64 by 64.
-        y_map: Tensor map of y [m, n], boxes of 16 by 64; in mode `WIDE` not
-            read.
+        x_map: Tensor map of x [m, k], boxes of config.rows() by a k block;
+            of a transposed x [k, m], boxes of 64 by 64.
+        w_map: Tensor map of w [n, k], boxes of config.columns / sharers by a
+            k block; of a transposed w [k, n], boxes of 64 by 64.
+        y_map: Tensor map of y [m, n], boxes of 16 rows of 128 bytes; in mode
+            `WIDE` not read.
         arguments: What goes with the matrices.
     """
     comptime assert not config.gather or config.slices == 1
@@ -141,7 +142,7 @@ def matrix_kernel[
         UInt32(grid_dim.x) // UInt32(cluster),
     )
     var first_block = UInt32(0)
-    var blocks = _ceildiv(arguments.k, K_BLOCK)
+    var blocks = _ceildiv(arguments.k, row_elements[dtype]())
     var rank_of_sharers = rank
     comptime if config.split:
         rank_of_sharers = 0
@@ -151,7 +152,7 @@ def matrix_kernel[
     if warp_in_block < 4:
         registers_lower[24]()
         if thread == 0:
-            produce[config, mode](
+            produce[dtype, config, mode](
                 shared,
                 tiles,
                 rank_of_sharers,

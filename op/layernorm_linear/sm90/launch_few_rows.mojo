@@ -13,7 +13,7 @@ from .few_rows import (
     few_rows_shared_bytes,
 )
 from .launch_matrix import beside_earlier
-from .tensor_map import operand_map, tensor_map
+from .tensor_map import operand_map
 from .wgmma import K_BLOCK
 
 # Rows that kernels are made for.
@@ -40,7 +40,7 @@ def launch_few_rows[
     """Queues y = epilogue(x @ w^T) for few rows of x.
 
     Parameters:
-        dtype: Type of x, w and y: bfloat16 or float16.
+        dtype: Type of x, w and y: bfloat16, float16, or float32 as tf32.
         w_transposed: Whether w is stored as [k, n].
         mode: Epilogue, `PLAIN`, `CORRECTED` or `BIASED`.
         gathers: Whether the kernel takes the row statistics; k % 64 == 0 then.
@@ -72,7 +72,7 @@ def launch_few_rows[
             gpu.stream.enqueue_function(
                 kernel,
                 operand_map[dtype, w_transposed](ctx, w, n, k, FEW_OUTPUTS),
-                tensor_map[dtype](ctx, x, m, k, rows),
+                operand_map[dtype, False](ctx, x, m, k, rows),
                 Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=y),
                 arguments,
                 grid_dim=ceildiv(n, FEW_OUTPUTS) * FEW_CLUSTER,

@@ -54,8 +54,8 @@ def launch_matrix[
     """Queues y = epilogue(x @ w^T).
 
     Parameters:
-        dtype: Type of x and w, bfloat16 or float16; and of y, unless in mode
-            `WIDE`.
+        dtype: Type of x and w, bfloat16, float16 or float32 as tf32; and of y,
+            unless in mode `WIDE`.
         config: Compile-time choices; they say which operands are transposed.
         mode: Epilogue.
 

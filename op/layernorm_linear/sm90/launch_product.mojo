@@ -117,7 +117,7 @@ def launch_best_matrix[
     """Queues y = epilogue(x @ w^T) in the best shape of the matrix kernel.
 
     Parameters:
-        dtype: Type of x, w and y: bfloat16 or float16.
+        dtype: Type of x, w and y: bfloat16, float16, or float32 as tf32.
         w_transposed: Whether w is stored as [k, n].
         mode: Epilogue, `PLAIN`, `CORRECTED` or `BIASED`.
 
@@ -156,7 +156,7 @@ def launch_product[
     """Queues y = x @ w^T + bias.
 
     Parameters:
-        dtype: Type of x, w and y: bfloat16 or float16.
+        dtype: Type of x, w and y: bfloat16, float16, or float32 as tf32.
         w_transposed: Whether w is stored as [k, n].
         mode: `BIASED`, or `PLAIN` for no bias.
 
@@ -166,8 +166,8 @@ def launch_product[
         x: Address of x [m, k].
         w: Address of w [n, k] or [k, n].
         m: Rows of x, at least 1.
-        n: Columns of y, a multiple of 8.
-        k: Length of the sums, a multiple of 8.
+        n: Columns of y, a multiple of 16 bytes.
+        k: Length of the sums, a multiple of 16 bytes.
         bias: Address of the bias [n], a multiple of 16.
 
     Raises:

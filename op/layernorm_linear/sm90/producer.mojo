@@ -1,6 +1,7 @@
 """The thread that keeps the ring filled."""
 
 from std.memory import OpaquePointer
+from std.sys import size_of
 
 from .arguments import Arguments
 from .config import Config, Ring, Shared
@@ -13,7 +14,7 @@ from .ptx import (
     mbarrier_wait,
 )
 from .tiles import Tiles
-from .wgmma import K_BLOCK, SLICE_BYTES
+from .wgmma import SLICE_BYTES, row_elements
 
 
 @always_inline
@@ -42,7 +43,7 @@ def _load[
 
 @always_inline
 def produce[
-    config: Config, mode: Int
+    dtype: DType, config: Config, mode: Int
 ](
     shared: Shared[config],
     tiles: Tiles,
@@ -56,6 +57,7 @@ def produce[
     """Copies the operands of all tiles of this block, in order.
 
     Parameters:
+        dtype: Type of the operands and of the bias.
         config: Compile-time choices.
         mode: Epilogue.
 
@@ -89,7 +91,7 @@ def produce[
             mbarrier_expect_bytes(
                 full, Int32(config.x_bytes() + config.w_bytes())
             )
-            var k = Int32(block) * K_BLOCK
+            var k = Int32(block) * Int32(row_elements[dtype]())
             _load[config.rows(), config.x_transposed](
                 shared.x_tile(at.slot), x_map, full, row, k
             )
@@ -107,14 +109,18 @@ def produce[
         # By now the consumers are past the tile before, whose vectors these
         # replace.
         comptime if mode == BIASED:
-            var bytes = min(Int32(columns), arguments.n - column) * 2
+            comptime size = size_of[dtype]()
+            var bytes = min(Int32(columns), arguments.n - column) * Int32(size)
             var full = shared.vectors_full()
             mbarrier_wait(shared.vectors_empty(), parity)
             parity ^= 1
             mbarrier_expect_bytes(full, bytes)
             load_bytes(
                 shared.vectors(),
-                {unsafe_from_address = Int(arguments.bias) + 2 * Int(column)},
+                {
+                    unsafe_from_address = Int(arguments.bias)
+                    + size * Int(column)
+                },
                 bytes,
                 full,
             )

@@ -9,7 +9,7 @@ from std.collections.string.string_span import (
     _get_kgen_string,
     get_static_string,
 )
-from std.sys import _RegisterPackType, inlined_assembly
+from std.sys import _RegisterPackType, inlined_assembly, size_of
 
 comptime Accumulator[count: Int] = _RegisterPackType[
     *TypeList.splat[Trait=TrivialRegisterPassable, count=count, type=Float32]()
@@ -20,10 +20,13 @@ Parameters:
     count: How many.
 """
 
-comptime K_BLOCK = 64
-"""Elements of K in one block: a 128-byte swizzled row of 16-bit elements."""
+comptime ROW_BYTES = 128
+"""Bytes of a swizzled row: those of K in one block, or of y in one box."""
 
-comptime SLICE_BYTES = 64 * K_BLOCK * 2
+comptime K_BLOCK = ROW_BYTES // 2
+"""Elements of K in one block, of 16 bits each."""
+
+comptime SLICE_BYTES = 64 * ROW_BYTES
 """Bytes of 64 rows of an operand's k block, however they are stored."""
 
 # Rows of 128 bytes in groups of eight, 1024 bytes from group to group, 128-byte
@@ -31,6 +34,18 @@ comptime SLICE_BYTES = 64 * K_BLOCK * 2
 # elements across K fill a row, and the next 64 lie a whole slice further. That
 # leading offset has no meaning otherwise.
 comptime _DESCRIPTOR_HIGH = (1 << 30) | (1024 >> 4)
+
+
+def row_elements[dtype: DType]() -> Int:
+    """Counts the elements of a swizzled row.
+
+    Parameters:
+        dtype: Their type.
+
+    Returns:
+        The elements.
+    """
+    return ROW_BYTES // size_of[dtype]()
 
 
 @always_inline
@@ -51,9 +66,12 @@ def operand_descriptor[transposed: Bool](address: UInt32) -> UInt32:
     return ((address & 0x3FFFF) >> 4) | UInt32(leading << 16)
 
 
+comptime _STEP_BYTES = 32
+
+
 def _step(transposed: Bool) -> Int:
-    # From one product to the next, 16 elements of K further.
-    return (16 * 128 if transposed else 16 * 2) >> 4
+    # From one product to the next, 16 elements of K further; or 8 of 32 bits.
+    return (16 * ROW_BYTES if transposed else _STEP_BYTES) >> 4
 
 
 def _list(prefix: String, first: Int, count: Int) -> String:
@@ -77,9 +95,12 @@ def _multiply_text[
     var count = slices * n // 2
     # Operands: outputs, tied inputs, then the descriptors' low halves.
     var first = 2 * count if tied else count
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
+    comptime is_tf32 = dtype == DType.float32
+    comptime kind = "k8.f32.tf32.tf32" if is_tf32 else (
+        "k16.f32.bf16.bf16" if dtype == DType.bfloat16 else "k16.f32.f16.f16"
+    )
     var text = String("{\n.reg .b64 a, b;\nwgmma.fence.sync.aligned;\n")
-    for step in range(K_BLOCK // 16):
+    for step in range(ROW_BYTES // _STEP_BYTES):
         for slice in range(slices):
             text += String(
                 "{\n.reg .b32 u, v;\nadd.u32 u, $",
@@ -96,19 +117,12 @@ def _multiply_text[
                 _DESCRIPTOR_HIGH,
                 "};\n}\n",
             )
-            text += String(
-                "wgmma.mma_async.sync.aligned.m64n", n, "k16.f32.", kind, " {"
-            )
+            text += String("wgmma.mma_async.sync.aligned.m64n", n, kind, " {")
             text += _list("$", slice * n // 2, n // 2)
-            text += String(
-                "}, a, b, ",
-                1 if tied or step > 0 else 0,
-                ", 1, 1, ",
-                Int(a_transposed),
-                ", ",
-                Int(b_transposed),
-                ";\n",
-            )
+            text += String("}, a, b, ", 1 if tied or step > 0 else 0, ", 1, 1")
+            comptime if not is_tf32:
+                text += String(", ", Int(a_transposed), ", ", Int(b_transposed))
+            text += ";\n"
     text += "wgmma.commit_group.sync.aligned;\n}"
     return text
 
@@ -134,15 +148,15 @@ def multiply_first[
     """Starts the product of the first k block, as one group.
 
     Parameters:
-        dtype: Type of the operands, bfloat16 or float16.
+        dtype: Type of the operands: bfloat16, float16, or float32 as tf32.
         n: Columns of the product.
         slices: 64-row slices of the product.
         a_transposed: Whether the rows of the left operand's tile run down K.
         b_transposed: Whether the rows of the right operand's tile run down K.
 
     Args:
-        a: Descriptor of the left operand, slices * 64 rows of `K_BLOCK`.
-        b: Descriptor of the right operand, n rows of `K_BLOCK`.
+        a: Descriptor of the left operand, slices * 64 rows of a k block.
+        b: Descriptor of the right operand, n rows of a k block.
 
     Returns:
         The accumulators, defined once the group is complete.
@@ -175,7 +189,7 @@ def multiply_next[
     """Starts adding the product of one more k block, as one group.
 
     Parameters:
-        dtype: Type of the operands, bfloat16 or float16.
+        dtype: Type of the operands: bfloat16, float16, or float32 as tf32.
         n: Columns of the product.
         slices: 64-row slices of the product.
         a_transposed: Whether the rows of the left operand's tile run down K.
@@ -183,8 +197,8 @@ def multiply_next[
 
     Args:
         accumulator: What the product is added to.
-        a: Descriptor of the left operand, slices * 64 rows of `K_BLOCK`.
-        b: Descriptor of the right operand, n rows of `K_BLOCK`.
+        a: Descriptor of the left operand, slices * 64 rows of a k block.
+        b: Descriptor of the right operand, n rows of a k block.
 
     Returns:
         The accumulators, defined once the group is complete.
