@@ -37,6 +37,7 @@ WHEELS = ("fla-core", "einops", "liger-kernel", "hypothesis", "sortedcontainers"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # The shapes that say most come first, with all peers; max-autotune compiles too long for the rest.
 FIRST = ("--op", "layernorm_linear", "--shapes", "llama")
+OTHER_DTYPES = ("--dtype", "float16", "--dtype", "float32")
 LATER_PROVIDERS = ("eager", "linear", "compile", "fla", "liger", "formula")
 MODES = ("forward", "forward_grad", "backward", "train")
 OURS = ("fused_norm", "fused_norm-frozen", "fused_norm-composed")
@@ -181,10 +182,14 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
     commit = (options.folder / "commit").read_text().strip()
     command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
     command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
-    command += ["--seconds", str(options.seconds)]
-    command += [part for mode in MODES for part in ("--mode", mode)]
+    command += ["--seconds", str(options.seconds), "--tf32"]
+    modes = [part for mode in MODES for part in ("--mode", mode)]
     later = [part for provider in (*LATER_PROVIDERS, *OURS) for part in ("--provider", provider)]
-    stages = [[*FIRST, *(later if options.no_autotune else ())], later]
+    stages = [
+        [*FIRST, *modes, *(later if options.no_autotune else ())],
+        [*modes, *later],
+        [*FIRST, *OTHER_DTYPES, "--mode", "forward", "--mode", "train", *later],
+    ]
     end = time.perf_counter() + limit
     status = 0
     for index, stage in enumerate(stages):
