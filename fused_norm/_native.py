@@ -3,14 +3,12 @@
 An extension is one file of `fused_norm/extension/`, compiled with `mojo build --emit shared-lib`
 for one dtype and one target. The result is kept under a key of everything that it depends on: the
 Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
-extension first builds it under a file lock, so that several processes build it once; a file that
-does not match its checksum is built again.
+extension first builds it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.machinery
@@ -20,7 +18,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -32,6 +29,9 @@ from types import ModuleType
 
 import torch
 
+from fused_norm import _cache
+from fused_norm._cache import BuildError, cache_dir
+
 PACKAGE = Path(__file__).resolve().parent
 DTYPES = {
     torch.float32: "float32",
@@ -42,10 +42,6 @@ DTYPES = {
 CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
 GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
 HOPPER_EXTENSION = "layernorm_linear_sm90"
-
-
-class BuildError(RuntimeError):
-    """Says why a native extension could not be built."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +73,6 @@ class Extension:
         """Where the built extension is kept."""
         target = (self.accelerator or "cpu").replace(":", "_")
         return cache_dir() / f"{self.name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
-
-
-def cache_dir() -> Path:
-    """Return the folder of built extensions: `FUSED_NORM_CACHE_DIR`, or one in the user's cache."""
-    if explicit := os.environ.get("FUSED_NORM_CACHE_DIR"):
-        return Path(explicit).absolute()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "fused_norm"
 
 
 def source_root() -> Path:
@@ -139,7 +127,7 @@ def load(extension: Extension) -> ModuleType:
         BuildError: If it has to be built and cannot be.
     """
     with _load_lock:
-        if not _is_intact(extension.path):
+        if not is_built(extension):
             build(extension)
         _load_runtime()
         return _import(extension)
@@ -156,28 +144,19 @@ def build(extension: Extension, *, force: bool = False) -> Path:
         BuildError: If the cache cannot be written, the compiler is missing, or it fails.
     """
     path = extension.path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            if force or not _is_intact(path):
-                _compile(extension, path)
-    except OSError as error:
-        raise BuildError(
-            f"fused_norm cannot write {extension} to {path.parent}: {error}. "
-            "Set FUSED_NORM_CACHE_DIR to a folder that can be written."
-        ) from error
+    _cache.build(path, extension, lambda output: _compile(extension, output), force=force)
     return path
 
 
 def is_built(extension: Extension) -> bool:
     """Return whether an intact build of the extension is in the cache."""
-    return _is_intact(extension.path)
+    return _cache.is_intact(extension.path)
 
 
 _load_lock = threading.RLock()
 
 
-def _compile(extension: Extension, path: Path) -> None:
+def _compile(extension: Extension, output: Path) -> None:
     from mojo.run import subprocess_run_mojo
 
     arguments = [
@@ -191,33 +170,26 @@ def _compile(extension: Extension, path: Path) -> None:
     if extension.accelerator:
         arguments += [f"--target-accelerator={extension.accelerator}"]
         arguments += ["--target-cpu", _portable_cpu()]
-    print(f"fused_norm: building {extension}, kept in {path.parent}", file=sys.stderr, flush=True)
+    print(f"fused_norm: building {extension}, kept in {cache_dir()}", file=sys.stderr, flush=True)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
-        output = Path(folder) / "extension.so"
-        try:
-            result = subprocess_run_mojo(
-                [*arguments, "--emit", "shared-lib", "-o", str(output)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=folder,
-            )
-        except (RuntimeError, FileNotFoundError) as error:
-            raise BuildError(
-                f"fused_norm needs the Mojo compiler to build {extension}: {error}. "
-                "Install mojo==1.2.0, or fill the cache ahead with `python -m fused_norm build`."
-            ) from error
-        if result.returncode != 0 or not output.is_file():
-            raise BuildError(
-                f"the Mojo compiler failed on {extension} (exit status {result.returncode}):\n"
-                f"{result.stdout[-4000:]}"
-            )
-        checksum = output.with_suffix(".sha256")
-        checksum.write_text(_digest(output))
-        # The checksum comes first: a library without one counts as missing.
-        os.replace(checksum, path.with_suffix(".sha256"))
-        os.replace(output, path)
+    try:
+        result = subprocess_run_mojo(
+            [*arguments, "--emit", "shared-lib", "-o", str(output)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=output.parent,
+        )
+    except (RuntimeError, FileNotFoundError) as error:
+        raise BuildError(
+            f"fused_norm needs the Mojo compiler to build {extension}: {error}. "
+            "Install mojo==1.2.0, or fill the cache ahead with `python -m fused_norm build`."
+        ) from error
+    if result.returncode != 0 or not output.is_file():
+        raise BuildError(
+            f"the Mojo compiler failed on {extension} (exit status {result.returncode}):\n"
+            f"{result.stdout[-4000:]}"
+        )
     print(f"fused_norm: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -266,6 +238,16 @@ def _load_runtime() -> None:
 
 
 @functools.cache
+def backward_functions(extension: Extension) -> tuple[int, int]:
+    """Return the addresses of an extension's backward for `autograd.cpp`: workspace and kernels."""
+    load(extension)
+    library = ctypes.CDLL(str(extension.path))
+    functions = library.layernorm_linear_backward_workspace, library.layernorm_linear_backward
+    workspace, backward = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
+    return workspace, backward
+
+
+@functools.cache
 def gomp_parallel() -> int:
     """Return the address of `GOMP_parallel` in the libgomp that PyTorch computes with, or 0.
 
@@ -310,22 +292,3 @@ def _host_cpu() -> str:
         return platform.machine() + platform.processor()
     fields = ("model name", "flags", "CPU part", "Features")
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(fields)}))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        return path.with_suffix(".sha256").read_text() == _digest(path)
-    except OSError:
-        return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the system releases should this process die."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -205,7 +205,7 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
 def _build_for_tests(kernels: Path, target: str) -> int:
     """Build what only the tests need: GPU kernels for float64, and row programs of their own."""
     sys.path.insert(0, str(ROOT))
-    from fused_norm import _native
+    from fused_norm import _cache, _native
 
     os.environ["FUSED_NORM_CACHE_DIR"] = str(kernels)
     accelerator = _native.extensions(target, ["float32"])[0].accelerator
@@ -216,7 +216,7 @@ def _build_for_tests(kernels: Path, target: str) -> int:
     try:
         for extension in wanted:
             _native.build(extension)
-    except _native.BuildError as error:
+    except _cache.BuildError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -15,7 +15,7 @@ import torch
 from accuracy import eager, make_inputs
 
 import fused_norm as fn
-from fused_norm import _native
+from fused_norm import _cache, _native
 from fused_norm.__main__ import main
 
 TINY = """
@@ -98,7 +98,7 @@ def test_builds_once_and_says_so(package: Path, capfd: pytest.CaptureFixture[str
     assert "building tiny (float32, cpu), kept in" in capfd.readouterr().err
     assert _native.load(tiny()).answer() == 42
     assert capfd.readouterr().err == ""
-    assert [p.suffix for p in sorted(_native.cache_dir().iterdir())] == [".lock", ".sha256", ".so"]
+    assert [p.suffix for p in sorted(_cache.cache_dir().iterdir())] == [".lock", ".sha256", ".so"]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "without checksum"])
@@ -127,21 +127,21 @@ def test_changed_source_is_another_build(package: Path) -> None:
 
 def test_compiler_errors_are_shown(package: Path) -> None:
     (package / "extension/tiny.mojo").write_text(TINY + "\nnonsense here\n")
-    with pytest.raises(_native.BuildError, match=r"(?s)compiler failed on tiny.*nonsense"):
+    with pytest.raises(_cache.BuildError, match=r"(?s)compiler failed on tiny.*nonsense"):
         _native.build(tiny())
-    assert not list(_native.cache_dir().glob(".build-*"))
+    assert not list(_cache.cache_dir().glob(".build-*"))
 
 
 def test_missing_compiler(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/nonexistent/mojo")
-    with pytest.raises(_native.BuildError, match=r"needs the Mojo compiler.*mojo==1\.2\.0"):
+    with pytest.raises(_cache.BuildError, match=r"needs the Mojo compiler.*mojo==1\.2\.0"):
         _native.build(tiny())
 
 
 def test_unwritable_cache(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Permissions do not hold root back, a file in the folder's place does.
     monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(package / "extension/tiny.mojo/cache"))
-    with pytest.raises(_native.BuildError, match="Set FUSED_NORM_CACHE_DIR to a folder"):
+    with pytest.raises(_cache.BuildError, match="Set FUSED_NORM_CACHE_DIR to a folder"):
         _native.build(tiny())
 
 
@@ -164,7 +164,7 @@ def test_full_disk(package: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert "fused_norm._native.BuildError" in result.stderr
+    assert "fused_norm._cache.BuildError" in result.stderr
     assert not _native.is_built(tiny())
 
 
@@ -177,14 +177,14 @@ def test_two_processes_build_once(package: Path) -> None:
 
 def test_interrupted_build_leaves_nothing_behind(package: Path) -> None:
     process = load_elsewhere(package, start_new_session=True)
-    while not list(_native.cache_dir().glob(".build-*")):
+    while not list(_cache.cache_dir().glob(".build-*")):
         time.sleep(0.02)
         assert process.poll() is None, process.communicate()
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in err
-    assert not list(_native.cache_dir().glob(".build-*"))
+    assert not list(_cache.cache_dir().glob(".build-*"))
     assert _native.load(tiny()).answer() == 42
 
 
