@@ -11,6 +11,7 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
+from op.layernorm_linear.backward_call import BackwardCall
 from op.layernorm_linear.cpu.backward import Backward, BackwardPlan, Wanted
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
@@ -94,24 +95,63 @@ def forward(
     return integer(0)
 
 
+def _wanted(call: BackwardCall) -> Wanted:
+    return Wanted(
+        call.dx != 0,
+        call.dln_weight != 0,
+        call.dln_bias != 0,
+        call.dweight != 0,
+        call.dbias != 0,
+    )
+
+
+def _workspace(call: BackwardCall) -> Int:
+    var plan = BackwardPlan[DTYPE](
+        call.M, call.K, call.N, _wanted(call), call.threads
+    )
+    return plan.bytes if plan.bytes > STACK_BYTES else 0
+
+
+def _compute(call: BackwardCall):
+    var ln_is_float32 = call.ln_is_float32 != 0
+    var room = stack_allocation[STACK_BYTES, DType.uint8]()
+    var job = Backward[DTYPE](
+        BackwardPlan[DTYPE](
+            call.M, call.K, call.N, _wanted(call), call.threads
+        ),
+        call.dx,
+        Parameter(call.dln_weight, ln_is_float32),
+        Parameter(call.dln_bias, ln_is_float32),
+        call.dweight,
+        call.dbias,
+        buffer[DTYPE](call.dy),
+        buffer[DTYPE](call.x),
+        buffer[ACCUM](call.mean),
+        buffer[ACCUM](call.rstd),
+        Parameter(call.ln_weight, ln_is_float32),
+        Parameter(call.ln_bias, ln_is_float32),
+        buffer[DTYPE](call.weight),
+        call.workspace if call.workspace != 0 else Int(room),
+    )
+    job.run(call.context)
+
+
 def backward_workspace(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
     """Returns the size in bytes of the workspace that `backward` needs."""
     var arguments = Arguments(values)
-    var M = arguments.integer()
-    var K = arguments.integer()
-    var N = arguments.integer()
-    var threads = arguments.integer()
-    var wanted = Wanted(
-        arguments.integer() != 0,
-        arguments.integer() != 0,
-        arguments.integer() != 0,
-        arguments.integer() != 0,
-        arguments.integer() != 0,
-    )
-    var plan = BackwardPlan[DTYPE](M, K, N, wanted, threads)
-    return integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
+    var call = BackwardCall()
+    call.M = arguments.integer()
+    call.K = arguments.integer()
+    call.N = arguments.integer()
+    call.threads = arguments.integer()
+    call.dx = arguments.integer()
+    call.dln_weight = arguments.integer()
+    call.dln_bias = arguments.integer()
+    call.dweight = arguments.integer()
+    call.dbias = arguments.integer()
+    return integer(_workspace(call))
 
 
 def backward(
@@ -119,57 +159,49 @@ def backward(
 ) abi("C") -> PyObjectPtr:
     """Computes the gradients whose address is given."""
     var arguments = Arguments(values)
-    var M = arguments.integer()
-    var K = arguments.integer()
-    var N = arguments.integer()
-    var threads = arguments.integer()
-    var gomp_parallel = arguments.integer()
-    var workspace = arguments.integer()
-    var ln_is_float32 = arguments.integer() != 0
-    var dx = arguments.integer()
-    var dln_weight = Parameter(arguments.integer(), ln_is_float32)
-    var dln_bias = Parameter(arguments.integer(), ln_is_float32)
-    var dweight = arguments.integer()
-    var dbias = arguments.integer()
-    var dy = buffer[DTYPE](arguments.integer())
-    var x = buffer[DTYPE](arguments.integer())
-    var mean = buffer[ACCUM](arguments.integer())
-    var rstd = buffer[ACCUM](arguments.integer())
-    var ln_weight = Parameter(arguments.integer(), ln_is_float32)
-    var ln_bias = Parameter(arguments.integer(), ln_is_float32)
-    var weight = buffer[DTYPE](arguments.integer())
-    var wanted = Wanted(
-        dx != 0,
-        dln_weight.address != 0,
-        dln_bias.address != 0,
-        dweight != 0,
-        dbias != 0,
-    )
-    var room = stack_allocation[STACK_BYTES, DType.uint8]()
-    if workspace == 0:
-        workspace = Int(room)
-    var job = Backward[DTYPE](
-        BackwardPlan[DTYPE](M, K, N, wanted, threads),
-        dx,
-        dln_weight,
-        dln_bias,
-        dweight,
-        dbias,
-        dy,
-        x,
-        mean,
-        rstd,
-        ln_weight,
-        ln_bias,
-        weight,
-        workspace,
-    )
-    if M * K * N >= LONG_PRODUCTS:
+    var call = BackwardCall()
+    call.M = arguments.integer()
+    call.K = arguments.integer()
+    call.N = arguments.integer()
+    call.threads = arguments.integer()
+    call.context = arguments.integer()
+    call.workspace = arguments.integer()
+    call.ln_is_float32 = arguments.integer()
+    call.dx = arguments.integer()
+    call.dln_weight = arguments.integer()
+    call.dln_bias = arguments.integer()
+    call.dweight = arguments.integer()
+    call.dbias = arguments.integer()
+    call.dy = arguments.integer()
+    call.x = arguments.integer()
+    call.mean = arguments.integer()
+    call.rstd = arguments.integer()
+    call.ln_weight = arguments.integer()
+    call.ln_bias = arguments.integer()
+    call.weight = arguments.integer()
+    if call.M * call.K * call.N >= LONG_PRODUCTS:
         with GILReleased(Python()):
-            job.run(gomp_parallel)
+            _compute(call)
     else:
-        job.run(gomp_parallel)
+        _compute(call)
     return integer(0)
+
+
+@export
+def layernorm_linear_backward_workspace(
+    call: Pointer[BackwardCall, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Returns the size in bytes of the workspace that the backward needs."""
+    return _workspace(call[])
+
+
+@export
+def layernorm_linear_backward(
+    call: Pointer[BackwardCall, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Computes the gradients whose address is given, and returns 0."""
+    _compute(call[])
+    return 0
 
 
 @export

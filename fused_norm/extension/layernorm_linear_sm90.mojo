@@ -18,6 +18,7 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 from max.gpu.host import DeviceContext
 
+from op.layernorm_linear.backward_call import BackwardCall
 from op.layernorm_linear.between_products import BetweenProducts
 from op.layernorm_linear.sm90.launch_backward import (
     backward_workspace as count_backward_workspace,
@@ -40,6 +41,9 @@ from op.rowwise.operands import Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 comptime IS_TF32 = DTYPE == DType.float32
+
+comptime ALIGNMENT = 16
+"""A box of the copy engine starts at a multiple of so many bytes."""
 
 
 @fieldwise_init
@@ -103,10 +107,14 @@ struct Launcher[dtype: DType](Movable, Writable):
 comptime Own = Launcher[DTYPE]
 
 
+def _at(address: Int) -> Pointer[Own, MutUntrackedOrigin]:
+    return {unsafe_from_address = address}
+
+
 def _launcher(
     mut arguments: Arguments,
 ) -> Pointer[Own, MutUntrackedOrigin]:
-    return {unsafe_from_address = arguments.integer()}
+    return _at(arguments.integer())
 
 
 def gemm(
@@ -208,59 +216,100 @@ def forward(
         return failure(error)
 
 
+def _queue_backward(call: BackwardCall, accumulates: Bool) raises:
+    ref launcher = _at(call.context)[]
+    var between = BetweenProducts(
+        M=call.M,
+        K=call.K,
+        N=call.N,
+        dx=Int64(call.dx),
+        dgamma=Int64(call.dln_weight),
+        dbeta=Int64(call.dln_bias),
+        db=Int64(call.dbias),
+        z=0,
+        dz=0,
+        dy=Int64(call.dy),
+        x=Int64(call.x),
+        gamma=Int64(call.ln_weight),
+        beta=Int64(call.ln_bias),
+        mean=Int64(call.mean),
+        rstd=Int64(call.rstd),
+        eps=call.eps,
+        workspace=Int64(call.workspace),
+    )
+    comptime for wide in [False, True]:
+        if (call.ln_is_float32 != 0) == wide:
+            launch_backward[DTYPE, DType.float32 if wide else DTYPE](
+                launcher.gpu, between, call.dweight, call.weight, accumulates
+            )
+
+
 def backward(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
     """Queues the gradients of LayerNorm and Linear."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
-    var dx = Int64(arguments.integer())
-    var dgamma = Int64(arguments.integer())
-    var dbeta = Int64(arguments.integer())
-    var dw = arguments.integer()
-    var db = Int64(arguments.integer())
-    var dy = Int64(arguments.integer())
-    var x = Int64(arguments.integer())
-    var gamma = Int64(arguments.integer())
-    var beta = Int64(arguments.integer())
-    var w = arguments.integer()
-    var mean = Int64(arguments.integer())
-    var rstd = Int64(arguments.integer())
-    var workspace = Int64(arguments.integer())
-    var m = arguments.integer()
-    var n = arguments.integer()
-    var k = arguments.integer()
-    var eps = arguments.number()
-    var float32 = arguments.integer() != 0
+    var call = BackwardCall()
+    call.context = arguments.integer()
+    call.dx = arguments.integer()
+    call.dln_weight = arguments.integer()
+    call.dln_bias = arguments.integer()
+    call.dweight = arguments.integer()
+    call.dbias = arguments.integer()
+    call.dy = arguments.integer()
+    call.x = arguments.integer()
+    call.ln_weight = arguments.integer()
+    call.ln_bias = arguments.integer()
+    call.weight = arguments.integer()
+    call.mean = arguments.integer()
+    call.rstd = arguments.integer()
+    call.workspace = arguments.integer()
+    call.M = arguments.integer()
+    call.N = arguments.integer()
+    call.K = arguments.integer()
+    call.eps = arguments.number()
+    call.ln_is_float32 = arguments.integer()
     var accumulates = arguments.integer() != 0
     try:
-        var between = BetweenProducts(
-            M=m,
-            K=k,
-            N=n,
-            dx=dx,
-            dgamma=dgamma,
-            dbeta=dbeta,
-            db=db,
-            z=0,
-            dz=0,
-            dy=dy,
-            x=x,
-            gamma=gamma,
-            beta=beta,
-            mean=mean,
-            rstd=rstd,
-            eps=eps,
-            workspace=workspace,
-        )
-        comptime for wide in [False, True]:
-            if float32 == wide:
-                launch_backward[DTYPE, DType.float32 if wide else DTYPE](
-                    launcher.gpu, between, dw, w, accumulates
-                )
+        _queue_backward(call, accumulates)
         return integer(0)
     except error:
         return failure(error)
+
+
+@export
+def layernorm_linear_backward_workspace(
+    call: Pointer[BackwardCall, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Counts the bytes that a backward outside of graphs needs, -1 where others are faster.
+
+    Also where a matrix is not aligned as the copy engine needs it.
+    """
+    ref launcher = _at(call[].context)[]
+    var aligned = (call[].dy | call[].x | call[].weight) % ALIGNMENT == 0
+    var fast = is_fast(launcher.gpu, call[].M, call[].N, call[].K, False)
+    if not aligned or not fast:
+        return -1
+    return count_backward_workspace[DTYPE](
+        launcher.gpu,
+        call[].M,
+        call[].N,
+        call[].K,
+        call[].dln_weight != 0 or call[].dln_bias != 0,
+        call[].dweight != 0,
+    )
+
+
+@export
+def layernorm_linear_backward(
+    call: Pointer[BackwardCall, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Queues the gradients, and returns 0 if nothing failed."""
+    try:
+        _queue_backward(call[], False)
+        return 0
+    except:
+        return 1
 
 
 def composed_forward(
