@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fused_norm import _doctor, _native
+from fused_norm import _cache, _doctor, _native, _node
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: all; may be repeated",
     )
     build.add_argument("--force", action="store_true", help="build again what is already built")
+    build.add_argument(
+        "--autograd",
+        action="store_true",
+        help="compile the backward's C++ node, and nothing else: less host time in training",
+    )
     commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
@@ -40,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "doctor":
         return _doctor.report()
+    if options.autograd:
+        return _build_node(force=options.force)
     return _build(options.target, options.dtype, force=options.force)
 
 
@@ -49,12 +56,21 @@ def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) 
         for extension in _native.extensions(target, dtypes or list(_native.DTYPES.values())):
             try:
                 path = _native.build(extension, force=force)
-            except _native.BuildError as error:
+            except _cache.BuildError as error:
                 print(error, file=sys.stderr)
                 failed += 1
             else:
                 print(f"{extension}: {path}")
     return 1 if failed else 0
+
+
+def _build_node(*, force: bool) -> int:
+    try:
+        print(f"{_node.NAME}: {_node.build(force=force)}")
+    except _cache.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -98,6 +98,17 @@ def backward(
     return gradients
 
 
+def functions(parameters: Parameters) -> tuple[int, int, int]:
+    """Return the addresses of the backward: workspace, kernels, and the threads they share."""
+    return _functions(parameters.dtype)
+
+
+@functools.cache
+def _functions(dtype: torch.dtype) -> tuple[int, int, int]:
+    kernels = _native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype])
+    return *_native.backward_functions(kernels), _native.gomp_parallel()
+
+
 @functools.cache
 def extension(name: str, dtype: torch.dtype) -> ModuleType:
     """Return the kernels of an extension for a dtype."""

@@ -44,6 +44,13 @@ class Way(Protocol):
     ) -> list[Tensor | None]:
         """Return the five gradients, None for each that the mask leaves out."""
 
+    def functions(self, parameters: Parameters) -> tuple[int, int, int] | None:
+        """Return the backward for code that is not Python, None where there is no such backward.
+
+        That is the addresses of a function that counts the bytes of its workspace, of the backward
+        itself, and of what both need on the current stream.
+        """
+
 
 def way(x: Tensor, linear_weight: Tensor) -> Way:
     """Return the module that computes a call.

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm import _native
+from fused_norm import _cache, _native, _node
 
 # MAX's GPU runtime refuses older drivers.
 OLDEST_NVIDIA_DRIVER = 580
@@ -30,9 +30,10 @@ def report() -> int:
         table.add_row(package, _version(package, needed, advice))
     table.add_row("cpu threads", _threads())
     table.add_row("gpu", _gpus(advice))
-    table.add_row("cache", _cache(advice))
+    table.add_row("cache", _folder(advice))
     usable = not advice
     table.add_row("built", _built(advice))
+    table.add_row("autograd", _autograd())
 
     console = Console()
     console.print(table)
@@ -86,8 +87,8 @@ def _nvidia_driver() -> str | None:
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 else None
 
 
-def _cache(advice: list[str]) -> str:
-    folder = _native.cache_dir()
+def _folder(advice: list[str]) -> str:
+    folder = _cache.cache_dir()
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -109,3 +110,11 @@ def _built(advice: list[str]) -> str:
                 f"`python -m fused_norm build --target {target.split(':')[-1]}` builds them now"
             )
     return "\n".join(lines)
+
+
+def _autograd() -> str:
+    if _node.is_built():
+        return "C++" if _node.load() else f"Python, as {_node.SWITCH} asks; C++ is built"
+    compiler = _node.compiler()
+    how = f"`python -m fused_norm build --autograd` builds C++ with {compiler}"
+    return f"Python; {how if compiler else 'C++ needs a compiler, and there is none'}"

@@ -109,6 +109,10 @@ def backward(
     return gradients
 
 
+def functions(parameters: Parameters) -> None:
+    """Return None: PyTorch's products are no function of ours."""
+
+
 def _narrow(dtype: torch.dtype, product_dtype: torch.dtype) -> int:
     """Return the kernels' number for the type of the product, 0 where it is that of x."""
     return 0 if dtype is product_dtype else 1 if product_dtype is torch.bfloat16 else 2

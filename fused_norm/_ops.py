@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_norm import _parameters, reference
+from fused_norm import _node, _parameters, reference
 from fused_norm._dispatch import Way, way
 from fused_norm._memory import dense, empty_gradients, empty_statistics
 from fused_norm._parameters import Parameters
@@ -131,17 +133,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         """Return the gradients of the five tensors that require one."""
         if grad_output is None:
             return (None,) * 6
-        x, ln_weight, ln_bias, linear_weight, mean, rstd = ctx.saved_tensors
         mask = list(ctx.needs_input_grad[:5])
-        if torch.is_grad_enabled() or is_forward_mode():
-            # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
-            inputs = (grad_output, x, ln_weight, ln_bias, linear_weight)
-            gradients = reference.layernorm_linear_backward(*inputs, ctx.eps)
-        else:
-            gradients = layernorm_linear_backward(
-                grad_output, x, ln_weight, ln_bias, linear_weight, mean, rstd, ctx.eps, mask
-            )
-        return (*(g if wanted else None for g, wanted in zip(gradients, mask, strict=True)), None)
+        return (*_gradients(grad_output, ctx.saved_tensors, ctx.eps, mask), None)
 
 
 class EagerLayerNormLinear(torch.autograd.Function):
@@ -172,11 +165,45 @@ class EagerLayerNormLinear(torch.autograd.Function):
         """Return the gradients of the five tensors that require one."""
         if grad_output is None:
             return (None,) * 7
-        saved = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_watched() or not are_plain((grad_output, *saved)):
-            return (*LayerNormLinearFunction.backward(ctx, grad_output), None)
         mask = list(ctx.needs_input_grad[:5])
-        return (*ctx.way.backward(grad_output, *saved, ctx.eps, mask), None, None)
+        gradients = _eager_gradients(grad_output, ctx.saved_tensors, ctx.eps, mask, ctx.way)
+        return (*gradients, None, None)
+
+
+def _gradients(
+    grad_output: Tensor, saved: Any, eps: float, mask: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients that the mask asks for, in sight of whatever watches."""
+    x, ln_weight, ln_bias, linear_weight, mean, rstd = saved
+    inputs = (grad_output, x, ln_weight, ln_bias, linear_weight)
+    if torch.is_grad_enabled() or is_forward_mode():
+        # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
+        gradients = reference.layernorm_linear_backward(*inputs, eps)
+    else:
+        gradients = layernorm_linear_backward(*inputs, mean, rstd, eps, mask)
+    return [g if wanted else None for g, wanted in zip(gradients, mask, strict=True)]
+
+
+def _eager_gradients(
+    grad_output: Tensor, saved: Any, eps: float, mask: list[bool], run: Way | None = None
+) -> list[Tensor | None]:
+    """Return the same at the least cost, where nothing watched the forward."""
+    if torch.is_grad_enabled() or is_watched() or not are_plain((grad_output, *saved)):
+        return _gradients(grad_output, saved, eps, mask)
+    chosen: Any = run or way(saved[0], saved[3])
+    gradients: list[Tensor | None] = chosen.backward(grad_output, *saved, eps, mask)
+    return gradients
+
+
+@functools.cache
+def _attach() -> Callable[..., Tensor] | None:
+    """Return what gives a result its node in C++, None where that is not built."""
+    node = _node.load()
+    if node is None:
+        return None
+    node.set_python_backward(_eager_gradients)
+    attach: Callable[..., Tensor] = node.attach
+    return attach
 
 
 # What `apply` comes down to where no transform is active, 3 us sooner.
@@ -219,17 +246,26 @@ def run(
     parameters: Parameters,
 ) -> Tensor:
     """Compute a valid call that nothing watches, on a dense x."""
-    if torch.is_grad_enabled() and (
+    if not torch.is_grad_enabled() or not (
         x.requires_grad
         or linear_weight.requires_grad
         or (linear_bias is not None and linear_bias.requires_grad)
         or (ln_weight is not None and ln_weight.requires_grad)
         or (ln_bias is not None and ln_bias.requires_grad)
     ):
+        return _way(x, linear_weight, parameters).forward(x, parameters, eps, False)[0]
+    attach = _attach()
+    if attach is None:
         y: Tensor = _apply(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
-    else:
-        y, *_ = _way(x, linear_weight, parameters).forward(x, parameters, eps, False)
-    return y
+        return y
+    chosen = _way(x, linear_weight, parameters)
+    torch._C._set_grad_enabled(False)
+    try:
+        y, mean, rstd = chosen.forward(x, parameters, eps, True)
+    finally:
+        torch._C._set_grad_enabled(True)
+    inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
+    return attach(y, *inputs, mean, rstd, eps, chosen.functions(parameters))
 
 
 def _way(x: Tensor, linear_weight: Tensor, parameters: Parameters) -> Way:

@@ -175,6 +175,22 @@ def backward(
     return gradients
 
 
+def functions(parameters: Parameters) -> tuple[int, int, int] | None:
+    """Return the addresses of the backward on the current stream: workspace, kernels, launcher.
+
+    None in a graph, which has other thresholds, and where the host's time does not count.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    device: int = parameters.device.index
+    return _functions(parameters.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+
+
+@functools.cache
+def _functions(dtype: torch.dtype, device: int, stream: int) -> tuple[int, int, int]:
+    return *_native.backward_functions(_extension(dtype)), _launcher(dtype, device, stream)[1]
+
+
 @functools.lru_cache(maxsize=4096)
 def _backward_workspace(kernels: Any, *arguments: int) -> int:
     """Return the bytes that a backward needs, -1 where PyTorch's products are faster."""
@@ -256,7 +272,10 @@ def _is_hopper(device: int) -> bool:
 @functools.cache
 def _launcher(dtype: torch.dtype, device: int, stream: int) -> tuple[Any, int, Any]:
     """Return the kernels, the address of what they need to launch on a stream, and its owner."""
-    name = _native.DTYPES[dtype]
-    kernels = _native.load(_native.Extension("layernorm_linear_sm90", name, "nvidia:sm_90a"))
+    kernels = _native.load(_extension(dtype))
     launcher = kernels.Launcher(device, stream)
     return kernels, launcher.address(), launcher
+
+
+def _extension(dtype: torch.dtype) -> _native.Extension:
+    return _native.Extension("layernorm_linear_sm90", _native.DTYPES[dtype], "nvidia:sm_90a")

@@ -46,5 +46,9 @@ def backward(
     return [g if wanted else None for g, wanted in zip(gradients, mask, strict=True)]
 
 
+def functions(parameters: Parameters) -> None:
+    """Return None: PyTorch's ops are no function of ours."""
+
+
 def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float()

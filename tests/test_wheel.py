@@ -66,7 +66,7 @@ def test_carries_every_source(site: Path) -> None:
         sources = {
             prefix + name
             for name in content(root)
-            if name.endswith((".py", ".mojo", ".typed", "README.md"))
+            if name.endswith((".py", ".cpp", ".mojo", ".typed", "README.md"))
         }
         assert sources
         assert sources <= installed
