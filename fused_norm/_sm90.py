@@ -178,9 +178,10 @@ def backward(
 def functions(parameters: Parameters) -> tuple[int, int, int] | None:
     """Return the addresses of the backward on the current stream: workspace, kernels, launcher.
 
-    None in a graph, which has other thresholds, and where the host's time does not count.
+    None in a graph, which has other thresholds, and where the host's time does not count; and in
+    float32, whose products are PyTorch's.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if parameters.dtype is torch.float32 or torch.cuda.is_current_stream_capturing():
         return None
     device: int = parameters.device.index
     return _functions(parameters.dtype, device, torch._C._cuda_getCurrentRawStream(device))

@@ -237,11 +237,18 @@ def _queue_backward(call: BackwardCall, accumulates: Bool) raises:
         eps=call.eps,
         workspace=Int64(call.workspace),
     )
-    comptime for wide in [False, True]:
-        if (call.ln_is_float32 != 0) == wide:
-            launch_backward[DTYPE, DType.float32 if wide else DTYPE](
-                launcher.gpu, between, call.dweight, call.weight, accumulates
-            )
+    comptime if IS_TF32:
+        raise Error("float32 has no backward here")
+    else:
+        comptime for wide in [False, True]:
+            if (call.ln_is_float32 != 0) == wide:
+                launch_backward[DTYPE, DType.float32 if wide else DTYPE](
+                    launcher.gpu,
+                    between,
+                    call.dweight,
+                    call.weight,
+                    accumulates,
+                )
 
 
 def backward(
@@ -281,9 +288,10 @@ def backward(
 def layernorm_linear_backward_workspace(
     call: Pointer[BackwardCall, MutUntrackedOrigin]
 ) abi("C") -> Int:
-    """Counts the bytes that a backward outside of graphs needs, -1 where others are faster.
+    """Counts the bytes that a backward outside of graphs needs.
 
-    Also where a matrix is not aligned as the copy engine needs it.
+    It is -1 where others are faster, and where a matrix is not aligned as the
+    copy engine needs it.
     """
     ref launcher = _at(call[].context)[]
     var aligned = (call[].dy | call[].x | call[].weight) % ALIGNMENT == 0
