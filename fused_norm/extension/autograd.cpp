@@ -53,6 +53,13 @@ enum Saved { X, LN_WEIGHT, LN_BIAS, WEIGHT, MEAN, RSTD, COUNT };
 PyObject* python_backward = nullptr;
 std::atomic<bool> forked{false};
 
+// The first backward of a thread on a GPU is Python's, which makes PyTorch's products ready there:
+// a captured graph may choose them later, and they cannot begin within a capture.
+bool is_first_of_thread(const std::optional<c10::Stream>& stream) {
+  thread_local c10::DeviceIndex ready = -1;
+  return stream && std::exchange(ready, stream->device_index()) != stream->device_index();
+}
+
 bool is_watched() {
   const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
   return at::GradMode::is_enabled() || !(keys - c10::default_included_set).empty();
@@ -115,7 +122,7 @@ struct LayerNormLinearBackward : torch::autograd::Node {
  private:
   // Runs the kernels; false where Python has to.
   bool compute(const Tensor& dy, const variable_list& inputs, variable_list& results) {
-    if (!kernels.backward || is_watched()) return false;
+    if (!kernels.backward || is_watched() || is_first_of_thread(stream)) return false;
     const auto& [x, gamma, beta, weight] =
         std::tie(inputs[X], inputs[LN_WEIGHT], inputs[LN_BIAS], inputs[WEIGHT]);
     // Tensors may have got another memory since the forward, by an assignment to their `data`.
