@@ -11,9 +11,10 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.layernorm_linear.cpu.backward import Backward, BackwardPlan, Wanted
+from op.layernorm_linear.cpu.backward import backward_bytes, compute_gradients
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
+from op.layernorm_linear.cpu.gradients import Gradients, Wanted
 from op.layernorm_linear.cpu.parameters import Parameter
 from op.layernorm_linear.cpu.workspace import buffer
 from op.python_call import Arguments, Values, integer
@@ -110,8 +111,8 @@ def backward_workspace(
         arguments.integer() != 0,
         arguments.integer() != 0,
     )
-    var plan = BackwardPlan[DTYPE](M, K, N, wanted, threads)
-    return integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
+    var bytes = backward_bytes[DTYPE](M, K, N, wanted, threads)
+    return integer(bytes if bytes > STACK_BYTES else 0)
 
 
 def backward(
@@ -138,18 +139,10 @@ def backward(
     var ln_weight = Parameter(arguments.integer(), ln_is_float32)
     var ln_bias = Parameter(arguments.integer(), ln_is_float32)
     var weight = buffer[DTYPE](arguments.integer())
-    var wanted = Wanted(
-        dx != 0,
-        dln_weight.address != 0,
-        dln_bias.address != 0,
-        dweight != 0,
-        dbias != 0,
-    )
-    var room = stack_allocation[STACK_BYTES, DType.uint8]()
-    if workspace == 0:
-        workspace = Int(room)
-    var job = Backward[DTYPE](
-        BackwardPlan[DTYPE](M, K, N, wanted, threads),
+    var gradients = Gradients[DTYPE](
+        M,
+        K,
+        N,
         dx,
         dln_weight,
         dln_bias,
@@ -162,13 +155,15 @@ def backward(
         ln_weight,
         ln_bias,
         weight,
-        workspace,
     )
+    var room = stack_allocation[STACK_BYTES, DType.uint8]()
+    if workspace == 0:
+        workspace = Int(room)
     if M * K * N >= LONG_PRODUCTS:
         with GILReleased(Python()):
-            job.run(gomp_parallel)
+            compute_gradients(gradients, threads, workspace, gomp_parallel)
     else:
-        job.run(gomp_parallel)
+        compute_gradients(gradients, threads, workspace, gomp_parallel)
     return integer(0)
 
 

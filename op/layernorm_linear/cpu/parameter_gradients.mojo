@@ -25,7 +25,8 @@ comptime TREE_ROWS = 16
 def _tree_sum[
     dtype: DType, width: Int, count: Int, //
 ](mut values: Array[SIMD[dtype, width], count]) -> SIMD[dtype, width]:
-    """Sums pairwise, which keeps the rounding error at that of few additions."""
+    """Sums pairwise, which keeps the rounding error at that of few additions.
+    """
     var step = 1
     while step < count:
         for i in range(0, count - step, 2 * step):
