@@ -12,6 +12,7 @@ Rows of h become rows of dx when all columns are there.
 """
 
 from std.atomic import Atomic
+from std.sys import size_of
 
 from ...team import Data, Team
 from .blocking import Blocking, Buffer
@@ -19,15 +20,9 @@ from .few_rows_plan import FewRowsPlan, OUTPUTS
 from .gradients import Gradients
 from .input_gradient import finish_input_gradient, store_affine_gradients
 from .microkernel import Output, multiply_block
-from .pack import copy_rows, pack_panel
-from .parameter_gradients import add_column_sums
+from .pack import copy_rows, pack_panel, pack_panels
+from .parameter_gradients import CHUNK, sum_columns
 from .workspace import buffer, ceildiv
-
-comptime COPY_ROWS = 8
-"""Rows of the weight that are copied together: few streams, each of them long."""
-
-comptime CHUNK = 256
-"""Columns of dy that are prepared together."""
 
 
 struct FewRows[dtype: DType](Movable):
@@ -138,29 +133,25 @@ struct FewRows[dtype: DType](Movable):
                 count,
             )
         if plan.wanted.dweight:
-            for j in range(0, count, B.tile_m):
-                pack_panel[Self.dtype, width=B.tile_m](
-                    self.at[B.operand](plan.dy_panels).unsafe_offset(
-                        (first + j) // B.tile_m * plan.dy_stride
-                    ),
-                    dy.unsafe_offset(j),
-                    N,
-                    min(B.tile_m, count - j),
-                    1,
-                    M,
-                )
+            pack_panels[Self.dtype, width=B.tile_m, vectors=1](
+                self.at[B.operand](plan.dy_panels).unsafe_offset(
+                    first // B.tile_m * plan.dy_stride
+                ),
+                plan.dy_stride,
+                dy,
+                N,
+                count,
+                M,
+            )
         if plan.wanted.dbias:
-            var sums = self.at[DType.float64](plan.dbias).unsafe_offset(first)
-            for j in range(0, count, B.width):
-                sums.unsafe_offset(j).unsafe_store(
-                    SIMD[DType.float64, B.width](0)
-                )
-            add_column_sums[Self.dtype](sums, dy, N, M, count)
-            var dbias = buffer[Self.dtype](self.tensors.dbias)
-            for j in range(count):
-                dbias.unsafe_offset(first + j).unsafe_store(
-                    sums.unsafe_offset(j).unsafe_load().cast[Self.dtype]()
-                )
+            sum_columns[Self.dtype](
+                self.at[DType.float64](plan.dbias).unsafe_offset(first),
+                self.tensors.dbias + first * size_of[Self.dtype](),
+                dy,
+                N,
+                M,
+                count,
+            )
 
     def prepare_z(self, panel: Int):
         """Packs a panel of the LayerNorm's output.
@@ -203,23 +194,15 @@ struct FewRows[dtype: DType](Movable):
         var h_stride = plan.panels * B.tile_n
         for n in range(0, N, B.depth):
             var depth = min(B.depth, N - n)
-            for row in range(0, depth, COPY_ROWS):
-                for panel in range(first, last):
-                    var column = panel * B.tile_n
-                    var columns = min(B.tile_n, K - column)
-                    var vectors = ceildiv(columns, B.width)
-                    pack_panel[Self.dtype, width=B.width, ahead=COPY_ROWS](
-                        _block[Self.dtype](own, panel - first).unsafe_offset(
-                            row * vectors * B.width
-                        ),
-                        self.tensors.weight.unsafe_offset(
-                            (n + row) * K + column
-                        ),
-                        K,
-                        columns,
-                        vectors,
-                        min(COPY_ROWS, depth - row),
-                    )
+            var column = first * B.tile_n
+            pack_panels[Self.dtype, width=B.width, vectors=B.tile_vectors](
+                buffer[B.operand](own),
+                B.panel_size(B.depth),
+                self.tensors.weight.unsafe_offset(n * K + column),
+                K,
+                min(K, last * B.tile_n) - column,
+                depth,
+            )
             for panel in range(first, last):
                 var columns = min(B.tile_n, K - panel * B.tile_n)
                 multiply_block[Self.dtype, a_is_panel=False](
@@ -227,7 +210,9 @@ struct FewRows[dtype: DType](Movable):
                     h_stride,
                     self.at[B.operand](plan.dy).unsafe_offset(n),
                     B.row_stride(N),
-                    _block[Self.dtype](own, panel - first),
+                    buffer[B.operand](own).unsafe_offset(
+                        (panel - first) * B.panel_size(B.depth)
+                    ),
                     self.tensors.M,
                     ceildiv(columns, B.width),
                     ceildiv(depth, B.pair),
@@ -306,15 +291,6 @@ struct FewRows[dtype: DType](Movable):
                 self.tensors.rstd.unsafe_offset(row).unsafe_load(),
                 K,
             )
-
-
-def _block[
-    dtype: DType
-](own: Int, panel: Int) -> Buffer[Blocking[dtype].operand]:
-    """Returns where a worker keeps a panel of the block of the weight at hand.
-    """
-    comptime B = Blocking[dtype]
-    return buffer[B.operand](own).unsafe_offset(panel * B.panel_size(B.depth))
 
 
 def _prepare_part[dtype: DType](data: Data, index: Int):

@@ -7,6 +7,7 @@
 """
 
 from std.atomic import Atomic
+from std.sys import size_of
 
 from ...team import Data, Team
 from .blocking import Blocking, Buffer
@@ -15,7 +16,12 @@ from .input_gradient import finish_input_gradient
 from .many_rows_plan import ManyRowsPlan
 from .microkernel import multiply_block
 from .pack import copy_rows, pack_panel
-from .parameter_gradients import SUM_ROWS, sum_partials
+from .parameter_gradients import (
+    CHUNK,
+    SUM_ROWS,
+    sum_columns,
+    sum_partials,
+)
 from .parameters import Parameter
 from .weight_tile import compute_weight_tile
 from .workspace import Arena, buffer, ceildiv
@@ -74,12 +80,48 @@ struct ManyRows[dtype: DType](Movable):
         Args:
             team: The threads to use.
         """
-        ref plan = self.plan
-        if plan.wanted.dx:
-            team.run(_pack_part[Self.dtype], plan.panels, self)
+        team.run(_prepare_part[Self.dtype], self.packs() + self.sums(), self)
         team.run(_multiply_part[Self.dtype], self.plan.workers, self)
         if self.plan.wanted.affine():
             team.run(_sum_part[Self.dtype], self.plan.workers, self)
+
+    def packs(self) -> Int:
+        """Counts the panels of the weight to pack.
+
+        Returns:
+            Their number.
+        """
+        return self.plan.panels if self.plan.wanted.dx else 0
+
+    def sums(self) -> Int:
+        """Counts the chunks of columns of dy to sum.
+
+        Returns:
+            Their number.
+        """
+        return ceildiv(self.tensors.N, CHUNK) if self.plan.tiles > 0 else 0
+
+    def sum_chunk(self, chunk: Int):
+        """Sums a chunk of the columns of dy.
+
+        Args:
+            chunk: Which one.
+        """
+        var N = self.tensors.N
+        var first = chunk * CHUNK
+        var dbias = self.tensors.dbias
+        if dbias != 0:
+            dbias += first * size_of[Self.dtype]()
+        sum_columns[Self.dtype](
+            buffer[DType.float64](
+                self.workspace + self.plan.dbias
+            ).unsafe_offset(first),
+            dbias,
+            self.tensors.dy.unsafe_offset(first),
+            N,
+            self.tensors.M,
+            min(CHUNK, N - first),
+        )
 
     def pack(self, panel: Int):
         """Packs a panel of the weight.
@@ -90,7 +132,7 @@ struct ManyRows[dtype: DType](Movable):
         comptime B = Self.B
         var column = panel * B.tile_n
         var columns = min(B.tile_n, self.tensors.K - column)
-        pack_panel[Self.dtype, width=B.width](
+        pack_panel[Self.dtype, width=B.width, ahead=8](
             self._packed(panel),
             self.tensors.weight.unsafe_offset(column),
             self.tensors.K,
@@ -182,9 +224,14 @@ struct ManyRows[dtype: DType](Movable):
         ).unsafe_offset(panel * Self.B.panel_size(self.tensors.N))
 
 
-def _pack_part[dtype: DType](data: Data, panel: Int):
-    """Packs a panel of the weight."""
-    data.unsafe_bitcast[ManyRows[dtype]]()[].pack(panel)
+def _prepare_part[dtype: DType](data: Data, index: Int):
+    """Packs a panel of the weight, or sums a chunk of the columns of dy."""
+    ref job = data.unsafe_bitcast[ManyRows[dtype]]()[]
+    var packs = job.packs()
+    if index < packs:
+        job.pack(index)
+    else:
+        job.sum_chunk(index - packs)
 
 
 def _multiply_part[dtype: DType](data: Data, worker: Int):

@@ -1,5 +1,7 @@
 """Divides the backward of many rows into tasks and lays out its workspace."""
 
+from std.sys import size_of
+
 from .blocking import Blocking, CACHE_LINE
 from .gradients import Wanted
 from .parameter_gradients import SUM_ROWS
@@ -11,8 +13,8 @@ comptime TILE_ROWS = 512
 comptime TILE_COLUMNS = 512
 """Most columns of the weight in a tile, but for rounding up to panels."""
 
-comptime BLOCK_ROWS = 256
-"""Rows of dy and x that are packed together."""
+comptime BLOCK_STEPS = 128
+"""Steps of a product for which dy and x are packed together."""
 
 
 @fieldwise_init
@@ -35,9 +37,7 @@ struct WeightTile[dtype: DType](TrivialRegisterPassable):
     var dy_stride: Int
     """Distance between their panels."""
     var x_hat: Int
-    """Address of a packed panel of x_hat."""
-    var dbias: Int
-    """Address of column sums of dy."""
+    """Address of packed panels of x_hat."""
 
     def __init__(out self, mut arena: Arena, rows: Int, panels: Int, base: Int):
         """Reserves the arrays.
@@ -51,12 +51,13 @@ struct WeightTile[dtype: DType](TrivialRegisterPassable):
         comptime B = Self.B
         self.product_stride = panels * B.tile_n + CACHE_LINE // 4
         self.product = base + arena.take[B.accum](rows * self.product_stride)
-        self.dy_stride = BLOCK_ROWS * B.tile_m
+        self.dy_stride = BLOCK_STEPS * B.pair * B.tile_m
         self.dy = base + arena.take[B.operand](
             ceildiv(rows, B.tile_m) * self.dy_stride
         )
-        self.x_hat = base + arena.take[B.operand](BLOCK_ROWS * B.tile_n)
-        self.dbias = base + arena.take[DType.float64](rows + B.width)
+        self.x_hat = base + arena.take[B.operand](
+            panels * BLOCK_STEPS * B.pair * B.tile_n
+        )
 
 
 struct ManyRowsPlan[dtype: DType](Copyable, Movable):
@@ -93,6 +94,8 @@ struct ManyRowsPlan[dtype: DType](Copyable, Movable):
     """Offset of LayerNorm's weight in the type of sums."""
     var beta: Int
     """Offset of LayerNorm's bias in the type of sums."""
+    var dbias: Int
+    """Offset of column sums of dy."""
     var dgamma_partial: Int
     """Offset of partial sums of dgamma."""
     var dbeta_partial: Int
@@ -122,7 +125,12 @@ struct ManyRowsPlan[dtype: DType](Copyable, Movable):
         self.wanted = wanted
         self.workers = workers
         self.panels = B.panels(K)
-        self.slabs = Slabs(M, B.tile_m, workers)
+        self.slabs = Slabs(
+            M,
+            B.tile_m,
+            workers,
+            N * size_of[B.operand]() + K * size_of[B.accum](),
+        )
         self.slab_rows = self.slabs.most_rows()
         self.slab_tasks = self.slabs.count if wanted.dx else 0
 
@@ -150,6 +158,9 @@ struct ManyRowsPlan[dtype: DType](Copyable, Movable):
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](K)
         self.beta = arena.take[B.accum](K)
+        self.dbias = arena.take[DType.float64](
+            N + B.width if self.tiles > 0 else 0
+        )
         var chunks = ceildiv(N, SUM_ROWS)
         self.dgamma_partial = arena.take[B.accum](
             chunks * K if wanted.dln_weight else 0

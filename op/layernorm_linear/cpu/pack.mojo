@@ -6,7 +6,6 @@ last pair hold zeros, because they are summed with the others.
 """
 
 from std.math import iota
-from std.memory import bitcast
 from std.sys import size_of
 from std.sys.intrinsics import masked_load, masked_store
 
@@ -75,95 +74,6 @@ def store_first[
         target.unsafe_store(value)
     else:
         masked_store[width](value, target, lanes_below[width](count))
-
-
-@always_inline
-def _transpose[
-    dtype: DType, width: Int, //
-](mut rows: Array[SIMD[dtype, width], width]):
-    """Transposes a square of registers by perfect shuffles of all its elements.
-    """
-    comptime for _ in range(_log2(width)):
-        var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
-        comptime for i in range(width // 2):
-            var mixed = rows[i].interleave(rows[i + width // 2])
-            shuffled[2 * i] = mixed.slice[width]()
-            shuffled[2 * i + 1] = mixed.slice[width, offset=width]()
-        rows = shuffled^
-
-
-def _log2(value: Int) -> Int:
-    var result = 0
-    while (1 << result) < value:
-        result += 1
-    return result
-
-
-@always_inline
-def _load_units[
-    dtype: DType
-](source: Buffer[dtype], count: Int) -> SIMD[
-    Blocking[dtype].accum, Blocking[dtype].width
-]:
-    """Loads what one row contributes to `width` steps, as accumulator lanes."""
-    comptime B = Blocking[dtype]
-    comptime if B.has_dot:
-        return bitcast[B.accum, B.width](
-            load_first[B.width * B.pair](source, count)
-        )
-    else:
-        return load_first[B.width](source, count).cast[B.accum]()
-
-
-def pack_transposed[
-    dtype: DType
-](
-    panel: Buffer[Blocking[dtype].operand],
-    source: Buffer[dtype],
-    source_stride: Int,
-    columns: Int,
-    vectors: Int,
-    depth: Int,
-):
-    """Packs rows of a matrix as the columns of a panel.
-
-    Parameters:
-        dtype: Element type of the tensors.
-
-    Args:
-        panel: The panel, `vectors` wide.
-        source: First element, at the panel's first column and first step.
-        source_stride: Distance between rows of the source.
-        columns: Rows of the source to pack, each a column of the panel.
-        vectors: Vectors across the panel.
-        depth: Elements of each row to pack.
-    """
-    comptime B = Blocking[dtype]
-    comptime Lanes = SIMD[B.accum, B.width]
-    var steps = (depth + B.pair - 1) // B.pair
-    var target = panel.unsafe_bitcast[Scalar[B.accum]]()
-    for v in range(vectors):
-        for step in range(0, steps, B.width):
-            var square = Array[Lanes, B.width](uninitialized=True)
-            comptime for i in range(B.width):
-                var row = min(v * B.width + i, columns - 1)
-                square[i] = _load_units(
-                    source.unsafe_offset(row * source_stride + step * B.pair),
-                    depth - step * B.pair,
-                )
-            _transpose(square)
-            var out = target.unsafe_offset((step * vectors + v) * B.width)
-            if step + B.width <= steps:
-                comptime for i in range(B.width):
-                    out.unsafe_offset(i * vectors * B.width).unsafe_store(
-                        square[i]
-                    )
-            else:
-                comptime for i in range(B.width):
-                    if step + i < steps:
-                        out.unsafe_offset(i * vectors * B.width).unsafe_store(
-                            square[i]
-                        )
 
 
 @always_inline
@@ -295,6 +205,60 @@ def pack_panel[
                 out.unsafe_offset(v * width * B.pair).unsafe_store(
                     first.interleave(second)
                 )
+
+
+def pack_panels[
+    dtype: DType, *, width: Int, vectors: Int, normalize: Bool = False
+](
+    panels: Buffer[Blocking[dtype].operand],
+    panel_stride: Int,
+    source: Buffer[dtype],
+    source_stride: Int,
+    columns: Int,
+    depth: Int,
+    mean: Optional[Buffer[Blocking[dtype].accum]] = None,
+    rstd: Optional[Buffer[Blocking[dtype].accum]] = None,
+):
+    """Packs columns of a matrix as panels that lie side by side.
+
+    A few rows at a time, and asked for ahead: long pieces of few rows come
+    faster than short pieces of many.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        width: Columns in one vector of a panel.
+        vectors: Vectors across a panel; the last panel has as few as it needs.
+        normalize: Whether to subtract each row's mean and multiply by its
+            reciprocal standard deviation.
+
+    Args:
+        panels: The first panel.
+        panel_stride: Distance between panels.
+        source: First element, at the first column and first step.
+        source_stride: Distance between rows of the source.
+        columns: Columns of the source to pack.
+        depth: Rows of the source to pack.
+        mean: Mean of each row, when normalizing.
+        rstd: Reciprocal standard deviation of each row, when normalizing.
+    """
+    comptime rows = 8
+    for row in range(0, depth, rows):
+        for column in range(0, columns, width * vectors):
+            var left = min(width * vectors, columns - column)
+            var across = (left + width - 1) // width
+            pack_panel[dtype, width=width, normalize=normalize, ahead=rows](
+                panels.unsafe_offset(
+                    column // (width * vectors) * panel_stride
+                    + row * across * width
+                ),
+                source.unsafe_offset(row * source_stride + column),
+                source_stride,
+                left,
+                across,
+                min(rows, depth - row),
+                _at(mean, row),
+                _at(rstd, row),
+            )
 
 
 def copy_rows[

@@ -2,10 +2,10 @@
 
 from .blocking import Blocking, Buffer
 from .gradients import Gradients
-from .many_rows_plan import BLOCK_ROWS, ManyRowsPlan, WeightTile
+from .many_rows_plan import BLOCK_STEPS, ManyRowsPlan, WeightTile
 from .microkernel import multiply_block
-from .pack import pack_panel
-from .parameter_gradients import SUM_ROWS, WeightRows, add_column_sums
+from .pack import pack_panels
+from .parameter_gradients import SUM_ROWS, WeightRows
 from .workspace import Arena, buffer, ceildiv
 
 
@@ -43,15 +43,10 @@ def compute_weight_tile[
     var k = task % plan.tiles_across * plan.tile_panels * B.tile_n
     var rows = min(plan.tile_rows, N - n)
     var columns = min(plan.tile_panels * B.tile_n, K - k)
-    var dbias = buffer[DType.float64](tile.dbias)
-    for i in range(rows + B.width):
-        dbias.unsafe_offset(i).unsafe_store(0)
-    for m in range(0, tensors.M, BLOCK_ROWS):
-        var depth = min(BLOCK_ROWS, tensors.M - m)
-        var dy = tensors.dy.unsafe_offset(m * N + n)
-        add_column_sums[dtype](dbias, dy, N, depth, rows)
-        if plan.wanted.dweight or plan.wanted.dln_weight:
-            _add_product(tile, tensors, dy, m, depth, rows, k, columns)
+    var dbias = buffer[DType.float64](workspace + plan.dbias).unsafe_offset(n)
+    if plan.wanted.dweight or plan.wanted.dln_weight:
+        for m in range(0, tensors.M, BLOCK_STEPS * B.pair):
+            _add_product(tile, tensors, n, m, rows, k, columns)
 
     var product = buffer[B.accum](tile.product)
     for first in range(0, rows, SUM_ROWS):
@@ -84,11 +79,6 @@ def compute_weight_tile[
                     plan.wanted.dln_bias, workspace + plan.dbeta_partial, place
                 ),
             )
-    if plan.wanted.dbias and k == 0:
-        for i in range(rows):
-            buffer[dtype](tensors.dbias).unsafe_offset(n + i).unsafe_store(
-                dbias.unsafe_offset(i).unsafe_load().cast[dtype]()
-            )
 
 
 def _add_product[
@@ -96,51 +86,50 @@ def _add_product[
 ](
     tile: WeightTile[dtype],
     tensors: Gradients[dtype],
-    dy: Buffer[dtype],
+    n: Int,
     m: Int,
-    depth: Int,
     rows: Int,
     k: Int,
     columns: Int,
 ):
     """Adds what a block of rows of dy and x contributes to a tile."""
     comptime B = Blocking[dtype]
-    var packed_dy = buffer[B.operand](tile.dy)
-    for i in range(0, rows, B.tile_m):
-        pack_panel[dtype, width=B.tile_m](
-            packed_dy.unsafe_offset(i // B.tile_m * tile.dy_stride),
-            dy.unsafe_offset(i),
-            tensors.N,
-            min(B.tile_m, rows - i),
-            1,
-            depth,
-        )
+    comptime block_rows = BLOCK_STEPS * B.pair
+    var N = tensors.N
+    var K = tensors.K
+    var depth = min(block_rows, tensors.M - m)
+    var dy = buffer[B.operand](tile.dy)
     var x_hat = buffer[B.operand](tile.x_hat)
+    pack_panels[dtype, width=B.tile_m, vectors=1](
+        dy,
+        tile.dy_stride,
+        tensors.dy.unsafe_offset(m * N + n),
+        N,
+        rows,
+        depth,
+    )
+    pack_panels[dtype, width=B.width, vectors=B.tile_vectors, normalize=True](
+        x_hat,
+        block_rows * B.tile_n,
+        tensors.x.unsafe_offset(m * K + k),
+        K,
+        columns,
+        depth,
+        tensors.mean.unsafe_offset(m),
+        tensors.rstd.unsafe_offset(m),
+    )
     for column in range(0, columns, B.tile_n):
-        var width = min(B.tile_n, columns - column)
-        var vectors = ceildiv(width, B.width)
-        pack_panel[dtype, width=B.width, normalize=True](
-            x_hat,
-            tensors.x.unsafe_offset(m * tensors.K + k + column),
-            tensors.K,
-            width,
-            vectors,
-            depth,
-            tensors.mean.unsafe_offset(m),
-            tensors.rstd.unsafe_offset(m),
+        multiply_block[dtype, a_is_panel=True](
+            buffer[B.accum](tile.product).unsafe_offset(column),
+            tile.product_stride,
+            dy,
+            tile.dy_stride,
+            x_hat.unsafe_offset(column * block_rows),
+            rows,
+            ceildiv(min(B.tile_n, columns - column), B.width),
+            ceildiv(depth, B.pair),
+            m > 0,
         )
-        for d in range(0, depth, B.depth):
-            multiply_block[dtype, a_is_panel=True](
-                buffer[B.accum](tile.product).unsafe_offset(column),
-                tile.product_stride,
-                packed_dy.unsafe_offset(d * B.tile_m),
-                tile.dy_stride,
-                x_hat.unsafe_offset(d * vectors * B.width),
-                rows,
-                vectors,
-                ceildiv(min(B.depth, depth - d), B.pair),
-                m + d > 0,
-            )
 
 
 def _partial[
