@@ -26,8 +26,7 @@ comptime LONG_ELEMENTS = 1 << 17
 
 @fieldwise_init
 struct PythonCpu(RowTarget):
-    """The CPU, called from Python: long work runs without the interpreter's lock.
-    """
+    """The CPU, called from Python: long work runs without the interpreter's lock."""
 
     var cpu: Cpu
 
@@ -76,8 +75,7 @@ def trainable_eps_forward(
 def trainable_eps_backward(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
-    """Computes dx[M, K] and do[1] from dy[M, K], x[M, K] and o; `workspace` holds M numbers if do is wanted.
-    """
+    """Computes dx[M, K] and do[1] from dy[M, K], x[M, K] and o; `workspace` holds M numbers if do is wanted."""
     var arguments = Arguments(values)
     var dx = arguments.address()
     var do = arguments.address()
