@@ -41,6 +41,8 @@ DTYPES = {
 }
 CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
 GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
+# Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
+CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
 HOPPER_EXTENSION = "layernorm_linear_sm90"
 
 
@@ -170,6 +172,8 @@ def _compile(extension: Extension, output: Path) -> None:
     if extension.accelerator:
         arguments += [f"--target-accelerator={extension.accelerator}"]
         arguments += ["--target-cpu", _portable_cpu()]
+    elif cpu := os.environ.get(CPU_VARIABLE):
+        arguments += ["--target-cpu", cpu]
     print(f"fused_norm: building {extension}, kept in {cache_dir()}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     try:
@@ -286,6 +290,8 @@ def _portable_cpu() -> str:
 
 def _host_cpu() -> str:
     """Return what Mojo's code for the host depends on: the CPU's model and its features."""
+    if cpu := os.environ.get(CPU_VARIABLE):
+        return cpu
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

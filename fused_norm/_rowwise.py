@@ -16,11 +16,12 @@ from fused_norm._memory import address, dense, statistics_dtype
 def trainable_eps_forward(x: Tensor, o: Tensor) -> Tensor:
     """Return v / sqrt(o o + mean(v v)) with v = x - mean(x)."""
     (x,) = dense(x)
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x)
     if x.numel():
         o = o.resolve_neg()
         o_float32 = o.dtype is torch.float32
-        _run("trainable_eps_forward", x, *_addresses(y, x, o), *_sizes(x), o_float32)
+        addresses = (y.data_ptr(), x.data_ptr(), o.data_ptr())
+        _run("trainable_eps_forward", x, *addresses, *_sizes(x), o_float32)
     return y
 
 
@@ -30,7 +31,7 @@ def trainable_eps_backward(
     """Return the gradients of x and of o, None for each that the mask leaves out."""
     want_dx, want_do = mask
     grad_output, x = dense(grad_output, x)
-    dx = x.new_empty(x.shape) if want_dx else None
+    dx = torch.empty_like(x) if want_dx else None
     if not x.numel():
         return [dx, o.new_zeros(o.shape) if want_do else None]
     o = o.resolve_neg()
@@ -46,7 +47,7 @@ def trainable_eps_backward(
 def mean(x: Tensor) -> Tensor:
     """Return x without the mean of each row."""
     (x,) = dense(x)
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x)
     if x.numel():
         _run("mean", x, *_addresses(y, x), *_sizes(x), False)
     return y
@@ -55,7 +56,7 @@ def mean(x: Tensor) -> Tensor:
 def norm_forward(v: Tensor) -> Tensor:
     """Return sqrt(mean(v v)) for every element."""
     (v,) = dense(v)
-    y = v.new_empty(v.shape)
+    y = torch.empty_like(v)
     if v.numel():
         _run("norm_forward", v, *_addresses(y, v), *_sizes(v))
     return y
@@ -64,7 +65,7 @@ def norm_forward(v: Tensor) -> Tensor:
 def norm_backward(grad_output: Tensor, v: Tensor) -> Tensor:
     """Return the gradient of v."""
     grad_output, v = dense(grad_output, v)
-    dv = v.new_empty(v.shape)
+    dv = torch.empty_like(v)
     if v.numel():
         _run("norm_backward", v, *_addresses(dv, grad_output, v), *_sizes(v), False)
     return dv
@@ -73,7 +74,7 @@ def norm_backward(grad_output: Tensor, v: Tensor) -> Tensor:
 def div_forward(a: Tensor, b: Tensor) -> Tensor:
     """Return a / b."""
     a, b = dense(a, b)
-    y = a.new_empty(a.shape)
+    y = torch.empty_like(a)
     if a.numel():
         _run("div_forward", a, *_addresses(y, a, b), *_sizes(a))
     return y
@@ -84,7 +85,7 @@ def div_backward(
 ) -> list[Tensor | None]:
     """Return the gradients of a and b, None for each that the mask leaves out."""
     grad_output, a, b = dense(grad_output, a, b)
-    da, db = (a.new_empty(a.shape) if wanted else None for wanted in mask)
+    da, db = (torch.empty_like(a) if wanted else None for wanted in mask)
     if a.numel():
         _run("div_backward", a, *_addresses(da, db, grad_output, a, b), *_sizes(a), False)
     return [da, db]

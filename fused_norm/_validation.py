@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm._dispatch import LOW_PRECISION, serves
+from fused_norm._dispatch import CPU_DTYPES, LOW_PRECISION, serves
 from fused_norm._registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.
@@ -117,6 +117,33 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
         and o.device == x.device
         and (o.dtype is x.dtype or (o.dtype is torch.float32 and x.dtype in LOW_PRECISION))
         and has_row_kernel(x)
+    )
+
+
+def surely_has_trainable_eps_kernel(x: Any, o: Any) -> bool:
+    """Return whether the kernels serve ordinary tensors that nothing watches, in a few fast looks.
+
+    True is certain; False leaves it to be found out.
+
+    Args:
+        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
+        o: Should be a tensor of one element in the dtype of `x`.
+    """
+    return (
+        type(x) is Tensor
+        and (type(o) is Tensor or type(o) is torch.nn.Parameter)
+        and x.is_cpu
+        and o.is_cpu
+        and x.dtype is o.dtype
+        and x.dtype in CPU_DTYPES
+        and o.numel() == 1
+        and x.dim() > 0
+        and x.shape[-1] <= LONGEST_ROW
+        and x.data_ptr() != 0
+        and _is_strided(x)
+        and _is_strided(o)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(o)
     )
 
 

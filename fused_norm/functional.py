@@ -9,10 +9,12 @@ from fused_norm import _parameters
 from fused_norm._ops import layernorm_linear, run
 from fused_norm._registration import is_watched
 from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
+from fused_norm._rowwise import trainable_eps_forward
 from fused_norm._validation import (
     by_pytorch,
     has_kernel,
     has_trainable_eps_kernel,
+    surely_has_trainable_eps_kernel,
     trainable_eps_by_pytorch,
 )
 
@@ -82,7 +84,10 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
         RuntimeError: If `o` has not one element, and as PyTorch's ops do.
         TypeError: As they do, for an argument that is not a tensor.
     """
-    if not has_trainable_eps_kernel(x, o):
+    if not is_watched() and surely_has_trainable_eps_kernel(x, o):
+        if not (torch.is_grad_enabled() and (x.requires_grad or o.requires_grad)):
+            return trainable_eps_forward(x, o)
+    elif not has_trainable_eps_kernel(x, o):
         return trainable_eps_by_pytorch(x, o)
     if torch.is_grad_enabled() and (x.requires_grad or o.requires_grad):
         y: Tensor = trainable_eps_with_gradients(x, o)

@@ -41,6 +41,14 @@ struct Arguments(Movable):
         """
         return Int(Python().cpython().PyLong_AsSsize_t(self._take()))
 
+    def address(mut self) -> Int64:
+        """Reads an address.
+
+        Returns:
+            Its value.
+        """
+        return Int64(self.integer())
+
     def number(mut self) -> Float64:
         """Reads a float.
 

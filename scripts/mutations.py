@@ -111,8 +111,9 @@ MUTATIONS = (
         "every sixteenth row is left out of db",
         "cpu",
         f"{CPU}/parameter_gradients.mojo",
-        "var count = min(TREE_ROWS, rows - first)",
-        "var count = min(TREE_ROWS - 1, rows - first)",
+        "        var line = dy.unsafe_offset(row * stride)\n",
+        "        if row % 16 == 15:\n            continue\n"
+        "        var line = dy.unsafe_offset(row * stride)\n",
         LINEAR,
     ),
     Mutation(

@@ -12,9 +12,10 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
 from op.layernorm_linear.backward_call import BackwardCall
-from op.layernorm_linear.cpu.backward import Backward, BackwardPlan, Wanted
+from op.layernorm_linear.cpu.backward import backward_bytes, compute_gradients
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
+from op.layernorm_linear.cpu.gradients import Gradients, Wanted
 from op.layernorm_linear.cpu.parameters import Parameter
 from op.layernorm_linear.cpu.workspace import buffer
 from op.python_call import Arguments, Values, integer
@@ -106,19 +107,19 @@ def _wanted(call: BackwardCall) -> Wanted:
 
 
 def _workspace(call: BackwardCall) -> Int:
-    var plan = BackwardPlan[DTYPE](
+    var bytes = backward_bytes[DTYPE](
         call.M, call.K, call.N, _wanted(call), call.threads
     )
-    return plan.bytes if plan.bytes > STACK_BYTES else 0
+    return bytes if bytes > STACK_BYTES else 0
 
 
 def _compute(call: BackwardCall):
     var ln_is_float32 = call.ln_is_float32 != 0
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
-    var job = Backward[DTYPE](
-        BackwardPlan[DTYPE](
-            call.M, call.K, call.N, _wanted(call), call.threads
-        ),
+    var gradients = Gradients[DTYPE](
+        call.M,
+        call.K,
+        call.N,
         call.dx,
         Parameter(call.dln_weight, ln_is_float32),
         Parameter(call.dln_bias, ln_is_float32),
@@ -131,9 +132,13 @@ def _compute(call: BackwardCall):
         Parameter(call.ln_weight, ln_is_float32),
         Parameter(call.ln_bias, ln_is_float32),
         buffer[DTYPE](call.weight),
-        call.workspace if call.workspace != 0 else Int(room),
     )
-    job.run(call.context)
+    compute_gradients(
+        gradients,
+        call.threads,
+        call.workspace if call.workspace != 0 else Int(room),
+        call.context,
+    )
 
 
 def backward_workspace(

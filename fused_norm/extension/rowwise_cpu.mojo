@@ -7,10 +7,11 @@ outputs instead of overwriting them; `o_float32` says that o is float32 whatever
 
 from std.os import abort
 from std.python import Python, PythonObject
-from std.python._cpython import GILReleased
+from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
+from op.python_call import Arguments, Values, failure, integer
 from op.rowwise import ops
 from op.rowwise.cpu import Cpu
 from op.rowwise.operands import Operands, RowTarget, accumulator
@@ -46,192 +47,208 @@ struct PythonCpu(RowTarget):
         self.cpu.add_up[accum, dtype](terms, count, output, accumulate)
 
 
-def _address(value: PythonObject) raises -> Int64:
-    return Int64(Int(py=value))
-
-
-def _cpu(
-    threads: PythonObject, gomp_parallel: PythonObject
-) raises -> PythonCpu:
-    return PythonCpu(Cpu(Team(Int(py=gomp_parallel), Int(py=threads))))
+def _cpu(mut arguments: Arguments) -> PythonCpu:
+    var threads = arguments.integer()
+    return PythonCpu(Cpu(Team(arguments.integer(), threads)))
 
 
 def trainable_eps_forward(
-    y: PythonObject,
-    x: PythonObject,
-    o: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    o_float32: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes y[M, K] from x[M, K] and the scalar o."""
-    ops.trainable_eps_forward[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(y),
-        _address(x),
-        _address(o),
-        Int(py=M),
-        Int(py=K),
-        Bool(py=o_float32),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var y = arguments.address()
+    var x = arguments.address()
+    var o = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var o_float32 = arguments.integer() != 0
+    try:
+        ops.trainable_eps_forward[DTYPE](
+            _cpu(arguments), y, x, o, M, K, o_float32
+        )
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 def trainable_eps_backward(
-    dx: PythonObject,
-    do: PythonObject,
-    dy: PythonObject,
-    x: PythonObject,
-    o: PythonObject,
-    workspace: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    o_float32: PythonObject,
-    accumulate: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes dx[M, K] and do[1] from dy[M, K], x[M, K] and o; `workspace` holds M numbers if do is wanted."""
-    ops.trainable_eps_backward[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(dx),
-        _address(do),
-        _address(dy),
-        _address(x),
-        _address(o),
-        _address(workspace),
-        Int(py=M),
-        Int(py=K),
-        Bool(py=o_float32),
-        Bool(py=accumulate),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var dx = arguments.address()
+    var do = arguments.address()
+    var dy = arguments.address()
+    var x = arguments.address()
+    var o = arguments.address()
+    var workspace = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var o_float32 = arguments.integer() != 0
+    var accumulate = arguments.integer() != 0
+    try:
+        ops.trainable_eps_backward[DTYPE](
+            _cpu(arguments),
+            dx,
+            do,
+            dy,
+            x,
+            o,
+            workspace,
+            M,
+            K,
+            o_float32,
+            accumulate,
+        )
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 def mean(
-    y: PythonObject,
-    x: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    accumulate: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes y[M, K] = x - mean(x)."""
-    ops.mean[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(y),
-        _address(x),
-        Int(py=M),
-        Int(py=K),
-        Bool(py=accumulate),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var y = arguments.address()
+    var x = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var accumulate = arguments.integer() != 0
+    try:
+        ops.mean[DTYPE](_cpu(arguments), y, x, M, K, accumulate)
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 def norm_forward(
-    y: PythonObject,
-    v: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes y[M, K] = sqrt(mean(v v))."""
-    ops.norm_forward[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(y),
-        _address(v),
-        Int(py=M),
-        Int(py=K),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var y = arguments.address()
+    var v = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    try:
+        ops.norm_forward[DTYPE](_cpu(arguments), y, v, M, K)
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 def norm_backward(
-    dv: PythonObject,
-    dy: PythonObject,
-    v: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    accumulate: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes dv[M, K] from dy[M, K] and v[M, K]."""
-    ops.norm_backward[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(dv),
-        _address(dy),
-        _address(v),
-        Int(py=M),
-        Int(py=K),
-        Bool(py=accumulate),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var dv = arguments.address()
+    var dy = arguments.address()
+    var v = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var accumulate = arguments.integer() != 0
+    try:
+        ops.norm_backward[DTYPE](_cpu(arguments), dv, dy, v, M, K, accumulate)
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 def div_forward(
-    y: PythonObject,
-    a: PythonObject,
-    b: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes y[M, K] = a / b."""
-    ops.div_forward[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(y),
-        _address(a),
-        _address(b),
-        Int(py=M),
-        Int(py=K),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var y = arguments.address()
+    var a = arguments.address()
+    var b = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    try:
+        ops.div_forward[DTYPE](_cpu(arguments), y, a, b, M, K)
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 def div_backward(
-    da: PythonObject,
-    db: PythonObject,
-    dy: PythonObject,
-    a: PythonObject,
-    b: PythonObject,
-    M: PythonObject,
-    K: PythonObject,
-    accumulate: PythonObject,
-    threads: PythonObject,
-    gomp_parallel: PythonObject,
-) raises -> PythonObject:
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
     """Computes da[M, K] and db[M, K] from dy[M, K], a[M, K] and b[M, K]."""
-    ops.div_backward[DTYPE](
-        _cpu(threads, gomp_parallel),
-        _address(da),
-        _address(db),
-        _address(dy),
-        _address(a),
-        _address(b),
-        Int(py=M),
-        Int(py=K),
-        Bool(py=accumulate),
-    )
-    return PythonObject(None)
+    var arguments = Arguments(values)
+    var da = arguments.address()
+    var db = arguments.address()
+    var dy = arguments.address()
+    var a = arguments.address()
+    var b = arguments.address()
+    var M = arguments.integer()
+    var K = arguments.integer()
+    var accumulate = arguments.integer() != 0
+    try:
+        ops.div_backward[DTYPE](
+            _cpu(arguments), da, db, dy, a, b, M, K, accumulate
+        )
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 @export
 def PyInit_rowwise_cpu() abi("C") -> PythonObject:
     try:
         var builder = PythonModuleBuilder("rowwise_cpu")
-        builder.def_function[trainable_eps_forward]("trainable_eps_forward")
-        builder.def_function[trainable_eps_backward]("trainable_eps_backward")
-        builder.def_function[mean]("mean")
-        builder.def_function[norm_forward]("norm_forward")
-        builder.def_function[norm_backward]("norm_backward")
-        builder.def_function[div_forward]("div_forward")
-        builder.def_function[div_backward]("div_backward")
+        builder.def_py_c_function(
+            trainable_eps_forward,
+            "trainable_eps_forward",
+            docstring=(
+                "trainable_eps_forward(y, x, o, M, K, o_float32, threads,"
+                " gomp_parallel) -> 0"
+            ),
+        )
+        builder.def_py_c_function(
+            trainable_eps_backward,
+            "trainable_eps_backward",
+            docstring=(
+                "trainable_eps_backward(dx, do, dy, x, o, workspace, M, K,"
+                " o_float32, accumulate, threads, gomp_parallel) -> 0"
+            ),
+        )
+        builder.def_py_c_function(
+            mean,
+            "mean",
+            docstring=(
+                "mean(y, x, M, K, accumulate, threads, gomp_parallel) -> 0"
+            ),
+        )
+        builder.def_py_c_function(
+            norm_forward,
+            "norm_forward",
+            docstring="norm_forward(y, v, M, K, threads, gomp_parallel) -> 0",
+        )
+        builder.def_py_c_function(
+            norm_backward,
+            "norm_backward",
+            docstring=(
+                "norm_backward(dv, dy, v, M, K, accumulate, threads,"
+                " gomp_parallel) -> 0"
+            ),
+        )
+        builder.def_py_c_function(
+            div_forward,
+            "div_forward",
+            docstring="div_forward(y, a, b, M, K, threads, gomp_parallel) -> 0",
+        )
+        builder.def_py_c_function(
+            div_backward,
+            "div_backward",
+            docstring=(
+                "div_backward(da, db, dy, a, b, M, K, accumulate, threads,"
+                " gomp_parallel) -> 0"
+            ),
+        )
         return builder.finalize()
     except e:
         abort(t"failed to create rowwise_cpu: {e}")

@@ -16,8 +16,10 @@ from std.runtime import parallelism_level
 
 from ..rowwise.operands import accumulator
 from .composed import Composed
-from .cpu.backward import Backward, BackwardPlan, Wanted
+from .cpu.backward import backward_bytes, compute_gradients
+from .cpu.blocking import Blocking
 from .cpu.forward import Forward, ForwardPlan
+from .cpu.gradients import Gradients
 from .cpu.parameters import Parameter
 from .cpu.workspace import buffer
 
@@ -190,16 +192,10 @@ struct FusedLayerNormLinearBackward:
             _clear(dlinear_bias, ctx)
             return
         comptime if target == "cpu":
-            var plan = BackwardPlan[dtype](
+            var gradients = Gradients[dtype](
                 M,
                 K,
                 N,
-                Wanted(True, True, True, True, True),
-                parallelism_level(),
-            )
-            var workspace = List[UInt8](unsafe_uninit_length=plan.bytes)
-            var job = Backward[dtype](
-                plan^,
                 Int(dx.unsafe_ptr()),
                 _parameter(dln_weight),
                 _parameter(dln_bias),
@@ -207,14 +203,24 @@ struct FusedLayerNormLinearBackward:
                 Int(dlinear_bias.unsafe_ptr()),
                 buffer[dtype](Int(dy.unsafe_ptr())),
                 buffer[dtype](Int(x.unsafe_ptr())),
-                buffer[Backward[dtype].B.accum](Int(mean.unsafe_ptr())),
-                buffer[Backward[dtype].B.accum](Int(rstd.unsafe_ptr())),
+                buffer[Blocking[dtype].accum](Int(mean.unsafe_ptr())),
+                buffer[Blocking[dtype].accum](Int(rstd.unsafe_ptr())),
                 _parameter(ln_weight),
                 _parameter(ln_bias),
                 buffer[dtype](Int(linear_weight.unsafe_ptr())),
-                Int(workspace.unsafe_ptr()),
             )
-            job.run(gomp_parallel=0)
+            var threads = parallelism_level()
+            var workspace = List[UInt8](
+                unsafe_uninit_length=backward_bytes[dtype](
+                    M, K, N, gradients.wanted(), threads
+                )
+            )
+            compute_gradients(
+                gradients,
+                threads,
+                Int(workspace.unsafe_ptr()),
+                gomp_parallel=0,
+            )
             _ = workspace^
         else:
             Composed[dtype, ln_dtype](
@@ -265,7 +271,10 @@ def _require_dtypes[
     ), "float64 has no GPU kernel"
     comptime assert ln_dtype == dtype or (
         is_low and ln_dtype == DType.float32
-    ), "LayerNorm's parameters must have the dtype of x, or be float32 beside bfloat16 and float16"
+    ), (
+        "LayerNorm's parameters must have the dtype of x, or be float32 beside"
+        " bfloat16 and float16"
+    )
     comptime assert (
         accum == accumulator[dtype]()
     ), "mean and rstd must be float32, and float64 beside float64"

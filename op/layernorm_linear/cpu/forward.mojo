@@ -17,7 +17,8 @@ from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .blocking import Blocking, Buffer, CACHE_LINE
 from .microkernel import multiply_block, Output
-from .pack import load_first, pack_transposed
+from .pack import load_first
+from .pack_transposed import pack_transposed
 from .parameters import Parameter
 from .statistics import normalize_row, row_statistics
 from .workspace import (
@@ -86,7 +87,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.workers = useful_threads(M * K * N, threads)
         self.panels = B.panels(N)
         self.few_rows = M <= FEW_ROWS
-        self.slabs = Slabs(M, B.tile_m, self.workers)
+        self.slabs = Slabs(M, B.tile_m, self.workers, K * size_of[B.operand]())
         self.slab_rows = M if self.few_rows else self.slabs.most_rows()
 
         var arena = Arena(0)

@@ -1,6 +1,7 @@
-"""Turns the gradient of a normalized row into the gradient of the row."""
+"""Turns `dy @ weight` into the gradients of the input and of the LayerNorm."""
 
 from .blocking import Blocking, Buffer
+from .gradients import Gradients
 from .pack import lanes_below, load_first, store_first
 
 
@@ -82,3 +83,51 @@ def finish_input_gradient[
             ((value - mean_h - x_hat * mean_dot) * rstd).cast[dtype](),
             left,
         )
+
+
+def store_affine_gradients[
+    dtype: DType
+](
+    tensors: Gradients[dtype],
+    h: Buffer[Blocking[dtype].accum],
+    h_stride: Int,
+    first: Int,
+    last: Int,
+):
+    """Computes dgamma and dbeta of some features, where they are wanted.
+
+    With h = dy @ weight, dgamma = sum over rows of h * x_hat, and dbeta = sum
+    over rows of h.
+
+    Parameters:
+        dtype: Element type of the tensors.
+
+    Args:
+        tensors: The gradients and what they are made from.
+        h: First row of `dy @ weight`, readable in whole vectors.
+        h_stride: Distance between its rows.
+        first: First feature.
+        last: End of the features; may be beyond `K`.
+    """
+    comptime B = Blocking[dtype]
+    comptime Lanes = SIMD[DType.float64, B.width]
+    for k in range(first, min(last, tensors.K), B.width):
+        var left = tensors.K - k
+        var dgamma = Lanes(0)
+        var dbeta = Lanes(0)
+        for m in range(tensors.M):
+            var value = h.unsafe_offset(m * h_stride + k).unsafe_load[
+                width=B.width
+            ]()
+            var x_hat = _x_hat(
+                tensors.x.unsafe_offset(m * tensors.K + k),
+                left,
+                tensors.mean.unsafe_offset(m).unsafe_load(),
+                tensors.rstd.unsafe_offset(m).unsafe_load(),
+            )
+            dgamma += (value * x_hat).cast[DType.float64]()
+            dbeta += value.cast[DType.float64]()
+        if tensors.dln_weight.address != 0:
+            tensors.dln_weight.store[dtype](k, dgamma.cast[B.accum](), left)
+        if tensors.dln_bias.address != 0:
+            tensors.dln_bias.store[dtype](k, dbeta.cast[B.accum](), left)

@@ -11,10 +11,10 @@ and columns are computed beside it.
 """
 
 from std.memory import bitcast
-from std.sys import llvm_intrinsic
+from std.sys import llvm_intrinsic, size_of
 
-from .blocking import Blocking, Buffer
-from .prefetch import prefetch_for_write
+from .blocking import Blocking, Buffer, CACHE_LINE
+from .prefetch import prefetch_for_read, prefetch_for_write
 from .pack import store_first
 
 
@@ -84,6 +84,36 @@ struct Output[dtype: DType](TrivialRegisterPassable):
     """What to add to each column, `tile_n` values."""
 
 
+@always_inline
+def _add_step[
+    dtype: DType, rows: Int, vectors: Int, a_is_panel: Bool
+](
+    mut acc: Array[
+        SIMD[Blocking[dtype].accum, Blocking[dtype].width], rows * vectors
+    ],
+    a: Buffer[Blocking[dtype].operand],
+    a_stride: Int,
+    b: Buffer[Blocking[dtype].operand],
+    step: Int,
+):
+    """Adds the products of one step to all sums of a tile."""
+    comptime B = Blocking[dtype]
+    comptime lanes = B.width * B.pair
+    var b_row = Array[SIMD[B.operand, lanes], vectors](uninitialized=True)
+    comptime for j in range(vectors):
+        b_row[j] = b.unsafe_offset((step * vectors + j) * lanes).unsafe_load[
+            width=lanes
+        ]()
+    comptime for i in range(rows):
+        comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
+        var row = i * B.pair if a_is_panel else i * a_stride
+        var a_value = _broadcast[dtype](a.unsafe_offset(row + step * a_step))
+        comptime for j in range(vectors):
+            acc[i * vectors + j] = _add_product[dtype](
+                acc[i * vectors + j], a_value, b_row[j]
+            )
+
+
 @no_inline
 def _multiply_tile[
     dtype: DType, rows: Int, vectors: Int, a_is_panel: Bool
@@ -100,7 +130,6 @@ def _multiply_tile[
     """Computes one register tile of the product."""
     comptime B = Blocking[dtype]
     comptime Acc = SIMD[B.accum, B.width]
-    comptime Operand = SIMD[B.operand, B.width * B.pair]
     comptime b_step = vectors * B.width * B.pair
     comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
     if output:
@@ -112,21 +141,28 @@ def _multiply_tile[
                     out.y.unsafe_offset(i * out.stride + j * B.width)
                 )
     var acc = Array[Acc, rows * vectors](fill=Acc(0))
-    for step in range(steps):
-        var b_row = Array[Operand, vectors](uninitialized=True)
-        comptime for j in range(vectors):
-            b_row[j] = b.unsafe_offset(
-                step * b_step + j * B.width * B.pair
-            ).unsafe_load[width=B.width * B.pair]()
-        comptime for i in range(rows):
-            var row = i * B.pair if a_is_panel else i * a_stride
-            var a_value = _broadcast[dtype](
-                a.unsafe_offset(row + step * a_step)
+    # Rows are far apart: their addresses, worked out anew in each step, would
+    # take turns from the products.
+    comptime unroll = 1 if a_is_panel else 4
+    var whole = steps // unroll * unroll
+    for step in range(0, whole, unroll):
+        comptime for u in range(unroll):
+            _add_step[dtype, rows, vectors, a_is_panel](
+                acc,
+                a.unsafe_offset(step * a_step),
+                a_stride,
+                b.unsafe_offset(step * b_step),
+                u,
             )
-            comptime for j in range(vectors):
-                acc[i * vectors + j] = _add_product[dtype](
-                    acc[i * vectors + j], a_value, b_row[j]
-                )
+    comptime if unroll > 1:
+        for step in range(whole, steps):
+            _add_step[dtype, rows, vectors, a_is_panel](
+                acc,
+                a.unsafe_offset(step * a_step),
+                a_stride,
+                b.unsafe_offset(step * b_step),
+                0,
+            )
     if accumulate:
         comptime for i in range(rows):
             comptime for j in range(vectors):
@@ -182,6 +218,15 @@ def _multiply_rows[
             var out = output.value()
             out.y = out.y.unsafe_offset(first * out.stride)
             tile_output = out
+        comptime if not a_is_panel:
+            # The block that follows is the next to be multiplied, and further
+            # away than this one: each tile asks for a share of it.
+            comptime line = CACHE_LINE // size_of[B.operand]()
+            var block = steps * vectors * B.width * B.pair
+            for i in range(
+                block * tile // tiles, block * (tile + 1) // tiles, line
+            ):
+                prefetch_for_read(b.unsafe_offset(block + i))
         comptime for r in range(1, B.tile_m + 1):
             if count == r:
                 _multiply_tile[dtype, r, vectors, a_is_panel](

@@ -6,10 +6,11 @@ last pair hold zeros, because they are summed with the others.
 """
 
 from std.math import iota
-from std.memory import bitcast
+from std.sys import size_of
 from std.sys.intrinsics import masked_load, masked_store
 
-from .blocking import Blocking, Buffer
+from .blocking import Blocking, Buffer, CACHE_LINE
+from .prefetch import prefetch_for_read
 
 
 @always_inline
@@ -76,94 +77,6 @@ def store_first[
 
 
 @always_inline
-def _transpose[
-    dtype: DType, width: Int, //
-](mut rows: Array[SIMD[dtype, width], width]):
-    """Transposes a square of registers by perfect shuffles of all its elements."""
-    comptime for _ in range(_log2(width)):
-        var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
-        comptime for i in range(width // 2):
-            var mixed = rows[i].interleave(rows[i + width // 2])
-            shuffled[2 * i] = mixed.slice[width]()
-            shuffled[2 * i + 1] = mixed.slice[width, offset=width]()
-        rows = shuffled^
-
-
-def _log2(value: Int) -> Int:
-    var result = 0
-    while (1 << result) < value:
-        result += 1
-    return result
-
-
-@always_inline
-def _load_units[
-    dtype: DType
-](source: Buffer[dtype], count: Int) -> SIMD[
-    Blocking[dtype].accum, Blocking[dtype].width
-]:
-    """Loads what one row contributes to `width` steps, as accumulator lanes."""
-    comptime B = Blocking[dtype]
-    comptime if B.has_dot:
-        return bitcast[B.accum, B.width](
-            load_first[B.width * B.pair](source, count)
-        )
-    else:
-        return load_first[B.width](source, count).cast[B.accum]()
-
-
-def pack_transposed[
-    dtype: DType
-](
-    panel: Buffer[Blocking[dtype].operand],
-    source: Buffer[dtype],
-    source_stride: Int,
-    columns: Int,
-    vectors: Int,
-    depth: Int,
-):
-    """Packs rows of a matrix as the columns of a panel.
-
-    Parameters:
-        dtype: Element type of the tensors.
-
-    Args:
-        panel: The panel, `vectors` wide.
-        source: First element, at the panel's first column and first step.
-        source_stride: Distance between rows of the source.
-        columns: Rows of the source to pack, each a column of the panel.
-        vectors: Vectors across the panel.
-        depth: Elements of each row to pack.
-    """
-    comptime B = Blocking[dtype]
-    comptime Lanes = SIMD[B.accum, B.width]
-    var steps = (depth + B.pair - 1) // B.pair
-    var target = panel.unsafe_bitcast[Scalar[B.accum]]()
-    for v in range(vectors):
-        for step in range(0, steps, B.width):
-            var square = Array[Lanes, B.width](uninitialized=True)
-            comptime for i in range(B.width):
-                var row = min(v * B.width + i, columns - 1)
-                square[i] = _load_units(
-                    source.unsafe_offset(row * source_stride + step * B.pair),
-                    depth - step * B.pair,
-                )
-            _transpose(square)
-            var out = target.unsafe_offset((step * vectors + v) * B.width)
-            if step + B.width <= steps:
-                comptime for i in range(B.width):
-                    out.unsafe_offset(i * vectors * B.width).unsafe_store(
-                        square[i]
-                    )
-            else:
-                comptime for i in range(B.width):
-                    if step + i < steps:
-                        out.unsafe_offset(i * vectors * B.width).unsafe_store(
-                            square[i]
-                        )
-
-
-@always_inline
 def _load_operand[
     dtype: DType, width: Int, normalize: Bool
 ](
@@ -171,17 +84,34 @@ def _load_operand[
     count: Int,
     mean: Scalar[Blocking[dtype].accum],
     rstd: Scalar[Blocking[dtype].accum],
+    gamma: Optional[Buffer[Blocking[dtype].accum]],
+    beta: Optional[Buffer[Blocking[dtype].accum]],
 ) -> SIMD[Blocking[dtype].operand, width]:
     comptime B = Blocking[dtype]
     var value = load_first[width](source, count)
     comptime if normalize:
-        return ((value.cast[B.accum]() - mean) * rstd).cast[B.operand]()
+        var z = (value.cast[B.accum]() - mean) * rstd
+        if gamma:
+            z = z.fma(
+                load_first[width](gamma.value(), count),
+                load_first[width](beta.value(), count),
+            )
+        return z.cast[B.operand]()
     else:
         return value.cast[B.operand]()
 
 
+@always_inline
+def _at[
+    dtype: DType, //
+](vector: Optional[Buffer[dtype]], index: Int) -> Optional[Buffer[dtype]]:
+    if vector:
+        return vector.value().unsafe_offset(index)
+    return None
+
+
 def pack_panel[
-    dtype: DType, *, width: Int, normalize: Bool = False
+    dtype: DType, *, width: Int, normalize: Bool = False, ahead: Int = 0
 ](
     panel: Buffer[Blocking[dtype].operand],
     source: Buffer[dtype],
@@ -191,6 +121,8 @@ def pack_panel[
     depth: Int,
     mean: Optional[Buffer[Blocking[dtype].accum]] = None,
     rstd: Optional[Buffer[Blocking[dtype].accum]] = None,
+    gamma: Optional[Buffer[Blocking[dtype].accum]] = None,
+    beta: Optional[Buffer[Blocking[dtype].accum]] = None,
 ):
     """Packs columns of a matrix as the columns of a panel.
 
@@ -199,6 +131,7 @@ def pack_panel[
         width: Columns in one vector of the panel.
         normalize: Whether to subtract each row's mean and multiply by its
             reciprocal standard deviation.
+        ahead: How many rows ahead to ask for; they need not exist.
 
     Args:
         panel: The panel, `vectors` wide.
@@ -209,6 +142,8 @@ def pack_panel[
         depth: Rows of the source to pack.
         mean: Mean of each row, when normalizing.
         rstd: Reciprocal standard deviation of each row, when normalizing.
+        gamma: What to multiply each column with after that, if anything.
+        beta: What to add to each column then, if `gamma` is given.
     """
     comptime B = Blocking[dtype]
     comptime Shift = Scalar[B.accum]
@@ -217,6 +152,12 @@ def pack_panel[
         var row = step * B.pair
         var line = source.unsafe_offset(row * source_stride)
         var out = panel.unsafe_offset(step * vectors * width * B.pair)
+        comptime if ahead > 0:
+            comptime for i in range(B.pair):
+                for k in range(0, columns, CACHE_LINE // size_of[dtype]()):
+                    prefetch_for_read(
+                        line.unsafe_offset((i + ahead) * source_stride + k)
+                    )
         var shift = Shift(0)
         var scale = Shift(1)
         comptime if normalize:
@@ -230,6 +171,8 @@ def pack_panel[
                         columns - v * width,
                         shift,
                         scale,
+                        _at(gamma, v * width),
+                        _at(beta, v * width),
                     )
                 )
         else:
@@ -246,6 +189,8 @@ def pack_panel[
                     columns - v * width,
                     shift,
                     scale,
+                    _at(gamma, v * width),
+                    _at(beta, v * width),
                 )
                 var second = SIMD[B.operand, width](0)
                 if has_second:
@@ -254,10 +199,66 @@ def pack_panel[
                         columns - v * width,
                         shift2,
                         scale2,
+                        _at(gamma, v * width),
+                        _at(beta, v * width),
                     )
                 out.unsafe_offset(v * width * B.pair).unsafe_store(
                     first.interleave(second)
                 )
+
+
+def pack_panels[
+    dtype: DType, *, width: Int, vectors: Int, normalize: Bool = False
+](
+    panels: Buffer[Blocking[dtype].operand],
+    panel_stride: Int,
+    source: Buffer[dtype],
+    source_stride: Int,
+    columns: Int,
+    depth: Int,
+    mean: Optional[Buffer[Blocking[dtype].accum]] = None,
+    rstd: Optional[Buffer[Blocking[dtype].accum]] = None,
+):
+    """Packs columns of a matrix as panels that lie side by side.
+
+    A few rows at a time, and asked for ahead: long pieces of few rows come
+    faster than short pieces of many.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        width: Columns in one vector of a panel.
+        vectors: Vectors across a panel; the last panel has as few as it needs.
+        normalize: Whether to subtract each row's mean and multiply by its
+            reciprocal standard deviation.
+
+    Args:
+        panels: The first panel.
+        panel_stride: Distance between panels.
+        source: First element, at the first column and first step.
+        source_stride: Distance between rows of the source.
+        columns: Columns of the source to pack.
+        depth: Rows of the source to pack.
+        mean: Mean of each row, when normalizing.
+        rstd: Reciprocal standard deviation of each row, when normalizing.
+    """
+    comptime rows = 8
+    for row in range(0, depth, rows):
+        for column in range(0, columns, width * vectors):
+            var left = min(width * vectors, columns - column)
+            var across = (left + width - 1) // width
+            pack_panel[dtype, width=width, normalize=normalize, ahead=rows](
+                panels.unsafe_offset(
+                    column // (width * vectors) * panel_stride
+                    + row * across * width
+                ),
+                source.unsafe_offset(row * source_stride + column),
+                source_stride,
+                left,
+                across,
+                min(rows, depth - row),
+                _at(mean, row),
+                _at(rstd, row),
+            )
 
 
 def copy_rows[
@@ -266,10 +267,11 @@ def copy_rows[
     target: Buffer[Blocking[dtype].operand],
     target_stride: Int,
     source: Buffer[dtype],
+    source_stride: Int,
     rows: Int,
     columns: Int,
 ):
-    """Copies rows of a dense matrix into the form of a left operand.
+    """Copies rows of a matrix into the form of a left operand.
 
     Parameters:
         dtype: Element type of the tensors.
@@ -278,13 +280,14 @@ def copy_rows[
         target: The left operand, in rows.
         target_stride: Distance between its rows.
         source: First element of the matrix.
+        source_stride: Distance between its rows.
         rows: Number of rows.
         columns: Number of columns.
     """
     comptime B = Blocking[dtype]
     comptime width = B.width * B.pair
     for i in range(rows):
-        var line = source.unsafe_offset(i * columns)
+        var line = source.unsafe_offset(i * source_stride)
         var out = target.unsafe_offset(i * target_stride)
         # The stride leaves room for whole vectors; zeros complete a pair.
         for k in range(0, columns, width):

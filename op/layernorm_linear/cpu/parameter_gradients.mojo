@@ -17,61 +17,51 @@ from .parameters import Parameter
 comptime SUM_ROWS = 32
 """Outputs whose contributions to dgamma and dbeta make one partial sum."""
 
-comptime TREE_ROWS = 16
-"""Rows of dy that are summed pairwise before they join the total."""
+comptime CHUNK = 256
+"""Columns of dy that are summed together."""
 
 
-@always_inline
-def _tree_sum[
-    dtype: DType, width: Int, count: Int, //
-](mut values: Array[SIMD[dtype, width], count]) -> SIMD[dtype, width]:
-    """Sums pairwise, which keeps the rounding error at that of few additions."""
-    var step = 1
-    while step < count:
-        for i in range(0, count - step, 2 * step):
-            values[i] += values[i + step]
-        step *= 2
-    return values[0]
-
-
-def add_column_sums[
+def sum_columns[
     dtype: DType
 ](
-    total: Buffer[DType.float64],
+    sums: Buffer[DType.float64],
+    dbias: Int,
     dy: Buffer[dtype],
     stride: Int,
     rows: Int,
     columns: Int,
 ):
-    """Adds the sums of a block's columns to a total.
+    """Sums columns of dy, row after row: rows may lie where cache lines collide.
 
     Parameters:
-        dtype: Element type of the block.
+        dtype: Element type of dy.
 
     Args:
-        total: One sum per column, with room for whole vectors.
-        dy: First element of the block.
-        stride: Distance between rows of the block.
+        sums: One sum per column, with room for whole vectors; overwritten.
+        dbias: Where they go as a gradient; 0 where it is not wanted.
+        dy: First element of the columns.
+        stride: Distance between rows of dy.
         rows: Number of rows.
         columns: Number of columns.
     """
     comptime B = Blocking[dtype]
-    comptime Lanes = SIMD[B.accum, B.width]
-    for first in range(0, rows, TREE_ROWS):
-        var count = min(TREE_ROWS, rows - first)
-        var block = dy.unsafe_offset(first * stride)
+    comptime Lanes = SIMD[DType.float64, B.width]
+    for j in range(0, columns, B.width):
+        sums.unsafe_offset(j).unsafe_store(Lanes(0))
+    for row in range(rows):
+        var line = dy.unsafe_offset(row * stride)
         for j in range(0, columns, B.width):
-            var values = Array[Lanes, TREE_ROWS](uninitialized=True)
-            comptime for i in range(TREE_ROWS):
-                values[i] = Lanes(0)
-                if i < count:
-                    values[i] = load_first[B.width](
-                        block.unsafe_offset(i * stride + j), columns - j
-                    ).cast[B.accum]()
-            var target = total.unsafe_offset(j)
+            var value = load_first[B.width](line.unsafe_offset(j), columns - j)
+            var target = sums.unsafe_offset(j)
             target.unsafe_store(
                 target.unsafe_load[width=B.width]()
-                + _tree_sum(values).cast[DType.float64]()
+                + value.cast[DType.float64]()
+            )
+    if dbias != 0:
+        var target = Buffer[dtype](unsafe_from_address=dbias)
+        for j in range(columns):
+            target.unsafe_offset(j).unsafe_store(
+                sums.unsafe_offset(j).unsafe_load().cast[dtype]()
             )
 
 

@@ -30,6 +30,6 @@ def prefetch_for_read[dtype: DType, //](source: Buffer[dtype]):
     Args:
         source: The element.
     """
-    prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](
+    prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
         source
     )

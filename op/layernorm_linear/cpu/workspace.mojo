@@ -7,8 +7,14 @@ from .blocking import Buffer, CACHE_LINE
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
 
-comptime SLAB_ROWS = 96
-"""Most rows of a slab; with 1024 features they fill half of a 1 MiB cache."""
+comptime SLAB_BYTES = 1 << 20
+"""What the rows of a slab may take of the cache."""
+
+comptime LEAST_SLAB_ROWS = 96
+"""Rows of a slab, however long they are: as many share what is read of the weight."""
+
+comptime MOST_SLAB_ROWS = 256
+"""Rows of a slab, however short they are: more of them gain nothing."""
 
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
@@ -92,17 +98,21 @@ struct Slabs(TrivialRegisterPassable):
     var count: Int
     """Number of slabs."""
 
-    def __init__(out self, M: Int, tile_m: Int, workers: Int):
+    def __init__(out self, M: Int, tile_m: Int, workers: Int, row_bytes: Int):
         """Divides the rows.
 
         Args:
             M: Rows.
             tile_m: Rows of a register tile.
             workers: Threads that take slabs.
+            row_bytes: What a row takes of a worker's memory.
         """
         self.M = M
         self.tile_m = tile_m
-        var slabs = ceildiv(ceildiv(M, SLAB_ROWS), workers) * workers
+        var most = max(
+            LEAST_SLAB_ROWS, min(MOST_SLAB_ROWS, SLAB_BYTES // row_bytes)
+        )
+        var slabs = ceildiv(ceildiv(M, most), workers) * workers
         self.count = min(slabs, ceildiv(M, tile_m))
 
     def first(self, slab: Int) -> Int:

@@ -1,0 +1,101 @@
+"""Packs rows of a matrix as the columns of a panel, transposing them in registers."""
+
+from std.memory import bitcast
+
+from .blocking import Blocking, Buffer
+from .pack import load_first
+from .prefetch import prefetch_for_read
+
+
+@always_inline
+def _transpose[
+    dtype: DType, width: Int, //
+](mut rows: Array[SIMD[dtype, width], width]):
+    """Transposes a square of registers by perfect shuffles of all its elements."""
+    comptime for _ in range(_log2(width)):
+        var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
+        comptime for i in range(width // 2):
+            var mixed = rows[i].interleave(rows[i + width // 2])
+            shuffled[2 * i] = mixed.slice[width]()
+            shuffled[2 * i + 1] = mixed.slice[width, offset=width]()
+        rows = shuffled^
+
+
+def _log2(value: Int) -> Int:
+    var result = 0
+    while (1 << result) < value:
+        result += 1
+    return result
+
+
+@always_inline
+def _load_units[
+    dtype: DType
+](source: Buffer[dtype], count: Int) -> SIMD[
+    Blocking[dtype].accum, Blocking[dtype].width
+]:
+    """Loads what one row contributes to `width` steps, as accumulator lanes."""
+    comptime B = Blocking[dtype]
+    comptime if B.has_dot:
+        return bitcast[B.accum, B.width](
+            load_first[B.width * B.pair](source, count)
+        )
+    else:
+        return load_first[B.width](source, count).cast[B.accum]()
+
+
+def pack_transposed[
+    dtype: DType
+](
+    panel: Buffer[Blocking[dtype].operand],
+    source: Buffer[dtype],
+    source_stride: Int,
+    columns: Int,
+    vectors: Int,
+    depth: Int,
+):
+    """Packs rows of a matrix as the columns of a panel.
+
+    Parameters:
+        dtype: Element type of the tensors.
+
+    Args:
+        panel: The panel, `vectors` wide.
+        source: First element, at the panel's first column and first step.
+        source_stride: Distance between rows of the source.
+        columns: Rows of the source to pack, each a column of the panel.
+        vectors: Vectors across the panel.
+        depth: Elements of each row to pack.
+    """
+    comptime B = Blocking[dtype]
+    comptime Lanes = SIMD[B.accum, B.width]
+    # The next block of the same rows: they are too many for the hardware.
+    comptime ahead = B.depth
+    var steps = (depth + B.pair - 1) // B.pair
+    var target = panel.unsafe_bitcast[Scalar[B.accum]]()
+    for v in range(vectors):
+        for step in range(0, steps, B.width):
+            var square = Array[Lanes, B.width](uninitialized=True)
+            comptime for i in range(B.width):
+                var row = min(v * B.width + i, columns - 1)
+                var line = source.unsafe_offset(
+                    row * source_stride + step * B.pair
+                )
+                prefetch_for_read(line.unsafe_offset(ahead))
+                square[i] = _load_units(
+                    line,
+                    depth - step * B.pair,
+                )
+            _transpose(square)
+            var out = target.unsafe_offset((step * vectors + v) * B.width)
+            if step + B.width <= steps:
+                comptime for i in range(B.width):
+                    out.unsafe_offset(i * vectors * B.width).unsafe_store(
+                        square[i]
+                    )
+            else:
+                comptime for i in range(B.width):
+                    if step + i < steps:
+                        out.unsafe_offset(i * vectors * B.width).unsafe_store(
+                            square[i]
+                        )
