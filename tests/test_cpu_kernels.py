@@ -19,6 +19,7 @@ SHAPES = [
     (3, 7, 1),  # one output
     (5, 1, 3),  # one feature
     (70, 770, 130),  # few rows, several blocks along the features
+    (160, 100, 90),  # few rows, and more than one block of them
     (199, 768, 96),  # many rows: the weight is packed first
     (700, 333, 530),  # several slabs, several tiles of the weight
     (4096, 64, 32),  # long sums over the rows
