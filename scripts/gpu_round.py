@@ -130,6 +130,10 @@ def run(options: argparse.Namespace) -> int:
         ),
         "PYTHONUNBUFFERED": "1",
     }
+    # A node in C++ is for the PyTorch there; it may have been built before, or not be to be had.
+    if options.only in ("bench", "train"):
+        build = [sys.executable, "-m", "fused_norm", "build", "--autograd"]
+        subprocess.run(build, env=environment, cwd=ROOT, check=False)
     failed = []
     if options.only == "train":
         left = options.limit - (time.perf_counter() - began)
