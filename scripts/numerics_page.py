@@ -51,9 +51,9 @@ zeros gives.
   multiplies bfloat16 itself (AVX-512 BF16). 128 products (512 there) are summed before they join
   the total, which keeps the error of long sums small.
 - **CPU, backward**: the product of dy and the normalised rows before `ln_weight` gives the
-  gradients of `ln_weight` and `linear_weight`. Up to 192 rows, that of dy and `linear_weight`, which
-  the gradient of x is made from, gives those of `ln_weight` and `ln_bias`, and normalised rows enter
-  the product for `linear_weight` after both. dy is summed over rows in float64.
+  gradients of `ln_weight` and `linear_weight`. Up to 192 rows, that of dy and `linear_weight`,
+  which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`, and normalised
+  rows enter the product for `linear_weight` after both. dy is summed over rows in float64.
 - **GPU**: normalised rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
   products. For the gradients of `ln_weight` and `ln_bias` each block sums some rows, and a second
   kernel adds those sums in a fixed order.
