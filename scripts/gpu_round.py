@@ -199,9 +199,9 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
     for index, stage in enumerate(stages):
         left = end - time.perf_counter()
         # A case that begins in time may end a minute later.
-        if left > 90:
+        if left > 60:
             log = options.out / f"bench-{index + 1}.log"
-            limited = [*command, *stage, "--time-limit", f"{left - 75:.0f}"]
+            limited = [*command, *stage, "--time-limit", f"{left - 45:.0f}"]
             status = _logged(limited, environment, log, left) or status
     return status
 

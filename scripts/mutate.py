@@ -172,6 +172,9 @@ def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", output, re.MULTILINE)
+    if process.returncode and re.search("CUDA_ERROR_|CUDA error", output):
+        # After an illegal access nothing works on the GPU, the tests' own fixtures included.
+        return {"result": "noticed", "failed": failed or ["a crash"]}
     if process.returncode in (0, 1) and "BuildError" not in output:
         return {"result": "noticed" if process.returncode else "unnoticed", "failed": failed}
     return {"result": "broken", "failed": [], "output": output[-3000:]}

@@ -51,8 +51,12 @@ def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("target", ["nvidia:sm_80", "amdgpu:gfx942"])
-@pytest.mark.parametrize("name", ["layernorm_gpu", "rowwise_gpu"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("nvidia:sm_80", marks=pytest.mark.slow), "amdgpu:gfx942"]
+)
+@pytest.mark.parametrize(
+    "name", ["layernorm_gpu", pytest.param("rowwise_gpu", marks=pytest.mark.slow)]
+)
 def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     library = tmp_path / "extension.so"
     mojo(

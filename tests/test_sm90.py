@@ -382,7 +382,11 @@ def ptxas() -> str | None:
 
 @pytest.mark.parametrize(
     ("dtype", "operands", "count"),
-    [("bfloat16", "bf16.bf16", 30), ("float16", "f16.f16", 30), ("float32", "tf32.tf32", 10)],
+    [
+        ("bfloat16", "bf16.bf16", 30),
+        pytest.param("float16", "f16.f16", 30, marks=pytest.mark.slow),
+        ("float32", "tf32.tf32", 10),
+    ],
 )
 def test_no_spills_and_no_serialised_products(
     dtype: str, operands: str, count: int, tmp_path: Path

@@ -300,6 +300,7 @@ struct Forward[dtype: DType](Movable):
                 ceildiv(depth, B.pair),
                 k > 0,
                 output,
+                next_follows=not self.plan.few_rows,
             )
 
     def _load_bias(self, target: Buffer[Self.B.accum], panel: Int):

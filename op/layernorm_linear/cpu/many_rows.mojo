@@ -182,6 +182,7 @@ struct ManyRows[dtype: DType](Movable):
                     vectors,
                     ceildiv(min(B.depth, N - n), B.pair),
                     n > 0,
+                    next_follows=True,
                 )
         for i in range(count):
             var row = first + i

@@ -202,6 +202,7 @@ def _multiply_rows[
     steps: Int,
     accumulate: Bool,
     output: Optional[Output[dtype]],
+    next_follows: Bool,
 ):
     comptime B = Blocking[dtype]
     var tiles = (rows + B.tile_m - 1) // B.tile_m
@@ -218,9 +219,8 @@ def _multiply_rows[
             var out = output.value()
             out.y = out.y.unsafe_offset(first * out.stride)
             tile_output = out
-        comptime if not a_is_panel:
-            # The block that follows is the next to be multiplied, and further
-            # away than this one: each tile asks for a share of it.
+        if next_follows:
+            # It is further away than this block: each tile asks for a share.
             comptime line = CACHE_LINE // size_of[B.operand]()
             var block = steps * vectors * B.width * B.pair
             for i in range(
@@ -255,6 +255,7 @@ def multiply_block[
     steps: Int,
     accumulate: Bool,
     output: Optional[Output[dtype]] = None,
+    next_follows: Bool = False,
 ):
     """Multiplies rows of the left operand by one panel of the right one.
 
@@ -274,9 +275,20 @@ def multiply_block[
         steps: Products (or pairs of products) to sum.
         accumulate: Whether to add what `c` holds.
         output: Where the sum goes instead of to `c`, if it is complete.
+        next_follows: Whether the panel's block that is multiplied next lies in
+            memory behind this one.
     """
     comptime for v in range(1, Blocking[dtype].tile_vectors + 1):
         if vectors == v:
             _multiply_rows[dtype, v, a_is_panel](
-                c, c_stride, a, a_stride, b, rows, steps, accumulate, output
+                c,
+                c_stride,
+                a,
+                a_stride,
+                b,
+                rows,
+                steps,
+                accumulate,
+                output,
+                next_follows,
             )
