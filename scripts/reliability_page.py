@@ -98,9 +98,10 @@ report nothing of ours; racecheck names a kernel of cuBLAS, and initcheck, which
 the copy engine writes, is kept to kernels without it. In PyTorch 2.11 the tests ran with the
 backward in Python and as a C++ node.
 
-The properties, the edges of numbers and sizes, memory and concurrency found nothing on a CPU. PyTorch's own: with a NaN in one row, its bfloat16 product on a CPU loses a second
-row to it (40 x 100 by 100 x 30); the library's loses one. A row of 8.5e37 is NaN there and the bias
-here. A program that ends while daemon threads compute aborts, with PyTorch's ops as with ours.
+The properties, the edges of numbers and sizes, memory and concurrency found nothing on a CPU.
+PyTorch's own: with a NaN in one row, its bfloat16 product on a CPU loses a second row to it (40 x
+100 by 100 x 30); the library's loses one. A row of 8.5e37 is NaN there and the bias here. A program
+that ends while daemon threads compute aborts, with PyTorch's ops as with ours.
 
 ## Wrong edits that a test must notice
 

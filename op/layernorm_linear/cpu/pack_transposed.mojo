@@ -11,8 +11,7 @@ from .prefetch import prefetch_for_read
 def _transpose[
     dtype: DType, width: Int, //
 ](mut rows: Array[SIMD[dtype, width], width]):
-    """Transposes a square of registers by perfect shuffles of all its elements.
-    """
+    """Transposes a square of registers by perfect shuffles of all its elements."""
     comptime for _ in range(_log2(width)):
         var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
         comptime for i in range(width // 2):
