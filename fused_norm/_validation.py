@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm._dispatch import CPU_DTYPES, LOW_PRECISION, serves
+from fused_norm._dispatch import LOW_PRECISION, serves
 from fused_norm._registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.
@@ -135,7 +135,7 @@ def surely_has_trainable_eps_kernel(x: Any, o: Any) -> bool:
         and x.is_cpu
         and o.is_cpu
         and x.dtype is o.dtype
-        and x.dtype in CPU_DTYPES
+        and serves(x, x.dtype)
         and o.numel() == 1
         and x.dim() > 0
         and x.shape[-1] <= LONGEST_ROW

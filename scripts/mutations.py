@@ -183,7 +183,7 @@ MUTATIONS = (
     Mutation(
         "a damaged build is loaded",
         "cpu",
-        "fused_norm/_native.py",
+        "fused_norm/_cache.py",
         'return path.with_suffix(".sha256").read_text() == _digest(path)',
         "return path.is_file()",
         ("tests/test_native.py", "-k", "damage"),

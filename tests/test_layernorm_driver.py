@@ -57,6 +57,7 @@ def test_backward() -> None:
     assert "forward and backward" in result.stdout
 
 
+@pytest.mark.slow
 def test_fails_when_a_kernel_is_wrong(tmp_path: Path) -> None:
     root = copy_repository(tmp_path / "copy")
     source = root / "op" / "rowwise" / "layernorm.mojo"

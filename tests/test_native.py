@@ -101,7 +101,13 @@ def test_builds_once_and_says_so(package: Path, capfd: pytest.CaptureFixture[str
     assert [p.suffix for p in sorted(_cache.cache_dir().iterdir())] == [".lock", ".sha256", ".so"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "without checksum"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "truncated",
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ("changed", "without checksum")),
+    ],
+)
 def test_damaged_file_is_built_again(package: Path, damage: str) -> None:
     path = _native.build(tiny())
     content = path.read_bytes()
@@ -188,6 +194,7 @@ def test_interrupted_build_leaves_nothing_behind(package: Path) -> None:
     assert _native.load(tiny()).answer() == 42
 
 
+@pytest.mark.slow
 def test_loads_where_warnings_are_errors(package: Path) -> None:
     """Regression: a type made in Mojo has no __module__; the warning of it ended the process."""
     typed = TINY.replace("def answer", THING + "def answer").replace(

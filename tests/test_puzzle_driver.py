@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,7 @@ def test_forward_prints_what_the_document_shows() -> None:
     assert re.search(r"^  \d+\.\d s$", result.stderr, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_other_sizes() -> None:
     """The options reach the kernels, and the gradients are checked for two incoming gradients."""
     result = run("--backward", "--batch", "3", "--seq", "5", "--hidden", "33", "--output", "19")
@@ -71,6 +73,7 @@ def copy_repository(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_fails_when_a_kernel_is_wrong_and_compiles_once(tmp_path: Path) -> None:
     """The second run finds what the first one compiled, and finds it as wrong."""
     root = copy_repository(tmp_path / "copy")
@@ -123,6 +126,8 @@ def test_importing_has_no_side_effects() -> None:
 import os, runpy, warnings
 import torch._dynamo
 from max.experimental.torch import CustomOpLibrary
+
+import pytest
 before = dict(os.environ), list(warnings.filters), torch._dynamo.config.suppress_errors
 CustomOpLibrary.__init__ = None  # loading a library would fail
 runpy.run_path("solutions/p22/p22.py", run_name="imported")

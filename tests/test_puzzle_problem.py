@@ -47,6 +47,7 @@ def test_agrees_outside_the_parts(name: str) -> None:
         assert len(code) == length
 
 
+@pytest.mark.slow
 def test_compiles_unfilled_and_is_incorrect() -> None:
     result = subprocess.run(
         [sys.executable, "solutions/p22/p22.py", "--problem", "--fused"],

@@ -385,7 +385,7 @@ def ptxas() -> str | None:
     [
         ("bfloat16", "bf16.bf16", 30),
         pytest.param("float16", "f16.f16", 30, marks=pytest.mark.slow),
-        ("float32", "tf32.tf32", 10),
+        pytest.param("float32", "tf32.tf32", 10, marks=pytest.mark.slow),
     ],
 )
 def test_no_spills_and_no_serialised_products(

@@ -47,7 +47,7 @@ def test_both_models_learn_alike(alone: Path) -> None:
     assert set(MODELS) <= set((alone / "train.json").read_text().split('"'))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_learn_as_one(
     parallel: str, train: ModuleType, alone: Path, tmp_path: Path
 ) -> None:
