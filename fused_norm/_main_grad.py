@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fused_norm import _gpu, _sm90
 from fused_norm._dispatch import LOW_PRECISION, way
-from fused_norm._memory import dense, statistics_dtype
+from fused_norm._memory import statistics_dtype
 from fused_norm._ops import layernorm_linear_forward
 from fused_norm._registration import are_plain, is_watched
 from fused_norm._validation import has_kernel
@@ -69,23 +69,16 @@ def _require_main_grad(linear_weight: Tensor) -> None:
         )
 
 
-def _is_one_call(
-    x: Tensor,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    eps: float,
-) -> bool:
+def _is_one_call(*inputs: Any) -> bool:
     """Return whether one backward makes all gradients: that of a GPU in 16 bits."""
-    inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    x, _, _, linear_weight, *_ = inputs
     return (
         not is_watched()
         and not torch._C._is_any_autocast_enabled()
         and are_plain(inputs)
         and x.is_cuda
         and x.dtype in LOW_PRECISION
-        and has_kernel(*inputs, False)
+        and has_kernel(*inputs)
         and way(x, linear_weight) in (_gpu, _sm90)
     )
 
@@ -94,24 +87,14 @@ class _Fused(torch.autograd.Function):
     """The op; its backward adds dy^T z to the weight's `main_grad`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        ln_weight: Tensor | None,
-        ln_bias: Tensor | None,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Return y."""
-        y, mean, rstd = layernorm_linear_forward(
-            x, ln_weight, ln_bias, linear_weight, linear_bias, eps
-        )
-        ctx.save_for_backward(x, ln_weight, ln_bias, linear_weight, mean, rstd)
-        ctx.eps = eps
+        y: Tensor
+        y, mean, rstd = layernorm_linear_forward(*inputs)
+        ctx.save_for_backward(*inputs[:4], mean, rstd)
+        ctx.eps = inputs[5]
         ctx.set_materialize_grads(False)
-        result: Tensor = y
-        return result
+        return y
 
     @staticmethod
     @once_differentiable
@@ -122,7 +105,6 @@ class _Fused(torch.autograd.Function):
         x, _, _, weight, *_ = saved = ctx.saved_tensors
         run = _sm90 if way(x, weight) is _sm90 else _gpu
         mask = list(ctx.needs_input_grad[:5])
-        (grad_output,) = dense(grad_output)
         gradients = run.backward(grad_output, *saved, ctx.eps, mask, weight.main_grad)
         gradients[3] = _stand_in(weight)
         return (*gradients, None)

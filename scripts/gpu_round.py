@@ -198,7 +198,7 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
     status = 0
     for index, stage in enumerate(stages):
         left = end - time.perf_counter()
-        # A case that begins in time may end a minute later.
+        # A case that begins in time may end most of a minute later.
         if left > 60:
             log = options.out / f"bench-{index + 1}.log"
             limited = [*command, *stage, "--time-limit", f"{left - 45:.0f}"]

@@ -26,9 +26,11 @@ def compare(
     """Hold the output and the gradients to float64 on the same inputs."""
     ours, truth = as_copies(inputs), as_float64(inputs)
     y, exact = fn.fused_layernorm_linear(*ours, eps), eager(*truth, eps)
-    # Some of these tolerances are of a LayerNorm alone; PyTorch's own product may miss them too.
-    theirs = (eager(*as_copies(inputs), eps).double() - exact).abs().max().item()
-    assert_close("y", y, exact, (max(forward[0], theirs), forward[1]))
+    theirs = eager(*as_copies(inputs), eps).double()
+    if torch.allclose(theirs, exact, atol=forward[0], rtol=forward[1]):
+        assert_close("y", y, exact, forward)
+    else:  # of a LayerNorm alone, and missed by PyTorch's own product: the library's budget counts
+        assert (y.double() - exact).abs().max() <= 2 * (theirs - exact).abs().max()
     grad_output = torch.randn_like(exact).to(y.dtype)
     y.backward(grad_output)
     exact.backward(grad_output.double())
