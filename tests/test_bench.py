@@ -31,14 +31,14 @@ from fused_norm.bench import (
     providers,
     report,
     results,
-    runner,
     shapes,
     timing,
 )
 from fused_norm.bench.ops import OPS, Case
+from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.providers import Bound, Provider
 from fused_norm.bench.results import Run
-from fused_norm.bench.runner import Plan, Runner
+from fused_norm.bench.runner import Runner
 from fused_norm.bench.shapes import Shape
 from fused_norm.bench.timing import Budget
 
@@ -93,7 +93,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def run_of(*others: Provider, registry: Callable[..., None], **kw: Any) -> Run:
     registry(*others)
-    return Runner(plan(*kw.pop("shapes", ()), **kw), runner.Listener()).execute()
+    return Runner(plan(*kw.pop("shapes", ()), **kw), Listener()).execute()
 
 
 right = reference.layernorm_linear
@@ -162,7 +162,7 @@ def test_check_lets_rounding_pass(
         return F.linear((((x.float() - mean) * rstd) * g + b).to(x.dtype), w, c)
 
     registry(provider("by hand", by_hand))
-    made = Runner(plan(shape, dtype=dtype), runner.Listener()).execute()
+    made = Runner(plan(shape, dtype=dtype), Listener()).execute()
     assert [m.of("by hand").status for m in made.measurements] == ["ok", "ok"]
 
 
@@ -227,7 +227,7 @@ def test_failures_end_nothing(registry: Callable[..., None]) -> None:
 
 
 def test_shape_that_does_not_fit_is_skipped(registry: Callable[..., None]) -> None:
-    made = Runner(plan(Shape(2**31, 4096, 4096), SHAPE), runner.Listener()).execute()
+    made = Runner(plan(Shape(2**31, 4096, 4096), SHAPE), Listener()).execute()
     assert made.finished
     huge, small = made.measurements[0], made.measurements[-1]
     assert huge.of("eager").status == "oom"
@@ -243,7 +243,7 @@ def test_out_of_memory_is_told_apart() -> None:
 
 
 def test_interrupt_keeps_what_was_measured(registry: Callable[..., None]) -> None:
-    class Ear(runner.Listener):
+    class Ear(Listener):
         calls = 0
         is_near = False
 
@@ -331,7 +331,7 @@ def test_going_on_measures_what_is_missing(
 
 
 def test_time_limit(registry: Callable[..., None]) -> None:
-    made = Runner(plan(SHAPE, Shape(48, 32, 40), time_limit=0.0), runner.Listener()).execute()
+    made = Runner(plan(SHAPE, Shape(48, 32, 40), time_limit=0.0), Listener()).execute()
     assert made.measurements == []
     assert not made.finished
 
@@ -554,7 +554,7 @@ def test_every_installed_provider_of_this_machine_is_right(device: str) -> None:
     for op in OPS:
         made = Runner(
             plan(Shape(37, 50, 65), op=op, device=device, names=names, measures_memory=False),
-            runner.Listener(),
+            Listener(),
         ).execute()
         for measurement in made.measurements:
             for result in measurement.results:
@@ -666,7 +666,7 @@ def test_plots_show_something(tmp_path: Path, registry: Callable[..., None]) -> 
 
     shapes_ = (SHAPE, Shape(48, 64, 32), Shape(7, 9, 11))
     registry(provider("fused_norm", right, role="ours"), provider("other", right))
-    run = Runner(plan(*shapes_), runner.Listener()).execute()
+    run = Runner(plan(*shapes_), Listener()).execute()
     written = plots.write(run, tmp_path)
     assert [path.stem.removeprefix("layernorm_linear-float32-") for path in written] == [
         "ratio-wall",
@@ -699,7 +699,7 @@ def test_page_follows_the_results(
         return right(*inputs)
 
     registry(provider("fused_norm", slow, role="ours"), provider("bad", without_bias))
-    made = Runner(plan(), runner.Listener()).execute()
+    made = Runner(plan(), Listener()).execute()
     path = tmp_path / "results/machine.json"
     results.save(made, path)
     page_script = _page_script()
@@ -751,7 +751,7 @@ class TestGpu:
         modes = ("forward", "forward_grad", "backward", "train")
         made = Runner(
             plan(Shape(2048, 1024, 1024), modes=modes, device="cuda", dtype=torch.bfloat16),
-            runner.Listener(),
+            Listener(),
         ).execute()
         assert made.environment.gpu
         assert made.environment.driver
@@ -769,7 +769,7 @@ class TestGpu:
         """A product of known length: its rate must be possible, and near what events say."""
         made = Runner(
             plan(Shape(8192, 4096, 4096), modes=("forward",), device="cuda", dtype=torch.bfloat16),
-            runner.Listener(),
+            Listener(),
         ).execute()
         x, g, b, w, c = made_inputs = Case(
             OPS["layernorm_linear"], Shape(8192, 4096, 4096), torch.bfloat16, torch.device("cuda")
@@ -800,7 +800,7 @@ class TestGpu:
 
         registry(provider("bad", elsewhere))
         made = Runner(
-            plan(Shape(256, 256, 256), modes=("forward",), device="cuda"), runner.Listener()
+            plan(Shape(256, 256, 256), modes=("forward",), device="cuda"), Listener()
         ).execute()
         result = made.measurements[0].of("bad")
         assert "a replay does not give what a call gives" in result.message

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
-from fused_norm.bench import baseline, providers, report, results, shapes
+from fused_norm.bench import baseline, providers, report, results, roster, shapes
 from fused_norm.bench.ops import MODE_DESCRIPTIONS, MODES, OPS, Case
+from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.results import Measurement, Run
-from fused_norm.bench.runner import Listener, Plan, Runner
-from fused_norm.bench.runner import load as load_provider
+from fused_norm.bench.runner import Runner
 from fused_norm.bench.timing import Budget
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -227,7 +227,7 @@ def _list(console: Console) -> None:
     for op in OPS.values():
         console.print(f"[bold]{op.name}[/bold]: {op.title}")
         for provider in providers.of_op(op.name):
-            _, problem = load_provider(provider)
+            _, problem = roster.load(provider)
             state = problem or provider.versions()
             console.print(
                 f"  {provider.name:<22} {provider.description} ({state})", highlight=False
