@@ -235,6 +235,34 @@ def test_shape_that_does_not_fit_is_skipped(registry: Callable[..., None]) -> No
     assert small.of("eager").status == "ok"
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError], ids=lambda e: e.__name__)
+@pytest.mark.parametrize("affordable", [0, 1], ids=["none", "one set"])
+def test_inputs_that_do_not_fit_end_nothing(
+    affordable: int,
+    error: type[Exception],
+    registry: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory runs out before the check, or after it when the other sets of inputs are made."""
+    make = Case.inputs
+
+    def inputs(case: Case, seed: int) -> list[Tensor]:
+        if case.shape == SHAPE and seed >= 10 * affordable:
+            raise error("CUDA out of memory")
+        return make(case, seed)
+
+    monkeypatch.setattr(Case, "inputs", inputs)
+    run = run_of(provider("peer", right), registry=registry, shapes=(SHAPE, Shape(48, 32, 40)))
+    assert run.finished
+    assert [len(m.results) for m in run.measurements] == [2] * 4
+    for measurement in run.measurements:
+        for result in measurement.results:
+            fits = measurement.shape[0] == 48
+            assert result.status == ("ok" if fits else "oom")
+            assert bool(result.timings) == fits
+            assert bool(result.errors) == (fits or affordable > 0)
+
+
 def test_out_of_memory_is_told_apart() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**46)

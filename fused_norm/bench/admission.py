@@ -65,7 +65,7 @@ def admit(
     try:
         memory.require(case, len(chosen))
         inputs, grad_output = case.inputs(plan.seed), case.grad_output(plan.seed)
-    except Exception as error:
+    except (RuntimeError, MemoryError) as error:
         # Memory does not suffice: the case is skipped, and said to be.
         for admission in admissions.values():
             for provider, _ in chosen:

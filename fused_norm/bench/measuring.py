@@ -63,7 +63,7 @@ def fill(
     try:
         inputs = [case.inputs(seed) for seed in seeds]
         grad_outputs = [case.grad_output(seed) for seed in seeds]
-    except Exception as error:
+    except (RuntimeError, MemoryError) as error:
         # Memory does not suffice: nobody is timed, and the run goes on.
         for prepared in ready:
             failures.record(results[prepared.provider.name], error)
