@@ -14,7 +14,8 @@ from std.sys import get_defined_dtype
 from op.layernorm_linear.backward_call import BackwardCall
 from op.layernorm_linear.cpu.backward import backward_bytes, compute_gradients
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
-from op.layernorm_linear.cpu.forward import Forward, ForwardPlan
+from op.layernorm_linear.cpu.forward import Forward
+from op.layernorm_linear.cpu.forward_plan import ForwardPlan
 from op.layernorm_linear.cpu.gradients import Gradients, Wanted
 from op.layernorm_linear.cpu.parameters import Parameter
 from op.layernorm_linear.cpu.workspace import buffer

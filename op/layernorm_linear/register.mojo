@@ -18,7 +18,8 @@ from ..rowwise.operands import accumulator
 from .composed import Composed
 from .cpu.backward import backward_bytes, compute_gradients
 from .cpu.blocking import Blocking
-from .cpu.forward import Forward, ForwardPlan
+from .cpu.forward import Forward
+from .cpu.forward_plan import ForwardPlan
 from .cpu.gradients import Gradients
 from .cpu.parameters import Parameter
 from .cpu.workspace import buffer

@@ -8,7 +8,8 @@ from extensibility import (
 )
 from max.gpu.host import DeviceContext
 
-from .launch import launch_backward, launch_forward
+from .launch_backward import launch_backward
+from .launch_forward import launch_forward
 
 
 @register("layernorm_linear")

@@ -12,7 +12,9 @@ from std.random import randn_float64, seed
 from std.sys import has_accelerator
 from std.utils.numerics import nan
 
-from op.puzzle.launch import Input, Output, launch_backward, launch_forward
+from op.puzzle.addresses import Input, Output
+from op.puzzle.launch_backward import launch_backward
+from op.puzzle.launch_forward import launch_forward
 
 comptime dtype = DType.float32
 comptime Values = List[Scalar[dtype]]
