@@ -7,7 +7,8 @@ So x is read once and its normalised rows never exist. The fold is made anew whe
 have changed, and kept for calls that no gradient follows.
 
 The backward queues dz = dy W, the pass over dz and x, and dW = dy^T z with db on its way, in one
-call; where those products would leave much of the GPU idle, PyTorch's do them.
+call; many and long rows pass in the kernel that makes them. Where those products would leave much
+of the GPU idle, PyTorch's do them.
 
 float32 is multiplied here where PyTorch may do so in tf32, and normalised before: rounding x as it
 is to tf32 would lose a row whose mean is far from zero. In IEEE float32 PyTorch's product takes

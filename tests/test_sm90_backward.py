@@ -40,6 +40,9 @@ SHAPES = [
     (37, 65536, 16),
 ]
 
+# Many and long rows, which the kernel that makes them passes on: ragged, and in many columns.
+PASSED = [(8200, 3080, 2056), (5000, 4600, 2048)]
+
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale + mean).to(dtype)
@@ -172,7 +175,7 @@ def assert_equal(a: Tensor | None, b: Tensor | None) -> None:
 
 class TestBackward:
     @pytest.mark.parametrize("affine", [torch.bfloat16, torch.float32, None], ids=str)
-    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES + PASSED, ids=str)
     def test_gradients(self, shape: tuple[int, int, int], affine: torch.dtype | None) -> None:
         m, k, n = shape
         inputs = make(m, k, n, affine)
@@ -192,19 +195,22 @@ class TestBackward:
         for a, b in zip(ours, backward(inputs, dy, mask), strict=True):
             assert_equal(a, b)
 
-    def test_only_what_is_wanted(self) -> None:
-        inputs = make(1000, 776, 1032, torch.bfloat16)
-        dy = random(1000, 1032, dtype=torch.bfloat16)
+    @pytest.mark.parametrize("shape", [(1000, 776, 1032), PASSED[0]], ids=str)
+    def test_only_what_is_wanted(self, shape: tuple[int, int, int]) -> None:
+        m, k, n = shape
+        inputs = make(m, k, n, torch.bfloat16)
+        dy = random(m, n, dtype=torch.bfloat16)
         whole = backward(inputs, dy, [True] * 5)
         for bits in range(1, 32):
             mask = [bool(bits >> i & 1) for i in range(5)]
             for wanted, a, b in zip(mask, backward(inputs, dy, mask), whole, strict=True):
                 assert (a is not None) == wanted
-                # z comes from another kernel where nothing but dw is wanted, and is rounded anew.
+                # Another kernel makes z where no dz is wanted, or dx where nothing else is, and
+                # rounds it anew.
                 if a is not None and b is not None:
                     assert error(a, b) < torch.finfo(torch.bfloat16).eps
 
-    @pytest.mark.parametrize("shape", [(16384, 1024, 1024), (64, 4096, 4096)], ids=str)
+    @pytest.mark.parametrize("shape", [(16384, 1024, 1024), (64, 4096, 4096), PASSED[0]], ids=str)
     def test_inputs_written_just_before(self, shape: tuple[int, int, int]) -> None:
         """Grids that may start early wait for what they read, and leave it until they have."""
         m, k, n = shape
@@ -227,10 +233,12 @@ class TestBackward:
             for a, b in zip(found, expected, strict=True):
                 assert_equal(a, b)
 
-    def test_cuda_graph(self) -> None:
-        inputs = make(16384, 1024, 1024, torch.bfloat16)
+    @pytest.mark.parametrize("shape", [(16384, 1024, 1024), PASSED[0]], ids=str)
+    def test_cuda_graph(self, shape: tuple[int, int, int]) -> None:
+        m, k, n = shape
+        inputs = make(m, k, n, torch.bfloat16)
         x, gamma, beta, w, _ = inputs
-        dy = random(16384, 1024, dtype=torch.bfloat16)
+        dy = random(m, n, dtype=torch.bfloat16)
         mean, rstd = x.double().mean(-1).float(), (x.double().var(-1, unbiased=False) + EPS).rsqrt()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -247,6 +255,26 @@ class TestBackward:
             stream.synchronize()
         for a, b in zip(found, expected, strict=True):
             assert_equal(a, b)
+
+    def test_streams_of_different_priority(self) -> None:
+        """Blocks that wait for others of their grid leave room for those, whoever else runs."""
+        inputs = make(*PASSED[1], torch.bfloat16)
+        m, _, n = PASSED[1]
+        dy = random(m, n, dtype=torch.bfloat16)
+        expected = backward(inputs, dy, [True] * 5)
+        other = random(4096, 4096, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream(priority=p) for p in (0, -1, 0, -1)]
+        found = []
+        for _ in range(10):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    torch.mm(other, other[:, : 128 * (i + 1)])
+                    found.append(backward(inputs, dy, [True] * 5))
+        torch.cuda.synchronize()
+        for gradients in found:
+            for a, b in zip(gradients, expected, strict=True):
+                assert_equal(a, b)
 
     def test_misaligned_tensors(self) -> None:
         inputs = make(128, 256, 512, torch.bfloat16)

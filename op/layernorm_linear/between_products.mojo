@@ -91,6 +91,27 @@ struct BetweenProducts(TrivialRegisterPassable):
     var workspace: Int64
     """Scratch memory of `workspace_bytes`, from a multiple of 16 bytes on."""
 
+    def rows[accum: DType](self) -> Operands[accum]:
+        """Names the tensors for the pass over dz and x.
+
+        Parameters:
+            accum: Type computed in.
+
+        Returns:
+            The operands of `LayerNormBackward`.
+        """
+        var rows = Operands[accum](self.M, self.K)
+        rows.inputs[0] = self.dz
+        rows.inputs[1] = self.x
+        rows.features[0] = self.gamma
+        rows.features[1] = self.beta
+        rows.absent[0] = 1
+        rows.saved[0] = self.mean
+        rows.saved[1] = self.rstd
+        rows.outputs[0] = self.dx
+        rows.outputs[1] = self.z
+        return rows
+
     def launch[
         dtype: DType, ln_dtype: DType, narrow: DType = SAME
     ](self, gpu: Gpu) raises:
@@ -112,16 +133,7 @@ struct BetweenProducts(TrivialRegisterPassable):
         var totals = Totals()
         var partial = self.workspace
 
-        var rows = Operands[accum](self.M, self.K)
-        rows.inputs[0] = self.dz
-        rows.inputs[1] = self.x
-        rows.features[0] = self.gamma
-        rows.features[1] = self.beta
-        rows.absent[0] = 1
-        rows.saved[0] = self.mean
-        rows.saved[1] = self.rstd
-        rows.outputs[0] = self.dx
-        rows.outputs[1] = self.z
+        var rows = self.rows[accum]()
         if self.dgamma != 0 or self.dbeta != 0:
             rows.column_sums = partial
             partial += Int64(

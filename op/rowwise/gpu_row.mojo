@@ -87,10 +87,22 @@ def _row[
 
 
 @always_inline
-def _widen[
+def widen[
     dtype: DType, width: Int, //, accum: DType
 ](value: SIMD[dtype, width]) -> SIMD[accum, width]:
-    """Converts to the type computed in; bfloat16 with one instruction an element instead of two."""
+    """Converts to the type computed in; bfloat16 with one instruction an element instead of two.
+
+    Parameters:
+        dtype: The type of the elements.
+        width: Their number.
+        accum: The type computed in.
+
+    Args:
+        value: The elements.
+
+    Returns:
+        The same in that type.
+    """
     comptime if dtype == DType.bfloat16 and width > 1:
         var pairs = bitcast[DType.uint32, width // 2](value)
         var even = bitcast[DType.float32, width // 2](pairs << 16)
@@ -216,9 +228,9 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         """
         var v = Values[Self.accum, Self.width]()
         comptime for k in range(Self.P.inputs):
-            v[k] = _widen[Self.accum](self.inputs[k * Self.tile + i])
+            v[k] = widen[Self.accum](self.inputs[k * Self.tile + i])
         comptime for k in range(Self.P.features):
-            v[Self.P.inputs + k] = _widen[Self.accum](
+            v[Self.P.inputs + k] = widen[Self.accum](
                 self.features[k * Self.tile + i]
             )
         return v

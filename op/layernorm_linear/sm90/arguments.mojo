@@ -2,6 +2,8 @@
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
+from .row_pass import RowPass
+
 
 @fieldwise_init
 struct Arguments(DevicePassable, TrivialRegisterPassable):
@@ -44,6 +46,8 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
     """Address of the sums of the rows of x [m], in y's type."""
     var wide_row_sums: Pointer[Float32, MutUntrackedOrigin]
     """What is added to those [m]."""
+    var rows: RowPass
+    """What becomes of the rows of y."""
 
     def __init__(out self, m: Int, n: Int, k: Int):
         """Names no vectors yet.
@@ -69,6 +73,7 @@ struct Arguments(DevicePassable, TrivialRegisterPassable):
         self.wide = {unsafe_from_address = none}
         self.row_sums = 0
         self.wide_row_sums = {unsafe_from_address = none}
+        self.rows = RowPass()
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]

@@ -33,13 +33,16 @@ struct Config(Equatable, TrivialRegisterPassable):
     var split: Bool
     """Whether the blocks of a cluster share the k blocks of one tile, and a
     cluster has one tile; otherwise they share a tile of the weight."""
+    var passes: Bool
+    """Whether warps that have nothing to multiply take the rows of y through
+    the backward of LayerNorm."""
 
     def name(self) -> String:
         """Names the choices that tell kernels apart.
 
         Returns:
-            Layout of x and w, rows and columns of a tile, what is gathered and
-            into how many parts tiles are split.
+            Layout of x and w, rows and columns of a tile, what is gathered,
+            into how many parts tiles are split, and what becomes of y.
         """
         return String(
             "t" if self.x_transposed else "n",
@@ -50,6 +53,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             self.columns,
             "_sums" if self.gather else "",
             String("_split", self.cluster) if self.split else String(),
+            "_passes" if self.passes else "",
         )
 
     @always_inline

@@ -10,6 +10,7 @@ from .epilogue import BIASED, CORRECTED, WIDE, Accumulators, RowFactors
 from .finisher import Finisher
 from .gather import RowSums, factors_of_row
 from .multiplier import Multiplier
+from .progress import Progress
 from .ptx import (
     map_to_rank,
     mbarrier_arrive,
@@ -90,6 +91,7 @@ def consume[
         arguments,
     )
 
+    var progress = Progress[config.passes](arguments.rows.stored, lane)
     var at = Ring(0, 0)
     var parity = UInt32(0)
     var upper = Factors(RowFactors(1, 0))
@@ -121,14 +123,14 @@ def consume[
         if gathers:
             comptime if config.x_transposed:
                 accumulator = multiplier.start[config.gather](
-                    at, previous, sums, blocks
+                    at, previous, sums, progress, blocks
                 )
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
                 row_sum = sums.finish(shared.vectors(), consumer, thread)
             else:
                 accumulator = multiplier.start[config.gather](
-                    at, previous, statistics, blocks
+                    at, previous, statistics, progress, blocks
                 )
                 known = place[0]
                 var own = statistics.finish(Float32(arguments.k), arguments.eps)
@@ -146,7 +148,7 @@ def consume[
                 multiplier.release[True](previous)
         else:
             accumulator = multiplier.start[False](
-                at, previous, statistics, blocks
+                at, previous, statistics, progress, blocks
             )
             comptime if mode == CORRECTED and not config.gather:
                 # The last products still run while these are fetched. The grid
@@ -159,6 +161,7 @@ def consume[
             accumulator = wait_all[registers](accumulator)
             multiplier.release[False](previous)
 
+        progress.tell()
         var own = Accumulators[registers](accumulator)
         var sums_here = gathers and config.x_transposed and thread < 64
         comptime if config.split:
@@ -192,8 +195,10 @@ def consume[
             comptime if has_vectors:
                 if lane == 0:
                     mbarrier_arrive(shared.vectors_empty())
+        progress.stored(first_row)
         if sums_here:
             finisher.store_row_sum(row_sum, first_row + thread)
         parity ^= 1
+    progress.tell()
     if lane == 0:
         store_wait_read[0]()

@@ -2,7 +2,8 @@
 
 One thread copies tiles of x and w into a ring of shared-memory slots; two
 warpgroups multiply them. The ring runs on across output tiles, so the copies
-for the next tile start while the last one is being finished.
+for the next tile start while the last one is being finished. Where rows of y
+are passed on, the other warps do that.
 """
 
 from std.memory import AddressSpace, OpaquePointer
@@ -35,7 +36,9 @@ from .ptx import (
     registers_lower,
     registers_raise,
     wait_on_earlier_grids,
+    warp_sync,
 )
+from .take_rows import take_rows
 from .tiles import Tiles
 from .wgmma import row_elements
 
@@ -150,7 +153,10 @@ def matrix_kernel[
         blocks = (rank + 1) * blocks // UInt32(cluster) - first_block
 
     if warp_in_block < 4:
-        registers_lower[24]()
+        # Where those that do not produce have work of their own, registers
+        # suffice as they are shared out.
+        comptime if not config.passes:
+            registers_lower[24]()
         if thread == 0:
             produce[dtype, config, mode](
                 shared,
@@ -167,7 +173,8 @@ def matrix_kernel[
             meet_cluster()
             meet_cluster()
     else:
-        registers_raise[240]()
+        comptime if not config.passes:
+            registers_raise[240]()
         consume[dtype, config, mode](
             shared,
             tiles,
@@ -179,6 +186,10 @@ def matrix_kernel[
             _address_of(y_map),
             arguments,
         )
+
+    comptime if config.passes:
+        warp_sync()
+        take_rows[dtype](arguments.rows, thread & 31)
 
     # Blocks leave together: a neighbour may still copy into this one's slots
     # or arrive at its barriers.

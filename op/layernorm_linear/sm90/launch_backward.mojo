@@ -1,6 +1,8 @@
 """The backward: two products, and between them one pass over their common rows.
 
     dz = dy W;  dx, dgamma, dbeta from dz and x;  z = LayerNorm(x) in place of dz;  dW = dy^T z, db
+
+Where the first product takes long enough, the pass runs in its kernel.
 """
 
 from std.math import align_up
@@ -8,6 +10,12 @@ from std.math import align_up
 from ...rowwise.launch import Gpu
 from ..between_products import BetweenProducts, workspace_bytes
 from .launch_product import launch_product, product_fills
+from .launch_row_pass import (
+    can_pass_rows,
+    launch_row_pass,
+    passes_rows,
+    row_pass_bytes,
+)
 from .launch_weight_gradient import (
     launch_weight_gradient,
     weight_gradient_fills,
@@ -66,7 +74,10 @@ def backward_workspace[
         workspace_bytes[dtype](
             gpu, m, k if wants_sums else 0, 0 if wants_weight else n
         ),
-        weight_gradient_workspace(gpu, m, n, k) if wants_weight else 0,
+        max(
+            weight_gradient_workspace(gpu, m, n, k),
+            row_pass_bytes(gpu, m, n, k),
+        ) if wants_weight else 0,
     )
 
 
@@ -97,15 +108,21 @@ def launch_backward[
     var n = between.N
     var k = between.K
     var rows = between
-    var dz = between.workspace
-    rows.workspace = dz + Int64(align_up(2 * m * k, 256))
-    if between.dx != 0 or between.dgamma != 0 or between.dbeta != 0:
-        rows.dz = dz
-        launch_product[dtype, True](gpu, Int(dz), Int(between.dy), w, m, k, n)
+    rows.dz = between.workspace
+    rows.workspace = rows.dz + Int64(align_up(2 * m * k, 256))
     if dw != 0:
-        rows.z = dz
+        rows.z = rows.dz
         rows.db = 0
-    rows.launch[dtype, ln_dtype](gpu)
+    var wants_sums = between.dgamma != 0 or between.dbeta != 0
+    var wants_dz = between.dx != 0 or wants_sums
+    if wants_dz and passes_rows(gpu, m, n, k) and can_pass_rows[dtype](rows):
+        launch_row_pass[dtype, ln_dtype](gpu, rows, w)
+    else:
+        if wants_dz:
+            launch_product[dtype, True](
+                gpu, Int(rows.dz), Int(rows.dy), w, m, k, n
+            )
+        rows.launch[dtype, ln_dtype](gpu)
     if dw == 0:
         return
     comptime for wide in [False, True]:
@@ -115,7 +132,7 @@ def launch_backward[
                 dw,
                 Int(between.db),
                 Int(between.dy),
-                Int(dz),
+                Int(rows.dz),
                 Int(rows.workspace),
                 m,
                 n,

@@ -21,6 +21,7 @@ comptime _GATHERING = Config(
     x_transposed=False,
     w_transposed=False,
     split=False,
+    passes=False,
 )
 
 

@@ -34,6 +34,15 @@ def beside_earlier() -> List[LaunchAttribute]:
     ]
 
 
+def _all_at_one_time() -> List[LaunchAttribute]:
+    """Starts a grid only when all of its blocks can run."""
+    return [
+        LaunchAttribute(
+            LaunchAttributeID.COOPERATIVE, LaunchAttributeValue(True)
+        )
+    ]
+
+
 def count_tiles(config: Config, m: Int, n: Int) -> Int:
     """Counts the tiles of a product.
 
@@ -99,5 +108,5 @@ def launch_matrix[
         grid_dim=clusters * config.cluster,
         block_dim=THREADS,
         shared_mem_bytes=config.shared_bytes(),
-        attributes=beside_earlier(),
+        attributes=_all_at_one_time() if config.passes else beside_earlier(),
     )

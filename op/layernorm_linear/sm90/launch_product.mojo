@@ -10,7 +10,7 @@ from .launch_few_rows import are_few, launch_few_rows
 from .launch_matrix import BAND, count_tiles, launch_matrix
 
 
-def matrix_config[i: Int, w_transposed: Bool]() -> Config:
+def matrix_config[i: Int, w_transposed: Bool, passes: Bool = False]() -> Config:
     """Returns a shape of the matrix kernel.
 
     Widest first. A narrower tile reads more for each product, but fills the
@@ -20,6 +20,8 @@ def matrix_config[i: Int, w_transposed: Bool]() -> Config:
     Parameters:
         i: Which one.
         w_transposed: Whether w is stored as [k, n].
+        passes: Whether the rows of the product go through the backward of
+            LayerNorm.
 
     Returns:
         The compile-time choices.
@@ -35,6 +37,7 @@ def matrix_config[i: Int, w_transposed: Bool]() -> Config:
         x_transposed=False,
         w_transposed=w_transposed,
         split=False,
+        passes=passes,
     )
 
 

@@ -28,6 +28,7 @@ def _config(split: Bool) -> Config:
         x_transposed=True,
         w_transposed=True,
         split=split,
+        passes=False,
     )
 
 

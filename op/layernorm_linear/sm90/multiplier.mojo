@@ -2,6 +2,7 @@
 
 from .config import Config, Ring, Shared
 from .gather import Gathering
+from .progress import Progress
 from .ptx import (
     mbarrier_arrive,
     mbarrier_arrive_cluster,
@@ -14,6 +15,10 @@ from .wgmma import (
     multiply_next,
     wait_previous,
 )
+
+
+# K blocks that take longer than the stores of a tile.
+comptime _STORED = 4
 
 
 @fieldwise_init
@@ -71,6 +76,7 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
         mut at: Ring,
         mut previous: UInt32,
         mut gathered: G,
+        mut progress: Progress[Self.config.passes],
         blocks: UInt32,
     ) -> Accumulator[Self.config.slices * Self.config.columns // 2]:
         """Starts the products of a tile; the last ones still run on return.
@@ -83,6 +89,8 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
             at: Place in the ring.
             previous: Receives the slot still in use.
             gathered: Receives what is gathered.
+            progress: What is to be told of the tile before, as soon as its
+                stores have had time to end.
             blocks: K blocks of the tile.
 
         Returns:
@@ -109,7 +117,10 @@ struct Multiplier[dtype: DType, config: Config](TrivialRegisterPassable):
             )
         previous = at.slot
         at.advance[Self.config.stages]()
-        for _ in range(UInt32(1), blocks):
+        for block in range(UInt32(1), blocks):
+            comptime if Self.config.passes:
+                if block == _STORED:
+                    progress.tell()
             mbarrier_wait(self.shared.full(at.slot), at.parity)
             accumulator = multiply_next[
                 Self.dtype,
