@@ -1,1 +1,0 @@
-../../../op/puzzle/launch.mojo

@@ -1,0 +1,1 @@
+../../../op/puzzle/launch_backward.mojo
