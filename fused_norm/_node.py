@@ -26,13 +26,14 @@ import torch
 from fused_norm import _cache
 
 SOURCE = Path(__file__).resolve().parent / "extension" / "autograd.cpp"
+HEADER = SOURCE.with_name("kernels.h")
 NAME = "the autograd node (C++)"
 SWITCH = "FUSED_NORM_AUTOGRAD"
 
 
 def path() -> Path:
     """Return where the compiled node is kept, for this PyTorch and this Python."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
     for part in (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")):
         digest.update(str(part).encode())
     return _cache.cache_dir() / f"autograd-{digest.hexdigest()[:16]}.so"

@@ -196,14 +196,12 @@ def _eager_gradients(
 
 
 @functools.cache
-def _attach() -> Callable[..., Tensor] | None:
-    """Return what gives a result its node in C++, None where that is not built."""
+def _compiled() -> Any:
+    """Return the module in C++, None where that is not built."""
     node = _node.load()
-    if node is None:
-        return None
-    node.set_python_backward(_eager_gradients)
-    attach: Callable[..., Tensor] = node.attach
-    return attach
+    if node is not None:
+        node.set_python_backward(_eager_gradients)
+    return node
 
 
 # What `apply` comes down to where no transform is active, 3 us sooner.
@@ -254,18 +252,22 @@ def run(
         or (ln_bias is not None and ln_bias.requires_grad)
     ):
         return _way(x, linear_weight, parameters).forward(x, parameters, eps, False)[0]
-    attach = _attach()
-    if attach is None:
+    node = _compiled()
+    if node is None:
         y: Tensor = _apply(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
         return y
     chosen = _way(x, linear_weight, parameters)
-    torch._C._set_grad_enabled(False)
-    try:
-        y, mean, rstd = chosen.forward(x, parameters, eps, True)
-    finally:
-        torch._C._set_grad_enabled(True)
     inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
-    return attach(y, *inputs, mean, rstd, eps, chosen.functions(parameters))
+    functions = chosen.functions(x, parameters)
+    result: Tensor | None = node.forward(*inputs, eps, functions)
+    if result is None:
+        torch._C._set_grad_enabled(False)
+        try:
+            y, mean, rstd = chosen.forward(x, parameters, eps, True)
+        finally:
+            torch._C._set_grad_enabled(True)
+        result = node.attach(y, *inputs, mean, rstd, eps, functions)
+    return result
 
 
 def _way(x: Tensor, linear_weight: Tensor, parameters: Parameters) -> Way:

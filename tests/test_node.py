@@ -56,7 +56,7 @@ def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         return _ops._eager_gradients(grad_output, *others)
 
     node.set_python_backward(backward)
-    monkeypatch.setattr(_ops, "_attach", lambda: node.attach)
+    monkeypatch.setattr(_ops, "_compiled", lambda: node)
     if torch.cuda.is_available():
         # The first of a thread is Python's.
         fn.fused_layernorm_linear(*inputs_for("cuda")).backward(
@@ -76,7 +76,7 @@ def inputs_for(device: str, rows: int = 16) -> list[Tensor]:
 def from_python(run: Callable[[], object]) -> object:
     """Return what a function does with the backward in Python."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ops, "_attach", lambda: None)
+        patch.setattr(_ops, "_compiled", lambda: None)
         return run()
 
 
@@ -453,7 +453,7 @@ def test_fork(library: Path) -> None:
     from pathlib import Path
     from fused_norm import _node, _ops
     node = _node.import_from(Path(sys.argv[1]))
-    _ops._attach = lambda: node.attach
+    _ops._compiled = lambda: node
     torch.set_num_threads(2)
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
     grad_output = torch.randn(512, 128)
