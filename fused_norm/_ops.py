@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -204,6 +203,34 @@ def _compiled() -> Any:
     return node
 
 
+def run_compiled(
+    x: Any, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
+) -> Tensor | None:
+    """Compute a call with gradients that nothing watches in C++, layouts checked there.
+
+    None where that is not built, where the parameters are new or none requires a gradient, and
+    where the kernels do not take the tensors as they are.
+    """
+    node = _compiled()
+    if node is None:
+        return None
+    parameters = _parameters.met(ln_weight, ln_bias, linear_weight, linear_bias)
+    if (
+        parameters is None
+        or parameters.way is None
+        or type(x) is not Tensor
+        or x.dtype is not parameters.dtype
+        or x.device != parameters.device
+        or type(eps) is not float
+    ):
+        return None
+    functions = parameters.way.functions(x, parameters)
+    y: Tensor | None = node.forward(
+        x, ln_weight, ln_bias, linear_weight, linear_bias, eps, functions
+    )
+    return y
+
+
 # What `apply` comes down to where no transform is active, 3 us sooner.
 _apply = super(torch.autograd.Function, EagerLayerNormLinear).apply
 
@@ -257,16 +284,13 @@ def run(
         y: Tensor = _apply(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
         return y
     chosen = _way(x, linear_weight, parameters)
+    torch._C._set_grad_enabled(False)
+    try:
+        y, mean, rstd = chosen.forward(x, parameters, eps, True)
+    finally:
+        torch._C._set_grad_enabled(True)
     inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
-    functions = chosen.functions(x, parameters)
-    result: Tensor | None = node.forward(*inputs, eps, functions)
-    if result is None:
-        torch._C._set_grad_enabled(False)
-        try:
-            y, mean, rstd = chosen.forward(x, parameters, eps, True)
-        finally:
-            torch._C._set_grad_enabled(True)
-        result = node.attach(y, *inputs, mean, rstd, eps, functions)
+    result: Tensor = node.attach(y, *inputs, mean, rstd, eps, chosen.functions(x, parameters))
     return result
 
 

@@ -187,16 +187,17 @@ def functions(x: Tensor, parameters: Parameters) -> tuple[int, ...] | None:
     device: int = parameters.device.index
     _prepare_products(device, False)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    outputs, features = parameters.outputs, parameters.features
-    composes = fastest(x.numel() // features, features, outputs, False, False) == "c"
-    return _functions(parameters.dtype, device, stream, composes)
+    sizes = (x.numel() // parameters.features, parameters.features, parameters.outputs)
+    return _functions(parameters.dtype, device, stream, *sizes)
 
 
-@functools.cache
-def _functions(dtype: torch.dtype, device: int, stream: int, composes: bool) -> tuple[int, ...]:
-    forward, backward = (found := _native.functions(_extension(dtype)))[:2], found[2:]
-    launcher = _launcher(dtype, device, stream)[1]
-    return *(forward if composes else (0, 0)), *backward, launcher
+@functools.lru_cache(maxsize=4096)
+def _functions(
+    dtype: torch.dtype, device: int, stream: int, rows: int, features: int, outputs: int
+) -> tuple[int, ...]:
+    found, launcher = _native.functions(_extension(dtype)), _launcher(dtype, device, stream)[1]
+    composes = fastest(rows, features, outputs, False, False) == "c"
+    return *(found[:2] if composes else (0, 0)), *found[2:], launcher
 
 
 @functools.lru_cache(maxsize=4096)

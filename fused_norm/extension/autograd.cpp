@@ -7,6 +7,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <optional>
@@ -205,7 +206,8 @@ PyObject* attach(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 }
 
 // forward(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, kernels): computes y and gives it
-// its node. None where Python has to.
+// its node. None where no gradient is wanted, or Python has to. The kernels are for x's dtype and
+// device; of all else that an assignment to a tensor's `data` changes, nothing is taken for granted.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 7, "forward takes 7 arguments");
@@ -214,7 +216,11 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const auto& [x, ln_weight, ln_bias, weight, bias] = tensors;
   const double eps = PyFloat_AsDouble(arguments[5]);
   const Kernels kernels = kernels_of(arguments[6]);
-  if (!kernels.forward.run || weight.dim() != 2 || x.dim() == 0) Py_RETURN_NONE;
+  const auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
+  if (!kernels.forward.run || weight.dim() != 2 || x.dim() == 0 || x.numel() == 0 ||
+      weight.numel() == 0 || std::none_of(tensors.begin(), tensors.end(), requires_grad)) {
+    Py_RETURN_NONE;
+  }
   Tensor y, mean, rstd;
   const Inputs inputs{x, ln_weight, ln_bias, weight, bias, mean, rstd};
   Plain plain{{}, current_stream(x.device())};

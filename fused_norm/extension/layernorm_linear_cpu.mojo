@@ -195,8 +195,7 @@ def backward(
 def layernorm_linear_forward_workspace(
     call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
-    """Returns 0, or -1 where the forward needs a workspace: Python keeps one.
-    """
+    """Returns 0, or -1 where the forward needs a workspace: Python keeps one."""
     return 0 if _plan(call[]).bytes <= STACK_BYTES else -1
 
 

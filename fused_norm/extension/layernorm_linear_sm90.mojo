@@ -378,9 +378,9 @@ def composed_forward(
 def layernorm_linear_forward_workspace(
     call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
-    """Counts the bytes of z, -1 where the copy engine cannot read a parameter.
-    """
-    if (call[].weight | call[].bias) % ALIGNMENT != 0:
+    """Counts the bytes of z, -1 where the copy engine cannot read a matrix."""
+    var rows = (call[].K | call[].N) * size_of[DTYPE]()
+    if (call[].weight | call[].bias | rows) % ALIGNMENT != 0:
         return -1
     return call[].M * call[].K * size_of[DTYPE]()
 
@@ -389,8 +389,7 @@ def layernorm_linear_forward_workspace(
 def layernorm_linear_forward(
     call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
-    """Queues y, mean and rstd, z in between, and returns 0 if nothing failed.
-    """
+    """Queues y, mean and rstd, z in between, and returns 0 if nothing failed."""
     try:
         _queue_composed(call[])
         return 0
