@@ -1,7 +1,7 @@
-"""The backward as a node in C++: compiled on request, and used where that has been done.
+"""A training step in C++, the backward as a node: compiled on request, used where that is done.
 
-A training step on a small shape is spent on the host, a good part of it on Python that PyTorch runs
-in the backward. `fused_norm/extension/autograd.cpp` is what is left without it. It serves one
+A training step on a small shape is spent on the host, a good part of it on Python, in the backward
+as well. `fused_norm/extension/autograd.cpp` is what is left without it. It serves one
 version of PyTorch and one of Python, so none comes with the package, and nothing compiles it
 unasked: `python -m fused_norm build --autograd` does.
 """

@@ -187,7 +187,9 @@ def functions(x: Tensor, parameters: Parameters) -> tuple[int, ...] | None:
     device: int = parameters.device.index
     _prepare_products(device, False)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    sizes = (x.numel() // parameters.features, parameters.features, parameters.outputs)
+    # An x that does not fit the weight may be shorter than a row of it.
+    rows = max(x.numel() // parameters.features, 1)
+    sizes = (rows, parameters.features, parameters.outputs)
     return _functions(parameters.dtype, device, stream, *sizes)
 
 

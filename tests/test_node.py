@@ -173,6 +173,7 @@ CHANGES = {
     "weight of another dtype": other_memory(3, lambda w: w.double()),
     "input of another dtype": other_memory(0, lambda x: x.double()),
     "gamma of another dtype": other_memory(1, lambda gamma: gamma.double()),
+    "input shorter than a row": other_memory(0, lambda x: x[:1, :4].clone()),
     "no rows": other_memory(0, lambda x: x[:0]),
     "a vector for a weight": other_memory(3, lambda w: w.view(-1)),
 }
@@ -194,6 +195,30 @@ def test_what_changed_since_the_parameters_were_met(
     expected = from_python(lambda: outcome(fn.fused_layernorm_linear, inputs))
     assert (y is None) == (expected is None)
     assert y is None or torch.equal(y, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", ["sparse", "nested", "subclass"])
+def test_inputs_that_are_pytorchs(layout: str, python_calls: list[Tensor], device: str) -> None:
+    class Own(Tensor):
+        pass
+
+    make: dict[str, Callable[[Tensor], Tensor]] = {
+        "sparse": lambda x: x.to_sparse(),
+        "nested": lambda x: torch.nested.nested_tensor([x, x]),
+        "subclass": lambda x: x.as_subclass(Own),
+    }
+    inputs = inputs_for(device)
+    x = make[layout](inputs[0].detach())
+
+    def outcome() -> tuple[type, str]:
+        try:
+            y = fn.fused_layernorm_linear(x, *inputs[1:])
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error), str(error)
+        return type(y), str(y.tolist() if not y.is_nested else y.unbind())
+
+    assert outcome() == from_python(outcome)
 
 
 @pytest.mark.parametrize("layout", ["negated", "zeros"])
@@ -580,6 +605,7 @@ class TestBuild:
     @pytest.fixture(autouse=True)
     def _empty_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.delenv("FUSED_NORM_AUTOGRAD", raising=False)
         monkeypatch.setattr(_node, "load", _node.load.__wrapped__)
 
     def test_nothing_is_compiled_unasked(self) -> None:

@@ -1,4 +1,4 @@
-// The backward of LayerNorm + Linear as a node of PyTorch's graph that runs without Python.
+// LayerNorm + Linear without Python: the forward, and the backward as a node of PyTorch's graph.
 //
 // Python finds out what serves a call and then calls `forward`, or computes y and calls `attach`.
 // Both passes allocate their results and call a C function of the kernels' library by its address.
@@ -62,6 +62,7 @@ struct LayerNormLinearBackward : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     if (!gradients[0].defined()) return variable_list(5);
     variable_list inputs;
+    inputs.reserve(COUNT);
     {
       std::lock_guard<std::mutex> lock(mutex);
       for (auto& variable : saved) inputs.push_back(variable.unpack());
@@ -217,8 +218,9 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const double eps = PyFloat_AsDouble(arguments[5]);
   const Kernels kernels = kernels_of(arguments[6]);
   const auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
-  if (!kernels.forward.run || weight.dim() != 2 || x.dim() == 0 || x.numel() == 0 ||
-      weight.numel() == 0 || std::none_of(tensors.begin(), tensors.end(), requires_grad)) {
+  if (!kernels.forward.run || x.layout() != at::kStrided || x.key_set() != weight.key_set() ||
+      weight.dim() != 2 || x.dim() == 0 || x.numel() == 0 || weight.numel() == 0 ||
+      std::none_of(tensors.begin(), tensors.end(), requires_grad)) {
     Py_RETURN_NONE;
   }
   Tensor y, mean, rstd;
