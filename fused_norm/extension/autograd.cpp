@@ -119,7 +119,8 @@ struct LayerNormLinearBackward : torch::autograd::Node {
     call->dln_bias = address(out[2]);
     call->dweight = address(out[3]);
     call->dbias = address(out[4]);
-    if (!run(pass, *call, x)) return false;
+    const auto workspace = workspace_of(pass, *call, x);
+    if (!workspace || pass.run(&*call) != 0) return false;
     results = std::move(out);
     return true;
   }
@@ -228,7 +229,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Plain plain{{}, current_stream(x.device())};
   bool done = false;
   {
-    pybind11::gil_scoped_release without_lock;
+    std::optional<pybind11::gil_scoped_release> without_lock(std::in_place);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto statistics = x.options().dtype(statistics_dtype(x.scalar_type()));
     c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
@@ -237,9 +238,12 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     mean = at::empty(x.sizes().slice(0, x.dim() - 1), statistics);
     rstd = at::empty(mean.sizes(), statistics);
     plain.keys = y.key_set();
-    if (auto call = call_on(inputs, y, plain, kernels.context, eps)) {
-      call->y = address(y);
-      done = run(kernels.forward, *call, x);
+    auto call = call_on(inputs, y, plain, kernels.context, eps);
+    if (call) call->y = address(y);
+    if (const auto workspace = call ? workspace_of(kernels.forward, *call, x) : std::nullopt) {
+      // Threads take turns to launch, as they do in Python. A CPU's kernels are all of the work.
+      if (!x.is_cpu()) without_lock.reset();
+      done = kernels.forward.run(&*call) == 0;
     }
   }
   if (!done) Py_RETURN_NONE;

@@ -113,14 +113,14 @@ inline std::optional<Call> call_on(
   return call;
 }
 
-// Runs the kernels; false where Python has to.
-inline bool run(const Pass& pass, Call& call, const Tensor& x) {
+// Allocates the workspace of a call; nothing where the call is for Python.
+inline std::optional<Tensor> workspace_of(const Pass& pass, Call& call, const Tensor& x) {
   const int64_t size = pass.workspace(&call);
-  if (size < 0) return false;
+  if (size < 0) return std::nullopt;
   Tensor workspace;
   if (size > 0) workspace = at::empty({size}, x.options().dtype(at::kByte));
   call.workspace = address(workspace);
-  return pass.run(&call) == 0;
+  return workspace;
 }
 
 }  // namespace fused_norm
