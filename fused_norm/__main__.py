@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument(
         "--autograd",
         action="store_true",
-        help="compile the backward's C++ node, and nothing else: less host time in training",
+        help="compile training steps' C++, and nothing else: less time on the host",
     )
     commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
     options, rest = parser.parse_known_args(arguments)

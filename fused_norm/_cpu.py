@@ -101,15 +101,15 @@ def backward(
     return gradients
 
 
-def functions(parameters: Parameters) -> tuple[int, int, int]:
-    """Return the addresses of the backward: workspace, kernels, and the threads they share."""
+def functions(x: Tensor, parameters: Parameters) -> tuple[int, ...]:
+    """Return the addresses of both passes' functions, and of the threads they share."""
     return _functions(parameters.dtype)
 
 
 @functools.cache
-def _functions(dtype: torch.dtype) -> tuple[int, int, int]:
+def _functions(dtype: torch.dtype) -> tuple[int, ...]:
     kernels = _native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype])
-    return *_native.backward_functions(kernels), _native.gomp_parallel()
+    return *_native.functions(kernels), _native.gomp_parallel()
 
 
 def _scratch(size: int) -> Tensor:

@@ -44,11 +44,14 @@ class Way(Protocol):
     ) -> list[Tensor | None]:
         """Return the five gradients, None for each that the mask leaves out."""
 
-    def functions(self, parameters: Parameters) -> tuple[int, int, int] | None:
-        """Return the backward for code that is not Python, None where there is no such backward.
+    def functions(self, x: Tensor, parameters: Parameters) -> tuple[int, ...] | None:
+        """Return both passes for code that is not Python, None where there is no such backward.
 
-        That is the addresses of a function that counts the bytes of its workspace, of the backward
-        itself, and of what both need on the current stream.
+        x is of the parameters' dtype and on their device; whether it fits them is still to be seen.
+
+        That is for each pass the addresses of a function that counts the bytes of its workspace and
+        of the pass itself, 0 for a forward that is Python's, and last the address of what all need
+        on the current stream.
         """
 
 

@@ -109,7 +109,7 @@ def backward(
     return gradients
 
 
-def functions(parameters: Parameters) -> None:
+def functions(x: Tensor, parameters: Parameters) -> None:
     """Return None: PyTorch's products are no function of ours."""
 
 

@@ -242,13 +242,13 @@ def _load_runtime() -> None:
 
 
 @functools.cache
-def backward_functions(extension: Extension) -> tuple[int, int]:
-    """Return the addresses of an extension's backward for `autograd.cpp`: workspace and kernels."""
+def functions(extension: Extension) -> tuple[int, ...]:
+    """Return the addresses of an extension's functions for `autograd.cpp`, in its order."""
     load(extension)
     library = ctypes.CDLL(str(extension.path))
-    functions = library.layernorm_linear_backward_workspace, library.layernorm_linear_backward
-    workspace, backward = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
-    return workspace, backward
+    names = ("forward_workspace", "forward", "backward_workspace", "backward")
+    found = (library[f"layernorm_linear_{name}"] for name in names)
+    return tuple(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in found)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""The backward as a node in C++: compiled on request, and used where that has been done.
+"""A training step in C++, the backward as a node: compiled on request, used where that is done.
 
-A training step on a small shape is spent on the host, a good part of it on Python that PyTorch runs
-in the backward. `fused_norm/extension/autograd.cpp` is what is left without it. It serves one
+A training step on a small shape is spent on the host, a good part of it on Python, in the backward
+as well. `fused_norm/extension/autograd.cpp` is what is left without it. It serves one
 version of PyTorch and one of Python, so none comes with the package, and nothing compiles it
 unasked: `python -m fused_norm build --autograd` does.
 """
@@ -26,13 +26,14 @@ import torch
 from fused_norm import _cache
 
 SOURCE = Path(__file__).resolve().parent / "extension" / "autograd.cpp"
+HEADER = SOURCE.with_name("kernels.h")
 NAME = "the autograd node (C++)"
 SWITCH = "FUSED_NORM_AUTOGRAD"
 
 
 def path() -> Path:
     """Return where the compiled node is kept, for this PyTorch and this Python."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
     for part in (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")):
         digest.update(str(part).encode())
     return _cache.cache_dir() / f"autograd-{digest.hexdigest()[:16]}.so"

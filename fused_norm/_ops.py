@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -196,14 +195,40 @@ def _eager_gradients(
 
 
 @functools.cache
-def _attach() -> Callable[..., Tensor] | None:
-    """Return what gives a result its node in C++, None where that is not built."""
+def _compiled() -> Any:
+    """Return the module in C++, None where that is not built."""
     node = _node.load()
+    if node is not None:
+        node.set_python_backward(_eager_gradients)
+    return node
+
+
+def run_compiled(
+    x: Any, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
+) -> Tensor | None:
+    """Compute a call with gradients that nothing watches in C++, layouts checked there.
+
+    None where that is not built, where the parameters are new or none requires a gradient, and
+    where the kernels do not take the tensors as they are.
+    """
+    node = _compiled()
     if node is None:
         return None
-    node.set_python_backward(_eager_gradients)
-    attach: Callable[..., Tensor] = node.attach
-    return attach
+    parameters = _parameters.met(ln_weight, ln_bias, linear_weight, linear_bias)
+    if (
+        parameters is None
+        or parameters.way is None
+        or type(x) is not Tensor
+        or x.dtype is not parameters.dtype
+        or x.device != parameters.device
+        or type(eps) is not float
+    ):
+        return None
+    functions = parameters.way.functions(x, parameters)
+    y: Tensor | None = node.forward(
+        x, ln_weight, ln_bias, linear_weight, linear_bias, eps, functions
+    )
+    return y
 
 
 # What `apply` comes down to where no transform is active, 3 us sooner.
@@ -254,8 +279,8 @@ def run(
         or (ln_bias is not None and ln_bias.requires_grad)
     ):
         return _way(x, linear_weight, parameters).forward(x, parameters, eps, False)[0]
-    attach = _attach()
-    if attach is None:
+    node = _compiled()
+    if node is None:
         y: Tensor = _apply(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
         return y
     chosen = _way(x, linear_weight, parameters)
@@ -265,7 +290,8 @@ def run(
     finally:
         torch._C._set_grad_enabled(True)
     inputs = (x, ln_weight, ln_bias, linear_weight, linear_bias)
-    return attach(y, *inputs, mean, rstd, eps, chosen.functions(parameters))
+    result: Tensor = node.attach(y, *inputs, mean, rstd, eps, chosen.functions(x, parameters))
+    return result
 
 
 def _way(x: Tensor, linear_weight: Tensor, parameters: Parameters) -> Way:

@@ -113,14 +113,18 @@ def known(ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any) ->
     They are new as well after an assignment to their `data`, which may have brought another memory,
     dtype or shape. Their values may have changed.
     """
-    parameters = _kept.get(id(linear_weight))
-    if (
-        parameters is not None
-        and parameters._ids == (id(ln_weight), id(ln_bias), id(linear_weight), id(linear_bias))
-        and parameters._layout == _layout(ln_weight, ln_bias, linear_weight, linear_bias)
-    ):
+    tensors = (ln_weight, ln_bias, linear_weight, linear_bias)
+    parameters = met(*tensors)
+    if parameters is not None and parameters._layout == _layout(*tensors):
         return parameters
     return None
+
+
+def met(ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any) -> Parameters | None:
+    """Return what was known of these tensors, which may since have got other memory."""
+    parameters = _kept.get(id(linear_weight))
+    ids = (id(ln_weight), id(ln_bias), id(linear_weight), id(linear_bias))
+    return parameters if parameters is not None and parameters._ids == ids else None
 
 
 def forget_before_swap(linear_weight: Tensor) -> None:

@@ -176,21 +176,31 @@ def backward(
     return gradients
 
 
-def functions(parameters: Parameters) -> tuple[int, int, int] | None:
-    """Return the addresses of the backward on the current stream: workspace, kernels, launcher.
+def functions(x: Tensor, parameters: Parameters) -> tuple[int, ...] | None:
+    """Return the addresses of both passes on the current stream, and of its launcher.
 
-    None in a graph, which has other thresholds, and where the host's time does not count; and in
-    float32, whose products are PyTorch's.
+    The forward is that of `composed`, 0 where another is faster. None in a graph, which has other
+    thresholds, and where the host's time does not count; and in float32, whose products are
+    PyTorch's.
     """
     if parameters.dtype is torch.float32 or torch.cuda.is_current_stream_capturing():
         return None
     device: int = parameters.device.index
-    return _functions(parameters.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+    _prepare_products(device, False)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    # An x that does not fit the weight may be shorter than a row of it.
+    rows = max(x.numel() // parameters.features, 1)
+    sizes = (rows, parameters.features, parameters.outputs)
+    return _functions(parameters.dtype, device, stream, *sizes)
 
 
-@functools.cache
-def _functions(dtype: torch.dtype, device: int, stream: int) -> tuple[int, int, int]:
-    return *_native.backward_functions(_extension(dtype)), _launcher(dtype, device, stream)[1]
+@functools.lru_cache(maxsize=4096)
+def _functions(
+    dtype: torch.dtype, device: int, stream: int, rows: int, features: int, outputs: int
+) -> tuple[int, ...]:
+    found, launcher = _native.functions(_extension(dtype)), _launcher(dtype, device, stream)[1]
+    composes = fastest(rows, features, outputs, False, False) == "c"
+    return *(found[:2] if composes else (0, 0)), *found[2:], launcher
 
 
 @functools.lru_cache(maxsize=4096)

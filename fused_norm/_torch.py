@@ -46,7 +46,7 @@ def backward(
     return [g if wanted else None for g, wanted in zip(gradients, mask, strict=True)]
 
 
-def functions(parameters: Parameters) -> None:
+def functions(x: Tensor, parameters: Parameters) -> None:
     """Return None: PyTorch's ops are no function of ours."""
 
 

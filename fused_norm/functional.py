@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _parameters
-from fused_norm._ops import layernorm_linear, run
+from fused_norm._ops import layernorm_linear, run, run_compiled
 from fused_norm._registration import is_watched
 from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
 from fused_norm._rowwise import trainable_eps_forward
@@ -52,6 +52,10 @@ def fused_layernorm_linear(
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
     if not is_watched() and not torch._C._is_any_autocast_enabled():
+        if torch.is_grad_enabled():
+            y = run_compiled(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+            if y is not None:
+                return y
         parameters = _parameters.known(ln_weight, ln_bias, linear_weight, linear_bias)
         if parameters is not None and parameters.take(x, eps):
             return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)

@@ -1,4 +1,4 @@
-"""The backward's C++ node: as Python's in every way, but without Python where nothing watches."""
+"""Both passes in C++: as Python's in every way, but without Python where nothing watches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
-from fused_norm import _cache, _node, _ops
+from fused_norm import _cache, _cpu, _node, _ops, _sm90
 from fused_norm.__main__ import main
 
 pytestmark = [
@@ -56,7 +56,7 @@ def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         return _ops._eager_gradients(grad_output, *others)
 
     node.set_python_backward(backward)
-    monkeypatch.setattr(_ops, "_attach", lambda: node.attach)
+    monkeypatch.setattr(_ops, "_compiled", lambda: node)
     if torch.cuda.is_available():
         # The first of a thread is Python's.
         fn.fused_layernorm_linear(*inputs_for("cuda")).backward(
@@ -67,23 +67,43 @@ def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
     node.set_python_backward(_ops._eager_gradients)
 
 
+@pytest.fixture
+def python_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """See the inputs whose forward is Python's."""
+    calls: list[Tensor] = []
+    for way in (_cpu, _sm90):
+
+        def forward(x: Tensor, *others: object, run: Callable[..., object] = way.forward) -> object:
+            calls.append(x)
+            return run(x, *others)
+
+        monkeypatch.setattr(way, "forward", forward)
+    return calls
+
+
 def inputs_for(device: str, rows: int = 16) -> list[Tensor]:
     """Return inputs that the fused kernels of a device take."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return make_inputs(rows, 8, 16, dtype=dtype, device=device, requires_grad=True)
+    return met(make_inputs(rows, 8, 16, dtype=dtype, device=device, requires_grad=True))
+
+
+def met(inputs: list[Tensor]) -> list[Tensor]:
+    """Return inputs with parameters that were met before: the next forward may be in C++."""
+    fn.fused_layernorm_linear(*inputs)
+    return inputs
 
 
 def from_python(run: Callable[[], object]) -> object:
     """Return what a function does with the backward in Python."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ops, "_attach", lambda: None)
+        patch.setattr(_ops, "_compiled", lambda: None)
         return run()
 
 
 def gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor
 ) -> list[Tensor]:
-    copies = as_copies(inputs)
+    copies = met(as_copies(inputs))
     function(*copies).backward(grad_output)
     return [t.grad for t in copies if t is not None]
 
@@ -115,6 +135,113 @@ def test_float32_layernorm_parameters(python_calls: list[Tensor]) -> None:
     options = {"dtype": torch.bfloat16, "affine_dtype": torch.float32, "requires_grad": True}
     assert_as_python(make_inputs(33, 24, 40, **options), torch.randn(33, 40).bfloat16())
     assert not python_calls
+
+
+def test_forward_without_python(
+    python_calls: list[Tensor], python_forwards: list[Tensor], device: str
+) -> None:
+    inputs = inputs_for(device)
+    for x in (inputs[0], inputs[0].reshape(2, 1, 8, 8), inputs[0][0]):
+        python_forwards.clear()
+        y = fn.fused_layernorm_linear(x, *inputs[1:])
+        assert not python_forwards
+        expected = from_python(lambda x=x: fn.fused_layernorm_linear(x, *inputs[1:]))
+        assert len(python_forwards) == 1
+        assert y.shape == expected.shape
+        assert torch.equal(y, expected)
+
+
+def other_memory(index: int, change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def run(*inputs: Tensor) -> None:
+        inputs[index].data = change(inputs[index].data)
+
+    return run
+
+
+def strided(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor + 1], -1)[..., 0]
+
+
+CHANGES = {
+    "strided input": other_memory(0, strided),
+    "strided weight": other_memory(3, strided),
+    "strided gamma": other_memory(1, strided),
+    "strided bias": other_memory(4, strided),
+    "input of another length": other_memory(0, lambda x: torch.cat([x, x], 1)),
+    "longer weight": other_memory(3, lambda w: torch.cat([w, w], 1)),
+    "shorter gamma": other_memory(1, lambda gamma: gamma[:4].clone()),
+    "shorter bias": other_memory(4, lambda bias: bias[:4].clone()),
+    "weight of another dtype": other_memory(3, lambda w: w.double()),
+    "input of another dtype": other_memory(0, lambda x: x.double()),
+    "gamma of another dtype": other_memory(1, lambda gamma: gamma.double()),
+    "input shorter than a row": other_memory(0, lambda x: x[:1, :4].clone()),
+    "no rows": other_memory(0, lambda x: x[:0]),
+    "a vector for a weight": other_memory(3, lambda w: w.view(-1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_since_the_parameters_were_met(
+    change: str, python_calls: list[Tensor], device: str
+) -> None:
+    def outcome(function: Callable[..., Tensor], inputs: list[Tensor]) -> object:
+        try:
+            return function(*inputs)
+        except RuntimeError:
+            return None
+
+    inputs = inputs_for(device)
+    CHANGES[change](*inputs)
+    y = outcome(fn.fused_layernorm_linear, inputs)
+    expected = from_python(lambda: outcome(fn.fused_layernorm_linear, inputs))
+    assert (y is None) == (expected is None)
+    assert y is None or torch.equal(y, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", ["sparse", "nested", "subclass"])
+def test_inputs_that_are_pytorchs(layout: str, python_calls: list[Tensor], device: str) -> None:
+    class Own(Tensor):
+        pass
+
+    make: dict[str, Callable[[Tensor], Tensor]] = {
+        "sparse": lambda x: x.to_sparse(),
+        "nested": lambda x: torch.nested.nested_tensor([x, x]),
+        "subclass": lambda x: x.as_subclass(Own),
+    }
+    inputs = inputs_for(device)
+    x = make[layout](inputs[0].detach())
+
+    def outcome() -> tuple[type, str]:
+        try:
+            y = fn.fused_layernorm_linear(x, *inputs[1:])
+        except (RuntimeError, NotImplementedError) as error:
+            return type(error), str(error)
+        return type(y), str(y.tolist() if not y.is_nested else y.unbind())
+
+    assert outcome() == from_python(outcome)
+
+
+@pytest.mark.parametrize("layout", ["negated", "zeros"])
+def test_inputs_without_their_values_in_memory(
+    layout: str, python_calls: list[Tensor], device: str
+) -> None:
+    inputs = inputs_for(device)
+    x = LAYOUTS[layout](inputs[0].detach())
+    y = fn.fused_layernorm_linear(x, *inputs[1:])
+    assert torch.equal(y, fn.fused_layernorm_linear(x.clone(), *inputs[1:]))
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_inference_tensors_are_pytorchs_error(
+    index: int, python_calls: list[Tensor], device: str
+) -> None:
+    inputs = inputs_for(device)
+    with torch.inference_mode():
+        inputs[index] = inputs[index].clone()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            fn.fused_layernorm_linear(*inputs)
 
 
 @pytest.mark.parametrize("subset", list(itertools.product([False, True], repeat=5))[1:], ids=str)
@@ -453,7 +580,7 @@ def test_fork(library: Path) -> None:
     from pathlib import Path
     from fused_norm import _node, _ops
     node = _node.import_from(Path(sys.argv[1]))
-    _ops._attach = lambda: node.attach
+    _ops._compiled = lambda: node
     torch.set_num_threads(2)
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
     grad_output = torch.randn(512, 128)
@@ -479,6 +606,7 @@ class TestBuild:
     @pytest.fixture(autouse=True)
     def _empty_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
+        monkeypatch.delenv("FUSED_NORM_AUTOGRAD", raising=False)
         monkeypatch.setattr(_node, "load", _node.load.__wrapped__)
 
     def test_nothing_is_compiled_unasked(self) -> None:

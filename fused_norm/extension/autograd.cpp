@@ -1,57 +1,37 @@
-// The backward of LayerNorm + Linear as a node of PyTorch's graph that runs without Python.
+// LayerNorm + Linear without Python: the forward, and the backward as a node of PyTorch's graph.
 //
-// The forward stays in Python, which then calls `attach`. The node allocates the gradients and
-// calls a C function of the kernels' library by its address. Whatever is not plain (a second
-// derivative, a compiler or a mode that watches, a tensor of another layout) goes back to Python,
-// as does everything on a way without such a function.
+// Python finds out what serves a call and then calls `forward`, or computes y and calls `attach`.
+// Both passes allocate their results and call a C function of the kernels' library by its address.
+// Whatever is not plain (a second derivative, a compiler or a mode that watches, a tensor of another
+// layout) goes back to Python, as does everything on a way without such a function.
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
-#include <atomic>
 #include <mutex>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
-#include <ATen/Parallel.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include "kernels.h"
+
 namespace {
 
-using at::Tensor;
+using namespace fused_norm;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
-
-// `BackwardCall` in op/layernorm_linear/backward_call.mojo.
-struct Call {
-  void *dx, *dln_weight, *dln_bias, *dweight, *dbias, *dy, *x, *ln_weight, *ln_bias, *weight;
-  void *mean, *rstd, *workspace;
-  int64_t M, K, N, ln_is_float32, threads, context;
-  double eps;
-};
-using Function = int64_t (*)(const Call*);
-
-// What Python knows of a way. Both functions are null where a way has none.
-struct Kernels {
-  Function workspace = nullptr;  // bytes, or negative if the call is for Python
-  Function backward = nullptr;   // 0, or what else makes it a call for Python
-  int64_t context = 0;
-};
 
 enum Saved { X, LN_WEIGHT, LN_BIAS, WEIGHT, MEAN, RSTD, COUNT };
 
 PyObject* python_backward = nullptr;
-std::atomic<bool> forked{false};
 
 // The first backward of a thread on a GPU is Python's, which makes PyTorch's products ready there:
 // a captured graph may choose them later, and they cannot begin within a capture.
@@ -65,21 +45,11 @@ bool is_watched() {
   return at::GradMode::is_enabled() || !(keys - c10::default_included_set).empty();
 }
 
-std::optional<c10::Stream> current_stream(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-void* address(const Tensor& tensor) {
-  return tensor.defined() ? tensor.data_ptr() : nullptr;
-}
-
 struct LayerNormLinearBackward : torch::autograd::Node {
   std::array<SavedVariable, COUNT> saved;
   Kernels kernels;
   double eps = 0;
-  c10::DispatchKeySet keys;
-  std::optional<c10::Stream> stream;
+  Plain is_plain;
   std::mutex mutex;
 
   std::string name() const override { return "LayerNormLinearBackward"; }
@@ -92,6 +62,7 @@ struct LayerNormLinearBackward : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     if (!gradients[0].defined()) return variable_list(5);
     variable_list inputs;
+    inputs.reserve(COUNT);
     {
       std::lock_guard<std::mutex> lock(mutex);
       for (auto& variable : saved) inputs.push_back(variable.unpack());
@@ -121,53 +92,37 @@ struct LayerNormLinearBackward : torch::autograd::Node {
 
  private:
   // Runs the kernels; false where Python has to.
-  bool compute(const Tensor& dy, const variable_list& inputs, variable_list& results) {
-    if (!kernels.backward || is_watched() || is_first_of_thread(stream)) return false;
-    const auto& [x, gamma, beta, weight] =
-        std::tie(inputs[X], inputs[LN_WEIGHT], inputs[LN_BIAS], inputs[WEIGHT]);
-    // Tensors may have got another memory since the forward, by an assignment to their `data`.
-    if (weight.dim() != 2 || current_stream(dy.device()) != stream) return false;
-    const int64_t N = weight.size(0), K = weight.size(1), M = inputs[MEAN].numel();
-    const auto dtype = x.scalar_type();
-    const auto& affine = gamma.defined() ? gamma : beta;
-    const auto affine_dtype = affine.defined() ? affine.scalar_type() : dtype;
-    const auto wide = dtype == at::kDouble ? at::kDouble : at::kFloat;
-    if (!is_plain(dy, M * N, dtype) || !is_plain(x, M * K, dtype) ||
-        !is_plain(weight, N * K, dtype) || !is_plain(inputs[MEAN], M, wide) ||
-        !is_plain(inputs[RSTD], M, wide) ||
-        (gamma.defined() && !is_plain(gamma, K, affine_dtype)) ||
-        (beta.defined() && !is_plain(beta, K, affine_dtype)) ||
-        (affine_dtype != dtype && affine_dtype != at::kFloat)) {
+  bool compute(const Tensor& dy, const variable_list& saved, variable_list& results) {
+    const auto& pass = kernels.backward;
+    if (!pass.run || is_watched() || is_first_of_thread(is_plain.stream) ||
+        current_stream(dy.device()) != is_plain.stream) {
       return false;
     }
+    const Tensor bias;
+    const Inputs inputs{saved[X], saved[LN_WEIGHT], saved[LN_BIAS], saved[WEIGHT],
+                        bias,     saved[MEAN],      saved[RSTD]};
+    // Tensors may have got another memory since the forward, by an assignment to their `data`.
+    auto call = call_on(inputs, dy, is_plain, kernels.context, eps);
+    if (!call) return false;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto affine_options = affine.defined() ? affine.options() : x.options();
+    const auto& [x, weight, affine] = std::tie(inputs.x, inputs.weight, inputs.affine());
+    const auto options = (affine.defined() ? affine : x).options();
     variable_list out(5);
     if (task_should_compute_output(0)) out[0] = at::empty(x.sizes(), x.options());
-    if (task_should_compute_output(1)) out[1] = at::empty({K}, affine_options);
-    if (task_should_compute_output(2)) out[2] = at::empty({K}, affine_options);
-    if (task_should_compute_output(3)) out[3] = at::empty({N, K}, weight.options());
-    if (task_should_compute_output(4)) out[4] = at::empty({N}, weight.options());
-    Call call{
-        address(out[0]), address(out[1]), address(out[2]), address(out[3]), address(out[4]),
-        address(dy), address(x), address(gamma), address(beta), address(weight),
-        address(inputs[MEAN]), address(inputs[RSTD]), nullptr,
-        M, K, N, affine_dtype != dtype, forked ? 1 : at::get_num_threads(), kernels.context, eps};
-    const int64_t size = kernels.workspace(&call);
-    if (size < 0) return false;
-    Tensor workspace;
-    if (size > 0) workspace = at::empty({size}, x.options().dtype(at::kByte));
-    call.workspace = address(workspace);
-    if (kernels.backward(&call) != 0) return false;
+    if (task_should_compute_output(1)) out[1] = at::empty({call->K}, options);
+    if (task_should_compute_output(2)) out[2] = at::empty({call->K}, options);
+    if (task_should_compute_output(3)) out[3] = at::empty({call->N, call->K}, weight.options());
+    if (task_should_compute_output(4)) out[4] = at::empty({call->N}, weight.options());
+    call->dy = address(dy);
+    call->dx = address(out[0]);
+    call->dln_weight = address(out[1]);
+    call->dln_bias = address(out[2]);
+    call->dweight = address(out[3]);
+    call->dbias = address(out[4]);
+    const auto workspace = workspace_of(pass, *call, x);
+    if (!workspace || pass.run(&*call) != 0) return false;
     results = std::move(out);
     return true;
-  }
-
-  bool is_plain(const Tensor& tensor, int64_t count, at::ScalarType dtype) const {
-    return tensor.key_set() == keys && tensor.scalar_type() == dtype &&
-        tensor.numel() == count && tensor.is_contiguous() &&
-        (!stream || tensor.device() == stream->device()) &&
-        !torch::autograd::isFwGradDefined(tensor);
   }
 
   void call_python(const Tensor& dy, const variable_list& inputs, variable_list& results) {
@@ -206,16 +161,18 @@ Tensor tensor_of(PyObject* object) {
   return object == Py_None ? Tensor() : THPVariable_Unpack(object);
 }
 
-// attach(y, x, ln_weight, ln_bias, linear_weight, linear_bias, mean, rstd, eps, kernels): gives y
-// its node and returns it. `kernels` are the addresses of both functions and their context, or None.
-PyObject* attach(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 10, "attach takes 10 arguments");
-  std::array<Tensor, 8> tensors;
-  for (int i = 0; i < 8; ++i) tensors[i] = tensor_of(arguments[i]);
-  // A view that an op of PyTorch's has made would keep its own history.
-  if (tensors[0].is_view()) tensors[0] = tensors[0].variable_data();
-  const auto& [y, x, ln_weight, ln_bias, weight, bias, mean, rstd] = tensors;
+// The addresses of each pass's two functions, and their context, from a tuple or None.
+Kernels kernels_of(PyObject* tuple) {
+  if (tuple == Py_None) return {};
+  const auto word = [&](int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)); };
+  const auto function = [&](int i) { return reinterpret_cast<Function>(word(i)); };
+  return {{function(0), function(1)}, {function(2), function(3)}, word(4)};
+}
+
+// Gives y its node.
+PyObject* with_node(
+    const Tensor& y, const Inputs& inputs, double eps, const Kernels& kernels, const Plain& plain) {
+  const auto& [x, ln_weight, ln_bias, weight, bias, mean, rstd] = inputs;
   auto* node = new LayerNormLinearBackward;
   using Pointer = std::decay_t<decltype(y.grad_fn())>;
   const auto owner = own<Pointer>(node);
@@ -224,19 +181,73 @@ PyObject* attach(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   node->saved = {
       SavedVariable(x, false),      SavedVariable(ln_weight, false), SavedVariable(ln_bias, false),
       SavedVariable(weight, false), SavedVariable(mean, false),      SavedVariable(rstd, false)};
-  node->eps = PyFloat_AsDouble(arguments[8]);
-  if (PyObject* kernels = arguments[9]; kernels != Py_None) {
-    const auto word = [&](int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(kernels, i)); };
-    node->kernels = {
-        reinterpret_cast<Function>(word(0)), reinterpret_cast<Function>(word(1)), word(2)};
-    node->keys = y.key_set();
-    node->stream = current_stream(y.device());
-  }
+  node->eps = eps;
+  node->kernels = kernels;
+  node->is_plain = plain;
   torch::autograd::set_history(y, owner);
 #if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
   torch::autograd::fire_node_creation_hooks(owner);
 #endif
   return THPVariable_Wrap(y);
+}
+
+// attach(y, x, ln_weight, ln_bias, linear_weight, linear_bias, mean, rstd, eps, kernels): gives y
+// its node and returns it. `kernels` is None, or as in `kernels_of`.
+PyObject* attach(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 10, "attach takes 10 arguments");
+  std::array<Tensor, 8> tensors;
+  for (int i = 0; i < 8; ++i) tensors[i] = tensor_of(arguments[i]);
+  auto& [y, x, ln_weight, ln_bias, weight, bias, mean, rstd] = tensors;
+  // A view that an op of PyTorch's has made would keep its own history.
+  if (y.is_view()) y = y.variable_data();
+  const Inputs inputs{x, ln_weight, ln_bias, weight, bias, mean, rstd};
+  const Plain plain{y.key_set(), current_stream(y.device())};
+  return with_node(y, inputs, PyFloat_AsDouble(arguments[8]), kernels_of(arguments[9]), plain);
+  END_HANDLE_TH_ERRORS
+}
+
+// forward(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, kernels): computes y and gives it
+// its node. None where no gradient is wanted, or Python has to. The kernels are for x's dtype and
+// device; of all else that an assignment to a tensor's `data` changes, nothing is taken for granted.
+PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 7, "forward takes 7 arguments");
+  std::array<Tensor, 5> tensors;
+  for (int i = 0; i < 5; ++i) tensors[i] = tensor_of(arguments[i]);
+  const auto& [x, ln_weight, ln_bias, weight, bias] = tensors;
+  const double eps = PyFloat_AsDouble(arguments[5]);
+  const Kernels kernels = kernels_of(arguments[6]);
+  const auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
+  if (!kernels.forward.run || x.layout() != at::kStrided || x.key_set() != weight.key_set() ||
+      weight.dim() != 2 || x.dim() == 0 || x.numel() == 0 || weight.numel() == 0 ||
+      std::none_of(tensors.begin(), tensors.end(), requires_grad)) {
+    Py_RETURN_NONE;
+  }
+  Tensor y, mean, rstd;
+  const Inputs inputs{x, ln_weight, ln_bias, weight, bias, mean, rstd};
+  Plain plain{{}, current_stream(x.device())};
+  bool done = false;
+  {
+    std::optional<pybind11::gil_scoped_release> without_lock(std::in_place);
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto statistics = x.options().dtype(statistics_dtype(x.scalar_type()));
+    c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
+    shape.back() = weight.size(0);
+    y = at::empty(shape, x.options());
+    mean = at::empty(x.sizes().slice(0, x.dim() - 1), statistics);
+    rstd = at::empty(mean.sizes(), statistics);
+    plain.keys = y.key_set();
+    auto call = call_on(inputs, y, plain, kernels.context, eps);
+    if (call) call->y = address(y);
+    if (const auto workspace = call ? workspace_of(kernels.forward, *call, x) : std::nullopt) {
+      // Threads take turns to launch, as they do in Python. A CPU's kernels are all of the work.
+      if (!x.is_cpu()) without_lock.reset();
+      done = kernels.forward.run(&*call) == 0;
+    }
+  }
+  if (!done) Py_RETURN_NONE;
+  return with_node(y, inputs, eps, kernels, plain);
   END_HANDLE_TH_ERRORS
 }
 
@@ -250,6 +261,8 @@ PyObject* set_python_backward(PyObject*, PyObject* function) {
 PyMethodDef methods[] = {
     {"attach", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(attach)), METH_FASTCALL,
      "attach(y, x, ln_weight, ln_bias, linear_weight, linear_bias, mean, rstd, eps, kernels)"},
+    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL,
+     "forward(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, kernels)"},
     {"set_python_backward", set_python_backward, METH_O, "set_python_backward(function)"},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
@@ -259,7 +272,6 @@ PyModuleDef module = {
 }  // namespace
 
 PyMODINIT_FUNC PyInit_autograd() {
-  // OpenMP's workers do not survive a fork, and waiting for them would hang.
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return PyModule_Create(&module);
 }

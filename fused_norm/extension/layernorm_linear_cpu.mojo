@@ -11,7 +11,7 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.layernorm_linear.backward_call import BackwardCall
+from op.layernorm_linear.call import Call
 from op.layernorm_linear.cpu.backward import backward_bytes, compute_gradients
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward
@@ -37,12 +37,36 @@ def _optional[dtype: DType](address: Int) -> Optional[Buffer[dtype]]:
     return buffer[dtype](address)
 
 
-def _plan(mut arguments: Arguments) -> ForwardPlan[DTYPE]:
-    var M = arguments.integer()
-    var K = arguments.integer()
-    var N = arguments.integer()
-    var threads = arguments.integer()
-    return ForwardPlan[DTYPE](M, K, N, threads)
+def _call(mut arguments: Arguments) -> Call:
+    var call = Call()
+    call.M = arguments.integer()
+    call.K = arguments.integer()
+    call.N = arguments.integer()
+    call.threads = arguments.integer()
+    return call
+
+
+def _plan(call: Call) -> ForwardPlan[DTYPE]:
+    return ForwardPlan[DTYPE](call.M, call.K, call.N, call.threads)
+
+
+def _compute_forward(call: Call):
+    var ln_is_float32 = call.ln_is_float32 != 0
+    var room = stack_allocation[STACK_BYTES, DType.uint8]()
+    var job = Forward[DTYPE](
+        _plan(call),
+        buffer[DTYPE](call.y),
+        _optional[ACCUM](call.mean),
+        _optional[ACCUM](call.rstd),
+        buffer[DTYPE](call.x),
+        Parameter(call.ln_weight, ln_is_float32),
+        Parameter(call.ln_bias, ln_is_float32),
+        buffer[DTYPE](call.weight),
+        _optional[DTYPE](call.bias),
+        call.eps,
+        call.workspace if call.workspace != 0 else Int(room),
+    )
+    job.run(call.context)
 
 
 def forward_workspace(
@@ -50,7 +74,7 @@ def forward_workspace(
 ) abi("C") -> PyObjectPtr:
     """Returns the size in bytes of the workspace that `forward` needs."""
     var arguments = Arguments(values)
-    var plan = _plan(arguments)
+    var plan = _plan(_call(arguments))
     return integer(plan.bytes if plan.bytes > STACK_BYTES else 0)
 
 
@@ -59,45 +83,28 @@ def forward(
 ) abi("C") -> PyObjectPtr:
     """Computes y, and the rows' mean and rstd where their address is given."""
     var arguments = Arguments(values)
-    var plan = _plan(arguments)
-    var gomp_parallel = arguments.integer()
-    var workspace = arguments.integer()
-    var ln_is_float32 = arguments.integer() != 0
-    var eps = arguments.number()
-    var y = buffer[DTYPE](arguments.integer())
-    var mean = _optional[ACCUM](arguments.integer())
-    var rstd = _optional[ACCUM](arguments.integer())
-    var x = buffer[DTYPE](arguments.integer())
-    var ln_weight = Parameter(arguments.integer(), ln_is_float32)
-    var ln_bias = Parameter(arguments.integer(), ln_is_float32)
-    var weight = buffer[DTYPE](arguments.integer())
-    var bias = _optional[DTYPE](arguments.integer())
-    var is_long = plan.M * plan.K * plan.N >= LONG_PRODUCTS
-    var room = stack_allocation[STACK_BYTES, DType.uint8]()
-    if workspace == 0:
-        workspace = Int(room)
-    var job = Forward[DTYPE](
-        plan^,
-        y,
-        mean,
-        rstd,
-        x,
-        ln_weight,
-        ln_bias,
-        weight,
-        bias,
-        eps,
-        workspace,
-    )
-    if is_long:
+    var call = _call(arguments)
+    call.context = arguments.integer()
+    call.workspace = arguments.integer()
+    call.ln_is_float32 = arguments.integer()
+    call.eps = arguments.number()
+    call.y = arguments.integer()
+    call.mean = arguments.integer()
+    call.rstd = arguments.integer()
+    call.x = arguments.integer()
+    call.ln_weight = arguments.integer()
+    call.ln_bias = arguments.integer()
+    call.weight = arguments.integer()
+    call.bias = arguments.integer()
+    if call.M * call.K * call.N >= LONG_PRODUCTS:
         with GILReleased(Python()):
-            job.run(gomp_parallel)
+            _compute_forward(call)
     else:
-        job.run(gomp_parallel)
+        _compute_forward(call)
     return integer(0)
 
 
-def _wanted(call: BackwardCall) -> Wanted:
+def _wanted(call: Call) -> Wanted:
     return Wanted(
         call.dx != 0,
         call.dln_weight != 0,
@@ -107,14 +114,14 @@ def _wanted(call: BackwardCall) -> Wanted:
     )
 
 
-def _workspace(call: BackwardCall) -> Int:
+def _workspace(call: Call) -> Int:
     var bytes = backward_bytes[DTYPE](
         call.M, call.K, call.N, _wanted(call), call.threads
     )
     return bytes if bytes > STACK_BYTES else 0
 
 
-def _compute(call: BackwardCall):
+def _compute(call: Call):
     var ln_is_float32 = call.ln_is_float32 != 0
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     var gradients = Gradients[DTYPE](
@@ -147,11 +154,7 @@ def backward_workspace(
 ) abi("C") -> PyObjectPtr:
     """Returns the size in bytes of the workspace that `backward` needs."""
     var arguments = Arguments(values)
-    var call = BackwardCall()
-    call.M = arguments.integer()
-    call.K = arguments.integer()
-    call.N = arguments.integer()
-    call.threads = arguments.integer()
+    var call = _call(arguments)
     call.dx = arguments.integer()
     call.dln_weight = arguments.integer()
     call.dln_bias = arguments.integer()
@@ -165,11 +168,7 @@ def backward(
 ) abi("C") -> PyObjectPtr:
     """Computes the gradients whose address is given."""
     var arguments = Arguments(values)
-    var call = BackwardCall()
-    call.M = arguments.integer()
-    call.K = arguments.integer()
-    call.N = arguments.integer()
-    call.threads = arguments.integer()
+    var call = _call(arguments)
     call.context = arguments.integer()
     call.workspace = arguments.integer()
     call.ln_is_float32 = arguments.integer()
@@ -194,8 +193,25 @@ def backward(
 
 
 @export
+def layernorm_linear_forward_workspace(
+    call: Pointer[Call, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Returns 0, or -1 where the forward needs a workspace: Python keeps one."""
+    return 0 if _plan(call[]).bytes <= STACK_BYTES else -1
+
+
+@export
+def layernorm_linear_forward(
+    call: Pointer[Call, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Computes y, mean and rstd, and returns 0."""
+    _compute_forward(call[])
+    return 0
+
+
+@export
 def layernorm_linear_backward_workspace(
-    call: Pointer[BackwardCall, MutUntrackedOrigin]
+    call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
     """Returns the size in bytes of the workspace that the backward needs."""
     return _workspace(call[])
@@ -203,7 +219,7 @@ def layernorm_linear_backward_workspace(
 
 @export
 def layernorm_linear_backward(
-    call: Pointer[BackwardCall, MutUntrackedOrigin]
+    call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
     """Computes the gradients whose address is given, and returns 0."""
     _compute(call[])

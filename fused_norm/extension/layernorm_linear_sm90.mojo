@@ -15,10 +15,10 @@ from std.memory import OpaquePointer
 from std.python import PythonObject
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
-from std.sys import get_defined_dtype
+from std.sys import get_defined_dtype, size_of
 from max.gpu.host import DeviceContext
 
-from op.layernorm_linear.backward_call import BackwardCall
+from op.layernorm_linear.call import Call
 from op.layernorm_linear.between_products import BetweenProducts
 from op.layernorm_linear.sm90.launch_backward import (
     backward_workspace as count_backward_workspace,
@@ -216,7 +216,7 @@ def forward(
         return failure(error)
 
 
-def _queue_backward(call: BackwardCall, accumulates: Bool) raises:
+def _queue_backward(call: Call, accumulates: Bool) raises:
     ref launcher = _at(call.context)[]
     var between = BetweenProducts(
         M=call.M,
@@ -256,7 +256,7 @@ def backward(
 ) abi("C") -> PyObjectPtr:
     """Queues the gradients of LayerNorm and Linear."""
     var arguments = Arguments(values)
-    var call = BackwardCall()
+    var call = Call()
     call.context = arguments.integer()
     call.dx = arguments.integer()
     call.dln_weight = arguments.integer()
@@ -286,7 +286,7 @@ def backward(
 
 @export
 def layernorm_linear_backward_workspace(
-    call: Pointer[BackwardCall, MutUntrackedOrigin]
+    call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
     """Counts the bytes that a backward outside of graphs needs.
 
@@ -310,7 +310,7 @@ def layernorm_linear_backward_workspace(
 
 @export
 def layernorm_linear_backward(
-    call: Pointer[BackwardCall, MutUntrackedOrigin]
+    call: Pointer[Call, MutUntrackedOrigin]
 ) abi("C") -> Int:
     """Queues the gradients, and returns 0 if nothing failed."""
     try:
@@ -320,49 +320,81 @@ def layernorm_linear_backward(
         return 1
 
 
+def _queue_composed(call: Call) raises:
+    ref launcher = _at(call.context)[]
+    var operands = Operands[accumulator[DTYPE]()](call.M, call.K)
+    operands.inputs[0] = Int64(call.x)
+    operands.features[0] = Int64(call.ln_weight)
+    operands.features[1] = Int64(call.ln_bias)
+    operands.absent[0] = 1
+    operands.outputs[0] = Int64(call.workspace)
+    operands.results[0] = Int64(call.mean)
+    operands.results[1] = Int64(call.rstd)
+    operands.number = call.eps.cast[accumulator[DTYPE]()]()
+    comptime for wide in [False, True]:
+        if (call.ln_is_float32 != 0) == wide:
+            launch_rows[LayerNorm, DTYPE, DType.float32 if wide else DTYPE](
+                launcher.gpu, operands
+            )
+    var y, z, w = call.y, call.workspace, call.weight
+    var m, n, k = call.M, call.N, call.K
+    if call.bias == 0:
+        launch_product[DTYPE, False](launcher.gpu, y, z, w, m, n, k)
+    else:
+        launch_product[DTYPE, False, BIASED](
+            launcher.gpu, y, z, w, m, n, k, call.bias
+        )
+
+
 def composed_forward(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
     """Queues z = LayerNorm(x), and y = z W^T + b."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
-    var y = arguments.integer()
-    var z = arguments.integer()
-    var mean = arguments.integer()
-    var rstd = arguments.integer()
-    var x = arguments.integer()
-    var gamma = arguments.integer()
-    var beta = arguments.integer()
-    var w = arguments.integer()
-    var bias = arguments.integer()
-    var m = arguments.integer()
-    var n = arguments.integer()
-    var k = arguments.integer()
-    var operands = Operands[accumulator[DTYPE]()](m, k)
-    operands.inputs[0] = Int64(x)
-    operands.features[0] = Int64(gamma)
-    operands.features[1] = Int64(beta)
-    operands.absent[0] = 1
-    operands.outputs[0] = Int64(z)
-    operands.results[0] = Int64(mean)
-    operands.results[1] = Int64(rstd)
-    operands.number = arguments.number().cast[accumulator[DTYPE]()]()
-    var float32 = arguments.integer() != 0
+    var call = Call()
+    call.context = arguments.integer()
+    call.y = arguments.integer()
+    call.workspace = arguments.integer()
+    call.mean = arguments.integer()
+    call.rstd = arguments.integer()
+    call.x = arguments.integer()
+    call.ln_weight = arguments.integer()
+    call.ln_bias = arguments.integer()
+    call.weight = arguments.integer()
+    call.bias = arguments.integer()
+    call.M = arguments.integer()
+    call.N = arguments.integer()
+    call.K = arguments.integer()
+    call.eps = arguments.number()
+    call.ln_is_float32 = arguments.integer()
     try:
-        comptime for wide in [False, True]:
-            if float32 == wide:
-                launch_rows[LayerNorm, DTYPE, DType.float32 if wide else DTYPE](
-                    launcher.gpu, operands
-                )
-        if bias == 0:
-            launch_product[DTYPE, False](launcher.gpu, y, z, w, m, n, k)
-        else:
-            launch_product[DTYPE, False, BIASED](
-                launcher.gpu, y, z, w, m, n, k, bias
-            )
+        _queue_composed(call)
         return integer(0)
     except error:
         return failure(error)
+
+
+@export
+def layernorm_linear_forward_workspace(
+    call: Pointer[Call, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Counts the bytes of z, -1 where the copy engine cannot read a matrix."""
+    var rows = (call[].K | call[].N) * size_of[DTYPE]()
+    if (call[].weight | call[].bias | rows) % ALIGNMENT != 0:
+        return -1
+    return call[].M * call[].K * size_of[DTYPE]()
+
+
+@export
+def layernorm_linear_forward(
+    call: Pointer[Call, MutUntrackedOrigin]
+) abi("C") -> Int:
+    """Queues y, mean and rstd, z in between, and returns 0 if nothing failed."""
+    try:
+        _queue_composed(call[])
+        return 0
+    except:
+        return 1
 
 
 def backward_workspace(

@@ -1,10 +1,10 @@
-"""The arguments of a backward in one struct, for a caller that is not Python."""
+"""The arguments of a forward or a backward in one struct, for a caller that is not Python."""
 
 
-struct BackwardCall(TrivialRegisterPassable):
+struct Call(TrivialRegisterPassable):
     """Tensors by address, all of them dense; 0 for one that is not wanted or not there.
 
-    `Call` in fused_norm/extension/autograd.cpp has the same fields in the same order.
+    `Call` in fused_norm/extension/kernels.h has the same fields in the same order.
     """
 
     var dx: Int
@@ -19,6 +19,8 @@ struct BackwardCall(TrivialRegisterPassable):
     """Gradient of the Linear layer's bias [N]."""
     var dy: Int
     """Gradient of y [M, N]."""
+    var y: Int
+    """Result [M, N]."""
     var x: Int
     """Input [M, K]."""
     var ln_weight: Int
@@ -27,6 +29,8 @@ struct BackwardCall(TrivialRegisterPassable):
     """Beta [K]."""
     var weight: Int
     """Weight [N, K]."""
+    var bias: Int
+    """Bias of the Linear layer [N]."""
     var mean: Int
     """Mean of each row [M]."""
     var rstd: Int
@@ -56,10 +60,12 @@ struct BackwardCall(TrivialRegisterPassable):
         self.dweight = 0
         self.dbias = 0
         self.dy = 0
+        self.y = 0
         self.x = 0
         self.ln_weight = 0
         self.ln_bias = 0
         self.weight = 0
+        self.bias = 0
         self.mean = 0
         self.rstd = 0
         self.workspace = 0
