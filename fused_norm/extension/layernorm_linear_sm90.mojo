@@ -11,20 +11,16 @@ no fold, and no backward.
 """
 
 from std.os import abort
-from std.memory import OpaquePointer
 from std.python import PythonObject
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, size_of
-from max.gpu.host import DeviceContext
 
 from op.layernorm_linear.call import Call
-from op.layernorm_linear.between_products import BetweenProducts
 from op.layernorm_linear.sm90.launch_backward import (
     backward_workspace as count_backward_workspace,
 )
-from op.layernorm_linear.sm90.launch_backward import is_fast, launch_backward
-from op.layernorm_linear.sm90.epilogue import BIASED
+from op.layernorm_linear.sm90.launch_backward import is_fast
 from op.layernorm_linear.sm90.launch_fold import launch_fold
 from op.layernorm_linear.sm90.launch_forward import (
     launch_forward,
@@ -34,10 +30,9 @@ from op.layernorm_linear.sm90.launch_product import launch_product
 from op.layernorm_linear.sm90.launch_weight_gradient import (
     launch_weight_gradient,
 )
+from op.layernorm_linear.sm90.launcher import Launcher, launcher_at
+from op.layernorm_linear.sm90.queue_call import queue_backward, queue_composed
 from op.python_call import Arguments, Values, failure, integer
-from op.rowwise.launch import Gpu, launch_rows
-from op.rowwise.layernorm import LayerNorm
-from op.rowwise.operands import Operands, accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 comptime IS_TF32 = DTYPE == DType.float32
@@ -46,75 +41,7 @@ comptime ALIGNMENT = 16
 """A box of the copy engine starts at a multiple of so many bytes."""
 
 
-@fieldwise_init
-struct Launcher[dtype: DType](Movable, Writable):
-    """A device and one of its streams, kept between calls.
-
-    The parameter keeps the types of two extensions apart that are loaded into
-    one process.
-
-    Parameters:
-        dtype: Type of x, the weight and y.
-    """
-
-    var gpu: Gpu
-
-    def write_to(self, mut writer: Some[Writer]):
-        """Writes the type's name.
-
-        Args:
-            writer: Where to.
-        """
-        writer.write("Launcher")
-
-    def write_repr_to(self, mut writer: Some[Writer]):
-        """Writes the type's name.
-
-        Args:
-            writer: Where to.
-        """
-        writer.write("Launcher")
-
-    @staticmethod
-    def py_init(
-        out self: Launcher[Self.dtype], args: PythonObject, kwargs: PythonObject
-    ) raises:
-        """Opens a device and wraps a stream.
-
-        Args:
-            args: Device index and raw stream.
-            kwargs: None.
-        """
-        var ctx = DeviceContext(Int(py=args[0]))
-        var stream = ctx.create_external_stream(
-            OpaquePointer[MutAnyOrigin](unsafe_from_address=Int(py=args[1]))
-        )
-        self = Self(Gpu(ctx, stream))
-
-    @staticmethod
-    def address(py_self: PythonObject) raises -> PythonObject:
-        """Returns what stands for the launcher in calls.
-
-        Args:
-            py_self: The launcher, which has to outlive the calls.
-
-        Returns:
-            Its address.
-        """
-        return PythonObject(Int(py_self.downcast_value_ptr[Self]()))
-
-
 comptime Own = Launcher[DTYPE]
-
-
-def _at(address: Int) -> Pointer[Own, MutUntrackedOrigin]:
-    return {unsafe_from_address = address}
-
-
-def _launcher(
-    mut arguments: Arguments,
-) -> Pointer[Own, MutUntrackedOrigin]:
-    return _at(arguments.integer())
 
 
 def gemm(
@@ -122,7 +49,7 @@ def gemm(
 ) abi("C") -> PyObjectPtr:
     """Queues y = x @ w^T, or x @ w."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
+    ref launcher = launcher_at[DTYPE](arguments.integer())[]
     var y = arguments.integer()
     var x = arguments.integer()
     var w = arguments.integer()
@@ -148,7 +75,7 @@ def weight_gradient(
 ) abi("C") -> PyObjectPtr:
     """Queues dw = dy^T @ z and db = the column sums of dy."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
+    ref launcher = launcher_at[DTYPE](arguments.integer())[]
     var dw = arguments.integer()
     var db = arguments.integer()
     var dy = arguments.integer()
@@ -184,7 +111,7 @@ def forward(
 ) abi("C") -> PyObjectPtr:
     """Queues y = LayerNorm(x) W^T + b from a folded weight."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
+    ref launcher = launcher_at[DTYPE](arguments.integer())[]
     var y = arguments.integer()
     var mean = arguments.integer()
     var rstd = arguments.integer()
@@ -216,41 +143,6 @@ def forward(
         return failure(error)
 
 
-def _queue_backward(call: Call, accumulates: Bool) raises:
-    ref launcher = _at(call.context)[]
-    var between = BetweenProducts(
-        M=call.M,
-        K=call.K,
-        N=call.N,
-        dx=Int64(call.dx),
-        dgamma=Int64(call.dln_weight),
-        dbeta=Int64(call.dln_bias),
-        db=Int64(call.dbias),
-        z=0,
-        dz=0,
-        dy=Int64(call.dy),
-        x=Int64(call.x),
-        gamma=Int64(call.ln_weight),
-        beta=Int64(call.ln_bias),
-        mean=Int64(call.mean),
-        rstd=Int64(call.rstd),
-        eps=call.eps,
-        workspace=Int64(call.workspace),
-    )
-    comptime if IS_TF32:
-        raise Error("float32 has no backward here")
-    else:
-        comptime for wide in [False, True]:
-            if (call.ln_is_float32 != 0) == wide:
-                launch_backward[DTYPE, DType.float32 if wide else DTYPE](
-                    launcher.gpu,
-                    between,
-                    call.dweight,
-                    call.weight,
-                    accumulates,
-                )
-
-
 def backward(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
@@ -278,7 +170,7 @@ def backward(
     call.ln_is_float32 = arguments.integer()
     var accumulates = arguments.integer() != 0
     try:
-        _queue_backward(call, accumulates)
+        queue_backward[DTYPE](call, accumulates)
         return integer(0)
     except error:
         return failure(error)
@@ -293,7 +185,7 @@ def layernorm_linear_backward_workspace(
     It is -1 where others are faster, and where a matrix is not aligned as the
     copy engine needs it.
     """
-    ref launcher = _at(call[].context)[]
+    ref launcher = launcher_at[DTYPE](call[].context)[]
     var aligned = (call[].dy | call[].x | call[].weight) % ALIGNMENT == 0
     var fast = is_fast(launcher.gpu, call[].M, call[].N, call[].K, False)
     if not aligned or not fast:
@@ -314,36 +206,10 @@ def layernorm_linear_backward(
 ) abi("C") -> Int:
     """Queues the gradients, and returns 0 if nothing failed."""
     try:
-        _queue_backward(call[], False)
+        queue_backward[DTYPE](call[], False)
         return 0
     except:
         return 1
-
-
-def _queue_composed(call: Call) raises:
-    ref launcher = _at(call.context)[]
-    var operands = Operands[accumulator[DTYPE]()](call.M, call.K)
-    operands.inputs[0] = Int64(call.x)
-    operands.features[0] = Int64(call.ln_weight)
-    operands.features[1] = Int64(call.ln_bias)
-    operands.absent[0] = 1
-    operands.outputs[0] = Int64(call.workspace)
-    operands.results[0] = Int64(call.mean)
-    operands.results[1] = Int64(call.rstd)
-    operands.number = call.eps.cast[accumulator[DTYPE]()]()
-    comptime for wide in [False, True]:
-        if (call.ln_is_float32 != 0) == wide:
-            launch_rows[LayerNorm, DTYPE, DType.float32 if wide else DTYPE](
-                launcher.gpu, operands
-            )
-    var y, z, w = call.y, call.workspace, call.weight
-    var m, n, k = call.M, call.N, call.K
-    if call.bias == 0:
-        launch_product[DTYPE, False](launcher.gpu, y, z, w, m, n, k)
-    else:
-        launch_product[DTYPE, False, BIASED](
-            launcher.gpu, y, z, w, m, n, k, call.bias
-        )
 
 
 def composed_forward(
@@ -368,7 +234,7 @@ def composed_forward(
     call.eps = arguments.number()
     call.ln_is_float32 = arguments.integer()
     try:
-        _queue_composed(call)
+        queue_composed[DTYPE](call)
         return integer(0)
     except error:
         return failure(error)
@@ -391,7 +257,7 @@ def layernorm_linear_forward(
 ) abi("C") -> Int:
     """Queues y, mean and rstd, z in between, and returns 0 if nothing failed."""
     try:
-        _queue_composed(call[])
+        queue_composed[DTYPE](call[])
         return 0
     except:
         return 1
@@ -402,7 +268,7 @@ def backward_workspace(
 ) abi("C") -> PyObjectPtr:
     """Counts the bytes that a backward needs, -1 where others are faster."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
+    ref launcher = launcher_at[DTYPE](arguments.integer())[]
     var m = arguments.integer()
     var n = arguments.integer()
     var k = arguments.integer()
@@ -423,7 +289,7 @@ def stats(
 ) abi("C") -> PyObjectPtr:
     """Queues the row statistics of x."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
+    ref launcher = launcher_at[DTYPE](arguments.integer())[]
     var mean = arguments.integer()
     var rstd = arguments.integer()
     var x = arguments.integer()
@@ -450,7 +316,7 @@ def fold(
 ) abi("C") -> PyObjectPtr:
     """Queues the fold of a weight."""
     var arguments = Arguments(values)
-    ref launcher = _launcher(arguments)[]
+    ref launcher = launcher_at[DTYPE](arguments.integer())[]
     var wc = arguments.integer()
     var s = arguments.integer()
     var c = arguments.integer()
