@@ -7,8 +7,8 @@ So x is read once and its normalised rows never exist. The fold is made anew whe
 have changed, and kept for calls that no gradient follows.
 
 The backward queues dz = dy W, the pass over dz and x, and dW = dy^T z with db on its way, in one
-call; many and long rows pass in the kernel that makes them. Where those products would leave much
-of the GPU idle, PyTorch's do them.
+call; many and long rows pass in the kernel that makes them, unless `torch.distributed` is in use.
+Where those products would leave much of the GPU idle, PyTorch's do them.
 
 float32 is multiplied here where PyTorch may do so in tf32, and normalised before: rounding x as it
 is to tf32 would lose a row whose mean is far from zero. In IEEE float32 PyTorch's product takes
@@ -105,7 +105,7 @@ def folded(
         results = mean.data_ptr(), rstd.data_ptr()
     else:
         results = fold.unread_statistics(rows, x)
-    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
+    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream, _is_alone())
     kernels.forward(
         *(launcher, y.data_ptr(), *results, x.data_ptr(), *fold.addresses),
         *(rows, outputs, features, eps),
@@ -141,7 +141,7 @@ def backward(
     in_graph = torch.cuda.is_current_stream_capturing()
     _prepare_products(device, in_graph)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels, launcher, _ = _launcher(x.dtype, device, stream)
+    kernels, launcher, _ = _launcher(x.dtype, device, stream, _is_alone())
     size = _backward_workspace(
         *(kernels, launcher, rows, outputs, features, mask[1] or mask[2], mask[3]),
         in_graph,
@@ -191,14 +191,21 @@ def functions(x: Tensor, parameters: Parameters) -> tuple[int, ...] | None:
     # An x that does not fit the weight may be shorter than a row of it.
     rows = max(x.numel() // parameters.features, 1)
     sizes = (rows, parameters.features, parameters.outputs)
-    return _functions(parameters.dtype, device, stream, *sizes)
+    return _functions(parameters.dtype, device, stream, _is_alone(), *sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def _functions(
-    dtype: torch.dtype, device: int, stream: int, rows: int, features: int, outputs: int
+    dtype: torch.dtype,
+    device: int,
+    stream: int,
+    alone: bool,
+    rows: int,
+    features: int,
+    outputs: int,
 ) -> tuple[int, ...]:
-    found, launcher = _native.functions(_extension(dtype)), _launcher(dtype, device, stream)[1]
+    found = _native.functions(_extension(dtype))
+    launcher = _launcher(dtype, device, stream, alone)[1]
     composes = fastest(rows, features, outputs, False, False) == "c"
     return *(found[:2] if composes else (0, 0)), *found[2:], launcher
 
@@ -220,7 +227,7 @@ def composed(
     z = torch.empty_like(x)
     y = x.new_empty(*x.shape[:-1], outputs)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
+    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream, _is_alone())
     kernels.composed_forward(
         *(launcher, y.data_ptr(), z.data_ptr(), address(mean), address(rstd), x.data_ptr()),
         *(parameters.ln_weight, parameters.ln_bias, parameters.weight, parameters.bias),
@@ -239,7 +246,7 @@ def _make(parameters: Parameters, stream: int, fold: Fold) -> None:
     sums = linear_weight.new_empty(2, outputs, dtype=torch.float32)
     fold.tensors = weight, sums
     fold.addresses = weight.data_ptr(), sums.data_ptr(), sums.data_ptr() + 4 * outputs
-    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream)
+    kernels, launcher, _ = _launcher(parameters.dtype, parameters.device.index, stream, _is_alone())
     kernels.fold(
         launcher,
         *fold.addresses,
@@ -276,16 +283,24 @@ def _may_use_tf32() -> bool:
     return precision == "tf32"
 
 
+def _is_alone() -> bool:
+    """Return whether no collective, which waits for other GPUs, runs beside our kernels."""
+    return not torch.distributed.is_initialized()
+
+
 @functools.cache
 def _is_hopper(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
-def _launcher(dtype: torch.dtype, device: int, stream: int) -> tuple[Any, int, Any]:
-    """Return the kernels, the address of what they need to launch on a stream, and its owner."""
+def _launcher(dtype: torch.dtype, device: int, stream: int, alone: bool) -> tuple[Any, int, Any]:
+    """Return the kernels, the address of what they need to launch on a stream, and its owner.
+
+    Where they are not `alone`, other kernels may hold multiprocessors for long.
+    """
     kernels = _native.load(_extension(dtype))
-    launcher = kernels.Launcher(device, stream)
+    launcher = kernels.Launcher(device, stream, int(alone))
     return kernels, launcher.address(), launcher
 
 

@@ -53,7 +53,7 @@ class Products:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.module = extension("layernorm_linear_sm90", dtype, gpu=True)
-        self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream)
+        self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream, 1)
         self.own = self.launcher.address()
 
     def input_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -275,6 +275,17 @@ class TestBackward:
         for gradients in found:
             for a, b in zip(gradients, expected, strict=True):
                 assert_equal(a, b)
+
+    def test_beside_collectives(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        m, k, n = PASSED[0]
+        inputs = make(m, k, n, torch.bfloat16)
+        dy = random(m, n, dtype=torch.bfloat16)
+        alone = backward(inputs, dy, [True] * 5)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        for a, b in zip(backward(inputs, dy, [True] * 5), alone, strict=True):
+            assert a is not None
+            assert b is not None
+            assert error(a, b) < torch.finfo(torch.bfloat16).eps
 
     def test_misaligned_tensors(self) -> None:
         inputs = make(128, 256, 512, torch.bfloat16)

@@ -3,6 +3,8 @@
     dz = dy W;  dx, dgamma, dbeta from dz and x;  z = LayerNorm(x) in place of dz;  dW = dy^T z, db
 
 Where the first product takes long enough, the pass runs in its kernel.
+Not beside collectives: all blocks of that kernel have to run at one time, so
+that it would wait for a collective to end, and that one for other GPUs.
 """
 
 from std.math import align_up
@@ -84,7 +86,12 @@ def backward_workspace[
 def launch_backward[
     dtype: DType, ln_dtype: DType
 ](
-    gpu: Gpu, between: BetweenProducts, dw: Int, w: Int, accumulates: Bool
+    gpu: Gpu,
+    between: BetweenProducts,
+    dw: Int,
+    w: Int,
+    accumulates: Bool,
+    alone: Bool,
 ) raises:
     """Queues the gradients that are wanted.
 
@@ -100,6 +107,7 @@ def launch_backward[
         w: Address of the weight [N, K].
         accumulates: Whether dw and, beside it, db are float32 and are added
             to.
+        alone: Whether a grid may wait until all of its blocks can run.
 
     Raises:
         If the driver refuses.
@@ -115,7 +123,12 @@ def launch_backward[
         rows.db = 0
     var wants_sums = between.dgamma != 0 or between.dbeta != 0
     var wants_dz = between.dx != 0 or wants_sums
-    if wants_dz and passes_rows(gpu, m, n, k) and can_pass_rows[dtype](rows):
+    if (
+        alone
+        and wants_dz
+        and passes_rows(gpu, m, n, k)
+        and can_pass_rows[dtype](rows)
+    ):
         launch_row_pass[dtype, ln_dtype](gpu, rows, w)
     else:
         if wants_dz:

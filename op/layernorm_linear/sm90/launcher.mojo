@@ -20,6 +20,9 @@ struct Launcher[dtype: DType](Movable, Writable):
 
     var gpu: Gpu
     """The device and the stream."""
+    var alone: Bool
+    """Whether nobody else's kernels hold multiprocessors until other GPUs have
+    come as far, as those of collectives do."""
 
     def write_to(self, mut writer: Some[Writer]):
         """Writes the type's name.
@@ -44,7 +47,7 @@ struct Launcher[dtype: DType](Movable, Writable):
         """Opens a device and wraps a stream.
 
         Args:
-            args: Device index and raw stream.
+            args: Device index, raw stream, and whether it is alone.
             kwargs: None.
 
         Returns:
@@ -57,7 +60,7 @@ struct Launcher[dtype: DType](Movable, Writable):
         var stream = ctx.create_external_stream(
             OpaquePointer[MutAnyOrigin](unsafe_from_address=Int(py=args[1]))
         )
-        self = Self(Gpu(ctx, stream))
+        self = Self(Gpu(ctx, stream), Int(py=args[2]) != 0)
 
     @staticmethod
     def address(py_self: PythonObject) raises -> PythonObject:

@@ -93,4 +93,5 @@ def queue_backward[dtype: DType](call: Call, accumulates: Bool) raises:
                     call.dweight,
                     call.weight,
                     accumulates,
+                    launcher.alone,
                 )
