@@ -83,6 +83,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except Exception as error:
+            # Whatever it is: the caller compares its type and words with PyTorch's.
             return error
 
 

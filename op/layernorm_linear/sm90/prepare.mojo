@@ -10,7 +10,8 @@ from max.gpu import (
 )
 
 from ...rowwise.gpu_row import GlobalPointer
-from .ptx import Counter, let_later_grids_start, wait_on_earlier_grids
+from .counters import Counter
+from .ptx import let_later_grids_start, wait_on_earlier_grids
 
 comptime PREPARE_THREADS = 256
 """Threads of a block."""

@@ -1,6 +1,7 @@
 """What the warps that store tiles tell others of: which rows are in memory."""
 
-from .ptx import Counter, count, store_wait_all
+from .counters import Counter, count
+from .ptx import store_wait_all
 
 comptime SLICE_ROWS = 64
 """Rows that share a counter: those of a warpgroup in a tile."""

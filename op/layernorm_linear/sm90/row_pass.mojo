@@ -1,7 +1,7 @@
 """The rows that a matrix kernel takes further, and how threads get at them."""
 
 from ...rowwise.gpu_row import GlobalPointer, widen
-from .ptx import Counter
+from .counters import Counter
 
 comptime WIDTH = 8
 """Elements of one load."""

@@ -19,8 +19,8 @@ from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
 from ...rowwise.gpu_row import GlobalPointer
+from .counters import await_counter, count, take_one
 from .progress import SLICE_ROWS, SLICE_WARPS
-from .ptx import await_counter, count, take_one
 from .row_pass import (
     WIDTH,
     Eight,
