@@ -38,7 +38,7 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y of shape `[..., N]`, and mean and rstd of shape `[...]` if asked for."""
-    kernels = extension("layernorm_linear_cpu", x.dtype)
+    kernels = extension("norm_linear_cpu", x.dtype)
     outputs, features = parameters.outputs, parameters.features
     sizes = (x.numel() // features, features, outputs, threads())
     y = x.new_empty(*x.shape[:-1], outputs)
@@ -75,7 +75,7 @@ def backward(
     mask: list[bool],
 ) -> list[Tensor | None]:
     """Return the gradients that the mask asks for, None in place of the others."""
-    kernels = extension("layernorm_linear_cpu", x.dtype)
+    kernels = extension("norm_linear_cpu", x.dtype)
     outputs, features = linear_weight.shape
     sizes = (x.numel() // features, features, outputs, threads())
     grad_output, x, ln_weight, ln_bias, linear_weight = dense(
@@ -108,7 +108,7 @@ def functions(x: Tensor, parameters: Parameters) -> tuple[int, ...]:
 
 @functools.cache
 def _functions(dtype: torch.dtype) -> tuple[int, ...]:
-    kernels = _native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype])
+    kernels = _native.Extension("norm_linear_cpu", _native.DTYPES[dtype])
     return *_native.functions(kernels), _native.gomp_parallel()
 
 

@@ -35,7 +35,7 @@ def forward(
     features = parameters.features
     z = torch.empty_like(x, dtype=parameters.dtype)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    launcher("layernorm_gpu", x).layernorm_forward(
+    launcher("norm_linear_gpu", x).layernorm_forward(
         z.data_ptr(),
         address(mean),
         address(rstd),
@@ -74,7 +74,7 @@ def backward(
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = mask
     want_parameters = want_dgamma or want_dbeta
     dy = grad_output.view(rows, outputs)
-    kernels = launcher("layernorm_gpu", x)
+    kernels = launcher("norm_linear_gpu", x)
     gradients = empty_gradients(
         x, ln_weight, ln_bias, linear_weight, [*mask[:3], False, want_dbias]
     )

@@ -1,6 +1,6 @@
 """Builds, caches and loads the native extensions: the Mojo kernels behind every op.
 
-An extension is one file of `fused_norm/extension/`, compiled with `mojo build --emit shared-lib`
+An extension is one file of `fused_norm/native/`, compiled with `mojo build --emit shared-lib`
 for one dtype and one target. The result is kept under a key of everything that it depends on: the
 Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
 extension first builds it.
@@ -39,11 +39,11 @@ DTYPES = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
-CPU_EXTENSIONS = ("layernorm_linear_cpu", "rowwise_cpu")
-GPU_EXTENSIONS = ("layernorm_gpu", "rowwise_gpu")
+CPU_EXTENSIONS = ("norm_linear_cpu", "rows_cpu")
+GPU_EXTENSIONS = ("norm_linear_gpu", "rows_gpu")
 # Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
-HOPPER_EXTENSION = "layernorm_linear_sm90"
+HOPPER_EXTENSION = "norm_linear_sm90"
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Extension:
     """One native extension: a source file for one dtype and one target.
 
     Attributes:
-        name: Stem of a file in `fused_norm/extension/`.
+        name: Stem of a file in `fused_norm/native/`.
         dtype: Name of the dtype that its kernels work on, as in `DTYPES`.
         accelerator: GPU architecture as Mojo names it (`nvidia:sm_90a`), or None for the host CPU.
-        folder: Where the source file is, if not in `fused_norm/extension/`.
+        folder: Where the source file is, if not in `fused_norm/native/`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Extension:
     @property
     def source(self) -> Path:
         """The file that is compiled."""
-        return (self.folder or PACKAGE / "extension") / f"{self.name}.mojo"
+        return (self.folder or PACKAGE / "native") / f"{self.name}.mojo"
 
     @property
     def path(self) -> Path:
@@ -270,7 +270,7 @@ def _key(accelerator: str | None) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
-    sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "extension").glob("*.mojo")]
+    sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "native").glob("*.mojo")]
     for source in sorted(sources):
         # The puzzle and the MAX registrations are no part of any extension.
         if "puzzle" not in source.relative_to(root).parts and source.name != "register.mojo":

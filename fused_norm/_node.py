@@ -1,7 +1,7 @@
 """A training step in C++, the backward as a node: compiled on request, used where that is done.
 
 A training step on a small shape is spent on the host, a good part of it on Python, in the backward
-as well. `fused_norm/extension/autograd.cpp` is what is left without it. It serves one
+as well. `fused_norm/native/autograd.cpp` is what is left without it. It serves one
 version of PyTorch and one of Python, so none comes with the package, and nothing compiles it
 unasked: `python -m fused_norm build --autograd` does.
 """
@@ -25,7 +25,7 @@ import torch
 
 from fused_norm import _cache
 
-SOURCE = Path(__file__).resolve().parent / "extension" / "autograd.cpp"
+SOURCE = Path(__file__).resolve().parent / "native" / "autograd.cpp"
 HEADER = SOURCE.with_name("kernels.h")
 NAME = "the autograd node (C++)"
 SWITCH = "FUSED_NORM_AUTOGRAD"

@@ -94,10 +94,10 @@ def div_backward(
 def _run(name: str, x: Tensor, *arguments: int) -> None:
     """Run a kernel for the dtype and on the device of `x`."""
     if x.is_cpu:
-        kernels = _cpu.extension("rowwise_cpu", x.dtype)
+        kernels = _cpu.extension("rows_cpu", x.dtype)
         getattr(kernels, name)(*arguments, _cpu.threads(), _native.gomp_parallel())
     else:
-        getattr(_gpu.launcher("rowwise_gpu", x), name)(*arguments)
+        getattr(_gpu.launcher("rows_gpu", x), name)(*arguments)
 
 
 def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:

@@ -305,4 +305,4 @@ def _launcher(dtype: torch.dtype, device: int, stream: int, alone: bool) -> tupl
 
 
 def _extension(dtype: torch.dtype) -> _native.Extension:
-    return _native.Extension("layernorm_linear_sm90", _native.DTYPES[dtype], "nvidia:sm_90a")
+    return _native.Extension("norm_linear_sm90", _native.DTYPES[dtype], "nvidia:sm_90a")

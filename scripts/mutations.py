@@ -34,13 +34,13 @@ MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
 ROWS = ("tests/test_row_ops.py", "-k", "float32")
 HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
-GPU_LAYERNORM = ("tests/test_layernorm_gpu.py", "-k", "bfloat16")
+GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 
 # The one extension and dtype that some tests need, for building it ahead.
 KERNELS: dict[tuple[str, ...], tuple[str, str]] = {
-    HOPPER: ("layernorm_linear_sm90", "bfloat16"),
-    PASSED_ROWS: ("layernorm_linear_sm90", "bfloat16"),
-    GPU_LAYERNORM: ("layernorm_gpu", "bfloat16"),
+    HOPPER: ("norm_linear_sm90", "bfloat16"),
+    PASSED_ROWS: ("norm_linear_sm90", "bfloat16"),
+    GPU_LAYERNORM: ("norm_linear_gpu", "bfloat16"),
 }
 
 MUTATIONS = (
@@ -153,7 +153,7 @@ MUTATIONS = (
     Mutation(
         "rows that no part has",
         "cpu",
-        "op/rowwise/cpu.mojo",
+        "op/rows/cpu.mojo",
         "        ceildiv(rows, part_rows),\n        Addresses",
         "        max(1, rows // part_rows),\n        Addresses",
         ROWS,
@@ -161,7 +161,7 @@ MUTATIONS = (
     Mutation(
         "wrong sign in the gradient of a LayerNorm with a trained eps",
         "cpu",
-        "op/rowwise/layernorm.mojo",
+        "op/rows/layernorm.mojo",
         "            -slope * inverse,\n",
         "            slope * inverse,\n",
         ROWS,
@@ -193,7 +193,7 @@ MUTATIONS = (
     Mutation(
         "no mean of dy gamma in dx (c1)",
         "gpu",
-        "op/rowwise/layernorm.mojo",
+        "op/rows/layernorm.mojo",
         "(v[0] * v[2] - along[0] - xhat * along[1])",
         "(v[0] * v[2] - xhat * along[1])",
         GPU_LAYERNORM,
@@ -201,7 +201,7 @@ MUTATIONS = (
     Mutation(
         "no barrier between the parts of a block's sum and their reader",
         "gpu",
-        "op/rowwise/gpu.mojo",
+        "op/rows/gpu.mojo",
         "        barrier()\n        # each group of `warps` lanes",
         "        # each group of `warps` lanes",
         GPU_LAYERNORM,

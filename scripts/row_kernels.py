@@ -33,7 +33,7 @@ def forward(rows: int, features: int, dtype: torch.dtype) -> tuple[Step, Step]:
     x = torch.randn(rows, features, device="cuda", dtype=dtype)
     gamma, beta = torch.randn(2, features, device="cuda", dtype=dtype)
     y, statistics = torch.empty_like(x), torch.empty(2, rows, device="cuda")
-    kernels = _gpu.launcher("layernorm_gpu", x)
+    kernels = _gpu.launcher("norm_linear_gpu", x)
 
     def ours() -> Tensor:
         mean, rstd = statistics.data_ptr(), statistics.data_ptr() + 4 * rows
@@ -59,7 +59,7 @@ def _backward(rows: int, features: int, dtype: torch.dtype, *, again: bool) -> t
     gamma, beta, dgamma, dbeta = torch.randn(4, features, device="cuda", dtype=dtype)
     _, mean, rstd = torch.native_layer_norm(x, (features,), gamma, beta, EPS)
     dx = torch.empty_like(x)
-    kernels = _gpu.launcher("layernorm_gpu", x)
+    kernels = _gpu.launcher("norm_linear_gpu", x)
     size = kernels.backward_workspace(rows, features, 0)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
 
@@ -86,7 +86,7 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
     """Return the sum over rows by us and by PyTorch."""
     dy = torch.randn(rows, outputs, device="cuda", dtype=dtype)
     db = torch.empty(outputs, device="cuda", dtype=dtype)
-    kernels = _gpu.launcher("layernorm_gpu", dy)
+    kernels = _gpu.launcher("norm_linear_gpu", dy)
     size = kernels.backward_workspace(rows, 0, outputs)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
 

@@ -66,7 +66,7 @@ class Kernels:
     def __init__(
         self, dtype: torch.dtype, threads: int = 2, pool: bool = False, offset: int = 0
     ) -> None:
-        extension = _native.Extension("layernorm_linear_cpu", _native.DTYPES[dtype])
+        extension = _native.Extension("norm_linear_cpu", _native.DTYPES[dtype])
         self.module = _native.load(extension)
         self.dtype = dtype
         self.accum = torch.float64 if dtype is torch.float64 else torch.float32

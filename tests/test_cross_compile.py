@@ -19,12 +19,12 @@ KERNELS = [
     b"op_puzzle_fused_backward_mini",
 ]
 EXTENSION_KERNELS = {
-    "layernorm_gpu": [
-        b"op_rowwise_gpu_row_kernel",
-        b"op_rowwise_columns_column_ker",
-        b"op_rowwise_columns_total_kern",
+    "norm_linear_gpu": [
+        b"op_rows_gpu_row_kernel",
+        b"op_rows_columns_column_ker",
+        b"op_rows_columns_total_kern",
     ],
-    "rowwise_gpu": [b"op_rowwise_gpu_row_kernel", b"op_rowwise_columns_add_up_ker"],
+    "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rowwise_columns_add_up_ker"],
 }
 
 
@@ -55,12 +55,12 @@ def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
     "target", [pytest.param("nvidia:sm_80", marks=pytest.mark.slow), "amdgpu:gfx942"]
 )
 @pytest.mark.parametrize(
-    "name", ["layernorm_gpu", pytest.param("rowwise_gpu", marks=pytest.mark.slow)]
+    "name", ["norm_linear_gpu", pytest.param("rows_gpu", marks=pytest.mark.slow)]
 )
 def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     library = tmp_path / "extension.so"
     mojo(
-        *("build", f"fused_norm/extension/{name}.mojo", "-I", ".", "-D", "dtype=bfloat16"),
+        *("build", f"fused_norm/native/{name}.mojo", "-I", ".", "-D", "dtype=bfloat16"),
         *("--target-accelerator", target, "--emit", "shared-lib", "-o", str(library)),
     )
     code = library.read_bytes()

@@ -60,7 +60,7 @@ def test_backward() -> None:
 @pytest.mark.slow
 def test_fails_when_a_kernel_is_wrong(tmp_path: Path) -> None:
     root = copy_repository(tmp_path / "copy")
-    source = root / "op" / "rowwise" / "layernorm.mojo"
+    source = root / "op" / "rows" / "layernorm.mojo"
     text = source.read_text()
     assert text.count(FAULT[0]) == 1
     source.write_text(text.replace(*FAULT))

@@ -233,7 +233,7 @@ def test_loading_is_quick() -> None:
     import time, torch
     from fused_norm import _native
     start = time.process_time()
-    _native.load(_native.Extension("layernorm_linear_cpu", "float32"))
+    _native.load(_native.Extension("norm_linear_cpu", "float32"))
     print(time.process_time() - start)
     """
     out = subprocess.check_output([sys.executable, "-c", textwrap.dedent(script)], text=True)

@@ -44,10 +44,10 @@ def call(op: str, like: Tensor, *arguments: Tensor | int | bool | None) -> None:
     """Call an op on the device and for the dtype of a tensor."""
     values = [a if isinstance(a, int) else address(a) for a in arguments]
     if like.device.type == "cpu":
-        kernels = extension("rowwise_cpu", like.dtype)
+        kernels = extension("rows_cpu", like.dtype)
         getattr(kernels, op)(*values, torch.get_num_threads(), gomp_parallel())
     else:
-        kernels = extension("rowwise_gpu", like.dtype, gpu=True)
+        kernels = extension("rows_gpu", like.dtype, gpu=True)
         stream = torch.cuda.current_stream().cuda_stream
         getattr(kernels.Launcher(torch.cuda.current_device(), stream), op)(*values)
 

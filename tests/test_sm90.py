@@ -49,7 +49,7 @@ class Kernels:
         self.dtype = dtype
         name = _native.DTYPES[dtype]
         self.module: ModuleType = _native.load(
-            _native.Extension("layernorm_linear_sm90", name, "nvidia:sm_90a")
+            _native.Extension("norm_linear_sm90", name, "nvidia:sm_90a")
         )
         self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream, 1)
         self.own = self.launcher.address()
@@ -399,7 +399,7 @@ def test_no_spills_and_no_serialised_products(
         [
             *("mojo", "build", "-I", ".", "-D", f"dtype={dtype}", "--emit", "asm"),
             *("--target-accelerator", "nvidia:sm_90a", "-o", str(tmp_path / "host.s")),
-            "fused_norm/extension/layernorm_linear_sm90.mojo",
+            "fused_norm/native/norm_linear_sm90.mojo",
         ],
         cwd=ROOT,
         capture_output=True,

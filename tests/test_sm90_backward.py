@@ -52,7 +52,7 @@ class Products:
     """The products of one dtype, between guards."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.module = extension("layernorm_linear_sm90", dtype, gpu=True)
+        self.module = extension("norm_linear_sm90", dtype, gpu=True)
         self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream, 1)
         self.own = self.launcher.address()
 

@@ -6,22 +6,23 @@ That is one pass over dz and x, one over dy, and one launch that adds up the par
 order and without atomics.
 """
 
-from ..rowwise.columns import Totals
-from ..rowwise.launch import Gpu, launch_rows
-from ..rowwise.launch_columns import (
+from ..rows.columns import Totals
+from ..device import Gpu
+from ..rows.launch import launch_rows
+from ..rows.launch_columns import (
     ColumnSum,
     column_sums_bytes,
     launch_columns,
     launch_rows_and_columns,
     launch_totals,
 )
-from ..rowwise.layernorm import (
+from ..rows.layernorm import (
     LayerNormBackward,
     LayerNormBackwardRows,
     LayerNormTo,
 )
-from ..rowwise.operands import Addresses, Operands, accumulator
-from ..rowwise.values import SAME
+from ..rows.operands import Addresses, Operands, accumulator
+from ..rows.values import SAME
 
 
 def _product_dtype[dtype: DType, narrow: DType]() -> DType:

@@ -11,9 +11,10 @@ from linalg.matmul.vendor.blas import matmul
 from max.algorithm import elementwise
 from max.gpu.host import DeviceContext
 
-from ..rowwise.launch import Gpu, launch_rows
-from ..rowwise.layernorm import LayerNorm
-from ..rowwise.operands import Operands, accumulator
+from ..device import Gpu
+from ..rows.launch import launch_rows
+from ..rows.layernorm import LayerNorm
+from ..rows.operands import Operands, accumulator
 from .between_products import BetweenProducts, workspace_bytes
 from .cpu.workspace import buffer
 

@@ -14,7 +14,7 @@ from extensibility import (
 from max.gpu.host import DeviceBuffer, DeviceContext
 from std.runtime import parallelism_level
 
-from ..rowwise.operands import accumulator
+from ..rows.operands import accumulator
 from .composed import Composed
 from .cpu.backward import backward_bytes, compute_gradients
 from .cpu.blocking import Blocking

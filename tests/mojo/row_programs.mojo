@@ -11,14 +11,14 @@ from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, has_accelerator
 
-from op.rowwise.arithmetic import inverse_sqrt
-from op.rowwise.cpu import Cpu, column_sums_bytes, run_rows_and_columns
-from op.rowwise.launch import Gpu
-from op.rowwise.layernorm import LayerNormBackward
-from op.rowwise.operands import Addresses, Operands, accumulator
-from op.rowwise.program import Program, RowProgram
-from op.rowwise.stage import Stage
-from op.rowwise.values import Redo, Row, Values
+from op.rows.arithmetic import inverse_sqrt
+from op.rows.cpu import Cpu, column_sums_bytes, run_rows_and_columns
+from op.device import Gpu
+from op.rows.layernorm import LayerNormBackward
+from op.rows.operands import Addresses, Operands, accumulator
+from op.rows.program import Program, RowProgram
+from op.rows.stage import Stage
+from op.rows.values import Redo, Row, Values
 from op.team import Team
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()

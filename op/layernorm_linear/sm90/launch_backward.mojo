@@ -9,7 +9,7 @@ that it would wait for a collective to end, and that one for other GPUs.
 
 from std.math import align_up
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 from ..between_products import BetweenProducts, workspace_bytes
 from .launch_product import launch_product, product_fills
 from .launch_row_pass import (

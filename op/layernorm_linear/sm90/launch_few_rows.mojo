@@ -3,7 +3,7 @@
 from max.gpu.host import FuncAttribute
 from std.math import ceildiv
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 from .arguments import Arguments
 from .few_rows import (
     FEW_CLUSTER,

@@ -2,7 +2,7 @@
 
 from std.math import ceildiv
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 from .fold import WARPS, fold_kernel
 
 

@@ -2,7 +2,7 @@
 
 from std.math import ceildiv
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 from .arguments import Arguments
 from .config import Config
 from .epilogue import CORRECTED

@@ -8,7 +8,7 @@ from max.gpu.host.launch_attribute import (
 )
 from std.math import ceildiv
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 from .arguments import Arguments
 from .config import THREADS, Config
 from .epilogue import WIDE

@@ -7,10 +7,11 @@ each keep the other's blocks from starting.
 
 from std.math import align_up, ceildiv
 
-from ...rowwise.columns import Total, Totals
-from ...rowwise.launch import Gpu, is_wide
-from ...rowwise.launch_columns import launch_totals
-from ...rowwise.operands import accumulator
+from ...rows.columns import Total, Totals
+from ...device import Gpu
+from ...rows.launch import is_wide
+from ...rows.launch_columns import launch_totals
+from ...rows.operands import accumulator
 from ..between_products import BetweenProducts
 from .arguments import Arguments
 from .epilogue import PLAIN

@@ -9,7 +9,7 @@ one has left in memory.
 from std.math import align_up, ceildiv
 from std.sys import size_of
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 from .arguments import Arguments
 from .config import Config
 from .epilogue import PLAIN, WIDE

@@ -4,7 +4,7 @@ from std.memory import OpaquePointer
 from std.python import PythonObject
 from max.gpu.host import DeviceContext
 
-from ...rowwise.launch import Gpu
+from ...device import Gpu
 
 
 @fieldwise_init

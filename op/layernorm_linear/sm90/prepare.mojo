@@ -9,7 +9,7 @@ from max.gpu import (
     thread_idx,
 )
 
-from ...rowwise.gpu_row import GlobalPointer
+from ...rows.gpu_row import GlobalPointer
 from .counters import Counter
 from .ptx import let_later_grids_start, wait_on_earlier_grids
 

@@ -1,10 +1,10 @@
 """A forward or a backward whose tensors are in one struct, for callers of both kinds: Python and C++."""
 
-from ...rowwise.launch import launch_rows
-from ...rowwise.layernorm import LayerNorm
-from ...rowwise.operands import Operands, accumulator
+from ...rows.launch import launch_rows
+from ...rows.layernorm import LayerNorm
+from ...rows.operands import Operands, accumulator
 from ..between_products import BetweenProducts
-from ..call import Call
+from ...call import Call
 from .epilogue import BIASED
 from .launch_backward import launch_backward
 from .launch_product import launch_product

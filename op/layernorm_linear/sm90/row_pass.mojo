@@ -1,6 +1,6 @@
 """The rows that a matrix kernel takes further, and how threads get at them."""
 
-from ...rowwise.gpu_row import GlobalPointer, widen
+from ...rows.gpu_row import GlobalPointer, widen
 from .counters import Counter
 
 comptime WIDTH = 8

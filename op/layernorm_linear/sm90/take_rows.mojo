@@ -18,7 +18,7 @@ from std.math import ceildiv
 from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
-from ...rowwise.gpu_row import GlobalPointer
+from ...rows.gpu_row import GlobalPointer
 from .counters import await_counter, count, take_one
 from .progress import SLICE_ROWS, SLICE_WARPS
 from .row_pass import (

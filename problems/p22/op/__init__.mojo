@@ -1,1 +1,1 @@
-../../../op/puzzle/__init__.mojo
+"""Holds the kernels of Puzzle 22 as the documents have them: readable first."""

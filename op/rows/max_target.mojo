@@ -6,8 +6,9 @@ from std.sys.info import num_physical_cores
 
 from op.team import Team
 
+from ..device import Gpu
 from .cpu import Cpu
-from .launch import Gpu
+from .launch import GpuRows
 from .operands import Operands, RowTarget, accumulator
 from .program import RowProgram
 
@@ -115,7 +116,7 @@ struct Target[target: StaticString](RowTarget):
         comptime if Self.target == "cpu":
             _cpu().run[P, dtype, ftype](operands)
         else:
-            Gpu(self.ctx, self.ctx.stream()).run[P, dtype, ftype](operands)
+            GpuRows(Gpu(self.ctx, self.ctx.stream())).run[P, dtype, ftype](operands)
 
     def add_up[
         accum: DType, dtype: DType
@@ -138,7 +139,7 @@ struct Target[target: StaticString](RowTarget):
         comptime if Self.target == "cpu":
             _cpu().add_up[accum, dtype](terms, count, output, accumulate)
         else:
-            Gpu(self.ctx, self.ctx.stream()).add_up[accum, dtype](
+            GpuRows(Gpu(self.ctx, self.ctx.stream())).add_up[accum, dtype](
                 terms, count, output, accumulate
             )
 

@@ -16,7 +16,7 @@ from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, size_of
 
-from op.layernorm_linear.call import Call
+from op.call import Call
 from op.layernorm_linear.sm90.launch_backward import (
     backward_workspace as count_backward_workspace,
 )
@@ -32,7 +32,7 @@ from op.layernorm_linear.sm90.launch_weight_gradient import (
 )
 from op.layernorm_linear.sm90.launcher import Launcher, launcher_at
 from op.layernorm_linear.sm90.queue_call import queue_backward, queue_composed
-from op.python_call import Arguments, Values, failure, integer
+from op.python import Arguments, Values, failure, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 comptime IS_TF32 = DTYPE == DType.float32
@@ -350,14 +350,14 @@ def fold(
 
 
 @export
-def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
+def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
     """Makes the module.
 
     Returns:
         The module.
     """
     try:
-        var builder = PythonModuleBuilder("layernorm_linear_sm90")
+        var builder = PythonModuleBuilder("norm_linear_sm90")
         _ = (
             builder.add_type[Own]("Launcher")
             .def_py_init[Own.py_init]()
@@ -436,4 +436,4 @@ def PyInit_layernorm_linear_sm90() abi("C") -> PythonObject:
             )
         return builder.finalize()
     except e:
-        abort(t"failed to create layernorm_linear_sm90: {e}")
+        abort(t"failed to create norm_linear_sm90: {e}")

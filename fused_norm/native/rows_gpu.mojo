@@ -12,8 +12,8 @@ from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.rowwise import ops
-from op.rowwise.launch import Gpu
+from op.rows import ops
+from op.device import Gpu
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 
@@ -208,9 +208,9 @@ struct Launcher[dtype: DType](Movable, Writable):
 
 
 @export
-def PyInit_rowwise_gpu() abi("C") -> PythonObject:
+def PyInit_rows_gpu() abi("C") -> PythonObject:
     try:
-        var builder = PythonModuleBuilder("rowwise_gpu")
+        var builder = PythonModuleBuilder("rows_gpu")
         comptime L = Launcher[DTYPE]
         _ = (
             builder.add_type[L]("Launcher")
@@ -225,4 +225,4 @@ def PyInit_rowwise_gpu() abi("C") -> PythonObject:
         )
         return builder.finalize()
     except e:
-        abort(t"failed to create rowwise_gpu: {e}")
+        abort(t"failed to create rows_gpu: {e}")

@@ -11,7 +11,7 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.layernorm_linear.call import Call
+from op.call import Call
 from op.layernorm_linear.cpu.backward import backward_bytes, compute_gradients
 from op.layernorm_linear.cpu.blocking import Blocking, Buffer
 from op.layernorm_linear.cpu.forward import Forward
@@ -19,7 +19,7 @@ from op.layernorm_linear.cpu.forward_plan import ForwardPlan
 from op.layernorm_linear.cpu.gradients import Gradients, Wanted
 from op.layernorm_linear.cpu.parameters import Parameter
 from op.layernorm_linear.cpu.workspace import buffer
-from op.python_call import Arguments, Values, integer
+from op.python import Arguments, Values, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 comptime ACCUM = Blocking[DTYPE].accum
@@ -227,9 +227,9 @@ def layernorm_linear_backward(
 
 
 @export
-def PyInit_layernorm_linear_cpu() abi("C") -> PythonObject:
+def PyInit_norm_linear_cpu() abi("C") -> PythonObject:
     try:
-        var builder = PythonModuleBuilder("layernorm_linear_cpu")
+        var builder = PythonModuleBuilder("norm_linear_cpu")
         builder.def_py_c_function(
             forward_workspace,
             "forward_workspace",
@@ -265,4 +265,4 @@ def PyInit_layernorm_linear_cpu() abi("C") -> PythonObject:
         )
         return builder.finalize()
     except e:
-        abort(t"failed to create layernorm_linear_cpu: {e}")
+        abort(t"failed to create norm_linear_cpu: {e}")

@@ -1,10 +1,10 @@
 """Chooses the shape of a GPU kernel for a row program and launches it."""
 
 from max.gpu import WARP_SIZE
-from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
 from std.math import align_up, ceildiv
 from std.sys import size_of
 
+from ..device import Gpu
 from .columns import ADD_UP_THREADS, add_up_kernel
 from .gpu import row_kernel
 from .gpu_row import Shape
@@ -24,31 +24,11 @@ comptime PERSISTENT_THREADS = 512
 
 
 @fieldwise_init
-struct Gpu(Copyable, Movable, RowTarget):
-    """A GPU and the stream to launch on."""
+struct GpuRows(Copyable, Movable, RowTarget):
+    """A GPU as the target of row programs."""
 
-    var context: DeviceContext
-    """The device."""
-    var stream: DeviceStream
-    """Where kernels are enqueued."""
-    var processors: Int
-    """The number of multiprocessors."""
-
-    def __init__(out self, context: DeviceContext, stream: DeviceStream) raises:
-        """Asks the device for its size.
-
-        Args:
-            context: The device.
-            stream: The stream to launch on.
-
-        Raises:
-            If the device does not answer.
-        """
-        self.context = context
-        self.stream = stream
-        self.processors = context.get_attribute(
-            DeviceAttribute.MULTIPROCESSOR_COUNT
-        )
+    var gpu: Gpu
+    """The device and the stream."""
 
     def run[
         P: RowProgram, dtype: DType, ftype: DType
@@ -66,7 +46,7 @@ struct Gpu(Copyable, Movable, RowTarget):
         Raises:
             If the launch fails.
         """
-        launch_rows[P, dtype, ftype](self, operands)
+        launch_rows[P, dtype, ftype](self.gpu, operands)
 
     def add_up[
         accum: DType, dtype: DType
@@ -86,7 +66,7 @@ struct Gpu(Copyable, Movable, RowTarget):
         Raises:
             If the launch fails.
         """
-        launch_add_up[accum, dtype](self, terms, count, output, accumulate)
+        launch_add_up[accum, dtype](self.gpu, terms, count, output, accumulate)
 
 
 def _low_bits(addresses: Addresses) -> Int64:

@@ -7,6 +7,7 @@ from max.gpu import WARP_SIZE
 from std.math import align_up, ceildiv
 from std.sys import size_of
 
+from ..device import Gpu
 from .columns import (
     COLUMN_WARPS,
     TOTAL_COLUMNS,
@@ -19,7 +20,6 @@ from .columns import (
 from .gpu_row import Shape
 from .launch import (
     PERSISTENT_THREADS,
-    Gpu,
     _launch,
     _persistent_blocks,
     _persistent_warps,

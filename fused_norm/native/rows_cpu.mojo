@@ -11,11 +11,11 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.python_call import Arguments, Values, failure, integer
-from op.rowwise import ops
-from op.rowwise.cpu import Cpu
-from op.rowwise.operands import Operands, RowTarget, accumulator
-from op.rowwise.program import RowProgram
+from op.python import Arguments, Values, failure, integer
+from op.rows import ops
+from op.rows.cpu import Cpu
+from op.rows.operands import Operands, RowTarget, accumulator
+from op.rows.program import RowProgram
 from op.team import Team
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
@@ -197,9 +197,9 @@ def div_backward(
 
 
 @export
-def PyInit_rowwise_cpu() abi("C") -> PythonObject:
+def PyInit_rows_cpu() abi("C") -> PythonObject:
     try:
-        var builder = PythonModuleBuilder("rowwise_cpu")
+        var builder = PythonModuleBuilder("rows_cpu")
         builder.def_py_c_function(
             trainable_eps_forward,
             "trainable_eps_forward",
@@ -251,4 +251,4 @@ def PyInit_rowwise_cpu() abi("C") -> PythonObject:
         )
         return builder.finalize()
     except e:
-        abort(t"failed to create rowwise_cpu: {e}")
+        abort(t"failed to create rows_cpu: {e}")

@@ -16,10 +16,11 @@ from op.layernorm_linear.between_products import (
     BetweenProducts,
     workspace_bytes,
 )
-from op.rowwise.launch import Gpu, launch_rows
-from op.rowwise.layernorm import LayerNorm, LayerNormTo
-from op.rowwise.operands import Operands, accumulator
-from op.rowwise.values import SAME
+from op.device import Gpu
+from op.rows.launch import launch_rows
+from op.rows.layernorm import LayerNorm, LayerNormTo
+from op.rows.operands import Operands, accumulator
+from op.rows.values import SAME
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 comptime ACCUM = accumulator[DTYPE]()
@@ -172,9 +173,9 @@ struct Launcher[dtype: DType](Movable, Writable):
 
 
 @export
-def PyInit_layernorm_gpu() abi("C") -> PythonObject:
+def PyInit_norm_linear_gpu() abi("C") -> PythonObject:
     try:
-        var builder = PythonModuleBuilder("layernorm_gpu")
+        var builder = PythonModuleBuilder("norm_linear_gpu")
         comptime L = Launcher[DTYPE]
         _ = (
             builder.add_type[L]("Launcher")
@@ -185,4 +186,4 @@ def PyInit_layernorm_gpu() abi("C") -> PythonObject:
         )
         return builder.finalize()
     except e:
-        abort(t"failed to create layernorm_gpu: {e}")
+        abort(t"failed to create norm_linear_gpu: {e}")

@@ -1,0 +1,121 @@
+"""The record of a call: everything a pass of norm + Linear needs, from PyTorch's tensors to the launch.
+
+Python writes it (fused_norm/call/record.py), C++ writes it (fused_norm/native/call.h), kernels read it. The three
+agree field by field, which a test holds. Every field takes eight bytes. Tensors are dense and given by address, 0
+for one that is not there or not wanted. M rows have K features and N outputs.
+"""
+
+
+struct Call(TrivialRegisterPassable):
+    """A forward or a backward: its own half first, then that of its parameters."""
+
+    # The call's half: sizes and conditions.
+    var M: Int
+    """Rows."""
+    var eps: Float64
+    """Added to the variance before the square root."""
+    var context: Int
+    """What runs it: a `Launcher` on a GPU, `GOMP_parallel` (or 0) on a CPU."""
+    var threads: Int
+    """How many threads a CPU may use."""
+    var in_graph: Int
+    """Whether a CUDA graph captures the call, so that launches cost the host nothing."""
+    var may_keep: Int
+    """Whether a fold of the weight may be kept for later calls."""
+    var accumulate: Int
+    """Whether dweight, and dbias beside it, are float32 and are added to."""
+    # Its tensors.
+    var x: Int
+    """Input [M, K]."""
+    var y: Int
+    """Output [M, N]."""
+    var mean: Int
+    """Mean of each row [M], in the type of sums."""
+    var rstd: Int
+    """Reciprocal standard deviation of each row [M], in the type of sums."""
+    var z: Int
+    """Normalized rows [M, K], in the type of the weight; in a backward they may take the place of dz."""
+    var dy: Int
+    """Gradient of y [M, N]."""
+    var dz: Int
+    """Gradient of z [M, K]."""
+    var dx: Int
+    """Gradient of x [M, K]."""
+    var dgamma: Int
+    """Gradient of gamma [K]."""
+    var dbeta: Int
+    """Gradient of beta [K]."""
+    var dweight: Int
+    """Gradient of the weight [N, K]."""
+    var dbias: Int
+    """Gradient of the bias [N]."""
+    var workspace: Int
+    """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
+    # What the plan decides.
+    var way: Int
+    """How it runs: one of the ways in op/norm_linear/plan.mojo."""
+    var workspace_bytes: Int
+    """Size of the scratch memory."""
+    # The parameters' half.
+    var K: Int
+    """Features."""
+    var N: Int
+    """Outputs."""
+    var gamma: Int
+    """Weight of the norm [K]."""
+    var beta: Int
+    """Bias of the norm [K]."""
+    var weight: Int
+    """Weight of the Linear layer [N, K]."""
+    var bias: Int
+    """Bias of the Linear layer [N]."""
+    var norm_is_float32: Int
+    """Whether gamma and beta, and their gradients, are float32 beside a narrower x."""
+    var narrow: Int
+    """Type of the weight where autocast made it narrower than x: 0 that of x, 1 bfloat16, 2 float16."""
+    var fold_weight: Int
+    """Weight with gamma folded in and rows centered, rounded [N, K]."""
+    var fold_sums: Int
+    """Row sums of that [N], float32."""
+    var fold_constants: Int
+    """Bias + weight beta [N], float32."""
+
+    def __init__(out self):
+        """Leaves everything 0."""
+        self.M = 0
+        self.eps = 0
+        self.context = 0
+        self.threads = 0
+        self.in_graph = 0
+        self.may_keep = 0
+        self.accumulate = 0
+        self.x = 0
+        self.y = 0
+        self.mean = 0
+        self.rstd = 0
+        self.z = 0
+        self.dy = 0
+        self.dz = 0
+        self.dx = 0
+        self.dgamma = 0
+        self.dbeta = 0
+        self.dweight = 0
+        self.dbias = 0
+        self.workspace = 0
+        self.way = 0
+        self.workspace_bytes = 0
+        self.K = 0
+        self.N = 0
+        self.gamma = 0
+        self.beta = 0
+        self.weight = 0
+        self.bias = 0
+        self.norm_is_float32 = 0
+        self.narrow = 0
+        self.fold_weight = 0
+        self.fold_sums = 0
+        self.fold_constants = 0
+
+
+comptime CallPointer = Pointer[Call, MutUntrackedOrigin]
+"""A record by its address, as the doors get it."""

@@ -1,0 +1,16 @@
+"""The ways a pass can run, by the numbers that `Call.way` holds.
+
+Each backend's plan (cpu/plan.mojo, gpu/plan.mojo, sm90/plan.mojo) sets a call's way and workspace, in one place for
+both doors, C++ and Python. fused_norm/call/record.py and fused_norm/native/call.h have the same numbers.
+"""
+
+comptime DECLINED = 0
+"""Another backend is faster, or none of this one's kernels takes the call."""
+comptime FUSED = 1
+"""One call does all: on a CPU a product that normalizes rows as it packs them, on Hopper our own products."""
+comptime KEPT_FOLD = 2
+"""A product of x as it is and a folded weight that is kept; its epilogue finishes the norm."""
+comptime NEW_FOLD = 3
+"""The same with a weight folded in this call."""
+comptime AROUND_PRODUCTS = 4
+"""Our row kernels, around PyTorch's products."""
