@@ -1,4 +1,4 @@
-"""What the CPU's instructions make faster elsewhere: read from its flags, not from a model's name."""
+"""What the CPU has instructions for: read from its flags, not from the name of a model."""
 
 from __future__ import annotations
 
