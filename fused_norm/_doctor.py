@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_norm import _cache, _native, _node
+from fused_norm._cpu_features import bfloat16_product
 
 # MAX's GPU runtime refuses older drivers.
 OLDEST_NVIDIA_DRIVER = 580
@@ -29,6 +30,7 @@ def report() -> int:
     for package, needed in (("torch", None), ("max", "26.7.0"), ("mojo-compiler", "1.2.0")):
         table.add_row(package, _version(package, needed, advice))
     table.add_row("cpu threads", _threads())
+    table.add_row("cpu kernels", _cpu_dtypes())
     table.add_row("gpu", _gpus(advice))
     table.add_row("cache", _folder(advice))
     usable = not advice
@@ -56,6 +58,16 @@ def _version(package: str, needed: str | None, advice: list[str]) -> str:
 def _threads() -> str:
     kind = "PyTorch's OpenMP team" if _native.gomp_parallel() else "Mojo's own threads"
     return f"{torch.get_num_threads()} of {os.cpu_count()}, {kind}"
+
+
+def _cpu_dtypes() -> str:
+    instructions = bfloat16_product()
+    if instructions is None:
+        return "float32, bfloat16, float16, float64"
+    return (
+        "float32, float16, float64\n"
+        f"bfloat16 runs PyTorch's own ops, whose products use {instructions}"
+    )
 
 
 def _gpus(advice: list[str]) -> str:

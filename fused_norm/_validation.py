@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._nn import linear
+from torch.nn import Parameter
 
 from fused_norm import reference
+from fused_norm._cpu_features import bfloat16_product
 from fused_norm._dispatch import LOW_PRECISION, serves
 from fused_norm._registration import is_forward_mode
 
@@ -41,7 +44,8 @@ def has_kernel(
         linear_weight: Should be a tensor of shape `[N, K]` in the dtype of `x`.
         linear_bias: Should be None or a tensor of shape `[N]` in the dtype of `linear_weight`.
         eps: Should be a number.
-        autocast: Whether autocast gave the Linear parameters their dtype.
+        autocast: Whether autocast gave the Linear parameters their dtype. On a CPU its ops are
+            PyTorch's.
     """
     if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
         return False
@@ -72,7 +76,27 @@ def has_kernel(
         mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
         if not (affine.dtype is x.dtype or mixed):
             return False
+    if x.is_cpu and (autocast or is_left_to_pytorch(x)):
+        return False
     return _serves(x, dtype)
+
+
+def is_left_to_pytorch(x: Tensor) -> bool:
+    """Return whether PyTorch's own ops are faster than the kernels, whatever the sizes."""
+    return x.dtype is torch.bfloat16 and x.is_cpu and bfloat16_product() is not None
+
+
+def straight_by_pytorch(
+    x: Tensor, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
+) -> Tensor:
+    """Return the same as `by_pytorch` at the least cost, where shapes agree."""
+    if type(linear_weight) not in (Tensor, Parameter) or linear_weight.dim() != 2:
+        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    features = linear_weight.shape[1:]
+    if x.shape[-1:] != features:
+        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    z = torch.layer_norm(x, features, ln_weight, ln_bias, eps)
+    return linear(z, linear_weight, linear_bias)
 
 
 def by_pytorch(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _parameters
+from fused_norm._dispatch import LOW_PRECISION
 from fused_norm._ops import layernorm_linear, run, run_compiled
 from fused_norm._registration import is_watched
 from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
@@ -14,6 +15,8 @@ from fused_norm._validation import (
     by_pytorch,
     has_kernel,
     has_trainable_eps_kernel,
+    is_left_to_pytorch,
+    straight_by_pytorch,
     surely_has_trainable_eps_kernel,
     trainable_eps_by_pytorch,
 )
@@ -51,16 +54,22 @@ def fused_layernorm_linear(
         TypeError: As they do, for an argument that is not a tensor.
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
-    if not is_watched() and not torch._C._is_any_autocast_enabled():
-        if torch.is_grad_enabled():
-            y = run_compiled(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-            if y is not None:
-                return y
-        parameters = _parameters.known(ln_weight, ln_bias, linear_weight, linear_bias)
-        if parameters is not None and parameters.take(x, eps):
-            return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
+    if not torch._C._is_any_autocast_enabled():
+        if type(x) is Tensor and is_left_to_pytorch(x):
+            return straight_by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+        if not is_watched():
+            if torch.is_grad_enabled():
+                y = run_compiled(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+                if y is not None:
+                    return y
+            parameters = _parameters.known(ln_weight, ln_bias, linear_weight, linear_bias)
+            if parameters is not None and parameters.take(x, eps):
+                return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
     weight, bias, autocast = linear_weight, linear_bias, False
     if _is_autocast(x):
+        if x.is_cpu and x.dtype in LOW_PRECISION:
+            # As autocast has it on a GPU, where a LayerNorm is float32's.
+            x = x.float()
         weight, bias, autocast = _autocast(x, weight, bias)
     if not has_kernel(x, ln_weight, ln_bias, weight, bias, eps, autocast):
         return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)

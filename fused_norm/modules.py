@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fused_norm import _parameters
 from fused_norm._main_grad import accumulating
@@ -92,15 +93,20 @@ class LayerNormLinear(nn.Module):
         """Return a module that shares the Parameters of a LayerNorm and of the Linear after it.
 
         Args:
-            ln: Normalises the last dimension alone.
+            ln: Normalizes the last dimension alone.
             linear: Takes what `ln` returns.
 
         Raises:
-            ValueError: If `ln` normalises another shape than `(linear.in_features,)`.
+            TypeError: If either is another kind of module, a subclass with a `forward` of its own
+                included: RMSNorm, adapters, quantized layers.
+            ValueError: If `ln` normalizes another shape than `(linear.in_features,)`, or if either
+                has hooks or parametrizations, which the new module would not run.
         """
+        _require_plain("ln", ln, nn.LayerNorm)
+        _require_plain("linear", linear, nn.Linear)
         if tuple(ln.normalized_shape) != (linear.in_features,):
             raise ValueError(
-                f"ln must normalise the shape ({linear.in_features},) that linear takes, "
+                f"ln must normalize the shape ({linear.in_features},) that linear takes, "
                 f"got normalized_shape={tuple(ln.normalized_shape)}"
             )
         layer = cls(linear.in_features, linear.out_features, ln.eps, device="meta")
@@ -129,6 +135,21 @@ class LayerNormLinear(nn.Module):
         ):
             module.register_parameter(name, parameter)
         return ln.train(self.training), linear.train(self.training)
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """What transformers asks before it initializes a module by its class's name.
+
+        By that name it takes this one for a LayerNorm, and would fill `weight` with ones. While it
+        asks, its own versions of `nn.init` are in place, which spare what a checkpoint brought.
+        """
+        if nn.init.ones_.__module__.startswith("transformers."):
+            self.reset_parameters()
+        return True
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, _: bool) -> None:
+        """Nothing to keep: the answer is always the same."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
         _parameters.forget_before_swap(self.weight)
@@ -186,3 +207,28 @@ class TrainableEpsLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, each row normalised."""
         return trainable_eps_layer_norm(x, self.o)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _require_plain(name: str, module: Any, kind: type[nn.Module]) -> None:
+    """Raise unless a module computes what its class does, and nothing else.
+
+    Args:
+        name: The argument's name.
+        module: The argument.
+        kind: The class, whose subclasses may not bring a `forward` of their own.
+    """
+    plain = f"nn.{kind.__name__}"
+    if not isinstance(module, kind):
+        raise TypeError(f"{name} must be an {plain}, got {type(module).__name__}")
+    if is_parametrized(module):
+        raise ValueError(f"{name} has parametrizations, which from_modules would drop")
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        raise TypeError(
+            f"{name} must be an {plain} with its own forward, got {type(module).__name__}, "
+            "which computes something else"
+        )
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        raise ValueError(f"{name} has hooks, which from_modules would drop")

