@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fused_norm import _parameters
-from fused_norm._main_grad import accumulating
-from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
+from fused_norm.call.memory import statistics_dtype
+from fused_norm.call.parameters import forget_before_swap
+from fused_norm.functional import trainable_eps_layer_norm
+from fused_norm.ops import norm_linear
 
 
 class LayerNormLinear(nn.Module):
@@ -152,21 +153,22 @@ class LayerNormLinear(nn.Module):
         """Nothing to keep: the answer is always the same."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
-        _parameters.forget_before_swap(self.weight)
+        forget_before_swap(self.weight)
         # PyTorch's own has no annotations.
         return cast(LayerNormLinear, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        _parameters.forget_before_swap(self.weight)
+        forget_before_swap(self.weight)
         super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`."""
-        gamma, beta, weight = self.layer_norm_weight, self.layer_norm_bias, self.weight
-        accumulates = self.fuse_wgrad_accumulation and weight.requires_grad
-        if not (accumulates and torch.is_grad_enabled()):
-            return fused_layernorm_linear(x, gamma, beta, weight, self.bias, self.eps)
-        return accumulating(x, gamma, beta, weight, self.bias, self.eps)
+        tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
+        owner = None
+        if self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled():
+            owner = self.weight
+            _require_main_grad(owner)
+        return norm_linear.call(x, tensors, self.eps, owner)
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
@@ -232,3 +234,22 @@ def _require_plain(name: str, module: Any, kind: type[nn.Module]) -> None:
         )
     if any(getattr(module, hooks) for hooks in _HOOKS):
         raise ValueError(f"{name} has hooks, which from_modules would drop")
+
+
+def _require_main_grad(weight: Tensor) -> None:
+    """Raise unless a weight has a `main_grad` of its shape, in the dtype of sums."""
+    main_grad = getattr(weight, "main_grad", None)
+    dtype = statistics_dtype(weight.dtype)
+    if (
+        not isinstance(main_grad, Tensor)
+        or main_grad.shape != weight.shape
+        or main_grad.dtype is not dtype
+        or main_grad.device != weight.device
+    ):
+        got = main_grad
+        if isinstance(main_grad, Tensor):
+            got = f"{list(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}"
+        raise RuntimeError(
+            f"fuse_wgrad_accumulation needs weight.main_grad of shape {list(weight.shape)} "
+            f"and {dtype} on {weight.device}, got {got}"
+        )

@@ -73,4 +73,4 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the CPU's kernels run in bfloat16 where PyTorch's ops are faster, too."""
-    monkeypatch.setattr("fused_norm._validation.bfloat16_product", lambda: None)
+    monkeypatch.setattr("fused_norm.ops.validation.bfloat16_product", lambda: None)

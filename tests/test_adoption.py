@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import fused_norm as fn
-from fused_norm import _cpu_features, functional
+from fused_norm.backends import cpu_features
+from fused_norm.ops import norm_linear
 
 K, N = 24, 10
 
@@ -142,26 +143,26 @@ def test_transformers_initializes_what_a_checkpoint_lacks(tmp_path: Path) -> Non
 @pytest.mark.parametrize("flags", [{"amx_bf16", "avx2"}, {"avx512_bf16"}, {"avx2", "avx512f"}])
 def test_bfloat16_goes_where_it_is_faster(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU's flags: its model's name may be masked as an older one's."""
-    monkeypatch.setattr(_cpu_features, "flags", lambda: frozenset(flags))
-    _cpu_features.bfloat16_product.cache_clear()
+    monkeypatch.setattr(cpu_features, "flags", lambda: frozenset(flags))
+    cpu_features.bfloat16_product.cache_clear()
     ran = []
-    straight = functional.straight_by_pytorch
+    straight = norm_linear.straight_by_pytorch
     monkeypatch.setattr(
-        functional, "straight_by_pytorch", lambda *args: ran.append(1) or straight(*args)
+        norm_linear, "straight_by_pytorch", lambda *args: ran.append(1) or straight(*args)
     )
     try:
         x, gamma, beta, weight, bias = make_inputs((5,), K, N, dtype=torch.bfloat16)
         y = fn.fused_layernorm_linear(x, gamma, beta, weight, bias)
     finally:
         monkeypatch.undo()
-        _cpu_features.bfloat16_product.cache_clear()
+        cpu_features.bfloat16_product.cache_clear()
     assert len(ran) == (flags != {"avx2", "avx512f"})
     expected = F.linear(F.layer_norm(x, (K,), gamma, beta), weight, bias)
     torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
 
 
 def test_flags_are_those_of_the_machine() -> None:
-    flags = _cpu_features.flags()
+    flags = cpu_features.flags()
     path = Path("/proc/cpuinfo")
     assert bool(flags) == path.exists()
     if flags:

@@ -265,7 +265,7 @@ _ALL = (
             "layernorm_linear",
             "peer",
             f"the puzzle's {algorithm} kernels through MAX's CustomOpLibrary",
-            _imported("LayerNormLinearFunction", "fused_norm._max"),
+            _imported("LayerNormLinearFunction", "fused_norm.puzzle.max_ops"),
             _bind_max(algorithm),
             packages=("max",),
             refuse=_refused_by_max,

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm import _cache, _native, _node
-from fused_norm._cpu_features import bfloat16_product
+from fused_norm.backends.cpu_features import bfloat16_product
+from fused_norm.native import build, cache, node
 
 # MAX's GPU runtime refuses older drivers.
 OLDEST_NVIDIA_DRIVER = 580
@@ -56,7 +56,7 @@ def _version(package: str, needed: str | None, advice: list[str]) -> str:
 
 
 def _threads() -> str:
-    kind = "PyTorch's OpenMP team" if _native.gomp_parallel() else "Mojo's own threads"
+    kind = "PyTorch's OpenMP team" if build.gomp_parallel() else "Mojo's own threads"
     return f"{torch.get_num_threads()} of {os.cpu_count()}, {kind}"
 
 
@@ -86,7 +86,7 @@ def _gpus(advice: list[str]) -> str:
         device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(device)
         memory = properties.total_memory / 2**30
-        names.append(f"{properties.name}, {memory:.0f} GiB, {_native.accelerator_of(device)}")
+        names.append(f"{properties.name}, {memory:.0f} GiB, {build.accelerator_of(device)}")
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return "\n".join([*names, f"{runtime}, driver {driver or 'unknown'}"])
 
@@ -100,7 +100,7 @@ def _nvidia_driver() -> str | None:
 
 
 def _folder(advice: list[str]) -> str:
-    folder = _cache.cache_dir()
+    folder = cache.cache_dir()
     parent = folder
     while not parent.exists():
         parent = parent.parent
@@ -112,9 +112,9 @@ def _folder(advice: list[str]) -> str:
 
 def _built(advice: list[str]) -> str:
     lines = []
-    for target in _native.attached_targets():
-        extensions = _native.extensions(target, list(_native.DTYPES.values()))
-        ready = [str(e) for e in extensions if _native.is_built(e)]
+    for target in build.attached_targets():
+        extensions = build.extensions(target, list(build.DTYPES.values()))
+        ready = [str(e) for e in extensions if build.is_built(e)]
         lines.append(f"{len(ready)} of {len(extensions)} for {target}")
         if len(ready) < len(extensions):
             advice.append(
@@ -125,8 +125,8 @@ def _built(advice: list[str]) -> str:
 
 
 def _autograd() -> str:
-    if _node.is_built():
-        return "C++" if _node.load() else f"Python, as {_node.SWITCH} asks; C++ is built"
-    compiler = _node.compiler()
+    if node.is_built():
+        return "C++" if node.load() else f"Python, as {node.SWITCH} asks; C++ is built"
+    compiler = node.compiler()
     how = f"`python -m fused_norm build --autograd` builds C++ with {compiler}"
     return f"Python; {how if compiler else 'C++ needs a compiler, and there is none'}"

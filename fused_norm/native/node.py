@@ -1,7 +1,7 @@
 """A training step in C++, the backward as a node: compiled on request, used where that is done.
 
 A training step on a small shape is spent on the host, a good part of it on Python, in the backward
-as well. `fused_norm/native/autograd.cpp` is what is left without it. It serves one
+as well. `node.cpp` is what is left without it. It serves one
 version of PyTorch and one of Python, so none comes with the package, and nothing compiles it
 unasked: `python -m fused_norm build --autograd` does.
 """
@@ -23,10 +23,10 @@ from types import ModuleType
 
 import torch
 
-from fused_norm import _cache
+from fused_norm.native import cache
 
-SOURCE = Path(__file__).resolve().parent / "native" / "autograd.cpp"
-HEADER = SOURCE.with_name("kernels.h")
+SOURCE = Path(__file__).resolve().with_name("node.cpp")
+HEADER = SOURCE.with_name("call.h")
 NAME = "the autograd node (C++)"
 SWITCH = "FUSED_NORM_AUTOGRAD"
 
@@ -36,12 +36,12 @@ def path() -> Path:
     digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
     for part in (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")):
         digest.update(str(part).encode())
-    return _cache.cache_dir() / f"autograd-{digest.hexdigest()[:16]}.so"
+    return cache.cache_dir() / f"node-{digest.hexdigest()[:16]}.so"
 
 
 def is_built() -> bool:
     """Return whether an intact node is in the cache."""
-    return _cache.is_intact(path())
+    return cache.is_intact(path())
 
 
 def compiler() -> str | None:
@@ -61,7 +61,7 @@ def build(*, force: bool = False) -> Path:
         BuildError: If the cache cannot be written, there is no compiler, or it fails.
     """
     library = path()
-    _cache.build(library, NAME, _compile, force=force)
+    cache.build(library, NAME, _compile, force=force)
     return library
 
 
@@ -75,8 +75,8 @@ def load() -> ModuleType | None:
 
 def import_from(library: Path) -> ModuleType:
     """Return the compiled node of a file."""
-    loader = importlib.machinery.ExtensionFileLoader("autograd", str(library))
-    spec = importlib.util.spec_from_loader("autograd", loader)
+    loader = importlib.machinery.ExtensionFileLoader("node", str(library))
+    spec = importlib.util.spec_from_loader("node", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
@@ -86,7 +86,7 @@ def import_from(library: Path) -> ModuleType:
 def _compile(output: Path) -> None:
     found = compiler()
     if found is None:
-        raise _cache.BuildError(f"{NAME} needs a C++ compiler: install g++, or name one in CXX")
+        raise cache.BuildError(f"{NAME} needs a C++ compiler: install g++, or name one in CXX")
     # It imports setuptools, and takes a second.
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -104,7 +104,7 @@ def _compile(output: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if result.returncode != 0:
-        raise _cache.BuildError(
+        raise cache.BuildError(
             f"{found} failed on {NAME} (exit status {result.returncode}):\n{result.stdout[-4000:]}"
         )
     print(f"fused_norm: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ MAX_THREADS = 1024
 MAX_SEQ_LEN = 65535
 """Blocks on the y axis of a grid, at most."""
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 _lock = threading.Lock()
 _loaded: tuple[Path, int, CustomOpLibrary] | None = None
 

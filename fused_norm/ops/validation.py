@@ -18,12 +18,22 @@ from torch._C._nn import linear
 from torch.nn import Parameter
 
 from fused_norm import reference
-from fused_norm._cpu_features import bfloat16_product
-from fused_norm._dispatch import LOW_PRECISION, serves
-from fused_norm._registration import is_forward_mode
+from fused_norm.backends.cpu_features import bfloat16_product
+from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.ops.registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.
 LONGEST_ROW = 2**31 - 1
+
+GPU_DTYPES = LOW_PRECISION | {torch.float32}
+CPU_DTYPES = GPU_DTYPES | {torch.float64}
+
+
+def serves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype on the device of `x`."""
+    return dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES) and (
+        x.is_cuda or x.is_cpu or x.is_meta
+    )
 
 
 def has_kernel(
@@ -44,8 +54,7 @@ def has_kernel(
         linear_weight: Should be a tensor of shape `[N, K]` in the dtype of `x`.
         linear_bias: Should be None or a tensor of shape `[N]` in the dtype of `linear_weight`.
         eps: Should be a number.
-        autocast: Whether autocast gave the Linear parameters their dtype. On a CPU its ops are
-            PyTorch's.
+        autocast: Whether autocast gave the Linear parameters their dtype.
     """
     if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
         return False
@@ -76,8 +85,6 @@ def has_kernel(
         mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
         if not (affine.dtype is x.dtype or mixed):
             return False
-    if x.is_cpu and (autocast or is_left_to_pytorch(x)):
-        return False
     return _serves(x, dtype)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_norm.call.parameters import Parameters
+
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,12 +43,6 @@ def workspace(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def affine_is_float32(ln_weight: Tensor | None, ln_bias: Tensor | None) -> bool:
-    """Return whether there are LayerNorm parameters, in float32."""
-    parameter = ln_weight if ln_weight is not None else ln_bias
-    return parameter is not None and parameter.dtype is torch.float32
-
-
 def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for the mean and rstd of each row."""
     mean = _empty(x, x.shape[:-1], dtype=statistics_dtype(x.dtype))
@@ -55,29 +54,21 @@ def _empty(like: Tensor, shape: torch.Size, **options: Any) -> Tensor:
     return like.new_empty(*shape, **options) if shape else like.new_empty(shape, **options)
 
 
-def empty_gradients(
-    x: Tensor,
-    ln_weight: Tensor | None,
-    ln_bias: Tensor | None,
-    linear_weight: Tensor,
-    mask: list[bool],
-) -> list[Tensor | None]:
-    """Return memory for the five gradients, None for each that the mask leaves out.
+def empty_gradients(x: Tensor, parameters: Parameters, wanted: list[bool]) -> list[Tensor | None]:
+    """Return memory for the five gradients, None for each that is not wanted.
 
     Args:
         x: Input of shape `[..., K]`.
-        ln_weight: Gamma or None.
-        ln_bias: Beta or None.
-        linear_weight: Weight of shape `[N, K]`.
-        mask: Whether the gradients of x, ln_weight, ln_bias, linear_weight, linear_bias are wanted.
+        parameters: The call's.
+        wanted: Whether the gradients of x, gamma, beta, the weight and the bias are wanted.
     """
-    outputs, features = linear_weight.shape
-    affine = ln_weight if ln_weight is not None else ln_bias if ln_bias is not None else x
-    dx, dgamma, dbeta, dweight, dbias = mask
+    K, N = parameters.K, parameters.N
+    norm, linear = parameters.norm_dtype or x.dtype, parameters.dtype
+    dx, dgamma, dbeta, dweight, dbias = wanted
     return [
         _empty(x, x.shape) if dx else None,
-        affine.new_empty(features) if dgamma else None,
-        affine.new_empty(features) if dbeta else None,
-        linear_weight.new_empty(outputs, features) if dweight else None,
-        linear_weight.new_empty(outputs) if dbias else None,
+        x.new_empty(K, dtype=norm) if dgamma else None,
+        x.new_empty(K, dtype=norm) if dbeta else None,
+        x.new_empty(N, K, dtype=linear) if dweight else None,
+        x.new_empty(N, dtype=linear) if dbias else None,
     ]

@@ -1,9 +1,8 @@
 // LayerNorm + Linear without Python: the forward, and the backward as a node of PyTorch's graph.
 //
-// Python finds out what serves a call and then calls `forward`, or computes y and calls `attach`.
-// Both passes allocate their results and call a C function of the kernels' library by its address.
-// Whatever is not plain (a second derivative, a compiler or a mode that watches, a tensor of another
-// layout) goes back to Python, as does everything on a way without such a function.
+// Both passes ask the kernels' plan, allocate their results and call a C function of the kernels'
+// library. What that declines is computed by Python's backends. Whatever is not plain (a second
+// derivative, a compiler or a mode that watches, a tensor of another layout) goes back to Python.
 
 #include <pthread.h>
 
@@ -21,7 +20,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
-#include "kernels.h"
+#include "call.h"
 
 namespace {
 
@@ -29,9 +28,9 @@ using namespace fused_norm;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-enum Saved { X, LN_WEIGHT, LN_BIAS, WEIGHT, MEAN, RSTD, COUNT };
+enum Saved { X, GAMMA, BETA, WEIGHT, MEAN, RSTD, COUNT };
 
-PyObject* python_backward = nullptr;
+PyObject *python_forward = nullptr, *python_backward = nullptr;
 
 // The first backward of a thread on a GPU is Python's, which makes PyTorch's products ready there:
 // a captured graph may choose them later, and they cannot begin within a capture.
@@ -48,6 +47,7 @@ bool is_watched() {
 struct LayerNormLinearBackward : torch::autograd::Node {
   std::array<SavedVariable, COUNT> saved;
   Kernels kernels;
+  int64_t context = 0;
   double eps = 0;
   Plain is_plain;
   std::mutex mutex;
@@ -93,34 +93,34 @@ struct LayerNormLinearBackward : torch::autograd::Node {
  private:
   // Runs the kernels; false where Python has to.
   bool compute(const Tensor& dy, const variable_list& saved, variable_list& results) {
-    const auto& pass = kernels.backward;
-    if (!pass.run || is_watched() || is_first_of_thread(is_plain.stream) ||
+    if (!kernels.backward || is_watched() || is_first_of_thread(is_plain.stream) ||
         current_stream(dy.device()) != is_plain.stream) {
       return false;
     }
     const Tensor bias;
-    const Inputs inputs{saved[X], saved[LN_WEIGHT], saved[LN_BIAS], saved[WEIGHT],
-                        bias,     saved[MEAN],      saved[RSTD]};
+    const Inputs inputs{saved[X], saved[GAMMA], saved[BETA], saved[WEIGHT],
+                        bias,     saved[MEAN],  saved[RSTD]};
     // Tensors may have got another memory since the forward, by an assignment to their `data`.
-    auto call = call_on(inputs, dy, is_plain, kernels.context, eps);
-    if (!call) return false;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto& [x, weight, affine] = std::tie(inputs.x, inputs.weight, inputs.affine());
-    const auto options = (affine.defined() ? affine : x).options();
-    variable_list out(5);
-    if (task_should_compute_output(0)) out[0] = at::empty(x.sizes(), x.options());
-    if (task_should_compute_output(1)) out[1] = at::empty({call->K}, options);
-    if (task_should_compute_output(2)) out[2] = at::empty({call->K}, options);
-    if (task_should_compute_output(3)) out[3] = at::empty({call->N, call->K}, weight.options());
-    if (task_should_compute_output(4)) out[4] = at::empty({call->N}, weight.options());
+    auto call = call_on(inputs, is_plain, context, eps);
+    if (!call || !is_plain(dy, call->M * call->N, inputs.x.scalar_type())) return false;
     call->dy = address(dy);
-    call->dx = address(out[0]);
-    call->dln_weight = address(out[1]);
-    call->dln_bias = address(out[2]);
-    call->dweight = address(out[3]);
-    call->dbias = address(out[4]);
-    const auto workspace = workspace_of(pass, *call, x);
-    if (!workspace || pass.run(&*call) != 0) return false;
+    void** const addresses[] = {
+        &call->dx, &call->dgamma, &call->dbeta, &call->dweight, &call->dbias};
+    for (int i = 0; i < 5; ++i) *addresses[i] = task_should_compute_output(i) ? WANTED : nullptr;
+    if (kernels.plan_backward(&*call) != 0 || call->way != FUSED) return false;
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto& x = inputs.x;
+    const auto linear = inputs.weight.options();
+    const auto norm = (inputs.norm().defined() ? inputs.norm() : x).options();
+    variable_list out(5);
+    if (call->dx) out[0] = at::empty(x.sizes(), x.options());
+    if (call->dgamma) out[1] = at::empty({call->K}, norm);
+    if (call->dbeta) out[2] = at::empty({call->K}, norm);
+    if (call->dweight) out[3] = at::empty({call->N, call->K}, linear);
+    if (call->dbias) out[4] = at::empty({call->N}, linear);
+    for (int i = 0; i < 5; ++i) *addresses[i] = address(out[i]);
+    const auto workspace = workspace_of(*call, x);
+    if (kernels.backward(&*call) != 0) return false;
     results = std::move(out);
     return true;
   }
@@ -161,28 +161,21 @@ Tensor tensor_of(PyObject* object) {
   return object == Py_None ? Tensor() : THPVariable_Unpack(object);
 }
 
-// The addresses of each pass's two functions, and their context, from a tuple or None.
-Kernels kernels_of(PyObject* tuple) {
-  if (tuple == Py_None) return {};
-  const auto word = [&](int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)); };
-  const auto function = [&](int i) { return reinterpret_cast<Function>(word(i)); };
-  return {{function(0), function(1)}, {function(2), function(3)}, word(4)};
-}
-
 // Gives y its node.
 PyObject* with_node(
-    const Tensor& y, const Inputs& inputs, double eps, const Kernels& kernels, const Plain& plain) {
-  const auto& [x, ln_weight, ln_bias, weight, bias, mean, rstd] = inputs;
+    const Tensor& y, const Inputs& inputs, double eps, const Kernels& kernels, int64_t context,
+    const Plain& plain) {
+  const auto& [x, gamma, beta, weight, bias, mean, rstd] = inputs;
   auto* node = new LayerNormLinearBackward;
   using Pointer = std::decay_t<decltype(y.grad_fn())>;
   const auto owner = own<Pointer>(node);
-  node->set_next_edges(
-      torch::autograd::collect_next_edges(x, ln_weight, ln_bias, weight, bias));
+  node->set_next_edges(torch::autograd::collect_next_edges(x, gamma, beta, weight, bias));
   node->saved = {
-      SavedVariable(x, false),      SavedVariable(ln_weight, false), SavedVariable(ln_bias, false),
-      SavedVariable(weight, false), SavedVariable(mean, false),      SavedVariable(rstd, false)};
+      SavedVariable(x, false),      SavedVariable(gamma, false), SavedVariable(beta, false),
+      SavedVariable(weight, false), SavedVariable(mean, false),  SavedVariable(rstd, false)};
   node->eps = eps;
   node->kernels = kernels;
+  node->context = context;
   node->is_plain = plain;
   torch::autograd::set_history(y, owner);
 #if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
@@ -191,87 +184,107 @@ PyObject* with_node(
   return THPVariable_Wrap(y);
 }
 
-// attach(y, x, ln_weight, ln_bias, linear_weight, linear_bias, mean, rstd, eps, kernels): gives y
-// its node and returns it. `kernels` is None, or as in `kernels_of`.
-PyObject* attach(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 10, "attach takes 10 arguments");
-  std::array<Tensor, 8> tensors;
-  for (int i = 0; i < 8; ++i) tensors[i] = tensor_of(arguments[i]);
-  auto& [y, x, ln_weight, ln_bias, weight, bias, mean, rstd] = tensors;
-  // A view that an op of PyTorch's has made would keep its own history.
-  if (y.is_view()) y = y.variable_data();
-  const Inputs inputs{x, ln_weight, ln_bias, weight, bias, mean, rstd};
-  const Plain plain{y.key_set(), current_stream(y.device())};
-  return with_node(y, inputs, PyFloat_AsDouble(arguments[8]), kernels_of(arguments[9]), plain);
-  END_HANDLE_TH_ERRORS
+// Queues or computes y, mean and rstd; false where the plan leaves the call to Python.
+bool compute(
+    Call& call, const Kernels& kernels, const Tensor& x, const Tensor& weight, Tensor& y,
+    std::optional<pybind11::gil_scoped_release>& without_lock) {
+  if (!kernels.forward || kernels.plan_forward(&call) != 0) return false;
+  if (call.way != FUSED && call.way != NEW_FOLD) return false;
+  c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = weight.size(0);
+  y = at::empty(shape, x.options());
+  call.y = address(y);
+  const auto workspace = workspace_of(call, x);
+  // Threads take turns to launch, as they do in Python. A CPU's kernels are all of the work.
+  if (!x.is_cpu()) without_lock.reset();
+  return kernels.forward(&call) == 0;
 }
 
-// forward(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, kernels): computes y and gives it
-// its node. None where no gradient is wanted, or Python has to. The kernels are for x's dtype and
-// device; of all else that an assignment to a tensor's `data` changes, nothing is taken for granted.
+// Has Python's backends compute y, mean and rstd; false with Python's error set.
+bool compute_by_python(PyObject* const* arguments, Tensor& y, Tensor& mean, Tensor& rstd) {
+  const at::NoGradGuard no_grad;
+  const auto results = py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(python_forward, arguments, 6, nullptr));
+  if (!results) return false;
+  y = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 0));
+  mean = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 1));
+  rstd = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 2));
+  // A view that an op of PyTorch's has made would keep its own history.
+  if (y.is_view()) y = y.variable_data();
+  return true;
+}
+
+// forward(x, gamma, beta, weight, bias, eps, library, context): computes y and gives it its node.
+// None where no gradient is wanted, or a tensor is not as kernels need it. The kernels are for x's
+// dtype and device; of all else that an assignment to a tensor's `data` changes, nothing is taken
+// for granted.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 7, "forward takes 7 arguments");
+  TORCH_CHECK(count == 8, "forward takes 8 arguments");
   std::array<Tensor, 5> tensors;
   for (int i = 0; i < 5; ++i) tensors[i] = tensor_of(arguments[i]);
-  const auto& [x, ln_weight, ln_bias, weight, bias] = tensors;
+  const auto& [x, gamma, beta, weight, bias] = tensors;
   const double eps = PyFloat_AsDouble(arguments[5]);
-  const Kernels kernels = kernels_of(arguments[6]);
+  const Kernels& kernels = Kernels::of(PyUnicode_AsUTF8(arguments[6]));
+  const int64_t context = PyLong_AsLongLong(arguments[7]);
   const auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
-  if (!kernels.forward.run || x.layout() != at::kStrided || x.key_set() != weight.key_set() ||
-      weight.dim() != 2 || x.dim() == 0 || x.numel() == 0 || weight.numel() == 0 ||
+  if (x.layout() != at::kStrided || x.key_set() != weight.key_set() || weight.dim() != 2 ||
+      x.dim() == 0 || x.numel() == 0 || weight.numel() == 0 ||
       std::none_of(tensors.begin(), tensors.end(), requires_grad)) {
     Py_RETURN_NONE;
   }
   Tensor y, mean, rstd;
-  const Inputs inputs{x, ln_weight, ln_bias, weight, bias, mean, rstd};
+  const Inputs inputs{x, gamma, beta, weight, bias, mean, rstd};
   Plain plain{{}, current_stream(x.device())};
   bool done = false;
   {
     std::optional<pybind11::gil_scoped_release> without_lock(std::in_place);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto statistics = x.options().dtype(statistics_dtype(x.scalar_type()));
-    c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
-    shape.back() = weight.size(0);
-    y = at::empty(shape, x.options());
     mean = at::empty(x.sizes().slice(0, x.dim() - 1), statistics);
     rstd = at::empty(mean.sizes(), statistics);
-    plain.keys = y.key_set();
-    auto call = call_on(inputs, y, plain, kernels.context, eps);
-    if (call) call->y = address(y);
-    if (const auto workspace = call ? workspace_of(kernels.forward, *call, x) : std::nullopt) {
-      // Threads take turns to launch, as they do in Python. A CPU's kernels are all of the work.
-      if (!x.is_cpu()) without_lock.reset();
-      done = kernels.forward.run(&*call) == 0;
+    plain.keys = mean.key_set();
+    auto call = call_on(inputs, plain, context, eps);
+    if (!call) {
+      without_lock.reset();
+      Py_RETURN_NONE;
     }
+    done = compute(*call, kernels, x, weight, y, without_lock);
   }
-  if (!done) Py_RETURN_NONE;
-  return with_node(y, inputs, eps, kernels, plain);
+  if (!done && !compute_by_python(arguments, y, mean, rstd)) return nullptr;
+  return with_node(y, inputs, eps, kernels, context, plain);
   END_HANDLE_TH_ERRORS
 }
 
-// set_python_backward(function): what to call as function(grad_output, saved, eps, mask).
-PyObject* set_python_backward(PyObject*, PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(python_backward, function);
+// set_python(forward, backward): what to call as forward(x, gamma, beta, weight, bias, eps) and as
+// backward(grad_output, saved, eps, wanted).
+PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "set_python takes 2 arguments");
+  Py_INCREF(arguments[0]);
+  Py_XSETREF(python_forward, arguments[0]);
+  Py_INCREF(arguments[1]);
+  Py_XSETREF(python_backward, arguments[1]);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
 PyMethodDef methods[] = {
-    {"attach", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(attach)), METH_FASTCALL,
-     "attach(y, x, ln_weight, ln_bias, linear_weight, linear_bias, mean, rstd, eps, kernels)"},
-    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL,
-     "forward(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, kernels)"},
-    {"set_python_backward", set_python_backward, METH_O, "set_python_backward(function)"},
+    {"forward", fast(forward), METH_FASTCALL,
+     "forward(x, gamma, beta, weight, bias, eps, library, context)"},
+    {"set_python", fast(set_python), METH_FASTCALL, "set_python(forward, backward)"},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "autograd", "The backward as a node without Python.", -1, methods,
+    PyModuleDef_HEAD_INIT, "node", "The op and its backward as a node without Python.", -1, methods,
     nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_autograd() {
+PyMODINIT_FUNC PyInit_node() {
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
   return PyModule_Create(&module);
 }

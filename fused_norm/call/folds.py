@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_norm._parameters import Parameters
+from fused_norm.call.parameters import Parameters
 
 
 @dataclass(slots=True)
@@ -22,20 +22,11 @@ class Fold:
         tensors: Wc `[N, K]`, and s and c `[2, N]` in float32; empty until the parameters come a
             second time.
         addresses: Of Wc, s and c.
-        scratch: Where the statistics of rows go that nobody asks for.
     """
 
     versions: tuple[int, ...] | None
     tensors: tuple[Tensor, ...] = ()
     addresses: tuple[int, ...] = ()
-    scratch: Tensor | None = None
-
-    def unread_statistics(self, rows: int, x: Tensor) -> tuple[int, int]:
-        """Return addresses for mean and rstd, in memory that serves every call of the stream."""
-        if self.scratch is None or self.scratch.numel() < 2 * rows:
-            self.scratch = x.new_empty(2 * rows, dtype=torch.float32)
-        address = self.scratch.data_ptr()
-        return address, address + 4 * rows
 
 
 @contextmanager
@@ -89,10 +80,10 @@ def _for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold
     """Return a fold that is ready, from whichever stream, and keep it for the graph."""
     for fold in parameters.folds.values():
         if fold.versions == versions and fold.tensors:
-            # Under a key that no stream has, it stays when the stream gets another one.
+            # Keep it under a key no stream uses, so that replacing a stream's fold cannot free what
+            # a graph reads.
             parameters.folds[-id(fold)] = fold
-            # With scratch memory of the graph's own: others may run beside it.
-            return Fold(versions, fold.tensors, fold.addresses)
+            return fold
     return None
 
 

@@ -1,6 +1,6 @@
 """Builds, caches and loads the native extensions: the Mojo kernels behind every op.
 
-An extension is one file of `fused_norm/native/`, compiled with `mojo build --emit shared-lib`
+An extension is one file of this folder, compiled with `mojo build --emit shared-lib`
 for one dtype and one target. The result is kept under a key of everything that it depends on: the
 Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
 extension first builds it.
@@ -29,10 +29,11 @@ from types import ModuleType
 
 import torch
 
-from fused_norm import _cache
-from fused_norm._cache import BuildError, cache_dir
+from fused_norm.native import cache
+from fused_norm.native.cache import BuildError, cache_dir
 
-PACKAGE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parent
 DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -51,10 +52,10 @@ class Extension:
     """One native extension: a source file for one dtype and one target.
 
     Attributes:
-        name: Stem of a file in `fused_norm/native/`.
+        name: Stem of a Mojo file in this folder.
         dtype: Name of the dtype that its kernels work on, as in `DTYPES`.
         accelerator: GPU architecture as Mojo names it (`nvidia:sm_90a`), or None for the host CPU.
-        folder: Where the source file is, if not in `fused_norm/native/`.
+        folder: Where the source file is, if not in this one.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Extension:
     @property
     def source(self) -> Path:
         """The file that is compiled."""
-        return (self.folder or PACKAGE / "native") / f"{self.name}.mojo"
+        return (self.folder or HERE) / f"{self.name}.mojo"
 
     @property
     def path(self) -> Path:
@@ -146,13 +147,13 @@ def build(extension: Extension, *, force: bool = False) -> Path:
         BuildError: If the cache cannot be written, the compiler is missing, or it fails.
     """
     path = extension.path
-    _cache.build(path, extension, lambda output: _compile(extension, output), force=force)
+    cache.build(path, extension, lambda output: _compile(extension, output), force=force)
     return path
 
 
 def is_built(extension: Extension) -> bool:
     """Return whether an intact build of the extension is in the cache."""
-    return _cache.is_intact(extension.path)
+    return cache.is_intact(extension.path)
 
 
 _load_lock = threading.RLock()
@@ -242,16 +243,6 @@ def _load_runtime() -> None:
 
 
 @functools.cache
-def functions(extension: Extension) -> tuple[int, ...]:
-    """Return the addresses of an extension's functions for `autograd.cpp`, in its order."""
-    load(extension)
-    library = ctypes.CDLL(str(extension.path))
-    names = ("forward_workspace", "forward", "backward_workspace", "backward")
-    found = (library[f"layernorm_linear_{name}"] for name in names)
-    return tuple(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in found)
-
-
-@functools.cache
 def gomp_parallel() -> int:
     """Return the address of `GOMP_parallel` in the libgomp that PyTorch computes with, or 0.
 
@@ -270,7 +261,7 @@ def _key(accelerator: str | None) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
-    sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "native").glob("*.mojo")]
+    sources = [*(root / "op").rglob("*.mojo"), *HERE.glob("*.mojo")]
     for source in sorted(sources):
         # The puzzle and the MAX registrations are no part of any extension.
         if "puzzle" not in source.relative_to(root).parts and source.name != "register.mojo":
