@@ -83,7 +83,8 @@ def _for_graph(parameters: Parameters, versions: tuple[int, ...] | None) -> Fold
             # Keep it under a key no stream uses, so that replacing a stream's fold cannot free what
             # a graph reads.
             parameters.folds[-id(fold)] = fold
-            return fold
+            ready: Fold = fold
+            return ready
     return None
 
 

@@ -172,7 +172,8 @@ def gradients(
     """Return the gradients that are wanted; C++ calls this too, for what it leaves to Python."""
     if torch.is_grad_enabled() or is_forward_mode():
         # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
-        found = reference.layernorm_linear_backward(grad_output, *saved[:4], eps)
+        x, gamma, beta, weight, *_ = saved
+        found = reference.layernorm_linear_backward(grad_output, x, gamma, beta, weight, eps)
     elif is_watched() or not are_plain((grad_output, *saved)):
         found = layernorm_linear_backward(grad_output, *saved, eps, wanted)
     else:
