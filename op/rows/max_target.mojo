@@ -116,7 +116,9 @@ struct Target[target: StaticString](RowTarget):
         comptime if Self.target == "cpu":
             _cpu().run[P, dtype, ftype](operands)
         else:
-            GpuRows(Gpu(self.ctx, self.ctx.stream())).run[P, dtype, ftype](operands)
+            GpuRows(Gpu(self.ctx, self.ctx.stream())).run[P, dtype, ftype](
+                operands
+            )
 
     def add_up[
         accum: DType, dtype: DType

@@ -1,8 +1,4 @@
-"""Writes LayerNorm, forward and backward, as row programs; also the one whose eps is trained.
-
-    mean = sum x / K;  v = x - mean;  rstd = 1 / sqrt(sum v v / K + eps);  y = v rstd gamma + beta
-    xhat = v rstd;  g = dy gamma
-    dx = rstd (g - sum g / K - xhat sum g xhat / K);  dgamma = sum over rows dy xhat;  dbeta = sum over rows dy
+"""Writes LayerNorm, forward and backward, as row programs.
 
 The backward can write y on its way, for who needs it again and has not kept it.
 
@@ -11,15 +7,15 @@ exactly zero. What its rounding leaves is the mean of v, and is taken off v and 
 from zero lose nothing.
 """
 
-from .arithmetic import inverse_sqrt
-from .centre import Centre
-from .program import Program
-from .stage import Stage
-from .values import SAME, Row, Values
+from ...norms.layer_norm import LayerNorm
+from ..program import Program
+from ..stage import Stage
+from ..values import SAME, Row, Values
+from .center import _Center
 
 
-struct _Normalise(Stage):
-    """(v, gamma, beta) -> ((v - mean v) rstd, gamma, beta); the results are mean and rstd."""
+struct _Normalize(Stage):
+    """(v, gamma, beta) -> ((v - mean v) rstd, gamma, beta) for v = x - mean x; the results are mean and rstd."""
 
     comptime terms = 2
     comptime results = 2
@@ -39,9 +35,8 @@ struct _Normalise(Stage):
         row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
     ) -> Values[dtype, 1]:
         var rest = total[0] * row.inverse_n
-        var variance = total[1] * row.inverse_n - rest * rest
         var eps = row.number + row.parameter * row.parameter
-        var rstd = inverse_sqrt(variance + eps)
+        var rstd = LayerNorm.rstd(total[0], total[1], row.inverse_n, eps)
         return {before[0] + rest, rstd, -rest * rstd}
 
     @staticmethod
@@ -70,13 +65,6 @@ struct _Affine(Stage):
         return {v[0] * v[1] + v[2]}
 
 
-@always_inline
-def _xhat[
-    dtype: DType, width: Int
-](row: Row[dtype], x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    return (x - row.saved[0]) * row.saved[1]
-
-
 struct _Gradient(Stage):
     """(dy, x, gamma, beta) -> (dx, y, dy xhat, dy), given mean and rstd."""
 
@@ -88,7 +76,7 @@ struct _Gradient(Stage):
         dtype: DType, width: Int, //
     ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
         var g = v[0] * v[2]
-        return {g, g * _xhat(row, v[1])}
+        return {g, g * LayerNorm.xhat(v[1], row.saved[0], row.saved[1])}
 
     @staticmethod
     @always_inline
@@ -103,98 +91,17 @@ struct _Gradient(Stage):
     @always_inline
     def map_out[
         dtype: DType, width: Int, //
-    ](
-        row: Row[dtype], v: Values[dtype, width], along: Values[dtype, 1]
-    ) -> Values[dtype, width]:
-        var xhat = _xhat(row, v[1])
-        var dx = row.saved[1] * (v[0] * v[2] - along[0] - xhat * along[1])
+    ](row: Row[dtype], v: Values[dtype, width], c: Values[dtype, 1]) -> Values[
+        dtype, width
+    ]:
+        var rstd = row.saved[1]
+        var xhat = LayerNorm.xhat(v[1], row.saved[0], rstd)
+        var dx = LayerNorm.dx(v[0] * v[2], xhat, rstd, c[0], c[1])
         return {dx, xhat * v[2] + v[3], v[0] * xhat, v[0]}
 
 
-struct _CentreBoth(Stage):
-    """(dy, x) -> (dy - mean, x - mean), give or take the rounding of the means."""
-
-    comptime terms = 2
-
-    @staticmethod
-    @always_inline
-    def map_in[
-        dtype: DType, width: Int, //
-    ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
-        return {v[0] - row.first[0], v[1] - row.first[1]}
-
-    @staticmethod
-    @always_inline
-    def finish[
-        dtype: DType, //
-    ](
-        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
-    ) -> Values[dtype, 1]:
-        return {
-            row.first[0] + total[0] * row.inverse_n,
-            row.first[1] + total[1] * row.inverse_n,
-        }
-
-    @staticmethod
-    @always_inline
-    def map_out[
-        dtype: DType, width: Int, //
-    ](
-        row: Row[dtype], v: Values[dtype, width], mean: Values[dtype, 1]
-    ) -> Values[dtype, width]:
-        return {v[0] - mean[0], v[1] - mean[1]}
-
-
-struct _TrainableEpsGradient(Stage):
-    """(centred dy, v) -> dx, where s = sqrt(o o + mean(v v)); the result is -o sum(dy v) / s^3.
-
-    dx = (dy - v mean(dy v) / s^2) / s, of centred dy and v; what centring left of their means is taken off
-    here.
-    """
-
-    comptime terms = 4
-    comptime results = 1
-
-    @staticmethod
-    @always_inline
-    def map_in[
-        dtype: DType, width: Int, //
-    ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
-        return {v[0], v[1], v[0] * v[1], v[1] * v[1]}
-
-    @staticmethod
-    @always_inline
-    def finish[
-        dtype: DType, //
-    ](
-        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
-    ) -> Values[dtype, 1]:
-        var rest_dy = total[0] * row.inverse_n
-        var rest_v = total[1] * row.inverse_n
-        var along_v = total[2] * row.inverse_n - rest_dy * rest_v
-        var variance = total[3] * row.inverse_n - rest_v * rest_v
-        var o = row.parameter
-        var inverse = inverse_sqrt(o * o + variance)
-        var slope = along_v * inverse * inverse
-        return {
-            -o * along_v * row.n * inverse * inverse * inverse,
-            inverse,
-            -slope * inverse,
-            (slope * rest_v - rest_dy) * inverse,
-        }
-
-    @staticmethod
-    @always_inline
-    def map_out[
-        dtype: DType, width: Int, //
-    ](
-        row: Row[dtype], v: Values[dtype, width], total: Values[dtype, 1]
-    ) -> Values[dtype, width]:
-        return {v[0] * total[1] + v[1] * total[2] + total[3]}
-
-
-comptime LayerNormTo[narrow: DType] = Program[
-    Centre, _Normalise, _Affine, features_=2, narrow_=narrow
+comptime LayerNormForward[narrow: DType = SAME] = Program[
+    _Center, _Normalize, _Affine, features_=2, narrow_=narrow
 ]
 """From x, gamma, beta and the number eps to y, with the results mean and rstd.
 
@@ -202,28 +109,13 @@ Parameters:
     narrow: The type of y, if it is not that of x; else `SAME`.
 """
 
-comptime LayerNorm = LayerNormTo[SAME]
-"""The same, in one type."""
-
-comptime TrainableEpsLayerNorm = Program[Centre, _Normalise, parameter_=True]
-"""From x and the parameter o to v / sqrt(o o + mean(v v)) with v = x - mean(x): eps is o o."""
-
-comptime TrainableEpsLayerNormBackward = Program[
-    _CentreBoth,
-    _TrainableEpsGradient,
-    inputs_=2,
-    parameter_=True,
-    primed_=True,
-]
-"""From dy, x and the parameter o to dx; the result is the row's share of the gradient of o."""
-
-comptime LayerNormBackward[narrow: DType = SAME] = Program[
+comptime LayerNormBackward[narrow: DType = SAME, columns: Int = 2] = Program[
     _Gradient,
     inputs_=2,
     features_=2,
     saved_=2,
     outputs_=2,
-    columns_=2,
+    columns_=columns,
     narrow_=narrow,
     first_narrow_=1,
 ]
@@ -231,19 +123,5 @@ comptime LayerNormBackward[narrow: DType = SAME] = Program[
 
 Parameters:
     narrow: The type of y, if it is not that of x; else `SAME`.
-"""
-
-comptime LayerNormBackwardRows[narrow: DType = SAME] = Program[
-    _Gradient,
-    inputs_=2,
-    features_=2,
-    saved_=2,
-    outputs_=2,
-    narrow_=narrow,
-    first_narrow_=1,
-]
-"""From dy, x, gamma, beta, mean and rstd to dx and y.
-
-Parameters:
-    narrow: The type of y, if it is not that of x; else `SAME`.
+    columns: 0 to leave out the sums.
 """
