@@ -24,7 +24,11 @@ trait RowProgram:
     """
 
     comptime Stages[index: Int]: Stage
-    """The stages, in order."""
+    """The stages, in order.
+
+    Parameters:
+        index: Which stage.
+    """
     comptime stages: Int
     """The number of stages."""
     comptime inputs: Int
@@ -227,7 +231,11 @@ struct Program[
     """
 
     comptime Stages[index: Int]: Stage = Self.StageTypes[index]
-    """The stages, in order."""
+    """The stages, in order.
+
+    Parameters:
+        index: Which stage.
+    """
     comptime stages = Self.StageTypes.length
     """The number of stages."""
     comptime inputs = Self.inputs_
