@@ -7,10 +7,10 @@ Their names are those of the Spiral language's LayerNorm, which they follow.
 
 from std.math import sqrt
 
-from .centre import Centre, Recentre
-from .program import Program
-from .stage import Stage
-from .values import Row, Values
+from .center import _Center, _Recenter
+from ..program import Program
+from ..stage import Stage
+from ..values import Row, Values
 
 
 struct _Norm(Stage):
@@ -107,7 +107,7 @@ struct _DivGradient(Stage):
         return {da, -da * (v[1] / v[2])}
 
 
-comptime Mean = Program[Centre, Recentre, primed_=True]
+comptime Mean = Program[_Center, _Recenter, primed_=True]
 """From x to x - mean(x). It is its own backward."""
 
 comptime Norm = Program[_Norm]
