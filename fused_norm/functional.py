@@ -8,8 +8,6 @@ from torch import Tensor
 from fused_norm import _parameters
 from fused_norm._ops import layernorm_linear, run, run_compiled
 from fused_norm._registration import is_watched
-from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
-from fused_norm._rowwise import trainable_eps_forward
 from fused_norm._validation import (
     by_pytorch,
     has_kernel,
@@ -17,6 +15,7 @@ from fused_norm._validation import (
     surely_has_trainable_eps_kernel,
     trainable_eps_by_pytorch,
 )
+from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
 
 
 def fused_layernorm_linear(

@@ -1,0 +1,1 @@
+"""Who runs a call: each backend accepts it or declines it."""

@@ -1,0 +1,1 @@
+"""The ops as PyTorch knows them: schemas, fakes, autograd, validation."""
