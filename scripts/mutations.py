@@ -161,7 +161,7 @@ MUTATIONS = (
     Mutation(
         "wrong sign in the gradient of a LayerNorm with a trained eps",
         "cpu",
-        "op/rows/layernorm.mojo",
+        "op/rows/programs/trainable_eps.mojo",
         "            -slope * inverse,\n",
         "            slope * inverse,\n",
         ROWS,
@@ -193,9 +193,9 @@ MUTATIONS = (
     Mutation(
         "no mean of dy gamma in dx (c1)",
         "gpu",
-        "op/rows/layernorm.mojo",
-        "(v[0] * v[2] - along[0] - xhat * along[1])",
-        "(v[0] * v[2] - xhat * along[1])",
+        "op/norms/layer_norm.mojo",
+        "rstd * (g - c0 - xhat * c1)",
+        "rstd * (g - xhat * c1)",
         GPU_LAYERNORM,
     ),
     Mutation(

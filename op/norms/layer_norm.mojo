@@ -6,9 +6,6 @@ from .norm import Norm, inverse_sqrt
 struct LayerNorm(Norm):
     """The formulas of LayerNorm."""
 
-    comptime has_mean = True
-    """The mean is taken off."""
-
     @staticmethod
     @always_inline
     def rstd[

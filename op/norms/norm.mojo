@@ -8,10 +8,10 @@ from std.math import sqrt
 
 
 trait Norm:
-    """What tells one norm from another; gamma and beta are applied the same way in all."""
+    """What tells one norm from another; gamma and beta are applied the same way in all.
 
-    comptime has_mean: Bool
-    """Whether rows are centered. If not, mean and c0 are 0 and nobody has to find them."""
+    One that does not center its rows has no use for sum, mean and c0.
+    """
 
     @staticmethod
     def rstd[
