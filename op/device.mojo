@@ -1,7 +1,8 @@
 """A GPU and a stream: what every launch needs to know of where it runs, and how Python keeps it."""
 
 from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
-from std.memory import OpaquePointer, unsafe_alloc
+from std.memory import OpaquePointer
+from std.memory.alloc import unsafe_alloc
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 
 from .python import Arguments, Values, failure, integer
