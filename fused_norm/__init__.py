@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fused_norm import composed
-from fused_norm._folds import frozen_parameters
+from fused_norm.call.folds import frozen_parameters
 from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
 from fused_norm.modules import LayerNormLinear, TrainableEpsLayerNorm
 

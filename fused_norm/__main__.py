@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fused_norm import _cache, _doctor, _native, _node
+from fused_norm import doctor
+from fused_norm.native import build as native
+from fused_norm.native import cache, node
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument(
         "--dtype",
         action="append",
-        choices=list(_native.DTYPES.values()),
+        choices=list(native.DTYPES.values()),
         help="default: all; may be repeated",
     )
     build.add_argument("--force", action="store_true", help="build again what is already built")
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "doctor":
-        return _doctor.report()
+        return doctor.report()
     if options.autograd:
         return _build_node(force=options.force)
     return _build(options.target, options.dtype, force=options.force)
@@ -52,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) -> int:
     failed = 0
-    for target in targets or _native.attached_targets():
-        for extension in _native.extensions(target, dtypes or list(_native.DTYPES.values())):
+    for target in targets or native.attached_targets():
+        for extension in native.extensions(target, dtypes or list(native.DTYPES.values())):
             try:
-                path = _native.build(extension, force=force)
-            except _cache.BuildError as error:
+                path = native.build(extension, force=force)
+            except cache.BuildError as error:
                 print(error, file=sys.stderr)
                 failed += 1
             else:
@@ -66,8 +68,8 @@ def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) 
 
 def _build_node(*, force: bool) -> int:
     try:
-        print(f"{_node.NAME}: {_node.build(force=force)}")
-    except _cache.BuildError as error:
+        print(f"{node.NAME}: {node.build(force=force)}")
+    except cache.BuildError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _rowwise, reference
-from fused_norm._registration import differentiable, is_forward_mode, register, without_none
+from fused_norm.ops.registration import differentiable, is_forward_mode, register, without_none
 
 
 def _like(x: Tensor, *_: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm import _cpu, _gpu, _native
-from fused_norm._memory import address, dense, statistics_dtype
+from fused_norm.backends import cpu, gpu
+from fused_norm.call.memory import address, dense, statistics_dtype
+from fused_norm.native import build
 
 
 def trainable_eps_forward(x: Tensor, o: Tensor) -> Tensor:
@@ -94,10 +95,10 @@ def div_backward(
 def _run(name: str, x: Tensor, *arguments: int) -> None:
     """Run a kernel for the dtype and on the device of `x`."""
     if x.is_cpu:
-        kernels = _cpu.extension("rows_cpu", x.dtype)
-        getattr(kernels, name)(*arguments, _cpu.threads(), _native.gomp_parallel())
+        kernels = cpu.extension("rows_cpu", x.dtype)
+        getattr(kernels, name)(*arguments, cpu.threads(), build.gomp_parallel())
     else:
-        getattr(_gpu.launcher("rows_gpu", x), name)(*arguments)
+        getattr(gpu.launcher("rows_gpu", x), name)(*arguments)
 
 
 def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import _row_ops, reference
-from fused_norm._validation import by_pytorch_widened, div_by_pytorch, has_row_kernel
+from fused_norm.ops.validation import by_pytorch_widened, div_by_pytorch, has_row_kernel
 
 
 def mean(x: Tensor) -> Tensor:

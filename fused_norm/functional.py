@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm import _parameters
-from fused_norm._ops import layernorm_linear, run, run_compiled
-from fused_norm._registration import is_watched
 from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
 from fused_norm._rowwise import trainable_eps_forward
-from fused_norm._validation import (
-    by_pytorch,
-    has_kernel,
+from fused_norm.ops import norm_linear
+from fused_norm.ops.registration import is_watched
+from fused_norm.ops.validation import (
     has_trainable_eps_kernel,
     surely_has_trainable_eps_kernel,
     trainable_eps_by_pytorch,
@@ -51,20 +48,7 @@ def fused_layernorm_linear(
         TypeError: As they do, for an argument that is not a tensor.
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
-    if not is_watched() and not torch._C._is_any_autocast_enabled():
-        if torch.is_grad_enabled():
-            y = run_compiled(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-            if y is not None:
-                return y
-        parameters = _parameters.known(ln_weight, ln_bias, linear_weight, linear_bias)
-        if parameters is not None and parameters.take(x, eps):
-            return run(x, ln_weight, ln_bias, linear_weight, linear_bias, eps, parameters)
-    weight, bias, autocast = linear_weight, linear_bias, False
-    if _is_autocast(x):
-        weight, bias, autocast = _autocast(x, weight, bias)
-    if not has_kernel(x, ln_weight, ln_bias, weight, bias, eps, autocast):
-        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-    return layernorm_linear(x, ln_weight, ln_bias, weight, bias, eps)
+    return norm_linear.call(x, (ln_weight, ln_bias, linear_weight, linear_bias), eps)
 
 
 def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
@@ -98,18 +82,3 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
     else:
         y = trainable_eps(x, o)
     return y
-
-
-def _is_autocast(x: Tensor) -> bool:
-    if not isinstance(x, Tensor) or not (x.is_cpu or x.is_cuda):
-        return False
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
-
-
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, bool]:
-    """Return the Linear parameters in autocast's dtype, as autocast treats a Linear layer."""
-    dtype = torch.get_autocast_dtype(x.device.type)
-    castable = (torch.float32, torch.bfloat16, torch.float16)
-    if not isinstance(weight, Tensor) or weight.dtype not in castable or x.dtype not in castable:
-        return weight, bias, False
-    return weight.to(dtype), bias.to(dtype) if isinstance(bias, Tensor) else bias, True

@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from fused_norm import _parameters
-from fused_norm._main_grad import accumulating
-from fused_norm.functional import fused_layernorm_linear, trainable_eps_layer_norm
+from fused_norm.call.memory import statistics_dtype
+from fused_norm.call.parameters import forget_before_swap
+from fused_norm.functional import trainable_eps_layer_norm
+from fused_norm.ops import norm_linear
 
 
 class LayerNormLinear(nn.Module):
@@ -92,15 +94,20 @@ class LayerNormLinear(nn.Module):
         """Return a module that shares the Parameters of a LayerNorm and of the Linear after it.
 
         Args:
-            ln: Normalises the last dimension alone.
+            ln: Normalizes the last dimension alone.
             linear: Takes what `ln` returns.
 
         Raises:
-            ValueError: If `ln` normalises another shape than `(linear.in_features,)`.
+            TypeError: If either is another kind of module, a subclass with a `forward` of its own
+                included: RMSNorm, adapters, quantized layers.
+            ValueError: If `ln` normalizes another shape than `(linear.in_features,)`, or if either
+                has hooks or parametrizations, which the new module would not run.
         """
+        _require_plain("ln", ln, nn.LayerNorm)
+        _require_plain("linear", linear, nn.Linear)
         if tuple(ln.normalized_shape) != (linear.in_features,):
             raise ValueError(
-                f"ln must normalise the shape ({linear.in_features},) that linear takes, "
+                f"ln must normalize the shape ({linear.in_features},) that linear takes, "
                 f"got normalized_shape={tuple(ln.normalized_shape)}"
             )
         layer = cls(linear.in_features, linear.out_features, ln.eps, device="meta")
@@ -130,22 +137,38 @@ class LayerNormLinear(nn.Module):
             module.register_parameter(name, parameter)
         return ln.train(self.training), linear.train(self.training)
 
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """What transformers asks before it initializes a module by its class's name.
+
+        By that name it takes this one for a LayerNorm, and would fill `weight` with ones. While it
+        asks, its own versions of `nn.init` are in place, which spare what a checkpoint brought.
+        """
+        if nn.init.ones_.__module__.startswith("transformers."):
+            self.reset_parameters()
+        return True
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, _: bool) -> None:
+        """Nothing to keep: the answer is always the same."""
+
     def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
-        _parameters.forget_before_swap(self.weight)
+        forget_before_swap(self.weight)
         # PyTorch's own has no annotations.
         return cast(LayerNormLinear, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        _parameters.forget_before_swap(self.weight)
+        forget_before_swap(self.weight)
         super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`."""
-        gamma, beta, weight = self.layer_norm_weight, self.layer_norm_bias, self.weight
-        accumulates = self.fuse_wgrad_accumulation and weight.requires_grad
-        if not (accumulates and torch.is_grad_enabled()):
-            return fused_layernorm_linear(x, gamma, beta, weight, self.bias, self.eps)
-        return accumulating(x, gamma, beta, weight, self.bias, self.eps)
+        tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
+        owner = None
+        if self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled():
+            owner = self.weight
+            _require_main_grad(owner)
+        return norm_linear.call(x, tensors, self.eps, owner)
 
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
@@ -186,3 +209,47 @@ class TrainableEpsLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, each row normalised."""
         return trainable_eps_layer_norm(x, self.o)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _require_plain(name: str, module: Any, kind: type[nn.Module]) -> None:
+    """Raise unless a module computes what its class does, and nothing else.
+
+    Args:
+        name: The argument's name.
+        module: The argument.
+        kind: The class, whose subclasses may not bring a `forward` of their own.
+    """
+    plain = f"nn.{kind.__name__}"
+    if not isinstance(module, kind):
+        raise TypeError(f"{name} must be an {plain}, got {type(module).__name__}")
+    if is_parametrized(module):
+        raise ValueError(f"{name} has parametrizations, which from_modules would drop")
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        raise TypeError(
+            f"{name} must be an {plain} with its own forward, got {type(module).__name__}, "
+            "which computes something else"
+        )
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        raise ValueError(f"{name} has hooks, which from_modules would drop")
+
+
+def _require_main_grad(weight: Tensor) -> None:
+    """Raise unless a weight has a `main_grad` of its shape, in the dtype of sums."""
+    main_grad = getattr(weight, "main_grad", None)
+    dtype = statistics_dtype(weight.dtype)
+    if (
+        not isinstance(main_grad, Tensor)
+        or main_grad.shape != weight.shape
+        or main_grad.dtype is not dtype
+        or main_grad.device != weight.device
+    ):
+        got = main_grad
+        if isinstance(main_grad, Tensor):
+            got = f"{list(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}"
+        raise RuntimeError(
+            f"fuse_wgrad_accumulation needs weight.main_grad of shape {list(weight.shape)} "
+            f"and {dtype} on {weight.device}, got {got}"
+        )

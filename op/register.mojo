@@ -1,7 +1,16 @@
-"""Registers the ops of fused_norm for MAX graphs and `CustomOpLibrary`."""
+"""All that MAX graphs and `CustomOpLibrary` find here; each struct names its op beside its signature."""
 
-from .layernorm_linear.register import (
-    FusedLayerNormLinear,
-    FusedLayerNormLinearBackward,
+from .max.norm_linear import (
+    FusedNormLayerNormLinear,
+    FusedNormLayerNormLinearBackward,
+)
+from .max.rows import (
+    ComposedDiv,
+    ComposedDivBackward,
+    ComposedMean,
+    ComposedNorm,
+    ComposedNormBackward,
+    TrainableEpsLayerNorm,
+    TrainableEpsLayerNormBackward,
 )
 from .puzzle.register import LayerNormLinear, LayerNormLinearBackward

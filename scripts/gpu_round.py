@@ -209,18 +209,18 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
 def _build_for_tests(kernels: Path, target: str) -> int:
     """Build what only the tests need: GPU kernels for float64, and row programs of their own."""
     sys.path.insert(0, str(ROOT))
-    from fused_norm import _cache, _native
+    from fused_norm.native import build, cache
 
     os.environ["FUSED_NORM_CACHE_DIR"] = str(kernels)
-    accelerator = _native.extensions(target, ["float32"])[0].accelerator
-    wanted = [_native.Extension(n, "float64", accelerator) for n in _native.GPU_EXTENSIONS]
+    accelerator = build.extensions(target, ["float32"])[0].accelerator
+    wanted = [build.Extension(n, "float64", accelerator) for n in build.GPU_EXTENSIONS]
     for dtype in ("float32", "bfloat16", "float16"):
         folder = ROOT / "tests" / "mojo"
-        wanted.append(_native.Extension("row_programs", dtype, accelerator, folder))
+        wanted.append(build.Extension("row_programs", dtype, accelerator, folder))
     try:
         for extension in wanted:
-            _native.build(extension)
-    except _cache.BuildError as error:
+            build.build(extension)
+    except cache.BuildError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -230,7 +230,7 @@ def _tests_beyond_this_machine() -> list[str]:
     """Leave out the tests that need MAX or the compiler where those are not installed."""
     needs = []
     if importlib.util.find_spec("max") is None:
-        needs += ["fused_norm import _max", "\nfrom max."]
+        needs += ["fused_norm.puzzle import max_ops", "\nfrom max."]
     if shutil.which("mojo") is None:
         needs.append('"mojo", "run"')
     return [

@@ -104,7 +104,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 def build(target: str) -> int:
     """Build the wrong kernels for a GPU into the cache and return how many could not be."""
-    script = "from fused_norm._native import *; build(Extension(*__import__('sys').argv[1:]))"
+    script = "from fused_norm.native.build import *; build(Extension(*__import__('sys').argv[1:]))"
     failed = 0
     for mutation in MUTATIONS:
         if mutation.target == "gpu" and mutation.file.endswith(".mojo"):

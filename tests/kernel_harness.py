@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from fused_norm import _native
+from fused_norm.native import build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,9 +17,9 @@ GUARD = 7.0
 
 def extension(name: str, dtype: torch.dtype, folder: str = "", *, gpu: bool = False) -> ModuleType:
     """Load an extension of the library, or one in a folder of the repository."""
-    accelerator = _native.accelerator_of(torch.device("cuda", 0)) if gpu else None
+    accelerator = build.accelerator_of(torch.device("cuda", 0)) if gpu else None
     where = ROOT / folder if folder else None
-    return _native.load(_native.Extension(name, _native.DTYPES[dtype], accelerator, where))
+    return build.load(build.Extension(name, build.DTYPES[dtype], accelerator, where))
 
 
 class Guarded:

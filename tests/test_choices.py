@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from accuracy import make_inputs
+from fused_norm._parameters import Parameters
 
 import fused_norm as fn
 from fused_norm import _choices, _sm90
-from fused_norm._parameters import Parameters
 
 ROOT = Path(__file__).parent.parent
 

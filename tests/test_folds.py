@@ -12,9 +12,10 @@ from accuracy import as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm import _parameters, _sm90
-from fused_norm._folds import Fold
-from fused_norm._parameters import Parameters
+from fused_norm.backends import sm90
+from fused_norm.call import parameters as known_parameters
+from fused_norm.call.folds import Fold
+from fused_norm.call.parameters import Parameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,19 +30,19 @@ pytestmark = [
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses of the weights that were folded."""
     made: list[int] = []
-    make: Callable[..., None] = _sm90._make
+    make: Callable[..., None] = sm90._make
 
-    def counted(parameters: Parameters, stream: int, fold: Fold) -> None:
-        made.append(parameters.weight)
-        make(parameters, stream, fold)
+    def counted(fold: Fold, parameters: Parameters, *others: object) -> None:
+        made.append(parameters.tensors()[2].data_ptr())
+        make(fold, parameters, *others)
 
-    monkeypatch.setattr(_sm90, "_make", counted)
-    _parameters._kept.clear()
+    monkeypatch.setattr(sm90, "_make", counted)
+    known_parameters._kept.clear()
     return made
 
 
 def kept_folds() -> list[Fold]:
-    return [fold for kept in _parameters._kept.values() for fold in kept.folds.values()]
+    return [fold for kept in known_parameters._kept.values() for fold in kept.folds.values()]
 
 
 def inputs(rows: int = 50, mean: float = 0.0) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from accuracy import as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
-from fused_norm import _ops
+from fused_norm.ops import norm_linear
 
 pytest.importorskip("max")
 
@@ -98,8 +98,10 @@ def run(device: str, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
 
 def by_native_door(tensors: list[Tensor]) -> list[Tensor]:
     *inputs, dy = tensors
-    forward = _ops.layernorm_linear_forward(*inputs, 1e-5)
-    backward = _ops.layernorm_linear_backward(dy, *inputs[:4], *forward[1:], 1e-5, [True] * 5)
+    forward = norm_linear.layernorm_linear_forward(*inputs, 1e-5)
+    backward = norm_linear.layernorm_linear_backward(
+        dy, *inputs[:4], *forward[1:], 1e-5, [True] * 5
+    )
     return [*forward, *backward]
 
 

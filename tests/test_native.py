@@ -15,8 +15,8 @@ import torch
 from accuracy import eager, make_inputs
 
 import fused_norm as fn
-from fused_norm import _cache, _native
 from fused_norm.__main__ import main
+from fused_norm.native import build, cache
 
 TINY = """
 from std.os import abort
@@ -58,9 +58,9 @@ struct Thing(Movable, Writable):
 LOAD = """
 import sys
 from pathlib import Path
-from fused_norm import _native
-_native.PACKAGE = Path(sys.argv[1])
-print(_native.load(_native.Extension("tiny", "float32")).answer())
+from fused_norm.native import build
+build.PACKAGE = Path(sys.argv[1])
+print(build.load(build.Extension("tiny", "float32")).answer())
 """
 
 
@@ -70,16 +70,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "package/extension").mkdir(parents=True)
     (tmp_path / "package/op").mkdir()
     (tmp_path / "package/extension/tiny.mojo").write_text(TINY)
-    monkeypatch.setattr(_native, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(build, "PACKAGE", tmp_path / "package")
     monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(_native, "load", _native.load.__wrapped__)
-    _native._key.cache_clear()
+    monkeypatch.setattr(build, "load", build.load.__wrapped__)
+    build._key.cache_clear()
     yield tmp_path / "package"
-    _native._key.cache_clear()
+    build._key.cache_clear()
 
 
-def tiny() -> _native.Extension:
-    return _native.Extension("tiny", "float32")
+def tiny() -> build.Extension:
+    return build.Extension("tiny", "float32")
 
 
 def load_elsewhere(package: Path, *flags: str, **kwargs: object) -> subprocess.Popen[str]:
@@ -93,12 +93,12 @@ def load_elsewhere(package: Path, *flags: str, **kwargs: object) -> subprocess.P
 
 
 def test_builds_once_and_says_so(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert not _native.is_built(tiny())
-    assert _native.load(tiny()).answer() == 42
+    assert not build.is_built(tiny())
+    assert build.load(tiny()).answer() == 42
     assert "building tiny (float32, cpu), kept in" in capfd.readouterr().err
-    assert _native.load(tiny()).answer() == 42
+    assert build.load(tiny()).answer() == 42
     assert capfd.readouterr().err == ""
-    assert [p.suffix for p in sorted(_cache.cache_dir().iterdir())] == [".lock", ".sha256", ".so"]
+    assert [p.suffix for p in sorted(cache.cache_dir().iterdir())] == [".lock", ".sha256", ".so"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_builds_once_and_says_so(package: Path, capfd: pytest.CaptureFixture[str
     ],
 )
 def test_damaged_file_is_built_again(package: Path, damage: str) -> None:
-    path = _native.build(tiny())
+    path = build.build(tiny())
     content = path.read_bytes()
     if damage == "truncated":
         path.write_bytes(content[: len(content) // 2])
@@ -117,44 +117,44 @@ def test_damaged_file_is_built_again(package: Path, damage: str) -> None:
         path.write_bytes(content[:-100] + bytes(100))
     else:
         path.with_suffix(".sha256").unlink()
-    assert not _native.is_built(tiny())
+    assert not build.is_built(tiny())
     process = load_elsewhere(package)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out.strip()) == (0, "42"), err
-    assert _native.is_built(tiny())
+    assert build.is_built(tiny())
 
 
 def test_changed_source_is_another_build(package: Path) -> None:
     before = tiny().path
     (package / "op/kernel.mojo").write_text("# a kernel")
-    _native._key.cache_clear()
+    build._key.cache_clear()
     assert tiny().path != before
 
 
 def test_compiler_errors_are_shown(package: Path) -> None:
     (package / "extension/tiny.mojo").write_text(TINY + "\nnonsense here\n")
-    with pytest.raises(_cache.BuildError, match=r"(?s)compiler failed on tiny.*nonsense"):
-        _native.build(tiny())
-    assert not list(_cache.cache_dir().glob(".build-*"))
+    with pytest.raises(cache.BuildError, match=r"(?s)compiler failed on tiny.*nonsense"):
+        build.build(tiny())
+    assert not list(cache.cache_dir().glob(".build-*"))
 
 
 def test_missing_compiler(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODULAR_MOJO_MAX_DRIVER_PATH", "/nonexistent/mojo")
-    with pytest.raises(_cache.BuildError, match=r"needs the Mojo compiler.*mojo==1\.2\.0"):
-        _native.build(tiny())
+    with pytest.raises(cache.BuildError, match=r"needs the Mojo compiler.*mojo==1\.2\.0"):
+        build.build(tiny())
 
 
 def test_unwritable_cache(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Permissions do not hold root back, a file in the folder's place does.
     monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(package / "extension/tiny.mojo/cache"))
-    with pytest.raises(_cache.BuildError, match="Set FUSED_NORM_CACHE_DIR to a folder"):
-        _native.build(tiny())
+    with pytest.raises(cache.BuildError, match="Set FUSED_NORM_CACHE_DIR to a folder"):
+        build.build(tiny())
 
 
 def test_relative_folder(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(package)
     monkeypatch.setenv("FUSED_NORM_CACHE_DIR", "some/cache")
-    assert _native.load(tiny()).answer() == 42
+    assert build.load(tiny()).answer() == 42
     assert tiny().path.is_relative_to(package)
 
 
@@ -170,8 +170,8 @@ def test_full_disk(package: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert "fused_norm._cache.BuildError" in result.stderr
-    assert not _native.is_built(tiny())
+    assert "fused_norm.native.cache.BuildError" in result.stderr
+    assert not build.is_built(tiny())
 
 
 def test_two_processes_build_once(package: Path) -> None:
@@ -183,15 +183,15 @@ def test_two_processes_build_once(package: Path) -> None:
 
 def test_interrupted_build_leaves_nothing_behind(package: Path) -> None:
     process = load_elsewhere(package, start_new_session=True)
-    while not list(_cache.cache_dir().glob(".build-*")):
+    while not list(cache.cache_dir().glob(".build-*")):
         time.sleep(0.02)
         assert process.poll() is None, process.communicate()
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in err
-    assert not list(_cache.cache_dir().glob(".build-*"))
-    assert _native.load(tiny()).answer() == 42
+    assert not list(cache.cache_dir().glob(".build-*"))
+    assert build.load(tiny()).answer() == 42
 
 
 @pytest.mark.slow
@@ -210,12 +210,12 @@ def test_loads_where_warnings_are_errors(package: Path) -> None:
 def test_command_line_builds_ahead(
     package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_native, "CPU_EXTENSIONS", ("tiny",))
+    monkeypatch.setattr(build, "CPU_EXTENSIONS", ("tiny",))
     assert main(["build", "--target", "cpu", "--dtype", "float32"]) == 0
     assert str(tiny().path) in capsys.readouterr().out
-    assert _native.is_built(tiny())
+    assert build.is_built(tiny())
     (package / "extension/tiny.mojo").write_text("nonsense")
-    _native._key.cache_clear()
+    build._key.cache_clear()
     assert main(["build", "--target", "cpu", "--dtype", "float32"]) == 1
 
 
@@ -231,9 +231,9 @@ def test_loading_is_quick() -> None:
     fn.fused_layernorm_linear(*make_inputs(4, 8, 16))
     script = """
     import time, torch
-    from fused_norm import _native
+    from fused_norm.native import build
     start = time.process_time()
-    _native.load(_native.Extension("norm_linear_cpu", "float32"))
+    build.load(build.Extension("norm_linear_cpu", "float32"))
     print(time.process_time() - start)
     """
     out = subprocess.check_output([sys.executable, "-c", textwrap.dedent(script)], text=True)
@@ -300,5 +300,5 @@ def test_threads_share_the_op() -> None:
 def test_environment_is_left_alone(package: Path) -> None:
     """Regression: Mojo's runtime points PYTHONPATH and PYTHONEXECUTABLE at another Python."""
     before = subprocess.check_output(["env"])
-    _native.load(tiny())
+    build.load(tiny())
     assert subprocess.check_output(["env"]) == before

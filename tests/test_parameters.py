@@ -12,7 +12,7 @@ from accuracy import eager, make_inputs
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm import _parameters
+from fused_norm.call import parameters as known_parameters
 
 
 def _check(tensors: list[Tensor]) -> None:
@@ -87,13 +87,13 @@ def test_wrong_shapes_are_errors_after_a_right_call(device: str) -> None:
 
 
 def test_parameters_are_forgotten_with_their_first_tensor(device: str) -> None:
-    before = len(_parameters._kept)
+    before = len(known_parameters._kept)
     tensors = make_inputs(6, 12, 10, device=device)
     _check(tensors)
-    assert len(_parameters._kept) == before + 1
+    assert len(known_parameters._kept) == before + 1
     del tensors[1]
     gc.collect()
-    assert len(_parameters._kept) == before
+    assert len(known_parameters._kept) == before
 
 
 def test_one_weight_with_several_other_parameters(device: str) -> None:
@@ -167,8 +167,8 @@ def test_loading_a_state_leaves_what_graphs_read(device: str) -> None:
     layer = fn.LayerNormLinear(12, 10, device=device)
     layer(torch.randn(6, 12, device=device))
     parameters = (layer.layer_norm_weight, layer.layer_norm_bias, layer.weight, layer.bias)
-    before = _parameters.known(*parameters)
+    before = known_parameters.known(*parameters)
     assert before is not None
     layer.load_state_dict(fn.LayerNormLinear(12, 10, device=device).state_dict())
     layer.to(device)
-    assert _parameters.known(*parameters) is before
+    assert known_parameters.known(*parameters) is before

@@ -14,11 +14,11 @@ import torch
 from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
-from fused_norm import _max
+from fused_norm.puzzle import max_ops
 
-DOCUMENT = _max.Sizes(4, 4, 8, 16)  # the hidden dimension ends inside a tile of the matmul
-RAGGED = _max.Sizes(3, 5, 33, 19)  # no tile divides anything
-TILES = _max.Sizes(2, 37, 96, 48)  # several tiles in each direction
+DOCUMENT = max_ops.Sizes(4, 4, 8, 16)  # the hidden dimension ends inside a tile of the matmul
+RAGGED = max_ops.Sizes(3, 5, 33, 19)  # no tile divides anything
+TILES = max_ops.Sizes(2, 37, 96, 48)  # several tiles in each direction
 # MAX compiles a graph for each, which takes it most of a minute in all.
 SIZES = [DOCUMENT, pytest.param(RAGGED, marks=pytest.mark.slow), TILES]
 SIZE_NAMES = ["document", "ragged", "tiles"]
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWar
 FACTOR = 4  # The puzzle's kernels sum one after the other where PyTorch sums in parts.
 
 
-def make_tensors(sizes: _max.Sizes, device: str, mean: float = 0.0) -> list[Tensor]:
+def make_tensors(sizes: max_ops.Sizes, device: str, mean: float = 0.0) -> list[Tensor]:
     """Return x, the four parameters and grad_output."""
     rows = (sizes.batch_size, sizes.seq_len)
     inputs = make_inputs(rows, sizes.hidden_dim, sizes.output_dim, device=device, mean=mean)
@@ -44,29 +44,29 @@ def differentiate(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(eager(*leaves), leaves, grad_output))
 
 
-def check_forward(algorithm: _max.Algorithm, inputs: list[Tensor]) -> None:
-    output = _max.layernorm_linear(*inputs, algorithm=algorithm)
+def check_forward(algorithm: max_ops.Algorithm, inputs: list[Tensor]) -> None:
+    output = max_ops.layernorm_linear(*inputs, algorithm=algorithm)
     assert output.device == inputs[0].device
     assert_within_budget(algorithm, output, eager(*as_float64(inputs)), eager(*inputs), FACTOR)
 
 
 def check_backward(tensors: list[Tensor]) -> None:
     *inputs, grad_output = tensors
-    gradients = _max.layernorm_linear_backward(grad_output, *inputs[:4])
+    gradients = max_ops.layernorm_linear_backward(grad_output, *inputs[:4])
     truths = differentiate(as_float64(tensors))
     bars = differentiate(tensors)
     for name, *values in zip(NAMES, gradients, truths, bars, strict=True):
         assert_within_budget(name, *values, FACTOR)
 
 
-def skip_tiles_on_cpu(sizes: _max.Sizes, device: str) -> None:
+def skip_tiles_on_cpu(sizes: max_ops.Sizes, device: str) -> None:
     if device == "cpu" and sizes == TILES:
         pytest.skip("a CPU has no tiles")
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=SIZE_NAMES)
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])
-def test_forward(algorithm: _max.Algorithm, sizes: _max.Sizes, device: str) -> None:
+def test_forward(algorithm: max_ops.Algorithm, sizes: max_ops.Sizes, device: str) -> None:
     if device == "cpu" and algorithm == "unfused" and sizes != DOCUMENT:
         pytest.skip("a CPU has one kernel for both algorithms; one size shows it")
     skip_tiles_on_cpu(sizes, device)
@@ -74,13 +74,13 @@ def test_forward(algorithm: _max.Algorithm, sizes: _max.Sizes, device: str) -> N
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=SIZE_NAMES)
-def test_backward(sizes: _max.Sizes, device: str) -> None:
+def test_backward(sizes: max_ops.Sizes, device: str) -> None:
     skip_tiles_on_cpu(sizes, device)
     check_backward(make_tensors(sizes, device))
 
 
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])
-def test_large_mean(algorithm: _max.Algorithm, device: str) -> None:
+def test_large_mean(algorithm: max_ops.Algorithm, device: str) -> None:
     """Regression: E[x^2] - E[x]^2 cancels, and is negative where x is about 4096 times its std."""
     tensors = make_tensors(DOCUMENT, device, mean=5000)
     check_forward(algorithm, tensors[:-1])
@@ -91,7 +91,7 @@ def test_autograd_uses_the_incoming_gradient(device: str) -> None:
     """Regression: a backward pass that assumes ones is right for `.sum()` and for nothing else."""
     *inputs, grad_output = make_tensors(DOCUMENT, device)
     leaves = [tensor.requires_grad_() for tensor in inputs]
-    loss = (_max.LayerNormLinearFunction.apply(*leaves, "fused") * grad_output).sum()
+    loss = (max_ops.LayerNormLinearFunction.apply(*leaves, "fused") * grad_output).sum()
     computed = torch.autograd.grad(loss, leaves)
     expected = differentiate([*inputs, grad_output])
     for actual, peer in zip(computed, expected, strict=True):
@@ -104,12 +104,12 @@ def test_strided_tensors(device: str) -> None:
     strided = x.transpose(0, 1).contiguous().transpose(0, 1)
     assert not strided.is_contiguous()
     negated = torch._neg_view(linear_bias)
-    output = _max.layernorm_linear(strided, ln_weight, ln_bias, linear_weight, negated)
+    output = max_ops.layernorm_linear(strided, ln_weight, ln_bias, linear_weight, negated)
     expected = eager(x, ln_weight, ln_bias, linear_weight, -linear_bias)
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
     expanded = torch.ones((), device=device).expand(output.shape)
-    gradients = _max.layernorm_linear_backward(expanded, x, ln_weight, ln_bias, linear_weight)
+    gradients = max_ops.layernorm_linear_backward(expanded, x, ln_weight, ln_bias, linear_weight)
     torch.testing.assert_close(gradients[4], torch.full_like(linear_bias, 16.0))
 
 
@@ -127,7 +127,7 @@ def test_side_stream() -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10_000_000)
             x.copy_(inputs[0])
-            output = _max.layernorm_linear(x, *inputs[1:]) * 1
+            output = max_ops.layernorm_linear(x, *inputs[1:]) * 1
         stream.synchronize()
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
@@ -177,7 +177,7 @@ def test_refusals(case: str, direction: str, monkeypatch: pytest.MonkeyPatch) ->
     def launched() -> None:
         raise AssertionError("reached MAX")
 
-    monkeypatch.setattr(_max, "library", launched)
+    monkeypatch.setattr(max_ops, "library", launched)
     shapes, parameters, message = REFUSALS[case]
     names = ["x", "ln_weight", "ln_bias", "linear_weight", "linear_bias", "grad_output"]
     tensors = dict(zip(names, make_tensors(DOCUMENT, "cpu"), strict=True))
@@ -186,8 +186,8 @@ def test_refusals(case: str, direction: str, monkeypatch: pytest.MonkeyPatch) ->
     unused = "grad_output" if direction == "forward" else "linear_bias"
     del tensors[unused]
     function = {
-        "forward": _max.layernorm_linear,
-        "backward": _max.layernorm_linear_backward,
+        "forward": max_ops.layernorm_linear,
+        "backward": max_ops.layernorm_linear_backward,
     }[direction]
     with pytest.raises(ValueError, match=message):
         function(**tensors, sizes=sizes)
@@ -196,27 +196,27 @@ def test_refusals(case: str, direction: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_refuses_other_dtypes_devices_and_algorithms() -> None:
     *inputs, _ = make_tensors(DOCUMENT, "cpu")
     with pytest.raises(ValueError, match=r"ln_bias must be float32, got torch\.bfloat16"):
-        _max.layernorm_linear(*inputs[:2], inputs[2].bfloat16(), *inputs[3:])
+        max_ops.layernorm_linear(*inputs[:2], inputs[2].bfloat16(), *inputs[3:])
     with pytest.raises(ValueError, match="linear_weight must be on cpu like x, got meta"):
-        _max.layernorm_linear(*inputs[:3], inputs[3].to("meta"), inputs[4])
+        max_ops.layernorm_linear(*inputs[:3], inputs[3].to("meta"), inputs[4])
     with pytest.raises(ValueError, match="x must be on a CPU or a GPU, got device meta"):
-        _max.layernorm_linear(*(tensor.to("meta") for tensor in inputs))
+        max_ops.layernorm_linear(*(tensor.to("meta") for tensor in inputs))
     with pytest.raises(ValueError, match="algorithm must be 'fused' or 'unfused', got 'both'"):
-        _max.layernorm_linear(*inputs, algorithm="both")  # type: ignore[arg-type]
+        max_ops.layernorm_linear(*inputs, algorithm="both")  # type: ignore[arg-type]
 
 
 def test_op_refuses_wrong_parameters() -> None:
     """The registered op itself holds its parameters to the tensors, for who calls it directly."""
     *inputs, _ = make_tensors(DOCUMENT, "cpu")
     wrong = dataclasses.asdict(DOCUMENT) | {"output_dim": 32}
-    op = _max.library().layernorm_linear[{"algorithm": "fused", **wrong}]
+    op = max_ops.library().layernorm_linear[{"algorithm": "fused", **wrong}]
     with pytest.raises(ValueError, match=r"dimension 2 is 16, but the op's parameters say 32"):
         op(torch.empty(4, 4, 16), *inputs)
 
 
 def test_one_library_a_process(tmp_path: Path) -> None:
     """Two libraries that register one name replace each other's kernels unseen."""
-    library = _max.library()
-    assert _max.library(_max.op_directory()) is library
+    library = max_ops.library()
+    assert max_ops.library(max_ops.op_directory()) is library
     with pytest.raises(RuntimeError, match="already uses the ops of"):
-        _max.library(tmp_path)
+        max_ops.library(tmp_path)

@@ -346,7 +346,7 @@ def test_modules_there_and_back(affine: bool, bias: bool) -> None:
 
 
 def test_from_modules_refuses_other_shapes() -> None:
-    with pytest.raises(ValueError, match="ln must normalise the shape"):
+    with pytest.raises(ValueError, match="ln must normalize the shape"):
         fn.LayerNormLinear.from_modules(nn.LayerNorm((2, 24)), nn.Linear(24, 10))
 
 

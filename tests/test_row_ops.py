@@ -16,7 +16,7 @@ from row_ops import OPS, SCALE, Op
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm import _validation
+from fused_norm.ops import validation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [
@@ -341,8 +341,8 @@ def test_without_a_kernel(op: Op, dtype: torch.dtype, monkeypatch: pytest.Monkey
     """PyTorch's ops give the same, in the same dtype, and it is said once."""
     inputs = op.inputs((20, 24), dtype=dtype)
     expected = op.call(*inputs)
-    monkeypatch.setattr(_validation, "serves", lambda x, dtype: False)
-    _validation._say_no_kernel.cache_clear()
+    monkeypatch.setattr(validation, "serves", lambda x, dtype: False)
+    validation._say_no_kernel.cache_clear()
     with pytest.warns(UserWarning, match=rf"no kernel for {dtype} on cpu") as said:
         results = [op.call(*inputs) for _ in range(2)]
     assert len(said) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accuracy import as_copies, eager, make_inputs
 
-from fused_norm import _native
+from fused_norm.native import build
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,13 +22,14 @@ USE = """
 import sys
 import torch
 import fused_norm as fn
-from fused_norm import _max, _native
+from fused_norm.native import build
+from fused_norm.puzzle import max_ops
 
 inputs, grad_output = torch.load("inputs.pt")
 y = fn.fused_layernorm_linear(*inputs)
 y.backward(grad_output)
 torch.save([y.detach(), *(t.grad for t in inputs)], "results.pt")
-print(fn.__file__, _max.op_directory(), _native._key(None), sep="\\n")
+print(fn.__file__, max_ops.op_directory(), build._key(None), sep="\\n")
 """
 
 
@@ -100,7 +101,7 @@ def test_works_where_it_is_installed(site: Path, tmp_path: Path) -> None:
     assert Path(module) == site / "fused_norm" / "__init__.py"
     assert Path(op) == site / "fused_norm" / "op"
     # The same sources, the same build: an installed package finds what a checkout has built.
-    assert key == _native._key(None)
+    assert key == build._key(None)
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".sha256", ".so"]
 
     leaves = as_copies(inputs)

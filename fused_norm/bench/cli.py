@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
 from fused_norm.bench import baseline, providers, report, results, roster, shapes
+from fused_norm.bench import before as before_change
 from fused_norm.bench.ops import MODE_DESCRIPTIONS, MODES, OPS, Case
 from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.results import Measurement, Run
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _list(console)
         return 0
     try:
+        if options.before:
+            before_change.add(options.before)
         plan = _plan(options)
         before = results.load(options.baseline) if options.baseline else None
         _assert_writable(options)
@@ -121,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also measure how much our calls slow the PyTorch ops between them (CPU)",
     )
+    what.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="also measure the package of another checkout, as provider 'before'",
+    )
     what.add_argument("--list", action="store_true", help="list ops, providers and shapes, and end")
     how = parser.add_argument_group("how")
     how.add_argument("--quick", action="store_true", help="few shapes, under a minute on 2 cores")
@@ -167,6 +176,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         for shape in _shapes(op, device, options)
     ]
     names = options.provider
+    if names is not None and options.before:
+        names = [*names, before_change.NAME]
     if names is None and options.quick:
         names = [name for name in providers.NAMES if name not in SLOW]
     quick = Budget(seconds=0.2, warm_up=0.05, most=100)

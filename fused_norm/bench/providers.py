@@ -100,7 +100,7 @@ def _given(function: Formula) -> Callable[[], Formula]:
     return lambda: function
 
 
-def _as_function(function: Formula, case: Case) -> Bind:
+def as_function(function: Formula, case: Case) -> Bind:
     """Bind a function that takes the op's inputs in their order."""
     return lambda inputs: Bound(partial(function, *inputs), inputs)
 
@@ -110,7 +110,7 @@ def _compiled(mode: str | None) -> Callable[[Formula, Case], Bind]:
 
     def prepare(function: Formula, case: Case) -> Bind:
         compiled = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
-        return _as_function(compiled, case)
+        return as_function(compiled, case)
 
     return prepare
 
@@ -135,7 +135,7 @@ def _bind_liger(function: Any, case: Case) -> Bind:
     def call(x: Tensor, ln_weight: Tensor, ln_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.linear(function.apply(x, ln_weight, ln_bias, EPS), weight, bias)
 
-    return _as_function(call, case)
+    return as_function(call, case)
 
 
 def _bind_transformer_engine(module: Any, case: Case) -> Bind:
@@ -159,7 +159,7 @@ def _bind_max(algorithm: str) -> Callable[[Any, Case], Bind]:
             y: Tensor = function.apply(x[None], *parameters, algorithm)[0]
             return y
 
-        return _as_function(call, case)
+        return as_function(call, case)
 
     return prepare
 
@@ -201,7 +201,7 @@ _ALL = (
         "baseline",
         "F.linear(F.layer_norm(x))",
         _given(reference.layernorm_linear),
-        _as_function,
+        as_function,
     ),
     Provider(
         "linear",
@@ -265,7 +265,7 @@ _ALL = (
             "layernorm_linear",
             "peer",
             f"the puzzle's {algorithm} kernels through MAX's CustomOpLibrary",
-            _imported("LayerNormLinearFunction", "fused_norm._max"),
+            _imported("LayerNormLinearFunction", "fused_norm.puzzle.max_ops"),
             _bind_max(algorithm),
             packages=("max",),
             refuse=_refused_by_max,
@@ -281,7 +281,7 @@ _ALL = (
         "ours",
         "fused_layernorm_linear",
         _imported("fused_layernorm_linear", "fused_norm"),
-        _as_function,
+        as_function,
         packages=("fused-norm",),
     ),
     Provider(
@@ -290,7 +290,7 @@ _ALL = (
         "ours",
         "the same; CUDA graphs are captured under frozen_parameters, and keep folded weights",
         _imported("fused_layernorm_linear", "fused_norm"),
-        _as_function,
+        as_function,
         packages=("fused-norm",),
         refuse=_needs_gpu,
         capture=frozen_parameters,
@@ -311,7 +311,7 @@ _ALL = (
         "peer",
         "v = x - mean(x); v / sqrt(o*o + mean(v*v)) in PyTorch",
         _given(reference.trainable_eps_layer_norm),
-        _as_function,
+        as_function,
     ),
     Provider(
         "compile",
@@ -327,7 +327,7 @@ _ALL = (
         "ours",
         "trainable_eps_layer_norm, one row program",
         _imported("trainable_eps_layer_norm", "fused_norm"),
-        _as_function,
+        as_function,
         packages=("fused-norm",),
     ),
     Provider(

@@ -10,58 +10,13 @@ from op.pages import prefer_large_pages
 from op.team import Data, Team
 
 from .cpu_row import _pointer, _take_row
-from .operands import Addresses, Operands, RowTarget, accumulator
+from .op import RowCall, RowOp
+from .operands import Addresses, Operands, accumulator
 from .program import RowProgram
 
 comptime _PART_ELEMENTS = 1 << 15
 comptime _MAX_PARTS = 64
 comptime _FINISH_COLUMNS = 512
-
-
-@fieldwise_init
-struct Cpu(Copyable, Movable, RowTarget):
-    """The CPU and the threads to use."""
-
-    var team: Team
-    """The threads."""
-
-    def run[
-        P: RowProgram, dtype: DType, ftype: DType
-    ](self, operands: Operands[accumulator[dtype]()]) raises:
-        """Takes all rows through a program without columns.
-
-        Parameters:
-            P: The row program.
-            dtype: The type of inputs and outputs.
-            ftype: The type of the features.
-
-        Args:
-            operands: The tensors.
-
-        Raises:
-            If the launch fails.
-        """
-        run_rows[P, dtype, ftype](self.team, operands)
-
-    def add_up[
-        accum: DType, dtype: DType
-    ](self, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
-        """Sums a vector in a fixed order.
-
-        Parameters:
-            accum: The type of the terms.
-            dtype: The type of the sum.
-
-        Args:
-            terms: Address of the vector.
-            count: The number of its elements.
-            output: Address of the sum.
-            accumulate: Whether to add to what is there.
-
-        Raises:
-            If the launch fails.
-        """
-        add_up[accum, dtype](terms, count, output, accumulate)
 
 
 @fieldwise_init
@@ -72,6 +27,26 @@ struct _Job[accum: DType](Copyable, Movable):
     var part_rows: Int
     var parts: Int
     var sums: Addresses
+
+
+def run_op[Op: RowOp, dtype: DType](team: Team, call: RowCall):
+    """Runs an op.
+
+    Parameters:
+        Op: The op.
+        dtype: The type of its tensors.
+
+    Args:
+        team: The threads to share the rows.
+        call: The tensors.
+    """
+    run_rows[Op.Rows, dtype, dtype](team, call.operands[Op, dtype]())
+    comptime if Op.has_parameter_gradient:
+        if call.parameter_gradient != 0:
+            if call.parameter_is_float32 != 0:
+                _add_up[accumulator[dtype](), DType.float32](call)
+            else:
+                _add_up[accumulator[dtype](), dtype](call)
 
 
 def run_rows[
@@ -188,29 +163,16 @@ def _finish_columns[
                 )
 
 
-def add_up[
-    accum: DType, dtype: DType
-](terms: Int64, count: Int, output: Int64, accumulate: Bool):
-    """Sums a vector in a fixed order, in float64: it may be long.
-
-    Parameters:
-        accum: The type of the terms.
-        dtype: The type of the sum.
-
-    Args:
-        terms: Address of the vector.
-        count: The number of its elements.
-        output: Address of the sum.
-        accumulate: Whether to add to what is there.
-    """
+def _add_up[accum: DType, dtype: DType](call: RowCall):
+    """Sums the rows' shares of the parameter's gradient in order, in float64: they may be many."""
     var sum = Float64(0)
-    for i in range(count):
-        var term = _pointer[accum](terms).unsafe_offset(i).unsafe_load()
-        sum += term.cast[DType.float64]()
-    var place = _pointer[dtype](output)
-    if accumulate:
-        sum += place.unsafe_load().cast[DType.float64]()
-    place.unsafe_store(sum.cast[dtype]())
+    for i in range(call.shares()):
+        var share = _pointer[accum](call.workspace).unsafe_offset(i)
+        sum += share.unsafe_load().cast[DType.float64]()
+    var gradient = _pointer[dtype](call.parameter_gradient)
+    if call.accumulate != 0:
+        sum += gradient.unsafe_load().cast[DType.float64]()
+    gradient.unsafe_store(sum.cast[dtype]())
 
 
 def _part[P: RowProgram, dtype: DType, ftype: DType](data: Data, part: Int):

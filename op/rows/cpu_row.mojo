@@ -8,8 +8,7 @@ from std.utils import StaticTuple
 
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .terms import combine, identities
-from .values import Redo, Row, Terms, Values
+from .values import Row, Terms, Values
 
 comptime _Pointer[dtype: DType] = Pointer[Scalar[dtype], MutAnyOrigin]
 comptime _UNROLL = 4
@@ -17,7 +16,7 @@ comptime _BLOCK = 1024
 
 
 @always_inline
-def _pointer[dtype: DType](address: Int64) -> _Pointer[dtype]:
+def _pointer[dtype: DType](address: Some[Intable]) -> _Pointer[dtype]:
     return _Pointer[dtype](unsafe_from_address=Int(address))
 
 
@@ -33,11 +32,11 @@ def _take_row[
     var row = _row[P, dtype](operands, index)
     var totals = Terms[accum, 1](fill={})
     comptime for p in range(P.passes + 1):
-        var sums = identities[P, accum, 1]()
+        var sums = P.identities[accum, 1]()
         var column = 0
         while column + step <= length:
             var blocks = StaticTuple[Terms[accum, width], _UNROLL](
-                fill=identities[P, accum, width]()
+                fill=P.identities[accum, width]()
             )
             var end = min(length, column + _BLOCK * _UNROLL)
             while column + step <= end:
@@ -51,30 +50,31 @@ def _take_row[
                         parts,
                         part,
                     )
-                    blocks[u] = combine[P, p](blocks[u], terms)
+                    blocks[u] = P.combine[p](blocks[u], terms)
                 column += step
-            var block = combine[P, p](
-                combine[P, p](blocks[0], blocks[1]),
-                combine[P, p](blocks[2], blocks[3]),
+            var block = P.combine[p](
+                P.combine[p](blocks[0], blocks[1]),
+                P.combine[p](blocks[2], blocks[3]),
             )
-            sums = combine[P, p](sums, _across[P, p](block))
+            sums = P.combine[p](sums, _across[P, p](block))
         while column + width <= length:
             var terms = _take[P, dtype, ftype, p, width](
                 operands, row, index, column, totals, parts, part
             )
-            sums = combine[P, p](sums, _across[P, p](terms))
+            sums = P.combine[p](sums, _across[P, p](terms))
             column += width
         while column < length:
             var terms = _take[P, dtype, ftype, p, 1](
                 operands, row, index, column, totals, parts, part
             )
-            sums = combine[P, p](sums, terms)
+            sums = P.combine[p](sums, terms)
             column += 1
         comptime for s in range(P.stages):
             comptime if P.pass_of(s) == p:
-                totals[s] = P.finish[s](row, sums[s], totals[max(s - 1, 0)])
+                totals[s] = sums[s]
+        P.finish[p](row, totals)
     comptime for s in range(P.stages):
-        comptime for r in range(P.results_of[s]()):
+        comptime for r in range(P.Stages[s].results):
             comptime slot = P.results_before(s) + r
             if operands.results[slot] != 0:
                 _pointer[accum](operands.results[slot]).unsafe_offset(
@@ -189,9 +189,9 @@ def _across[
     var sums = Terms[dtype, 1](fill={})
     comptime for s in range(P.stages):
         comptime if P.pass_of(s) == pass_index:
-            comptime redo = P.redo_of[s]()
+            comptime redo = P.Stages[s].redo
             var sum = Values[dtype, 1]()
-            comptime for t in range(P.terms_of[s]()):
+            comptime for t in range(P.Stages[s].terms):
                 sum[t] = materialize[redo]().across(terms[s][t])
             sums[s] = sum
     return sums

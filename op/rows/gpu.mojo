@@ -6,8 +6,7 @@ again in each pass, mostly from cache. Loads and stores are of `width` elements:
 addresses allow, one element otherwise.
 
 Grid: a block for each row or, where each warp has a row, for as many rows as it has warps. Persistent
-kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block fills a
-multiprocessor, nobody else has work while it waits, so it loads the next row while it computes one.
+kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block fills an SM, nobody else has work while it waits, so it loads the next row while it computes one.
 """
 
 from max.gpu import (
@@ -31,7 +30,6 @@ from std.utils import StaticTuple
 from .gpu_row import GlobalPointer, RowReader, Shape, _ColumnSums, _row
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .terms import combine, identities
 from .values import CAPACITY, Redo, Row, Terms, Values
 
 comptime _SharedPointer[dtype: DType] = Pointer[
@@ -74,8 +72,8 @@ def _reduce[
     comptime for s in range(P.stages):
         comptime if P.pass_of(s) == pass_index:
             var sum = sums[s]
-            comptime for t in range(P.terms_of[s]()):
-                sum[t] = _butterfly[P.redo_of[s](), WARP_SIZE](sum[t])
+            comptime for t in range(P.Stages[s].terms):
+                sum[t] = _butterfly[P.Stages[s].redo, WARP_SIZE](sum[t])
                 comptime if shape.whole_block:
                     if lane_id() == 0:
                         half.unsafe_offset(
@@ -89,9 +87,9 @@ def _reduce[
         var parts = block_dim.x // WARP_SIZE
         comptime for s in range(P.stages):
             comptime if P.pass_of(s) == pass_index:
-                comptime redo = P.redo_of[s]()
+                comptime redo = P.Stages[s].redo
                 var total = Values[dtype, 1]()
-                comptime for t in range(P.terms_of[s]()):
+                comptime for t in range(P.Stages[s].terms):
                     var part = materialize[redo]().identity[dtype, 1]()
                     if part_index < parts:
                         part = half.unsafe_offset(
@@ -99,9 +97,7 @@ def _reduce[
                         ).unsafe_load()
                     total[t] = _butterfly[redo, warps](part)
                 totals[s] = total
-    comptime for s in range(P.stages):
-        comptime if P.pass_of(s) == pass_index:
-            totals[s] = P.finish[s](row, totals[s], totals[max(s - 1, 0)])
+    P.finish[pass_index](row, totals)
 
 
 @__llvm_metadata(
@@ -212,7 +208,7 @@ def _resident_row[
     """Takes a row that is in registers through all passes."""
     var totals = Terms[accumulator[dtype](), 1](fill={})
     comptime for p in range(P.passes + 1):
-        var sums = identities[P, accumulator[dtype](), 1]()
+        var sums = P.identities[accumulator[dtype](), 1]()
         reader.take[p](operands, index, start, step, totals, sums, columns)
         comptime if _reduces[P](p):
             _reduce[P, p, shape](reader.row, sums, totals, shared, flip)
@@ -241,15 +237,15 @@ def _long_row[
     var columns = _ColumnSums[P, accum, shape](fill=0)
     var flip = 0
     comptime for p in range(P.passes + 1):
-        var sums = identities[P, accum, 1]()
+        var sums = P.identities[accum, 1]()
         var first = start
         while first < operands.length:
             var reader = RowReader[P, dtype, ftype, shape]()
             reader.load_inputs(operands, index, first, step)
             reader.load_features(operands, first, step)
-            var part = identities[P, accum, 1]()
+            var part = P.identities[accum, 1]()
             reader.take[p](operands, index, first, step, totals, part, columns)
-            sums = combine[P, p](sums, part)
+            sums = P.combine[p](sums, part)
             first += step * Int32(shape.tile)
         comptime if _reduces[P](p):
             _reduce[P, p, shape](row, sums, totals, shared, flip)
@@ -262,7 +258,7 @@ def _reduces[P: RowProgram](pass_index: Int) -> Bool:
     """Returns whether any stage reduces in a pass."""
     var found = False
     comptime for s in range(P.stages):
-        if P.pass_of(s) == pass_index and P.terms_of[s]() > 0:
+        if P.pass_of(s) == pass_index and P.Stages[s].terms > 0:
             found = True
     return found
 
@@ -273,7 +269,7 @@ def _store_results[
 ](operands: Operands[accum], index: Int, totals: Terms[accum, 1]):
     """Stores the totals of a row that are results."""
     comptime for s in range(P.stages):
-        comptime for r in range(P.results_of[s]()):
+        comptime for r in range(P.Stages[s].results):
             comptime slot = P.results_before(s) + r
             if operands.results[slot] != 0:
                 GlobalPointer[accum](

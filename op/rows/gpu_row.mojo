@@ -39,7 +39,7 @@ struct Shape(TrivialRegisterPassable):
     var threads: Int
     """The most threads of a block."""
     var blocks: Int
-    """How many such blocks the registers of a multiprocessor must suffice for."""
+    """How many such blocks the registers of an SM must suffice for."""
 
 
 @always_inline
@@ -276,9 +276,9 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
             )
             comptime for s in range(Self.P.stages):
                 comptime if Self.P.pass_of(s) == pass_index:
-                    comptime redo = Self.P.redo_of[s]()
+                    comptime redo = Self.P.Stages[s].redo
                     var sum = sums[s]
-                    comptime for t in range(Self.P.terms_of[s]()):
+                    comptime for t in range(Self.P.Stages[s].terms):
                         var with_load = materialize[redo]().combine[
                             Self.accum, 1
                         ](sum[t], materialize[redo]().across(terms[s][t]))

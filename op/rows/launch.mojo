@@ -8,13 +8,8 @@ from ..device import Gpu
 from .columns import ADD_UP_THREADS, add_up_kernel
 from .gpu import row_kernel
 from .gpu_row import Shape
-from .operands import (
-    MAX_TENSORS,
-    Addresses,
-    Operands,
-    RowTarget,
-    accumulator,
-)
+from .op import RowCall, RowOp
+from .operands import MAX_TENSORS, Addresses, Operands, accumulator
 from .program import RowProgram
 
 comptime _WARP_THREADS = 128
@@ -23,50 +18,27 @@ comptime PERSISTENT_THREADS = 512
 """The most threads of a persistent block."""
 
 
-@fieldwise_init
-struct GpuRows(Copyable, Movable, RowTarget):
-    """A GPU as the target of row programs."""
+def launch_op[Op: RowOp, dtype: DType](gpu: Gpu, call: RowCall) raises:
+    """Launches an op.
 
-    var gpu: Gpu
-    """The device and the stream."""
+    Parameters:
+        Op: The op.
+        dtype: The type of its tensors.
 
-    def run[
-        P: RowProgram, dtype: DType, ftype: DType
-    ](self, operands: Operands[accumulator[dtype]()]) raises:
-        """Takes all rows through a program without columns.
+    Args:
+        gpu: Where to run.
+        call: The tensors.
 
-        Parameters:
-            P: The row program.
-            dtype: The type of inputs and outputs.
-            ftype: The type of the features.
-
-        Args:
-            operands: The tensors.
-
-        Raises:
-            If the launch fails.
-        """
-        launch_rows[P, dtype, ftype](self.gpu, operands)
-
-    def add_up[
-        accum: DType, dtype: DType
-    ](self, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
-        """Sums a vector in a fixed order.
-
-        Parameters:
-            accum: The type of the terms.
-            dtype: The type of the sum.
-
-        Args:
-            terms: Address of the vector.
-            count: The number of its elements.
-            output: Address of the sum.
-            accumulate: Whether to add to what is there.
-
-        Raises:
-            If the launch fails.
-        """
-        launch_add_up[accum, dtype](self.gpu, terms, count, output, accumulate)
+    Raises:
+        If a launch fails.
+    """
+    launch_rows[Op.Rows, dtype, dtype](gpu, call.operands[Op, dtype]())
+    comptime if Op.has_parameter_gradient:
+        if call.parameter_gradient != 0:
+            if call.parameter_is_float32 != 0:
+                _launch_add_up[accumulator[dtype](), DType.float32](gpu, call)
+            else:
+                _launch_add_up[accumulator[dtype](), dtype](gpu, call)
 
 
 def _low_bits(addresses: Addresses) -> Int64:
@@ -76,7 +48,7 @@ def _low_bits(addresses: Addresses) -> Int64:
     return bits
 
 
-def is_wide[dtype: DType](operands: Operands) -> Bool:
+def can_vectorize[dtype: DType](operands: Operands) -> Bool:
     """Returns whether all loads and stores may be of 16 bytes.
 
     Parameters:
@@ -132,9 +104,9 @@ def launch_rows[
     """
     if operands.rows == 0 or operands.length == 0:
         return
-    comptime wide = 16 // size_of[dtype]()
-    if is_wide[dtype](operands):
-        _launch_rows[P, dtype, ftype, wide, 4](gpu, operands)
+    comptime vector = 16 // size_of[dtype]()
+    if can_vectorize[dtype](operands):
+        _launch_rows[P, dtype, ftype, vector, 4](gpu, operands)
     else:
         _launch_rows[P, dtype, ftype, 1, 8](gpu, operands)
 
@@ -147,7 +119,7 @@ def _launch_rows[
     # what a thread holds of each of several inputs has to fit the same registers
     comptime block_tile = tile if P.inputs == 1 else tile // 2
     comptime threads = 256 if P.inputs == 1 else 512
-    # features wider than the inputs take twice the registers, and fewer blocks are better than spilled ones
+    # features larger than the inputs take twice the registers, and fewer blocks are better than spilled ones
     comptime spare = 1 if P.features > 0 and size_of[ftype]() > size_of[
         dtype
     ]() else 0
@@ -176,7 +148,7 @@ def _launch_rows[
         )
         return
     comptime if P.inputs == 1:
-        # one such block fills a multiprocessor, so it has to load ahead
+        # one such block fills an SM, so it has to load ahead
         if loads <= PERSISTENT_THREADS * tile:
             comptime shape = Shape(
                 width, tile, True, True, True, PERSISTENT_THREADS, 1
@@ -215,33 +187,16 @@ def _persistent_blocks(
     return {min(rows, gpu.processors * together), threads}
 
 
-def launch_add_up[
-    accum: DType, dtype: DType
-](gpu: Gpu, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
-    """Sums a vector in a fixed order.
-
-    Parameters:
-        accum: The type of the terms.
-        dtype: The type of the sum.
-
-    Args:
-        gpu: Where to run.
-        terms: Address of the vector.
-        count: The number of its elements.
-        output: Address of the sum.
-        accumulate: Whether to add to what is there.
-
-    Raises:
-        If the launch fails.
-    """
+def _launch_add_up[accum: DType, dtype: DType](gpu: Gpu, call: RowCall) raises:
+    """Sums the rows' shares of the parameter's gradient in a fixed order."""
     comptime kernel = add_up_kernel[accum, dtype]
     var compiled = gpu.context.compile_function[kernel]()
     gpu.stream.enqueue_function(
         compiled,
-        terms,
-        Int64(count),
-        output,
-        Int32(1 if accumulate else 0),
+        Int64(call.workspace),
+        Int64(call.shares()),
+        Int64(call.parameter_gradient),
+        Int32(call.accumulate),
         grid_dim=1,
         block_dim=ADD_UP_THREADS,
     )

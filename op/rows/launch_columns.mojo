@@ -23,7 +23,7 @@ from .launch import (
     _launch,
     _persistent_blocks,
     _persistent_warps,
-    is_wide,
+    can_vectorize,
     launch_rows,
 )
 from .operands import Addresses, Operands, accumulator
@@ -31,7 +31,7 @@ from .program import Program, RowProgram
 from .stage import Stage
 
 # enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum
-comptime _BLOCKS_A_PROCESSOR = 4
+comptime _BLOCKS_AN_SM = 4
 comptime _FEWEST_PART_ROWS = 4 * COLUMN_WARPS
 
 
@@ -52,7 +52,7 @@ def _tiles(width: Int) -> List[Int]:
 
 
 def _blocks(tile: Int) -> Int:
-    """Returns how many persistent blocks of PERSISTENT_THREADS the registers of a multiprocessor suffice for."""
+    """Returns how many persistent blocks of PERSISTENT_THREADS the registers of an SM suffice for."""
     return 2 if tile == 1 else 1
 
 
@@ -60,7 +60,7 @@ def _column_parts(gpu: Gpu, rows: Int, length: Int, width: Int) -> Int:
     """Returns how many parts of the rows `column_kernel` sums."""
     var across = ceildiv(length, WARP_SIZE * width)
     return min(
-        ceildiv(_BLOCKS_A_PROCESSOR * gpu.processors, across),
+        ceildiv(_BLOCKS_AN_SM * gpu.processors, across),
         ceildiv(rows, _FEWEST_PART_ROWS),
     )
 
@@ -82,9 +82,9 @@ def column_sums_bytes[
     Returns:
         The number of bytes, a multiple of 16.
     """
-    comptime wide = 16 // size_of[dtype]()
+    comptime vector = 16 // size_of[dtype]()
     var parts = 0
-    comptime for width in [1, wide]:
+    comptime for width in [1, vector]:
         parts = max(parts, _column_parts(gpu, rows, length, width))
         comptime if P.outputs > 0:
             comptime for tile in _tiles(width):
@@ -128,14 +128,14 @@ def launch_rows_and_columns[
     Raises:
         If the launch fails.
     """
-    comptime wide = 16 // size_of[dtype]()
+    comptime vector = 16 // size_of[dtype]()
     var has_outputs = False
     comptime for k in range(P.outputs):
         has_outputs = has_outputs or operands.outputs[k] != 0
     var parts = 0
     if has_outputs and operands.rows > 0 and operands.length > 0:
-        if is_wide[dtype](operands):
-            parts = _launch_persistent[P, dtype, ftype, wide](gpu, operands)
+        if can_vectorize[dtype](operands):
+            parts = _launch_persistent[P, dtype, ftype, vector](gpu, operands)
         else:
             parts = _launch_persistent[P, dtype, ftype, 1](gpu, operands)
     if parts > 0:
@@ -206,11 +206,13 @@ def launch_columns[
     Raises:
         If the launch fails.
     """
-    comptime wide = 16 // size_of[dtype]()
+    comptime vector = 16 // size_of[dtype]()
     var parts = 0
     if operands.rows > 0 and operands.length > 0:
-        if is_wide[dtype](operands):
-            parts = _launch_column_kernel[P, dtype, ftype, wide](gpu, operands)
+        if can_vectorize[dtype](operands):
+            parts = _launch_column_kernel[P, dtype, ftype, vector](
+                gpu, operands
+            )
         else:
             parts = _launch_column_kernel[P, dtype, ftype, 1](gpu, operands)
     _add_totals[P, dtype, ftype](operands, parts, sums, totals)

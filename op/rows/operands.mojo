@@ -3,8 +3,6 @@
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.utils import StaticTuple
 
-from .program import RowProgram
-
 comptime MAX_TENSORS = 4
 """The most tensors of one kind."""
 
@@ -106,45 +104,3 @@ struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
             The name.
         """
         return "Operands"
-
-
-trait RowTarget:
-    """A device that runs row programs."""
-
-    def run[
-        P: RowProgram, dtype: DType, ftype: DType
-    ](self, operands: Operands[accumulator[dtype]()]) raises:
-        """Takes all rows through a program without columns.
-
-        Parameters:
-            P: The row program.
-            dtype: The type of inputs and outputs.
-            ftype: The type of the features.
-
-        Args:
-            operands: The tensors.
-
-        Raises:
-            If a launch fails.
-        """
-        ...
-
-    def add_up[
-        accum: DType, dtype: DType
-    ](self, terms: Int64, count: Int, output: Int64, accumulate: Bool) raises:
-        """Sums a vector in a fixed order.
-
-        Parameters:
-            accum: The type of the terms.
-            dtype: The type of the sum.
-
-        Args:
-            terms: Address of the vector.
-            count: The number of its elements.
-            output: Address of the sum.
-            accumulate: Whether to add to what is there.
-
-        Raises:
-            If a launch fails.
-        """
-        ...

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm import _native, reference
-from fused_norm._driver import (
+from fused_norm import reference
+from fused_norm.native import build
+from fused_norm.puzzle.driver import (
     ITERATIONS,
     compiling,
     differentiate,
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"Testing with dimensions: {list(data[0].shape)}, o = {args.o:g}")
     try:
         correct = run(args.mode, data, grad_output)
-    except _native.BuildError as error:
+    except build.BuildError as error:
         print(f"The kernels do not compile: {error}", file=sys.stderr)
         return 1
     return 0 if correct else 1

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm import _max, reference
-from fused_norm._driver import (
+from fused_norm import reference
+from fused_norm.puzzle import max_ops
+from fused_norm.puzzle.driver import (
     ITERATIONS,
     compare,
     compiling,
@@ -49,19 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     print(f"Testing with dimensions: {_dimensions(args.sizes)}")
     try:
         with compiling("Mojo operations library"):
-            _max.library(PROBLEM if args.problem else None)
+            max_ops.library(PROBLEM if args.problem else None)
         print("OK Loaded Mojo operations library")
         if args.mode == "backward":
             correct = run_backward(data, args.sizes, args.seed)
         else:
             correct = run_forward(args.mode, data)
-    except _max.CompileError as error:
+    except max_ops.CompileError as error:
         print(f"The kernels do not compile: {error}", file=sys.stderr)
         return 1
     return 0 if correct else 1
 
 
-def make_data(sizes: _max.Sizes, seed: int) -> list[Tensor]:
+def make_data(sizes: max_ops.Sizes, seed: int) -> list[Tensor]:
     """Return x and the four parameters, random so that none of them could be left out unseen."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -77,7 +78,7 @@ def make_data(sizes: _max.Sizes, seed: int) -> list[Tensor]:
     ]
 
 
-def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
+def run_forward(algorithm: max_ops.Algorithm, data: list[Tensor]) -> bool:
     """Check one forward algorithm on each device, then time it."""
     name = algorithm.upper()
     heading(f"   Puzzle 22: {name} Algorithm Test & Benchmark")
@@ -93,7 +94,7 @@ def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
     title("Testing CPU Implementation")
     # The CPU has one implementation, which is fused.
     with compiling("fused kernel for the CPU"):
-        output = _max.layernorm_linear(*data, algorithm="fused")
+        output = max_ops.layernorm_linear(*data, algorithm="fused")
     print("OK Using Mojo fused kernel (CPU)")
     verdicts["CPU:"] = report_difference(output, expected)
 
@@ -104,7 +105,7 @@ def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
         verdicts[f"GPU {algorithm}:"] = None
     else:
         with compiling(f"{algorithm} kernel for the GPU"):
-            output = _max.layernorm_linear(*gpu_data, algorithm=algorithm)
+            output = max_ops.layernorm_linear(*gpu_data, algorithm=algorithm)
         print(f"OK Using Mojo {algorithm} kernel (GPU)")
         verdicts[f"GPU {algorithm}:"] = report_difference(output, expected)
 
@@ -118,7 +119,7 @@ def run_forward(algorithm: _max.Algorithm, data: list[Tensor]) -> bool:
     return True
 
 
-def run_backward(data: list[Tensor], sizes: _max.Sizes, seed: int) -> bool:
+def run_backward(data: list[Tensor], sizes: max_ops.Sizes, seed: int) -> bool:
     """Check the gradients on each device, for a random incoming gradient and for ones."""
     heading(
         "           Comprehensive Backward Pass Test",
@@ -159,7 +160,7 @@ def _check_backward(device: str, data: list[Tensor], grad_output: Tensor) -> boo
     print(f"   Computing Mojo backward implementation ({device})...")
 
     def fused(tensors: list[Tensor]) -> Tensor:
-        output: Tensor = _max.LayerNormLinearFunction.apply(*tensors, "fused")
+        output: Tensor = max_ops.LayerNormLinearFunction.apply(*tensors, "fused")
         return output
 
     with compiling(f"fused forward and backward kernels for the {device}"):
@@ -179,11 +180,11 @@ def _check_backward(device: str, data: list[Tensor], grad_output: Tensor) -> boo
     return forward_correct and correct
 
 
-def benchmark(algorithm: _max.Algorithm, data: list[Tensor], gpu_data: list[Tensor] | None) -> None:
+def benchmark(algorithm: max_ops.Algorithm, data: list[Tensor], gpu_data: list[Tensor] | None) -> None:
     """Time the CPU against the GPU or, without one, Mojo against PyTorch."""
 
     def mojo_cpu() -> Tensor:
-        return _max.layernorm_linear(*data, algorithm="fused")
+        return max_ops.layernorm_linear(*data, algorithm="fused")
 
     if gpu_data is None:
         title(f"Benchmarking Mojo CPU vs PyTorch CPU {algorithm.upper()}")
@@ -193,7 +194,7 @@ def benchmark(algorithm: _max.Algorithm, data: list[Tensor], gpu_data: list[Tens
         tensors = gpu_data
         contenders = (
             ("CPU", mojo_cpu),
-            (f"GPU {algorithm}", lambda: _max.layernorm_linear(*tensors, algorithm=algorithm)),
+            (f"GPU {algorithm}", lambda: max_ops.layernorm_linear(*tensors, algorithm=algorithm)),
         )
     seconds = {}
     for name, compute in contenders:
@@ -226,7 +227,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=16, help="outputs of a position (16)")
     parser.add_argument("--seed", type=int, default=42, help="of the random data (42)")
     args = parser.parse_args(argv)
-    args.sizes = _max.Sizes(args.batch, args.seq, args.hidden, args.output)
+    args.sizes = max_ops.Sizes(args.batch, args.seq, args.hidden, args.output)
     try:
         args.sizes.check()
     except ValueError as error:
@@ -240,7 +241,7 @@ def _pytorch(tensors: list[Tensor]) -> Tensor:
     return F.linear(normed, linear_weight, linear_bias)
 
 
-def _dimensions(sizes: _max.Sizes) -> str:
+def _dimensions(sizes: max_ops.Sizes) -> str:
     rows = [sizes.batch_size, sizes.seq_len]
     return f"{[*rows, sizes.hidden_dim]} -> {[*rows, sizes.output_dim]}"
 

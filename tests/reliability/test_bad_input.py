@@ -16,7 +16,8 @@ from accuracy import NAMES, make_inputs
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm import _dispatch, _validation
+from fused_norm import backends
+from fused_norm.ops import validation
 
 K, N = 8, 16
 pytestmark = [
@@ -132,13 +133,13 @@ def compare(arguments: list[Any]) -> bool:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was handed to kernels."""
     seen: list[object] = []
-    way = _dispatch.way
+    of = backends.of
 
-    def watched(*tensors: Tensor) -> object:
-        seen.append(tensors)
-        return way(*tensors)
+    def watched(*call: object) -> object:
+        seen.append(call)
+        return of(*call)
 
-    monkeypatch.setattr("fused_norm._ops.way", watched)
+    monkeypatch.setattr(backends, "of", watched)
     return seen
 
 
@@ -261,7 +262,7 @@ def test_module_sizes(sizes: tuple[Any, Any]) -> None:
 def test_validation_never_reads_values() -> None:
     """Looking at a call must not wait for a GPU: meta tensors have no values to read."""
     arguments = [t.to("meta") for t in make_inputs(4, K, N)]
-    assert _validation.has_kernel(*arguments, 1e-5)
+    assert validation.has_kernel(*arguments, 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(10))

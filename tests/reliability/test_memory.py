@@ -120,6 +120,7 @@ def test_modules_are_let_go(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("own_kernels")
 def test_a_graph_keeps_what_it_says(dtype: torch.dtype) -> None:
     """For the backward: the inputs themselves, and the mean and rstd of each row."""
     inputs = make_inputs(64, 256, 128, dtype=dtype, requires_grad=True)

@@ -97,6 +97,7 @@ def test_largest_float16_rows(device: str) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.usefixtures("own_kernels")
 def test_bad_numbers_stay_in_their_row(dtype: torch.dtype, bad: float, device: str) -> None:
     """Of y and of dx only the row is lost; parameters' gradients are NaN where they sum over it.
 

@@ -1,0 +1,130 @@
+"""The CPU's kernels: one product that normalizes rows as it packs them, on PyTorch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fused_norm import reference
+from fused_norm.call.memory import address, dense, empty_gradients, empty_statistics, workspace
+from fused_norm.call.parameters import Parameters
+from fused_norm.call.record import Call
+from fused_norm.native import build
+
+_forked = False
+_kept = threading.local()
+_KEPT_BYTES = 1 << 25
+
+
+def accepts(x: Tensor, parameters: Parameters) -> bool:
+    """Return whether x is on a CPU, in the dtype of the weight."""
+    return x.is_cpu and x.dtype is parameters.dtype
+
+
+def threads() -> int:
+    """Return how many threads a kernel may use: PyTorch's setting, or 1 after a fork.
+
+    libgomp's workers do not survive a fork, and waiting for them would hang.
+    """
+    return 1 if _forked else torch.get_num_threads()
+
+
+def forward(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y, and mean and rstd if asked for."""
+    kernels = extension("norm_linear_cpu", x.dtype)
+    call = _record(x, parameters, eps)
+    place = ctypes.addressof(call)
+    y = x.new_empty(*x.shape[:-1], parameters.N)
+    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    call.y, call.mean, call.rstd = y.data_ptr(), address(mean), address(rstd)
+    kernels.plan_forward(place)
+    scratch = _scratch(call)
+    kernels.forward(place)
+    del scratch
+    return y, mean, rstd
+
+
+def backward(
+    grad_output: Tensor,
+    x: Tensor,
+    parameters: Parameters,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    wanted: list[bool],
+    main_grad: Tensor | None,
+) -> list[Tensor | None]:
+    """Return the gradients that are wanted."""
+    kernels = extension("norm_linear_cpu", x.dtype)
+    dy, x = dense(grad_output, x)
+    if main_grad is not None:
+        # The kernels round the weight's gradient to its dtype.
+        gamma, beta, *_ = parameters.tensors()
+        reference.add_weight_gradient(main_grad, dy, x, gamma, beta, eps)
+        wanted = [*wanted[:3], False, wanted[4]]
+    gradients = empty_gradients(x, parameters, wanted)
+    call = _record(x, parameters, eps)
+    place = ctypes.addressof(call)
+    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
+    call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
+    kernels.plan_backward(place)
+    scratch = _scratch(call)
+    kernels.backward(place)
+    del scratch
+    return gradients
+
+
+def native(parameters: Parameters) -> tuple[str, int]:
+    """Return the file of the kernels for C++, and what the context of its calls is."""
+    return _library(parameters.dtype), build.gomp_parallel()
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> str:
+    extension("norm_linear_cpu", dtype)
+    return str(build.Extension("norm_linear_cpu", build.DTYPES[dtype]).path)
+
+
+def _record(x: Tensor, parameters: Parameters, eps: float) -> Call:
+    call = parameters.call(x, eps)
+    call.context, call.threads = build.gomp_parallel(), threads()
+    return call
+
+
+def _scratch(call: Call) -> Tensor | None:
+    """Give a call its workspace: that of the thread's calls before, if that is large enough.
+
+    Fresh memory would cost a page fault for every 4 KiB. PyTorch's own products keep theirs, too.
+    """
+    size: int = call.workspace_bytes
+    if not size:
+        return None
+    memory: Tensor | None = getattr(_kept, "memory", None)
+    if memory is None or memory.numel() < size:
+        memory = workspace(size, torch.device("cpu"))
+        if size <= _KEPT_BYTES:
+            _kept.memory = memory
+    call.workspace = memory.data_ptr()
+    return memory
+
+
+@functools.cache
+def extension(name: str, dtype: torch.dtype) -> ModuleType:
+    """Return the kernels of an extension for a dtype."""
+    return build.load(build.Extension(name, build.DTYPES[dtype]))
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

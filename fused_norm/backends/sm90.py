@@ -1,0 +1,228 @@
+"""Hopper: our own products; for bfloat16 one on a folded weight, whose epilogue finishes the norm.
+
+    y = rstd * (x Wc^T - mean * s) + c    Wc = (W * gamma) centered along K and rounded, s its row
+                                          sums, c = b + W beta
+
+So x is read once and its normalized rows never exist. The fold is made anew where the weights may
+have changed, and kept for inference. The backward queues dz = dy W, the pass over dz and x, and
+dW = dy^T z with db on its way, in one call.
+
+float32 is multiplied here where PyTorch may do so in tf32, and normalized before: rounding x as it
+is to tf32 would lose a row whose mean is far from zero. In IEEE float32 PyTorch's product takes
+nearly all of the time, and no tensor core helps. The backward needs transposed operands, which
+there are not in tf32: both are declined. So is every call whose sizes op/norm_linear/sm90/plan.mojo
+finds faster with PyTorch's products, or whose matrices TMA cannot read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.folds import Fold, kept
+from fused_norm.call.memory import (
+    LOW_PRECISION,
+    address,
+    dense,
+    empty_gradients,
+    empty_statistics,
+    workspace,
+)
+from fused_norm.call.parameters import Parameters
+from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, Call
+from fused_norm.native import build
+
+# A box of TMA starts at a multiple of 16 bytes, and so does every row.
+ALIGNMENT = 16
+_WANTED = 1
+"""Stands for the address of a result, before there is one."""
+_DTYPES = LOW_PRECISION | {torch.float32}
+_OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
+
+
+def accepts(x: Tensor, parameters: Parameters) -> bool:
+    """Return whether x is on a Hopper GPU, in rows that TMA can read."""
+    if not x.is_cuda or x.dtype is not parameters.dtype or x.dtype not in _DTYPES:
+        return False
+    elements = ALIGNMENT // x.element_size()
+    fits = not (parameters.N % elements or parameters.K % elements)
+    return fits and _is_hopper(x.device.index)
+
+
+def forward(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Return y, and mean and rstd if asked for; None where PyTorch's product is faster."""
+    if parameters.dtype is torch.float32 and not _may_use_tf32():
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
+    kernels, context = _launcher(parameters.dtype, parameters.device.index, stream, _is_alone())
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
+    call = parameters.call(x, eps)
+    place = ctypes.addressof(call)
+    call.context, call.in_graph = context, torch.cuda.is_current_stream_capturing()
+    _prepare_products(parameters.device.index, call.in_graph)
+    call.mean = _WANTED if statistics else 0
+    # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
+    call.may_keep = parameters.dtype is torch.bfloat16 and not statistics
+    kernels.plan_forward(place)
+    if call.way == KEPT_FOLD:
+        fold = kept(parameters, stream, bool(call.in_graph))
+        if fold is None:
+            call.may_keep = 0
+            kernels.plan_forward(place)
+        else:
+            if not fold.tensors:
+                _make(fold, parameters, kernels, context)
+            call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
+    if call.way not in _OWN_WAYS:
+        return None
+    y = x.new_empty(*x.shape[:-1], parameters.N)
+    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    call.y, call.mean, call.rstd = y.data_ptr(), address(mean), address(rstd)
+    scratch = _scratch(call, x)
+    kernels.forward(place)
+    del scratch
+    return y, mean, rstd
+
+
+def backward(
+    grad_output: Tensor,
+    x: Tensor,
+    parameters: Parameters,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    wanted: list[bool],
+    main_grad: Tensor | None,
+) -> list[Tensor | None] | None:
+    """Return the gradients that are wanted; None where PyTorch's products are faster."""
+    accumulates = main_grad is not None
+    if x.dtype is torch.float32 or (main_grad is not None and not main_grad.is_contiguous()):
+        return None
+    dy, x = dense(grad_output, x)
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    kernels, context = _launcher(x.dtype, x.device.index, stream, _is_alone())
+    call = parameters.call(x, eps)
+    place = ctypes.addressof(call)
+    call.context, call.in_graph = context, torch.cuda.is_current_stream_capturing()
+    _prepare_products(x.device.index, call.in_graph)
+    call.accumulate = accumulates
+    call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
+    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
+    if main_grad is not None:
+        call.dweight = main_grad.data_ptr()
+    kernels.plan_backward(place)
+    if call.way == DECLINED:
+        return None
+    gradients = empty_gradients(
+        x, parameters, [*wanted[:3], wanted[3] and not accumulates, wanted[4]]
+    )
+    results = gradients.copy()
+    if accumulates:
+        # The kernel adds to both what it writes in float32.
+        results[3] = main_grad
+        results[4] = x.new_zeros(parameters.N, dtype=torch.float32) if wanted[4] else None
+    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, results)
+    scratch = _scratch(call, x)
+    kernels.backward(place)
+    del scratch
+    if accumulates and gradients[4] is not None and results[4] is not None:
+        gradients[4].copy_(results[4])
+    return gradients
+
+
+def native(parameters: Parameters) -> tuple[str, int] | None:
+    """Return the file of the kernels for C++, and the context of its calls on the current stream.
+
+    None in a graph, which has other thresholds, and where the host's time does not count; and in
+    float32, whose products are PyTorch's.
+    """
+    if parameters.dtype is torch.float32 or torch.cuda.is_current_stream_capturing():
+        return None
+    device: int = parameters.device.index
+    _prepare_products(device, False)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    _, context = _launcher(parameters.dtype, device, stream, _is_alone())
+    return str(_extension(parameters.dtype).path), context
+
+
+def _scratch(call: Call, x: Tensor) -> Tensor | None:
+    """Give a call its workspace."""
+    size: int = call.workspace_bytes
+    if not size:
+        return None
+    memory = workspace(size, x.device)
+    call.workspace = memory.data_ptr()
+    return memory
+
+
+def _make(fold: Fold, parameters: Parameters, kernels: ModuleType, context: int) -> None:
+    """Fold the parameters as they are now."""
+    weight = parameters.tensors()[2]
+    if weight.data_ptr() % ALIGNMENT:
+        weight = weight.clone()
+    folded = torch.empty_like(weight)
+    sums = weight.new_empty(2, parameters.N, dtype=torch.float32)
+    fold.tensors = folded, sums
+    fold.addresses = folded.data_ptr(), sums.data_ptr(), sums.data_ptr() + 4 * parameters.N
+    call = parameters.call(weight, 0.0)
+    call.context, call.weight = context, weight.data_ptr()
+    call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
+    kernels.fold(ctypes.addressof(call))
+
+
+class _Thread(threading.local):
+    prepared: frozenset[int] = frozenset()
+
+
+_thread = _Thread()
+
+
+def _prepare_products(device: int, in_graph: bool) -> None:
+    """Have PyTorch's products ready in this thread, before a graph that chooses them needs them.
+
+    Their library cannot begin within a capture, and calls made to warm up may all choose ours.
+    """
+    if device not in _thread.prepared and not in_graph:
+        with torch.cuda.device(device):
+            torch.cuda.current_blas_handle()
+        _thread.prepared |= {device}
+
+
+def _may_use_tf32() -> bool:
+    """Return whether PyTorch may multiply float32 in tf32, however it was told so.
+
+    It may be told otherwise before the next call. `allow_tf32` raises an error where both of
+    PyTorch's settings were used.
+    """
+    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return precision == "tf32"
+
+
+def _is_alone() -> bool:
+    """Return whether no collective, which waits for other GPUs, runs beside our kernels."""
+    return not torch.distributed.is_initialized()
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _launcher(dtype: torch.dtype, device: int, stream: int, alone: bool) -> tuple[ModuleType, int]:
+    """Return the kernels, and their context: a device, a stream, and whether they are alone."""
+    kernels = build.load(_extension(dtype))
+    return kernels, kernels.new_launcher(device, stream, int(alone))
+
+
+@functools.cache
+def _extension(dtype: torch.dtype) -> build.Extension:
+    return build.Extension("norm_linear_sm90", build.DTYPES[dtype], "nvidia:sm_90a")

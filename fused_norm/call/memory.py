@@ -1,0 +1,74 @@
+"""Tensors as kernels see them: addresses, dense memory, results and workspaces to write to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_norm.call.parameters import Parameters
+
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of mean and rstd, and of every sum, for an input dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's first element, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return the tensors, or their values, in contiguous memory; None stays None."""
+    for tensor in tensors:
+        if tensor is not None and (
+            not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor()
+        ):
+            return tuple(None if t is None else _in_memory(t) for t in tensors)
+    return tensors
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    # Autograd's zeros take no memory until they are cloned.
+    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
+
+
+def workspace(size: int, device: torch.device) -> Tensor:
+    """Return scratch memory of a number of bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the mean and rstd of each row."""
+    mean = _empty(x, x.shape[:-1], dtype=statistics_dtype(x.dtype))
+    return mean, torch.empty_like(mean)
+
+
+def _empty(like: Tensor, shape: torch.Size, **options: Any) -> Tensor:
+    # Sizes one by one: a tuple of them takes PyTorch half as long again to read.
+    return like.new_empty(*shape, **options) if shape else like.new_empty(shape, **options)
+
+
+def empty_gradients(x: Tensor, parameters: Parameters, wanted: list[bool]) -> list[Tensor | None]:
+    """Return memory for the five gradients, None for each that is not wanted.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        parameters: The call's.
+        wanted: Whether the gradients of x, gamma, beta, the weight and the bias are wanted.
+    """
+    K, N = parameters.K, parameters.N
+    norm, linear = parameters.norm_dtype or x.dtype, parameters.dtype
+    dx, dgamma, dbeta, dweight, dbias = wanted
+    return [
+        _empty(x, x.shape) if dx else None,
+        x.new_empty(K, dtype=norm) if dgamma else None,
+        x.new_empty(K, dtype=norm) if dbeta else None,
+        x.new_empty(N, K, dtype=linear) if dweight else None,
+        x.new_empty(N, dtype=linear) if dbias else None,
+    ]

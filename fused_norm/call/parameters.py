@@ -1,0 +1,175 @@
+"""The parameters of a call as kernels see them: checked once, and known again while they last."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.memory import address, dense
+from fused_norm.call.record import Call
+
+
+class Parameters:
+    """The parameters of a norm and of the Linear layer after it, with what kernels ask of them.
+
+    Attributes:
+        K: Features.
+        N: Outputs.
+        dtype: Of the weight and the bias.
+        device: Of all.
+        norm_dtype: Of gamma and beta, None where there is neither.
+        backends: What may compute their calls, in order, once that has been found out.
+        folds: What Hopper's backend keeps, by stream.
+    """
+
+    __slots__ = (
+        *("K", "N", "dtype", "device", "norm_dtype", "backends", "folds"),
+        *("_half", "_ids", "_layout", "_references"),
+    )
+
+    def __init__(
+        self, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        tensors = (gamma, beta, weight, bias)
+        self._references: tuple[Any, ...] = dense(*tensors)
+        self.N, self.K = weight.shape
+        self.dtype, self.device = weight.dtype, weight.device
+        norm = gamma if gamma is not None else beta
+        self.norm_dtype = None if norm is None else norm.dtype
+        self.backends: tuple[Any, ...] | None = None
+        self.folds: dict[int, Any] = {}
+        self._half = half = Call()
+        half.K, half.N = self.K, self.N
+        half.gamma, half.beta, half.weight, half.bias = map(address, self._references)
+        half.norm_is_float32 = self.norm_dtype is torch.float32 and self.dtype is not torch.float32
+        self._ids = (id(gamma), id(beta), id(weight), id(bias))
+        self._layout: Any = None
+        if all(a is b for a, b in zip(self._references, tensors, strict=True)):
+            self._layout = _layout(*tensors)
+
+    def tensors(self) -> tuple[Any, ...]:
+        """Return gamma, beta, the weight and the bias in dense memory; None for none."""
+        return tuple(r() if isinstance(r, weakref.ref) else r for r in self._references)
+
+    def call(self, x: Tensor, eps: float) -> Call:
+        """Return the record of a call on a dense x, with the parameters' half filled in."""
+        call: Call = Call.from_buffer_copy(self._half)
+        call.M = x.numel() // self.K
+        call.x = x.data_ptr()
+        call.eps = eps
+        if x.dtype is not self.dtype:
+            # Autocast made the weight narrower than x, which gamma and beta are like.
+            call.narrow = 1 if self.dtype is torch.bfloat16 else 2
+            call.norm_is_float32 = 0
+        return call
+
+    def take(self, x: Any, eps: Any) -> bool:
+        """Return whether the kernels serve an ordinary, dense input with these parameters.
+
+        True is certain; False leaves it to be found out.
+        """
+        return (
+            type(x) is Tensor
+            and x.dtype is self.dtype
+            and x.device == self.device
+            and x.layout is torch.strided
+            and not x.is_nested
+            and x.dim() > 0
+            and x.shape[-1] == self.K
+            and x.is_contiguous()
+            and not x.is_neg()
+            and x.data_ptr() != 0
+            and not torch._C._functorch.is_legacy_batchedtensor(x)
+            and type(eps) is float
+        )
+
+    def keep(self) -> Parameters:
+        """Have these parameters known until the first of their tensors goes, and return them.
+
+        Copies in dense memory are not kept: nothing would tell when they are out of date.
+        """
+        if self._layout is not None:
+            key, own = self._ids[2], id(self)
+
+            def forget(_: Any) -> None:
+                if id(_kept.get(key)) == own:
+                    _kept.pop(key, None)
+
+            self._references = tuple(
+                None if t is None else weakref.ref(t, forget) for t in self._references
+            )
+            _kept[key] = self
+        return self
+
+
+def of(
+    gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> Parameters:
+    """Return what kernels need to know of valid parameters, and know it from now on."""
+    tensors = (gamma, beta, weight, bias)
+    return known(*tensors) or Parameters(*tensors).keep()
+
+
+def of_saved(gamma: Tensor | None, beta: Tensor | None, weight: Tensor) -> Parameters:
+    """Return the same for a backward, which has no use for the bias."""
+    kept = _kept.get(id(weight))
+    if kept is not None and kept._ids[:3] == (id(gamma), id(beta), id(weight)):
+        layout = _layout(gamma, beta, weight, None)
+        if kept._layout is not None and kept._layout[:-1] == layout[:-1]:
+            return kept
+    return Parameters(gamma, beta, weight, None)
+
+
+def known(gamma: Any, beta: Any, weight: Any, bias: Any) -> Parameters | None:
+    """Return what is known of these parameters, None where they are new.
+
+    They are new as well after an assignment to their `data`, which may have brought another memory,
+    dtype or shape. Their values may have changed.
+    """
+    tensors = (gamma, beta, weight, bias)
+    parameters = met(*tensors)
+    if parameters is not None and parameters._layout == _layout(*tensors):
+        return parameters
+    return None
+
+
+def met(gamma: Any, beta: Any, weight: Any, bias: Any) -> Parameters | None:
+    """Return what was known of these tensors, which may since have got other memory."""
+    parameters = _kept.get(id(weight))
+    ids = (id(gamma), id(beta), id(weight), id(bias))
+    return parameters if parameters is not None and parameters._ids == ids else None
+
+
+def forget_before_swap(weight: Tensor) -> None:
+    """Let go of what is known of a weight if PyTorch is set to swap the tensors of modules.
+
+    It swaps only tensors that nobody refers to. Otherwise what is known stays, and with it the
+    folds that captured graphs read.
+    """
+    if torch.__future__.get_swap_module_params_on_conversion():
+        _kept.pop(id(weight), None)
+
+
+_kept: dict[int, Parameters] = {}
+
+
+def _layout(
+    gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Any, ...]:
+    """Return what an assignment to the `data` of a parameter changes, in few and fast calls.
+
+    The shape of the weight says those of the vectors: where one disagrees, PyTorch raises an error
+    that is missed here. Its memory still holds as many elements as before.
+    """
+    return (
+        weight.shape,
+        weight.dtype,
+        weight.data_ptr(),
+        weight.is_contiguous(),
+        gamma is None or (gamma.is_contiguous() and gamma.data_ptr()),
+        beta is None or (beta.is_contiguous() and beta.data_ptr()),
+        bias is None or (bias.is_contiguous() and bias.data_ptr()),
+    )

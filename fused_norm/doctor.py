@@ -1,0 +1,132 @@
+"""Says in one screen what this machine has for the kernels, and what to do where it lacks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fused_norm.backends.cpu_features import bfloat16_product
+from fused_norm.native import build, cache, node
+
+# MAX's GPU runtime refuses older drivers.
+OLDEST_NVIDIA_DRIVER = 580
+
+
+def report() -> int:
+    """Print the report and return 0 if the CPU kernels can run here, else 1."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    advice: list[str] = []
+
+    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    for package, needed in (("torch", None), ("max", "26.7.0"), ("mojo-compiler", "1.2.0")):
+        table.add_row(package, _version(package, needed, advice))
+    table.add_row("cpu threads", _threads())
+    table.add_row("cpu kernels", _cpu_dtypes())
+    table.add_row("gpu", _gpus(advice))
+    table.add_row("cache", _folder(advice))
+    usable = not advice
+    table.add_row("built", _built(advice))
+    table.add_row("autograd", _autograd())
+
+    console = Console()
+    console.print(table)
+    for line in advice:
+        console.print(f"- {line}", highlight=False, soft_wrap=True)
+    return 0 if usable else 1
+
+
+def _version(package: str, needed: str | None, advice: list[str]) -> str:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        advice.append(f"{package} is missing: pip install fused-norm installs it")
+        return "missing"
+    if needed and version != needed:
+        advice.append(f"{package} {version} is installed, the kernels are written for {needed}")
+    return version
+
+
+def _threads() -> str:
+    kind = "PyTorch's OpenMP team" if build.gomp_parallel() else "Mojo's own threads"
+    return f"{torch.get_num_threads()} of {os.cpu_count()}, {kind}"
+
+
+def _cpu_dtypes() -> str:
+    instructions = bfloat16_product()
+    if instructions is None:
+        return "float32, bfloat16, float16, float64"
+    return (
+        "float32, float16, float64\n"
+        f"bfloat16 runs PyTorch's own ops, whose products use {instructions}"
+    )
+
+
+def _gpus(advice: list[str]) -> str:
+    driver = _nvidia_driver()
+    if not torch.cuda.is_available():
+        if driver:
+            advice.append(
+                f"there is an NVIDIA driver ({driver}) that this PyTorch cannot use: "
+                f"it is built for CUDA {torch.version.cuda}"
+            )
+        return "none that PyTorch sees"
+    if driver and int(driver.split(".")[0]) < OLDEST_NVIDIA_DRIVER:
+        advice.append(f"update the NVIDIA driver: {driver} is older than {OLDEST_NVIDIA_DRIVER}")
+    names = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(device)
+        memory = properties.total_memory / 2**30
+        names.append(f"{properties.name}, {memory:.0f} GiB, {build.accelerator_of(device)}")
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return "\n".join([*names, f"{runtime}, driver {driver or 'unknown'}"])
+
+
+def _nvidia_driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+    return result.stdout.splitlines()[0].strip() if result.returncode == 0 else None
+
+
+def _folder(advice: list[str]) -> str:
+    folder = cache.cache_dir()
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        advice.append(f"{folder} cannot be written: set FUSED_NORM_CACHE_DIR to a folder that can")
+    free = shutil.disk_usage(parent).free / 2**30
+    return f"{folder} ({free:.0f} GiB free)"
+
+
+def _built(advice: list[str]) -> str:
+    lines = []
+    for target in build.attached_targets():
+        extensions = build.extensions(target, list(build.DTYPES.values()))
+        ready = [str(e) for e in extensions if build.is_built(e)]
+        lines.append(f"{len(ready)} of {len(extensions)} for {target}")
+        if len(ready) < len(extensions):
+            advice.append(
+                f"kernels for {target} are built on first use; "
+                f"`python -m fused_norm build --target {target.split(':')[-1]}` builds them now"
+            )
+    return "\n".join(lines)
+
+
+def _autograd() -> str:
+    if node.is_built():
+        return "C++" if node.load() else f"Python, as {node.SWITCH} asks; C++ is built"
+    compiler = node.compiler()
+    how = f"`python -m fused_norm build --autograd` builds C++ with {compiler}"
+    return f"Python; {how if compiler else 'C++ needs a compiler, and there is none'}"

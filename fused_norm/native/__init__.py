@@ -1,0 +1,1 @@
+"""The native extensions: their sources, how they are built, kept and loaded, and the C++ node."""

@@ -1,0 +1,295 @@
+"""LayerNorm + Linear as PyTorch knows it: schemas, fakes, one autograd function, and its calls."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fused_norm import backends, reference
+from fused_norm.call import parameters as known_parameters
+from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
+from fused_norm.call.parameters import Parameters
+from fused_norm.native import node
+from fused_norm.ops.registration import (
+    are_plain,
+    differentiable,
+    is_forward_mode,
+    is_watched,
+    register,
+    without_none,
+)
+from fused_norm.ops.validation import (
+    by_pytorch,
+    has_kernel,
+    is_left_to_pytorch,
+    straight_by_pytorch,
+)
+
+_Results = tuple[Tensor, Tensor, Tensor]
+# Gamma, beta, the weight and the bias.
+_Parameters = tuple[Any, Any, Any, Any]
+
+
+def _y(x: Tensor, *arguments: Any) -> Tensor:
+    *tensors, eps = arguments
+    return backends.forward(dense(x)[0], known_parameters.of(*tensors), eps, False)[0]
+
+
+def _forward(x: Tensor, *arguments: Any) -> _Results:
+    *tensors, eps = arguments
+    return backends.forward(dense(x)[0], known_parameters.of(*tensors), eps, True)
+
+
+def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    *saved, eps, wanted = arguments
+    return without_none(_by_backends(grad_output, saved, eps, wanted, None), saved[0])
+
+
+def _fake_y(x: Tensor, gamma: Any, beta: Any, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=weight.dtype)
+
+
+def _fake_forward(x: Tensor, *arguments: Any) -> _Results:
+    return _fake_y(x, *arguments), *empty_statistics(x)
+
+
+def _fake_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    *others: Any,
+) -> list[Tensor]:
+    norm = next((t for t in (gamma, beta) if t is not None), x)
+    N, K = weight.shape
+    sizes = ((x, x.shape), (norm, (K,)), (norm, (K,)), (weight, (N, K)), (weight, (N,)))
+    wanted = zip(sizes, others[-1], strict=True)
+    return without_none([like.new_empty(size) if w else None for (like, size), w in wanted], x)
+
+
+_INPUTS = "Tensor x, Tensor? ln_weight, Tensor? ln_bias, Tensor linear_weight"
+layernorm_linear = register(
+    f"layernorm_linear({_INPUTS}, Tensor? linear_bias, float eps) -> Tensor",
+    _y,
+    _fake_y,
+    rows=1,
+)
+layernorm_linear_forward = register(
+    f"layernorm_linear_forward({_INPUTS}, Tensor? linear_bias, float eps) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+    rows=1,
+)
+layernorm_linear_backward = register(
+    f"layernorm_linear_backward(Tensor grad_output, {_INPUTS}, Tensor mean, Tensor rstd, "
+    "float eps, bool[5] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+
+
+class LayerNormLinear(torch.autograd.Function):
+    """Gradients of the op. Saved for the backward: the input, the parameters, mean and rstd.
+
+    The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
+    gradient for the weight; and what is known of the parameters where nothing watches the call.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> _Results:
+        """Return y, mean and rstd."""
+        x, *tensors, eps, _, parameters = arguments
+        if parameters is not None:
+            return backends.forward(x, parameters, eps, True)
+        y, mean, rstd = layernorm_linear_forward(x, *tensors, eps)
+        return y, mean, rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep what the backward needs."""
+        x, gamma, beta, weight, _, eps, owner, _ = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, gamma, beta, weight, *output[1:], owner)
+        ctx.eps = eps
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensors that require one."""
+        if grad_output is None:
+            return (None,) * 8
+        *saved, owner = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:5])
+        if owner is None:
+            return (*gradients(grad_output, saved, ctx.eps, wanted), None, None, None)
+        return _accumulate(ctx, grad_output)
+
+
+@once_differentiable
+def _accumulate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients, for the Parameter that has a `main_grad` what stands for its own."""
+    *saved, owner = ctx.saved_tensors
+    wanted = [*ctx.needs_input_grad[:3], False, ctx.needs_input_grad[4]]
+    if is_watched() or not are_plain((grad_output, *saved)):
+        found = gradients(grad_output, saved, ctx.eps, wanted)
+        x, gamma, beta, *_ = saved
+        with torch.autocast(x.device.type, enabled=False):
+            reference.add_weight_gradient(owner.main_grad, grad_output, x, gamma, beta, ctx.eps)
+    else:
+        wanted[3] = True
+        found = _by_backends(grad_output, saved, ctx.eps, wanted, owner.main_grad)
+    return (*found[:3], None, found[4], None, _stand_in(owner), None)
+
+
+def _stand_in(weight: Tensor) -> Tensor | None:
+    """Return a gradient for Megatron's hooks, which wait for one but do not read its values."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    stand_in = torch.empty_like(weight)
+    return stand_in.zero_() if getattr(weight, "zero_out_wgrad", False) else stand_in
+
+
+def _by_backends(
+    grad_output: Tensor, saved: Any, eps: float, wanted: list[bool], main_grad: Tensor | None
+) -> list[Tensor | None]:
+    x, gamma, beta, weight, mean, rstd = saved
+    parameters = known_parameters.of_saved(gamma, beta, weight)
+    return backends.backward(grad_output, x, parameters, mean, rstd, eps, wanted, main_grad)
+
+
+def gradients(
+    grad_output: Tensor, saved: Any, eps: float, wanted: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients that are wanted; C++ calls this too, for what it leaves to Python."""
+    if torch.is_grad_enabled() or is_forward_mode():
+        # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
+        x, gamma, beta, weight, *_ = saved
+        found = reference.layernorm_linear_backward(grad_output, x, gamma, beta, weight, eps)
+    elif is_watched() or not are_plain((grad_output, *saved)):
+        found = layernorm_linear_backward(grad_output, *saved, eps, wanted)
+    else:
+        return _by_backends(grad_output, saved, eps, wanted, None)
+    return [g if w else None for g, w in zip(found, wanted, strict=True)]
+
+
+_with_gradients = differentiable(LayerNormLinear)
+
+
+@functools.cache
+def compiled() -> Any:
+    """Return the module in C++, None where that is not built."""
+    module = node.load()
+    if module is not None:
+        module.set_python(_forward, gradients)
+    return module
+
+
+def _run_compiled(x: Any, tensors: _Parameters, eps: Any) -> Tensor | None:
+    """Compute a call with gradients that nothing watches in C++, layouts checked there.
+
+    None where that is not built, where the parameters are new or none requires a gradient, and
+    where the tensors are not as kernels need them.
+    """
+    module = compiled()
+    if module is None:
+        return None
+    parameters = known_parameters.met(*tensors)
+    if (
+        parameters is None
+        or not parameters.backends
+        or type(x) is not Tensor
+        or x.dtype is not parameters.dtype
+        or x.device != parameters.device
+        or type(eps) is not float
+    ):
+        return None
+    library, context = parameters.backends[0].native(parameters) or ("", 0)
+    y: Tensor | None = module.forward(x, *tensors, eps, library, context)
+    return y
+
+
+def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) -> Tensor:
+    """Compute a call of the op: what no kernel serves, a wrong call included, by PyTorch's ops.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        tensors: Gamma, beta, the weight and the bias.
+        eps: Added to the variance.
+        owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
+    """
+    autocast = torch._C._is_any_autocast_enabled()
+    if not autocast:
+        if owner is None and type(x) is Tensor and is_left_to_pytorch(x):
+            return straight_by_pytorch(x, *tensors, eps)
+        if not is_watched():
+            if owner is None and torch.is_grad_enabled():
+                y = _run_compiled(x, tensors, eps)
+                if y is not None:
+                    return y
+            parameters = known_parameters.known(*tensors)
+            if parameters is not None and parameters.take(x, eps):
+                return _run(x, tensors, eps, owner, parameters)
+    inputs, cast = tensors, False
+    if autocast and _is_autocast(x):
+        if x.is_cpu and x.dtype in LOW_PRECISION:
+            # As autocast has it on a GPU, where a norm is float32's.
+            x = x.float()
+        inputs, cast = _autocast(x, tensors)
+    if owner is None and isinstance(x, Tensor) and x.is_cpu and (cast or is_left_to_pytorch(x)):
+        return by_pytorch(x, *tensors, eps)
+    if not has_kernel(x, *inputs, eps, cast):
+        y = by_pytorch(x, *tensors, eps)
+        if owner is None or not _wants_gradients(x, tensors):
+            return y
+    elif not is_watched() and are_plain((x, *inputs, eps)):
+        (ready,) = dense(x)
+        # The backward keeps x itself, not a copy of it.
+        if ready is x or not _wants_gradients(x, inputs):
+            return _run(ready, inputs, eps, owner, known_parameters.of(*inputs))
+    return _run(x, inputs, eps, owner, None)
+
+
+def _run(
+    x: Tensor, tensors: _Parameters, eps: float, owner: Any, parameters: Parameters | None
+) -> Tensor:
+    """Compute a valid call; where parameters are given, one that nothing watches."""
+    y: Tensor
+    if _wants_gradients(x, tensors):
+        y = _with_gradients(x, *tensors, eps, owner, parameters)
+    elif parameters is not None:
+        y = backends.forward(x, parameters, eps, False)[0]
+    else:
+        y = layernorm_linear(x, *tensors, eps)
+    return y
+
+
+def _wants_gradients(x: Tensor, tensors: _Parameters) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or any(t is not None and t.requires_grad for t in tensors)
+    )
+
+
+def _is_autocast(x: Any) -> bool:
+    if not isinstance(x, Tensor) or not (x.is_cpu or x.is_cuda):
+        return False
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+
+
+def _autocast(x: Tensor, tensors: _Parameters) -> tuple[_Parameters, bool]:
+    """Return the Linear parameters in autocast's dtype, as autocast treats a Linear layer."""
+    gamma, beta, weight, bias = tensors
+    dtype = torch.get_autocast_dtype(x.device.type)
+    castable = (torch.float32, torch.bfloat16, torch.float16)
+    if not isinstance(weight, Tensor) or weight.dtype not in castable or x.dtype not in castable:
+        return tensors, False
+    bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
+    return (gamma, beta, weight.to(dtype), bias), True

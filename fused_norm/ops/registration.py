@@ -1,0 +1,146 @@
+"""Registers ops with PyTorch, and calls them at the least cost.
+
+The registered ops are functional and know nothing of gradients; a `torch.autograd.Function` ties
+a forward and a backward together. A call crosses PyTorch's dispatcher once; below it only kernels
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, list})
+_library = torch.library.Library("fused_norm", "DEF")
+
+
+def register(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], rows: int = 0
+) -> Callable[..., Any]:
+    """Register an op and return what calls it, bound once so that a call looks nothing up.
+
+    Args:
+        schema: The op's name, arguments and results.
+        kernel: Computes the results.
+        fake: Returns results of the right shape and dtype from arguments without values.
+        rows: How many of the first arguments, and all results, have a row for each row of the
+            first one: a batch of them is more rows. 0 where results are sums over the rows.
+    """
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)
+    torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
+    torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
+    overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
+
+    def call(*arguments: Any) -> Any:
+        direct = not is_watched() and are_plain(arguments)
+        return (kernel if direct else overload)(*arguments)
+
+    return call
+
+
+def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what applies an autograd function and gives its first result.
+
+    PyTorch looks up the signature of a `forward` that is split from `setup_context` on every call,
+    which takes 20 us. Only transforms and compilers need the split, so others are spared it.
+
+    Args:
+        function: A function that has `setup_context`, and whose `forward` returns a tuple.
+    """
+
+    class Eager(torch.autograd.Function):
+        """The same function in one piece."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Tensor:
+            output: tuple[Tensor, ...] = function.forward(*arguments)
+            function.setup_context(ctx, arguments, output)
+            return output[0]
+
+        backward = function.backward
+
+    Eager.__name__ = Eager.__qualname__ = f"Eager{function.__name__}"
+    # What `Eager.apply` comes down to where no transform is active, 3 us sooner.
+    eager = super(torch.autograd.Function, Eager).apply
+
+    def apply(*arguments: Any) -> Any:
+        if is_watched():
+            return function.apply(*arguments)[0]
+        return eager(*arguments)
+
+    return apply
+
+
+def is_forward_mode() -> bool:
+    """Return whether tensors may carry tangents: derivatives taken along with the values."""
+    return forward_ad._current_level >= 0
+
+
+def without_none(gradients: list[Tensor | None], like: Tensor) -> list[Tensor]:
+    """Return the gradients with an empty tensor for None, which a schema cannot promise."""
+    return [like.new_empty(0) if g is None else g for g in gradients]
+
+
+def _batched(name: str, rows: int) -> Callable[..., Any]:
+    """Return a vmap rule: a batch of rows is more rows, other batches are calls in turn."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        op = getattr(torch.ops.fused_norm, name).default
+        batched = [isinstance(dim, int) for dim in in_dims]
+        if rows and not any(batched[rows:]):
+            result = op(
+                *(
+                    t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+                    for t, dim in zip(arguments[:rows], in_dims, strict=False)
+                ),
+                *arguments[rows:],
+            )
+        else:
+            calls = [
+                op(
+                    *(
+                        t.select(dim, i) if isinstance(dim, int) else t
+                        for t, dim in zip(arguments, in_dims, strict=True)
+                    )
+                )
+                for i in range(info.batch_size)
+            ]
+            if isinstance(calls[0], Tensor):
+                result = torch.stack(calls)
+            else:
+                result = tuple(torch.stack(outputs) for outputs in zip(*calls, strict=True))
+        return result, 0 if isinstance(result, Tensor) else (0,) * len(result)
+
+    return rule
+
+
+def is_watched() -> bool:
+    """Return whether a compiler, a tracer, a transform or a mode would see PyTorch's own ops.
+
+    PyTorch's dispatcher lets them see ours too. It costs as much as a small kernel, so a call that
+    nothing watches goes round it.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state()
+        or is_forward_mode()
+    )
+
+
+def are_plain(arguments: tuple[Any, ...]) -> bool:
+    """Return whether the tensors among some arguments are ordinary ones, with memory."""
+    return (
+        _PLAIN_TYPES.issuperset(map(type, arguments))
+        and not arguments[0].is_meta
+        # How autograd batches gradients: a Tensor by its type, but without memory.
+        and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])
+    )

@@ -1,0 +1,257 @@
+"""Decides whether the kernels serve a call.
+
+What they do not serve, a wrong call included, is handed to PyTorch's own ops: so an error has
+PyTorch's type and words, and whatever PyTorch accepts works.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._nn import linear
+from torch.nn import Parameter
+
+from fused_norm import reference
+from fused_norm.backends.cpu_features import bfloat16_product
+from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.ops.registration import is_forward_mode
+
+# Kernels count the elements of a row in 32 bits.
+LONGEST_ROW = 2**31 - 1
+
+GPU_DTYPES = LOW_PRECISION | {torch.float32}
+CPU_DTYPES = GPU_DTYPES | {torch.float64}
+
+
+def serves(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether there are kernels for a dtype on the device of `x`."""
+    return dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES) and (
+        x.is_cuda or x.is_cpu or x.is_meta
+    )
+
+
+def has_kernel(
+    x: Any,
+    ln_weight: Any,
+    ln_bias: Any,
+    linear_weight: Any,
+    linear_bias: Any,
+    eps: Any,
+    autocast: bool = False,
+) -> bool:
+    """Return whether the kernels serve a call of `fused_layernorm_linear`.
+
+    Args:
+        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
+        ln_weight: Should be None or a tensor of shape `[K]`, in the dtype of `x` or float32.
+        ln_bias: Should be None or a tensor of shape `[K]`, in the dtype of `ln_weight`.
+        linear_weight: Should be a tensor of shape `[N, K]` in the dtype of `x`.
+        linear_bias: Should be None or a tensor of shape `[N]` in the dtype of `linear_weight`.
+        eps: Should be a number.
+        autocast: Whether autocast gave the Linear parameters their dtype.
+    """
+    if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
+        return False
+    if not (_is_strided(x) and _is_strided(linear_weight)):
+        return False
+    shape, device, dtype = x.shape, x.device, linear_weight.dtype
+    if linear_weight.dim() != 2 or not shape or linear_weight.device != device:
+        return False
+    outputs, features = linear_weight.shape
+    if shape[-1] != features or not isinstance(eps, (float, int)):
+        return False
+    for vector, size in ((ln_weight, features), (ln_bias, features), (linear_bias, outputs)):
+        if vector is not None and not (
+            isinstance(vector, Tensor)
+            and _is_strided(vector)
+            and vector.shape == (size,)
+            and vector.device == device
+        ):
+            return False
+    if not (x.dtype is dtype or autocast) or not (
+        linear_bias is None or linear_bias.dtype is dtype
+    ):
+        return False
+    affine = ln_weight if ln_weight is not None else ln_bias
+    if affine is not None:
+        if ln_bias is not None and ln_bias.dtype is not affine.dtype:
+            return False
+        mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
+        if not (affine.dtype is x.dtype or mixed):
+            return False
+    return _serves(x, dtype)
+
+
+def is_left_to_pytorch(x: Tensor) -> bool:
+    """Return whether PyTorch's own ops are faster than the kernels, whatever the sizes."""
+    return x.dtype is torch.bfloat16 and x.is_cpu and bfloat16_product() is not None
+
+
+def straight_by_pytorch(
+    x: Tensor, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
+) -> Tensor:
+    """Return the same as `by_pytorch` at the least cost, where shapes agree."""
+    if type(linear_weight) not in (Tensor, Parameter) or linear_weight.dim() != 2:
+        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    features = linear_weight.shape[1:]
+    if x.shape[-1:] != features:
+        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    z = torch.layer_norm(x, features, ln_weight, ln_bias, eps)
+    return linear(z, linear_weight, linear_bias)
+
+
+def by_pytorch(
+    x: Any, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
+) -> Tensor:
+    """Return what `F.layer_norm` and `F.linear` make of a call, or raise what they raise."""
+    features, *others = (_last_size(t) for t in (x, ln_weight, linear_weight))
+    if not features or features not in others:
+        # An input that fits neither parameter is the one at fault, so it is held to theirs.
+        features = others[1] or others[0] or features
+    z = F.layer_norm(x, features, ln_weight, ln_bias, eps)
+    return F.linear(z, linear_weight, linear_bias)
+
+
+def has_row_kernel(*tensors: Any) -> bool:
+    """Return whether the row programs serve tensors of one shape and dtype.
+
+    Args:
+        tensors: Should be of shape `[..., K]` in a dtype that has kernels.
+    """
+    x = tensors[0]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not _is_strided(tensor):
+            return False
+        if tensor.dtype is not x.dtype or tensor.device != x.device or tensor.shape != x.shape:
+            return False
+    return x.dim() > 0 and x.shape[-1] <= LONGEST_ROW and _serves(x, x.dtype)
+
+
+def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
+    """Return whether the kernels serve a call of `trainable_eps_layer_norm`.
+
+    Args:
+        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
+        o: Should be a tensor of one element, in the dtype of `x` or float32 beside a narrower one.
+    """
+    return (
+        isinstance(x, Tensor)
+        and isinstance(o, Tensor)
+        and _is_strided(o)
+        and o.numel() == 1
+        and o.device == x.device
+        and (o.dtype is x.dtype or (o.dtype is torch.float32 and x.dtype in LOW_PRECISION))
+        and has_row_kernel(x)
+    )
+
+
+def surely_has_trainable_eps_kernel(x: Any, o: Any) -> bool:
+    """Return whether the kernels serve ordinary tensors that nothing watches, in a few fast looks.
+
+    True is certain; False leaves it to be found out.
+
+    Args:
+        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
+        o: Should be a tensor of one element in the dtype of `x`.
+    """
+    return (
+        type(x) is Tensor
+        and (type(o) is Tensor or type(o) is torch.nn.Parameter)
+        and x.is_cpu
+        and o.is_cpu
+        and x.dtype is o.dtype
+        and serves(x, x.dtype)
+        and o.numel() == 1
+        and x.dim() > 0
+        and x.shape[-1] <= LONGEST_ROW
+        and x.data_ptr() != 0
+        and _is_strided(x)
+        and _is_strided(o)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(o)
+    )
+
+
+def trainable_eps_by_pytorch(x: Any, o: Any) -> Tensor:
+    """Return what PyTorch's ops make of a call of `trainable_eps_layer_norm`, or raise as they do.
+
+    Raises:
+        RuntimeError: If `o` has more or less than one element.
+    """
+    if isinstance(o, Tensor) and not o.is_nested:
+        if o.numel() != 1:
+            raise RuntimeError(f"a Tensor with {o.numel()} elements cannot be converted to Scalar")
+        o = o.reshape(())
+    return by_pytorch_widened(reference.trainable_eps_layer_norm, x, o)
+
+
+def div_by_pytorch(a: Any, b: Any) -> Tensor:
+    """Return what PyTorch makes of a call of `composed.div`, or raise as PyTorch does.
+
+    Raises:
+        RuntimeError: If the operands have different shapes.
+    """
+    if (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and not (a.is_nested or b.is_nested)
+        and a.shape != b.shape
+    ):
+        raise RuntimeError(
+            "Expected tensor for argument #1 'a' to have same size as tensor for argument #2 'b'; "
+            f"but {list(a.shape)} does not equal {list(b.shape)} "
+            "(while checking arguments for div)"
+        )
+    return by_pytorch_widened(reference.div, a, b)
+
+
+def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> Tensor:
+    """Return what a formula gives, computed in float32 or wider, in the dtype of `x`.
+
+    Args:
+        formula: One of `reference`.
+        x: The first argument.
+        others: The other arguments.
+    """
+    tensors = [reference.widened(t) if isinstance(t, Tensor) else t for t in (x, *others)]
+    y = formula(*tensors)
+    if isinstance(x, Tensor) and x.is_floating_point() and y.is_floating_point():
+        return y.to(x.dtype)
+    return y
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _last_size(tensor: Any) -> torch.Size:
+    """Return the size of the last dimension in a tuple, an empty one where there is none."""
+    # A nested tensor of this layout raises when asked for a shape.
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        return torch.Size()
+    return tensor.shape[-1:]
+
+
+def _serves(x: Tensor, dtype: torch.dtype) -> bool:
+    if is_forward_mode():
+        # PyTorch's ops carry tangents, the kernels would drop them.
+        return False
+    if serves(x, dtype):
+        return True
+    if dtype.is_floating_point:
+        _say_no_kernel(x.device.type, dtype)
+    return False
+
+
+@functools.cache
+def _say_no_kernel(device_type: str, dtype: torch.dtype) -> None:
+    warnings.warn(
+        f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it",
+        stacklevel=4,
+    )

@@ -1,0 +1,1 @@
+"""What MAX graphs and `CustomOpLibrary` find of the production kernels."""

@@ -1,0 +1,1 @@
+"""The backend of any GPU: row programs around PyTorch's matrix products."""

@@ -1,0 +1,1 @@
+"""Row programs: norms, and the ops that are nothing else."""

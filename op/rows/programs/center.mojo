@@ -1,0 +1,64 @@
+"""Centers a row in two stages, so that rows far from zero lose nothing.
+
+The first mean is that of x less the row's first element: a constant row gives exactly zero. It is rounded to
+its type; the mean of what is left after it is small, and is taken off in a second stage or in the stage that
+follows.
+"""
+
+from ..stage import Stage
+from ..values import Row, Values
+
+
+struct _Center(Stage):
+    """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean."""
+
+    @staticmethod
+    @always_inline
+    def map_in[
+        dtype: DType, width: Int, //
+    ](row: Row[dtype], v: Values[dtype, width]) -> Values[dtype, width]:
+        return {v[0] - row.first[0]}
+
+    @staticmethod
+    @always_inline
+    def finish[
+        dtype: DType, //
+    ](
+        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
+    ) -> Values[dtype, 1]:
+        return {row.first[0] + total[0] * row.inverse_n}
+
+    @staticmethod
+    @always_inline
+    def map_out[
+        dtype: DType, width: Int, //
+    ](
+        row: Row[dtype], v: Values[dtype, width], mean: Values[dtype, 1]
+    ) -> Values[dtype, width]:
+        var centered = v
+        centered[0] = v[0] - mean[0]
+        return centered
+
+
+struct _Recenter(Stage):
+    """(v, ...) -> (v - mean(v), ...): takes off what the rounding of a mean has left."""
+
+    @staticmethod
+    @always_inline
+    def finish[
+        dtype: DType, //
+    ](
+        row: Row[dtype], total: Values[dtype, 1], before: Values[dtype, 1]
+    ) -> Values[dtype, 1]:
+        return {total[0] * row.inverse_n}
+
+    @staticmethod
+    @always_inline
+    def map_out[
+        dtype: DType, width: Int, //
+    ](
+        row: Row[dtype], v: Values[dtype, width], rest: Values[dtype, 1]
+    ) -> Values[dtype, width]:
+        var centered = v
+        centered[0] = v[0] - rest[0]
+        return centered

@@ -1,0 +1,159 @@
+"""What docs/architecture.md promises: one record in three languages, imports that run one way."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from fused_norm.call import record
+
+ROOT = Path(__file__).resolve().parent.parent
+CALL_H = (ROOT / "fused_norm/native/call.h").read_text()
+CALL_MOJO = (ROOT / "op/call.mojo").read_text()
+PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
+
+# Each may import those before it, and parts of itself.
+PYTHON_LAYERS = [
+    ["reference", "native", "puzzle"],
+    ["call"],
+    ["backends"],
+    ["ops"],
+    ["functional", "composed"],
+    ["modules"],
+    ["doctor", "bench"],
+    ["__main__"],
+]
+MOJO_LAYERS = [
+    ["call", "device", "python", "team", "pages"],
+    ["norms"],
+    ["rows", "gemm"],
+    ["norm_linear"],
+    ["max", "puzzle"],
+    ["register"],
+]
+DEEPEST_CHAIN = 16
+
+
+def fields_in_c() -> list[tuple[str, str]]:
+    """Return the type and name of each field of `Call` in call.h."""
+    body = re.search(r"struct Call \{(.*?)\};", CALL_H, re.S)
+    assert body is not None
+    fields = []
+    for line in filter(None, (part.strip() for part in body[1].split(";"))):
+        kind, names = line.split(maxsplit=1)
+        fields += [(kind, name.strip(" *")) for name in names.split(",")]
+    return fields
+
+
+def fields_in_mojo() -> list[tuple[str, str]]:
+    return [(kind, name) for name, kind in re.findall(r"^    var (\w+): (\w+)$", CALL_MOJO, re.M)]
+
+
+def test_record_is_one_in_three_languages() -> None:
+    python = [name for name, _ in record.Call._fields_]
+    assert [name for _, name in fields_in_c()] == python
+    assert [name for _, name in fields_in_mojo()] == python
+    assert [name for kind, name in fields_in_c() if kind == "double"] == ["eps"]
+    assert [name for kind, name in fields_in_mojo() if kind == "Float64"] == ["eps"]
+    assert {kind for kind, _ in fields_in_mojo()} == {"Int", "Float64"}
+    assert record.Call.eps.offset == 8
+
+
+def test_ways_are_the_same_in_three_languages() -> None:
+    mojo = dict(re.findall(r"^comptime (\w+) = (\d+)$", PLAN_MOJO, re.M))
+    enum = re.search(r"enum Way : int64_t \{(.*?)\}", CALL_H)
+    assert enum is not None
+    names = [name.strip() for name in enum[1].split(",")]
+    assert mojo == {name: str(number) for number, name in enumerate(names)}
+    assert {name: str(getattr(record, name)) for name in names} == mojo
+
+
+def python_imports() -> dict[str, set[str]]:
+    """Return the top-level parts of the package that each of its parts imports when imported."""
+    found: dict[str, set[str]] = {}
+    package = ROOT / "fused_norm"
+    for path in package.rglob("*.py"):
+        part = path.relative_to(package).parts[0].removesuffix(".py")
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            parts = node.module.split(".")
+            if parts[0] != "fused_norm":
+                continue
+            names = parts[1:2] or [alias.name for alias in node.names]
+            found.setdefault(part, set()).update(names)
+    return found
+
+
+def assert_one_way(imports: dict[str, set[str]], layers: list[list[str]]) -> None:
+    rank = {part: number for number, layer in enumerate(layers) for part in layer}
+    parts = set(imports) | {name for names in imports.values() for name in names}
+    assert parts <= set(rank), parts - set(rank)
+    wrong = [
+        f"{part} imports {name}"
+        for part, names in imports.items()
+        for name in names - {part}
+        if rank[name] >= rank[part]
+    ]
+    assert not wrong
+
+
+def test_python_imports_run_one_way() -> None:
+    imports = python_imports()
+    public = {"call", "composed", "functional", "modules"}
+    assert imports.pop("__init__") == public
+    for names in imports.values():
+        # `from fused_norm import name` of something public is for those at the end of the line.
+        names -= {"fused_layernorm_linear", "frozen_parameters", "trainable_eps_layer_norm"}
+    assert_one_way(imports, PYTHON_LAYERS)
+
+
+@cache
+def mojo_modules() -> dict[str, set[str]]:
+    """Return the modules of the Mojo package and its extensions that each of them imports."""
+    found = {}
+    paths = [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "fused_norm/native").glob("*.mojo")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    for name, path in names.items():
+        here = name.split(".")
+        imports = set()
+        for dots, module, imported in re.findall(
+            r"^from (\.*)([\w.]*) import \(?([\w, \n]*)", path.read_text(), re.M
+        ):
+            base = here[: len(here) - len(dots)] if dots else []
+            full = ".".join([*base, *filter(None, module.split("."))])
+            candidates = [full, *(f"{full}.{part.strip()}" for part in imported.split(","))]
+            imports |= {candidate for candidate in candidates if candidate in names}
+        found[name] = imports - {name}
+    return found
+
+
+def test_mojo_imports_run_one_way() -> None:
+    parts: dict[str, set[str]] = {}
+    for name, imports in mojo_modules().items():
+        if name.startswith("op.") and not name.endswith("__init__"):
+            part = name.split(".")[1]
+            parts.setdefault(part, set()).update(i.split(".")[1] for i in imports)
+    assert_one_way(parts, MOJO_LAYERS)
+
+
+def test_mojo_has_no_cycle_and_no_deep_chain() -> None:
+    modules = mojo_modules()
+
+    def chain(name: str, above: tuple[str, ...] = ()) -> list[str]:
+        assert name not in above, f"cycle: {' -> '.join((*above, name))}"
+        below = [chain(i, (*above, name)) for i in modules[name]]
+        return [name, *max(below, key=len, default=[])]
+
+    longest = max((chain(name) for name in modules), key=len)
+    assert len(longest) <= DEEPEST_CHAIN, " -> ".join(longest)
+
+
+@pytest.mark.parametrize("part", ["gemm/cpu", "gemm/sm90"])
+def test_products_know_no_norm(part: str) -> None:
+    for path in (ROOT / "op" / part).rglob("*.mojo"):
+        assert not re.search(r"gamma|beta\b|layer.?norm", path.read_text(), re.I), path
