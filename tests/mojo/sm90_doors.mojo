@@ -15,9 +15,9 @@ from op.gemm.epilogue import Plain
 from op.gemm.sm90.launch import launch_product
 from op.gemm.sm90.split_k import SplitK, launch_split_k
 from op.gemm.sm90.tiling import Tiling
-from op.norm_linear.sm90.layer_norm import LayerNorm
 from op.norm_linear.sm90.plan import ForwardPlan
 from op.norm_linear.sm90.statistics import launch_statistics
+from op.norms.layer_norm import LayerNorm
 from op.python import Arguments, Values, failure, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
@@ -66,8 +66,7 @@ def product(
 def split_k(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
-    """Queues c = a^T @ b and the column sums of a; without a workspace, counts its bytes.
-    """
+    """Queues c = a^T @ b and the column sums of a; without a workspace, counts its bytes."""
     var arguments = Arguments(values)
     ref gpu = Launcher.at(arguments.integer())[].gpu
     var c = arguments.integer()

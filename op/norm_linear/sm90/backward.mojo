@@ -6,17 +6,17 @@ Where the first product takes long enough, the pass runs in its kernel.
 """
 
 from ...call import Call
-from ...device import Gpu
+from ...device import Gpu, Launcher
 from ...gemm.epilogue import Plain
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import launch_split_k
-from ...layernorm_linear.between_products import BetweenProducts
+from ...norms.norm import Norm
+from ..gpu.between_products import launch_between_products
 from .launch_row_pass import launch_row_pass
-from .norm import HopperNorm
 from .plan import BackwardPlan
 
 
-def launch_backward[dtype: DType, N: HopperNorm](gpu: Gpu, call: Call) raises:
+def backward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
     """Queues the gradients that are wanted.
 
     Parameters:
@@ -24,13 +24,14 @@ def launch_backward[dtype: DType, N: HopperNorm](gpu: Gpu, call: Call) raises:
         N: The norm.
 
     Args:
-        gpu: Where to run.
+        launcher: Where to run.
         call: A call that was planned.
 
     Raises:
         If the driver refuses.
     """
-    var plan = BackwardPlan[dtype](call)
+    ref gpu = launcher.gpu
+    var plan = BackwardPlan[dtype](launcher, call)
     var dz = call.workspace
     var partial = call.workspace + plan.partial
     comptime for is_float32 in [False, True]:
@@ -77,24 +78,12 @@ def _launch_apart[
             call.N,
             Plain(),
         )
-    # The weight's gradient takes z in place of dz, and brings the bias's.
-    var wants_weight = call.dweight != 0
-    BetweenProducts(
-        M=call.M,
-        K=call.K,
-        N=call.N,
-        dx=Int64(call.dx),
-        dgamma=Int64(call.dgamma),
-        dbeta=Int64(call.dbeta),
-        db=Int64(0 if wants_weight else call.dbias),
-        z=Int64(dz if wants_weight else 0),
-        dz=Int64(dz),
-        dy=Int64(call.dy),
-        x=Int64(call.x),
-        gamma=Int64(call.gamma),
-        beta=Int64(call.beta),
-        mean=Int64(call.mean),
-        rstd=Int64(call.rstd),
-        eps=call.eps,
-        workspace=Int64(partial),
-    ).launch[dtype, norm_dtype](gpu)
+    var between = call
+    between.dz = dz
+    between.workspace = partial
+    between.z = 0
+    if call.dweight != 0:
+        # The weight's gradient takes z in place of dz, and brings the bias's.
+        between.z = dz
+        between.dbias = 0
+    launch_between_products[dtype, norm_dtype](gpu, between)

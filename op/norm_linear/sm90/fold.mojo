@@ -9,8 +9,8 @@ from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.primitives import warp
 
 from ...call import Call
-from ...device import Gpu
-from .norm import HopperNorm
+from ...device import Gpu, Launcher
+from ...norms.norm import Norm
 
 # Warps, and so rows, of one block.
 comptime _WARPS = 8
@@ -63,7 +63,7 @@ def _at[
 
 @always_inline
 def _fold_chunk[
-    dtype: DType, //, N: HopperNorm
+    dtype: DType, //, N: Norm
 ](
     weight: SIMD[dtype, _WIDTH],
     gamma: _Vector,
@@ -85,9 +85,9 @@ def _fold_chunk[
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(_WARPS * 32)),
     `nvvm.minctasm`=SIMDLength(3),
 )
-@__name(t"fused_norm_fold_{N.name}_{dtype}_{norm_dtype}")
+@__name(t"fused_norm_fold_{dtype}_{norm_dtype}")
 def fold_kernel[
-    dtype: DType, norm_dtype: DType, N: HopperNorm
+    dtype: DType, norm_dtype: DType, N: Norm
 ](
     folded: Pointer[Scalar[dtype], MutAnyOrigin],
     s: Pointer[Float32, MutAnyOrigin],
@@ -174,7 +174,7 @@ def fold_kernel[
 
 
 def launch_fold[
-    dtype: DType, N: HopperNorm
+    dtype: DType, N: Norm
 ](gpu: Gpu, call: Call, folded: Int, sums: Int, constants: Int) raises:
     """Queues the fold of a call's parameters.
 
@@ -223,3 +223,26 @@ def launch_fold[
                 grid_dim=ceildiv(call.N, _WARPS),
                 block_dim=_WARPS * 32,
             )
+
+
+def fold[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
+    """Queues the fold of a call's parameters into the memory that it names.
+
+    Parameters:
+        dtype: Type of the weight and the bias.
+        N: The norm.
+
+    Args:
+        launcher: Where to run.
+        call: The parameters, as for `launch_fold`.
+
+    Raises:
+        If the driver refuses.
+    """
+    launch_fold[dtype, N](
+        launcher.gpu,
+        call,
+        call.fold_weight,
+        call.fold_sums,
+        call.fold_constants,
+    )

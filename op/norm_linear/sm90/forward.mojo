@@ -7,7 +7,7 @@ Few rows and tiles of the largest kind gather the statistics of x while they mul
 """
 
 from ...call import Call
-from ...device import Gpu
+from ...device import Gpu, Launcher
 from ...gemm.epilogue import Bias, Plain, ScaleAndCorrect
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch import (
@@ -17,17 +17,16 @@ from ...gemm.sm90.launch import (
 )
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import FEW_ROWS
-from ...rows.launch import launch_rows
-from ...rows.operands import Operands, accumulator
+from ...norms.norm import Norm
+from ..gpu.normalize import launch_normalize
 from ..plan import FUSED
 from .fold import launch_fold
 from .gather import Statistics
-from .norm import HopperNorm
 from .plan import ForwardPlan
 from .statistics import launch_statistics
 
 
-def launch_forward[dtype: DType, N: HopperNorm](gpu: Gpu, call: Call) raises:
+def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
     """Queues y, mean and rstd.
 
     Parameters:
@@ -36,15 +35,22 @@ def launch_forward[dtype: DType, N: HopperNorm](gpu: Gpu, call: Call) raises:
         N: The norm.
 
     Args:
-        gpu: Where to run.
+        launcher: Where to run.
         call: A call that was planned.
 
     Raises:
         If the driver refuses.
     """
+    ref gpu = launcher.gpu
     var plan = ForwardPlan[dtype](call, call.way, gpu.processors)
     if call.way == FUSED:
-        _launch_norm[dtype, N](gpu, call, plan.z)
+        var norm = call
+        norm.z = plan.z
+        comptime for is_float32 in [False, True]:
+            if (call.norm_is_float32 != 0) == is_float32:
+                launch_normalize[dtype, DType.float32 if is_float32 else dtype](
+                    gpu, norm
+                )
         var m, n, k = call.M, call.N, call.K
         if call.bias == 0:
             launch_product[dtype](
@@ -69,28 +75,8 @@ def launch_forward[dtype: DType, N: HopperNorm](gpu: Gpu, call: Call) raises:
         raise Error("only bfloat16 is folded")
 
 
-def _launch_norm[
-    dtype: DType, N: HopperNorm
-](gpu: Gpu, call: Call, z: Int) raises:
-    comptime accum = accumulator[dtype]()
-    var operands = Operands[accum](call.M, call.K)
-    operands.inputs[0] = Int64(call.x)
-    operands.features[0] = Int64(call.gamma)
-    operands.features[1] = Int64(call.beta)
-    operands.absent[0] = 1
-    operands.outputs[0] = Int64(z)
-    operands.results[0] = Int64(call.mean)
-    operands.results[1] = Int64(call.rstd)
-    operands.number = call.eps.cast[accum]()
-    comptime for is_float32 in [False, True]:
-        if (call.norm_is_float32 != 0) == is_float32:
-            launch_rows[N.Rows, dtype, DType.float32 if is_float32 else dtype](
-                gpu, operands
-            )
-
-
 def _launch_folded[
-    dtype: DType, N: HopperNorm
+    dtype: DType, N: Norm
 ](gpu: Gpu, call: Call, plan: ForwardPlan[dtype]) raises:
     var m, n, k = call.M, call.N, call.K
     if plan.folds:

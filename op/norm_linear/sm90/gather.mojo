@@ -13,14 +13,14 @@ from ...gemm.epilogue import RowTerms, Vector
 from ...gemm.row_hook import Part, RowHook, RowSums
 from ...gemm.sm90.ptx import shared_eight
 from ...gemm.sm90.wgmma import K_BLOCK
-from .norm import HopperNorm
+from ...norms.norm import Norm, part_rstd
 
 comptime _Four = SIMD[DType.float32, 4]
 
 
 @doc_hidden
 @fieldwise_init
-struct Moments[N: HopperNorm](RowSums):
+struct Moments[N: Norm](RowSums):
     """Sums over the elements one lane has seen of its row."""
 
     var shift: Float32
@@ -61,7 +61,7 @@ struct Moments[N: HopperNorm](RowSums):
                 address + (((chunk + UInt32(i)) ^ (row & 7)) << 4)
             )
             comptime for half in range(2):
-                var distance = Self.N.center[4](
+                var distance = Self.N.distance[4](
                     values.slice[4, offset=4 * half](), self.shift
                 )
                 sum += distance
@@ -78,7 +78,7 @@ struct Moments[N: HopperNorm](RowSums):
 
 
 @fieldwise_init
-struct Statistics[N: HopperNorm](RowHook):
+struct Statistics[N: Norm](RowHook):
     """Finds rstd and mean of the rows of x for the epilogue, and stores them.
 
     Parameters:
@@ -107,7 +107,7 @@ struct Statistics[N: HopperNorm](RowHook):
     @doc_hidden
     @always_inline
     def terms(self, part: Part, count: Float32) -> RowTerms[]:
-        return Self.N.terms(part, count, self.eps)
+        return RowTerms[](part_rstd(part, count, self.eps), part[0])
 
     @doc_hidden
     @always_inline

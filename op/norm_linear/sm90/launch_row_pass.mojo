@@ -23,10 +23,10 @@ from ...gemm.sm90.counters import SLICE_ROWS, Counter
 from ...gemm.sm90.launch import beside_earlier, launch_matrix
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
+from ...norms.norm import Norm
 from ...rows.columns import Total, Totals
 from ...rows.gpu_row import GlobalPointer
 from ...rows.launch_columns import launch_totals
-from .norm import HopperNorm
 from .row_pass import RowPass
 
 comptime _CONFIG = Config.of(256, b_transposed=True)
@@ -151,7 +151,7 @@ def _write(address: Int64, index: Int, value: Float32):
 
 
 def launch_row_pass[
-    dtype: DType, norm_dtype: DType, N: HopperNorm
+    dtype: DType, norm_dtype: DType, N: Norm
 ](gpu: Gpu, call: Call, dz: Int, workspace: Int) raises:
     """Queues dz = dy W, then dx, z, dgamma and dbeta from its rows.
 

@@ -16,7 +16,7 @@ from ...device import Launcher
 from ...gemm.sm90.split_k import SplitK
 from ...gemm.sm90.tiling import FEW_ROWS, Tiling
 from ...gemm.sm90.wgmma import K_BLOCK
-from ...layernorm_linear.between_products import workspace_bytes
+from ..gpu.between_products import between_products_bytes
 from ..plan import DECLINED, FUSED, NEW_FOLD
 from .launch_row_pass import RowPassLayout, pays
 from .measured import MEASURED
@@ -202,21 +202,21 @@ def _part(mut end: Int, bytes: Int) -> Int:
     return start
 
 
-def plan_forward[dtype: DType](mut call: Call):
+def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
     """Chooses the way of a forward and the bytes of its workspace.
 
     Parameters:
         dtype: Type of x, the weight and y.
 
     Args:
+        launcher: Where to run.
         call: The call; its way and the bytes of its workspace are written.
     """
     call.way = choose_forward[dtype](call)
     call.workspace_bytes = 0
     if call.way != DECLINED:
-        ref gpu = Launcher.at(call.context)[].gpu
         call.workspace_bytes = ForwardPlan[dtype](
-            call, call.way, gpu.processors
+            call, call.way, launcher.gpu.processors
         ).workspace_bytes
 
 
@@ -238,18 +238,17 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
     var workspace_bytes: Int
     """Size of the workspace."""
 
-    def __init__(out self, call: Call):
+    def __init__(out self, launcher: Launcher, call: Call):
         """Chooses for a call.
 
         Args:
+            launcher: Where to run.
             call: The call; gradients that are wanted have an address, any but 0.
         """
         var m, n, k = call.M, call.N, call.K
-        ref launcher = Launcher.at(call.context)[]
         ref gpu = launcher.gpu
         self.tiling = Tiling.best(m, k, n, gpu.processors)
         self.split = SplitK.best(n, k, m, gpu.processors)
-        var wants_sums = call.dgamma != 0 or call.dbeta != 0
         var wants_weight = call.dweight != 0
         # The kernel makes z and dx; its grid waits until all of its blocks run, and so would for a collective.
         self.passes_on = (
@@ -260,9 +259,10 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
         )
         self.partial = align_up(m * k * size_of[Self.dtype](), _PART)
         # The sums of rows are used up when those of the weight's gradient start.
-        var partial = workspace_bytes[Self.dtype](
-            gpu, m, k if wants_sums else 0, 0 if wants_weight else n
-        )
+        var between = call
+        if wants_weight:
+            between.dbias = 0
+        var partial = between_products_bytes[Self.dtype](gpu, between)
         if wants_weight:
             partial = max(partial, self.split.workspace_bytes)
         if self.passes_on:
@@ -270,13 +270,14 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
         self.workspace_bytes = self.partial + partial
 
 
-def plan_backward[dtype: DType](mut call: Call):
+def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
     """Chooses the way of a backward and the bytes of its workspace.
 
     Parameters:
         dtype: Type of the matrices.
 
     Args:
+        launcher: Where to run.
         call: The call; its way and the bytes of its workspace are written.
     """
     call.way = DECLINED
@@ -287,7 +288,7 @@ def plan_backward[dtype: DType](mut call: Call):
             matrices |= call.dweight
         if not _has_kernels[dtype](call) or matrices % _ALIGNMENT != 0:
             return
-        var plan = BackwardPlan[dtype](call)
+        var plan = BackwardPlan[dtype](launcher, call)
         var few = (
             _FEW_PRODUCTS if call.in_graph != 0 else _FEW_PRODUCTS_LAUNCHED
         )

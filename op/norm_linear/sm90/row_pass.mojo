@@ -27,8 +27,8 @@ from ...gemm.sm90.counters import (
     count,
     take_one,
 )
+from ...norms.norm import Norm
 from ...rows.gpu_row import GlobalPointer, widen
-from .norm import HopperNorm
 
 # Elements of one load.
 comptime _WIDTH = 8
@@ -53,7 +53,7 @@ comptime _LAG = UInt32(32)
 
 
 @fieldwise_init
-struct RowPass[N: HopperNorm](RowHook):
+struct RowPass[N: Norm](RowHook):
     """Takes the rows of dz on to dx and z; tensors by address, all of them dense.
 
     Parameters:
@@ -162,7 +162,7 @@ struct RowPass[N: HopperNorm](RowHook):
 
 @always_inline
 def _sum_rows[
-    N: HopperNorm, //, dtype: DType
+    N: Norm, //, dtype: DType
 ](its: RowPass[N], first: Int32, lane: Int32):
     """Finds mean(g) and mean(g xhat) of some rows."""
     comptime Loads = StaticTuple[SIMD[dtype, _WIDTH], _PAIR * _LOADS]
@@ -198,7 +198,7 @@ def _sum_rows[
             comptime for r in range(_PAIR):
                 comptime at = r * _LOADS + i
                 var g = _to_float32(dz[at]) * inside
-                var v = N.center[_WIDTH](_to_float32(x[at]), mean[r])
+                var v = N.distance[_WIDTH](_to_float32(x[at]), mean[r])
                 comptime if N.has_mean:
                     along_one[r] = along_one[r] + g
                 along_x[r] = g.fma(v, along_x[r])
@@ -218,7 +218,7 @@ def _sum_rows[
 
 @always_inline
 def _finish_columns[
-    N: HopperNorm, //, dtype: DType, whole: Bool
+    N: Norm, //, dtype: DType, whole: Bool
 ](its: RowPass[N], slice: Int, slices: Int, left: Int, lane: Int):
     """Finishes some columns of a slice, and sums over its rows.
 
@@ -261,8 +261,10 @@ def _finish_columns[
         comptime for r in range(together):
             var factor = factors[r]
             var g = _to_float32(dz[r])
-            var xhat = N.xhat[_WIDTH](_to_float32(x[r]), factor[0], factor[1])
-            var dx = N.dx[_WIDTH](
+            var xhat = N.xhat[dtype=DType.float32, width=_WIDTH](
+                _to_float32(x[r]), factor[0], factor[1]
+            )
+            var dx = N.dx[dtype=DType.float32, width=_WIDTH](
                 g * gamma, xhat, factor[1], factor[2], factor[3]
             ).cast[dtype]()
             var z = xhat.fma(gamma, beta).cast[dtype]()

@@ -13,7 +13,7 @@ from max.gpu.primitives import warp
 from ...device import Gpu
 from ...gemm.sm90.launch import beside_earlier
 from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
-from .norm import HopperNorm
+from ...norms.norm import Norm, part_rstd
 
 # Warps of one block, and blocks that fit an SM.
 comptime _WARPS = 8
@@ -40,9 +40,9 @@ def _load[
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(_WARPS * 32)),
     `nvvm.minctasm`=SIMDLength(_BLOCKS),
 )
-@__name(t"fused_norm_row_statistics_{N.name}_{dtype}")
+@__name(t"fused_norm_row_statistics_{dtype}")
 def row_statistics_kernel[
-    dtype: DType, N: HopperNorm
+    dtype: DType, N: Norm
 ](
     x: Pointer[Scalar[dtype], MutAnyOrigin],
     mean: Pointer[Float32, MutAnyOrigin],
@@ -108,7 +108,7 @@ def row_statistics_kernel[
                 ahead[i] = _load(next_row, start + lane + Int32(32 * i), limit)
             comptime for i in range(_UNROLL):
                 if batch + lane + Int32(32 * i) < chunks:
-                    var distance = N.center[_WIDTH](
+                    var distance = N.distance[_WIDTH](
                         now[i].cast[DType.float32](), shift
                     )
                     sum += distance
@@ -119,17 +119,17 @@ def row_statistics_kernel[
         var total = warp.sum(sum.reduce_add())
         var total_squares = warp.sum(squares.reduce_add())
         if lane == 0:
-            var terms = N.terms(
-                N.part(shift, total, total_squares, count), count, eps
-            )
+            var part = N.part(shift, total, total_squares, count)
             comptime if N.has_mean:
-                mean.unsafe_offset(Int(index)).unsafe_store(terms.offset)
-            rstd.unsafe_offset(Int(index)).unsafe_store(terms.scale)
+                mean.unsafe_offset(Int(index)).unsafe_store(part[0])
+            rstd.unsafe_offset(Int(index)).unsafe_store(
+                part_rstd(part, count, eps)
+            )
         index = following
 
 
 def launch_statistics[
-    dtype: DType, N: HopperNorm
+    dtype: DType, N: Norm
 ](gpu: Gpu, mean: Int, rstd: Int, x: Int, m: Int, k: Int, eps: Float32) raises:
     """Queues the row statistics of x.
 
