@@ -93,25 +93,75 @@ WAYS = ("eager", "kept", "anew", "composed", "torch")
 
 # What a call of each way takes of the host, in microseconds: docs/hopper-log.md.
 HOST = {"kept": 13.0, "anew": 19.0, "composed": 15.0, "torch": 22.0}
+# What the record calls them.
+NAMES = {"kept": "KEPT_FOLD", "anew": "NEW_FOLD", "composed": "FUSED", "torch": "DECLINED"}
+
+MOJO = '''"""Which way of the forward is fastest on Hopper at the sizes that were measured. Generated: change the script.
+
+scripts/dispatch.py measured benchmarks/h200-dispatch.json and wrote this file; `python scripts/dispatch.py --table`
+writes it anew from there. Where a call is DECLINED, our norm around PyTorch's product is faster, which takes the
+host longer to launch.
+"""
+
+from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 
 
-def table(found: Sequence[dict[str, Any]]) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return the letters of the fastest ways, as `_choices.FASTEST` has them.
+@fieldwise_init
+struct Measured(TrivialRegisterPassable):
+    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA graph, where a fold may be kept or
+    not."""
+
+    var K: Int
+    """Features."""
+    var N: Int
+    """Outputs."""
+    var M: Int
+    """Rows."""
+    var launched_kept: Int
+    """Launched, and a fold may be kept."""
+    var launched: Int
+    """Launched, and none may."""
+    var graph_kept: Int
+    """In a graph, and a fold may be kept."""
+    var graph: Int
+    """In a graph, and none may."""
+
+
+# fmt: off
+comptime MEASURED = [
+    #        K      N      M      launched: kept, none  graph: kept, none
+{rows}
+]
+"""The measurements, by weight and then by rows."""
+# fmt: on
+'''
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return the fastest ways as the text of op/norm_linear/sm90/measured.mojo.
 
     Args:
         found: The measurements, in the order of rows.
     """
-    without = ("composed", "torch", "anew")
-    letters: dict[tuple[int, int], list[str]] = {}
+    rows = []
     for measured in found:
-        times = measured["us"]
-        strings = letters.setdefault((measured["K"], measured["N"]), ["", "", "", ""])
-        launched = {way: (max(times[way], host), times[way]) for way, host in HOST.items()}
-        replayed = {way: (times[way], times[way]) for way in HOST}
-        for index, ways in enumerate((("kept", *without), without) * 2):
-            costs = launched if index < 2 else replayed
-            strings[index] += min(ways, key=costs.__getitem__)[0]
-    return {weight: tuple(strings) for weight, strings in letters.items()}
+        sizes = [f"{measured[size]}," for size in "KNM"]
+        ways = [f"{NAMES[way]}," for way in fastest(measured["us"])]
+        *columns, last = [f"{size:6}" for size in sizes] + [f"{way:10}" for way in ways]
+        rows.append(f"    Measured({' '.join(columns)} {last.rstrip(' ,')}),")
+    return MOJO.replace("{rows}", "\n".join(rows))
+
+
+def fastest(times: dict[str, float]) -> list[str]:
+    """Return the fastest way with a fold that is kept and without, launched and then in a graph."""
+    without = ("composed", "torch", "anew")
+    launched = {way: (max(times[way], host), times[way]) for way, host in HOST.items()}
+    replayed = {way: (times[way], times[way]) for way in HOST}
+    return [
+        min(ways, key=costs.__getitem__)
+        for costs in (launched, replayed)
+        for ways in (("kept", *without), without)
+    ]
 
 
 def run(way: str, inputs: Inputs, parameters: Parameters, kept: Fold) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm import _native
+from fused_norm.native import build
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm.call.record import Call
 
@@ -92,9 +92,9 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
 
 def _pass(name: str, x: Tensor, **tensors: Tensor) -> Callable[[], object]:
     """Return what launches a pass on the current stream, of tensors named as in the record."""
-    accelerator = _native.accelerator_of(x.device)
-    kernels = _native.load(
-        _native.Extension("norm_linear_gpu", _native.DTYPES[x.dtype], accelerator)
+    accelerator = build.accelerator_of(x.device)
+    kernels = build.load(
+        build.Extension("norm_linear_gpu", build.DTYPES[x.dtype], accelerator)
     )
     call = Call(eps=EPS, M=len(x), K=x.shape[1], N=x.shape[1], x=x.data_ptr())
     for field, tensor in tensors.items():

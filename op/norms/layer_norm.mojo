@@ -1,11 +1,15 @@
 """LayerNorm: rows are centered and divided by their standard deviation."""
 
-from .norm import Norm, inverse_sqrt
+from .norm import Norm, Part, inverse_sqrt
 
 
 struct LayerNorm(Norm):
     """The formulas of LayerNorm."""
 
+    comptime has_mean = True
+    """The mean is taken off."""
+
+    @doc_hidden
     @staticmethod
     @always_inline
     def rstd[
@@ -16,23 +20,10 @@ struct LayerNorm(Norm):
         inverse_k: Scalar[dtype],
         eps: Scalar[dtype],
     ) -> Scalar[dtype]:
-        """Returns 1 / sqrt(variance + eps).
-
-        Parameters:
-            dtype: The type computed in.
-
-        Args:
-            sum: The sum of the row less a number near its mean.
-            squares: The sum of the squares of that.
-            inverse_k: 1 / K.
-            eps: Added before the square root.
-
-        Returns:
-            The reciprocal standard deviation.
-        """
         var rest = sum * inverse_k
         return inverse_sqrt(squares * inverse_k - rest * rest + eps)
 
+    @doc_hidden
     @staticmethod
     @always_inline
     def xhat[
@@ -40,22 +31,9 @@ struct LayerNorm(Norm):
     ](x: SIMD[dtype, width], mean: Scalar[dtype], rstd: Scalar[dtype]) -> SIMD[
         dtype, width
     ]:
-        """Returns (x - mean) rstd.
-
-        Parameters:
-            dtype: The type computed in.
-            width: The number of elements.
-
-        Args:
-            x: The elements.
-            mean: The row's mean.
-            rstd: The row's reciprocal standard deviation.
-
-        Returns:
-            The normalized elements.
-        """
         return (x - mean) * rstd
 
+    @doc_hidden
     @staticmethod
     @always_inline
     def dx[
@@ -67,20 +45,54 @@ struct LayerNorm(Norm):
         c0: Scalar[dtype],
         c1: Scalar[dtype],
     ) -> SIMD[dtype, width]:
-        """Returns rstd (g - c0 - xhat c1).
-
-        Parameters:
-            dtype: The type computed in.
-            width: The number of elements.
-
-        Args:
-            g: The gradient of xhat.
-            xhat: The normalized elements.
-            rstd: The row's reciprocal standard deviation.
-            c0: The row's mean of g.
-            c1: The row's mean of g xhat.
-
-        Returns:
-            The gradient of x.
-        """
         return rstd * (g - c0 - xhat * c1)
+
+    @doc_hidden
+    @staticmethod
+    @always_inline
+    def shift(sum: Float32, count: Float32) -> Float32:
+        return sum / count
+
+    @doc_hidden
+    @staticmethod
+    @always_inline
+    def distance[
+        width: Int
+    ](x: SIMD[DType.float32, width], shift: Float32) -> SIMD[
+        DType.float32, width
+    ]:
+        return x - shift
+
+    @doc_hidden
+    @staticmethod
+    @always_inline
+    def part(
+        shift: Float32, sum: Float32, squares: Float32, count: Float32
+    ) -> Part:
+        var offset = sum / count
+        return {shift + offset, max(squares - sum * offset, 0)}
+
+    @doc_hidden
+    @staticmethod
+    @always_inline
+    def join(first: Part, second: Part, counts: Part) -> Part:
+        var count = counts.reduce_add()
+        var apart = second[0] - first[0]
+        return {
+            first[0] + apart * (counts[1] / count),
+            first[1]
+            + second[1]
+            + apart * apart * (counts[0] * counts[1] / count),
+        }
+
+    @doc_hidden
+    @staticmethod
+    @always_inline
+    def fold[
+        width: Int
+    ](
+        weight: SIMD[DType.float32, width],
+        gamma: SIMD[DType.float32, width],
+        mean: Float32,
+    ) -> SIMD[DType.float32, width]:
+        return weight.fma(gamma, SIMD[DType.float32, width](-mean))

@@ -2,9 +2,17 @@
 
     xhat = (x - mean) rstd;  z = xhat gamma + beta;  g = dz gamma
     dx = rstd (g - c0 - xhat c1), the c means over the row;  dgamma = sum over rows dz xhat;  dbeta = sum over rows dz
+
+Folded into a weight [N, K], for products that multiply x as it is:
+
+    y = rstd (x folded^T - mean s) + c;  folded = round(weight gamma - its row's mean)
+    s = row sums of folded;  c = bias + weight beta
 """
 
 from std.math import sqrt
+
+comptime Part = SIMD[DType.float32, 2]
+"""What is known of a row or of a part of it: its mean, and the sum of squares that the norm divides by."""
 
 
 trait Norm:
@@ -87,6 +95,111 @@ trait Norm:
             The gradient.
         """
         ...
+
+    # For those who see a row in parts: sums are taken of the distances to a shift near its mean, so that nothing
+    # cancels when the mean is large against the deviation.
+
+    @staticmethod
+    def shift(sum: Float32, count: Float32) -> Float32:
+        """Chooses the shift by a row's first elements.
+
+        Args:
+            sum: Their sum.
+            count: How many there are.
+
+        Returns:
+            A value near the row's mean.
+        """
+        ...
+
+    @staticmethod
+    def distance[
+        width: Int
+    ](x: SIMD[DType.float32, width], shift: Float32) -> SIMD[
+        DType.float32, width
+    ]:
+        """Returns the distances to the shift, or to the mean.
+
+        Parameters:
+            width: The number of elements.
+
+        Args:
+            x: The elements.
+            shift: What stands for the row's mean.
+
+        Returns:
+            The distances.
+        """
+        ...
+
+    @staticmethod
+    def part(
+        shift: Float32, sum: Float32, squares: Float32, count: Float32
+    ) -> Part:
+        """Turns sums into what can be joined with other parts.
+
+        Args:
+            shift: The shift.
+            sum: The sum of the distances.
+            squares: The sum of their squares.
+            count: How many there are.
+
+        Returns:
+            What is known of the part.
+        """
+        ...
+
+    @staticmethod
+    def join(first: Part, second: Part, counts: Part) -> Part:
+        """Joins two parts of a row.
+
+        Args:
+            first: The one.
+            second: The other.
+            counts: The elements of each.
+
+        Returns:
+            What is known of both.
+        """
+        ...
+
+    @staticmethod
+    def fold[
+        width: Int
+    ](
+        weight: SIMD[DType.float32, width],
+        gamma: SIMD[DType.float32, width],
+        mean: Float32,
+    ) -> SIMD[DType.float32, width]:
+        """Folds the norm into some elements of a weight.
+
+        Parameters:
+            width: The number of elements.
+
+        Args:
+            weight: The elements.
+            gamma: Those of gamma.
+            mean: The mean of the row of weight gamma, 0 if rows are not centered.
+
+        Returns:
+            The folded elements.
+        """
+        ...
+
+
+@always_inline
+def part_rstd(part: Part, count: Float32, eps: Float32) -> Float32:
+    """Returns what a row is divided by, as a factor.
+
+    Args:
+        part: What is known of the whole row.
+        count: Its elements.
+        eps: Added before the square root.
+
+    Returns:
+        The factor.
+    """
+    return 1 / sqrt(part[1] / count + eps)
 
 
 @always_inline

@@ -1,0 +1,1 @@
+"""Products on Hopper's tensor cores, by wgmma and TMA."""

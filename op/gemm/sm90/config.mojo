@@ -1,0 +1,225 @@
+"""The shape of a block's work, and where its pieces lie in shared memory."""
+
+from .wgmma import ROW_BYTES
+
+comptime THREADS = 384
+"""Threads of a block: one producer and two consumer warpgroups."""
+comptime CONSUMERS = 2
+"""Consumer warpgroups."""
+comptime TILE_ROWS = 64 * CONSUMERS
+"""Rows of a block's tile."""
+comptime CONSUMER_WARPS = 4 * CONSUMERS
+"""Warps that multiply and store."""
+comptime BOX_BYTES = 16 * ROW_BYTES
+"""Bytes of an output box: 16 swizzled rows."""
+
+
+@fieldwise_init
+struct Config(Equatable, TrivialRegisterPassable):
+    """Compile-time choices of the matrix kernel."""
+
+    var columns: Int
+    """Columns of a block's tile."""
+    var stages: Int
+    """Slots of the ring between producer and consumers."""
+    var cluster: Int
+    """Blocks of a cluster."""
+    var a_transposed: Bool
+    """Whether a is stored as [K, M]."""
+    var b_transposed: Bool
+    """Whether b is stored as [K, N]."""
+    var sums_rows: Bool
+    """Whether the rows of a transposed a are summed as well."""
+    var split: Bool
+    """Whether the blocks of a cluster share the k blocks of one tile, and a
+    cluster has one tile; otherwise they share a tile of b."""
+    var adds: Bool
+    """Whether c is float32 beside narrower operands, and may be added to."""
+
+    @staticmethod
+    def of(
+        columns: Int,
+        *,
+        a_transposed: Bool = False,
+        b_transposed: Bool = False,
+        sums_rows: Bool = False,
+        split: Bool = False,
+        adds: Bool = False,
+    ) -> Self:
+        """Fills the shared memory for tiles of a width.
+
+        A narrower tile reads more for each product, but fills the device where
+        there are few tiles; the narrowest serves few rows, where b is streamed
+        once and no block shares it.
+
+        Args:
+            columns: Columns of a tile: 256, 128 or 64.
+            a_transposed: Whether a is stored as [K, M].
+            b_transposed: Whether b is stored as [K, N].
+            sums_rows: Whether the rows of a are summed.
+            split: Whether a cluster shares a tile.
+            adds: Whether c is float32 beside narrower operands.
+
+        Returns:
+            The choices.
+        """
+        return Self(
+            columns=columns,
+            stages=4 if columns == 256 else 6 if columns == 128 else 8,
+            cluster=2 if columns > 64 else 1,
+            a_transposed=a_transposed,
+            b_transposed=b_transposed,
+            sums_rows=sums_rows,
+            split=split,
+            adds=adds,
+        )
+
+    def name(self) -> String:
+        """Names the choices that tell kernels apart.
+
+        Returns:
+            Layout of a and b, rows and columns of a tile, whether rows of a are
+            summed, whether tiles are split and whether c is added to.
+        """
+        return String(
+            "t" if self.a_transposed else "n",
+            "n" if self.b_transposed else "t",
+            "_",
+            TILE_ROWS,
+            "x",
+            self.columns,
+            "_sums" if self.sums_rows else "",
+            "_split" if self.split else "",
+            "_adds" if self.adds else "",
+        )
+
+    @always_inline
+    def sharers(self) -> Int:
+        """Counts the blocks that share a tile of b.
+
+        Returns:
+            The blocks.
+        """
+        return 1 if self.split else self.cluster
+
+    @always_inline
+    def cluster_rows(self) -> Int:
+        """Counts the rows of a cluster's tile.
+
+        Returns:
+            The rows.
+        """
+        return self.sharers() * TILE_ROWS
+
+    @always_inline
+    def a_bytes(self) -> Int:
+        """Counts the bytes of a in one stage.
+
+        Returns:
+            The bytes.
+        """
+        return TILE_ROWS * ROW_BYTES
+
+    @always_inline
+    def b_bytes(self) -> Int:
+        """Counts the bytes of b in one stage.
+
+        Returns:
+            The bytes.
+        """
+        return self.columns * ROW_BYTES
+
+    @always_inline
+    def vector_bytes(self) -> Int:
+        """Counts the bytes of the vectors of the epilogue.
+
+        Returns:
+            The bytes: two values for each column, or one for each row and warp.
+        """
+        return max(2 * self.columns, 4 * TILE_ROWS) * 4
+
+    @always_inline
+    def shared_bytes(self) -> Int:
+        """Counts the shared memory of a block.
+
+        Returns:
+            The bytes.
+        """
+        return (
+            self.stages * (self.a_bytes() + self.b_bytes())
+            + CONSUMER_WARPS * 2 * BOX_BYTES
+            + self.vector_bytes()
+            + (2 * self.stages + 2) * 8
+        )
+
+
+@doc_hidden
+@fieldwise_init
+struct Shared[config: Config](TrivialRegisterPassable):
+    """Addresses in a block's shared memory."""
+
+    var base: UInt32
+    """Its start, a multiple of 1024."""
+
+    @always_inline
+    def a_tile(self, slot: UInt32) -> UInt32:
+        """Locates a tile of a."""
+        return self.base + slot * UInt32(Self.config.a_bytes())
+
+    @always_inline
+    def b_tile(self, slot: UInt32) -> UInt32:
+        """Locates a tile of b."""
+        return (
+            self.base
+            + UInt32(Self.config.stages * Self.config.a_bytes())
+            + slot * UInt32(Self.config.b_bytes())
+        )
+
+    @always_inline
+    def boxes(self, warp: UInt32) -> UInt32:
+        """Locates the two output boxes of a consumer warp."""
+        return self.b_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
+
+    @always_inline
+    def vectors(self) -> UInt32:
+        """Locates the vectors of the epilogue; or sums of rows."""
+        return self.boxes(CONSUMER_WARPS)
+
+    @always_inline
+    def full(self, slot: UInt32) -> UInt32:
+        """Locates the barrier that completes when a slot is filled."""
+        return self.vectors() + UInt32(Self.config.vector_bytes()) + slot * 8
+
+    @always_inline
+    def empty(self, slot: UInt32) -> UInt32:
+        """Locates the barrier that completes when a slot is used up."""
+        return self.full(UInt32(Self.config.stages)) + slot * 8
+
+    @always_inline
+    def vectors_full(self) -> UInt32:
+        """Locates the barrier that completes when the vectors are there."""
+        return self.empty(UInt32(Self.config.stages))
+
+    @always_inline
+    def vectors_empty(self) -> UInt32:
+        """Locates the barrier that completes when the vectors are used up."""
+        return self.vectors_full() + 8
+
+
+@doc_hidden
+@fieldwise_init
+struct RingPlace(TrivialRegisterPassable):
+    """Which slot of the ring, and the parity of its current round."""
+
+    var slot: UInt32
+    """The slot."""
+    var parity: UInt32
+    """Parity of completed rounds."""
+
+    @always_inline
+    def advance[stages: Int](mut self):
+        """Moves to the next slot."""
+        self.slot += 1
+        if self.slot == UInt32(stages):
+            self.slot = 0
+            self.parity ^= 1

@@ -1,0 +1,252 @@
+"""The warpgroups that multiply, finish and store."""
+
+from std.memory import OpaquePointer
+from std.sys import size_of
+from max.gpu.primitives import warp
+
+from ..epilogue import Epilogue, RowTerms
+from ..row_hook import RowHook
+from .cluster_sum import ClusterSum
+from .config import TILE_ROWS, Config, RingPlace, Shared
+from .counters import Progress
+from .multiplier import Multiplier
+from .product import Product
+from .ptx import (
+    map_to_rank,
+    mbarrier_arrive,
+    mbarrier_wait,
+    meet_cluster,
+    store_wait_read,
+    wait_on_earlier_grids,
+)
+from .row_sums import TransposedSums
+from .store import Accumulators, Sums, TileRows
+from .store_float32 import Float32Rows
+from .tiles import Tiles
+from .wgmma import Accumulator, SLICE_BYTES, operand_descriptor, wait_all
+
+
+@always_inline
+def _terms_of_row(own: RowTerms[], row: UInt32) -> RowTerms[]:
+    """Fetches the terms of one of the warp's 16 rows, where lane l has those of
+    row l / 2."""
+    return RowTerms[](
+        warp.shuffle_idx(own.scale, row * 2),
+        warp.shuffle_idx(own.offset, row * 2),
+    )
+
+
+@always_inline
+def _loaded_terms[
+    E: Epilogue, H: RowHook
+](product: Product[E, H], row: UInt32) -> RowTerms[]:
+    if row < UInt32(product.m):
+        return product.epilogue.row_terms(Int(row))
+    return {0, 0}
+
+
+@always_inline
+def _float32_rows[
+    E: Epilogue, H: RowHook
+](product: Product[E, H], row: UInt32, column: UInt32, lane: UInt32) -> (
+    Float32Rows
+):
+    return Float32Rows(
+        {unsafe_from_address = Int(product.float32)},
+        row,
+        column,
+        UInt32(product.m),
+        UInt32(product.n),
+        lane,
+    )
+
+
+@always_inline
+def _store_row_sum[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](product: Product[E, H], sum: Float32, row: UInt32):
+    """Stores the sum of a row of a."""
+    if row >= UInt32(product.m):
+        return
+    var total = sum
+    comptime if config.adds:
+        var at = Pointer[Float32, MutAnyOrigin](
+            unsafe_from_address=Int(product.row_sums)
+        ).unsafe_offset(Int(row))
+        if product.accumulate != 0:
+            total += at.unsafe_load()
+        at.unsafe_store(total)
+    else:
+        comptime if config.split:
+            if product.follows != 0:
+                total += (
+                    Pointer[Float32, MutUntrackedOrigin](
+                        unsafe_from_address=Int(product.float32_row_sums)
+                    )
+                    .unsafe_offset(Int(row))
+                    .unsafe_load()
+                )
+        Pointer[Scalar[dtype], MutAnyOrigin](
+            unsafe_from_address=Int(product.row_sums)
+        ).unsafe_offset(Int(row)).unsafe_store(total.cast[dtype]())
+
+
+@doc_hidden
+@always_inline
+def consume[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](
+    shared: Shared[config],
+    tiles: Tiles,
+    rank: UInt32,
+    blocks: UInt32,
+    consumer: UInt32,
+    warp_in_group: UInt32,
+    thread: UInt32,
+    c_map: OpaquePointer[ImmUntrackedOrigin],
+    product: Product[E, H],
+):
+    """Computes this warpgroup's half of all tiles of this block."""
+    comptime columns = config.columns
+    comptime registers = columns // 2
+    var lane = thread & 31
+    var rows = shared.a_tile(0) + consumer * UInt32(SLICE_BYTES)
+    var empty = shared.empty(0)
+    comptime if config.sharers() > 1:
+        empty = map_to_rank(empty, thread & UInt32(config.sharers() - 1))
+    var multiplier = Multiplier[dtype, config, H.passes_on](
+        shared,
+        consumer,
+        operand_descriptor[config.a_transposed](rows),
+        operand_descriptor[config.b_transposed](shared.b_tile(0)),
+        rows,
+        thread,
+        empty,
+        thread < UInt32(config.sharers()),
+    )
+    var boxes = shared.boxes(consumer * 4 + warp_in_group)
+
+    var progress = Progress[H.passes_on](
+        {unsafe_from_address = product.hook.counters()}, lane
+    )
+    var at = RingPlace(0, 0)
+    var parity = UInt32(0)
+    var upper = RowTerms[](1, 0)
+    var lower = RowTerms[](1, 0)
+    var known = ~UInt32(0)
+    var index = tiles.first
+    while index < tiles.end:
+        var place = tiles.at(index)
+        index += tiles.step
+        var first_row = place[0] * UInt32(config.cluster_rows()) + consumer * 64
+        comptime if config.sharers() > 1:
+            first_row += rank * UInt32(TILE_ROWS)
+        var row = first_row + warp_in_group * 16
+        var column = place[1] * UInt32(columns)
+        var previous = UInt32(0)
+        var gathered = H.Sums()
+        var sums = TransposedSums(0)
+        var accumulator: Accumulator[registers]
+        var row_sum = Float32(0)
+        var gathers: Bool
+        comptime if config.a_transposed:
+            gathers = (
+                config.sums_rows and place[1] == 0 and product.row_sums != 0
+            )
+        else:
+            gathers = H.gathers and place[0] != known
+        if gathers:
+            comptime if config.a_transposed:
+                accumulator = multiplier.start[config.sums_rows](
+                    at, previous, sums, progress, blocks
+                )
+                accumulator = wait_all[registers](accumulator)
+                multiplier.release[True](previous)
+                row_sum = sums.finish(shared.vectors(), consumer, thread)
+            else:
+                accumulator = multiplier.start[H.gathers](
+                    at, previous, gathered, progress, blocks
+                )
+                known = place[0]
+                var count = Float32(product.k)
+                var own = product.hook.terms(gathered.part(count), count)
+                upper = _terms_of_row(own, lane >> 2)
+                lower = _terms_of_row(own, (lane >> 2) + 8)
+                var its_row = Int(row + (lane >> 1))
+                if (
+                    place[1] == 0
+                    and (lane & 1) == 0
+                    and its_row < Int(product.m)
+                ):
+                    product.hook.keep(its_row, own)
+                accumulator = wait_all[registers](accumulator)
+                multiplier.release[True](previous)
+        else:
+            accumulator = multiplier.start[False](
+                at, previous, gathered, progress, blocks
+            )
+            comptime if E.has_row_terms and not H.gathers:
+                # The last products still run while these are fetched. The grid
+                # that makes them may have been running beside this one so far.
+                wait_on_earlier_grids()
+                upper = _loaded_terms(product, row + (lane >> 2))
+                lower = _loaded_terms(product, row + (lane >> 2) + 8)
+            accumulator = wait_all[registers](accumulator)
+            multiplier.release[False](previous)
+
+        progress.tell()
+        var own = Accumulators[registers](accumulator)
+        var sums_here = gathers and config.a_transposed and thread < 64
+        comptime if config.split:
+            comptime assert E.vectors == 0 and not E.has_row_terms
+            var tile_row = consumer * 64 + thread
+            var together = ClusterSum[config](
+                shared, rank, consumer * 128 + thread
+            )
+            # Nobody's ring is in use any more.
+            meet_cluster()
+            together.send(own)
+            if sums_here:
+                together.send_row_sum(row_sum, tile_row)
+            meet_cluster()
+            sums_here = sums_here and rank == 0
+            if sums_here:
+                row_sum = together.total_row_sum(tile_row)
+            var its_column = column + rank * UInt32(together.columns)
+            var totals = together.total()
+            if product.follows != 0:
+                wait_on_earlier_grids()
+                comptime if not config.adds:
+                    _float32_rows(product, row, its_column, lane).add_to(
+                        totals.values
+                    )
+            comptime if config.adds:
+                _float32_rows(product, row, its_column, lane).store[
+                    together.columns
+                ](totals, product.accumulate != 0)
+            else:
+                TileRows(
+                    product.epilogue, upper, lower, row, its_column, lane
+                ).store[dtype, together.columns](
+                    totals, shared.vectors(), boxes, c_map
+                )
+        elif config.adds:
+            _float32_rows(product, row, column, lane).store[columns](
+                own, product.accumulate != 0
+            )
+        else:
+            comptime if E.vectors > 0:
+                mbarrier_wait(shared.vectors_full(), parity)
+            TileRows(product.epilogue, upper, lower, row, column, lane).store[
+                dtype, columns
+            ](own, shared.vectors(), boxes, c_map)
+            comptime if E.vectors > 0:
+                if lane == 0:
+                    mbarrier_arrive(shared.vectors_empty())
+        progress.stored(first_row)
+        if sums_here:
+            _store_row_sum[dtype, config](product, row_sum, first_row + thread)
+        parity ^= 1
+    progress.tell()
+    if lane == 0:
+        store_wait_read[0]()

@@ -1,0 +1,297 @@
+"""The product for few rows of a: b is streamed once, by all blocks.
+
+B is the operand of 64 rows and a the one of few columns, so that no part of a
+product is wasted. K is split over the two blocks of a cluster; the second one
+hands its sums to the first, which adds them in that order. What a hook gathers
+of the rows of a, every cluster gathers for itself: b comes from memory no
+faster.
+"""
+
+from std.memory import AddressSpace
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
+from max.gpu.host.nvidia.tma import TMADescriptor
+from max.gpu.memory import external_memory
+from max.gpu.primitives import warp
+
+from ..epilogue import ColumnTerms, Epilogue, RowTerms
+from ..row_hook import RowHook
+from .config import RingPlace
+from .product import Product
+from .ptx import (
+    address_of,
+    cluster_rank,
+    fence_barrier_init,
+    let_later_grids_start,
+    load_tile,
+    map_to_rank,
+    mbarrier_arrive,
+    mbarrier_expect_bytes,
+    mbarrier_init,
+    mbarrier_wait,
+    meet_cluster,
+    named_barrier_sync,
+    shared_pair,
+    shared_value,
+    store_remote_value,
+    store_shared_pair,
+    wait_on_earlier_grids,
+)
+from .wgmma import (
+    K_BLOCK,
+    ROW_BYTES,
+    multiply_first,
+    multiply_next,
+    operand_descriptor,
+    row_elements,
+    wait_all,
+    wait_previous,
+)
+
+comptime FEW_THREADS = 160
+"""Threads of a block: a warpgroup that multiplies, a warp that copies."""
+comptime FEW_CLUSTER = 2
+"""Blocks of a cluster, which share the columns of K."""
+comptime FEW_OUTPUTS = 64
+"""Columns of c that a cluster serves."""
+comptime _STAGES = 12
+comptime _B_BYTES = FEW_OUTPUTS * ROW_BYTES
+
+
+def few_rows_shared_bytes(rows: Int) -> Int:
+    """Counts the shared memory of a block.
+
+    Args:
+        rows: Rows of a that the kernel is made for.
+
+    Returns:
+        The bytes.
+    """
+    return (
+        _STAGES * (_B_BYTES + rows * ROW_BYTES)
+        + FEW_OUTPUTS * rows * 4
+        + 2 * 2 * rows * 4
+        + 2 * _STAGES * 8
+    )
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(FEW_THREADS)),
+    `nvvm.cluster_dim`=StaticTuple[Int32, 3](Int32(FEW_CLUSTER), 1, 1),
+)
+@__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
+@__name(t"fused_norm_few_rows_{dtype}_{rows}_{b_transposed}_{E.name}{H.name}")
+def few_rows_kernel[
+    dtype: DType, rows: Int, b_transposed: Bool, E: Epilogue, H: RowHook
+](
+    b_map: TMADescriptor,
+    a_map: TMADescriptor,
+    c: Pointer[Scalar[dtype], MutAnyOrigin],
+    product: Product[E, H],
+):
+    """Computes 64 columns of c per cluster.
+
+    Parameters:
+        dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as
+            tf32 and then neither transposed nor gathered.
+        rows: Most rows of a, a multiple of 8.
+        b_transposed: Whether b is stored as [K, N].
+        E: What becomes of the sums.
+        H: What is done with the rows; if it gathers them, K is a multiple of the
+            k block.
+
+    Args:
+        b_map: Tensor map of b, boxes of 64 by a k block.
+        a_map: Tensor map of a [M, K], boxes of rows by a k block.
+        c: Receives c [M, N].
+        product: Sizes, K more than one k block; and what goes with the matrices.
+    """
+    var m = product.m
+    var n = product.n
+    comptime a_bytes = rows * ROW_BYTES
+    comptime registers = rows // 2
+    var base = UInt32(
+        Int(
+            external_memory[
+                UInt8, address_space=AddressSpace.SHARED, alignment=1024
+            ]()
+        )
+    )
+    var a_tiles = base + _STAGES * _B_BYTES
+    var partial = a_tiles + UInt32(_STAGES * a_bytes)
+    var statistics = partial + UInt32(FEW_OUTPUTS * rows * 4)
+    var full = statistics + UInt32(2 * 2 * rows * 4)
+    var empty = full + _STAGES * 8
+    var thread = UInt32(thread_idx.x)
+    var warp_in_block = warp.broadcast(thread // 32)
+    var rank = cluster_rank()
+    var first_output = UInt32(block_idx.x) // FEW_CLUSTER * FEW_OUTPUTS
+
+    if thread == 0:
+        for stage in range(UInt32(_STAGES)):
+            mbarrier_init(full + stage * 8, 1)
+            mbarrier_init(empty + stage * 8, 1)
+        fence_barrier_init()
+    comptime if not E.has_row_terms or H.gathers:
+        wait_on_earlier_grids()
+    let_later_grids_start()
+    # Also tells that the neighbor has started, whose memory is written below.
+    meet_cluster()
+
+    comptime k_block = row_elements[dtype]()
+    var blocks = UInt32(product.k + Int32(k_block - 1)) // UInt32(k_block)
+    var half = (blocks + 1) // 2
+    var first = rank * half
+    var last = min(blocks, first + half)
+
+    if warp_in_block == 4:
+        if thread == 128:
+            var at = RingPlace(0, 1)
+            for block in range(first, last):
+                var barrier = full + at.slot * 8
+                mbarrier_wait(empty + at.slot * 8, at.parity)
+                mbarrier_expect_bytes(barrier, Int32(_B_BYTES + a_bytes))
+                var k = Int32(block) * Int32(k_block)
+                var output = Int32(first_output)
+                load_tile(
+                    base + at.slot * _B_BYTES,
+                    address_of(b_map),
+                    barrier,
+                    output if b_transposed else k,
+                    k if b_transposed else output,
+                )
+                load_tile(
+                    a_tiles + at.slot * UInt32(a_bytes),
+                    address_of(a_map),
+                    barrier,
+                    k,
+                    0,
+                )
+                at.advance[_STAGES]()
+        meet_cluster()
+        return
+
+    var lane = thread & 31
+    var b_descriptor = operand_descriptor[b_transposed](base)
+    var a_descriptor = operand_descriptor[False](a_tiles)
+    var at = RingPlace(0, 0)
+    mbarrier_wait(full, 0)
+    var accumulator = multiply_first[dtype, rows, b_transposed, False](
+        b_descriptor, a_descriptor
+    )
+    var sums = H.Sums()
+    comptime if H.gathers:
+        if thread < UInt32(2 * rows):
+            sums.add[dtype, True](a_tiles, thread)
+    var previous = UInt32(0)
+    at.advance[_STAGES]()
+    for _ in range(first + 1, last):
+        mbarrier_wait(full + at.slot * 8, at.parity)
+        accumulator = multiply_next[dtype, rows, b_transposed, False](
+            accumulator,
+            b_descriptor + at.slot * (_B_BYTES // 16),
+            a_descriptor + at.slot * UInt32(a_bytes // 16),
+        )
+        wait_previous()
+        comptime if H.gathers:
+            # Reads of a slot do not end together, as its products do.
+            named_barrier_sync(1, 128)
+        if thread == 0:
+            mbarrier_arrive(empty + previous * 8)
+        comptime if H.gathers:
+            if thread < UInt32(2 * rows):
+                sums.add[dtype, False](
+                    a_tiles + at.slot * UInt32(a_bytes), thread
+                )
+        previous = at.slot
+        at.advance[_STAGES]()
+    accumulator = wait_all[rows // 2](accumulator)
+
+    comptime if H.gathers:
+        if thread < UInt32(2 * rows):
+            var own = sums.part(Float32((last - first) * K_BLOCK))
+            if thread & 1 == 0:
+                var place = (
+                    map_to_rank(statistics, 0)
+                    + (rank * UInt32(2 * rows) + thread) * 4
+                )
+                store_remote_value(place, own[0])
+                store_remote_value(place + 4, own[1])
+    if rank == 1:
+        var remote = map_to_rank(partial, 0) + thread * 4
+        comptime for i in range(registers):
+            store_remote_value(
+                remote + UInt32(i * 128 * 4), rebind[Float32](accumulator[i])
+            )
+    meet_cluster()
+    comptime if E.has_row_terms and not H.gathers:
+        wait_on_earlier_grids()
+    if rank == 1:
+        return
+
+    # All at once, and so of rows that there may not be: a lane's columns of the
+    # product are the rows group * 8 + lane % 4 * 2 + side of a.
+    var terms = StaticTuple[RowTerms[], registers // 2](RowTerms[](1, 0))
+    comptime if H.gathers:
+        if thread < UInt32(rows):
+            var counts = SIMD[DType.float32, 2](
+                Float32(half * K_BLOCK), Float32((blocks - half) * K_BLOCK)
+            )
+            var own = product.hook.terms(
+                product.hook.join(
+                    shared_pair(statistics + thread * 8),
+                    shared_pair(statistics + (UInt32(rows) + thread) * 8),
+                    counts,
+                ),
+                counts.reduce_add(),
+            )
+            store_shared_pair(statistics + thread * 8, {own.offset, own.scale})
+            if first_output == 0 and thread < UInt32(m):
+                product.hook.keep(Int(thread), own)
+        named_barrier_sync(1, 128)
+    comptime if E.has_row_terms:
+        comptime for i in range(registers // 2):
+            comptime if H.gathers:
+                comptime row = (i // 2) * 8 + i % 2
+                var pair = shared_pair(
+                    statistics + UInt32(row * 8) + (lane & 3) * 16
+                )
+                terms[i] = RowTerms[](pair[1], pair[0])
+                continue
+            var row = min(
+                Int32((i // 2) * 8 + i % 2) + Int32(lane & 3) * 2, m - 1
+            )
+            terms[i] = product.epilogue.row_terms(Int(row))
+    # Row lane / 4 of b's 16 in this warp, and the one 8 below.
+    comptime for below in range(2):
+        var output = (
+            first_output + warp_in_block * 16 + (lane >> 2) + UInt32(8 * below)
+        )
+        if output < UInt32(n):
+            var columns = ColumnTerms[DType.float32, 1, E.vectors](fill=0)
+            comptime for i in range(E.vectors):
+                columns[i] = (
+                    product.epilogue.vector[i]()
+                    .unsafe_offset(Int(output))
+                    .unsafe_load()
+                    .cast[DType.float32]()
+                )
+            comptime for group in range(rows // 8):
+                comptime for side in range(2):
+                    comptime i = group * 4 + below * 2 + side
+                    var row = UInt32(group * 8 + side) + (lane & 3) * 2
+                    if row < UInt32(m):
+                        var other = shared_value(
+                            partial + thread * 4 + UInt32(i * 128 * 4)
+                        )
+                        var sum = product.epilogue.finish[DType.float32, 1](
+                            rebind[Float32](accumulator[i]) + other,
+                            terms[group * 2 + side],
+                            columns,
+                            Int(row),
+                            Int(output),
+                        )
+                        c.unsafe_offset(
+                            Int(row) * Int(n) + Int(output)
+                        ).unsafe_store(sum.cast[dtype]())

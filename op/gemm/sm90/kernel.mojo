@@ -1,0 +1,189 @@
+"""The persistent, warp-specialized matrix kernel: c = epilogue(a @ b^T).
+
+One thread copies tiles of a and b into a ring of shared-memory slots; two
+warpgroups multiply them. The ring runs on across output tiles, so the copies
+for the next tile start while the last one is being finished. Where the finished
+rows are taken on, the other warps do that.
+"""
+
+from std.memory import AddressSpace
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim
+from max.gpu import thread_idx
+from max.gpu.host.nvidia.tma import TMADescriptor
+from max.gpu.memory import external_memory
+from max.gpu.primitives import warp
+
+from ..epilogue import Epilogue
+from ..row_hook import RowHook
+from .config import (
+    CONSUMERS,
+    CONSUMER_WARPS,
+    THREADS,
+    Config,
+    Shared,
+)
+from .consumer import consume
+from .producer import produce
+from .product import Product
+from .ptx import (
+    address_of,
+    cluster_rank,
+    fence_barrier_init,
+    let_later_grids_start,
+    mbarrier_init,
+    meet_cluster,
+    named_barrier_sync,
+    prefetch_tensor_map,
+    registers_lower,
+    registers_raise,
+    wait_on_earlier_grids,
+    warp_sync,
+)
+from .tiles import Tiles
+from .wgmma import row_elements
+
+
+@always_inline
+def _ceildiv(a: Int32, b: Int) -> UInt32:
+    return (UInt32(a) + UInt32(b - 1)) // UInt32(b)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
+    `nvvm.minctasm`=SIMDLength(1),
+    `nvvm.cluster_dim`=StaticTuple[Int32, 3](Int32(config.cluster), 1, 1),
+)
+@__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(c_map, `nvvm.grid_constant`)
+@__name(t"fused_norm_matrix_{dtype}_{config.name()}_{E.name}{H.name}")
+def matrix_kernel[
+    dtype: DType, config: Config, E: Epilogue, H: RowHook
+](
+    a_map: TMADescriptor,
+    b_map: TMADescriptor,
+    c_map: TMADescriptor,
+    product: Product[E, H],
+):
+    """Computes tiles of c until there are none left.
+
+    Parameters:
+        dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as
+            tf32 and then neither transposed nor gathered.
+        config: Compile-time choices.
+        E: What becomes of the sums.
+        H: What is done with the rows.
+
+    Args:
+        a_map: Tensor map of a [M, K], boxes of a tile's rows by a k block; of a
+            transposed a [K, M], boxes of 64 by 64.
+        b_map: Tensor map of b [N, K], boxes of config.columns / sharers by a
+            k block; of a transposed b [K, N], boxes of 64 by 64.
+        c_map: Tensor map of c [M, N], boxes of 16 rows of 128 bytes; not read
+            where c is added to.
+        product: What goes with the matrices.
+    """
+    comptime assert not config.sums_rows or config.a_transposed
+    comptime cluster = config.cluster
+    comptime sharers = config.sharers()
+    var shared = Shared[config](
+        UInt32(
+            Int(
+                external_memory[
+                    UInt8, address_space=AddressSpace.SHARED, alignment=1024
+                ]()
+            )
+        )
+    )
+    var thread = UInt32(thread_idx.x)
+    var warp_in_block = warp.broadcast(thread // 32)
+    var rank = UInt32(0)
+    comptime if cluster > 1:
+        rank = cluster_rank()
+
+    if thread == 0:
+        for stage in range(UInt32(config.stages)):
+            mbarrier_init(shared.full(stage), 1)
+            mbarrier_init(
+                shared.empty(stage),
+                Int32(CONSUMERS * sharers),
+            )
+        mbarrier_init(shared.vectors_full(), 1)
+        mbarrier_init(shared.vectors_empty(), CONSUMER_WARPS)
+        fence_barrier_init()
+        prefetch_tensor_map(address_of(a_map))
+        prefetch_tensor_map(address_of(b_map))
+        comptime if not config.adds:
+            prefetch_tensor_map(address_of(c_map))
+    # Anyone may have written the operands just now; but the kernel that makes
+    # the terms of rows has itself waited for all earlier ones, and so has the
+    # one that this one follows.
+    comptime if not E.has_row_terms or H.gathers:
+        if not (config.split and product.follows != 0):
+            wait_on_earlier_grids()
+    let_later_grids_start()
+    # No block may reach for its neighbor's barriers before they are made.
+    comptime if cluster > 1:
+        meet_cluster()
+    else:
+        named_barrier_sync(0, THREADS)
+
+    var tiles = Tiles.of_cluster(
+        _ceildiv(product.m, config.cluster_rows()),
+        _ceildiv(product.n, config.columns),
+        UInt32(product.band),
+        UInt32(block_idx.x) // UInt32(cluster),
+        UInt32(grid_dim.x) // UInt32(cluster),
+    )
+    var first_block = UInt32(0)
+    var blocks = _ceildiv(product.k, row_elements[dtype]())
+    var rank_of_sharers = rank
+    comptime if config.split:
+        rank_of_sharers = 0
+        first_block = rank * blocks // UInt32(cluster)
+        blocks = (rank + 1) * blocks // UInt32(cluster) - first_block
+
+    if warp_in_block < 4:
+        # Where those that do not produce have work of their own, registers
+        # suffice as they are shared out.
+        comptime if not H.passes_on:
+            registers_lower[24]()
+        if thread == 0:
+            produce[dtype, config](
+                shared,
+                tiles,
+                rank_of_sharers,
+                first_block,
+                blocks,
+                address_of(a_map),
+                address_of(b_map),
+                product,
+            )
+        # The consumers meet like this around what they hand over.
+        comptime if config.split:
+            meet_cluster()
+            meet_cluster()
+    else:
+        comptime if not H.passes_on:
+            registers_raise[240]()
+        consume[dtype, config](
+            shared,
+            tiles,
+            rank,
+            blocks,
+            (warp_in_block >> 2) - 1,
+            warp_in_block & 3,
+            thread & 127,
+            address_of(c_map),
+            product,
+        )
+
+    comptime if H.passes_on:
+        warp_sync()
+        product.hook.take_on[dtype](thread & 31)
+
+    # Blocks leave together: a neighbor may still copy into this one's slots
+    # or arrive at its barriers.
+    comptime if sharers > 1:
+        meet_cluster()

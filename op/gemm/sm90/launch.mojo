@@ -1,0 +1,205 @@
+"""Launches of both kernels."""
+
+from max.gpu.host import FuncAttribute
+from max.gpu.host.launch_attribute import (
+    LaunchAttribute,
+    LaunchAttributeID,
+    LaunchAttributeValue,
+)
+from std.math import ceildiv
+
+from ...device import Gpu
+from ..epilogue import Epilogue
+from ..row_hook import NoHook, RowHook
+from .config import THREADS, TILE_ROWS, Config
+from .few_rows import (
+    FEW_CLUSTER,
+    FEW_OUTPUTS,
+    FEW_THREADS,
+    few_rows_kernel,
+    few_rows_shared_bytes,
+)
+from .kernel import matrix_kernel
+from .product import Product
+from .tensor_map import operand_map, tensor_map
+from .tiling import FEW_ROWS, MOST_FEW_ROWS, TILE_COLUMNS, Tiling, count_tiles
+
+comptime BAND = 8
+"""Cluster tiles in a band of the walk: 2048 rows of a, about as much as the
+columns of b that the other clusters of a wave then need."""
+
+# Rows that kernels for few rows are made for.
+comptime _FEW = [16, MOST_FEW_ROWS]
+
+
+def beside_earlier() -> List[LaunchAttribute]:
+    """Launches by PDL: a grid may start while the one before it ends, and has to
+    wait by itself.
+
+    Returns:
+        The attributes of the launch.
+    """
+    return [
+        LaunchAttribute(
+            LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION,
+            LaunchAttributeValue(True),
+        )
+    ]
+
+
+def _all_at_one_time() -> List[LaunchAttribute]:
+    """Starts a grid only when all of its blocks can run."""
+    return [
+        LaunchAttribute(
+            LaunchAttributeID.COOPERATIVE, LaunchAttributeValue(True)
+        )
+    ]
+
+
+def launch_matrix[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](gpu: Gpu, c: Int, a: Int, b: Int, product: Product[E, H]) raises:
+    """Queues c = epilogue(a @ b^T).
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows.
+        dtype: Type of a and b, bfloat16, float16 or float32 as tf32; and of c,
+            unless that is added to.
+        config: Compile-time choices; they say which operands are transposed.
+
+    Args:
+        gpu: Where to run.
+        c: Address of c [M, N]; not used where c is added to.
+        a: Address of a [M, K] or [K, M].
+        b: Address of b [N, K] or [K, N].
+        product: Sizes, and what goes with the matrices.
+
+    Raises:
+        If the driver refuses.
+    """
+    var m = Int(product.m)
+    var n = Int(product.n)
+    var k = Int(product.k)
+    ref ctx = gpu.context
+    var a_map = operand_map[dtype, config.a_transposed](ctx, a, m, k, TILE_ROWS)
+    var b_map = operand_map[dtype, config.b_transposed](
+        ctx, b, n, k, config.columns // config.sharers()
+    )
+    var c_map = a_map
+    comptime if not config.adds:
+        c_map = tensor_map[dtype](ctx, c, m, n, 16)
+    var clusters = count_tiles(config, m, n)
+    comptime if not config.split:
+        clusters = min(clusters, gpu.processors // config.cluster)
+    var kernel = ctx.compile_function[matrix_kernel[dtype, config, E, H]](
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
+            UInt32(config.shared_bytes())
+        )
+    )
+    gpu.stream.enqueue_function(
+        kernel,
+        a_map,
+        b_map,
+        c_map,
+        product,
+        grid_dim=clusters * config.cluster,
+        block_dim=THREADS,
+        shared_mem_bytes=config.shared_bytes(),
+        attributes=_all_at_one_time() if H.passes_on else beside_earlier(),
+    )
+
+
+def launch_few_rows[
+    E: Epilogue, H: RowHook, //, dtype: DType, b_transposed: Bool
+](gpu: Gpu, c: Int, a: Int, b: Int, product: Product[E, H]) raises:
+    """Queues c = epilogue(a @ b^T) for few rows of a.
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows; if it gathers them, K is a multiple of the
+            k block.
+        dtype: Type of a, b and c: bfloat16, float16, or float32 as tf32.
+        b_transposed: Whether b is stored as [K, N].
+
+    Args:
+        gpu: Where to run.
+        c: Address of c [M, N].
+        a: Address of a [M, K].
+        b: Address of b [N, K] or [K, N].
+        product: Sizes, and what goes with the matrices.
+
+    Raises:
+        If the driver refuses.
+    """
+    var m = Int(product.m)
+    var n = Int(product.n)
+    var k = Int(product.k)
+    ref ctx = gpu.context
+    comptime for i in range(len(_FEW)):
+        comptime rows = _FEW[i]
+        if m <= rows:
+            var kernel = ctx.compile_function[
+                few_rows_kernel[dtype, rows, b_transposed, E, H]
+            ](
+                func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
+                    UInt32(few_rows_shared_bytes(rows))
+                )
+            )
+            gpu.stream.enqueue_function(
+                kernel,
+                operand_map[dtype, b_transposed](ctx, b, n, k, FEW_OUTPUTS),
+                operand_map[dtype, False](ctx, a, m, k, rows),
+                Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=c),
+                product,
+                grid_dim=ceildiv(n, FEW_OUTPUTS) * FEW_CLUSTER,
+                block_dim=FEW_THREADS,
+                shared_mem_bytes=few_rows_shared_bytes(rows),
+                attributes=beside_earlier(),
+            )
+            return
+
+
+def launch_product[
+    E: Epilogue, //, dtype: DType, b_transposed: Bool = False
+](
+    gpu: Gpu,
+    tiling: Tiling,
+    c: Int,
+    a: Int,
+    b: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    epilogue: E,
+) raises:
+    """Queues c = epilogue(a @ b^T) in the kernel that was chosen.
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of a, b and c: bfloat16, float16, or float32 as tf32.
+        b_transposed: Whether b is stored as [K, N].
+
+    Args:
+        gpu: Where to run.
+        tiling: The choice.
+        c: Address of c [M, N].
+        a: Address of a [M, K].
+        b: Address of b [N, K] or [K, N].
+        m: Rows of a, at least 1.
+        n: Columns of c, a multiple of 16 bytes.
+        k: Length of the sums, a multiple of 16 bytes.
+        epilogue: Finishes the sums.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = Product(m, n, k, epilogue, NoHook())
+    if tiling.columns == FEW_ROWS:
+        launch_few_rows[dtype, b_transposed](gpu, c, a, b, product)
+        return
+    product.band = BAND
+    comptime for i in range(len(TILE_COLUMNS)):
+        comptime config = Config.of(TILE_COLUMNS[i], b_transposed=b_transposed)
+        if tiling.columns == config.columns:
+            launch_matrix[dtype, config](gpu, c, a, b, product)

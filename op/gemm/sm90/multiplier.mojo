@@ -1,0 +1,118 @@
+"""The products of a warpgroup: from the tiles in the ring to its accumulators."""
+
+from ..row_hook import Gathering
+from .config import Config, RingPlace, Shared
+from .counters import Progress
+from .ptx import (
+    mbarrier_arrive,
+    mbarrier_arrive_cluster,
+    mbarrier_wait,
+    named_barrier_sync,
+)
+from .wgmma import (
+    Accumulator,
+    multiply_first,
+    multiply_next,
+    wait_previous,
+)
+
+
+# K blocks that take longer than the stores of a tile.
+comptime _STORED = 4
+
+
+@doc_hidden
+@fieldwise_init
+struct Multiplier[dtype: DType, config: Config, passes_on: Bool](
+    TrivialRegisterPassable
+):
+    """What a warpgroup needs to multiply the tiles in the ring."""
+
+    var shared: Shared[Self.config]
+    """Shared memory of the block."""
+    var consumer: UInt32
+    """Which of the consumer warpgroups this is."""
+    var a_tiles: UInt32
+    """Descriptor of its rows of a in the first slot."""
+    var b_tiles: UInt32
+    """Descriptor of b in the first slot."""
+    var rows: UInt32
+    """Address of its rows of a in the first slot."""
+    var thread: UInt32
+    """Thread in its warpgroup."""
+    var empty: UInt32
+    """Barrier of the first slot of the block to tell."""
+    var releases: Bool
+    """Whether this thread tells a block that a slot is used up."""
+
+    @always_inline
+    def release[gathers: Bool](self, slot: UInt32):
+        """Tells every block of the cluster that a slot is used up.
+
+        A warpgroup's products end together, so that one thread may tell;
+        reads by its threads do not.
+        """
+        comptime if gathers:
+            named_barrier_sync(Int32(self.consumer) + 1, 128)
+        if self.releases:
+            comptime if Self.config.sharers() > 1:
+                mbarrier_arrive_cluster(self.empty + slot * 8)
+            else:
+                mbarrier_arrive(self.empty + slot * 8)
+
+    @always_inline
+    def start[
+        G: Gathering, //, gathers: Bool
+    ](
+        self,
+        mut at: RingPlace,
+        mut previous: UInt32,
+        mut gathered: G,
+        mut progress: Progress[Self.passes_on],
+        blocks: UInt32,
+    ) -> Accumulator[Self.config.columns // 2]:
+        """Starts the products of a tile; the last ones still run on return."""
+        comptime columns = Self.config.columns
+        comptime a_step = UInt32(Self.config.a_bytes())
+        comptime b_step = UInt32(Self.config.b_bytes() // 16)
+        mbarrier_wait(self.shared.full(at.slot), at.parity)
+        var accumulator = multiply_first[
+            Self.dtype,
+            columns,
+            Self.config.a_transposed,
+            Self.config.b_transposed,
+        ](
+            self.a_tiles + at.slot * (a_step // 16),
+            self.b_tiles + at.slot * b_step,
+        )
+        comptime if gathers:
+            gathered.add[Self.dtype, True](
+                self.rows + at.slot * a_step, self.thread
+            )
+        previous = at.slot
+        at.advance[Self.config.stages]()
+        for block in range(UInt32(1), blocks):
+            comptime if Self.passes_on:
+                if block == _STORED:
+                    progress.tell()
+            mbarrier_wait(self.shared.full(at.slot), at.parity)
+            accumulator = multiply_next[
+                Self.dtype,
+                columns,
+                Self.config.a_transposed,
+                Self.config.b_transposed,
+            ](
+                accumulator,
+                self.a_tiles + at.slot * (a_step // 16),
+                self.b_tiles + at.slot * b_step,
+            )
+            # One group stays in flight; those before it have read their slot.
+            wait_previous()
+            self.release[gathers](previous)
+            comptime if gathers:
+                gathered.add[Self.dtype, False](
+                    self.rows + at.slot * a_step, self.thread
+                )
+            previous = at.slot
+            at.advance[Self.config.stages]()
+        return accumulator

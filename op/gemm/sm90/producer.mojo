@@ -1,0 +1,110 @@
+"""The thread that keeps the ring filled."""
+
+from std.memory import OpaquePointer
+from std.sys import size_of
+
+from ..epilogue import Epilogue
+from ..row_hook import RowHook
+from .config import TILE_ROWS, Config, RingPlace, Shared
+from .product import Product
+from .ptx import (
+    load_bytes,
+    load_tile,
+    load_tile_multicast,
+    mbarrier_expect_bytes,
+    mbarrier_wait,
+)
+from .tiles import Tiles
+from .wgmma import SLICE_BYTES, row_elements
+
+
+@always_inline
+def _load[
+    rows: Int, transposed: Bool, blocks: Int = 1
+](
+    tile: UInt32,
+    map: OpaquePointer[ImmUntrackedOrigin],
+    barrier: UInt32,
+    row: Int32,
+    k: Int32,
+):
+    """Copies rows of an operand's k block, into all of a number of blocks."""
+    comptime boxes = rows // 64 if transposed else 1
+    comptime for box in range(boxes):
+        var at = tile + UInt32(box * SLICE_BYTES)
+        var column = row + Int32(box * 64) if transposed else k
+        var down = k if transposed else row
+        comptime if blocks > 1:
+            load_tile_multicast(
+                at, map, barrier, column, down, UInt16((1 << blocks) - 1)
+            )
+        else:
+            load_tile(at, map, barrier, column, down)
+
+
+@doc_hidden
+@always_inline
+def produce[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](
+    shared: Shared[config],
+    tiles: Tiles,
+    rank: UInt32,
+    first_block: UInt32,
+    blocks: UInt32,
+    a_map: OpaquePointer[ImmUntrackedOrigin],
+    b_map: OpaquePointer[ImmUntrackedOrigin],
+    product: Product[E, H],
+):
+    """Copies the operands of all tiles of this block, in order."""
+    comptime sharers = config.sharers()
+    comptime columns = config.columns
+    comptime b_rows = columns // sharers
+    var at = RingPlace(0, 1)
+    var parity = UInt32(1)
+    var index = tiles.first
+    while index < tiles.end:
+        var place = tiles.at(index)
+        index += tiles.step
+        var row = Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS))
+        var column = Int32(place[1] * UInt32(columns))
+        var b_row = column + Int32(rank) * Int32(b_rows)
+        for block in range(first_block, first_block + blocks):
+            var full = shared.full(at.slot)
+            mbarrier_wait(shared.empty(at.slot), at.parity)
+            mbarrier_expect_bytes(
+                full, Int32(config.a_bytes() + config.b_bytes())
+            )
+            var k = Int32(block) * Int32(row_elements[dtype]())
+            _load[TILE_ROWS, config.a_transposed](
+                shared.a_tile(at.slot), a_map, full, row, k
+            )
+            # Each block fetches its part of b for all of them.
+            _load[b_rows, config.b_transposed, sharers](
+                shared.b_tile(at.slot)
+                + rank * UInt32(config.b_bytes() // sharers),
+                b_map,
+                full,
+                b_row,
+                k,
+            )
+            at.advance[config.stages]()
+
+        # By now the consumers are past the tile before, whose vectors these
+        # replace.
+        comptime if E.vectors > 0:
+            comptime size = size_of[E.vector_dtype]()
+            var bytes = min(Int32(columns), product.n - column) * Int32(size)
+            var full = shared.vectors_full()
+            mbarrier_wait(shared.vectors_empty(), parity)
+            parity ^= 1
+            mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
+            comptime for i in range(E.vectors):
+                load_bytes(
+                    shared.vectors() + UInt32(i * columns * size),
+                    Int(
+                        product.epilogue.vector[i]().unsafe_offset(Int(column))
+                    ),
+                    bytes,
+                    full,
+                )

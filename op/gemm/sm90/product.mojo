@@ -1,0 +1,81 @@
+"""What the kernels take beside their three matrices."""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+from ..epilogue import Epilogue
+from ..row_hook import NoHook, RowHook
+
+
+@fieldwise_init
+struct Product[E: Epilogue, H: RowHook = NoHook](
+    DevicePassable, TrivialRegisterPassable
+):
+    """Sizes of c = a @ b^T, and what goes with it.
+
+    What is not needed is 0.
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows on the way.
+    """
+
+    comptime device_type: AnyType = Self
+    """What the kernel sees."""
+
+    var m: Int32
+    """Rows of a and c."""
+    var n: Int32
+    """Columns of c."""
+    var k: Int32
+    """Length of the sums."""
+    var band: Int32
+    """Rows of cluster tiles in a band of the walk; 0 to walk in runs."""
+    var accumulate: Int32
+    """Whether a c in float32 is added to."""
+    var follows: Int32
+    """Whether the grid before this one makes sums that are added to c; this one
+    then starts beside it. Only where blocks of a cluster split tiles."""
+    var epilogue: Self.E
+    """Finishes the sums."""
+    var hook: Self.H
+    """What is done with the rows."""
+    var float32: Int64
+    """Address of c in float32 [M, N], or of what is added to c."""
+    var row_sums: Int64
+    """Address of the sums of the rows of a [M], in c's type; 0 if not wanted."""
+    var float32_row_sums: Int64
+    """Address of what is added to those [M], in float32."""
+
+    def __init__(
+        out self, m: Int, n: Int, k: Int, epilogue: Self.E, hook: Self.H
+    ):
+        """Walks in runs, and adds to nothing.
+
+        Args:
+            m: Rows of a and c.
+            n: Columns of c.
+            k: Length of the sums.
+            epilogue: Finishes the sums.
+            hook: What is done with the rows.
+        """
+        self.m = Int32(m)
+        self.n = Int32(n)
+        self.k = Int32(k)
+        self.band = 0
+        self.accumulate = 0
+        self.follows = 0
+        self.epilogue = epilogue
+        self.hook = hook
+        self.float32 = 0
+        self.row_sums = 0
+        self.float32_row_sums = 0
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @doc_hidden
+    @staticmethod
+    def get_type_name() -> String:
+        return "Product"

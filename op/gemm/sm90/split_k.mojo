@@ -1,0 +1,169 @@
+"""A product with long sums and few tiles, both of its operands transposed; and sums of the rows of a.
+
+A weight's gradient is such a product, the bias's the sums of its rows. Where
+its tiles are few, the two blocks of a cluster share the k blocks of a tile; and
+where even those fill less than half of the device, two grids share them, of
+which the second starts beside the first and adds what that one has left in
+memory.
+"""
+
+from std.math import align_up, ceildiv
+from std.sys import size_of
+
+from ...device import Gpu
+from ..epilogue import Plain
+from ..row_hook import NoHook
+from .config import Config
+from .launch import BAND, launch_matrix
+from .product import Product
+from .tiling import count_tiles, fills
+from .wgmma import K_BLOCK
+
+
+def _config(split: Bool, adds: Bool = False) -> Config:
+    return Config.of(
+        256,
+        a_transposed=True,
+        b_transposed=True,
+        sums_rows=True,
+        split=split,
+        adds=adds,
+    )
+
+
+# Lengths of sums that are multiplied while their products are stored.
+comptime _SHORT = 512
+# Length of a part that outweighs adding it up.
+comptime _LONG = 2048
+# In k blocks: the time between two tiles, and that of each doubling of parts.
+comptime _TILE_OVERHEAD = 4
+comptime _SPLIT_OVERHEAD = 3
+
+
+@fieldwise_init
+struct SplitK(TrivialRegisterPassable):
+    """How the sums are shared."""
+
+    var split: Bool
+    """Whether among the blocks of a cluster."""
+    var grids: Int
+    """Among how many grids."""
+    var fills: Bool
+    """Whether the tiles keep the device busy, or the sums are so short that
+    only stores count."""
+    var workspace_bytes: Int
+    """Memory for what the first of two grids leaves."""
+
+    @staticmethod
+    def best(m: Int, n: Int, k: Int, processors: Int) -> Self:
+        """Chooses the split whose longest-working cluster has the least to do.
+
+        Args:
+            m: Rows of the product.
+            n: Columns of the product.
+            k: Length of the sums.
+            processors: SMs of the device.
+
+        Returns:
+            The choice.
+        """
+        var best = Self(False, 1, False, 0)
+        var blocks = ceildiv(k, K_BLOCK)
+        var least = Int.MAX
+        comptime for parts in [1, 2, 4]:
+            comptime grids = max(parts // 2, 1)
+            var tiles = count_tiles(_config(parts > 1), m, n)
+            var waves = ceildiv(tiles * grids, processors // 2)
+            var cost = (
+                waves * (ceildiv(blocks, parts) + _TILE_OVERHEAD)
+                + (parts // 2) * _SPLIT_OVERHEAD
+            )
+            # Two grids have to run together.
+            var can = parts <= blocks and (parts < 4 or waves == 1)
+            if can and cost < least:
+                least = cost
+                best.split = parts > 1
+                best.grids = grids
+        var parts = best.grids * (2 if best.split else 1)
+        best.fills = k <= _SHORT or (
+            (parts == 1 or k >= parts * _LONG)
+            and fills(_config(best.split), m, n, processors // 2 // best.grids)
+        )
+        if best.grids > 1:
+            best.workspace_bytes = m * (n + 1) * 4
+        return best
+
+
+def launch_split_k[
+    dtype: DType, c_dtype: DType
+](
+    gpu: Gpu,
+    how: SplitK,
+    c: Int,
+    row_sums: Int,
+    a: Int,
+    b: Int,
+    workspace: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    accumulate: Bool,
+) raises:
+    """Queues c = a @ b^T and the sums of the rows of a, each of which is stored
+    with K first.
+
+    Parameters:
+        dtype: Type of a and b: bfloat16 or float16.
+        c_dtype: Type of c and the sums: `dtype` or float32.
+
+    Args:
+        gpu: Where to run.
+        how: The choice.
+        c: Address of c [M, N].
+        row_sums: Address of the sums [M], or 0 if they are not wanted.
+        a: Address of a [K, M].
+        b: Address of b [K, N].
+        workspace: Address of the choice's workspace, a multiple of 16.
+        m: Rows of c, a multiple of 8.
+        n: Columns of c, a multiple of 8.
+        k: Length of the sums, at least 1.
+        accumulate: Whether to add to what is there; in float32 only.
+
+    Raises:
+        If the driver refuses.
+    """
+    comptime adds = c_dtype == DType.float32
+    var product = Product(m, n, k, Plain(), NoHook())
+    product.band = BAND
+    product.row_sums = Int64(row_sums)
+    product.float32 = Int64(c)
+    product.accumulate = Int32(accumulate)
+    if not how.split:
+        launch_matrix[dtype, _config(False, adds)](gpu, c, a, b, product)
+        return
+    comptime split = _config(True, adds)
+    if how.grids == 1:
+        launch_matrix[dtype, split](gpu, c, a, b, product)
+        return
+
+    var first_k = align_up(ceildiv(k, 2), K_BLOCK)
+    var first = product
+    first.k = Int32(first_k)
+    product.k = Int32(k - first_k)
+    product.follows = 1
+    product.accumulate = 1
+    comptime if not adds:
+        var its_sums = workspace + m * n * 4
+        first.accumulate = 0
+        first.float32 = Int64(workspace)
+        first.row_sums = Int64(its_sums if row_sums != 0 else 0)
+        product.float32 = first.float32
+        product.float32_row_sums = Int64(its_sums)
+    launch_matrix[dtype, _config(True, adds=True)](gpu, 0, a, b, first)
+    launch_matrix[dtype, split](
+        gpu,
+        c,
+        a + first_k * m * size_of[dtype](),
+        b + first_k * n * size_of[dtype](),
+        product,
+    )

@@ -1,0 +1,174 @@
+"""From sums to c: finish, round, store by TMA.
+
+Each warp owns 16 rows of a tile and stores them by itself, in boxes of 128
+bytes of each row that alternate between two places in shared memory, so that no
+warp waits for another one.
+"""
+
+from std.memory import OpaquePointer
+from std.sys import size_of
+from std.utils import StaticTuple
+
+from ..epilogue import ColumnTerms, Epilogue, RowTerms
+from .config import BOX_BYTES
+from .ptx import (
+    fence_async_shared,
+    pack_pair,
+    shared_pair,
+    store_commit,
+    store_matrix_x4,
+    store_shared_pair,
+    store_tile,
+    store_wait_read,
+    warp_sync,
+)
+from .wgmma import ROW_BYTES, Accumulator, row_elements
+
+
+trait Sums(TrivialRegisterPassable):
+    """Sums of products that one thread has."""
+
+    def at[i: Int](self) -> Float32:
+        """Returns a sum.
+
+        Parameters:
+            i: Which one.
+
+        Returns:
+            The sum.
+        """
+        ...
+
+
+@doc_hidden
+@fieldwise_init
+struct Accumulators[count: Int](Sums):
+    """Sums as the tensor cores leave them."""
+
+    var values: Accumulator[Self.count]
+    """The sums."""
+
+    @always_inline
+    def at[i: Int](self) -> Float32:
+        """Returns a sum."""
+        return rebind[Float32](self.values[i])
+
+
+@doc_hidden
+@fieldwise_init
+struct TileRows[E: Epilogue](TrivialRegisterPassable):
+    """A warp's 16 rows of a tile of c, as one of its threads sees them."""
+
+    var epilogue: Self.E
+    """Finishes them."""
+    var upper: RowTerms[]
+    """Terms of row lane / 4."""
+    var lower: RowTerms[]
+    """Terms of row lane / 4 + 8."""
+    var row: UInt32
+    """First of the rows."""
+    var column: UInt32
+    """First column of the tile."""
+    var lane: UInt32
+    """Lane of the thread."""
+
+    @always_inline
+    def _finish[
+        S: Sums, //, columns: Int, column: Int
+    ](self, sums: S, vectors: UInt32) -> SIMD[DType.float32, 4]:
+        """Finishes what a lane has of eight columns: a pair of the upper row, and
+        one of the lower."""
+        comptime Pair = SIMD[DType.float32, 2]
+        comptime at = column // 2
+        comptime size = size_of[Self.E.vector_dtype]()
+        var terms = ColumnTerms[DType.float32, 2, Self.E.vectors](fill=Pair(0))
+        comptime for i in range(Self.E.vectors):
+            terms[i] = shared_pair[Self.E.vector_dtype](
+                vectors
+                + (self.lane & 3) * UInt32(2 * size)
+                + UInt32((i * columns + column) * size)
+            )
+        var its_row = Int(self.row + (self.lane >> 2))
+        var its_column = Int(self.column + (self.lane & 3) * 2) + column
+        var high = self.epilogue.finish[DType.float32, 2](
+            Pair(sums.at[at](), sums.at[at + 1]()),
+            self.upper,
+            terms,
+            its_row,
+            its_column,
+        )
+        var low = self.epilogue.finish[DType.float32, 2](
+            Pair(sums.at[at + 2](), sums.at[at + 3]()),
+            self.lower,
+            terms,
+            its_row + 8,
+            its_column,
+        )
+        return high.join(low)
+
+    @always_inline
+    def store[
+        S: Sums, //, dtype: DType, columns: Int
+    ](
+        self,
+        sums: S,
+        vectors: UInt32,
+        boxes: UInt32,
+        c_map: OpaquePointer[ImmUntrackedOrigin],
+    ):
+        """Finishes and stores the rows."""
+        comptime box_columns = row_elements[dtype]()
+        var lane = self.lane
+        comptime for box in range(columns // box_columns):
+            var box_address = boxes + UInt32((box & 1) * BOX_BYTES)
+            # The last store from this box has read it: the one before the last,
+            # but where a tile has only one box, the last.
+            if lane == 0:
+                store_wait_read[1 if columns > box_columns else 0]()
+            warp_sync()
+            comptime for group in range(0, box_columns // 8, 2):
+                var fours = StaticTuple[SIMD[DType.float32, 4], 2]()
+                comptime for half in range(2):
+                    comptime column = box * box_columns + (group + half) * 8
+                    fours[half] = self._finish[columns, column](sums, vectors)
+                comptime if dtype == DType.float32:
+                    comptime for half in range(2):
+                        # Row lane / 4, and the one 8 below: 16 bytes of it are
+                        # the columns of two lanes.
+                        var row = lane >> 2
+                        var chunk = UInt32(2 * (group + half)) + (
+                            (lane >> 1) & 1
+                        )
+                        var place = (
+                            box_address
+                            + row * ROW_BYTES
+                            + ((chunk ^ row) << 4)
+                            + (lane & 1) * 8
+                        )
+                        store_shared_pair(place, fours[half].slice[2]())
+                        store_shared_pair(
+                            place + 8 * ROW_BYTES,
+                            fours[half].slice[2, offset=2](),
+                        )
+                else:
+                    # Lane l names row l % 8 of matrix l / 8; the matrices are
+                    # the upper and lower eight rows of two neighboring groups
+                    # of eight columns.
+                    var chunk = (UInt32(group) + (lane >> 4)) ^ (lane & 7)
+                    store_matrix_x4(
+                        box_address + (lane & 15) * ROW_BYTES + chunk * 16,
+                        pack_pair[dtype](fours[0].slice[2]()),
+                        pack_pair[dtype](fours[0].slice[2, offset=2]()),
+                        pack_pair[dtype](fours[1].slice[2]()),
+                        pack_pair[dtype](fours[1].slice[2, offset=2]()),
+                    )
+            fence_async_shared()
+            warp_sync()
+            if lane == 0:
+                store_tile(
+                    c_map,
+                    box_address,
+                    Int32(self.column) + Int32(box * box_columns),
+                    Int32(self.row),
+                )
+                store_commit()

@@ -1,1 +1,0 @@
-"""The fused op on Hopper GPUs (sm_90a)."""

@@ -1,0 +1,118 @@
+"""The forward, in the way that was planned.
+
+    FUSED                  z = norm(x) by the norm's row program, then y = z weight^T + bias
+    KEPT_FOLD, NEW_FOLD    y = rstd (x folded^T - mean s) + c: x is read once, and z never exists
+
+Few rows and tiles of the largest kind gather the statistics of x while they multiply it.
+"""
+
+from ...call import Call
+from ...device import Gpu, Launcher
+from ...gemm.epilogue import Bias, Plain, ScaleAndCorrect
+from ...gemm.sm90.config import Config
+from ...gemm.sm90.launch import (
+    launch_few_rows,
+    launch_matrix,
+    launch_product,
+)
+from ...gemm.sm90.product import Product
+from ...gemm.sm90.tiling import FEW_ROWS
+from ...norms.norm import Norm
+from ..gpu.normalize import launch_normalize
+from ..plan import FUSED
+from .fold import launch_fold
+from .gather import Statistics
+from .plan import ForwardPlan
+from .statistics import launch_statistics
+
+
+def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
+    """Queues y, mean and rstd.
+
+    Parameters:
+        dtype: Type of x, the weight and y: bfloat16, float16 or float32 as
+            tf32.
+        N: The norm.
+
+    Args:
+        launcher: Where to run.
+        call: A call that was planned.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    var plan = ForwardPlan[dtype](call, call.way, gpu.processors)
+    if call.way == FUSED:
+        var norm = call
+        norm.z = plan.z
+        comptime for is_float32 in [False, True]:
+            if (call.norm_is_float32 != 0) == is_float32:
+                launch_normalize[dtype, DType.float32 if is_float32 else dtype](
+                    gpu, norm
+                )
+        var m, n, k = call.M, call.N, call.K
+        if call.bias == 0:
+            launch_product[dtype](
+                gpu, plan.tiling, call.y, plan.z, call.weight, m, n, k, Plain()
+            )
+        else:
+            launch_product[dtype](
+                gpu,
+                plan.tiling,
+                call.y,
+                plan.z,
+                call.weight,
+                m,
+                n,
+                k,
+                Bias[dtype](Int64(call.bias)),
+            )
+        return
+    comptime if dtype == DType.bfloat16:
+        _launch_folded[dtype, N](gpu, call, plan)
+    else:
+        raise Error("only bfloat16 is folded")
+
+
+def _launch_folded[
+    dtype: DType, N: Norm
+](gpu: Gpu, call: Call, plan: ForwardPlan[dtype]) raises:
+    var m, n, k = call.M, call.N, call.K
+    if plan.folds:
+        launch_fold[dtype, N](
+            gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
+        )
+    var eps = call.eps.cast[DType.float32]()
+    var epilogue = ScaleAndCorrect[N.has_mean](
+        {unsafe_from_address = plan.rstd},
+        {unsafe_from_address = plan.mean},
+        {unsafe_from_address = plan.fold_constants},
+        {unsafe_from_address = plan.fold_sums},
+    )
+    if plan.gathers:
+        var product = Product(
+            m,
+            n,
+            k,
+            epilogue,
+            Statistics[N](
+                eps,
+                {unsafe_from_address = plan.mean},
+                {unsafe_from_address = plan.rstd},
+            ),
+        )
+        if plan.tiling.columns == FEW_ROWS:
+            launch_few_rows[dtype, False](
+                gpu, call.y, call.x, plan.fold_weight, product
+            )
+        else:
+            # In runs: each cluster meets the same rows again and again.
+            launch_matrix[dtype, Config.of(256)](
+                gpu, call.y, call.x, plan.fold_weight, product
+            )
+        return
+    launch_statistics[dtype, N](gpu, plan.mean, plan.rstd, call.x, m, k, eps)
+    launch_product[dtype](
+        gpu, plan.tiling, call.y, call.x, plan.fold_weight, m, n, k, epilogue
+    )

@@ -1,0 +1,81 @@
+"""Which way of the forward is fastest on Hopper at the sizes that were measured. Generated: change the script.
+
+scripts/dispatch.py measured benchmarks/h200-dispatch.json and wrote this file; `python scripts/dispatch.py --table`
+writes it anew from there. Where a call is DECLINED, our norm around PyTorch's product is faster, which takes the
+host longer to launch.
+"""
+
+from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+
+
+@fieldwise_init
+struct Measured(TrivialRegisterPassable):
+    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA graph, where a fold may be kept or
+    not."""
+
+    var K: Int
+    """Features."""
+    var N: Int
+    """Outputs."""
+    var M: Int
+    """Rows."""
+    var launched_kept: Int
+    """Launched, and a fold may be kept."""
+    var launched: Int
+    """Launched, and none may."""
+    var graph_kept: Int
+    """In a graph, and a fold may be kept."""
+    var graph: Int
+    """In a graph, and none may."""
+
+
+# fmt: off
+comptime MEASURED = [
+    #        K      N      M      launched: kept, none  graph: kept, none
+    Measured(4096,  4096,  1,     KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(4096,  4096,  16,    KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(4096,  4096,  64,    KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(4096,  4096,  128,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(4096,  4096,  256,   DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  4096,  512,   DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  4096,  1024,  KEPT_FOLD, DECLINED,  KEPT_FOLD, DECLINED),
+    Measured(4096,  4096,  2048,  KEPT_FOLD, DECLINED,  KEPT_FOLD, DECLINED),
+    Measured(4096,  4096,  4096,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(4096,  4096,  8192,  KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD),
+    Measured(4096,  4096,  16384, KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD),
+    Measured(1024,  1024,  1,     KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(1024,  1024,  16,    KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(1024,  1024,  64,    KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(1024,  1024,  128,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(1024,  1024,  256,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(1024,  1024,  512,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(1024,  1024,  1024,  KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(1024,  1024,  2048,  KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(1024,  1024,  4096,  KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD),
+    Measured(1024,  1024,  8192,  KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD),
+    Measured(1024,  1024,  16384, KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD),
+    Measured(768,   2304,  1,     KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(768,   2304,  16,    KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(768,   2304,  64,    KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(768,   2304,  128,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(768,   2304,  256,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(768,   2304,  512,   KEPT_FOLD, FUSED,     KEPT_FOLD, DECLINED),
+    Measured(768,   2304,  1024,  KEPT_FOLD, FUSED,     DECLINED,  DECLINED),
+    Measured(768,   2304,  2048,  KEPT_FOLD, DECLINED,  DECLINED,  DECLINED),
+    Measured(768,   2304,  4096,  KEPT_FOLD, DECLINED,  KEPT_FOLD, DECLINED),
+    Measured(768,   2304,  8192,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(768,   2304,  16384, KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD),
+    Measured(4096,  12288, 1,     DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  12288, 16,    DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  12288, 64,    DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  12288, 128,   DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  12288, 256,   DECLINED,  DECLINED,  DECLINED,  DECLINED),
+    Measured(4096,  12288, 512,   FUSED,     FUSED,     FUSED,     FUSED),
+    Measured(4096,  12288, 1024,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(4096,  12288, 2048,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED),
+    Measured(4096,  12288, 4096,  KEPT_FOLD, DECLINED,  KEPT_FOLD, DECLINED),
+    Measured(4096,  12288, 8192,  KEPT_FOLD, DECLINED,  KEPT_FOLD, DECLINED),
+    Measured(4096,  12288, 16384, DECLINED,  DECLINED,  DECLINED,  DECLINED),
+]
+"""The measurements, by weight and then by rows."""
+# fmt: on

@@ -1,0 +1,32 @@
+"""Prints the way that is planned for forwards on Hopper: no GPU is asked.
+
+For each group of five arguments M, K, N, in_graph, may_keep, a line with the ways in bfloat16, float16 and float32;
+then the way in bfloat16 where x is not aligned, and where the weight is not.
+"""
+
+from std.sys import argv
+
+from op.call import Call
+from op.norm_linear.sm90.plan import choose_forward
+
+
+def main() raises:
+    var numbers = argv()
+    for i in range(1, len(numbers), 5):
+        var call = Call()
+        call.M = Int(numbers[i])
+        call.K = Int(numbers[i + 1])
+        call.N = Int(numbers[i + 2])
+        call.in_graph = Int(numbers[i + 3])
+        call.may_keep = Int(numbers[i + 4])
+        var shifted_x = call
+        shifted_x.x = 2
+        var shifted_weight = call
+        shifted_weight.weight = 2
+        print(
+            choose_forward[DType.bfloat16](call),
+            choose_forward[DType.float16](call),
+            choose_forward[DType.float32](call),
+            choose_forward[DType.bfloat16](shifted_x),
+            choose_forward[DType.bfloat16](shifted_weight),
+        )
