@@ -16,10 +16,10 @@ comptime Part = SIMD[DType.float32, 2]
 
 
 trait Norm:
-    """What tells one norm from another; gamma and beta are applied the same way in all.
+    """What tells one norm from another; gamma and beta are applied the same way in all."""
 
-    One that does not center its rows has no use for sum, mean and c0.
-    """
+    comptime has_mean: Bool
+    """Whether rows are centered. If not, mean and c0 are 0 and nobody has to find them."""
 
     @staticmethod
     def rstd[
