@@ -16,7 +16,7 @@ from ..rows.launch import launch_rows
 from ..rows.layernorm import LayerNorm
 from ..rows.operands import Operands, accumulator
 from .between_products import BetweenProducts, workspace_bytes
-from .cpu.workspace import buffer
+from ..gemm.cpu.memory import buffer
 
 
 def _multiply[

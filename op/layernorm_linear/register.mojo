@@ -14,15 +14,12 @@ from extensibility import (
 from max.gpu.host import DeviceBuffer, DeviceContext
 from std.runtime import parallelism_level
 
+from ..call import Call, CallPointer
+from ..norm_linear.cpu.backward import backward
+from ..norm_linear.cpu.forward import forward
+from ..norm_linear.cpu.plan import plan_backward, plan_forward
 from ..rows.operands import accumulator
 from .composed import Composed
-from .cpu.backward import backward_bytes, compute_gradients
-from .cpu.blocking import Blocking
-from .cpu.forward import Forward
-from .cpu.forward_plan import ForwardPlan
-from .cpu.gradients import Gradients
-from .cpu.parameters import Parameter
-from .cpu.workspace import buffer
 
 
 @register("fused_norm_layernorm_linear")
@@ -83,23 +80,22 @@ struct FusedLayerNormLinear:
         if M == 0:
             return
         comptime if target == "cpu":
-            var plan = ForwardPlan[dtype](M, K, N, parallelism_level())
-            var workspace = List[UInt8](unsafe_uninit_length=plan.bytes)
-            var job = Forward[dtype](
-                plan^,
-                buffer[dtype](Int(y.unsafe_ptr())),
-                buffer[Forward[dtype].B.accum](Int(mean.unsafe_ptr())),
-                buffer[Forward[dtype].B.accum](Int(rstd.unsafe_ptr())),
-                buffer[dtype](Int(x.unsafe_ptr())),
-                _parameter(ln_weight),
-                _parameter(ln_bias),
-                buffer[dtype](Int(linear_weight.unsafe_ptr())),
-                buffer[dtype](Int(linear_bias.unsafe_ptr())),
-                eps,
-                Int(workspace.unsafe_ptr()),
-            )
-            job.run(gomp_parallel=0)
-            _ = workspace^
+            var call = Call()
+            call.M = M
+            call.K = K
+            call.N = N
+            call.eps = eps
+            call.threads = parallelism_level()
+            call.norm_is_float32 = Int(ln_dtype == DType.float32)
+            call.y = Int(y.unsafe_ptr())
+            call.mean = Int(mean.unsafe_ptr())
+            call.rstd = Int(rstd.unsafe_ptr())
+            call.x = Int(x.unsafe_ptr())
+            call.gamma = Int(ln_weight.unsafe_ptr())
+            call.beta = Int(ln_bias.unsafe_ptr())
+            call.weight = Int(linear_weight.unsafe_ptr())
+            call.bias = Int(linear_bias.unsafe_ptr())
+            _run[plan_forward[dtype], forward[dtype]](call)
         else:
             Composed[dtype, ln_dtype](
                 M,
@@ -193,36 +189,25 @@ struct FusedLayerNormLinearBackward:
             _clear(dlinear_bias, ctx)
             return
         comptime if target == "cpu":
-            var gradients = Gradients[dtype](
-                M,
-                K,
-                N,
-                Int(dx.unsafe_ptr()),
-                _parameter(dln_weight),
-                _parameter(dln_bias),
-                Int(dlinear_weight.unsafe_ptr()),
-                Int(dlinear_bias.unsafe_ptr()),
-                buffer[dtype](Int(dy.unsafe_ptr())),
-                buffer[dtype](Int(x.unsafe_ptr())),
-                buffer[Blocking[dtype].accum](Int(mean.unsafe_ptr())),
-                buffer[Blocking[dtype].accum](Int(rstd.unsafe_ptr())),
-                _parameter(ln_weight),
-                _parameter(ln_bias),
-                buffer[dtype](Int(linear_weight.unsafe_ptr())),
-            )
-            var threads = parallelism_level()
-            var workspace = List[UInt8](
-                unsafe_uninit_length=backward_bytes[dtype](
-                    M, K, N, gradients.wanted(), threads
-                )
-            )
-            compute_gradients(
-                gradients,
-                threads,
-                Int(workspace.unsafe_ptr()),
-                gomp_parallel=0,
-            )
-            _ = workspace^
+            var call = Call()
+            call.M = M
+            call.K = K
+            call.N = N
+            call.threads = parallelism_level()
+            call.norm_is_float32 = Int(ln_dtype == DType.float32)
+            call.dx = Int(dx.unsafe_ptr())
+            call.dgamma = Int(dln_weight.unsafe_ptr())
+            call.dbeta = Int(dln_bias.unsafe_ptr())
+            call.dweight = Int(dlinear_weight.unsafe_ptr())
+            call.dbias = Int(dlinear_bias.unsafe_ptr())
+            call.dy = Int(dy.unsafe_ptr())
+            call.x = Int(x.unsafe_ptr())
+            call.mean = Int(mean.unsafe_ptr())
+            call.rstd = Int(rstd.unsafe_ptr())
+            call.gamma = Int(ln_weight.unsafe_ptr())
+            call.beta = Int(ln_bias.unsafe_ptr())
+            call.weight = Int(linear_weight.unsafe_ptr())
+            _run[plan_backward[dtype], backward[dtype]](call)
         else:
             Composed[dtype, ln_dtype](
                 M,
@@ -256,8 +241,17 @@ def _clear(tensor: ManagedTensorSlice, ctx: DeviceContext) raises:
     )
 
 
-def _parameter(tensor: ManagedTensorSlice) -> Parameter:
-    return Parameter(Int(tensor.unsafe_ptr()), tensor.dtype == DType.float32)
+def _run[
+    plan: def(CallPointer) thin -> None, pass_: def(CallPointer) thin -> None
+](mut call: Call):
+    """Runs a pass on a CPU, in a workspace of its own."""
+    var at = CallPointer(unsafe_from_address=Int(Pointer(to=call)))
+    plan(at)
+    var workspace = List[UInt8](unsafe_uninit_length=call.workspace_bytes)
+    if call.workspace_bytes > 0:
+        call.workspace = Int(workspace.unsafe_ptr())
+    pass_(at)
+    _ = workspace^
 
 
 def _require_dtypes[

@@ -1,0 +1,1 @@
+"""Products that know no norm: a, b, c."""
