@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
 from fused_norm import _native
+from fused_norm.call.record import DECLINED, FUSED, Call
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [
@@ -24,8 +27,10 @@ SHAPES = [
     (700, 333, 530),  # several slabs, several tiles of the weight
     (4096, 64, 32),  # long sums over the rows
 ]
+GRADIENTS = ("dx", "dgamma", "dbeta", "dweight", "dbias")
 CANARY = 97
 GUARD = 64
+Door = Callable[[int], int]
 
 
 class Guarded:
@@ -82,23 +87,15 @@ class Kernels:
         may_be_nan: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, mean and rstd."""
-        x, ln_weight, ln_bias, weight, bias = map(self._shifted, inputs)
-        (M, K), N = x.shape, weight.shape[0]
-        sizes = (M, K, N, self.threads)
+        tensors = [self._shifted(t) for t in inputs]
+        M, N = tensors[0].shape[0], tensors[3].shape[0]
         y = Guarded((M, N), self.dtype, self.offset)
         mean, rstd = (Guarded((M,), self.accum, self.offset) for _ in range(2))
-        workspace = self._workspace(self.module.forward_workspace(*sizes))
-        self.module.forward(
-            *sizes,
-            self.gomp,
-            _address(workspace),
-            _is_float32(ln_weight, ln_bias),
-            eps,
-            _address(y),
-            _address(mean) if statistics else 0,
-            _address(rstd) if statistics else 0,
-            *map(_address, (x, ln_weight, ln_bias, weight, bias)),
-        )
+        call = self._call(tensors, eps)
+        call.y = _address(y)
+        if statistics:
+            call.mean, call.rstd = _address(mean), _address(rstd)
+        workspace = self._run(call, self.module.plan_forward, self.module.forward)
         written = {"y": y, "workspace": workspace}
         if statistics:
             written |= {"mean": mean, "rstd": rstd}
@@ -115,26 +112,21 @@ class Kernels:
         wanted: tuple[bool, ...] = (True,) * 5,
     ) -> list[Tensor | None]:
         """Return the gradients that are wanted, None for each other."""
-        x, ln_weight, ln_bias, weight = map(self._shifted, inputs[:4])
+        tensors = [self._shifted(t) for t in inputs[:4]]
         grad_output, mean, rstd = map(self._shifted, (grad_output, mean, rstd))
-        (M, K), N = x.shape, weight.shape[0]
-        sizes = (M, K, N, self.threads)
-        affine = torch.float32 if _is_float32(ln_weight, ln_bias) else self.dtype
+        (M, K), N = tensors[0].shape, tensors[3].shape[0]
+        affine = torch.float32 if _is_float32(*tensors[1:3]) else self.dtype
         forms = [((M, K), self.dtype), ((K,), affine), ((K,), affine)]
         forms += [((N, K), self.dtype), ((N,), self.dtype)]
         gradients = [
             Guarded(*form, self.offset) if want else None
             for form, want in zip(forms, wanted, strict=True)
         ]
-        workspace = self._workspace(self.module.backward_workspace(*sizes, *wanted))
-        self.module.backward(
-            *sizes,
-            self.gomp,
-            _address(workspace),
-            _is_float32(ln_weight, ln_bias),
-            *map(_address, gradients),
-            *map(_address, (grad_output, x, mean, rstd, ln_weight, ln_bias, weight)),
-        )
+        call = self._call(tensors)
+        call.dy, call.mean, call.rstd = map(_address, (grad_output, mean, rstd))
+        for name, gradient in zip(GRADIENTS, gradients, strict=True):
+            setattr(call, name, _address(gradient))
+        workspace = self._run(call, self.module.plan_backward, self.module.backward)
         workspace.check("workspace")
         for name, gradient in zip(NAMES, gradients, strict=True):
             if gradient is not None:
@@ -152,9 +144,24 @@ class Kernels:
         shifted = Guarded(tuple(tensor.shape), tensor.dtype, self.offset)
         return shifted.tensor.copy_(tensor.detach())
 
-    def _workspace(self, size: int) -> Guarded:
+    def _call(self, tensors: list[Tensor | None], eps: float = 0.0) -> Call:
+        x, gamma, beta, weight, *bias = tensors
+        call = Call(context=self.gomp, threads=self.threads, eps=eps)
+        (call.M, call.K), call.N = x.shape, weight.shape[0]
+        call.x, call.gamma, call.beta, call.weight = map(_address, (x, gamma, beta, weight))
+        call.bias = _address(bias[0]) if bias else 0
+        call.norm_is_float32 = _is_float32(gamma, beta)
+        return call
+
+    def _run(self, call: Call, plan: Door, run: Door) -> Guarded:
+        address = ctypes.addressof(call)
+        plan(address)
+        assert call.way == FUSED
         # Bytes at an odd address: the kernels align what they put there.
-        return Guarded((size,), torch.uint8, 1)
+        workspace = Guarded((call.workspace_bytes,), torch.uint8, 1)
+        call.workspace = _address(workspace)
+        run(address)
+        return workspace
 
 
 def _address(memory: Guarded | Tensor | None) -> int:
@@ -351,3 +358,26 @@ def test_eps(eps: float) -> None:
     inputs = make_inputs(10, 30, 8)
     y, _, _ = Kernels(torch.float32).forward(inputs, eps, may_be_nan=True)
     torch.testing.assert_close(y, eager(*inputs, eps), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [37, 300])
+def test_a_plan_knows_what_is_wanted_before_it_is_there(rows: int) -> None:
+    """Regression: memory is asked for before the gradients have addresses."""
+    module = Kernels(torch.float32).module
+    call = Call(M=rows, K=300, N=200, threads=2)
+    for name in GRADIENTS:
+        setattr(call, name, 1)
+    module.plan_backward(ctypes.addressof(call))
+    every = call.workspace_bytes
+    call.dx = call.dgamma = call.dbeta = call.dweight = 0
+    module.plan_backward(ctypes.addressof(call))
+    assert 0 <= call.workspace_bytes < every
+
+
+@pytest.mark.parametrize("condition", ["narrow", "accumulate"])
+def test_what_has_no_kernel_is_declined(condition: str) -> None:
+    module = Kernels(torch.float32).module
+    for plan in (module.plan_forward, module.plan_backward):
+        call = Call(M=300, K=300, N=200, threads=2, way=FUSED, **{condition: 1})
+        plan(ctypes.addressof(call))
+        assert call.way == DECLINED

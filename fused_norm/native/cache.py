@@ -35,7 +35,9 @@ def is_intact(path: Path) -> bool:
         return False
 
 
-def build(path: Path, name: object, make: Callable[[Path], None], *, force: bool) -> None:
+def build(
+    path: Path, name: object, make: Callable[[Path], None], *, force: bool
+) -> None:
     """Build a file of the cache if it is not there.
 
     Args:
@@ -60,7 +62,9 @@ def build(path: Path, name: object, make: Callable[[Path], None], *, force: bool
 
 
 def _replace(path: Path, make: Callable[[Path], None]) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=path.parent, prefix=".build-"
+    ) as folder:
         output = Path(folder) / "extension.so"
         make(output)
         checksum = output.with_suffix(".sha256")

@@ -34,7 +34,11 @@ SWITCH = "FUSED_NORM_AUTOGRAD"
 def path() -> Path:
     """Return where the compiled node is kept, for this PyTorch and this Python."""
     digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
-    for part in (torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")):
+    for part in (
+        torch.__version__,
+        torch.version.git_version,
+        sysconfig.get_config_var("SOABI"),
+    ):
         digest.update(str(part).encode())
     return cache.cache_dir() / f"node-{digest.hexdigest()[:16]}.so"
 
@@ -86,25 +90,48 @@ def import_from(library: Path) -> ModuleType:
 def _compile(output: Path) -> None:
     found = compiler()
     if found is None:
-        raise cache.BuildError(f"{NAME} needs a C++ compiler: install g++, or name one in CXX")
+        raise cache.BuildError(
+            f"{NAME} needs a C++ compiler: install g++, or name one in CXX"
+        )
     # It imports setuptools, and takes a second.
     from torch.utils.cpp_extension import include_paths, library_paths
 
     folders = [*include_paths(), sysconfig.get_paths()["include"]]
-    command = [found, "-std=c++20", "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(output)]
-    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    command = [
+        found,
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        str(SOURCE),
+        "-o",
+        str(output),
+    ]
+    command += [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    ]
     command += [part for folder in folders for part in ("-isystem", folder)]
     command += [f"-L{folder}" for folder in library_paths()]
     command += ["-lc10", "-ltorch_cpu", "-ltorch_python"]
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]
-    print(f"fused_norm: building {NAME} with {found}", file=sys.stderr, flush=True)
+    print(
+        f"fused_norm: building {NAME} with {found}", file=sys.stderr, flush=True
+    )
     start = time.perf_counter()
     result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     if result.returncode != 0:
         raise cache.BuildError(
             f"{found} failed on {NAME} (exit status {result.returncode}):\n{result.stdout[-4000:]}"
         )
-    print(f"fused_norm: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"fused_norm: built in {time.perf_counter() - start:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -2,14 +2,10 @@
 
 from std.runtime import parallelism_level
 
-from ..call import Call
-from ..layernorm_linear.cpu.backward import backward_bytes, compute_gradients
-from ..layernorm_linear.cpu.blocking import Blocking
-from ..layernorm_linear.cpu.forward import Forward
-from ..layernorm_linear.cpu.forward_plan import ForwardPlan
-from ..layernorm_linear.cpu.gradients import Gradients
-from ..layernorm_linear.cpu.parameters import Parameter
-from ..layernorm_linear.cpu.workspace import buffer
+from ..call import Call, CallPointer
+from ..norm_linear.cpu import backward as backward_pass
+from ..norm_linear.cpu import forward as forward_pass
+from ..norm_linear.cpu.plan import plan_backward, plan_forward
 
 
 def forward[dtype: DType](call: Call):
@@ -21,25 +17,7 @@ def forward[dtype: DType](call: Call):
     Args:
         call: The forward, without workspace or threads.
     """
-    comptime accum = Blocking[dtype].accum
-    var is_float32 = call.norm_is_float32 != 0
-    var plan = ForwardPlan[dtype](call.M, call.K, call.N, parallelism_level())
-    var workspace = List[UInt8](unsafe_uninit_length=plan.bytes)
-    var job = Forward[dtype](
-        plan^,
-        buffer[dtype](call.y),
-        buffer[accum](call.mean),
-        buffer[accum](call.rstd),
-        buffer[dtype](call.x),
-        Parameter(call.gamma, is_float32),
-        Parameter(call.beta, is_float32),
-        buffer[dtype](call.weight),
-        buffer[dtype](call.bias),
-        call.eps,
-        Int(workspace.unsafe_ptr()),
-    )
-    job.run(gomp_parallel=0)
-    _ = workspace^
+    _run[plan_forward[dtype], forward_pass.forward[dtype]](call)
 
 
 def backward[dtype: DType](call: Call):
@@ -51,32 +29,19 @@ def backward[dtype: DType](call: Call):
     Args:
         call: The backward, without workspace or threads.
     """
-    comptime accum = Blocking[dtype].accum
-    var is_float32 = call.norm_is_float32 != 0
-    var gradients = Gradients[dtype](
-        call.M,
-        call.K,
-        call.N,
-        call.dx,
-        Parameter(call.dgamma, is_float32),
-        Parameter(call.dbeta, is_float32),
-        call.dweight,
-        call.dbias,
-        buffer[dtype](call.dy),
-        buffer[dtype](call.x),
-        buffer[accum](call.mean),
-        buffer[accum](call.rstd),
-        Parameter(call.gamma, is_float32),
-        Parameter(call.beta, is_float32),
-        buffer[dtype](call.weight),
-    )
-    var threads = parallelism_level()
-    var workspace = List[UInt8](
-        unsafe_uninit_length=backward_bytes[dtype](
-            call.M, call.K, call.N, gradients.wanted(), threads
-        )
-    )
-    compute_gradients(
-        gradients, threads, Int(workspace.unsafe_ptr()), gomp_parallel=0
-    )
+    _run[plan_backward[dtype], backward_pass.backward[dtype]](call)
+
+
+def _run[
+    plan: def(CallPointer) thin -> None, run: def(CallPointer) thin -> None
+](call: Call):
+    var planned = call
+    planned.threads = parallelism_level()
+    var place = CallPointer(unsafe_from_address=Int(Pointer(to=planned)))
+    plan(place)
+    var workspace = List[UInt8](unsafe_uninit_length=planned.workspace_bytes)
+    if planned.workspace_bytes > 0:
+        planned.workspace = Int(workspace.unsafe_ptr())
+    run(place)
     _ = workspace^
+    _ = planned

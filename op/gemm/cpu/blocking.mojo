@@ -1,16 +1,18 @@
-"""Chooses block sizes and number formats for the target at compile time."""
+"""How matrices are multiplied on the target: block sizes, number formats, slabs of rows."""
 
+from std.math import align_up, ceildiv
 from std.sys import CompilationTarget, simd_width_of, size_of
 
-comptime Buffer[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
-"""Points to elements of a tensor or of the workspace.
+from .memory import CACHE_LINE
 
-Parameters:
-    dtype: The element type.
-"""
+comptime SLAB_BYTES = 1 << 20
+"""What the rows of a slab may take of the cache."""
 
-comptime CACHE_LINE = 64
-"""Alignment of every array in the workspace, in bytes."""
+comptime LEAST_SLAB_ROWS = 96
+"""Rows of a slab, however long they are: as many share what is read of the weight."""
+
+comptime MOST_SLAB_ROWS = 256
+"""Rows of a slab, however short they are: more of them gain nothing."""
 
 
 struct Blocking[dtype: DType]:
@@ -20,6 +22,7 @@ struct Blocking[dtype: DType]:
     registers while a block of `depth` products is added to it. The left
     operand is read element by element and broadcast; the right operand comes
     in panels of `tile_n` columns, packed in the order in which they are read.
+    Another microkernel means other numbers here, which packing follows.
 
     Parameters:
         dtype: Element type of the tensors.
@@ -82,7 +85,7 @@ struct Blocking[dtype: DType]:
             The distance in elements.
         """
         comptime line = CACHE_LINE // size_of[Self.operand]()
-        return (columns + line - 1) // line * line + line
+        return align_up(columns, line) + line
 
     @staticmethod
     def panels(columns: Int) -> Int:
@@ -94,7 +97,7 @@ struct Blocking[dtype: DType]:
         Returns:
             Their number.
         """
-        return (columns + Self.tile_n - 1) // Self.tile_n
+        return ceildiv(columns, Self.tile_n)
 
     @staticmethod
     def panel_size(depth: Int) -> Int:
@@ -106,4 +109,52 @@ struct Blocking[dtype: DType]:
         Returns:
             Elements of a panel, the last of which may be narrower.
         """
-        return (depth + Self.pair - 1) // Self.pair * Self.pair * Self.tile_n
+        return align_up(depth, Self.pair) * Self.tile_n
+
+
+struct Slabs(TrivialRegisterPassable):
+    """Divides rows into slabs, so that workers get equal shares."""
+
+    var M: Int
+    """Rows."""
+    var tile_m: Int
+    """Rows of a register tile; slabs begin at multiples of it."""
+    var count: Int
+    """Number of slabs."""
+
+    def __init__(out self, M: Int, tile_m: Int, workers: Int, row_bytes: Int):
+        """Divides the rows.
+
+        Args:
+            M: Rows.
+            tile_m: Rows of a register tile.
+            workers: Threads that take slabs.
+            row_bytes: What a row takes of a worker's memory.
+        """
+        self.M = M
+        self.tile_m = tile_m
+        var most = max(
+            LEAST_SLAB_ROWS, min(MOST_SLAB_ROWS, SLAB_BYTES // row_bytes)
+        )
+        var slabs = align_up(ceildiv(M, most), workers)
+        self.count = min(slabs, ceildiv(M, tile_m))
+
+    def first(self, slab: Int) -> Int:
+        """Finds where a slab begins.
+
+        Args:
+            slab: Index of the slab; the number of slabs gives the end.
+
+        Returns:
+            Its first row.
+        """
+        var tiles = ceildiv(self.M, self.tile_m)
+        return min(self.M, tiles * slab // self.count * self.tile_m)
+
+    def most_rows(self) -> Int:
+        """Counts the rows of the largest slab.
+
+        Returns:
+            Their number.
+        """
+        return ceildiv(ceildiv(self.M, self.tile_m), self.count) * self.tile_m

@@ -10,12 +10,20 @@ Every element of the product is the same sequence of operations whatever rows
 and columns are computed beside it.
 """
 
+from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import llvm_intrinsic, size_of
 
-from .blocking import Blocking, Buffer, CACHE_LINE
-from .prefetch import prefetch_for_read, prefetch_for_write
-from .pack import store_first
+from .blocking import Blocking
+from .epilogue import NoEpilogue, Output, TileEpilogue
+from .memory import (
+    Buffer,
+    CACHE_LINE,
+    Matrix,
+    prefetch_for_read,
+    prefetch_for_write,
+    store_first,
+)
 
 
 @always_inline
@@ -66,24 +74,6 @@ def _add_product[
         return rebind[Acc](a).fma(rebind[Acc](b), acc)
 
 
-@fieldwise_init
-struct Output[dtype: DType](TrivialRegisterPassable):
-    """Says where a block of the product goes when it is complete.
-
-    Parameters:
-        dtype: Element type of the output.
-    """
-
-    var y: Buffer[Self.dtype]
-    """First element of the block in the output."""
-    var stride: Int
-    """Distance between rows of the output."""
-    var columns: Int
-    """Columns to store, at most `tile_n`."""
-    var bias: Buffer[Blocking[Self.dtype].accum]
-    """What to add to each column, `tile_n` values."""
-
-
 @always_inline
 def _add_step[
     dtype: DType, rows: Int, vectors: Int, a_is_panel: Bool
@@ -116,16 +106,18 @@ def _add_step[
 
 @no_inline
 def _multiply_tile[
-    dtype: DType, rows: Int, vectors: Int, a_is_panel: Bool
+    dtype: DType,
+    rows: Int,
+    vectors: Int,
+    Epilogue: TileEpilogue,
+    a_is_panel: Bool,
 ](
-    c: Buffer[Blocking[dtype].accum],
-    c_stride: Int,
-    a: Buffer[Blocking[dtype].operand],
-    a_stride: Int,
+    c: Matrix[Blocking[dtype].accum],
+    a: Matrix[Blocking[dtype].operand],
     b: Buffer[Blocking[dtype].operand],
     steps: Int,
     accumulate: Bool,
-    output: Optional[Output[dtype]],
+    output: Optional[Output[dtype, Epilogue]],
 ):
     """Computes one register tile of the product."""
     comptime B = Blocking[dtype]
@@ -134,12 +126,10 @@ def _multiply_tile[
     comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
     if output:
         # The stores must not wait for their lines when the sums are there.
-        var out = output.value()
+        var block = output.value().block()
         comptime for i in range(rows):
             comptime for j in range(vectors):
-                prefetch_for_write(
-                    out.y.unsafe_offset(i * out.stride + j * B.width)
-                )
+                prefetch_for_write(block.at(i, j * B.width))
     var acc = Array[Acc, rows * vectors](fill=Acc(0))
     # Rows are far apart: their addresses, worked out anew in each step, would
     # take turns from the products.
@@ -149,8 +139,8 @@ def _multiply_tile[
         comptime for u in range(unroll):
             _add_step[dtype, rows, vectors, a_is_panel](
                 acc,
-                a.unsafe_offset(step * a_step),
-                a_stride,
+                a.start.unsafe_offset(step * a_step),
+                a.stride,
                 b.unsafe_offset(step * b_step),
                 u,
             )
@@ -158,54 +148,54 @@ def _multiply_tile[
         for step in range(whole, steps):
             _add_step[dtype, rows, vectors, a_is_panel](
                 acc,
-                a.unsafe_offset(step * a_step),
-                a_stride,
+                a.start.unsafe_offset(step * a_step),
+                a.stride,
                 b.unsafe_offset(step * b_step),
                 0,
             )
     if accumulate:
         comptime for i in range(rows):
             comptime for j in range(vectors):
-                acc[i * vectors + j] += c.unsafe_offset(
-                    i * c_stride + j * B.width
-                ).unsafe_load[width=B.width]()
+                acc[i * vectors + j] += c.at(i, j * B.width).unsafe_load[
+                    width=B.width
+                ]()
     if output:
         var out = output.value()
+        # All of them before the first store, which might change what they read.
+        comptime for i in range(rows):
+            comptime for j in range(vectors):
+                acc[i * vectors + j] = out.epilogue.finish(
+                    out.row + i, out.column + j * B.width, acc[i * vectors + j]
+                )
+        var block = out.block()
         comptime for j in range(vectors):
-            var bias = out.bias.unsafe_offset(j * B.width).unsafe_load[
-                width=B.width
-            ]()
             comptime for i in range(rows):
                 store_first(
-                    out.y.unsafe_offset(i * out.stride + j * B.width),
-                    (acc[i * vectors + j] + bias).cast[dtype](),
+                    block.at(i, j * B.width),
+                    acc[i * vectors + j].cast[dtype](),
                     out.columns - j * B.width,
                 )
     else:
         comptime for i in range(rows):
             comptime for j in range(vectors):
-                c.unsafe_offset(i * c_stride + j * B.width).unsafe_store(
-                    acc[i * vectors + j]
-                )
+                c.at(i, j * B.width).unsafe_store(acc[i * vectors + j])
 
 
 @always_inline
 def _multiply_rows[
-    dtype: DType, vectors: Int, a_is_panel: Bool
+    dtype: DType, vectors: Int, Epilogue: TileEpilogue, a_is_panel: Bool
 ](
-    c: Buffer[Blocking[dtype].accum],
-    c_stride: Int,
-    a: Buffer[Blocking[dtype].operand],
-    a_stride: Int,
+    c: Matrix[Blocking[dtype].accum],
+    a: Matrix[Blocking[dtype].operand],
     b: Buffer[Blocking[dtype].operand],
     rows: Int,
     steps: Int,
     accumulate: Bool,
-    output: Optional[Output[dtype]],
+    output: Optional[Output[dtype, Epilogue]],
     next_follows: Bool,
 ):
     comptime B = Blocking[dtype]
-    var tiles = (rows + B.tile_m - 1) // B.tile_m
+    var tiles = ceildiv(rows, B.tile_m)
     var first = 0
     for tile in range(tiles):
         # Rows in place are dealt out evenly, because a tile with very few rows
@@ -213,11 +203,10 @@ def _multiply_rows[
         var count = min(B.tile_m, rows - first)
         comptime if not a_is_panel:
             count = rows * (tile + 1) // tiles - first
-        var a_row = (tile if a_is_panel else first) * a_stride
         var tile_output = output
         if output:
             var out = output.value()
-            out.y = out.y.unsafe_offset(first * out.stride)
+            out.row += first
             tile_output = out
         if next_follows:
             # It is further away than this block: each tile asks for a share.
@@ -229,11 +218,9 @@ def _multiply_rows[
                 prefetch_for_read(b.unsafe_offset(block + i))
         comptime for r in range(1, B.tile_m + 1):
             if count == r:
-                _multiply_tile[dtype, r, vectors, a_is_panel](
-                    c.unsafe_offset(first * c_stride),
-                    c_stride,
-                    a.unsafe_offset(a_row),
-                    a_stride,
+                _multiply_tile[dtype, r, vectors, Epilogue, a_is_panel](
+                    c.part(first, 0),
+                    a.part(tile if a_is_panel else first, 0),
                     b,
                     steps,
                     accumulate,
@@ -243,52 +230,43 @@ def _multiply_rows[
 
 
 def multiply_block[
-    dtype: DType, *, a_is_panel: Bool
+    dtype: DType, Epilogue: TileEpilogue = NoEpilogue, *, a_is_panel: Bool
 ](
-    c: Buffer[Blocking[dtype].accum],
-    c_stride: Int,
-    a: Buffer[Blocking[dtype].operand],
-    a_stride: Int,
+    c: Matrix[Blocking[dtype].accum],
+    a: Matrix[Blocking[dtype].operand],
     b: Buffer[Blocking[dtype].operand],
     rows: Int,
-    vectors: Int,
-    steps: Int,
+    columns: Int,
+    depth: Int,
     accumulate: Bool,
-    output: Optional[Output[dtype]] = None,
+    output: Optional[Output[dtype, Epilogue]] = None,
     next_follows: Bool = False,
 ):
-    """Multiplies rows of the left operand by one panel of the right one.
+    """Multiplies rows of the left operand by a block of one panel of the right one.
 
     Parameters:
         dtype: Element type of the tensors.
+        Epilogue: What is done to complete sums.
         a_is_panel: Whether `a` is packed in panels of `tile_m` instead of in
             rows.
 
     Args:
-        c: The product's block, `rows` by `vectors` full vectors.
-        c_stride: Distance between rows of `c`, in elements.
-        a: Left operand at the first step.
-        a_stride: Distance between rows, or panels, of `a`.
-        b: Packed panel at the first step.
-        rows: Rows of the block.
-        vectors: Vectors across the panel.
-        steps: Products (or pairs of products) to sum.
+        c: Sums that are not complete, in whole vectors.
+        a: Left operand at the block's first step: rows, or panels.
+        b: The panel at the block's first step.
+        rows: Rows of the product.
+        columns: Columns of the panel.
+        depth: Products to sum, at most `Blocking.depth`.
         accumulate: Whether to add what `c` holds.
         output: Where the sum goes instead of to `c`, if it is complete.
         next_follows: Whether the panel's block that is multiplied next lies in
             memory behind this one.
     """
-    comptime for v in range(1, Blocking[dtype].tile_vectors + 1):
+    comptime B = Blocking[dtype]
+    var vectors = ceildiv(columns, B.width)
+    var steps = ceildiv(depth, B.pair)
+    comptime for v in range(1, B.tile_vectors + 1):
         if vectors == v:
-            _multiply_rows[dtype, v, a_is_panel](
-                c,
-                c_stride,
-                a,
-                a_stride,
-                b,
-                rows,
-                steps,
-                accumulate,
-                output,
-                next_follows,
+            _multiply_rows[dtype, v, Epilogue, a_is_panel](
+                c, a, b, rows, steps, accumulate, output, next_follows
             )

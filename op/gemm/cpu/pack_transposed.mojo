@@ -1,10 +1,10 @@
 """Packs rows of a matrix as the columns of a panel, transposing them in registers."""
 
+from std.math import ceildiv
 from std.memory import bitcast
 
-from .blocking import Blocking, Buffer
-from .pack import load_first
-from .prefetch import prefetch_for_read
+from .blocking import Blocking
+from .memory import Buffer, Matrix, load_first, prefetch_for_read
 
 
 @always_inline
@@ -48,44 +48,42 @@ def pack_transposed[
     dtype: DType
 ](
     panel: Buffer[Blocking[dtype].operand],
-    source: Buffer[dtype],
-    source_stride: Int,
+    source: Matrix[dtype],
+    row: Int,
+    column: Int,
+    rows: Int,
     columns: Int,
-    vectors: Int,
-    depth: Int,
 ):
-    """Packs rows of a matrix as the columns of a panel.
+    """Packs rows of a matrix as the columns of a panel as wide as they are many.
 
     Parameters:
-        dtype: Element type of the tensors.
+        dtype: Element type of the matrix.
 
     Args:
-        panel: The panel, `vectors` wide.
-        source: First element, at the panel's first column and first step.
-        source_stride: Distance between rows of the source.
-        columns: Rows of the source to pack, each a column of the panel.
-        vectors: Vectors across the panel.
-        depth: Elements of each row to pack.
+        panel: The panel at the first step.
+        source: The matrix.
+        row: The first row to pack.
+        column: The first column.
+        rows: Rows to pack, each a column of the panel.
+        columns: Elements of each row to pack, the steps of the product.
     """
     comptime B = Blocking[dtype]
     comptime Lanes = SIMD[B.accum, B.width]
     # The next block of the same rows: they are too many for the hardware.
     comptime ahead = B.depth
-    var steps = (depth + B.pair - 1) // B.pair
+    var vectors = ceildiv(rows, B.width)
+    var steps = ceildiv(columns, B.pair)
     var target = panel.unsafe_bitcast[Scalar[B.accum]]()
     for v in range(vectors):
         for step in range(0, steps, B.width):
             var square = Array[Lanes, B.width](uninitialized=True)
             comptime for i in range(B.width):
-                var row = min(v * B.width + i, columns - 1)
-                var line = source.unsafe_offset(
-                    row * source_stride + step * B.pair
+                var line = source.at(
+                    row + min(v * B.width + i, rows - 1),
+                    column + step * B.pair,
                 )
                 prefetch_for_read(line.unsafe_offset(ahead))
-                square[i] = _load_units(
-                    line,
-                    depth - step * B.pair,
-                )
+                square[i] = _load_units(line, columns - step * B.pair)
             _transpose(square)
             var out = target.unsafe_offset((step * vectors + v) * B.width)
             if step + B.width <= steps:

@@ -1,0 +1,1 @@
+"""Products on a CPU: packing, microkernel, epilogue."""

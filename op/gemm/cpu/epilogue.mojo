@@ -1,0 +1,124 @@
+"""What is done to complete sums before they leave the registers."""
+
+from .memory import Buffer, Matrix
+
+
+trait TileEpilogue(TrivialRegisterPassable):
+    """Finishes the sums of a product, vector by vector, in the type of sums."""
+
+    def finish[
+        accum: DType, width: Int
+    ](self, row: Int, column: Int, sums: SIMD[accum, width]) -> SIMD[
+        accum, width
+    ]:
+        """Finishes a vector of one row's sums.
+
+        Parameters:
+            accum: The type of sums.
+            width: Number of lanes.
+
+        Args:
+            row: Row of the product.
+            column: Column of the first lane; lanes may be beyond the last one.
+            sums: The sums.
+
+        Returns:
+            What is rounded and stored.
+        """
+        ...
+
+
+@fieldwise_init
+struct NoEpilogue(TileEpilogue):
+    """Leaves the sums as they are."""
+
+    @always_inline
+    def finish[
+        accum: DType, width: Int
+    ](self, row: Int, column: Int, sums: SIMD[accum, width]) -> SIMD[
+        accum, width
+    ]:
+        """Does nothing.
+
+        Parameters:
+            accum: The type of sums.
+            width: Number of lanes.
+
+        Args:
+            row: Row of the product.
+            column: Column of the first lane.
+            sums: The sums.
+
+        Returns:
+            The sums.
+        """
+        return sums
+
+
+@fieldwise_init
+struct AddBias[dtype: DType](TileEpilogue):
+    """Adds to each column its bias.
+
+    Parameters:
+        dtype: The type of sums.
+    """
+
+    var bias: Buffer[Self.dtype]
+    """A number for each column of all panels."""
+
+    @always_inline
+    def finish[
+        accum: DType, width: Int
+    ](self, row: Int, column: Int, sums: SIMD[accum, width]) -> SIMD[
+        accum, width
+    ]:
+        """Adds the bias.
+
+        Parameters:
+            accum: The type of sums.
+            width: Number of lanes.
+
+        Args:
+            row: Row of the product.
+            column: Column of the first lane.
+            sums: The sums.
+
+        Returns:
+            The sums and the bias.
+        """
+        return (
+            sums
+            + self.bias.unsafe_offset(column)
+            .unsafe_load[width=width]()
+            .cast[accum]()
+        )
+
+
+@fieldwise_init
+struct Output[dtype: DType, Epilogue: TileEpilogue](TrivialRegisterPassable):
+    """Says where a block of the product goes when it is complete.
+
+    Parameters:
+        dtype: Element type of the output.
+        Epilogue: What is done to it before.
+    """
+
+    var c: Matrix[Self.dtype]
+    """The whole product."""
+    var row: Int
+    """The block's first row."""
+    var column: Int
+    """The block's first column."""
+    var columns: Int
+    """Columns to store, at most `tile_n`."""
+    var epilogue: Self.Epilogue
+    """What is done to it before."""
+
+    @always_inline
+    def block(self) -> Matrix[Self.dtype]:
+        """Finds the block.
+
+        Returns:
+            Where it begins.
+        """
+        return self.c.part(self.row, self.column)

@@ -1,1 +1,0 @@
-"""LayerNorm followed by a Linear layer, forward and backward, per target."""

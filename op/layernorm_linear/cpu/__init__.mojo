@@ -1,1 +1,0 @@
-"""CPU kernels: a register-blocked matrix product with the LayerNorm in it."""

@@ -1,0 +1,1 @@
+"""Norm followed by a Linear layer on a CPU, forward and backward."""

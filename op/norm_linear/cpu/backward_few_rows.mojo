@@ -1,0 +1,231 @@
+"""Computes the gradients where rows are few and the weight is what takes time.
+
+The weight is read once, for h = dy @ weight, and its gradient is written once:
+
+- `h` is divided into tiles of columns. A task takes its tile of the weight from
+  top to bottom, copying a block of rows at a time into the cache, and makes its
+  part of the gradients of gamma and beta from the finished columns;
+- `dW = dy^T @ z` is divided into tiles that go from registers to memory.
+
+Rows of h become rows of dx when all columns are there.
+"""
+
+from std.math import ceildiv
+
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.epilogue import NoEpilogue, Output
+from ...gemm.cpu.memory import Matrix, buffer
+from ...gemm.cpu.microkernel import multiply_block
+from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
+from ...gemm.cpu.product import Packed, multiply_panel
+from ...team import Data, Team
+from .job import Job
+from .norm import Norm, NormalizeRows
+from .parameter_gradients import CHUNK, sum_dy, sum_over_rows
+from .plan import BackwardPlan
+
+comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
+
+
+def run_few_rows[
+    dtype: DType, ThisNorm: Norm
+](mut job: _Job[dtype], team: Team):
+    """Computes the gradients.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        job: The call.
+        team: The threads to use.
+    """
+    ref plan = job.plan
+    var panels = plan.panels if plan.weight_tasks > 0 else 0
+    var chunks = ceildiv(job.call[].N, CHUNK)
+    team.run(_prepare_part[dtype, ThisNorm], chunks + panels, job)
+    if plan.input_tasks + plan.weight_tasks > 0:
+        team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+    if job.call[].dx != 0:
+        team.run(_finish_part[dtype, ThisNorm], _row_chunks(job), job)
+
+
+def _row_chunks[dtype: DType](job: _Job[dtype]) -> Int:
+    """Counts the parts that rows are finished in."""
+    return min(job.plan.workers * 4, job.call[].M)
+
+
+def _h[dtype: DType](job: _Job[dtype]) -> Matrix[Blocking[dtype].accum]:
+    comptime B = Blocking[dtype]
+    return {job.at[B.accum](job.plan.h), job.plan.panels * B.tile_n}
+
+
+def _prepare_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
+    """Prepares a chunk of dy, or a panel of z."""
+    ref job = data.unsafe_bitcast[_Job[dtype]]()[]
+    var chunks = ceildiv(job.call[].N, CHUNK)
+    if index < chunks:
+        _prepare_dy(job, index * CHUNK)
+    else:
+        _prepare_z[dtype, ThisNorm](job, index - chunks)
+
+
+def _prepare_dy[dtype: DType](job: _Job[dtype], first: Int):
+    """Brings a chunk of dy's columns into the forms of an operand, and sums them."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var count = min(CHUNK, call.N - first)
+    var dy = Matrix[dtype](call.dy, call.N)
+    if plan.input_tasks > 0:
+        pack_rows[dtype](
+            Matrix(job.at[B.operand](plan.dy), B.row_stride(call.N)).part(
+                0, first
+            ),
+            dy.part(0, first),
+            0,
+            call.M,
+            count,
+        )
+    if plan.weight_tasks > 0:
+        pack_panels[dtype, width=B.tile_m, vectors=1](
+            job.at[B.operand](plan.dy_panels).unsafe_offset(
+                first // B.tile_m * plan.dy_stride
+            ),
+            plan.dy_stride,
+            dy,
+            0,
+            first,
+            call.M,
+            count,
+        )
+    if call.dbias != 0:
+        sum_dy(job, first)
+
+
+def _prepare_z[dtype: DType, ThisNorm: Norm](job: _Job[dtype], panel: Int):
+    """Packs a panel of z."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var column = panel * B.tile_n
+    pack_panel[dtype](
+        job.at[B.operand](job.plan.z).unsafe_offset(
+            panel * B.panel_size(call.M)
+        ),
+        Matrix[dtype](call.x, call.K),
+        0,
+        column,
+        call.M,
+        min(B.tile_n, call.K - column),
+        NormalizeRows[dtype, ThisNorm, is_saved=True, is_affine=True](
+            job.call, job.gamma, job.beta
+        ),
+    )
+
+
+def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
+    """Takes tiles of h, then tiles of dW, until none is left.
+
+    The large tasks come first, so that the small ones fill the gaps.
+    """
+    ref job = data.unsafe_bitcast[_Job[dtype]]()[]
+    ref plan = job.plan
+    var own = job.workspace + plan.own + worker * plan.own_bytes
+    while True:
+        var task = job.take()
+        if task < plan.input_tasks:
+            _h_task[dtype, ThisNorm](job, task, own)
+        elif task < plan.input_tasks + plan.weight_tasks:
+            _weight_task(job, task - plan.input_tasks, own)
+        else:
+            return
+
+
+def _h_task[
+    dtype: DType, ThisNorm: Norm
+](job: _Job[dtype], tile: Int, own: Int):
+    """Computes a tile of `dy @ weight`, and what it says of gamma and beta."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var panels = buffer[B.operand](own)
+    var panel_stride = B.panel_size(B.depth)
+    var dy = Matrix(job.at[B.operand](plan.dy), B.row_stride(call.N))
+    var h = _h(job)
+    var first = tile * plan.tile_panels * B.tile_n
+    var last = min(call.K, first + plan.tile_panels * B.tile_n)
+    for n in range(0, call.N, B.depth):
+        var depth = min(B.depth, call.N - n)
+        pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
+            panels,
+            panel_stride,
+            Matrix[dtype](call.weight, call.K),
+            n,
+            first,
+            depth,
+            last - first,
+        )
+        for column in range(first, last, B.tile_n):
+            multiply_block[dtype, a_is_panel=False](
+                h.part(0, column),
+                dy.part(0, n),
+                panels.unsafe_offset(
+                    (column - first) // B.tile_n * panel_stride
+                ),
+                call.M,
+                min(B.tile_n, call.K - column),
+                depth,
+                n > 0,
+            )
+    if call.dgamma != 0 or call.dbeta != 0:
+        sum_over_rows[dtype, ThisNorm](job.call, h, first, last)
+
+
+def _weight_task[dtype: DType](job: _Job[dtype], task: Int, own: Int):
+    """Computes a tile of dW."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var n = task // plan.tiles_across * plan.tile_rows
+    var first = task % plan.tiles_across * plan.tile_panels
+    var dy = Matrix(job.at[B.operand](plan.dy_panels), plan.dy_stride)
+    for panel in range(first, min(plan.panels, first + plan.tile_panels)):
+        var column = panel * B.tile_n
+        var columns = min(B.tile_n, call.K - column)
+        multiply_panel[dtype, a_is_panel=True](
+            Matrix[B.accum](own, B.tile_n),
+            dy.part(n // B.tile_m, 0),
+            Packed[dtype, False](
+                job.at[B.operand](plan.z).unsafe_offset(
+                    panel * B.panel_size(call.M)
+                )
+            ),
+            min(plan.tile_rows, call.N - n),
+            columns,
+            call.M,
+            Optional(
+                Output(
+                    Matrix[dtype](call.dweight, call.K),
+                    n,
+                    column,
+                    columns,
+                    NoEpilogue(),
+                )
+            ),
+        )
+
+
+def _finish_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
+    """Turns a chunk of the rows of h into dx."""
+    ref job = data.unsafe_bitcast[_Job[dtype]]()[]
+    ref call = job.call[]
+    var chunks = _row_chunks(job)
+    for row in range(call.M * index // chunks, call.M * (index + 1) // chunks):
+        ThisNorm.finish_input_gradient(
+            Matrix[dtype](call.dx, call.K).at(row),
+            _h(job).at(row),
+            Matrix[dtype](call.x, call.K).at(row),
+            job.gamma,
+            call.K,
+            ThisNorm.saved[Blocking[dtype].accum](job.call, row),
+        )

@@ -1,0 +1,214 @@
+"""Computes the gradients where rows are many and the products are what takes time.
+
+- `G = dy^T @ x_hat` is divided into tiles of the weight, each of which one task
+  sums over all rows and then turns into its part of the parameters' gradients;
+- `h = dy @ weight` is divided into slabs of rows; while a slab's product is in
+  cache it becomes dx.
+"""
+
+from std.math import ceildiv
+
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
+from ...gemm.cpu.microkernel import multiply_block
+from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
+from ...gemm.cpu.product import Packed, multiply_panel
+from ...team import Data, Team
+from .job import Job
+from .norm import Norm, NormalizeRows
+from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
+from .plan import BLOCK_STEPS, BackwardPlan, SUM_ROWS, TileRoom
+
+comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
+
+
+def run_many_rows[
+    dtype: DType, ThisNorm: Norm
+](mut job: _Job[dtype], team: Team):
+    """Computes the gradients.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        job: The call.
+        team: The threads to use.
+    """
+    ref call = job.call[]
+    ref plan = job.plan
+    var sums = ceildiv(call.N, CHUNK) if plan.weight_tasks > 0 else 0
+    team.run(_prepare_part[dtype], _packs(job) + sums, job)
+    team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+    if call.dgamma != 0 or call.dbeta != 0:
+        team.run(_sum_part[dtype], plan.workers, job)
+
+
+def _packs[dtype: DType](job: _Job[dtype]) -> Int:
+    """Counts the panels of the weight to pack."""
+    return job.plan.panels if job.plan.input_tasks > 0 else 0
+
+
+def _packed[
+    dtype: DType
+](job: _Job[dtype], panel: Int) -> Buffer[Blocking[dtype].operand]:
+    comptime B = Blocking[dtype]
+    return job.at[B.operand](job.plan.packed_weight).unsafe_offset(
+        panel * B.panel_size(job.call[].N)
+    )
+
+
+def _prepare_part[dtype: DType](data: Data, index: Int):
+    """Packs a panel of the weight, or sums a chunk of the columns of dy."""
+    ref job = data.unsafe_bitcast[_Job[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var packs = _packs(job)
+    if index < packs:
+        var column = index * B.tile_n
+        pack_panel[dtype, ahead=8](
+            _packed(job, index),
+            Matrix[dtype](call.weight, call.K),
+            0,
+            column,
+            call.N,
+            min(B.tile_n, call.K - column),
+        )
+    else:
+        sum_dy(job, (index - packs) * CHUNK)
+
+
+def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
+    """Takes tiles of the weight, then slabs of dx, until none is left.
+
+    The large tasks come first, so that the small ones fill the gaps.
+    """
+    ref job = data.unsafe_bitcast[_Job[dtype]]()[]
+    ref plan = job.plan
+    var own = job.workspace + plan.own + worker * plan.own_bytes
+    while True:
+        var task = job.take()
+        if task < plan.weight_tasks:
+            _weight_task[dtype, ThisNorm](job, task, own)
+        elif task < plan.weight_tasks + plan.input_tasks:
+            _slab_task[dtype, ThisNorm](job, task - plan.weight_tasks, own)
+        else:
+            return
+
+
+def _weight_task[
+    dtype: DType, ThisNorm: Norm
+](job: _Job[dtype], task: Int, own: Int):
+    """Computes a tile of G, and its part of the parameters' gradients."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var arena = Arena(own)
+    var room = TileRoom[dtype](arena, plan.tile_rows, plan.tile_panels)
+    var n = task // plan.tiles_across * plan.tile_rows
+    var k = task % plan.tiles_across * plan.tile_panels * B.tile_n
+    var rows = min(plan.tile_rows, call.N - n)
+    var columns = min(plan.tile_panels * B.tile_n, call.K - k)
+    if call.dweight != 0 or call.dgamma != 0:
+        for m in range(0, call.M, BLOCK_STEPS * B.pair):
+            _add_product[dtype, ThisNorm](job, room, m, n, k, rows, columns)
+    var product = Matrix[B.accum](room.product, room.product_stride)
+    for first in range(0, rows, SUM_ROWS):
+        finish_weight_rows(
+            job,
+            product.part(first, 0),
+            n + first,
+            k,
+            min(SUM_ROWS, rows - first),
+            columns,
+        )
+
+
+def _add_product[
+    dtype: DType, ThisNorm: Norm
+](
+    job: _Job[dtype],
+    room: TileRoom[dtype],
+    m: Int,
+    n: Int,
+    k: Int,
+    rows: Int,
+    columns: Int,
+):
+    """Adds what a block of rows of dy and x contributes to a tile."""
+    comptime B = Blocking[dtype]
+    comptime block_rows = BLOCK_STEPS * B.pair
+    ref call = job.call[]
+    var depth = min(block_rows, call.M - m)
+    var dy = Matrix[B.operand](room.dy, room.dy_stride)
+    var x_hat = buffer[B.operand](room.x_hat)
+    pack_panels[dtype, width=B.tile_m, vectors=1](
+        dy.start, dy.stride, Matrix[dtype](call.dy, call.N), m, n, depth, rows
+    )
+    pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
+        x_hat,
+        block_rows * B.tile_n,
+        Matrix[dtype](call.x, call.K),
+        m,
+        k,
+        depth,
+        columns,
+        NormalizeRows[dtype, ThisNorm, is_saved=True, is_affine=False](
+            job.call, job.gamma, job.beta
+        ),
+    )
+    for column in range(0, columns, B.tile_n):
+        multiply_block[dtype, a_is_panel=True](
+            Matrix[B.accum](room.product, room.product_stride).part(0, column),
+            dy,
+            x_hat.unsafe_offset(column * block_rows),
+            rows,
+            min(B.tile_n, columns - column),
+            depth,
+            m > 0,
+        )
+
+
+def _slab_task[
+    dtype: DType, ThisNorm: Norm
+](job: _Job[dtype], slab: Int, own: Int):
+    """Computes a slab of h, and turns it into dx."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var arena = Arena(own)
+    var dy_stride = B.row_stride(call.N)
+    var dy = Matrix[B.operand](
+        arena.take[B.operand](plan.slab_rows * dy_stride), dy_stride
+    )
+    var h = Matrix[B.accum](arena.next, plan.panels * B.tile_n)
+    var first = plan.slabs.first(slab)
+    var count = plan.slabs.first(slab + 1) - first
+    pack_rows[dtype](dy, Matrix[dtype](call.dy, call.N), first, count, call.N)
+    for panel in range(plan.panels):
+        var column = panel * B.tile_n
+        multiply_panel[dtype, a_is_panel=False](
+            h.part(0, column),
+            dy,
+            Packed[dtype, True](_packed(job, panel)),
+            count,
+            min(B.tile_n, call.K - column),
+            call.N,
+        )
+    for i in range(count):
+        ThisNorm.finish_input_gradient(
+            Matrix[dtype](call.dx, call.K).at(first + i),
+            h.at(i),
+            Matrix[dtype](call.x, call.K).at(first + i),
+            job.gamma,
+            call.K,
+            ThisNorm.saved[B.accum](job.call, first + i),
+        )
+
+
+def _sum_part[dtype: DType](data: Data, index: Int):
+    """Adds up the partial sums of one worker's share of the features."""
+    ref job = data.unsafe_bitcast[_Job[dtype]]()[]
+    var K = job.call[].K
+    var share = ceildiv(K, job.plan.workers)
+    sum_partials(job, index * share, min(K, (index + 1) * share))

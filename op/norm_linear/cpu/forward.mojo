@@ -1,0 +1,220 @@
+"""Computes a norm followed by a Linear layer on the CPU.
+
+Rows are normalized while they are copied into the form that the matrix product
+reads, so the normalized rows never leave the cache. Their number decides who
+shares what:
+
+- few rows: the normalized rows are shared, and each task takes some columns of
+  the output, packing its part of the weight just before use, block by block;
+- many rows: the weight is packed once and shared, and each task takes a slab
+  of rows, which it normalizes for itself.
+"""
+
+from std.math import align_up
+from std.memory import stack_allocation
+from std.sys import size_of
+
+from ...call import CallPointer
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.epilogue import AddBias, Output
+from ...gemm.cpu.memory import Arena, CACHE_LINE, Matrix, buffer
+from ...gemm.cpu.pack import pack_rows
+from ...gemm.cpu.pack_transposed import pack_transposed
+from ...gemm.cpu.product import (
+    Packed,
+    PackedOnUse,
+    PanelSource,
+    multiply_panel,
+)
+from ...pages import prefer_large_pages
+from ...team import Data, Team
+from .job import Job
+from .layer_norm import LayerNorm
+from .norm import Norm, NormalizeRows
+from .parameters import in_type_of_sums
+from .plan import ForwardPlan, STACK_BYTES
+
+comptime _Forward[dtype: DType] = Job[dtype, ForwardPlan[dtype]]
+
+
+def forward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
+    """Computes y, and the rows' mean and rstd where their address is given.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        call: The tensors, and a workspace as `plan_forward` asked for it.
+    """
+    var room = stack_allocation[STACK_BYTES, DType.uint8]()
+    var plan = ForwardPlan[dtype](call[])
+    var workspace = align_up(
+        call[].workspace if call[].workspace != 0 else Int(room), CACHE_LINE
+    )
+    prefer_large_pages(call[].y, call[].M * call[].N * size_of[dtype]())
+    prefer_large_pages(workspace, plan.bytes)
+    var job = _Forward[dtype](
+        call, plan.copy(), workspace, plan.gamma, plan.beta
+    )
+    _ = in_type_of_sums[dtype](
+        workspace + plan.bias,
+        call[].bias,
+        call[].N,
+        default=0,
+        is_float32=False,
+        padded=True,
+    )
+    var team = Team(call[].context, plan.workers)
+    if plan.few_rows:
+        team.run(_normalize_part[dtype, ThisNorm], _chunks(job), job)
+    else:
+        team.run(_pack_part[dtype], plan.panels, job)
+    team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+
+
+def _chunks[dtype: DType](job: _Forward[dtype]) -> Int:
+    """Counts the parts that shared rows are normalized in."""
+    return min(job.plan.workers * 4, job.call[].M)
+
+
+def _shared[
+    dtype: DType
+](job: _Forward[dtype]) -> Matrix[Blocking[dtype].operand]:
+    """Finds the rows, or the panels, that all workers read."""
+    comptime B = Blocking[dtype]
+    var K = job.call[].K
+    return {
+        job.at[B.operand](job.plan.shared),
+        B.row_stride(K) if job.plan.few_rows else B.panel_size(K),
+    }
+
+
+def _normalize[
+    dtype: DType, ThisNorm: Norm
+](
+    job: _Forward[dtype],
+    target: Matrix[Blocking[dtype].operand],
+    first: Int,
+    count: Int,
+):
+    """Normalizes rows of x and stores their statistics."""
+    ref call = job.call[]
+    pack_rows[dtype](
+        target,
+        Matrix[dtype](call.x, call.K),
+        first,
+        count,
+        call.K,
+        NormalizeRows[dtype, ThisNorm, is_saved=False, is_affine=True](
+            job.call, job.gamma, job.beta
+        ),
+    )
+
+
+def _multiply[
+    dtype: DType, Source: PanelSource
+](
+    job: _Forward[dtype],
+    sums: Matrix[Blocking[dtype].accum],
+    rows: Matrix[Blocking[dtype].operand],
+    first: Int,
+    count: Int,
+    panel: Int,
+    weight: Source,
+):
+    """Computes rows of one panel of y."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var column = panel * B.tile_n
+    var columns = min(B.tile_n, call.N - column)
+    multiply_panel[dtype, a_is_panel=False](
+        sums,
+        rows,
+        weight,
+        count,
+        columns,
+        call.K,
+        Optional(
+            Output(
+                Matrix[dtype](call.y, call.N),
+                first,
+                column,
+                columns,
+                AddBias(job.at[B.accum](job.plan.bias)),
+            )
+        ),
+    )
+
+
+def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
+    """Normalizes one chunk of the rows that all tasks share."""
+    ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
+    var chunks = _chunks(job)
+    var first = job.call[].M * index // chunks
+    var last = job.call[].M * (index + 1) // chunks
+    _normalize[dtype, ThisNorm](
+        job, _shared(job).part(first, 0), first, last - first
+    )
+
+
+def _pack_part[dtype: DType](data: Data, panel: Int):
+    """Packs one panel of the weight."""
+    ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var first = panel * B.tile_n
+    pack_transposed[dtype](
+        _shared(job).at(panel),
+        Matrix[dtype](call.weight, call.K),
+        first,
+        0,
+        min(B.tile_n, call.N - first),
+        call.K,
+    )
+
+
+def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
+    """Takes panels of columns, or slabs of rows, until none is left."""
+    ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref plan = job.plan
+    ref call = job.call[]
+    var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
+    var sums = Matrix[B.accum](
+        arena.take[B.accum](plan.slab_rows * B.tile_n), B.tile_n
+    )
+    var room = buffer[B.operand](arena.next)
+    if plan.few_rows:
+        var weight = Matrix[dtype](call.weight, call.K)
+        while True:
+            var panel = job.take()
+            if panel >= plan.panels:
+                return
+            _multiply(
+                job,
+                sums,
+                _shared(job),
+                0,
+                call.M,
+                panel,
+                PackedOnUse[dtype](room, weight, panel * B.tile_n),
+            )
+    var rows = Matrix(room, B.row_stride(call.K))
+    while True:
+        var slab = job.take()
+        if slab >= plan.slabs.count:
+            return
+        var first = plan.slabs.first(slab)
+        var count = plan.slabs.first(slab + 1) - first
+        _normalize[dtype, ThisNorm](job, rows, first, count)
+        for panel in range(plan.panels):
+            _multiply(
+                job,
+                sums,
+                rows,
+                first,
+                count,
+                panel,
+                Packed[dtype, True](_shared(job).at(panel)),
+            )

@@ -1,0 +1,353 @@
+"""The one place that chooses how a pass runs on a CPU, divides it into tasks and lays out its workspace.
+
+With few rows the time goes into reading the weight and writing its gradient,
+with many into the products: each is divided in its own manner, and both give
+the same bits.
+A plan follows from a call's sizes and from what is wanted; it is worked out
+once to ask for the workspace, and once to fill it.
+"""
+
+from std.math import align_up, ceildiv
+from std.sys import size_of
+
+from ...call import Call, CallPointer
+from ...gemm.cpu.blocking import Blocking, Slabs
+from ...gemm.cpu.memory import Arena, CACHE_LINE
+from ..plan import DECLINED, FUSED
+
+comptime FEW_ROWS = 192
+"""Up to this many rows, packing the weight into memory costs more than it saves."""
+
+comptime SERIAL_PRODUCTS = 1 << 19
+"""Products that one thread finishes sooner than a team would start."""
+
+comptime STACK_BYTES = 65536
+"""A workspace of up to this size lives on the stack."""
+
+comptime TILE_COLUMNS = 512
+"""Most columns of the weight in a tile, but for rounding up to panels: so many fill a part of a 1 MiB cache."""
+
+comptime TILE_ROWS = 512
+"""Most rows of dW in a tile where rows are many."""
+
+comptime OUTPUTS = 32
+"""Rows of dW in a tile where rows are few, which share each panel of z while it is in cache."""
+
+comptime SUM_ROWS = 32
+"""Outputs whose contributions to dgamma and dbeta make one partial sum."""
+
+comptime BLOCK_STEPS = 128
+"""Steps of a product for which dy and x are packed together."""
+
+
+def plan_forward[dtype: DType](call: CallPointer):
+    """Chooses the way of a forward and the size of its workspace.
+
+    Parameters:
+        dtype: Element type of the tensors.
+
+    Args:
+        call: The forward; `way` and `workspace_bytes` are set.
+    """
+    _set(call, ForwardPlan[dtype](call[]).bytes)
+
+
+def plan_backward[dtype: DType](call: CallPointer):
+    """Chooses the way of a backward and the size of its workspace.
+
+    Parameters:
+        dtype: Element type of the tensors.
+
+    Args:
+        call: The backward; `way` and `workspace_bytes` are set.
+    """
+    _set(call, BackwardPlan[dtype](call[]).bytes)
+
+
+def _set(call: CallPointer, bytes: Int):
+    var is_taken = call[].narrow == 0 and call[].accumulate == 0
+    call[].way = FUSED if is_taken else DECLINED
+    call[].workspace_bytes = bytes if is_taken and bytes > STACK_BYTES else 0
+
+
+def _workers(call: Call) -> Int:
+    """Counts the threads that pay for so much work."""
+    return 1 if call.M * call.K * call.N < SERIAL_PRODUCTS else call.threads
+
+
+struct ForwardPlan[dtype: DType](Copyable, Movable):
+    """The tasks and the workspace of a forward, as offsets from its start.
+
+    Parameters:
+        dtype: Element type of the tensors.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    var few_rows: Bool
+    """Whether tasks are panels of columns instead of slabs of rows."""
+    var workers: Int
+    """Threads that take tasks."""
+    var panels: Int
+    """Panels of `tile_n` outputs."""
+    var slabs: Slabs
+    """The slabs of rows."""
+    var slab_rows: Int
+    """Most rows that one task computes."""
+    var gamma: Int
+    """Weight of the norm in the type of sums."""
+    var beta: Int
+    """Bias of the norm in the type of sums."""
+    var bias: Int
+    """Bias of the Linear layer in the type of sums, up to a whole panel."""
+    var shared: Int
+    """The normalized rows (few rows) or the packed weight."""
+    var own: Int
+    """The first worker's own part: a panel's sums, then a block of the weight (few rows) or normalized rows."""
+    var own_bytes: Int
+    """Size of a worker's own part."""
+    var bytes: Int
+    """Size of the workspace, with room to align it."""
+
+    def __init__(out self, call: Call):
+        """Plans a forward.
+
+        Args:
+            call: Its sizes and conditions.
+        """
+        comptime B = Self.B
+        self.few_rows = call.M <= FEW_ROWS
+        self.workers = _workers(call)
+        self.panels = B.panels(call.N)
+        self.slabs = Slabs(
+            call.M, B.tile_m, self.workers, call.K * size_of[B.operand]()
+        )
+        self.slab_rows = call.M if self.few_rows else self.slabs.most_rows()
+
+        var arena = Arena(0)
+        self.gamma = arena.take[B.accum](call.K)
+        self.beta = arena.take[B.accum](call.K)
+        self.bias = arena.take[B.accum](self.panels * B.tile_n)
+        var rows = self.slab_rows * B.row_stride(call.K)
+        self.shared = arena.take[B.operand](
+            rows if self.few_rows else self.panels * B.panel_size(call.K)
+        )
+        self.own = arena.next
+        _ = arena.take[B.accum](self.slab_rows * B.tile_n)
+        _ = arena.take[B.operand](
+            B.panel_size(B.depth) if self.few_rows else rows
+        )
+        self.own_bytes = arena.next - self.own
+        self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE
+
+
+struct BackwardPlan[dtype: DType](Copyable, Movable):
+    """The tasks and the workspace of a backward, as offsets from its start.
+
+    Parameters:
+        dtype: Element type of the tensors.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    var few_rows: Bool
+    """Whether dx is divided into tiles of columns instead of slabs of rows."""
+    var workers: Int
+    """Threads that take tasks."""
+    var panels: Int
+    """Panels of `tile_n` features."""
+    var slabs: Slabs
+    """The slabs of rows of dx."""
+    var slab_rows: Int
+    """Most rows of a slab."""
+    var tile_rows: Int
+    """Rows of a tile of dW."""
+    var tile_panels: Int
+    """Panels across a tile of dW, and of h = dy @ weight where rows are few."""
+    var tiles_across: Int
+    """Tiles side by side."""
+    var input_tasks: Int
+    """Tasks of h and what is made from it: tiles, or slabs."""
+    var weight_tasks: Int
+    """Tasks of dW and what is made with it."""
+    var gamma: Int
+    """Weight of the norm in the type of sums."""
+    var beta: Int
+    """Bias of the norm in the type of sums."""
+    var dbias: Int
+    """Column sums of dy."""
+    var dy: Int
+    """Few rows: dy in rows."""
+    var dy_panels: Int
+    """Few rows: dy in panels of `tile_m` outputs."""
+    var dy_stride: Int
+    """Few rows: distance between those panels."""
+    var z: Int
+    """Few rows: z in panels of `tile_n` features."""
+    var h: Int
+    """Few rows: dy @ weight."""
+    var packed_weight: Int
+    """Many rows: the packed weight."""
+    var dgamma_partial: Int
+    """Many rows: partial sums of dgamma."""
+    var dbeta_partial: Int
+    """Many rows: partial sums of dbeta."""
+    var own: Int
+    """The first worker's own part."""
+    var own_bytes: Int
+    """Size of a worker's own part."""
+    var bytes: Int
+    """Size of the workspace, with room to align it."""
+
+    def __init__(out self, call: Call):
+        """Plans a backward.
+
+        Args:
+            call: Its sizes and conditions, and which gradients are wanted.
+        """
+        comptime B = Self.B
+        var M = call.M
+        var K = call.K
+        var N = call.N
+        self.few_rows = M <= FEW_ROWS
+        self.workers = _workers(call)
+        self.panels = B.panels(K)
+        self.slabs = Slabs(
+            M,
+            B.tile_m,
+            self.workers,
+            N * size_of[B.operand]() + K * size_of[B.accum](),
+        )
+        self.slab_rows = self.slabs.most_rows()
+        var needs_affine = call.dgamma != 0 or call.dbeta != 0
+        var needs_h = call.dx != 0
+        var needs_weight = call.dweight != 0
+        var needs_dbias = call.dbias != 0
+        var tile_rows = OUTPUTS
+        var tile_panels = min(
+            ceildiv(TILE_COLUMNS, B.tile_n),
+            ceildiv(self.panels, self.workers),
+        )
+        if self.few_rows:
+            needs_h = needs_h or needs_affine
+        else:
+            # dgamma and dbeta come from the product that makes dW.
+            needs_weight = needs_weight or needs_affine or needs_dbias
+            needs_dbias = needs_weight
+            tile_rows = align_up(ceildiv(N, ceildiv(N, TILE_ROWS)), SUM_ROWS)
+            tile_panels = ceildiv(self.panels, ceildiv(K, TILE_COLUMNS))
+            while (
+                ceildiv(N, tile_rows) * ceildiv(self.panels, tile_panels)
+                < self.workers
+            ):
+                if tile_rows > SUM_ROWS:
+                    tile_rows = align_up(tile_rows // 2, SUM_ROWS)
+                elif tile_panels > 1:
+                    tile_panels = ceildiv(tile_panels, 2)
+                else:
+                    break
+        self.tile_rows = tile_rows
+        self.tile_panels = tile_panels
+        self.tiles_across = ceildiv(self.panels, tile_panels)
+        self.input_tasks = 0
+        if needs_h:
+            self.input_tasks = (
+                self.tiles_across if self.few_rows else self.slabs.count
+            )
+        self.weight_tasks = 0
+        if needs_weight:
+            self.weight_tasks = ceildiv(N, tile_rows) * self.tiles_across
+
+        var arena = Arena(0)
+        self.gamma = arena.take[B.accum](K)
+        self.beta = arena.take[B.accum](K)
+        self.dbias = arena.take[DType.float64](
+            N + B.width if needs_dbias else 0
+        )
+        self.dy_stride = align_up(M, B.pair) * B.tile_m
+        self.dy = arena.next
+        self.dy_panels = arena.next
+        self.z = arena.next
+        self.h = arena.next
+        self.packed_weight = arena.next
+        self.dgamma_partial = arena.next
+        self.dbeta_partial = arena.next
+        # A worker's own part holds one task at a time.
+        var input_room = Arena(0)
+        var weight_room = Arena(0)
+        if self.few_rows:
+            if needs_h:
+                self.dy = arena.take[B.operand](M * B.row_stride(N))
+                self.h = arena.take[B.accum](M * self.panels * B.tile_n)
+                _ = input_room.take[B.operand](
+                    self.tile_panels * B.panel_size(B.depth)
+                )
+            if needs_weight:
+                self.dy_panels = arena.take[B.operand](
+                    ceildiv(N, B.tile_m) * self.dy_stride
+                )
+                self.z = arena.take[B.operand](self.panels * B.panel_size(M))
+                _ = weight_room.take[B.accum](OUTPUTS * B.tile_n)
+        else:
+            var partials = ceildiv(N, SUM_ROWS) * K
+            if call.dgamma != 0:
+                self.dgamma_partial = arena.take[B.accum](partials)
+            if call.dbeta != 0:
+                self.dbeta_partial = arena.take[B.accum](partials)
+            if needs_h:
+                self.packed_weight = arena.take[B.operand](
+                    self.panels * B.panel_size(N)
+                )
+                _ = input_room.take[B.operand](self.slab_rows * B.row_stride(N))
+                _ = input_room.take[B.accum](
+                    self.slab_rows * self.panels * B.tile_n
+                )
+            if needs_weight:
+                _ = TileRoom[Self.dtype](
+                    weight_room, self.tile_rows, self.tile_panels
+                )
+        self.own = arena.next
+        self.own_bytes = max(input_room.next, weight_room.next)
+        self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE
+
+
+struct TileRoom[dtype: DType](TrivialRegisterPassable):
+    """A worker's room for a tile of `dy^T @ x_hat` where rows are many.
+
+    Parameters:
+        dtype: Element type of the tensors.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    var product: Int
+    """Address of the tile."""
+    var product_stride: Int
+    """Distance between its rows."""
+    var dy: Int
+    """Address of packed columns of dy."""
+    var dy_stride: Int
+    """Distance between their panels."""
+    var x_hat: Int
+    """Address of packed panels of x_hat."""
+
+    def __init__(out self, mut arena: Arena, rows: Int, panels: Int):
+        """Reserves the arrays.
+
+        Args:
+            arena: Where from.
+            rows: Rows of the tile.
+            panels: Panels across the tile.
+        """
+        comptime B = Self.B
+        comptime steps = BLOCK_STEPS * B.pair
+        self.product_stride = panels * B.tile_n + CACHE_LINE // 4
+        self.product = arena.take[B.accum](rows * self.product_stride)
+        self.dy_stride = steps * B.tile_m
+        self.dy = arena.take[B.operand](
+            ceildiv(rows, B.tile_m) * self.dy_stride
+        )
+        self.x_hat = arena.take[B.operand](panels * steps * B.tile_n)
