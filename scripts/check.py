@@ -20,7 +20,7 @@ CHECKS = {
     "python format": ["ruff", "format", "--check", "."],
     "python lint": ["ruff", "check", "."],
     "python types": ["mypy"],
-    "mojo format": ["mblack", "-l", "80", "--check", "-q", *MOJO_SOURCES],
+    "mojo format": ["mblack", "-l", "80", "--include", r"\.mojo$", "--check", "-q", *MOJO_SOURCES],
     "mojo docstrings": [
         *("mojo", "doc", "--diagnose-missing-doc-strings", "--Werror"),
         *("-o", "/dev/null", "op"),

@@ -28,7 +28,8 @@ PYTHON_LAYERS = [
     ["__main__"],
 ]
 MOJO_LAYERS = [
-    ["call", "device", "python", "team", "pages"],
+    ["call", "python", "team", "pages"],
+    ["device"],
     ["norms"],
     ["rows", "gemm"],
     ["norm_linear"],

@@ -75,10 +75,7 @@ class Extension:
     def path(self) -> Path:
         """Where the built extension is kept."""
         target = (self.accelerator or "cpu").replace(":", "_")
-        return (
-            cache_dir()
-            / f"{self.name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
-        )
+        return cache_dir() / f"{self.name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
 
 
 def source_root() -> Path:
@@ -115,24 +112,11 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
         dtypes: Names of the dtypes wanted, as in `DTYPES`.
     """
     if target == "cpu":
-        return [
-            Extension(name, dtype)
-            for name in CPU_EXTENSIONS
-            for dtype in dtypes
-        ]
-    vendor = (
-        "" if ":"
-        in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
-    )
-    names = GPU_EXTENSIONS + (
-        (HOPPER_EXTENSION,) if target.endswith("sm_90a") else ()
-    )
+        return [Extension(name, dtype) for name in CPU_EXTENSIONS for dtype in dtypes]
+    vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
+    names = GPU_EXTENSIONS + ((HOPPER_EXTENSION,) if target.endswith("sm_90a") else ())
     kept = [dtype for dtype in dtypes if dtype != "float64"]
-    return [
-        Extension(name, dtype, vendor + target)
-        for name in names
-        for dtype in kept
-    ]
+    return [Extension(name, dtype, vendor + target) for name in names for dtype in kept]
 
 
 @functools.cache
@@ -163,9 +147,7 @@ def build(extension: Extension, *, force: bool = False) -> Path:
         BuildError: If the cache cannot be written, the compiler is missing, or it fails.
     """
     path = extension.path
-    cache.build(
-        path, extension, lambda output: _compile(extension, output), force=force
-    )
+    cache.build(path, extension, lambda output: _compile(extension, output), force=force)
     return path
 
 
@@ -225,9 +207,7 @@ def _compile(extension: Extension, output: Path) -> None:
 
 
 def _import(extension: Extension) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(
-        extension.name, str(extension.path)
-    )
+    loader = importlib.machinery.ExtensionFileLoader(extension.name, str(extension.path))
     spec = importlib.util.spec_from_loader(extension.name, loader)
     assert spec is not None
     with _this_interpreter():
@@ -249,9 +229,7 @@ def _this_interpreter() -> Iterator[None]:
     os.putenv("MOJO_PYTHON_LIBRARY", "")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "builtin type .* has no", DeprecationWarning
-            )
+            warnings.filterwarnings("ignore", "builtin type .* has no", DeprecationWarning)
             yield
     finally:
         for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
@@ -294,10 +272,7 @@ def _key(accelerator: str | None) -> str:
     sources = [*(root / "op").rglob("*.mojo"), *HERE.glob("*.mojo")]
     for source in sorted(sources):
         # The puzzle and the MAX registrations are no part of any extension.
-        if (
-            "puzzle" not in source.relative_to(root).parts
-            and source.name != "register.mojo"
-        ):
+        if "puzzle" not in source.relative_to(root).parts and source.name != "register.mojo":
             digest.update(source.read_bytes())
     digest.update(importlib.metadata.version("mojo-compiler").encode())
     digest.update((_portable_cpu() if accelerator else _host_cpu()).encode())
@@ -309,9 +284,7 @@ def _portable_cpu() -> str:
 
     It only launches kernels, so a build for a GPU serves every machine of one instruction set.
     """
-    return (
-        "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"
-    )
+    return "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"
 
 
 def _host_cpu() -> str:
@@ -323,6 +296,4 @@ def _host_cpu() -> str:
     except OSError:
         return platform.machine() + platform.processor()
     fields = ("model name", "flags", "CPU part", "Features")
-    return platform.machine() + "".join(
-        sorted({line for line in lines if line.startswith(fields)})
-    )
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(fields)}))

@@ -35,9 +35,7 @@ def is_intact(path: Path) -> bool:
         return False
 
 
-def build(
-    path: Path, name: object, make: Callable[[Path], None], *, force: bool
-) -> None:
+def build(path: Path, name: object, make: Callable[[Path], None], *, force: bool) -> None:
     """Build a file of the cache if it is not there.
 
     Args:
@@ -62,9 +60,7 @@ def build(
 
 
 def _replace(path: Path, make: Callable[[Path], None]) -> None:
-    with tempfile.TemporaryDirectory(
-        dir=path.parent, prefix=".build-"
-    ) as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
         output = Path(folder) / "extension.so"
         make(output)
         checksum = output.with_suffix(".sha256")

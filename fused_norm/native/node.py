@@ -90,9 +90,7 @@ def import_from(library: Path) -> ModuleType:
 def _compile(output: Path) -> None:
     found = compiler()
     if found is None:
-        raise cache.BuildError(
-            f"{NAME} needs a C++ compiler: install g++, or name one in CXX"
-        )
+        raise cache.BuildError(f"{NAME} needs a C++ compiler: install g++, or name one in CXX")
     # It imports setuptools, and takes a second.
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -107,17 +105,13 @@ def _compile(output: Path) -> None:
         "-o",
         str(output),
     ]
-    command += [
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    ]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     command += [part for folder in folders for part in ("-isystem", folder)]
     command += [f"-L{folder}" for folder in library_paths()]
     command += ["-lc10", "-ltorch_cpu", "-ltorch_python"]
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]
-    print(
-        f"fused_norm: building {NAME} with {found}", file=sys.stderr, flush=True
-    )
+    print(f"fused_norm: building {NAME} with {found}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     result = subprocess.run(
         command,
