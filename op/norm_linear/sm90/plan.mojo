@@ -108,19 +108,19 @@ def choose_forward[dtype: DType](call: Call) -> Int:
         var stores = call.K <= _SHORT_SUMS and call.M * call.N >= _MANY_OUTPUTS
         way = DECLINED if stores else FUSED
     else:
-        var folds = (
+        # A fold that is kept may be of a copy of the weight.
+        var keeps = (
             dtype == DType.bfloat16
-            and (call.x | call.weight | call.gamma | call.beta) % _ALIGNMENT
-            == 0
+            and (call.x | call.gamma | call.beta) % _ALIGNMENT == 0
         )
         way = fastest(
             call.M,
             call.K,
             call.N,
             call.in_graph != 0,
-            folds and call.may_keep != 0,
+            keeps and call.may_keep != 0,
         )
-        if way == NEW_FOLD and not folds:
+        if way == NEW_FOLD and not (keeps and call.weight % _ALIGNMENT == 0):
             way = FUSED
     # Only the norm's own kernel reads x, which may lie anywhere.
     if way == FUSED and (call.weight | call.bias) % _ALIGNMENT != 0:
