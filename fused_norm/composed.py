@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm import _row_ops, reference
+from fused_norm import reference
+from fused_norm.ops import rows
 from fused_norm.ops.validation import by_pytorch_widened, div_by_pytorch, has_row_kernel
 
 
@@ -27,7 +28,7 @@ def mean(x: Tensor) -> Tensor:
     """
     if not has_row_kernel(x):
         return by_pytorch_widened(reference.mean, x)
-    return _call(_row_ops.mean, _row_ops.mean_with_gradients, x)
+    return _call(rows.mean, rows.mean_with_gradients, x)
 
 
 def norm(v: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def norm(v: Tensor) -> Tensor:
     """
     if not has_row_kernel(v):
         return by_pytorch_widened(reference.norm, v)
-    return _call(_row_ops.norm, _row_ops.norm_with_gradients, v)
+    return _call(rows.norm, rows.norm_with_gradients, v)
 
 
 def div(a: Tensor, b: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def div(a: Tensor, b: Tensor) -> Tensor:
     """
     if not has_row_kernel(a, b):
         return div_by_pytorch(a, b)
-    return _call(_row_ops.div, _row_ops.div_with_gradients, a, b)
+    return _call(rows.div, rows.div_with_gradients, a, b)
 
 
 def layer_norm(x: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm._row_ops import trainable_eps, trainable_eps_with_gradients
-from fused_norm._rowwise import trainable_eps_forward
 from fused_norm.ops import norm_linear
 from fused_norm.ops.registration import is_watched
+from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
 from fused_norm.ops.validation import (
     has_trainable_eps_kernel,
     surely_has_trainable_eps_kernel,

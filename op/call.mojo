@@ -53,7 +53,7 @@ struct Call(TrivialRegisterPassable):
     """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
     # What the plan decides.
     var way: Int
-    """How it runs: one of the ways in op/norm_linear/plan.mojo."""
+    """How it runs: one of the ways in op/norm_linear/plan.mojo. 0 leaves that to the plan."""
     var workspace_bytes: Int
     """Size of the scratch memory."""
     # The parameters' half.

@@ -189,12 +189,12 @@ def run(way: str, inputs: Inputs, known: Parameters, kept: Fold) -> Tensor:
     call = known.call(x, EPS)
     call.context, call.way = context, getattr(record, NAMES[way])
     call.fold_weight, call.fold_sums, call.fold_constants = kept.addresses
+    place = ctypes.addressof(call)
+    kernels.plan_forward(place)
     y = x.new_empty(len(x), known.N)
-    # As much as any way needs, whatever would be planned.
-    size = 2 * (x.numel() + weight.numel()) + 8 * (len(x) + known.N) + 4096
-    scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
+    scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=x.device)
     call.y, call.workspace = y.data_ptr(), scratch.data_ptr()
-    kernels.forward(ctypes.addressof(call))
+    kernels.forward(place)
     return y
 
 

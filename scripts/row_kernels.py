@@ -1,4 +1,4 @@
-"""Measure the row kernels of the composed way on a GPU, each beside PyTorch's.
+"""Measure the row kernels around PyTorch's products on a GPU, each beside PyTorch's.
 
     python scripts/row_kernels.py [--dtype float32]
 
@@ -9,6 +9,7 @@ inputs that do not fit the cache. The forward gives the statistics too, the back
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm import _gpu
+from fused_norm.native import build
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
+from fused_norm.call.record import Call
 
 SHAPES = ((64, 4096), (8192, 2048), (16384, 768), (8192, 4096), (16384, 1024))
 SUM_SHAPES = ((64, 4096), (8192, 2048), (16384, 2304), (8192, 4096), (8192, 12288), (16384, 1024))
@@ -32,13 +34,11 @@ def forward(rows: int, features: int, dtype: torch.dtype) -> tuple[Step, Step]:
     """Return LayerNorm by us and by PyTorch."""
     x = torch.randn(rows, features, device="cuda", dtype=dtype)
     gamma, beta = torch.randn(2, features, device="cuda", dtype=dtype)
-    y, statistics = torch.empty_like(x), torch.empty(2, rows, device="cuda")
-    kernels = _gpu.launcher("norm_linear_gpu", x)
+    y, mean, rstd = torch.empty_like(x), *torch.empty(2, rows, device="cuda")
+    run = _pass("forward", x, z=y, mean=mean, rstd=rstd, gamma=gamma, beta=beta)
 
     def ours() -> Tensor:
-        mean, rstd = statistics.data_ptr(), statistics.data_ptr() + 4 * rows
-        tensors = (y.data_ptr(), mean, rstd, x.data_ptr(), gamma.data_ptr(), beta.data_ptr())
-        kernels.layernorm_forward(*tensors, rows, features, EPS, False, 0)
+        run()
         return y
 
     return ours, lambda: F.layer_norm(x, (features,), gamma, beta, EPS)
@@ -59,17 +59,12 @@ def _backward(rows: int, features: int, dtype: torch.dtype, *, again: bool) -> t
     gamma, beta, dgamma, dbeta = torch.randn(4, features, device="cuda", dtype=dtype)
     _, mean, rstd = torch.native_layer_norm(x, (features,), gamma, beta, EPS)
     dx = torch.empty_like(x)
-    kernels = _gpu.launcher("norm_linear_gpu", x)
-    size = kernels.backward_workspace(rows, features, 0)
-    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    tensors = {"mean": mean, "rstd": rstd, "gamma": gamma, "beta": beta, "dz": dz}
+    z = {"z": dz} if again else {}
+    run = _pass("backward", x, dx=dx, dgamma=dgamma, dbeta=dbeta, **tensors, **z)
 
     def ours() -> Tensor:
-        kernels.backward(
-            *(dx.data_ptr(), dgamma.data_ptr(), dbeta.data_ptr(), 0),
-            *(dz.data_ptr() if again else 0, dz.data_ptr(), 0, x.data_ptr()),
-            *(gamma.data_ptr(), beta.data_ptr(), mean.data_ptr(), rstd.data_ptr()),
-            *(workspace.data_ptr(), rows, features, 1, EPS, False, 0),
-        )
+        run()
         return dx
 
     def theirs() -> Tensor:
@@ -86,19 +81,37 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
     """Return the sum over rows by us and by PyTorch."""
     dy = torch.randn(rows, outputs, device="cuda", dtype=dtype)
     db = torch.empty(outputs, device="cuda", dtype=dtype)
-    kernels = _gpu.launcher("norm_linear_gpu", dy)
-    size = kernels.backward_workspace(rows, 0, outputs)
-    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    run = _pass("backward", dy, dy=dy, dbias=db)
 
     def ours() -> Tensor:
-        nothing = (0, 0, 0, 0, 0)
-        kernels.backward(
-            *(0, 0, 0, db.data_ptr(), 0, 0, dy.data_ptr(), *nothing),
-            *(workspace.data_ptr(), rows, 1, outputs, EPS, False, 0),
-        )
+        run()
         return db
 
     return ours, lambda: dy.sum(0)
+
+
+def _pass(name: str, x: Tensor, **tensors: Tensor) -> Callable[[], object]:
+    """Return what launches a pass on the current stream, of tensors named as in the record."""
+    accelerator = build.accelerator_of(x.device)
+    kernels = build.load(
+        build.Extension("norm_linear_gpu", build.DTYPES[x.dtype], accelerator)
+    )
+    call = Call(eps=EPS, M=len(x), K=x.shape[1], N=x.shape[1], x=x.data_ptr())
+    for field, tensor in tensors.items():
+        setattr(call, field, tensor.data_ptr())
+    stream = torch.cuda.current_stream().cuda_stream
+    call.context = kernels.new_launcher(x.device.index, stream, True)
+    place = ctypes.addressof(call)
+    getattr(kernels, f"plan_{name}")(place)
+    scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device="cuda")
+    call.workspace = scratch.data_ptr()
+    kept = (call, scratch, tensors)
+
+    def run() -> object:
+        getattr(kernels, name)(place)
+        return kept
+
+    return run
 
 
 # What is measured: its shapes, and how many tensors of M x K it reads and writes.

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
+
 # cuBLAS asks for this where PyTorch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -19,8 +21,12 @@ GPU = pytest.param(
     ],
 )
 
-# To a letter of _choices.py where no fold is kept, and where one may be.
-FORWARD_WAYS = {"folded": "ak", "composed": "cc", "torch": "tt"}
+# Where no fold is kept, and where one may be.
+FORWARD_WAYS = {
+    "folded": (NEW_FOLD, KEPT_FOLD),
+    "composed": (FUSED, FUSED),
+    "torch": (AROUND_PRODUCTS, AROUND_PRODUCTS),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,9 +66,8 @@ def _poison() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _forward_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if name := request.config.option.forward_way:
-        letters = FORWARD_WAYS[name]
-        monkeypatch.setattr("fused_norm._sm90.fastest", lambda *sizes: letters[sizes[-1]])
-        monkeypatch.setattr("fused_norm._sm90.fastest_in_tf32", lambda *_: letters[0])
+        ways = FORWARD_WAYS[name]
+        monkeypatch.setattr("fused_norm.backends.sm90.asked_way", lambda may_keep: ways[may_keep])
 
 
 @pytest.fixture(params=["cpu", GPU])

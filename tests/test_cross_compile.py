@@ -24,7 +24,7 @@ EXTENSION_KERNELS = {
         b"op_rows_columns_column_ker",
         b"op_rows_columns_total_kern",
     ],
-    "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rowwise_columns_add_up_ker"],
+    "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rows_op_gpu_add_up_kernel"],
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_harness import Guarded, address, assert_as_exact, extension
-from test_rowwise import DTYPES, every_device
+from test_row_kernels import DTYPES, every_device
 
 SHAPES = [(1, 1), (40, 7), (33, 96), (50, 769), (20, 4096), (20, 5001), (17, 70000)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -62,8 +62,6 @@ def forward(
         return None
     stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
     kernels, context = _launcher(parameters.dtype, parameters.device.index, stream, _is_alone())
-    if x.data_ptr() % ALIGNMENT:
-        x = x.clone()
     call = parameters.call(x, eps)
     place = ctypes.addressof(call)
     call.context, call.in_graph = context, torch.cuda.is_current_stream_capturing()
@@ -71,11 +69,12 @@ def forward(
     call.mean = _WANTED if statistics else 0
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
     call.may_keep = parameters.dtype is torch.bfloat16 and not statistics
+    call.way = asked_way(bool(call.may_keep))
     kernels.plan_forward(place)
     if call.way == KEPT_FOLD:
         fold = kept(parameters, stream, bool(call.in_graph))
         if fold is None:
-            call.may_keep = 0
+            call.may_keep, call.way = 0, asked_way(False)
             kernels.plan_forward(place)
         else:
             if not fold.tensors:
@@ -138,6 +137,17 @@ def backward(
     return gradients
 
 
+def asked_way(may_keep: bool) -> int:
+    """Return the way that a forward is to run, 0 for what the plan finds fastest.
+
+    Tests and measurements put others in its place.
+
+    Args:
+        may_keep: Whether a fold may be kept.
+    """
+    return 0
+
+
 def native(parameters: Parameters) -> tuple[str, int] | None:
     """Return the file of the kernels for C++, and the context of its calls on the current stream.
 
@@ -166,14 +176,12 @@ def _scratch(call: Call, x: Tensor) -> Tensor | None:
 def _make(fold: Fold, parameters: Parameters, kernels: ModuleType, context: int) -> None:
     """Fold the parameters as they are now."""
     weight = parameters.tensors()[2]
-    if weight.data_ptr() % ALIGNMENT:
-        weight = weight.clone()
     folded = torch.empty_like(weight)
     sums = weight.new_empty(2, parameters.N, dtype=torch.float32)
     fold.tensors = folded, sums
     fold.addresses = folded.data_ptr(), sums.data_ptr(), sums.data_ptr() + 4 * parameters.N
     call = parameters.call(weight, 0.0)
-    call.context, call.weight = context, weight.data_ptr()
+    call.context = context
     call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
     kernels.fold(ctypes.addressof(call))
 

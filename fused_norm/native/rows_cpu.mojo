@@ -10,8 +10,8 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
 from op.python import Arguments, Values, failure, integer
-from op.rows.cpu import run_op
 from op.rows.op import OPS, RowCall, RowOp
+from op.rows.op_cpu import run_op
 from op.team import Team
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()

@@ -12,8 +12,8 @@ from std.sys import get_defined_dtype
 
 from op.device import Launcher, new_launcher
 from op.python import Arguments, Values, failure, integer
-from op.rows.launch import launch_op
 from op.rows.op import OPS, RowCall, RowOp
+from op.rows.op_gpu import launch_op
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 

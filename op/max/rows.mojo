@@ -14,9 +14,9 @@ from max.gpu.host import DeviceContext
 from std.sys.info import num_physical_cores
 
 from ..device import Gpu
-from ..rows.cpu import run_op
-from ..rows.launch import launch_op
 from ..rows.op import OPS, RowCall
+from ..rows.op_cpu import run_op
+from ..rows.op_gpu import launch_op
 from ..rows.operands import accumulator
 from ..team import Team
 

@@ -32,9 +32,6 @@ comptime TOTAL_COLUMNS = 32
 comptime TOTAL_LANES = 32
 """Threads that share a column of `total_kernel`."""
 
-comptime ADD_UP_THREADS = 1024
-"""Threads of `add_up_kernel`."""
-
 
 def column_kernel[
     P: RowProgram, dtype: DType, ftype: DType, shape: Shape
@@ -243,49 +240,3 @@ def _store[dtype: DType](address: Int64, index: Int, value: Scalar[_]):
     GlobalPointer[dtype](unsafe_from_address=Int(address)).unsafe_offset(
         index
     ).unsafe_store(value.cast[dtype]())
-
-
-def add_up_kernel[
-    accum: DType, dtype: DType
-](terms: Int64, count: Int64, output: Int64, accumulate: Int32):
-    """Sums a vector in a fixed order, in one block of ADD_UP_THREADS threads.
-
-    Parameters:
-        accum: The type of the terms.
-        dtype: The type of the sum.
-
-    Args:
-        terms: Address of the vector.
-        count: The number of its elements.
-        output: Address of the sum.
-        accumulate: Not 0 to add to what is there.
-    """
-    var shared = stack_allocation[
-        ADD_UP_THREADS, Scalar[accum], address_space=AddressSpace.SHARED
-    ]()
-    var sum = Scalar[accum](0)
-    comptime UNROLL = 4
-    for first in range(thread_idx.x, Int(count), ADD_UP_THREADS * UNROLL):
-        var part = SIMD[accum, UNROLL](0)
-        comptime for u in range(UNROLL):
-            var i = first + u * ADD_UP_THREADS
-            if i < Int(count):
-                part[u] = (
-                    GlobalPointer[accum](unsafe_from_address=Int(terms))
-                    .unsafe_offset(i)
-                    .unsafe_load()
-                )
-        sum += part.reduce_add()
-    shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
-    barrier()
-    comptime for level in range(10):
-        comptime half = ADD_UP_THREADS >> (level + 1)
-        if thread_idx.x < half:
-            sum += shared.unsafe_offset(thread_idx.x + half).unsafe_load()
-            shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
-        barrier()
-    if thread_idx.x == 0:
-        var place = GlobalPointer[dtype](unsafe_from_address=Int(output))
-        if accumulate != 0:
-            sum += place.unsafe_load().cast[accum]()
-        place.unsafe_store(sum.cast[dtype]())

@@ -5,10 +5,8 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ..device import Gpu
-from .columns import ADD_UP_THREADS, add_up_kernel
 from .gpu import row_kernel
 from .gpu_row import Shape
-from .op import RowCall, RowOp
 from .operands import MAX_TENSORS, Addresses, Operands, accumulator
 from .program import RowProgram
 
@@ -16,29 +14,6 @@ comptime _WARP_THREADS = 128
 comptime _LONG_THREADS = 512
 comptime PERSISTENT_THREADS = 512
 """The most threads of a persistent block."""
-
-
-def launch_op[Op: RowOp, dtype: DType](gpu: Gpu, call: RowCall) raises:
-    """Launches an op.
-
-    Parameters:
-        Op: The op.
-        dtype: The type of its tensors.
-
-    Args:
-        gpu: Where to run.
-        call: The tensors.
-
-    Raises:
-        If a launch fails.
-    """
-    launch_rows[Op.Rows, dtype, dtype](gpu, call.operands[Op, dtype]())
-    comptime if Op.has_parameter_gradient:
-        if call.parameter_gradient != 0:
-            if call.parameter_is_float32 != 0:
-                _launch_add_up[accumulator[dtype](), DType.float32](gpu, call)
-            else:
-                _launch_add_up[accumulator[dtype](), dtype](gpu, call)
 
 
 def _low_bits(addresses: Addresses) -> Int64:
@@ -185,18 +160,3 @@ def _persistent_blocks(
 ) -> _Persistent:
     var together = blocks * PERSISTENT_THREADS // threads
     return {min(rows, gpu.processors * together), threads}
-
-
-def _launch_add_up[accum: DType, dtype: DType](gpu: Gpu, call: RowCall) raises:
-    """Sums the rows' shares of the parameter's gradient in a fixed order."""
-    comptime kernel = add_up_kernel[accum, dtype]
-    var compiled = gpu.context.compile_function[kernel]()
-    gpu.stream.enqueue_function(
-        compiled,
-        Int64(call.workspace),
-        Int64(call.shares()),
-        Int64(call.parameter_gradient),
-        Int32(call.accumulate),
-        grid_dim=1,
-        block_dim=ADD_UP_THREADS,
-    )

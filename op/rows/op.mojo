@@ -87,10 +87,10 @@ struct RowCall(TrivialRegisterPassable):
     """Its gradient, to write."""
     var workspace: Int
     """M numbers of the type of sums, needed for that gradient."""
-    var inputs: StaticTuple[Int, 3]
-    """Tensors [M, K] to read; incoming gradients come first."""
     var outputs: StaticTuple[Int, 2]
     """Tensors [M, K] to write."""
+    var inputs: StaticTuple[Int, 3]
+    """Tensors [M, K] to read; an incoming gradient comes first."""
 
     def __init__(out self, M: Int, K: Int):
         """Names no tensors yet.
@@ -108,8 +108,8 @@ struct RowCall(TrivialRegisterPassable):
         self.parameter_is_float32 = 0
         self.parameter_gradient = 0
         self.workspace = 0
-        self.inputs = {fill = 0}
         self.outputs = {fill = 0}
+        self.inputs = {fill = 0}
 
     @staticmethod
     def at(address: Int) -> Self:

@@ -11,12 +11,13 @@ from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, has_accelerator
 
-from op.rows.arithmetic import inverse_sqrt
-from op.rows.cpu import Cpu, column_sums_bytes, run_rows_and_columns
 from op.device import Gpu
-from op.rows.layernorm import LayerNormBackward
+from op.norms.norm import inverse_sqrt
+from op.rows.cpu import column_sums_bytes, run_rows, run_rows_and_columns
+from op.rows.launch import launch_rows
 from op.rows.operands import Addresses, Operands, accumulator
 from op.rows.program import Program, RowProgram
+from op.rows.programs.layer_norm import LayerNormBackward
 from op.rows.stage import Stage
 from op.rows.values import Redo, Row, Values
 from op.team import Team
@@ -132,9 +133,9 @@ def _run[
             var external = context.create_external_stream(
                 OpaquePointer[MutAnyOrigin](unsafe_from_address=Int(py=stream))
             )
-            Gpu(context, external).run[P, DTYPE, DTYPE](operands)
+            launch_rows[P, DTYPE, DTYPE](Gpu(context, external), operands)
             return PythonObject(None)
-    Cpu(Team(0, 2)).run[P, DTYPE, DTYPE](operands)
+    run_rows[P, DTYPE, DTYPE](Team(0, 2), operands)
     return PythonObject(None)
 
 

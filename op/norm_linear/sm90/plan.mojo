@@ -17,7 +17,7 @@ from ...gemm.sm90.split_k import SplitK
 from ...gemm.sm90.tiling import FEW_ROWS, Tiling
 from ...gemm.sm90.wgmma import K_BLOCK
 from ..gpu.between_products import between_products_bytes
-from ..plan import DECLINED, FUSED, NEW_FOLD
+from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .launch_row_pass import RowPassLayout, pays
 from .measured import MEASURED
 
@@ -96,31 +96,33 @@ def choose_forward[dtype: DType](call: Call) -> Int:
         dtype: Type of x, the weight and y.
 
     Args:
-        call: Sizes, conditions, and the addresses of x and the parameters.
+        call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or one that is asked for.
 
     Returns:
         FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
     """
-    if not _has_kernels[dtype](call):
+    if not _has_kernels[dtype](call) or call.way == AROUND_PRODUCTS:
         return DECLINED
     var way: Int
     comptime if dtype == DType.float32:
         var stores = call.K <= _SHORT_SUMS and call.M * call.N >= _MANY_OUTPUTS
-        way = DECLINED if stores else FUSED
+        way = DECLINED if stores and call.way == 0 else FUSED
     else:
-        # A fold that is kept may be of a copy of the weight.
-        var keeps = (
+        var folds = (
             dtype == DType.bfloat16
-            and (call.x | call.gamma | call.beta) % _ALIGNMENT == 0
+            and (call.x | call.weight | call.gamma | call.beta) % _ALIGNMENT
+            == 0
         )
-        way = fastest(
-            call.M,
-            call.K,
-            call.N,
-            call.in_graph != 0,
-            keeps and call.may_keep != 0,
-        )
-        if way == NEW_FOLD and not (keeps and call.weight % _ALIGNMENT == 0):
+        way = call.way
+        if way == 0:
+            way = fastest(
+                call.M,
+                call.K,
+                call.N,
+                call.in_graph != 0,
+                folds and call.may_keep != 0,
+            )
+        if way in (NEW_FOLD, KEPT_FOLD) and not folds:
             way = FUSED
     # Only the norm's own kernel reads x, which may lie anywhere.
     if way == FUSED and (call.weight | call.bias) % _ALIGNMENT != 0:
@@ -210,7 +212,8 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
 
     Args:
         launcher: Where to run.
-        call: The call; its way and the bytes of its workspace are written.
+        call: The call; its way and the bytes of its workspace are written. A way that is not 0 is taken where it can
+            be: tests and measurements ask for one.
     """
     call.way = choose_forward[dtype](call)
     call.workspace_bytes = 0

@@ -13,6 +13,8 @@ import torch
 from kernel_harness import GUARD, ROOT, Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
+from fused_norm.call import rows as record
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 DEVICES = [
     "cpu",
@@ -40,16 +42,37 @@ def gomp_parallel() -> int:
     return ctypes.cast(gomp.GOMP_parallel, ctypes.c_void_p).value
 
 
-def call(op: str, like: Tensor, *arguments: Tensor | int | bool | None) -> None:
-    """Call an op on the device and for the dtype of a tensor."""
-    values = [a if isinstance(a, int) else address(a) for a in arguments]
+def call(
+    op: str,
+    inputs: list[Tensor],
+    outputs: list[Tensor | None],
+    o: Tensor | None = None,
+    do: Tensor | None = None,
+    scratch: Tensor | None = None,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Call an op by its record, on the device and for the dtype of its inputs."""
+    like = inputs[0]
+    call, place = record.new_record()
     if like.device.type == "cpu":
         kernels = extension("rows_cpu", like.dtype)
-        getattr(kernels, op)(*values, torch.get_num_threads(), gomp_parallel())
+        call[record.CONTEXT] = gomp_parallel()
+        call[record.THREADS] = torch.get_num_threads()
     else:
         kernels = extension("rows_gpu", like.dtype, gpu=True)
         stream = torch.cuda.current_stream().cuda_stream
-        getattr(kernels.Launcher(torch.cuda.current_device(), stream), op)(*values)
+        call[record.CONTEXT] = kernels.new_launcher(torch.cuda.current_device(), stream, True)
+    call[record.M], call[record.K] = like.shape
+    call[record.ACCUMULATE] = accumulate
+    call[record.PARAMETER] = address(o)
+    call[record.PARAMETER_IS_FLOAT32] = o is not None and o.dtype is torch.float32
+    call[record.PARAMETER_GRADIENT] = address(do)
+    call[record.WORKSPACE] = address(scratch)
+    for first, tensors in ((record.OUTPUTS, outputs), (record.INPUTS, inputs)):
+        for index, tensor in enumerate(tensors, first):
+            call[index] = address(tensor)
+    getattr(kernels, op)(place)
 
 
 def accum(dtype: torch.dtype) -> torch.dtype:
@@ -79,8 +102,10 @@ class Case:
 
     def __init__(self, op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, shift=0):
         self.op, self.shape, self.dtype, self.device, self.shift = op, shape, dtype, device, shift
-        count = 2 if op == "div" else 1
-        tensors = [torch.randn(shape, device=device, dtype=dtype) * 2 + 1 for _ in range(count)]
+        self.count = 2 if op == "div" else 1
+        tensors = [
+            torch.randn(shape, device=device, dtype=dtype) * 2 + 1 for _ in range(self.count)
+        ]
         if op == "div":
             tensors[1] = tensors[1].sign() * (tensors[1].abs() + 0.5)
         if op == "trainable_eps":
@@ -99,9 +124,7 @@ class Case:
 
     def forward(self) -> Tensor:
         y = Guarded(self.shape, self.dtype, self.device, self.shift)
-        name = self.op if self.op == "mean" else f"{self.op}_forward"
-        flags = {"mean": [False], "trainable_eps": [False]}.get(self.op, [])
-        call(name, y.tensor, y.tensor, *self.tensors, *self.shape, *flags)
+        call(NAMES[self.op], self.tensors[: self.count], [y.tensor], *self.tensors[self.count :])
         return y.checked()
 
     def backward(self, into: list[Guarded] | None = None, wanted=(True, True)) -> list[Tensor]:
@@ -110,18 +133,17 @@ class Case:
             Guarded(tuple(t.shape), self.dtype, self.device, self.shift) for t in self.tensors
         ]
         outs = [g.tensor if w else None for g, w in zip(grads, wanted, strict=False)]
+        inputs, o = self.tensors[: self.count], self.tensors[self.count :]
+        name = NAMES[self.op] + "_backward"
         if self.op == "mean":
-            call("mean", self.dy, *outs, self.dy, *self.shape, into is not None)
-        else:
-            scratch = Guarded((self.shape[0],), accum(self.dtype), self.device)
-            is_eps = self.op == "trainable_eps"
-            more = [scratch.tensor] if is_eps else []
-            flags = [False] if is_eps else []
-            call(
-                *(f"{self.op}_backward", self.dy, *outs, self.dy, *self.tensors, *more),
-                *(*self.shape, *flags, into is not None),
-            )
-            scratch.checked()
+            name, inputs = NAMES[self.op], []
+        scratch = Guarded((self.shape[0],), accum(self.dtype), self.device)
+        scalars = [*o, outs[-1], scratch.tensor] if o else []
+        call(
+            *(name, [self.dy, *inputs], outs[: self.count], *scalars),
+            accumulate=into is not None,
+        )
+        scratch.checked()
         return [g.checked() for g in grads]
 
     def check(self) -> None:
@@ -130,7 +152,14 @@ class Case:
             assert_as_exact(grad, self.peer_grads[i], self.exact_grads[i], f"gradient {i}")
 
 
-OPS = ["trainable_eps", "mean", "norm", "div"]
+NAMES = {
+    "trainable_eps": "trainable_eps_layer_norm",
+    "mean": "composed_mean",
+    "norm": "composed_norm",
+    "div": "composed_div",
+}
+OPS = list(NAMES)
+EPS = NAMES["trainable_eps"]
 every_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -209,13 +238,13 @@ def test_fused_is_composed_plus_o_and_layer_norm_with_eps(device):
     for value in (0.0, 0.01, -0.7):
         o = torch.full((1,), value, device=device, dtype=torch.float64)
         y, v, n, composed = (torch.empty_like(x) for _ in range(4))
-        call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+        call(EPS, [x], [y], o)
         layer_norm = torch.nn.functional.layer_norm(x, (1000,), eps=value * value)
         torch.testing.assert_close(y, layer_norm, rtol=1e-12, atol=1e-12)
         if value == 0:
-            call("mean", x, v, x, *x.shape, False)
-            call("norm_forward", x, n, v, *x.shape)
-            call("div_forward", x, composed, v, n, *x.shape)
+            call("composed_mean", [x], [v])
+            call("composed_norm", [v], [n])
+            call("composed_div", [v, n], [composed])
             torch.testing.assert_close(y, composed, rtol=1e-12, atol=1e-12)
 
 
@@ -226,8 +255,8 @@ def test_far_from_zero(far, K, device):
     x = torch.randn(20, K, device=device) + far
     o = torch.zeros(1, device=device)
     y, m = torch.empty_like(x), torch.empty_like(x)
-    call("trainable_eps_forward", x, y, x, o, *x.shape, False)
-    call("mean", x, m, x, *x.shape, False)
+    call(EPS, [x], [y], o)
+    call("composed_mean", [x], [m])
     assert (y - trainable_eps(x.double(), o.double())).abs().max() < 4e-6
     assert (m - mean(x.double())).abs().max() < 4e-6
 
@@ -239,9 +268,9 @@ def test_constant_rows(value, K, device):
     x = torch.full((5, K), value, device=device)
     y = torch.full_like(x, GUARD)
     o = torch.full((1,), 1e-3, device=device)
-    call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+    call(EPS, [x], [y], o)
     assert (y == 0).all()
-    call("trainable_eps_forward", x, y, x, torch.zeros_like(o), *x.shape, False)
+    call(EPS, [x], [y], torch.zeros_like(o))
     assert y.isnan().all(), "0 / 0 is NaN, as the formula says"
 
 
@@ -250,7 +279,7 @@ def test_nonfinite_rows_do_not_spread(device):
     x = torch.randn(6, 1000, device=device)
     x[1, 17], x[3, 999], x[4, 0] = float("nan"), float("inf"), -float("inf")
     y = torch.empty_like(x)
-    call("trainable_eps_forward", x, y, x, torch.ones(1, device=device), *x.shape, False)
+    call(EPS, [x], [y], torch.ones(1, device=device))
     assert y.isnan().all(1).tolist() == [False, True, False, True, True, False]
     assert y[[0, 2, 5]].isfinite().all()
 
@@ -262,8 +291,8 @@ def test_o_in_float32(dtype, device):
     o = torch.full((1,), 0.123456, device=device)
     y, dx = torch.empty_like(x), torch.empty_like(x)
     do, scratch = torch.empty_like(o), torch.empty(50, device=device)
-    call("trainable_eps_forward", x, y, x, o, *x.shape, True)
-    call("trainable_eps_backward", x, dx, do, dy, x, o, scratch, *x.shape, True, False)
+    call(EPS, [x], [y], o)
+    call(EPS + "_backward", [dy, x], [dx], o, do, scratch)
     exact = [t.double().requires_grad_() for t in (x, o)]
     reference = trainable_eps(*exact)
     gradients = torch.autograd.grad(reference, exact, dy.double())
@@ -288,18 +317,18 @@ def test_rows_do_not_depend_on_their_neighbours(device):
     x = torch.randn(1000, 769, device=device)
     o = torch.ones(1, device=device)
     y, alone = torch.empty_like(x), torch.empty_like(x[5:8])
-    call("trainable_eps_forward", x, y, x, o, *x.shape, False)
+    call(EPS, [x], [y], o)
     for i, row in itertools.product(range(3), [5]):
         one = x[row + i : row + i + 1].clone()
-        call("trainable_eps_forward", x, alone[i : i + 1], one, o, 1, 769, False)
+        call(EPS, [one], [alone[i : i + 1]], o)
     assert torch.equal(y[5:8], alone)
 
 
 def test_the_document_shows_what_its_code_prints(capsys):
-    text = (ROOT / "docs" / "rowwise.md").read_text()
+    text = (ROOT / "docs" / "rows.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     shown = text.split("```text\n")[1].split("```")[0]
-    exec(compile(code, "docs/rowwise.md", "exec"), {})
+    exec(compile(code, "docs/rows.md", "exec"), {})
     pattern = re.compile(r"[\d.]+e-\d+")
     assert pattern.sub("", capsys.readouterr().out) == pattern.sub("", shown)
     assert [float(e) < 1e-12 for e in pattern.findall(shown)] == [False, True]

@@ -1,12 +1,15 @@
-"""The LayerNorm kernels for GPUs, called as the library calls them."""
+"""What any GPU does around PyTorch's products, called as the library calls it."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import pytest
 import torch
 from kernel_harness import Guarded, address, assert_as_exact, error, extension
+
+from fused_norm.call.record import AROUND_PRODUCTS, Call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,10 +25,21 @@ SHAPES = [
 EPS = 1e-5
 
 
-def launcher(dtype: torch.dtype):
-    return extension("layernorm_gpu", dtype, gpu=True).Launcher(
-        torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-    )
+def run(door: str, dtype: torch.dtype, call: Call, stream: torch.cuda.Stream | None = None) -> None:
+    """Call a door of the extension on a stream, the current one if not another."""
+    kernels = extension("norm_linear_gpu", dtype, gpu=True)
+    raw = (stream or torch.cuda.current_stream()).cuda_stream
+    call.context = kernels.new_launcher(torch.cuda.current_device(), raw, True)
+    getattr(kernels, door)(ctypes.addressof(call))
+
+
+def call_of(**fields: torch.Tensor | float | None) -> Call:
+    """Return a record of tensors and numbers."""
+    call = Call(eps=EPS)
+    for name, value in fields.items():
+        is_number = isinstance(value, (int, float))
+        setattr(call, name, value if is_number else address(value))
+    return call
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -76,10 +90,13 @@ def forward(x, gamma, beta, float32, shift=0, stats=True, eps=EPS):
     y = Guarded((M, K), x.dtype, "cuda", shift)
     mean = Guarded((M,), stats_dtype(x.dtype), "cuda")
     rstd = Guarded((M,), stats_dtype(x.dtype), "cuda")
-    launcher(x.dtype).layernorm_forward(
-        *(address(y.tensor), address(mean.tensor) * stats, address(rstd.tensor) * stats),
-        *(address(x), address(gamma), address(beta), M, K, eps, float32, 0),
-    )
+    call = call_of(M=M, K=K, x=x, z=y.tensor, gamma=gamma, beta=beta, eps=eps)
+    call.norm_is_float32 = float32
+    if stats:
+        call.mean, call.rstd = address(mean.tensor), address(rstd.tensor)
+    run("plan_forward", x.dtype, call)
+    assert (call.way, call.workspace_bytes) == (AROUND_PRODUCTS, 0)
+    run("forward", x.dtype, call)
     return y.checked(), mean.checked(), rstd.checked()
 
 
@@ -89,7 +106,6 @@ def backward(
     """Return dx, dgamma, dbeta, z and db, of which `wanted` names x, g, b, z and l."""
     M, K = x.shape
     N = 0 if dy is None else dy.shape[1]
-    launch = launcher(x.dtype)
     ftype = torch.float32 if float32 else x.dtype
     dx, z = (Guarded((M, K), x.dtype, "cuda", shift) for _ in range(2))
     dgamma, dbeta = (Guarded((K,), ftype, "cuda") for _ in range(2))
@@ -98,14 +114,18 @@ def backward(
         z = Guarded.of(dz, shift)
         dz = z.tensor
     outputs = dict(zip("xgblz", (dx, dgamma, dbeta, db, z), strict=True))
-    parameters = "g" in wanted or "b" in wanted
-    size = launch.backward_workspace(M, K * parameters, N * ("l" in wanted))
+    fields = dict(zip("xgblz", ("dx", "dgamma", "dbeta", "dbias", "z"), strict=True))
+    call = call_of(M=M, K=K, N=N, dz=dz, dy=dy, x=x, gamma=gamma, beta=beta, mean=mean, rstd=rstd)
+    for name in wanted:
+        setattr(call, fields[name], address(outputs[name].tensor))
+    call.norm_is_float32 = float32
+    run("plan_backward", x.dtype, call)
+    assert call.way == AROUND_PRODUCTS
+    size = call.workspace_bytes
+    assert (size > 0) == bool(M and set("gbl") & set(wanted))
     workspace = Guarded((size // 4,), torch.float32, "cuda") if size else None
-    launch.backward(
-        *(address(outputs[name].tensor) * (name in wanted) for name in "xgblz"),
-        *(address(t) for t in (dz, dy, x, gamma, beta, mean, rstd)),
-        *(workspace.tensor.data_ptr() if workspace else 0, M, K, N, EPS, float32, 0),
-    )
+    call.workspace = workspace.tensor.data_ptr() if workspace else 0
+    run("backward", x.dtype, call)
     if workspace:
         workspace.checked()
     return tuple(t.checked() for t in (dx, dgamma, dbeta, z, db))
@@ -240,13 +260,14 @@ class TestBetweenProducts:
 def test_column_sums(shape, dtype, shift):
     M, N = shape
     dy = Guarded.of(torch.randn(shape, device="cuda", dtype=dtype) + 0.1, shift).tensor
-    launch = launcher(dtype)
-    size = launch.backward_workspace(M, 0, N)
     found = []
     for _ in range(3):
-        db, scratch = Guarded((N,), dtype, "cuda"), Guarded((size // 4,), torch.float32, "cuda")
-        addresses = (0, 0, 0, address(db.tensor), 0, 0, dy.data_ptr(), 0, 0, 0, 0, 0)
-        launch.backward(*addresses, scratch.tensor.data_ptr(), M, 1, N, EPS, False, 0)
+        db = Guarded((N,), dtype, "cuda")
+        call = call_of(M=M, K=1, N=N, dy=dy, dbias=db.tensor)
+        run("plan_backward", dtype, call)
+        scratch = Guarded((call.workspace_bytes // 4,), torch.float32, "cuda")
+        call.workspace = scratch.tensor.data_ptr()
+        run("backward", dtype, call)
         scratch.checked()
         found.append(db.checked())
     assert_as_exact(found[0], dy.sum(0), dy.double().sum(0), "db")
@@ -341,14 +362,9 @@ def test_graph_and_side_stream():
     expected = forward(x, None, None, False)[0].clone()
     y = torch.empty_like(x)
     stream = torch.cuda.Stream()
-    launch = extension("layernorm_gpu", x.dtype, gpu=True).Launcher(
-        torch.cuda.current_device(), stream.cuda_stream
-    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        launch.layernorm_forward(
-            *(y.data_ptr(), 0, 0, x.data_ptr(), 0, 0, 256, 1024, EPS, False, 0)
-        )
+        run("forward", x.dtype, call_of(M=256, K=1024, x=x, z=y), stream)
     y.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()

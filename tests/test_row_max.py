@@ -11,7 +11,7 @@ from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine.api import InferenceSession
 from max.graph import DeviceRef, Graph, KernelLibrary, TensorType, ops
-from test_rowwise import div, mean, norm, trainable_eps
+from test_row_kernels import div, mean, norm, trainable_eps
 from torch import Tensor
 
 SOURCES = Path(__file__).resolve().parent.parent / "op"

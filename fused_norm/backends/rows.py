@@ -1,0 +1,93 @@
+"""Runs row ops with the kernels of op/rows/op.mojo, on a CPU or on a GPU's current stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_norm.backends import cpu
+from fused_norm.call import rows as record
+from fused_norm.call.memory import address, statistics_dtype
+from fused_norm.call.rows import new_record
+from fused_norm.native import build
+
+
+class _Kernel(NamedTuple):
+    """An op for a dtype, where it runs, and records of calls to write on.
+
+    A call takes a record away while it needs it, so that none in another thread can write on it.
+    All calls of a kernel write the same fields.
+    """
+
+    run: Callable[[int], int]
+    context: int
+    records: list[tuple[memoryview, int]]
+
+
+def run(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor | None],
+    parameter: Tensor | None = None,
+    parameter_gradient: Tensor | None = None,
+) -> None:
+    """Run an op on tensors of one shape, dense and not empty.
+
+    Args:
+        name: Of the op, as op/rows/op.mojo has it.
+        inputs: Tensors to read.
+        outputs: Tensors to write, None for what is not wanted.
+        parameter: A tensor of one element, in the dtype of the inputs or in float32.
+        parameter_gradient: Its gradient to write, if it is wanted.
+    """
+    x = inputs[0]
+    if x.is_cpu:
+        kernel = _on_cpu(name, x.dtype)
+    else:
+        device = x.device.index
+        kernel = _on_gpu(name, x.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+    call, place = kernel.records.pop() if kernel.records else new_record()
+    features = x.shape[-1]
+    call[record.M] = rows = x.numel() // features
+    call[record.K] = features
+    call[record.CONTEXT] = kernel.context
+    call[record.THREADS] = cpu.threads()
+    if parameter is not None:
+        parameter = parameter.resolve_neg()
+        call[record.PARAMETER] = parameter.data_ptr()
+        call[record.PARAMETER_IS_FLOAT32] = parameter.dtype is torch.float32
+        call[record.PARAMETER_GRADIENT] = address(parameter_gradient)
+        if parameter_gradient is not None:
+            shares = x.new_empty(rows, dtype=statistics_dtype(x.dtype))
+            call[record.WORKSPACE] = shares.data_ptr()
+    for index, output in enumerate(outputs, record.OUTPUTS):
+        call[index] = 0 if output is None else output.data_ptr()
+    for index, tensor in enumerate(inputs, record.INPUTS):
+        call[index] = tensor.data_ptr()
+    kernel.run(place)
+    kernel.records.append((call, place))
+
+
+@functools.cache
+def _on_cpu(name: str, dtype: torch.dtype) -> _Kernel:
+    kernels = build.load(build.Extension("rows_cpu", build.DTYPES[dtype]))
+    return _Kernel(getattr(kernels, name), build.gomp_parallel(), [])
+
+
+@functools.cache
+def _on_gpu(name: str, dtype: torch.dtype, device: int, stream: int) -> _Kernel:
+    accelerator = build.accelerator_of(torch.device("cuda", device))
+    kernels = build.load(build.Extension("rows_gpu", build.DTYPES[dtype], accelerator))
+    return _Kernel(getattr(kernels, name), _launcher(kernels, device, stream), [])
+
+
+@functools.cache
+def _launcher(kernels: ModuleType, device: int, stream: int) -> int:
+    # Blocks of a row op wait for no others, so they may run beside a collective.
+    launcher: int = kernels.new_launcher(device, stream, True)
+    return launcher
