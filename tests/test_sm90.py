@@ -143,7 +143,7 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, mean: float = 0.
     return (torch.randn(*shape, device="cuda") * scale + mean).to(dtype)
 
 
-# One tile; less than a tile; more tiles than multiprocessors; ragged in each size; few rows and
+# One tile; less than a tile; more tiles than SMs; ragged in each size; few rows and
 # narrow tiles, with k a multiple of the k block and not; many tiles of one k block, which follow
 # each other faster than they are stored.
 SHAPES = [

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 # Rows, features, outputs. One tile; less than one; few rows; ragged in each size; tiles that two
-# blocks share; that two grids share, the second with fewer rows; more tiles than multiprocessors;
+# blocks share; that two grids share, the second with fewer rows; more tiles than SMs;
 # many narrow tiles of one k block.
 SHAPES = [
     (128, 256, 256),
