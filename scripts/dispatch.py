@@ -1,15 +1,19 @@
-"""Measure every way that a forward can run on Hopper, over rows: what `_sm90` chooses by.
+"""Measure every way that a forward can run on Hopper, over rows: what its plan chooses by.
 
-    python scripts/dispatch.py benchmarks/h200-dispatch.json [--commit COMMIT]
+    python scripts/dispatch.py [--commit COMMIT]     measure, write benchmarks/h200-dispatch.json
+    python scripts/dispatch.py --table               only write the table anew from there
 
-Device time of one call, in microseconds: medians of interleaved rounds of CUDA-graph replays, over
-inputs and weights that do not fit the cache. `kept` multiplies by a weight folded before, `anew`
-folds it in every call, `composed` normalises first, `torch` does so around PyTorch's product.
+Either writes op/norm_linear/sm90/measured.mojo, the table that kernels are built with. Measured is
+the device time of one call, in microseconds: medians of interleaved rounds of CUDA-graph replays,
+over inputs and weights that do not fit the cache. `kept` multiplies by a weight folded before,
+`anew` folds it in every call, `composed` normalizes first, `torch` does so around PyTorch's
+product.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import sys
@@ -21,13 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm import _gpu, _parameters, _sm90, reference
-from fused_norm._folds import Fold
-from fused_norm._parameters import Parameters
+from fused_norm import reference
+from fused_norm.backends import gpu, sm90
 from fused_norm.bench import environment
 from fused_norm.bench.ops import EPS
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
+from fused_norm.call import parameters, record
+from fused_norm.call.folds import Fold
+from fused_norm.call.parameters import Parameters
 
+ROOT = Path(__file__).resolve().parent.parent
+MEASUREMENTS = ROOT / "benchmarks/h200-dispatch.json"
+TABLE = ROOT / "op/norm_linear/sm90/measured.mojo"
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WEIGHTS = ((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288))
 CACHE = 150e6
@@ -36,12 +45,16 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def main() -> int:
-    """Measure, print a table, write the file and return an exit status."""
+    """Measure, write both files and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--out", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("--commit")
     parser.add_argument("--seconds", type=float, default=0.05, help="for each way")
     options = parser.parse_args()
+    if options.table:
+        TABLE.write_text(table(json.loads(options.out.read_text())["forward"]))
+        return 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("SKIPPED: needs a Hopper GPU")
         return 0
@@ -57,12 +70,12 @@ def main() -> int:
             print(
                 f"{rows}x{features}x{outputs}: eager {eager:.1f} us, {', '.join(cells)}", flush=True
             )
-    print(table(found))
     described = dataclasses.asdict(environment.describe(device, options.commit))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(
         json.dumps({"environment": described, "forward": found}, indent=1) + "\n"
     )
+    TABLE.write_text(table(found))
     return 0
 
 
@@ -76,11 +89,11 @@ def measure(rows: int, features: int, outputs: int, budget: Budget) -> dict[str,
         steps: dict[str, list[Step]] = {way: [] for way in WAYS}
         for _ in range(count):
             inputs = _inputs(rows, features, outputs)
-            parameters = _parameters.of(*inputs[1:])
+            known = parameters.of(*inputs[1:])
             kept = Fold(())
-            _sm90._make(parameters, stream.cuda_stream, kept)
+            sm90._make(kept, known, *_kernels())
             for way, calls in steps.items():
-                calls.append(partial(run, way, inputs, parameters, kept))
+                calls.append(partial(run, way, inputs, known, kept))
     rounds = Rounds({way: GpuTimer(each, stream) for way, each in steps.items()}, budget, 0)
     rounds.run()
     for failure in rounds.failures.values():
@@ -96,11 +109,12 @@ HOST = {"kept": 13.0, "anew": 19.0, "composed": 15.0, "torch": 22.0}
 # What the record calls them.
 NAMES = {"kept": "KEPT_FOLD", "anew": "NEW_FOLD", "composed": "FUSED", "torch": "DECLINED"}
 
-MOJO = '''"""Which way of the forward is fastest on Hopper at the sizes that were measured. Generated: change the script.
+MOJO = '''"""Which way of the forward is fastest on Hopper at the sizes that were measured.
 
-scripts/dispatch.py measured benchmarks/h200-dispatch.json and wrote this file; `python scripts/dispatch.py --table`
-writes it anew from there. Where a call is DECLINED, our norm around PyTorch's product is faster, which takes the
-host longer to launch.
+Written by scripts/dispatch.py, which measured benchmarks/h200-dispatch.json as well:
+`python scripts/dispatch.py --table` writes it anew from there. Where a call is
+DECLINED, our norm around PyTorch's product is faster, which takes the host longer
+to launch.
 """
 
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
@@ -108,8 +122,8 @@ from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 
 @fieldwise_init
 struct Measured(TrivialRegisterPassable):
-    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA graph, where a fold may be kept or
-    not."""
+    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA
+    graph, where a fold may be kept or not."""
 
     var K: Int
     """Features."""
@@ -164,20 +178,30 @@ def fastest(times: dict[str, float]) -> list[str]:
     ]
 
 
-def run(way: str, inputs: Inputs, parameters: Parameters, kept: Fold) -> Tensor:
+def run(way: str, inputs: Inputs, known: Parameters, kept: Fold) -> Tensor:
     """Compute a forward in one way."""
     x, gamma, beta, weight, bias = inputs
     if way == "eager":
         return reference.layernorm_linear(x, gamma, beta, weight, bias)
     if way == "torch":
-        return _gpu.forward(x, parameters, EPS, False)[0]
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    if way == "composed":
-        return _sm90.composed(x, parameters, EPS, False, stream)[0]
-    fold = kept if way == "kept" else Fold(())
-    if way == "anew":
-        _sm90._make(parameters, stream, fold)
-    return _sm90.folded(x, parameters, EPS, False, stream, fold)[0]
+        return gpu.forward(x, known, EPS, False)[0]
+    kernels, context = _kernels()
+    call = known.call(x, EPS)
+    call.context, call.way = context, getattr(record, NAMES[way])
+    call.fold_weight, call.fold_sums, call.fold_constants = kept.addresses
+    place = ctypes.addressof(call)
+    kernels.plan_forward(place)
+    y = x.new_empty(len(x), known.N)
+    scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=x.device)
+    call.y, call.workspace = y.data_ptr(), scratch.data_ptr()
+    kernels.forward(place)
+    return y
+
+
+def _kernels() -> tuple[Any, int]:
+    device = torch.cuda.current_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return sm90._launcher(torch.bfloat16, device, stream, True)
 
 
 def _inputs(rows: int, features: int, outputs: int) -> Inputs:

@@ -46,7 +46,7 @@ def main() -> int:
     options = parser.parse_args()
     found = resources(options.library, options.arch)
     before = resources(options.before, options.arch) if options.before else {}
-    print(f"{'kernel':64} {'registers':>9} {'spills':>6} {'stack':>6} {'shared':>6} {'instructions':>12}")
+    print(f"{'kernel':64} registers spills  stack shared instructions")
     more = 0
     for name in sorted(found.keys() | before.keys()):
         now, then = found.get(name), before.get(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CPU = "op/layernorm_linear/cpu"
-SM90 = "op/layernorm_linear/sm90"
+GEMM_SM90 = "op/gemm/sm90"
+SM90 = "op/norm_linear/sm90"
 
 
 @dataclass(frozen=True)
@@ -225,15 +226,15 @@ MUTATIONS = (
     Mutation(
         "no mean in the epilogue",
         "gpu",
-        f"{SM90}/epilogue.mojo",
-        "SIMD[DType.float32, 2](-row.mean), acc)",
-        "SIMD[DType.float32, 2](0), acc)",
+        "op/gemm/epilogue.mojo",
+        "column_terms[1].fma(Some(-row_terms.offset), sums)",
+        "column_terms[1].fma(Some(0), sums)",
         HOPPER,
     ),
     Mutation(
         "no wait for a slot to be filled",
         "gpu",
-        f"{SM90}/multiplier.mojo",
+        f"{GEMM_SM90}/multiplier.mojo",
         "            mbarrier_wait(self.shared.full(at.slot), at.parity)\n"
         "            accumulator = multiply_next[",
         "            accumulator = multiply_next[",
@@ -242,7 +243,7 @@ MUTATIONS = (
     Mutation(
         "no wait for the epilogue's vectors",
         "gpu",
-        f"{SM90}/consumer.mojo",
+        f"{GEMM_SM90}/consumer.mojo",
         "mbarrier_wait(shared.vectors_full(), parity)",
         "pass",
         HOPPER,
@@ -250,7 +251,7 @@ MUTATIONS = (
     Mutation(
         "an output box is filled again before it has been read",
         "gpu",
-        f"{SM90}/epilogue.mojo",
+        f"{GEMM_SM90}/store.mojo",
         "store_wait_read[1 if columns > box_columns else 0]()",
         "store_wait_read[1]()",
         HOPPER,
@@ -258,15 +259,15 @@ MUTATIONS = (
     Mutation(
         "rows are passed before they have been stored",
         "gpu",
-        f"{SM90}/take_rows.mojo",
-        "await_counter(its.stored.unsafe_offset(Int(step)), tiles)",
+        f"{SM90}/row_pass.mojo",
+        "await_counter(self.stored.unsafe_offset(Int(step)), tiles)",
         "pass",
         PASSED_ROWS,
     ),
     Mutation(
         "a row beyond the last one in the sums over rows",
         "gpu",
-        f"{SM90}/take_rows.mojo",
+        f"{SM90}/row_pass.mojo",
         "                    g = 0\n",
         "                    pass\n",
         PASSED_ROWS,

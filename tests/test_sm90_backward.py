@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_harness import Guarded, assert_as_exact, error, extension
+from kernel_harness import Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
-from fused_norm import _sm90
+from fused_norm import backends
+from fused_norm.call import parameters
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
@@ -23,7 +24,7 @@ pytestmark = [
 ]
 
 # Rows, features, outputs. One tile; less than one; few rows; ragged in each size; tiles that two
-# blocks share; that two grids share, the second with fewer rows; more tiles than multiprocessors;
+# blocks share; that two grids share, the second with fewer rows; more tiles than SMs;
 # many narrow tiles of one k block.
 SHAPES = [
     (128, 256, 256),
@@ -52,13 +53,12 @@ class Products:
     """The products of one dtype, between guards."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.module = extension("norm_linear_sm90", dtype, gpu=True)
-        self.launcher = self.module.Launcher(0, torch.cuda.current_stream().cuda_stream, 1)
-        self.own = self.launcher.address()
+        self.module = extension("sm90_doors", dtype, "tests/mojo", gpu=True)
+        self.own = self.module.new_launcher(0, torch.cuda.current_stream().cuda_stream, 1)
 
     def input_gradient(self, dy: Tensor, w: Tensor) -> Tensor:
         dz = Guarded((len(dy), w.shape[1]), dy.dtype, "cuda")
-        self.module.gemm(
+        self.module.product(
             *(self.own, dz.tensor.data_ptr(), dy.data_ptr(), w.data_ptr()),
             *(len(dy), w.shape[1], w.shape[0], True),
         )
@@ -67,15 +67,12 @@ class Products:
     def weight_gradient(
         self, dw: Guarded, db: Guarded | None, dy: Tensor, z: Tensor, accumulate: bool = False
     ) -> None:
-        (rows, outputs), features = dy.shape, z.shape[1]
-        sizes = (rows, outputs, features)
-        size = self.module.backward_workspace(self.own, *sizes, False, True, False)
-        scratch = Guarded((max(size, outputs * (features + 1) * 4) // 4,), torch.float32, "cuda")
-        self.module.weight_gradient(
-            *(self.own, dw.tensor.data_ptr(), 0 if db is None else db.tensor.data_ptr()),
-            *(dy.data_ptr(), z.data_ptr(), scratch.tensor.data_ptr(), rows, outputs, features),
-            *(dw.tensor.dtype is torch.float32, accumulate),
-        )
+        tensors = (dw.tensor, None if db is None else db.tensor, dy, z)
+        addresses = map(address, tensors)
+        sizes = (dy.shape[1], z.shape[1], len(dy), dw.tensor.dtype is torch.float32, accumulate)
+        size = self.module.split_k(self.own, 0, 0, 0, 0, 0, *sizes)
+        scratch = Guarded((max(size // 4, 1),), torch.float32, "cuda")
+        self.module.split_k(self.own, *addresses, scratch.tensor.data_ptr(), *sizes)
         scratch.checked()
         dw.checked()
         if db is not None:
@@ -134,7 +131,7 @@ class TestProducts:
         assert_as_exact(db.tensor, 2 * peer_db, exact_db + before[1].double(), "db added to")
 
 
-Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]
+Inputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
 def make(m: int, k: int, n: int, affine: torch.dtype | None) -> Inputs:
@@ -159,12 +156,18 @@ def by_autograd(inputs: Inputs, dy: Tensor, dtype: torch.dtype | None) -> list[T
     return [None if t is None else next(found) for t in wanted]
 
 
-def backward(inputs: Inputs, dy: Tensor, mask: list[bool]) -> list[Tensor | None]:
+def run(
+    inputs: Inputs, dy: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]
+) -> list[Tensor | None]:
     x, gamma, beta, w, _ = inputs
-    wide = x.double()
-    mean = wide.mean(-1).float()
+    known = parameters.of_saved(gamma, beta, w)
+    return backends.backward(dy, x, known, mean, rstd, EPS, wanted, None)
+
+
+def backward(inputs: Inputs, dy: Tensor, mask: list[bool]) -> list[Tensor | None]:
+    wide = inputs[0].double()
     rstd = (wide.var(-1, unbiased=False) + EPS).rsqrt().float()
-    return _sm90.backward(dy, x, gamma, beta, w, mean, rstd, EPS, mask)
+    return run(inputs, dy, wide.mean(-1).float(), rstd, mask)
 
 
 def assert_equal(a: Tensor | None, b: Tensor | None) -> None:
@@ -225,9 +228,8 @@ class TestBackward:
             late_dy.copy_(dy)
             late_x.copy_(x)
             late_w.copy_(w)
-            found = _sm90.backward(
-                *(late_dy, late_x, gamma, beta, late_w, mean, rstd.float(), EPS, [True] * 5)
-            )
+            late = (late_x, gamma, beta, late_w, None)
+            found = run(late, late_dy, mean, rstd.float(), [True] * 5)
             for tensor in (late_dy, late_x, late_w):
                 tensor.fill_(float("nan"))
             for a, b in zip(found, expected, strict=True):
@@ -237,18 +239,18 @@ class TestBackward:
     def test_cuda_graph(self, shape: tuple[int, int, int]) -> None:
         m, k, n = shape
         inputs = make(m, k, n, torch.bfloat16)
-        x, gamma, beta, w, _ = inputs
+        x = inputs[0]
         dy = random(m, n, dtype=torch.bfloat16)
         mean, rstd = x.double().mean(-1).float(), (x.double().var(-1, unbiased=False) + EPS).rsqrt()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            arguments = (x, gamma, beta, w, mean, rstd.float(), EPS, [True] * 5)
-            expected = _sm90.backward(dy, *arguments)
+            arguments = (mean, rstd.float(), [True] * 5)
+            expected = run(inputs, dy, *arguments)
             held = torch.zeros_like(dy)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
-                found = _sm90.backward(held, *arguments)
+                found = run(inputs, held, *arguments)
             held.copy_(dy)
             for _ in range(3):
                 graph.replay()

@@ -9,31 +9,17 @@ from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.call import CallPointer
 from op.device import Launcher, new_launcher
 from op.gemm.epilogue import Plain
 from op.gemm.sm90.launch import launch_product
 from op.gemm.sm90.split_k import SplitK, launch_split_k
 from op.gemm.sm90.tiling import Tiling
-from op.norm_linear.sm90.plan import ForwardPlan
 from op.norm_linear.sm90.statistics import launch_statistics
 from op.norms.layer_norm import LayerNorm
 from op.python import Arguments, Values, failure, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 comptime IS_TF32 = DTYPE == DType.float32
-
-
-def workspace_bytes(
-    module: PyObjectPtr, values: Values, count: Py_ssize_t
-) abi("C") -> PyObjectPtr:
-    """Counts the bytes that a forward of the call's way needs, whichever would be planned."""
-    var arguments = Arguments(values)
-    ref call = CallPointer(unsafe_from_address=arguments.integer())[]
-    ref gpu = Launcher.at(call.context)[].gpu
-    return integer(
-        ForwardPlan[DTYPE](call, call.way, gpu.processors).workspace_bytes
-    )
 
 
 def product(
@@ -121,11 +107,6 @@ def PyInit_sm90_doors() abi("C") -> PythonObject:
             new_launcher,
             "new_launcher",
             docstring="new_launcher(device, stream, alone) -> address",
-        )
-        builder.def_py_c_function(
-            workspace_bytes,
-            "workspace_bytes",
-            docstring="workspace_bytes(call) -> bytes",
         )
         builder.def_py_c_function(
             product,

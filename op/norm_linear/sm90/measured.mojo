@@ -1,8 +1,9 @@
-"""Which way of the forward is fastest on Hopper at the sizes that were measured. Generated: change the script.
+"""Which way of the forward is fastest on Hopper at the sizes that were measured.
 
-scripts/dispatch.py measured benchmarks/h200-dispatch.json and wrote this file; `python scripts/dispatch.py --table`
-writes it anew from there. Where a call is DECLINED, our norm around PyTorch's product is faster, which takes the
-host longer to launch.
+Written by scripts/dispatch.py, which measured benchmarks/h200-dispatch.json as well:
+`python scripts/dispatch.py --table` writes it anew from there. Where a call is
+DECLINED, our norm around PyTorch's product is faster, which takes the host longer
+to launch.
 """
 
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
@@ -10,8 +11,8 @@ from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 
 @fieldwise_init
 struct Measured(TrivialRegisterPassable):
-    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA graph, where a fold may be kept or
-    not."""
+    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA
+    graph, where a fold may be kept or not."""
 
     var K: Int
     """Features."""

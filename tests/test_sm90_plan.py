@@ -1,0 +1,169 @@
+"""The table by which the forward on Hopper chooses its way, and the plan; no GPU is asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from accuracy import make_inputs
+
+import fused_norm as fn
+from fused_norm.backends import sm90
+from fused_norm.call import record
+from fused_norm.call.parameters import Parameters
+
+ROOT = Path(__file__).parent.parent
+MEASURED = json.loads((ROOT / "benchmarks" / "h200-dispatch.json").read_text())["forward"]
+SIZES = [(measured["M"], measured["K"], measured["N"]) for measured in MEASURED]
+# Some between those that were measured and beyond; rows right between two of them.
+SIZES += [(1576, 768, 3072), (20000, 1024, 1280), (1, 8, 8), (4, 1024, 1024), (32, 4096, 4096)]
+SIZES += [(100_000, 16384, 16384), (300, 2048, 2048), (3000, 776, 1032)]
+
+
+@cache
+def dispatch() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("dispatch", ROOT / "scripts" / "dispatch.py")
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_table_is_what_was_measured() -> None:
+    assert dispatch().table(MEASURED) == dispatch().TABLE.read_text()
+
+
+def nearest(rows: int, features: int, outputs: int, in_graph: bool, may_keep: bool) -> int:
+    """Return the way that was fastest at the measured sizes next to these."""
+
+    def far(measured: dict[str, int]) -> tuple[float, float]:
+        off = {name: abs(math.log(measured[name] / size)) for name, size in sizes.items()}
+        return round(off["K"] + off["N"], 9), round(off["M"], 9)
+
+    sizes = {"M": rows, "K": features, "N": outputs}
+    times = min(MEASURED, key=far)["us"]
+    way = dispatch().fastest(times)[2 * in_graph + (not may_keep)]
+    return getattr(record, dispatch().NAMES[way])
+
+
+@pytest.mark.skipif(
+    not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
+    reason="no Mojo compiler on this machine",
+)
+def test_plan_follows_the_table() -> None:
+    cases = [(*size, *flags) for size, flags in product(SIZES, product((False, True), repeat=2))]
+    run = subprocess.run(
+        ["mojo", "run", "-I", ".", "tests/mojo/sm90_plan.mojo"]
+        + [str(int(number)) for case in cases for number in case],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    planned = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    assert len(planned) == len(cases)
+    for case, found in zip(cases, planned, strict=True):
+        rows, features, outputs, in_graph, _ = case
+        anew = nearest(rows, features, outputs, in_graph, False)
+        # What cannot be folded is normalized before our own product.
+        unfolded = record.FUSED if anew == record.NEW_FOLD else anew
+        stores = features <= 1024 and rows * outputs >= 2**24
+        expected = (
+            nearest(*case),
+            unfolded,
+            record.DECLINED if stores else record.FUSED,
+            # x is not aligned as TMA reads it, and then the weight.
+            unfolded,
+            record.DECLINED,
+        )
+        assert found == expected, case
+
+
+class StandIn:
+    """Kernels that plan what they are told, and note what they are asked to do."""
+
+    def __init__(self) -> None:
+        self.kept, self.otherwise = record.DECLINED, record.DECLINED
+        self.done: list[str] = []
+
+    def plan_forward(self, place: int) -> None:
+        call = record.Call.from_address(place)
+        call.way = self.kept if call.may_keep else self.otherwise
+
+    def forward(self, place: int) -> None:
+        names = {record.FUSED: "fused", record.KEPT_FOLD: "kept", record.NEW_FOLD: "new"}
+        self.done.append(names[record.Call.from_address(place).way])
+
+    def fold(self, place: int) -> None:
+        self.done.append("fold")
+
+
+def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a fold is kept, Python says, and is held to here with a stand-in for the kernels."""
+    x, gamma, beta, weight, bias = make_inputs(8, 64, 32, dtype=torch.bfloat16)
+    known = Parameters(gamma, beta, weight, bias)
+    kernels = StandIn()
+    captured = [False]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
+    monkeypatch.setattr(sm90, "_launcher", lambda *_: (kernels, 0))
+    monkeypatch.setattr(sm90, "_prepare_products", lambda *_: None)
+
+    def forward(kept: int, otherwise: int, *, statistics: bool = False) -> list[str]:
+        """Run with what is planned where a fold may be kept, and where none may."""
+        kernels.done.clear()
+        kernels.kept, kernels.otherwise = kept, otherwise
+        result = sm90.forward(x, known, 1e-5, statistics)
+        return list(kernels.done) if result else ["declined"]
+
+    assert forward(record.FUSED, record.FUSED) == ["fused"]
+    assert forward(record.DECLINED, record.DECLINED) == ["declined"]
+    assert forward(record.NEW_FOLD, record.NEW_FOLD) == ["new"]
+    # At first sight nothing is kept; then the fold is made, and later only used.
+    assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
+    assert forward(record.KEPT_FOLD, record.FUSED) == ["fold", "kept"]
+    assert forward(record.KEPT_FOLD, record.FUSED) == ["kept"]
+    assert forward(record.KEPT_FOLD, record.FUSED, statistics=True) == ["fused"]
+    captured[0] = True
+    assert forward(record.KEPT_FOLD, record.DECLINED) == ["declined"]
+    with fn.frozen_parameters():
+        assert forward(record.KEPT_FOLD, record.DECLINED) == ["kept"]
+    weight.add_(1)
+    with fn.frozen_parameters():
+        assert forward(record.KEPT_FOLD, record.DECLINED) == ["declined"]
+    captured[0] = False
+    assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
+    monkeypatch.setattr(known, "dtype", torch.float16)
+    assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
+    monkeypatch.setattr(known, "dtype", torch.float32)
+    for allowed in (True, False, True):
+        monkeypatch.setattr(sm90, "_may_use_tf32", lambda answer=allowed: answer)
+        assert forward(record.KEPT_FOLD, record.FUSED) == ["fused" if allowed else "declined"]
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API")
+def test_both_settings_for_tf32_are_read() -> None:
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    try:
+        for precision, allowed in (("high", True), ("highest", False), ("medium", True)):
+            torch.set_float32_matmul_precision(precision)
+            assert sm90._may_use_tf32() == allowed
+        for allowed in (False, True):
+            setting.allow_tf32 = allowed
+            assert sm90._may_use_tf32() == allowed
+        for precision, allowed in (("ieee", False), ("tf32", True)):
+            setting.fp32_precision = precision
+            assert sm90._may_use_tf32() == allowed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        setting.fp32_precision = before
