@@ -32,6 +32,7 @@ def skip_without_kernel(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("leading", [(30,), (2, 3, 5), ()], ids=str)
+@pytest.mark.usefixtures("own_kernels")
 def test_adds_what_grad_would_be(leading: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """Two backwards into a main_grad of ones; what else has a gradient gets the same as without."""
     skip_without_kernel(device, dtype)
