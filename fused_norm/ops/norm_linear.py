@@ -193,26 +193,26 @@ def compiled() -> Any:
     return module
 
 
-def _run_compiled(x: Any, tensors: _Parameters, eps: Any) -> Tensor | None:
+def _run_compiled(
+    x: Any, tensors: _Parameters, eps: Any, owner: Any, parameters: Parameters | None
+) -> Tensor | None:
     """Compute a call with gradients that nothing watches in C++, layouts checked there.
 
-    None where that is not built, where the parameters are new or none requires a gradient, and
-    where the tensors are not as kernels need them.
+    None where that is not built, where nothing is known of the parameters or none requires a
+    gradient, and where the tensors are not as kernels need them.
     """
-    module = compiled()
-    if module is None:
+    if parameters is None or owner is not None or not torch.is_grad_enabled():
         return None
-    parameters = known_parameters.met(*tensors)
+    module = compiled()
     if (
-        parameters is None
-        or not parameters.backends
+        module is None
         or type(x) is not Tensor
         or x.dtype is not parameters.dtype
         or x.device != parameters.device
         or type(eps) is not float
     ):
         return None
-    library, context = parameters.backends[0].native(parameters) or ("", 0)
+    library, context = backends.of(x, parameters)[0].native(parameters) or ("", 0)
     y: Tensor | None = module.forward(x, *tensors, eps, library, context)
     return y
 
@@ -231,10 +231,9 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
         if owner is None and type(x) is Tensor and is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
-            if owner is None and torch.is_grad_enabled():
-                y = _run_compiled(x, tensors, eps)
-                if y is not None:
-                    return y
+            y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
+            if y is not None:
+                return y
             parameters = known_parameters.known(*tensors)
             if parameters is not None and parameters.take(x, eps):
                 return _run(x, tensors, eps, owner, parameters)
@@ -254,7 +253,9 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
         (ready,) = dense(x)
         # The backward keeps x itself, not a copy of it.
         if ready is x or not _wants_gradients(x, inputs):
-            return _run(ready, inputs, eps, owner, known_parameters.of(*inputs))
+            parameters = known_parameters.of(*inputs)
+            y = _run_compiled(x, inputs, eps, owner, parameters)
+            return _run(ready, inputs, eps, owner, parameters) if y is None else y
     return _run(x, inputs, eps, owner, None)
 
 
