@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -225,3 +226,15 @@ def test_cuda_graph(op: Op) -> None:
     graph.replay()
     for mine, other in zip(captured, step(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_calls_in_many_threads(op: Op) -> None:
+    """No call writes on the record of another thread's, which runs without the lock when long."""
+    every = [op.inputs((500, 300)) for _ in range(8)]
+    expected = [op.call(*inputs) for inputs in every]
+
+    def run(index: int) -> bool:
+        return all(torch.equal(op.call(*every[index]), expected[index]) for _ in range(30))
+
+    with ThreadPoolExecutor(len(every)) as pool:
+        assert all(pool.map(run, range(len(every))))
