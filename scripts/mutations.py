@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CPU = "op/layernorm_linear/cpu"
+CPU = "op/norm_linear/cpu"
+GEMM_CPU = "op/gemm/cpu"
 GEMM_SM90 = "op/gemm/sm90"
 SM90 = "op/norm_linear/sm90"
 
@@ -49,22 +50,22 @@ MUTATIONS = (
         "no linear bias",
         "cpu",
         f"{CPU}/forward.mojo",
-        "if self.bias and column + j < self.plan.N:",
-        "if self.bias and column + j < 0:",
+        "        call[].bias,\n        call[].N,\n        default=0,",
+        "        0,\n        call[].N,\n        default=0,",
         LINEAR,
     ),
     Mutation(
         "no bias in the last vector of columns",
         "cpu",
-        f"{CPU}/forward.mojo",
-        "if self.bias and column + j < self.plan.N:",
-        "if self.bias and column + j + B.width < self.plan.N:",
+        f"{CPU}/parameters.mojo",
+        "var left = max(count - k, 0)",
+        "var left = 0 if padded and count - k <= B.width else count - k",
         LINEAR,
     ),
     Mutation(
         "no eps",
         "cpu",
-        f"{CPU}/statistics.mojo",
+        f"{CPU}/layer_norm.mojo",
         "sqrt(variance + eps.cast[B.accum]())",
         "sqrt(variance)",
         ("tests/test_layernorm_linear.py", "-k", "test_eps or test_constant_rows"),
@@ -72,7 +73,7 @@ MUTATIONS = (
     Mutation(
         "lanes beyond the row take part in its variance",
         "cpu",
-        f"{CPU}/statistics.mojo",
+        f"{CPU}/layer_norm.mojo",
         "return lanes_below[B.width](count).select(\n"
         "        deviation, SIMD[B.accum, B.width](0)\n    )",
         "return deviation",
@@ -81,7 +82,7 @@ MUTATIONS = (
     Mutation(
         "no mean of h in dx (c1)",
         "cpu",
-        f"{CPU}/input_gradient.mojo",
+        f"{CPU}/layer_norm.mojo",
         "(value - mean_h - x_hat * mean_dot)",
         "(value - x_hat * mean_dot)",
         LINEAR,
@@ -89,7 +90,7 @@ MUTATIONS = (
     Mutation(
         "no mean of h x_hat in dx (c2)",
         "cpu",
-        f"{CPU}/input_gradient.mojo",
+        f"{CPU}/layer_norm.mojo",
         "(value - mean_h - x_hat * mean_dot)",
         "(value - mean_h)",
         LINEAR,
@@ -114,41 +115,41 @@ MUTATIONS = (
         "every sixteenth row is left out of db",
         "cpu",
         f"{CPU}/parameter_gradients.mojo",
-        "        var line = dy.unsafe_offset(row * stride)\n",
+        "        var line = Matrix[dtype](call.dy, call.N)",
         "        if row % 16 == 15:\n            continue\n"
-        "        var line = dy.unsafe_offset(row * stride)\n",
+        "        var line = Matrix[dtype](call.dy, call.N)",
         LINEAR,
     ),
     Mutation(
         "the last partial sum is left out",
         "cpu",
         f"{CPU}/parameter_gradients.mojo",
-        "for c in range(chunks):",
-        "for c in range(chunks - 1):",
+        "for chunk in range(ceildiv(call.N, SUM_ROWS)):",
+        "for chunk in range(ceildiv(call.N, SUM_ROWS) - 1):",
         LINEAR,
     ),
     Mutation(
         "a slab is a row short",
         "cpu",
         f"{CPU}/forward.mojo",
-        "var count = plan.slabs.first(task + 1) - first",
-        "var count = plan.slabs.first(task + 1) - first - 1",
+        "var count = plan.slabs.first(slab + 1) - first",
+        "var count = plan.slabs.first(slab + 1) - first - 1",
         LINEAR,
     ),
     Mutation(
         "a product adds to what was in memory",
         "cpu",
-        f"{CPU}/forward.mojo",
-        "                k > 0,\n",
-        "                True,\n",
+        f"{GEMM_CPU}/product.mojo",
+        "            k > 0,\n",
+        "            True,\n",
         LINEAR,
     ),
     Mutation(
         "gamma is 0 where it is missing",
         "cpu",
-        f"{CPU}/forward.mojo",
-        "self.workspace + plan.gamma, plan.K, default=1",
-        "self.workspace + plan.gamma, plan.K, default=0",
+        f"{CPU}/job.mojo",
+        "default=1",
+        "default=0",
         MISSING,
     ),
     Mutation(
