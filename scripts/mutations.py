@@ -171,7 +171,7 @@ MUTATIONS = (
     Mutation(
         "a child of fork waits for threads that it has not",
         "cpu",
-        "fused_norm/_cpu.py",
+        "fused_norm/backends/cpu.py",
         "return 1 if _forked else torch.get_num_threads()",
         "return torch.get_num_threads()",
         ("tests/test_native.py", "-k", "test_works_after_fork"),
@@ -179,7 +179,7 @@ MUTATIONS = (
     Mutation(
         "negative views are taken as they lie in memory",
         "cpu",
-        "fused_norm/_memory.py",
+        "fused_norm/call/memory.py",
         "not tensor.is_contiguous() or tensor.is_neg() or",
         "not tensor.is_contiguous() or",
         ("tests/test_layernorm_linear.py", "-k", "test_layouts"),
@@ -187,7 +187,7 @@ MUTATIONS = (
     Mutation(
         "a damaged build is loaded",
         "cpu",
-        "fused_norm/_cache.py",
+        "fused_norm/native/cache.py",
         'return path.with_suffix(".sha256").read_text() == _digest(path)',
         "return path.is_file()",
         ("tests/test_native.py", "-k", "damage"),
@@ -211,7 +211,7 @@ MUTATIONS = (
     Mutation(
         "kernels on the default stream",
         "gpu",
-        "fused_norm/_gpu.py",
+        "fused_norm/backends/gpu.py",
         "torch._C._cuda_getCurrentRawStream(device))",
         "0)",
         ("tests/test_registration.py", "-k", "TestStreams"),
@@ -276,7 +276,7 @@ MUTATIONS = (
     Mutation(
         "a change of a folded weight goes unseen",
         "gpu",
-        "fused_norm/_folds.py",
+        "fused_norm/call/folds.py",
         "return tuple([t._version for t in parameters.tensors() if t is not None])",
         "return (0,)",
         ("tests/test_folds.py",),

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.native import build
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm.call.record import Call
+from fused_norm.native import build
 
 SHAPES = ((64, 4096), (8192, 2048), (16384, 768), (8192, 4096), (16384, 1024))
 SUM_SHAPES = ((64, 4096), (8192, 2048), (16384, 2304), (8192, 4096), (8192, 12288), (16384, 1024))
@@ -93,9 +93,7 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
 def _pass(name: str, x: Tensor, **tensors: Tensor) -> Callable[[], object]:
     """Return what launches a pass on the current stream, of tensors named as in the record."""
     accelerator = build.accelerator_of(x.device)
-    kernels = build.load(
-        build.Extension("norm_linear_gpu", build.DTYPES[x.dtype], accelerator)
-    )
+    kernels = build.load(build.Extension("norm_linear_gpu", build.DTYPES[x.dtype], accelerator))
     call = Call(eps=EPS, M=len(x), K=x.shape[1], N=x.shape[1], x=x.data_ptr())
     for field, tensor in tensors.items():
         setattr(call, field, tensor.data_ptr())

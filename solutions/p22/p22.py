@@ -180,7 +180,9 @@ def _check_backward(device: str, data: list[Tensor], grad_output: Tensor) -> boo
     return forward_correct and correct
 
 
-def benchmark(algorithm: max_ops.Algorithm, data: list[Tensor], gpu_data: list[Tensor] | None) -> None:
+def benchmark(
+    algorithm: max_ops.Algorithm, data: list[Tensor], gpu_data: list[Tensor] | None
+) -> None:
     """Time the CPU against the GPU or, without one, Mojo against PyTorch."""
 
     def mojo_cpu() -> Tensor:
