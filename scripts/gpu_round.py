@@ -207,7 +207,7 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
 
 
 def _build_for_tests(kernels: Path, target: str) -> int:
-    """Build what only the tests need: GPU kernels for float64, and row programs of their own."""
+    """Build what only the tests need: float64 on GPUs, row programs, doors to single kernels."""
     sys.path.insert(0, str(ROOT))
     from fused_norm.native import build, cache
 
@@ -216,7 +216,8 @@ def _build_for_tests(kernels: Path, target: str) -> int:
     wanted = [build.Extension(n, "float64", accelerator) for n in build.GPU_EXTENSIONS]
     for dtype in ("float32", "bfloat16", "float16"):
         folder = ROOT / "tests" / "mojo"
-        wanted.append(build.Extension("row_programs", dtype, accelerator, folder))
+        for name in ("row_programs", "sm90_doors"):
+            wanted.append(build.Extension(name, dtype, accelerator, folder))
     try:
         for extension in wanted:
             build.build(extension)
