@@ -75,23 +75,23 @@ MENDED = """
 | found by | what | mended in | held by |
 |---|---|---|---|
 | OpInfo, forward mode | tangents were dropped without a word: jvp gave zeros, a Hessian raised | \
-`_validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
-| the same | a backward inside forward mode dropped the tangent of its grad_output | `_ops.py`, \
-`_row_ops.py` | `test_tangents_of_gradients` |
+`validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
+| the same | a backward inside forward mode dropped the tangent of its grad_output | \
+`norm_linear.py`, `rows.py` | `test_tangents_of_gradients` |
 | fuzzer | a nested tensor raised an internal error where PyTorch gives a result | \
-`_validation.py`, `_parameters.py` | `test_one_wrong_argument[x-nested]` |
-| fuzzer | a sparse LayerNorm parameter or bias reached a kernel's wrapper | `_validation.py` | \
+`validation.py`, `parameters.py` | `test_one_wrong_argument[x-nested]` |
+| fuzzer | a sparse LayerNorm parameter or bias reached a kernel's wrapper | `validation.py` | \
 `test_one_wrong_argument[ln_weight-sparse]` |
 | fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
-`_validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
+`validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
 | quack's long rows, on an H200 | in tiles of 64 columns and few k blocks an output box was filled \
 again before the copy engine had read it: with 8 outputs and 32768 features or more, and rows few, \
-a tenth of dx was another column's | `epilogue.mojo` | `test_quack`, `test_sm90.py`, \
+a tenth of dx was another column's | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
 | `poe mutate` there | a CUDA graph captured in a process that had used no cuBLAS failed: the way \
-chosen for graphs did | `_sm90.py` | `test_cuda_graph_of_nothing_else` |
+chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
 | packing kernels for that H200 | a relative `FUSED_NORM_CACHE_DIR` could not be built into | \
-`_native.py` | `test_relative_folder` |
+`build.py` | `test_relative_folder` |
 
 On an H200 (and two) the GPU tests pass, whichever way the forward is made to go, and the sanitizers
 report nothing of ours; racecheck names a kernel of cuBLAS, and initcheck, which does not see what

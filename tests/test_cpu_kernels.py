@@ -11,8 +11,8 @@ import torch
 from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
-from fused_norm import _native
 from fused_norm.call.record import DECLINED, FUSED, Call
+from fused_norm.native import build
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [
@@ -71,12 +71,12 @@ class Kernels:
     def __init__(
         self, dtype: torch.dtype, threads: int = 2, pool: bool = False, offset: int = 0
     ) -> None:
-        extension = _native.Extension("norm_linear_cpu", _native.DTYPES[dtype])
-        self.module = _native.load(extension)
+        extension = build.Extension("norm_linear_cpu", build.DTYPES[dtype])
+        self.module = build.load(extension)
         self.dtype = dtype
         self.accum = torch.float64 if dtype is torch.float64 else torch.float32
         self.threads = threads
-        self.gomp = 0 if pool else _native.gomp_parallel()
+        self.gomp = 0 if pool else build.gomp_parallel()
         self.offset = offset
 
     def forward(

@@ -67,9 +67,9 @@ print(build.load(build.Extension("tiny", "float32")).answer())
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package with one small extension, and an empty cache."""
-    (tmp_path / "package/extension").mkdir(parents=True)
+    (tmp_path / "package/native").mkdir(parents=True)
     (tmp_path / "package/op").mkdir()
-    (tmp_path / "package/extension/tiny.mojo").write_text(TINY)
+    (tmp_path / "package/native/tiny.mojo").write_text(TINY)
     monkeypatch.setattr(build, "PACKAGE", tmp_path / "package")
     monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "load", build.load.__wrapped__)
@@ -132,7 +132,7 @@ def test_changed_source_is_another_build(package: Path) -> None:
 
 
 def test_compiler_errors_are_shown(package: Path) -> None:
-    (package / "extension/tiny.mojo").write_text(TINY + "\nnonsense here\n")
+    (package / "native/tiny.mojo").write_text(TINY + "\nnonsense here\n")
     with pytest.raises(cache.BuildError, match=r"(?s)compiler failed on tiny.*nonsense"):
         build.build(tiny())
     assert not list(cache.cache_dir().glob(".build-*"))
@@ -146,7 +146,7 @@ def test_missing_compiler(package: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_unwritable_cache(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Permissions do not hold root back, a file in the folder's place does.
-    monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(package / "extension/tiny.mojo/cache"))
+    monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(package / "native/tiny.mojo/cache"))
     with pytest.raises(cache.BuildError, match="Set FUSED_NORM_CACHE_DIR to a folder"):
         build.build(tiny())
 
@@ -202,7 +202,7 @@ def test_loads_where_warnings_are_errors(package: Path) -> None:
         '        _ = builder.add_type[Thing]("Thing").def_py_init[Thing.py_init]()\n'
         "        return builder.finalize()",
     )
-    (package / "extension/tiny.mojo").write_text(typed)
+    (package / "native/tiny.mojo").write_text(typed)
     out, err = load_elsewhere(package, "-W", "error::DeprecationWarning").communicate(timeout=120)
     assert out.strip() == "42", err
 
@@ -214,7 +214,7 @@ def test_command_line_builds_ahead(
     assert main(["build", "--target", "cpu", "--dtype", "float32"]) == 0
     assert str(tiny().path) in capsys.readouterr().out
     assert build.is_built(tiny())
-    (package / "extension/tiny.mojo").write_text("nonsense")
+    (package / "native/tiny.mojo").write_text("nonsense")
     build._key.cache_clear()
     assert main(["build", "--target", "cpu", "--dtype", "float32"]) == 1
 

@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 
-from fused_norm import _native
+from fused_norm.native import build
 
 pytestmark = [
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core has no threads to share"),
-    pytest.mark.skipif(not _native.gomp_parallel(), reason="this PyTorch has no libgomp"),
+    pytest.mark.skipif(not build.gomp_parallel(), reason="this PyTorch has no libgomp"),
 ]
 
 COMMON = """

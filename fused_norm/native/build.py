@@ -32,8 +32,7 @@ import torch
 from fused_norm.native import cache
 from fused_norm.native.cache import BuildError, cache_dir
 
-HERE = Path(__file__).resolve().parent
-PACKAGE = HERE.parent
+PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -69,7 +68,7 @@ class Extension:
     @property
     def source(self) -> Path:
         """The file that is compiled."""
-        return (self.folder or HERE) / f"{self.name}.mojo"
+        return (self.folder or PACKAGE / "native") / f"{self.name}.mojo"
 
     @property
     def path(self) -> Path:
@@ -269,10 +268,11 @@ def _key(accelerator: str | None) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
-    sources = [*(root / "op").rglob("*.mojo"), *HERE.glob("*.mojo")]
+    sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "native").glob("*.mojo")]
     for source in sorted(sources):
         # The puzzle and the MAX registrations are no part of any extension.
-        if "puzzle" not in source.relative_to(root).parts and source.name != "register.mojo":
+        parts = set(source.relative_to(root).parts)
+        if not {"puzzle", "max", "register.mojo"} & parts:
             digest.update(source.read_bytes())
     digest.update(importlib.metadata.version("mojo-compiler").encode())
     digest.update((_portable_cpu() if accelerator else _host_cpu()).encode())
