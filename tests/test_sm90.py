@@ -90,7 +90,8 @@ class Kernels:
         scratch = Guarded((call.workspace_bytes // 4,), torch.float32, "cuda")
         call.workspace = scratch.tensor.data_ptr()
         self.module.forward(ctypes.addressof(call))
-        scratch.checked()
+        if not torch.cuda.is_current_stream_capturing():
+            scratch.checked()
         return y, mean, rstd
 
     def stats(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,22 @@ from fused_norm.call.memory import (
     workspace,
 )
 from fused_norm.call.parameters import Parameters
-from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, Call
+from fused_norm.call.record import (
+    DECLINED,
+    FOLD_CONSTANTS,
+    FOLD_SUMS,
+    FOLD_WEIGHT,
+    FUSED,
+    KEPT_FOLD,
+    MEAN,
+    NEW_FOLD,
+    RSTD,
+    WORKSPACE,
+    Call,
+    Planned,
+    X,
+    Y,
+)
 from fused_norm.native import build
 
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
@@ -42,6 +57,7 @@ ALIGNMENT = 16
 _WANTED = 1
 """Stands for the address of a result, before there is one."""
 _DTYPES = LOW_PRECISION | {torch.float32}
+_MOST_PLANS = 1024
 _OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
 
 
@@ -60,35 +76,64 @@ def forward(
     """Return y, and mean and rstd if asked for; None where PyTorch's product is faster."""
     if parameters.dtype is torch.float32 and not _may_use_tf32():
         return None
-    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
-    kernels, context = _launcher(parameters.dtype, parameters.device.index, stream, _is_alone())
-    call = parameters.call(x, eps)
-    place = ctypes.addressof(call)
-    call.context, call.in_graph = context, torch.cuda.is_current_stream_capturing()
-    _prepare_products(parameters.device.index, call.in_graph)
-    call.mean = _WANTED if statistics else 0
+    device = parameters.device.index
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernels, context = _launcher(parameters.dtype, device, stream, _is_alone())
+    in_graph = torch.cuda.is_current_stream_capturing()
+    _prepare_products(device, in_graph)
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
-    call.may_keep = parameters.dtype is torch.bfloat16 and not statistics
-    call.way = asked_way(bool(call.may_keep))
-    kernels.plan_forward(place)
-    if call.way == KEPT_FOLD:
-        fold = kept(parameters, stream, bool(call.in_graph))
+    may_keep = not statistics and parameters.dtype is torch.bfloat16
+    planned = _plan(kernels, context, x, parameters, eps, in_graph, may_keep, statistics)
+    fold = None
+    if planned.way == KEPT_FOLD:
+        fold = kept(parameters, stream, in_graph)
         if fold is None:
-            call.may_keep, call.way = 0, asked_way(False)
-            kernels.plan_forward(place)
-        else:
-            if not fold.tensors:
-                _make(fold, parameters, kernels, context)
-            call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
-    if call.way not in _OWN_WAYS:
+            planned = _plan(kernels, context, x, parameters, eps, in_graph, False, statistics)
+        elif not fold.tensors:
+            _make(fold, parameters, kernels, context)
+    if planned.way not in _OWN_WAYS:
         return None
     y = x.new_empty(*x.shape[:-1], parameters.N)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    call.y, call.mean, call.rstd = y.data_ptr(), address(mean), address(rstd)
-    scratch = _scratch(call, x)
+    size = planned.workspace_bytes
+    scratch = workspace(size, x.device) if size else None
+    record = call, place = planned.take()
+    call[X], call[Y] = x.data_ptr(), y.data_ptr()
+    if statistics:
+        call[MEAN], call[RSTD] = address(mean), address(rstd)
+    if scratch is not None:
+        call[WORKSPACE] = scratch.data_ptr()
+    if fold is not None:
+        call[FOLD_WEIGHT], call[FOLD_SUMS], call[FOLD_CONSTANTS] = fold.addresses
     kernels.forward(place)
-    del scratch
+    planned.give_back(record)
     return y, mean, rstd
+
+
+def _plan(
+    kernels: ModuleType,
+    context: int,
+    x: Tensor,
+    parameters: Parameters,
+    eps: float,
+    in_graph: bool,
+    may_keep: bool,
+    statistics: bool,
+) -> Planned:
+    """Return the plan of a forward, made once for all that it depends on."""
+    is_aligned = x.data_ptr() % ALIGNMENT == 0
+    key = (x.numel(), eps, context, in_graph, may_keep, statistics, is_aligned, asked_way(may_keep))
+    planned = parameters.plans.get(key)
+    if planned is None:
+        call = parameters.call(x, eps)
+        call.context, call.in_graph, call.may_keep = context, in_graph, may_keep
+        call.mean = call.rstd = _WANTED if statistics else 0
+        call.way = key[-1]
+        kernels.plan_forward(ctypes.addressof(call))
+        if len(parameters.plans) >= _MOST_PLANS:
+            parameters.plans.clear()
+        planned = parameters.plans[key] = Planned(call)
+    return planned
 
 
 def backward(
@@ -159,8 +204,13 @@ def native(parameters: Parameters) -> tuple[str, int] | None:
     device: int = parameters.device.index
     _prepare_products(device, False)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    _, context = _launcher(parameters.dtype, device, stream, _is_alone())
-    return str(_extension(parameters.dtype).path), context
+    return _native(parameters.dtype, device, stream, _is_alone())
+
+
+@functools.cache
+def _native(dtype: torch.dtype, device: int, stream: int, alone: bool) -> tuple[str, int]:
+    _, context = _launcher(dtype, device, stream, alone)
+    return str(_extension(dtype).path), context
 
 
 def _scratch(call: Call, x: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.call.memory import address, dense
-from fused_norm.call.record import Call
+from fused_norm.call.record import Call, Planned
 
 
 class Parameters:
@@ -23,10 +23,12 @@ class Parameters:
         norm_dtype: Of gamma and beta, None where there is neither.
         backends: What may compute their calls, in order, once that has been found out.
         folds: What Hopper's backend keeps, by stream.
+        plans: What forwards were planned, by what they depend on.
     """
 
     __slots__ = (
         *("K", "N", "dtype", "device", "norm_dtype", "backends", "folds"),
+        "plans",
         *("_half", "_ids", "_layout", "_references"),
     )
 
@@ -41,6 +43,7 @@ class Parameters:
         self.norm_dtype = None if norm is None else norm.dtype
         self.backends: tuple[Any, ...] | None = None
         self.folds: dict[int, Any] = {}
+        self.plans: dict[Any, Planned] = {}
         self._half = half = Call()
         half.K, half.N = self.K, self.N
         half.gamma, half.beta, half.weight, half.bias = map(address, self._references)
