@@ -121,6 +121,7 @@ def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(kept: int, otherwise: int, *, statistics: bool = False) -> list[str]:
         """Run with what is planned where a fold may be kept, and where none may."""
         kernels.done.clear()
+        known.plans.clear()
         kernels.kept, kernels.otherwise = kept, otherwise
         result = sm90.forward(x, known, 1e-5, statistics)
         return list(kernels.done) if result else ["declined"]
