@@ -64,7 +64,9 @@ struct AddBias[dtype: DType](TileEpilogue):
     """
 
     var bias: Buffer[Self.dtype]
-    """A number for each column of all panels."""
+    """A number for each column of a panel."""
+    var first: Int
+    """The panel's first column."""
 
     @always_inline
     def finish[
@@ -88,7 +90,7 @@ struct AddBias[dtype: DType](TileEpilogue):
         """
         return (
             sums
-            + self.bias.unsafe_offset(column)
+            + self.bias.unsafe_offset(column - self.first)
             .unsafe_load[width=width]()
             .cast[accum]()
         )

@@ -73,14 +73,14 @@ def pack_transposed[
     comptime ahead = B.depth
     var vectors = ceildiv(rows, B.width)
     var steps = ceildiv(columns, B.pair)
+    var part = source.part(row, column)
     var target = panel.unsafe_bitcast[Scalar[B.accum]]()
     for v in range(vectors):
         for step in range(0, steps, B.width):
             var square = Array[Lanes, B.width](uninitialized=True)
             comptime for i in range(B.width):
-                var line = source.at(
-                    row + min(v * B.width + i, rows - 1),
-                    column + step * B.pair,
+                var line = part.at(
+                    min(v * B.width + i, rows - 1), step * B.pair
                 )
                 prefetch_for_read(line.unsafe_offset(ahead))
                 square[i] = _load_units(line, columns - step * B.pair)

@@ -57,14 +57,6 @@ def forward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
     var job = _Forward[dtype](
         call, plan.copy(), workspace, plan.gamma, plan.beta
     )
-    _ = in_type_of_sums[dtype](
-        workspace + plan.bias,
-        call[].bias,
-        call[].N,
-        default=0,
-        is_float32=False,
-        padded=True,
-    )
     var team = Team(call[].context, plan.workers)
     if plan.few_rows:
         team.run(_normalize_part[dtype, ThisNorm], _chunks(job), job)
@@ -116,6 +108,7 @@ def _multiply[
     dtype: DType, Source: PanelSource
 ](
     job: _Forward[dtype],
+    bias: Int,
     sums: Matrix[Blocking[dtype].accum],
     rows: Matrix[Blocking[dtype].operand],
     first: Int,
@@ -123,11 +116,19 @@ def _multiply[
     panel: Int,
     weight: Source,
 ):
-    """Computes rows of one panel of y."""
+    """Computes rows of one panel of y; `bias` is where its bias is converted."""
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var column = panel * B.tile_n
     var columns = min(B.tile_n, call.N - column)
+    var its_bias = in_type_of_sums[dtype](
+        bias,
+        call.bias + column * size_of[dtype]() if call.bias != 0 else 0,
+        columns,
+        default=0,
+        is_float32=False,
+        padded=True,
+    )
     multiply_panel[dtype, a_is_panel=False](
         sums,
         rows,
@@ -141,7 +142,7 @@ def _multiply[
                 first,
                 column,
                 columns,
-                AddBias(job.at[B.accum](job.plan.bias)),
+                AddBias(its_bias, column),
             )
         ),
     )
@@ -181,6 +182,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     ref plan = job.plan
     ref call = job.call[]
     var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
+    var bias = arena.take[B.accum](B.tile_n)
     var sums = Matrix[B.accum](
         arena.take[B.accum](plan.slab_rows * B.tile_n), B.tile_n
     )
@@ -193,6 +195,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
                 return
             _multiply(
                 job,
+                bias,
                 sums,
                 _shared(job),
                 0,
@@ -211,6 +214,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
         for panel in range(plan.panels):
             _multiply(
                 job,
+                bias,
                 sums,
                 rows,
                 first,
