@@ -49,8 +49,6 @@ def pack_transposed[
 ](
     panel: Buffer[Blocking[dtype].operand],
     source: Matrix[dtype],
-    row: Int,
-    column: Int,
     rows: Int,
     columns: Int,
 ):
@@ -61,9 +59,7 @@ def pack_transposed[
 
     Args:
         panel: The panel at the first step.
-        source: The matrix.
-        row: The first row to pack.
-        column: The first column.
+        source: The part of the matrix to pack.
         rows: Rows to pack, each a column of the panel.
         columns: Elements of each row to pack, the steps of the product.
     """
@@ -73,13 +69,12 @@ def pack_transposed[
     comptime ahead = B.depth
     var vectors = ceildiv(rows, B.width)
     var steps = ceildiv(columns, B.pair)
-    var part = source.part(row, column)
     var target = panel.unsafe_bitcast[Scalar[B.accum]]()
     for v in range(vectors):
         for step in range(0, steps, B.width):
             var square = Array[Lanes, B.width](uninitialized=True)
             comptime for i in range(B.width):
-                var line = part.at(
+                var line = source.at(
                     min(v * B.width + i, rows - 1), step * B.pair
                 )
                 prefetch_for_read(line.unsafe_offset(ahead))

@@ -138,11 +138,9 @@ def _multiply[
         call.K,
         Optional(
             Output(
-                Matrix[dtype](call.y, call.N),
-                first,
-                column,
+                Matrix[dtype](call.y, call.N).part(first, column),
                 columns,
-                AddBias(its_bias, column),
+                AddBias(its_bias),
             )
         ),
     )
@@ -167,9 +165,7 @@ def _pack_part[dtype: DType](data: Data, panel: Int):
     var first = panel * B.tile_n
     pack_transposed[dtype](
         _shared(job).at(panel),
-        Matrix[dtype](call.weight, call.K),
-        first,
-        0,
+        Matrix[dtype](call.weight, call.K).part(first, 0),
         min(B.tile_n, call.N - first),
         call.K,
     )
@@ -201,7 +197,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
                 0,
                 call.M,
                 panel,
-                PackedOnUse[dtype](room, weight, panel * B.tile_n),
+                PackedOnUse[dtype](room, weight.part(panel * B.tile_n, 0)),
             )
     var rows = Matrix(room, B.row_stride(call.K))
     while True:
