@@ -50,8 +50,8 @@ MUTATIONS = (
         "no linear bias",
         "cpu",
         f"{CPU}/forward.mojo",
-        "        call[].bias,\n        call[].N,\n        default=0,",
-        "        0,\n        call[].N,\n        default=0,",
+        "if call.bias != 0 else 0,",
+        "if call.bias == 1 else 0,",
         LINEAR,
     ),
     Mutation(

@@ -18,7 +18,7 @@ trait TileEpilogue(TrivialRegisterPassable):
             width: Number of lanes.
 
         Args:
-            row: Row of the product.
+            row: Row of the block.
             column: Column of the first lane; lanes may be beyond the last one.
             sums: The sums.
 
@@ -45,7 +45,7 @@ struct NoEpilogue(TileEpilogue):
             width: Number of lanes.
 
         Args:
-            row: Row of the product.
+            row: Row of the block.
             column: Column of the first lane.
             sums: The sums.
 
@@ -64,7 +64,7 @@ struct AddBias[dtype: DType](TileEpilogue):
     """
 
     var bias: Buffer[Self.dtype]
-    """A number for each column of all panels."""
+    """A number for each column of the panel."""
 
     @always_inline
     def finish[
@@ -79,7 +79,7 @@ struct AddBias[dtype: DType](TileEpilogue):
             width: Number of lanes.
 
         Args:
-            row: Row of the product.
+            row: Row of the block.
             column: Column of the first lane.
             sums: The sums.
 
@@ -104,21 +104,8 @@ struct Output[dtype: DType, Epilogue: TileEpilogue](TrivialRegisterPassable):
     """
 
     var c: Matrix[Self.dtype]
-    """The whole product."""
-    var row: Int
-    """The block's first row."""
-    var column: Int
-    """The block's first column."""
+    """Where the block goes."""
     var columns: Int
     """Columns to store, at most `tile_n`."""
     var epilogue: Self.Epilogue
-    """What is done to it before."""
-
-    @always_inline
-    def block(self) -> Matrix[Self.dtype]:
-        """Finds the block.
-
-        Returns:
-            Where it begins.
-        """
-        return self.c.part(self.row, self.column)
+    """What is done to it before, in rows and columns of the block."""

@@ -118,15 +118,16 @@ def _multiply_tile[
     steps: Int,
     accumulate: Bool,
     output: Optional[Output[dtype, Epilogue]],
+    first: Int,
 ):
-    """Computes one register tile of the product."""
+    """Computes one register tile of the product, from a row of the block on."""
     comptime B = Blocking[dtype]
     comptime Acc = SIMD[B.accum, B.width]
     comptime b_step = vectors * B.width * B.pair
     comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
     if output:
         # The stores must not wait for their lines when the sums are there.
-        var block = output.value().block()
+        var block = output.value().c.part(first, 0)
         comptime for i in range(rows):
             comptime for j in range(vectors):
                 prefetch_for_write(block.at(i, j * B.width))
@@ -165,9 +166,11 @@ def _multiply_tile[
         comptime for i in range(rows):
             comptime for j in range(vectors):
                 acc[i * vectors + j] = out.epilogue.finish(
-                    out.row + i, out.column + j * B.width, acc[i * vectors + j]
+                    first + i,
+                    j * B.width,
+                    acc[i * vectors + j],
                 )
-        var block = out.block()
+        var block = out.c.part(first, 0)
         comptime for j in range(vectors):
             comptime for i in range(rows):
                 store_first(
@@ -203,11 +206,6 @@ def _multiply_rows[
         var count = min(B.tile_m, rows - first)
         comptime if not a_is_panel:
             count = rows * (tile + 1) // tiles - first
-        var tile_output = output
-        if output:
-            var out = output.value()
-            out.row += first
-            tile_output = out
         if next_follows:
             # It is further away than this block: each tile asks for a share.
             comptime line = CACHE_LINE // size_of[B.operand]()
@@ -224,7 +222,8 @@ def _multiply_rows[
                     b,
                     steps,
                     accumulate,
-                    tile_output,
+                    output,
+                    first,
                 )
         first += count
 

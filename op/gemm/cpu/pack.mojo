@@ -97,9 +97,10 @@ def pack_panel[
     """
     comptime B = Blocking[dtype]
     var vectors = ceildiv(columns, width)
+    var part = source.part(row, column)
     for step in range(ceildiv(rows, B.pair)):
         var first = row + step * B.pair
-        var line = source.at(first, column)
+        var line = part.at(step * B.pair)
         var out = panel.unsafe_offset(step * vectors * width * B.pair)
         comptime if ahead > 0:
             comptime for i in range(B.pair):

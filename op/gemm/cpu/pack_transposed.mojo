@@ -49,8 +49,6 @@ def pack_transposed[
 ](
     panel: Buffer[Blocking[dtype].operand],
     source: Matrix[dtype],
-    row: Int,
-    column: Int,
     rows: Int,
     columns: Int,
 ):
@@ -61,9 +59,7 @@ def pack_transposed[
 
     Args:
         panel: The panel at the first step.
-        source: The matrix.
-        row: The first row to pack.
-        column: The first column.
+        source: The part of the matrix to pack.
         rows: Rows to pack, each a column of the panel.
         columns: Elements of each row to pack, the steps of the product.
     """
@@ -79,8 +75,7 @@ def pack_transposed[
             var square = Array[Lanes, B.width](uninitialized=True)
             comptime for i in range(B.width):
                 var line = source.at(
-                    row + min(v * B.width + i, rows - 1),
-                    column + step * B.pair,
+                    min(v * B.width + i, rows - 1), step * B.pair
                 )
                 prefetch_for_read(line.unsafe_offset(ahead))
                 square[i] = _load_units(line, columns - step * B.pair)

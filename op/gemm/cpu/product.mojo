@@ -84,9 +84,7 @@ struct PackedOnUse[dtype: DType](PanelSource):
     var room: Buffer[Blocking[Self.dtype].operand]
     """Room for a block."""
     var weight: Matrix[Self.dtype]
-    """The weight."""
-    var row: Int
-    """The panel's first row of it."""
+    """The panel's rows of it."""
 
     @always_inline
     def block(
@@ -103,7 +101,7 @@ struct PackedOnUse[dtype: DType](PanelSource):
             The room.
         """
         pack_transposed[Self.dtype](
-            self.room, self.weight, self.row, k, columns, depth
+            self.room, self.weight.part(0, k), columns, depth
         )
         return self.room
 

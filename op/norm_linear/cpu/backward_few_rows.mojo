@@ -205,9 +205,7 @@ def _weight_task[dtype: DType](job: _Job[dtype], task: Int, own: Int):
             call.M,
             Optional(
                 Output(
-                    Matrix[dtype](call.dweight, call.K),
-                    n,
-                    column,
+                    Matrix[dtype](call.dweight, call.K).part(n, column),
                     columns,
                     NoEpilogue(),
                 )

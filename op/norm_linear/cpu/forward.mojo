@@ -57,14 +57,6 @@ def forward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
     var job = _Forward[dtype](
         call, plan.copy(), workspace, plan.gamma, plan.beta
     )
-    _ = in_type_of_sums[dtype](
-        workspace + plan.bias,
-        call[].bias,
-        call[].N,
-        default=0,
-        is_float32=False,
-        padded=True,
-    )
     var team = Team(call[].context, plan.workers)
     if plan.few_rows:
         team.run(_normalize_part[dtype, ThisNorm], _chunks(job), job)
@@ -116,6 +108,7 @@ def _multiply[
     dtype: DType, Source: PanelSource
 ](
     job: _Forward[dtype],
+    bias: Int,
     sums: Matrix[Blocking[dtype].accum],
     rows: Matrix[Blocking[dtype].operand],
     first: Int,
@@ -123,11 +116,19 @@ def _multiply[
     panel: Int,
     weight: Source,
 ):
-    """Computes rows of one panel of y."""
+    """Computes rows of one panel of y; `bias` is where its bias is converted."""
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var column = panel * B.tile_n
     var columns = min(B.tile_n, call.N - column)
+    var its_bias = in_type_of_sums[dtype](
+        bias,
+        call.bias + column * size_of[dtype]() if call.bias != 0 else 0,
+        columns,
+        default=0,
+        is_float32=False,
+        padded=True,
+    )
     multiply_panel[dtype, a_is_panel=False](
         sums,
         rows,
@@ -137,11 +138,9 @@ def _multiply[
         call.K,
         Optional(
             Output(
-                Matrix[dtype](call.y, call.N),
-                first,
-                column,
+                Matrix[dtype](call.y, call.N).part(first, column),
                 columns,
-                AddBias(job.at[B.accum](job.plan.bias)),
+                AddBias(its_bias),
             )
         ),
     )
@@ -166,9 +165,7 @@ def _pack_part[dtype: DType](data: Data, panel: Int):
     var first = panel * B.tile_n
     pack_transposed[dtype](
         _shared(job).at(panel),
-        Matrix[dtype](call.weight, call.K),
-        first,
-        0,
+        Matrix[dtype](call.weight, call.K).part(first, 0),
         min(B.tile_n, call.N - first),
         call.K,
     )
@@ -181,6 +178,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     ref plan = job.plan
     ref call = job.call[]
     var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
+    var bias = arena.take[B.accum](B.tile_n)
     var sums = Matrix[B.accum](
         arena.take[B.accum](plan.slab_rows * B.tile_n), B.tile_n
     )
@@ -193,12 +191,13 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
                 return
             _multiply(
                 job,
+                bias,
                 sums,
                 _shared(job),
                 0,
                 call.M,
                 panel,
-                PackedOnUse[dtype](room, weight, panel * B.tile_n),
+                PackedOnUse[dtype](room, weight.part(panel * B.tile_n, 0)),
             )
     var rows = Matrix(room, B.row_stride(call.K))
     while True:
@@ -211,6 +210,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
         for panel in range(plan.panels):
             _multiply(
                 job,
+                bias,
                 sums,
                 rows,
                 first,

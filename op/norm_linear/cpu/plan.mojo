@@ -99,12 +99,10 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Weight of the norm in the type of sums."""
     var beta: Int
     """Bias of the norm in the type of sums."""
-    var bias: Int
-    """Bias of the Linear layer in the type of sums, up to a whole panel."""
     var shared: Int
     """The normalized rows (few rows) or the packed weight."""
     var own: Int
-    """The first worker's own part: a panel's sums, then a block of the weight (few rows) or normalized rows."""
+    """The first worker's own part: a panel's bias and sums, then a block of the weight (few rows) or normalized rows."""
     var own_bytes: Int
     """Size of a worker's own part."""
     var bytes: Int
@@ -128,12 +126,12 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](call.K)
         self.beta = arena.take[B.accum](call.K)
-        self.bias = arena.take[B.accum](self.panels * B.tile_n)
         var rows = self.slab_rows * B.row_stride(call.K)
         self.shared = arena.take[B.operand](
             rows if self.few_rows else self.panels * B.panel_size(call.K)
         )
         self.own = arena.next
+        _ = arena.take[B.accum](B.tile_n)
         _ = arena.take[B.accum](self.slab_rows * B.tile_n)
         _ = arena.take[B.operand](
             B.panel_size(B.depth) if self.few_rows else rows
