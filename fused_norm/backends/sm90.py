@@ -96,7 +96,12 @@ def forward(
     y = x.new_empty(*x.shape[:-1], parameters.N)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
     size = planned.workspace_bytes
-    scratch = workspace(size, x.device) if size else None
+    if fold is None or in_graph:
+        scratch = workspace(size, x.device) if size else None
+    else:
+        scratch = fold.scratch
+        if scratch is None or scratch.numel() < size:
+            scratch = fold.scratch = workspace(size, x.device)
     record = call, place = planned.take()
     call[X], call[Y] = x.data_ptr(), y.data_ptr()
     if statistics:

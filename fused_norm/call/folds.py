@@ -22,11 +22,13 @@ class Fold:
         tensors: Wc `[N, K]`, and s and c `[2, N]` in float32; empty until the parameters come a
             second time.
         addresses: Of Wc, s and c.
+        scratch: What calls on its stream write to and nobody reads: statistics not asked for.
     """
 
     versions: tuple[int, ...] | None
     tensors: tuple[Tensor, ...] = ()
     addresses: tuple[int, ...] = ()
+    scratch: Tensor | None = None
 
 
 @contextmanager

@@ -231,9 +231,10 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
         if owner is None and type(x) is Tensor and is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
-            y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
-            if y is not None:
-                return y
+            if torch.is_grad_enabled():
+                y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
+                if y is not None:
+                    return y
             parameters = known_parameters.known(*tensors)
             if parameters is not None and parameters.take(x, eps):
                 return _run(x, tensors, eps, owner, parameters)
