@@ -26,7 +26,7 @@ def fused_layernorm_linear(
     """Apply layer normalization over the last dimension, then an affine map.
 
     Equivalent to `F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), linear_weight,
-    linear_bias)`, with the same broadcasting, autocast behaviour and errors. Statistics and sums
+    linear_bias)`, with the same broadcasting, autocast behavior and errors. Statistics and sums
     use float32 (float64 for float64). For the backward only the inputs and the mean and rstd of
     each row are kept; its sums run in a fixed order, so every run gives the same bits.
 

@@ -19,7 +19,7 @@ class LayerNormLinear(nn.Module):
     """Layer normalization over the last dimension, then a Linear layer, as one op.
 
     Takes the place of `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features,
-    out_features))` and is initialised as those are. Parameter names follow TransformerEngine's
+    out_features))` and is initialized as those are. Parameter names follow TransformerEngine's
     module of this name.
 
     Args:
@@ -79,7 +79,7 @@ class LayerNormLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters as `nn.LayerNorm` and `nn.Linear` do."""
+        """Initialize the parameters as `nn.LayerNorm` and `nn.Linear` do."""
         if self.layer_norm_weight is not None:
             nn.init.ones_(self.layer_norm_weight)
         if self.layer_norm_bias is not None:
@@ -207,7 +207,7 @@ class TrainableEpsLayerNorm(nn.Module):
         nn.init.zeros_(self.o)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, each row normalised."""
+        """Return `x`, each row normalized."""
         return trainable_eps_layer_norm(x, self.o)
 
 

@@ -86,9 +86,9 @@ def layernorm_linear_backward(
     gamma = rows.new_ones(x.shape[-1]) if ln_weight is None else ln_weight.to(wide)
     beta = rows.new_zeros(x.shape[-1]) if ln_bias is None else ln_bias.to(wide)
 
-    centred = rows - rows.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    x_hat = centred * rstd
+    centered = rows - rows.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    x_hat = centered * rstd
     dz = dy @ weight
     h = dz * gamma
     dx = rstd * (h - h.mean(-1, keepdim=True) - x_hat * (h * x_hat).mean(-1, keepdim=True))

@@ -35,8 +35,8 @@ backward in that type; a result is rounded once, to the dtype of its tensor.
 $E[x^2] - E[x]^2$ is not used: it subtracts two numbers of the size of the squared mean to find one
 of the size of the variance, and in float32 nothing is left of it from mean/std = 4096 on.
 
-- **CPU**: two passes over a row in cache. The first finds a centre, from differences to the row's
-  first element; the second sums the deviations from the centre and their squares. The sum of the
+- **CPU**: two passes over a row in cache. The first finds a center, from differences to the row's
+  first element; the second sums the deviations from the center and their squares. The sum of the
   deviations corrects both the mean and the variance.
 - **GPU**: the same, on a row that stays in registers, or is read again where it is too long.
 - **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, the average of the
@@ -47,21 +47,21 @@ zeros gives.
 
 ## Products and sums
 
-- **CPU, forward**: normalised rows enter the product in float32, and in bfloat16 where the CPU
+- **CPU, forward**: normalized rows enter the product in float32, and in bfloat16 where the CPU
   multiplies bfloat16 itself (AVX-512 BF16). 128 products (512 there) are summed before they join
   the total, which keeps the error of long sums small.
-- **CPU, backward**: the product of dy and the normalised rows before `ln_weight` gives the
+- **CPU, backward**: the product of dy and the normalized rows before `ln_weight` gives the
   gradients of `ln_weight` and `linear_weight`. Up to 192 rows, that of dy and `linear_weight`,
-  which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`, and normalised
+  which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`, and normalized
   rows enter the product for `linear_weight` after both. dy is summed over rows in float64.
-- **GPU**: normalised rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
+- **GPU**: normalized rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
   products. For the gradients of `ln_weight` and `ln_bias` each block sums some rows, and a second
   kernel adds those sums in a fixed order.
-- **Hopper, bfloat16**, where the fused way is taken: not the normalised rows are rounded, but
+- **Hopper, bfloat16**, where the fused way is taken: not the normalized rows are rounded, but
   `linear_weight` times `ln_weight`, less each row's mean. rstd, mean and biases are applied to
   float32 sums. The backward is that of any GPU.
 - **Hopper, float32**, where PyTorch may use tf32 (`torch.backends.cuda.matmul.fp32_precision`):
-  normalised rows and weights are rounded to tf32, to nearest, on their way to the tensor cores,
+  normalized rows and weights are rounded to tf32, to nearest, on their way to the tensor cores,
   and summed in float32. x itself is never rounded: at mean/std = 1000 nothing would be left.
 - **MAX graphs**: on a CPU the same kernels and the same bits; on a GPU the same LayerNorm kernels
   around the vendor's BLAS, without TF32.

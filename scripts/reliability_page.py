@@ -85,7 +85,7 @@ MENDED = """
 | fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
 `validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
 | quack's long rows, on an H200 | in tiles of 64 columns and few k blocks an output box was filled \
-again before the copy engine had read it: with 8 outputs and 32768 features or more, and rows few, \
+again before TMA had read it: with 8 outputs and 32768 features or more, and rows few, \
 a tenth of dx was another column's | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
 | `poe mutate` there | a CUDA graph captured in a process that had used no cuBLAS failed: the way \
@@ -95,7 +95,7 @@ chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
 
 On an H200 (and two) the GPU tests pass, whichever way the forward is made to go, and the sanitizers
 report nothing of ours; racecheck names a kernel of cuBLAS, and initcheck, which does not see what
-the copy engine writes, is kept to kernels without it. In PyTorch 2.11 the tests ran with the
+TMA writes, is kept to kernels without it. In PyTorch 2.11 the tests ran with the
 backward in Python and as a C++ node.
 
 The properties, the edges of numbers and sizes, memory and concurrency found nothing on a CPU.

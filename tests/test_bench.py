@@ -404,7 +404,7 @@ def test_other_json_is_refused(damage: str, tmp_path: Path, registry: Callable[.
     results.save(run_of(registry=registry), path)
     data = json.loads(path.read_text())
     if damage == "extra":
-        data["measurements"][0]["colour"] = "red"
+        data["measurements"][0]["color"] = "red"
     elif damage == "missing":
         del data["environment"]["threads"]
     elif damage == "type":

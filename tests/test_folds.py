@@ -80,9 +80,9 @@ def test_parameter_changed_in_place(index: int, folds: list[int]) -> None:
     assert len(folds) == 3
 
 
-def test_optimiser_steps() -> None:
+def test_optimizer_steps() -> None:
     layer = fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)
-    optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     x = inputs()[0]
     for _ in range(3):
         with torch.no_grad():
@@ -92,8 +92,8 @@ def test_optimiser_steps() -> None:
             truth = eager(*as_float64([x, *layer.parameters()]))
             assert_within_budget("y", y, truth, bar)
         layer(x).square().mean().backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_other_parameters_in_the_same_memory(folds: list[int]) -> None:

@@ -340,7 +340,7 @@ def test_no_rows():
     forward(x, None, None, False)
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+def test_rows_do_not_depend_on_their_neighbors():
     x = torch.randn(1000, 768, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(forward(x, None, None, False)[0][5:8], forward(x[5:8], None, None, False)[0])
 

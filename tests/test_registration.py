@@ -317,7 +317,7 @@ def _sequential(**kwargs: object) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 10, **kwargs))
 
 
-def test_module_is_initialised_as_pytorchs() -> None:
+def test_module_is_initialized_as_pytorchs() -> None:
     ln, linear = _sequential()
     torch.manual_seed(3)
     layer = fn.LayerNormLinear(24, 10)

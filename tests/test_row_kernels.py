@@ -313,7 +313,7 @@ def test_empty(op, shape, device):
 
 
 @every_device
-def test_rows_do_not_depend_on_their_neighbours(device):
+def test_rows_do_not_depend_on_their_neighbors(device):
     x = torch.randn(1000, 769, device=device)
     o = torch.ones(1, device=device)
     y, alone = torch.empty_like(x), torch.empty_like(x[5:8])

@@ -96,13 +96,13 @@ def show(before: Run, after: Run, console: Console) -> list[Move]:
     for name in ("before", "now", "eager", "change", "noise"):
         table.add_column(name, justify="right")
     for move in moved:
-        colour = "red" if move.change > 1 else "green"
+        color = "red" if move.change > 1 else "green"
         table.add_row(
             move.name,
             duration(move.before),
             duration(move.after),
             f"{move.eager - 1:+.1%}",
-            f"[{colour}]{move.change - 1:+.1%}[/]",
+            f"[{color}]{move.change - 1:+.1%}[/]",
             f"{move.noise:.1%}",
         )
     console.print(table)

@@ -162,7 +162,7 @@ OPS: dict[str, Op] = {
             names=("x", "o"),
             make=_layer_norm_inputs,
             reference=reference.trainable_eps_layer_norm,
-            # Sum, centre, square, sum, divide.
+            # Sum, center, square, sum, divide.
             flops=lambda shape: 5 * shape.M * shape.K,
             has_outputs=False,
         ),

@@ -18,7 +18,7 @@ from fused_norm.bench.results import Measurement, Result, Run
 
 INK, FAINT, GRID = "#222222", "#8a8a8a", "#e6e6e6"
 OURS = "#d1495b"
-# Distinct for colour-blind eyes too; the marker tells apart what the colour does not.
+# Distinct for color-blind eyes too; the marker tells apart what the color does not.
 PEERS = {
     "linear": ("#5f6b76", "|"),
     "compile": ("#2e86ab", "s"),
@@ -249,8 +249,8 @@ def _look(group: _Group, provider: str) -> dict[str, Any]:
         return common | {"color": INK, "marker": "o", "markersize": 4.5, "zorder": 3}
     if provider == "fused_norm":
         return common | {"color": OURS, "marker": "o", "markersize": 7, "zorder": 5}
-    colour, marker = PEERS.get(provider, (FAINT, "x"))
-    look = common | {"color": colour, "marker": marker, "markersize": 5.5, "zorder": 4}
+    color, marker = PEERS.get(provider, (FAINT, "x"))
+    look = common | {"color": color, "marker": marker, "markersize": 5.5, "zorder": 4}
     if group.run.role(group.op, provider) == "floor":
         look |= {"markersize": 10, "markeredgewidth": 2.2, "zorder": 2}
     return look

@@ -256,11 +256,11 @@ def _primary(measurement: Measurement, result: Result) -> Timing | None:
     return result.timings.get(measurement.metric) or next(iter(result.timings.values()), None)
 
 
-def _ratio(value: float | None, is_coloured: bool) -> str:
+def _ratio(value: float | None, is_colored: bool) -> str:
     if value is None:
         return "-"
     text = f"{value:.2f}"
-    if not is_coloured:
+    if not is_colored:
         return text
     return f"[bold {'green' if value <= 1 else 'red'}]{text}[/]"
 

@@ -1,6 +1,6 @@
 """Computes LayerNorm and Linear in one kernel, one thread a sequence position.
 
-Nothing is stored between the two: a normalised value is computed again for each
+Nothing is stored between the two: a normalized value is computed again for each
 output that needs it.
 """
 
@@ -47,8 +47,8 @@ def fused_position[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
         batch_idx: Sequence of the position.
@@ -77,7 +77,7 @@ def fused_position[
     var var_val = sq_sum / Scalar[dtype](hidden_dim)
     var inv_std = 1 / sqrt(var_val + EPS)
 
-    # Step 2: each output is the dot product of the normalised row and a row of
+    # Step 2: each output is the dot product of the normalized row and a row of
     # the matrix.
     for out_idx in range(output_dim):
         var acc: Scalar[dtype] = 0
@@ -133,8 +133,8 @@ def minimal_fused_kernel[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
     """
@@ -192,8 +192,8 @@ def minimal_fused_cpu[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
     """

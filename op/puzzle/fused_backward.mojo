@@ -69,8 +69,8 @@ def fused_position_backward[
         grad_bias: Added to, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         batch_idx: Sequence of the position.
         seq_idx: Index of the position in its sequence.
@@ -105,7 +105,7 @@ def fused_position_backward[
         )
 
     # Step 3: the gradient of the linear weight is the sum of the outer products
-    # of grad_output and the normalised row.
+    # of grad_output and the normalized row.
     for out_idx in range(output_dim):
         var grad_out = rebind[Scalar[dtype]](
             grad_output[batch_idx, seq_idx, out_idx]
@@ -245,8 +245,8 @@ def minimal_fused_kernel_backward[
         grad_bias: Gradient of the linear bias, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
     """
     var batch_idx = Int(block_idx.x)
@@ -330,8 +330,8 @@ def minimal_fused_cpu_backward[
         grad_bias: Gradient of the linear bias, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
     """
     for batch_idx in range(batch_size):

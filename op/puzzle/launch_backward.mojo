@@ -53,8 +53,8 @@ def launch_backward[
         grad_bias: Gradient of the linear bias, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         ctx: The device.
 

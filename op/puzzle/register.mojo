@@ -46,8 +46,8 @@ struct LayerNormLinear:
         Args:
             output: Results, `[batch_size, seq_len, output_dim]`.
             input: Rows, `[batch_size, seq_len, hidden_dim]`.
-            ln_weight: Scale of each normalised element, `[hidden_dim]`.
-            ln_bias: Shift of each normalised element, `[hidden_dim]`.
+            ln_weight: Scale of each normalized element, `[hidden_dim]`.
+            ln_bias: Shift of each normalized element, `[hidden_dim]`.
             linear_weight: Matrix, `[output_dim, hidden_dim]`.
             linear_bias: Added to each output, `[output_dim]`.
             ctx: The device.
@@ -115,8 +115,8 @@ struct LayerNormLinearBackward:
             grad_bias: Gradient of the linear bias, `[output_dim]`.
             grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
             input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-            ln_weight: Scale of each normalised element, `[hidden_dim]`.
-            ln_bias: Shift of each normalised element, `[hidden_dim]`.
+            ln_weight: Scale of each normalized element, `[hidden_dim]`.
+            ln_bias: Shift of each normalized element, `[hidden_dim]`.
             linear_weight: Matrix, `[output_dim, hidden_dim]`.
             ctx: The device.
 

@@ -22,8 +22,8 @@ def transpose_kernel[
     """Writes the transpose of a matrix.
 
     Grid: one block a tile, columns of `inp` on x. Block: `(16, 16)`. Shared
-    memory holds one tile, so that neighbouring threads both read and write
-    neighbouring addresses.
+    memory holds one tile, so that neighboring threads both read and write
+    neighboring addresses.
 
     Parameters:
         layout_in: Layout of `inp`.

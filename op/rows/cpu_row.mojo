@@ -185,7 +185,7 @@ def _take[
 def _across[
     dtype: DType, width: Int, //, P: RowProgram, pass_index: Int
 ](terms: Terms[dtype, width]) -> Terms[dtype, 1]:
-    """Reduces the terms of neighbouring elements."""
+    """Reduces the terms of neighboring elements."""
     var sums = Terms[dtype, 1](fill={})
     comptime for s in range(P.stages):
         comptime if P.pass_of(s) == pass_index:

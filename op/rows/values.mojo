@@ -22,7 +22,7 @@ Parameters:
 
 
 struct Values[dtype: DType, width: Int](TrivialRegisterPassable):
-    """Holds what neighbouring elements of a row carry: up to four SIMD vectors.
+    """Holds what neighboring elements of a row carry: up to four SIMD vectors.
 
     Parameters:
         dtype: The type computed in.
@@ -170,7 +170,7 @@ struct Redo(Equatable, TrivialRegisterPassable):
     def across[
         dtype: DType, width: Int, //
     ](self, terms: SIMD[dtype, width]) -> Scalar[dtype]:
-        """Reduces neighbouring elements, pairwise.
+        """Reduces neighboring elements, pairwise.
 
         Parameters:
             dtype: The type computed in.

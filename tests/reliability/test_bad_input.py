@@ -113,7 +113,7 @@ def assert_alike(mine: Tensor, other: Tensor) -> None:
 def compare(arguments: list[Any]) -> bool:
     """Compare a call with PyTorch's and return whether it was an error."""
     mine = outcome(fn.fused_layernorm_linear, *arguments)
-    # PyTorch is told a shape to normalise: what the input, the weight or gamma says, or the right.
+    # PyTorch is told a shape to normalize: what the input, the weight or gamma says, or the right.
     shapes = [(K,)]
     for tensor in (arguments[1], arguments[3], arguments[0]):
         if isinstance(tensor, Tensor) and not tensor.is_nested:

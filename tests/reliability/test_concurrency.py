@@ -102,7 +102,7 @@ def test_other_processes(method: str) -> None:
         assert list(pool.map(results_as_bytes, range(4))) == expected
 
 
-class Normalised(torch.utils.data.Dataset[Tensor]):
+class Normalized(torch.utils.data.Dataset[Tensor]):
     """Items that the op makes."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Normalised(torch.utils.data.Dataset[Tensor]):
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_data_loader_workers(method: str) -> None:
-    data = Normalised()
+    data = Normalized()
     expected = torch.stack([data[i] for i in range(len(data))])
     loader = torch.utils.data.DataLoader(
         data, 4, num_workers=2, multiprocessing_context=method, timeout=120

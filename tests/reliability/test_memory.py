@@ -209,7 +209,7 @@ class TestGpu:
     def test_sanitizer(self, tool: str) -> None:
         """Every kernel at ragged shapes, each allocation on its own so that edges are seen."""
         shapes = [(37, 50, 65), (3, 1023, 7)]
-        if tool != "initcheck":  # which does not see what the copy engine writes
+        if tool != "initcheck":  # which does not see what TMA writes
             shapes += [(130, 264, 136), (257, 1024, 512), (37, 2048, 16)]
         script = f"""
         import torch, fused_norm as fn

@@ -49,7 +49,7 @@ def paired(name: str, dtype: torch.dtype, *, noncontiguous: bool = False) -> Ite
                 yield [x, *vectors, weight, bias], 1e-5
             continue
         shape, gamma, beta, *eps = [*arguments, None, None][: max(3, len(arguments))]
-        # Several normalised dimensions are one, flattened.
+        # Several normalized dimensions are one, flattened.
         x = x.flatten(-len(shape))
         gamma, beta = (t if t is None else t.flatten() for t in (gamma, beta))
         leaves = [t if t is None else t.detach().requires_grad_() for t in (x, gamma, beta)]
@@ -146,7 +146,7 @@ def test_error_inputs(name: str) -> None:
         sample = error.sample_input
         x, (shape, gamma, beta, eps) = sample.input, sample.args
         if not shape or tuple(shape) == x.shape[-len(shape) :]:
-            # Flattened, since ours normalises one dimension; its parameters keep their fault.
+            # Flattened, since ours normalizes one dimension; its parameters keep their fault.
             x = x.flatten()[None]
         weight = torch.randn(3, shape[-1] if shape and gamma is beta is None else x.shape[-1])
         if gamma is beta is None and (not shape or shape[-1] == x.shape[-1]):

@@ -1,6 +1,6 @@
 """Computes LayerNorm and Linear in one kernel, one thread a sequence position.
 
-Nothing is stored between the two: a normalised value is computed again for each
+Nothing is stored between the two: a normalized value is computed again for each
 output that needs it.
 """
 
@@ -47,8 +47,8 @@ def fused_position[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
         batch_idx: Sequence of the position.
@@ -66,10 +66,10 @@ def fused_position[
     # As in layernorm_kernel, but one thread does the whole row, so this happens
     # once: mean, variance from the deviations, inv_std.
 
-    # Step 2: each output is the dot product of the normalised row and a row of
+    # Step 2: each output is the dot product of the normalized row and a row of
     # the matrix.
     # FILL IN (roughly 13 lines)
-    # For every output, sum over h: normalise input[batch_idx, seq_idx, h],
+    # For every output, sum over h: normalize input[batch_idx, seq_idx, h],
     # scale and shift it, multiply by linear_weight[out_idx, h]. Then add
     # linear_bias[out_idx]. Nothing is stored in between: that is the fusion.
 
@@ -113,8 +113,8 @@ def minimal_fused_kernel[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
     """
@@ -172,8 +172,8 @@ def minimal_fused_cpu[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
     """

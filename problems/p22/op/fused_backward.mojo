@@ -69,8 +69,8 @@ def fused_position_backward[
         grad_bias: Added to, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         batch_idx: Sequence of the position.
         seq_idx: Index of the position in its sequence.
@@ -92,7 +92,7 @@ def fused_position_backward[
     # address of element i of a tensor t is t.ptr.unsafe_offset(i).
 
     # Step 3: the gradient of the linear weight is the sum of the outer products
-    # of grad_output and the normalised row.
+    # of grad_output and the normalized row.
     # FILL IN (roughly 15 lines)
     # For every output and every h: grad_output times what the forward pass
     # multiplied that weight by. A matrix is stored row by row.
@@ -101,18 +101,18 @@ def fused_position_backward[
     # FILL IN (roughly 11 lines)
     # First carry the gradient back through the matrix: for one h, sum over all
     # outputs grad_output times linear_weight. That is the gradient of
-    # ln_bias[h]; times the normalised element it is the one of ln_weight[h].
+    # ln_bias[h]; times the normalized element it is the one of ln_weight[h].
 
     # Step 5: the gradient of the input. First the two sums over the row by which
     # its elements act on each other, through the mean and the variance.
     # FILL IN (roughly 14 lines)
-    # grad_norm is the gradient of a normalised element: what came through the
+    # grad_norm is the gradient of a normalized element: what came through the
     # matrix, times ln_weight. Over the row, sum grad_norm, and sum grad_norm
-    # times the normalised element.
+    # times the normalized element.
 
     # Then each element, which no other position touches.
     # FILL IN (roughly 20 lines)
-    # grad_norm, less its mean over the row, less the normalised element times
+    # grad_norm, less its mean over the row, less the normalized element times
     # the other sum's mean; all of it times inv_std. op/README.md derives this.
 
 
@@ -186,8 +186,8 @@ def minimal_fused_kernel_backward[
         grad_bias: Gradient of the linear bias, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
     """
     var batch_idx = Int(block_idx.x)
@@ -271,8 +271,8 @@ def minimal_fused_cpu_backward[
         grad_bias: Gradient of the linear bias, `[output_dim]`.
         grad_output: Incoming gradient, `[batch_size, seq_len, output_dim]`.
         input: Rows of the forward pass, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
     """
     for batch_idx in range(batch_size):

@@ -51,8 +51,8 @@ def launch_forward[
     Args:
         output: Results, `[batch_size, seq_len, output_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
-        ln_weight: Scale of each normalised element, `[hidden_dim]`.
-        ln_bias: Shift of each normalised element, `[hidden_dim]`.
+        ln_weight: Scale of each normalized element, `[hidden_dim]`.
+        ln_bias: Shift of each normalized element, `[hidden_dim]`.
         linear_weight: Matrix, `[output_dim, hidden_dim]`.
         linear_bias: Added to each output, `[output_dim]`.
         ctx: The device.

@@ -1,4 +1,4 @@
-"""Normalises the rows of a tensor, one block a row and one thread an element."""
+"""Normalizes the rows of a tensor, one block a row and one thread an element."""
 
 from layout.tile_layout import TensorLayout
 from layout.tile_tensor import TileTensor
@@ -23,7 +23,7 @@ def layernorm_kernel[
     ln_weight: TileTensor[dtype, ln_params_layout, ImmutAnyOrigin],
     ln_bias: TileTensor[dtype, ln_params_layout, ImmutAnyOrigin],
 ):
-    """Normalises each sequence position over its hidden dimension.
+    """Normalizes each sequence position over its hidden dimension.
 
     Grid: `(batch_size, seq_len)`. Block: `(hidden_dim,)`. Every thread computes
     the statistics of its row for itself: redundant, but no thread waits.
@@ -38,7 +38,7 @@ def layernorm_kernel[
         dtype: Element type.
 
     Args:
-        output: Normalised rows, `[batch_size, seq_len, hidden_dim]`.
+        output: Normalized rows, `[batch_size, seq_len, hidden_dim]`.
         input: Rows, `[batch_size, seq_len, hidden_dim]`.
         ln_weight: Scale of each element, `[hidden_dim]`.
         ln_bias: Shift of each element, `[hidden_dim]`.
@@ -66,7 +66,7 @@ def layernorm_kernel[
     #    their deviations from it for the variance (divide by hidden_dim). One
     #    loop with E[x^2] - E[x]^2 is shorter, and wrong when the mean is large.
     # 2. inv_std is 1 / sqrt(variance + EPS).
-    # 3. Normalise the element, scale it by ln_weight, shift it by ln_bias and
+    # 3. Normalize the element, scale it by ln_weight, shift it by ln_bias and
     #    store it.
     # Read with rebind[Scalar[dtype]](input[batch_idx, seq_idx, h]); store with
     # rebind[output.ElementType](value).

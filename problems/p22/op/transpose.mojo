@@ -22,8 +22,8 @@ def transpose_kernel[
     """Writes the transpose of a matrix.
 
     Grid: one block a tile, columns of `inp` on x. Block: `(16, 16)`. Shared
-    memory holds one tile, so that neighbouring threads both read and write
-    neighbouring addresses.
+    memory holds one tile, so that neighboring threads both read and write
+    neighboring addresses.
 
     Parameters:
         layout_in: Layout of `inp`.
@@ -49,7 +49,7 @@ def transpose_kernel[
     # 3. Wait for the other threads with barrier(): you are about to read what
     #    they loaded.
     # 4. Block (x, y) of inp is block (y, x) of output. Find this thread's place
-    #    there so that neighbouring threads still write neighbouring columns,
+    #    there so that neighboring threads still write neighboring columns,
     #    and take the element from the mirrored place in the tile.
     # Convert elements with rebind[shared_tile.ElementType](...) and
     # rebind[output.ElementType](...).
