@@ -43,7 +43,7 @@ def add(checkout: Path) -> None:
         ("layer_norm", "trainable_eps_layer_norm"),
     ):
         provider = providers.Provider(
-            NAME, op, "peer", f"{name} of {checkout}", _loader(name), providers.as_function
+            NAME, op, "peer", f"{name} of another checkout", _loader(name), providers.as_function
         )
         providers.PROVIDERS[op, NAME] = provider
 
