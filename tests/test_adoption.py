@@ -144,7 +144,7 @@ def test_transformers_initializes_what_a_checkpoint_lacks(tmp_path: Path) -> Non
 def test_bfloat16_goes_where_it_is_faster(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU's flags: its model's name may be masked as an older one's."""
     monkeypatch.setattr(cpu_features, "flags", lambda: frozenset(flags))
-    cpu_features.bfloat16_product.cache_clear()
+    cpu_features._first_flag.cache_clear()
     ran = []
     straight = norm_linear.straight_by_pytorch
     monkeypatch.setattr(
@@ -155,7 +155,7 @@ def test_bfloat16_goes_where_it_is_faster(flags: set[str], monkeypatch: pytest.M
         y = fn.fused_layernorm_linear(x, gamma, beta, weight, bias)
     finally:
         monkeypatch.undo()
-        cpu_features.bfloat16_product.cache_clear()
+        cpu_features._first_flag.cache_clear()
     assert len(ran) == (flags != {"avx2", "avx512f"})
     expected = F.linear(F.layer_norm(x, (K,), gamma, beta), weight, bias)
     torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
@@ -168,3 +168,14 @@ def test_flags_are_those_of_the_machine() -> None:
     if flags:
         text = path.read_text()
         assert all(f" {flag}" in text for flag in flags)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compilers_take_the_choice_for_granted(backend: str) -> None:
+    """Regression: tracing went on into the reading of the CPU's flags."""
+    layer = fn.LayerNormLinear(K, N, dtype=torch.bfloat16)
+    x = torch.randn(5, K, dtype=torch.bfloat16, requires_grad=True)
+    y = torch.compile(layer, fullgraph=True, backend=backend)(x)
+    torch.testing.assert_close(y, layer(x))
+    y.float().sum().backward()
+    assert x.grad is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_norm import reference
 from fused_norm.call.memory import address, dense, empty_gradients, empty_statistics, workspace
 from fused_norm.call.parameters import Parameters
-from fused_norm.call.record import Call
+from fused_norm.call.record import MEAN, RSTD, WORKSPACE, Call, X, Y
 from fused_norm.native import build
 
 _forked = False
@@ -40,15 +40,26 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y, and mean and rstd if asked for."""
     kernels = extension("norm_linear_cpu", x.dtype)
-    call = _record(x, parameters, eps)
-    place = ctypes.addressof(call)
+    count = threads()
+    key = (x.numel(), eps, statistics, count)
+    planned = parameters.plans.get(key)
+    if planned is None:
+        template = _record(x, parameters, eps)
+        template.mean = template.rstd = int(statistics)
+        kernels.plan_forward(ctypes.addressof(template))
+        planned = parameters.plan(key, template)
     y = x.new_empty(*x.shape[:-1], parameters.N)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    call.y, call.mean, call.rstd = y.data_ptr(), address(mean), address(rstd)
-    kernels.plan_forward(place)
-    scratch = _scratch(call)
+    size = planned.workspace_bytes
+    scratch = _scratch(size) if size else None
+    record = call, place = planned.take()
+    call[X], call[Y] = x.data_ptr(), y.data_ptr()
+    if statistics:
+        call[MEAN], call[RSTD] = address(mean), address(rstd)
+    if scratch is not None:
+        call[WORKSPACE] = scratch.data_ptr()
     kernels.forward(place)
-    del scratch
+    planned.give_back(record)
     return y, mean, rstd
 
 
@@ -76,9 +87,10 @@ def backward(
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
     call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
     kernels.plan_backward(place)
-    scratch = _scratch(call)
+    size: int = call.workspace_bytes
+    scratch = _scratch(size) if size else None
+    call.workspace = address(scratch)
     kernels.backward(place)
-    del scratch
     return gradients
 
 
@@ -99,20 +111,17 @@ def _record(x: Tensor, parameters: Parameters, eps: float) -> Call:
     return call
 
 
-def _scratch(call: Call) -> Tensor | None:
-    """Give a call its workspace: that of the thread's calls before, if that is large enough.
+def _scratch(size: int) -> Tensor:
+    """Return memory for a call: that of the thread's calls before, if it is large enough.
 
     Fresh memory would cost a page fault for every 4 KiB. PyTorch's own products keep theirs, too.
     """
-    size: int = call.workspace_bytes
-    if not size:
-        return None
-    memory: Tensor | None = getattr(_kept, "memory", None)
-    if memory is None or memory.numel() < size:
-        memory = workspace(size, torch.device("cpu"))
-        if size <= _KEPT_BYTES:
-            _kept.memory = memory
-    call.workspace = memory.data_ptr()
+    kept: Tensor | None = getattr(_kept, "memory", None)
+    if kept is not None and kept.numel() >= size:
+        return kept
+    memory = workspace(size, torch.device("cpu"))
+    if size <= _KEPT_BYTES:
+        _kept.memory = memory
     return memory
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import torch
+
 # PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours multiplies it as float32.
 _BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -20,11 +22,16 @@ def flags() -> frozenset[str]:
     return frozenset(next(found, ()))
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def bfloat16_product() -> str | None:
     """Return the flag of the instructions that multiply bfloat16, None where there are none.
 
     With them PyTorch's products take a sixth of the time of ours (AMX) or half of it (AVX-512), so
     that calls in bfloat16 are left to PyTorch's own ops.
     """
-    return next((name for name in _BFLOAT16_PRODUCTS if name in flags()), None)
+    return _first_flag(_BFLOAT16_PRODUCTS)
+
+
+@functools.cache
+def _first_flag(names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in flags()), None)

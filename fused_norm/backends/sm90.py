@@ -20,6 +20,7 @@ import ctypes
 import functools
 import threading
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,6 @@ ALIGNMENT = 16
 _WANTED = 1
 """Stands for the address of a result, before there is one."""
 _DTYPES = LOW_PRECISION | {torch.float32}
-_MOST_PLANS = 1024
 _OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
 
 
@@ -83,12 +83,14 @@ def forward(
     _prepare_products(device, in_graph)
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
     may_keep = not statistics and parameters.dtype is torch.bfloat16
-    planned = _plan(kernels, context, x, parameters, eps, in_graph, may_keep, statistics)
+    start = x.data_ptr()
+    conditions = (eps, context, in_graph, statistics, start % ALIGNMENT)
+    planned = _plan(kernels, x, parameters, may_keep, conditions)
     fold = None
     if planned.way == KEPT_FOLD:
         fold = kept(parameters, stream, in_graph)
         if fold is None:
-            planned = _plan(kernels, context, x, parameters, eps, in_graph, False, statistics)
+            planned = _plan(kernels, x, parameters, False, conditions)
         elif not fold.tensors:
             _make(fold, parameters, kernels, context)
     if planned.way not in _OWN_WAYS:
@@ -103,7 +105,7 @@ def forward(
         if scratch is None or scratch.numel() < size:
             scratch = fold.scratch = workspace(size, x.device)
     record = call, place = planned.take()
-    call[X], call[Y] = x.data_ptr(), y.data_ptr()
+    call[X], call[Y] = start, y.data_ptr()
     if statistics:
         call[MEAN], call[RSTD] = address(mean), address(rstd)
     if scratch is not None:
@@ -117,27 +119,22 @@ def forward(
 
 def _plan(
     kernels: ModuleType,
-    context: int,
     x: Tensor,
     parameters: Parameters,
-    eps: float,
-    in_graph: bool,
     may_keep: bool,
-    statistics: bool,
+    conditions: tuple[Any, ...],
 ) -> Planned:
     """Return the plan of a forward, made once for all that it depends on."""
-    is_aligned = x.data_ptr() % ALIGNMENT == 0
-    key = (x.numel(), eps, context, in_graph, may_keep, statistics, is_aligned, asked_way(may_keep))
+    asked = asked_way(may_keep)
+    key = (x.numel(), may_keep, asked, conditions)
     planned = parameters.plans.get(key)
     if planned is None:
+        eps, context, in_graph, statistics, _ = conditions
         call = parameters.call(x, eps)
-        call.context, call.in_graph, call.may_keep = context, in_graph, may_keep
+        call.context, call.in_graph, call.may_keep, call.way = context, in_graph, may_keep, asked
         call.mean = call.rstd = _WANTED if statistics else 0
-        call.way = key[-1]
         kernels.plan_forward(ctypes.addressof(call))
-        if len(parameters.plans) >= _MOST_PLANS:
-            parameters.plans.clear()
-        planned = parameters.plans[key] = Planned(call)
+        planned = parameters.plan(key, call)
     return planned
 
 

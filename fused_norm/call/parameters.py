@@ -11,6 +11,9 @@ from torch import Tensor
 from fused_norm.call.memory import address, dense
 from fused_norm.call.record import Call, Planned
 
+# More shapes than a model has; a server of any length may see more.
+_MOST_PLANS = 1024
+
 
 class Parameters:
     """The parameters of a norm and of the Linear layer after it, with what kernels ask of them.
@@ -68,6 +71,18 @@ class Parameters:
             call.narrow = 1 if self.dtype is torch.bfloat16 else 2
             call.norm_is_float32 = 0
         return call
+
+    def plan(self, key: Any, call: Call) -> Planned:
+        """Keep the plan of a forward, and return it.
+
+        Args:
+            key: What the plan and the record depend on besides the parameters.
+            call: The record, planned.
+        """
+        if len(self.plans) >= _MOST_PLANS:
+            self.plans.clear()
+        planned = self.plans[key] = Planned(call)
+        return planned
 
     def take(self, x: Any, eps: Any) -> bool:
         """Return whether the kernels serve an ordinary, dense input with these parameters.

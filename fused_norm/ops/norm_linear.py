@@ -228,16 +228,19 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
     """
     autocast = torch._C._is_any_autocast_enabled()
     if not autocast:
-        if owner is None and type(x) is Tensor and is_left_to_pytorch(x):
+        if owner is None and type(x) is Tensor and x.is_cpu and is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
-            if torch.is_grad_enabled():
+            may_follow = torch.is_grad_enabled()
+            if may_follow:
                 y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
                 if y is not None:
                     return y
             parameters = known_parameters.known(*tensors)
             if parameters is not None and parameters.take(x, eps):
-                return _run(x, tensors, eps, owner, parameters)
+                if may_follow:
+                    return _run(x, tensors, eps, owner, parameters)
+                return backends.forward(x, parameters, eps, False)[0]
     inputs, cast = tensors, False
     if autocast and _is_autocast(x):
         if x.is_cpu and x.dtype in LOW_PRECISION:
