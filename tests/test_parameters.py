@@ -87,6 +87,7 @@ def test_wrong_shapes_are_errors_after_a_right_call(device: str) -> None:
 
 
 def test_parameters_are_forgotten_with_their_first_tensor(device: str) -> None:
+    gc.collect()
     before = len(known_parameters._kept)
     tensors = make_inputs(6, 12, 10, device=device)
     _check(tensors)
