@@ -35,13 +35,15 @@ def backward[dtype: DType](call: Call):
 def _run[
     plan: def(CallPointer) thin -> None, run: def(CallPointer) thin -> None
 ](call: Call):
-    var planned = call
-    planned.threads = parallelism_level()
-    var place = CallPointer(unsafe_from_address=Int(Pointer(to=planned)))
+    # On the heap: the compiler may keep a local in registers, where a plan that
+    # knows its address alone would not reach it.
+    var calls: List[Call] = [call]
+    var place = CallPointer(unsafe_from_address=Int(calls.unsafe_ptr()))
+    place[].threads = parallelism_level()
     plan(place)
-    var workspace = List[UInt8](unsafe_uninit_length=planned.workspace_bytes)
-    if planned.workspace_bytes > 0:
-        planned.workspace = Int(workspace.unsafe_ptr())
+    var workspace = List[UInt8](unsafe_uninit_length=place[].workspace_bytes)
+    if place[].workspace_bytes > 0:
+        place[].workspace = Int(workspace.unsafe_ptr())
     run(place)
     _ = workspace^
-    _ = planned
+    _ = calls^
