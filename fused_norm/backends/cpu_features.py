@@ -22,6 +22,7 @@ def flags() -> frozenset[str]:
     return frozenset(next(found, ()))
 
 
+# PyTorch has no annotations for it. A compiler would trace on into the reading of the flags.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def bfloat16_product() -> str | None:
     """Return the flag of the instructions that multiply bfloat16, None where there are none.
