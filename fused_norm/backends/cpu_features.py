@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import torch
-
 # PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours multiplies it as float32.
 _BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -22,8 +20,6 @@ def flags() -> frozenset[str]:
     return frozenset(next(found, ()))
 
 
-# PyTorch has no annotations for it. A compiler would trace on into the reading of the flags.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def bfloat16_product() -> str | None:
     """Return the flag of the instructions that multiply bfloat16, None where there are none.
 
@@ -31,6 +27,11 @@ def bfloat16_product() -> str | None:
     that calls in bfloat16 are left to PyTorch's own ops.
     """
     return _first_flag(_BFLOAT16_PRODUCTS)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: it would trace on into
+# the reading of the flags.
+bfloat16_product.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache
