@@ -1,1 +1,1 @@
-"""Holds the kernels of Puzzle 22 as the documents have them: readable first."""
+../../../op/puzzle/__init__.mojo
