@@ -48,7 +48,40 @@ struct Call(TrivialRegisterPassable):
     var dweight: Int
     """Gradient of the weight [N, K]."""
     var dbias: Int
-    """Gradient of the bias [N]."""
+    """Gradient of the bias [N], of [2N] before a gate."""
+    # What comes before the norm, with it and after the product.
+    var normalization: Int
+    """The norm: 0 LayerNorm, 1 RMSNorm."""
+    var weight_offset: Float64
+    """Added to gamma, where there is a gamma."""
+    var has_statistics: Int
+    """Whether a forward is given mean and rstd instead of finding them."""
+    var residual: Int
+    """Added to x before the norm [M, K]."""
+    var sum: Int
+    """x + residual, rounded to their type [M, K]; a backward gets it as its x."""
+    var dsum: Int
+    """Gradient that reaches the sum besides that of the norm [M, K]; part of dx."""
+    var groups: Int
+    """How many groups of M / groups rows have a scale and a shift of their own; 0 if there is neither."""
+    var scale: Int
+    """Modulation z (1 + scale) + shift [groups, K], in the type of x."""
+    var shift: Int
+    """The other half of it [groups, K]."""
+    var dscale: Int
+    """Gradient of the scale [groups, K]."""
+    var dshift: Int
+    """Gradient of the shift [groups, K]."""
+    var activation: Int
+    """What becomes of the product: a number of op/passes/activation.mojo; 0 for nothing."""
+    var h: Int
+    """The product before its activation [M, N]; before a gate [M, 2N], the gate first."""
+    var a: Int
+    """The product after its activation [M, N]."""
+    var da: Int
+    """Gradient of a [M, N]."""
+    var dh: Int
+    """Gradient of h, shaped as h."""
     var workspace: Int
     """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
     # What the plan decides.
@@ -101,6 +134,22 @@ struct Call(TrivialRegisterPassable):
         self.dbeta = 0
         self.dweight = 0
         self.dbias = 0
+        self.normalization = 0
+        self.weight_offset = 0
+        self.has_statistics = 0
+        self.residual = 0
+        self.sum = 0
+        self.dsum = 0
+        self.groups = 0
+        self.scale = 0
+        self.shift = 0
+        self.dscale = 0
+        self.dshift = 0
+        self.activation = 0
+        self.h = 0
+        self.a = 0
+        self.da = 0
+        self.dh = 0
         self.workspace = 0
         self.way = 0
         self.workspace_bytes = 0

@@ -8,6 +8,8 @@ import ctypes
 CALL_FIELDS = (
     *("M", "eps", "context", "threads", "in_graph", "may_keep", "accumulate"),
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
+    *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
+    *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
     *("workspace", "way", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
@@ -36,7 +38,7 @@ class Call(ctypes.Structure):
     """
 
     _fields_ = tuple(
-        (name, ctypes.c_double if name == "eps" else ctypes.c_int64)
+        (name, ctypes.c_double if name in ("eps", "weight_offset") else ctypes.c_int64)
         for name in (*CALL_FIELDS, *PARAMETER_FIELDS)
     )
 

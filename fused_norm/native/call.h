@@ -24,7 +24,16 @@ struct Call {
   int64_t M;
   double eps;
   int64_t context, threads, in_graph, may_keep, accumulate;
-  void *x, *y, *mean, *rstd, *z, *dy, *dz, *dx, *dgamma, *dbeta, *dweight, *dbias, *workspace;
+  void *x, *y, *mean, *rstd, *z, *dy, *dz, *dx, *dgamma, *dbeta, *dweight, *dbias;
+  int64_t normalization;
+  double weight_offset;
+  int64_t has_statistics;
+  void *residual, *sum, *dsum;
+  int64_t groups;
+  void *scale, *shift, *dscale, *dshift;
+  int64_t activation;
+  void *h, *a, *da, *dh;
+  void* workspace;
   int64_t way, workspace_bytes;
   int64_t K, N;
   void *gamma, *beta, *weight, *bias;
