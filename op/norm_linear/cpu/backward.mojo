@@ -14,13 +14,13 @@ from std.sys import size_of
 
 from ...call import CallPointer
 from ...gemm.cpu.memory import CACHE_LINE
+from ...norms.layer_norm import LayerNorm
+from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Team
 from .backward_few_rows import run_few_rows
 from .backward_many_rows import run_many_rows
 from .job import Job
-from .layer_norm import LayerNorm
-from .norm import Norm
 from .plan import BackwardPlan, STACK_BYTES
 
 

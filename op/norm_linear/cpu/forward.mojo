@@ -26,11 +26,12 @@ from ...gemm.cpu.product import (
     PanelSource,
     multiply_panel,
 )
+from ...norms.layer_norm import LayerNorm
+from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .job import Job
-from .layer_norm import LayerNorm
-from .norm import Norm, NormalizeRows
+from .normalize import NormalizeRows
 from .parameters import in_type_of_sums
 from .plan import ForwardPlan, STACK_BYTES
 

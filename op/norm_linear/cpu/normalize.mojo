@@ -1,116 +1,11 @@
-"""What a norm is to CPU kernels, and how rows are normalized while they are packed."""
+"""Normalizes rows while they are packed."""
 
 from ...call import CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Buffer, buffer, load_first
 from ...gemm.cpu.prologue import RowPrologue
-
-
-@fieldwise_init
-struct Statistics[accum: DType](TrivialRegisterPassable):
-    """A row's statistics, and how they normalize it.
-
-    Parameters:
-        accum: The type of sums and statistics.
-    """
-
-    var mean: Scalar[Self.accum]
-    """The row's mean."""
-    var rstd: Scalar[Self.accum]
-    """Reciprocal of the standard deviation."""
-    var center: Scalar[Self.accum]
-    """A number near the mean, which is subtracted first."""
-    var shift: Scalar[Self.accum]
-    """What is added to the scaled deviations from it."""
-
-    @always_inline
-    def normalize[
-        width: Int
-    ](self, x: SIMD[Self.accum, width]) -> SIMD[Self.accum, width]:
-        """Normalizes a vector of the row.
-
-        Parameters:
-            width: Number of lanes.
-
-        Args:
-            x: The vector.
-
-        Returns:
-            The vector x_hat.
-        """
-        # Deviations from the center are exact or nearly so; the small shift
-        # joins them after scaling, in one rounding.
-        return (x - self.center).fma(
-            SIMD[Self.accum, width](self.rstd),
-            SIMD[Self.accum, width](self.shift),
-        )
-
-
-trait Norm:
-    """The maths of a norm."""
-
-    @staticmethod
-    def statistics[
-        dtype: DType
-    ](x: Buffer[dtype], K: Int, eps: Float64) -> Statistics[
-        Blocking[dtype].accum
-    ]:
-        """Computes the statistics of a row.
-
-        Parameters:
-            dtype: Element type of the row.
-
-        Args:
-            x: The row.
-            K: Number of features.
-            eps: Added to the variance before the square root.
-
-        Returns:
-            The statistics.
-        """
-        ...
-
-    @staticmethod
-    def saved[accum: DType](call: CallPointer, row: Int) -> Statistics[accum]:
-        """Reads the statistics that a forward left to its backward.
-
-        Parameters:
-            accum: The type of statistics.
-
-        Args:
-            call: The backward.
-            row: Which row.
-
-        Returns:
-            The statistics.
-        """
-        ...
-
-    @staticmethod
-    def finish_input_gradient[
-        dtype: DType
-    ](
-        dx: Buffer[dtype],
-        h: Buffer[Blocking[dtype].accum],
-        x: Buffer[dtype],
-        gamma: Buffer[Blocking[dtype].accum],
-        K: Int,
-        statistics: Statistics[Blocking[dtype].accum],
-    ):
-        """Computes a row of dx from the same row of `dy @ weight`.
-
-        Parameters:
-            dtype: Element type of the tensors.
-
-        Args:
-            dx: The row of the gradient.
-            h: The row of `dy @ weight`, readable in whole vectors; overwritten.
-            x: The row of the input.
-            gamma: Weight of the norm.
-            K: Number of features.
-            statistics: Those of the row.
-        """
-        ...
+from ...norms.norm import Norm
+from .statistics import Statistics
 
 
 struct NormalizeRows[
@@ -135,7 +30,7 @@ struct NormalizeRows[
     """Weight of the norm in the type of sums."""
     var beta: Buffer[Self.B.accum]
     """Bias of the norm in the type of sums."""
-    var statistics: Statistics[Self.B.accum]
+    var statistics: Statistics[Self.x_dtype, Self.ThisNorm]
     """Those of the row at hand."""
 
     def __init__(
@@ -168,10 +63,10 @@ struct NormalizeRows[
         """
         var its = self
         comptime if Self.is_saved:
-            its.statistics = Self.ThisNorm.saved[Self.B.accum](self.call, index)
+            its.statistics = type_of(self.statistics).saved(self.call, index)
         else:
             ref call = self.call[]
-            its.statistics = Self.ThisNorm.statistics(
+            its.statistics = type_of(self.statistics).of_row(
                 buffer[Self.x_dtype](call.x).unsafe_offset(index * call.K),
                 call.K,
                 call.eps,

@@ -1,4 +1,4 @@
-"""LayerNorm on a CPU: a row's statistics, and its part in the gradient of the input."""
+"""A row's statistics on a CPU: how they are found, and how they normalize the row."""
 
 from std.math import sqrt
 
@@ -10,20 +10,33 @@ from ...gemm.cpu.memory import (
     lanes_below,
     load_first,
     prefetch_for_read,
-    store_first,
 )
-from .norm import Norm, Statistics
+from ...norms.norm import Norm
 
 
-struct LayerNorm(Norm):
-    """LayerNorm: x_hat = (x - mean) * rstd."""
+@fieldwise_init
+struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
+    """A row's statistics, and how they normalize it.
+
+    Parameters:
+        dtype: Element type of the row.
+        ThisNorm: The norm.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    var mean: Scalar[Self.B.accum]
+    """The row's mean."""
+    var rstd: Scalar[Self.B.accum]
+    """Reciprocal of the standard deviation."""
+    var center: Scalar[Self.B.accum]
+    """A number near the mean, which is subtracted first."""
+    var shift: Scalar[Self.B.accum]
+    """What is added to the scaled deviations from it."""
 
     @staticmethod
-    def statistics[
-        dtype: DType
-    ](x: Buffer[dtype], K: Int, eps: Float64) -> Statistics[
-        Blocking[dtype].accum
-    ]:
+    def of_row(x: Buffer[Self.dtype], K: Int, eps: Float64) -> Self:
         """Computes the statistics of a row, in two passes while it stays in cache.
 
         The first finds a point near the mean, from differences to the row's
@@ -31,9 +44,6 @@ struct LayerNorm(Norm):
         the sum of a large row does not overflow. The second sums the deviations
         from that point and their squares: the squares give the variance, and
         the deviations what the point lacks to be the mean.
-
-        Parameters:
-            dtype: Element type of the row.
 
         Args:
             x: The row.
@@ -43,7 +53,7 @@ struct LayerNorm(Norm):
         Returns:
             The statistics.
         """
-        comptime B = Blocking[dtype]
+        comptime B = Self.B
         comptime Lanes = SIMD[B.accum, B.width]
         comptime unroll = 4
         comptime stride = unroll * B.width
@@ -87,21 +97,19 @@ struct LayerNorm(Norm):
             var deviation = _deviation(x.unsafe_offset(k), K - k, center)
             sums[0] += deviation
             squares[0] = deviation.fma(deviation, squares[0])
-        var correction = _total(sums) * inverse
-        var variance = _total(squares) * inverse - correction * correction
+        var sum = _total(sums)
+        var variance = Self.ThisNorm.variance(sum, _total(squares), inverse)
         # Rounding may leave it just below zero; a NaN must stay one.
         if variance < 0:
             variance = 0
         var rstd = 1 / sqrt(variance + eps.cast[B.accum]())
+        var correction = sum * inverse
         return {center + correction, rstd, center, -correction * rstd}
 
     @always_inline
     @staticmethod
-    def saved[accum: DType](call: CallPointer, row: Int) -> Statistics[accum]:
+    def saved(call: CallPointer, row: Int) -> Self:
         """Reads the statistics that a forward left to its backward.
-
-        Parameters:
-            accum: The type of statistics.
 
         Args:
             call: The backward.
@@ -110,87 +118,30 @@ struct LayerNorm(Norm):
         Returns:
             The statistics.
         """
+        comptime accum = Self.B.accum
         var mean = buffer[accum](call[].mean).unsafe_offset(row).unsafe_load()
         var rstd = buffer[accum](call[].rstd).unsafe_offset(row).unsafe_load()
         # -0 is what changes nothing when it is added.
         return {mean, rstd, mean, -0.0}
 
-    @staticmethod
-    def finish_input_gradient[
-        dtype: DType
-    ](
-        dx: Buffer[dtype],
-        h: Buffer[Blocking[dtype].accum],
-        x: Buffer[dtype],
-        gamma: Buffer[Blocking[dtype].accum],
-        K: Int,
-        statistics: Statistics[Blocking[dtype].accum],
-    ):
-        """Computes a row of dx from the same row of `dy @ weight`.
-
-        With h = (dy @ weight) * gamma, dx = rstd * (h - mean(h) - x_hat *
-        mean(h * x_hat)).
+    @always_inline
+    def normalize[
+        width: Int
+    ](self, x: SIMD[Self.B.accum, width]) -> SIMD[Self.B.accum, width]:
+        """Normalizes a vector of the row.
 
         Parameters:
-            dtype: Element type of the tensors.
+            width: Number of lanes.
 
         Args:
-            dx: The row of the gradient.
-            h: The row of `dy @ weight`, readable in whole vectors; overwritten.
-            x: The row of the input.
-            gamma: Weight of the norm.
-            K: Number of features.
-            statistics: Those of the row.
+            x: The vector.
+
+        Returns:
+            The vector x_hat.
         """
-        comptime B = Blocking[dtype]
-        comptime Lanes = SIMD[B.accum, B.width]
-        comptime unroll = 2
-        var sums = Array[Lanes, unroll](fill=Lanes(0))
-        var dots = Array[Lanes, unroll](fill=Lanes(0))
-        for start in range(0, K, unroll * B.width):
-            comptime for u in range(unroll):
-                var k = start + u * B.width
-                if k < K:
-                    var left = K - k
-                    var value = h.unsafe_offset(k).unsafe_load[width=B.width]()
-                    value *= load_first[B.width](gamma.unsafe_offset(k), left)
-                    var x_hat = statistics.normalize(
-                        load_first[B.width](x.unsafe_offset(k), left).cast[
-                            B.accum
-                        ]()
-                    )
-                    # Beyond the row, h holds whatever the padded columns made.
-                    if left < B.width:
-                        value = lanes_below[B.width](left).select(
-                            value, Lanes(0)
-                        )
-                        x_hat = lanes_below[B.width](left).select(
-                            x_hat, Lanes(0)
-                        )
-                    h.unsafe_offset(k).unsafe_store(value)
-                    sums[u] += value
-                    dots[u] = value.fma(x_hat, dots[u])
-        var total = Lanes(0)
-        var dot = Lanes(0)
-        comptime for u in range(unroll):
-            total += sums[u]
-            dot += dots[u]
-        var inverse = Scalar[B.accum](1) / Scalar[B.accum](K)
-        var mean_h = total.reduce_add() * inverse
-        var mean_dot = dot.reduce_add() * inverse
-        for k in range(0, K, B.width):
-            var left = K - k
-            var value = h.unsafe_offset(k).unsafe_load[width=B.width]()
-            var x_hat = statistics.normalize(
-                load_first[B.width](x.unsafe_offset(k), left).cast[B.accum]()
-            )
-            store_first(
-                dx.unsafe_offset(k),
-                ((value - mean_h - x_hat * mean_dot) * statistics.rstd).cast[
-                    dtype
-                ](),
-                left,
-            )
+        # Deviations from the center are exact or nearly so; the small shift
+        # joins them after scaling, in one rounding.
+        return Self.ThisNorm.xhat(x, self.center, self.rstd) + self.shift
 
 
 @always_inline
