@@ -26,28 +26,31 @@ from ...gemm.cpu.product import (
     PanelSource,
     multiply_panel,
 )
-from ...norms.layer_norm import LayerNorm
 from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .job import Job
 from .normalize import NormalizeRows
+from .norms import with_norm
 from .parameters import in_type_of_sums
 from .plan import ForwardPlan, STACK_BYTES
 
 comptime _Forward[dtype: DType] = Job[dtype, ForwardPlan[dtype]]
 
 
-def forward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
+def forward[dtype: DType](call: CallPointer):
     """Computes y, and the rows' mean and rstd where their address is given.
 
     Parameters:
         dtype: Element type of the tensors.
-        ThisNorm: The norm.
 
     Args:
         call: The tensors, and a workspace as `plan_forward` asked for it.
     """
+    with_norm[dtype, _forward](call)
+
+
+def _forward[dtype: DType, ThisNorm: Norm](call: CallPointer):
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     var plan = ForwardPlan[dtype](call[])
     var workspace = align_up(

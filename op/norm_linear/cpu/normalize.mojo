@@ -71,7 +71,7 @@ struct NormalizeRows[
                 call.K,
                 call.eps,
             )
-            if call.mean != 0:
+            if Self.ThisNorm.has_mean and call.mean != 0:
                 buffer[Self.B.accum](call.mean).unsafe_offset(
                     index
                 ).unsafe_store(its.statistics.mean)

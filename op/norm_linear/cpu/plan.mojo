@@ -14,6 +14,7 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
 from ..plan import DECLINED, FUSED
+from .norms import NORMS
 
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
@@ -65,7 +66,10 @@ def plan_backward[dtype: DType](call: CallPointer):
 
 
 def _set(call: CallPointer, bytes: Int):
-    var is_taken = call[].narrow == 0 and call[].accumulate == 0
+    ref its = call[]
+    var is_taken = (
+        its.narrow == 0 and its.accumulate == 0 and its.normalization < NORMS
+    )
     call[].way = FUSED if is_taken else DECLINED
     call[].workspace_bytes = bytes if is_taken and bytes > STACK_BYTES else 0
 

@@ -27,9 +27,9 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
     """Block sizes and number formats."""
 
     var mean: Scalar[Self.B.accum]
-    """The row's mean."""
+    """The row's mean, 0 where rows are not centered."""
     var rstd: Scalar[Self.B.accum]
-    """Reciprocal of the standard deviation."""
+    """What the row is divided by, as a factor."""
     var center: Scalar[Self.B.accum]
     """A number near the mean, which is subtracted first."""
     var shift: Scalar[Self.B.accum]
@@ -37,7 +37,7 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
 
     @staticmethod
     def of_row(x: Buffer[Self.dtype], K: Int, eps: Float64) -> Self:
-        """Computes the statistics of a row, in two passes while it stays in cache.
+        """Computes the statistics of a row while it stays in cache, in two passes if rows are centered.
 
         The first finds a point near the mean, from differences to the row's
         first element, so that a constant row gives exactly that constant and
@@ -60,31 +60,34 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
         var inverse = Scalar[B.accum](1) / Scalar[B.accum](K)
         var whole = K // stride * stride
 
-        # pass 1: a center
-        var first = x.unsafe_load().cast[B.accum]()
         var sums = Array[Lanes, unroll](fill=Lanes(0))
-        for k in range(0, whole, stride):
-            comptime for u in range(unroll):
-                # Rows come one after the other, but a row may be a page, and the
-                # hardware prefetcher stops where a page ends.
-                prefetch_for_read(x.unsafe_offset(K + k + u * B.width))
-                sums[u] += (
-                    x.unsafe_offset(k + u * B.width)
-                    .unsafe_load[width=B.width]()
-                    .cast[B.accum]()
-                    - first
-                )
-        for k in range(whole, K, B.width):
-            # Lanes beyond the row add zero, not the first element's negative.
-            var deviation = _deviation(x.unsafe_offset(k), K - k, first)
-            sums[0] += deviation
-        var center = first + _total(sums) * inverse
+        # Where rows are not centered, 0 is what their squares are about.
+        var center = Scalar[B.accum](0)
+        comptime if Self.ThisNorm.has_mean:
+            # pass 1: a center
+            var first = x.unsafe_load().cast[B.accum]()
+            for k in range(0, whole, stride):
+                comptime for u in range(unroll):
+                    _prefetch_next_row(x.unsafe_offset(K + k + u * B.width))
+                    sums[u] += (
+                        x.unsafe_offset(k + u * B.width)
+                        .unsafe_load[width=B.width]()
+                        .cast[B.accum]()
+                        - first
+                    )
+            for k in range(whole, K, B.width):
+                # Lanes beyond the row add zero, not the first element's negative.
+                var deviation = _deviation(x.unsafe_offset(k), K - k, first)
+                sums[0] += deviation
+            center = first + _total(sums) * inverse
 
         # pass 2: deviations from it and their squares
         sums = Array[Lanes, unroll](fill=Lanes(0))
         var squares = Array[Lanes, unroll](fill=Lanes(0))
         for k in range(0, whole, stride):
             comptime for u in range(unroll):
+                comptime if not Self.ThisNorm.has_mean:
+                    _prefetch_next_row(x.unsafe_offset(K + k + u * B.width))
                 var deviation = (
                     x.unsafe_offset(k + u * B.width)
                     .unsafe_load[width=B.width]()
@@ -103,6 +106,8 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
         if variance < 0:
             variance = 0
         var rstd = 1 / sqrt(variance + eps.cast[B.accum]())
+        comptime if not Self.ThisNorm.has_mean:
+            return {0, rstd, 0, 0}
         var correction = sum * inverse
         return {center + correction, rstd, center, -correction * rstd}
 
@@ -119,8 +124,10 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
             The statistics.
         """
         comptime accum = Self.B.accum
-        var mean = buffer[accum](call[].mean).unsafe_offset(row).unsafe_load()
         var rstd = buffer[accum](call[].rstd).unsafe_offset(row).unsafe_load()
+        comptime if not Self.ThisNorm.has_mean:
+            return {0, rstd, 0, 0}
+        var mean = buffer[accum](call[].mean).unsafe_offset(row).unsafe_load()
         # -0 is what changes nothing when it is added.
         return {mean, rstd, mean, -0.0}
 
@@ -139,9 +146,21 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
         Returns:
             The vector x_hat.
         """
+        var x_hat = Self.ThisNorm.xhat(x, self.center, self.rstd)
+        comptime if not Self.ThisNorm.has_mean:
+            return x_hat
         # Deviations from the center are exact or nearly so; the small shift
         # joins them after scaling, in one rounding.
-        return Self.ThisNorm.xhat(x, self.center, self.rstd) + self.shift
+        return x_hat + self.shift
+
+
+@always_inline
+def _prefetch_next_row[dtype: DType, //](x: Buffer[dtype]):
+    """Asks for the next row, which the next call is for.
+
+    A row may be a page, and the hardware prefetcher stops where a page ends.
+    """
+    prefetch_for_read(x)
 
 
 @always_inline
