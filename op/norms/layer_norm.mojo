@@ -1,6 +1,6 @@
 """LayerNorm: rows are centered and divided by their standard deviation."""
 
-from .norm import Norm, Part, inverse_sqrt
+from .norm import Norm, Part
 
 
 struct LayerNorm(Norm):
@@ -12,16 +12,13 @@ struct LayerNorm(Norm):
     @doc_hidden
     @staticmethod
     @always_inline
-    def rstd[
+    def variance[
         dtype: DType, //
     ](
-        sum: Scalar[dtype],
-        squares: Scalar[dtype],
-        inverse_k: Scalar[dtype],
-        eps: Scalar[dtype],
+        sum: Scalar[dtype], squares: Scalar[dtype], inverse_k: Scalar[dtype]
     ) -> Scalar[dtype]:
         var rest = sum * inverse_k
-        return inverse_sqrt(squares * inverse_k - rest * rest + eps)
+        return squares * inverse_k - rest * rest
 
     @doc_hidden
     @staticmethod

@@ -22,6 +22,28 @@ trait Norm:
     """Whether rows are centered. If not, mean and c0 are 0 and nobody has to find them."""
 
     @staticmethod
+    def variance[
+        dtype: DType, //
+    ](
+        sum: Scalar[dtype], squares: Scalar[dtype], inverse_k: Scalar[dtype]
+    ) -> Scalar[dtype]:
+        """Returns the mean of the squares that a row is divided by the root of, about the mean if rows are centered.
+
+        Parameters:
+            dtype: The type computed in.
+
+        Args:
+            sum: The sum of the row, as near to 0 as its scale can be shifted.
+            squares: The sum of its squares.
+            inverse_k: 1 / K.
+
+        Returns:
+            The variance.
+        """
+        ...
+
+    @staticmethod
+    @always_inline
     def rstd[
         dtype: DType, //
     ](
@@ -44,7 +66,7 @@ trait Norm:
         Returns:
             The factor.
         """
-        ...
+        return inverse_sqrt(Self.variance(sum, squares, inverse_k) + eps)
 
     @staticmethod
     def xhat[

@@ -14,26 +14,29 @@ from std.sys import size_of
 
 from ...call import CallPointer
 from ...gemm.cpu.memory import CACHE_LINE
+from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Team
 from .backward_few_rows import run_few_rows
 from .backward_many_rows import run_many_rows
 from .job import Job
-from .layer_norm import LayerNorm
-from .norm import Norm
+from .norms import with_norm
 from .plan import BackwardPlan, STACK_BYTES
 
 
-def backward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
+def backward[dtype: DType](call: CallPointer):
     """Computes the gradients whose address is given.
 
     Parameters:
         dtype: Element type of the tensors.
-        ThisNorm: The norm.
 
     Args:
         call: The tensors, and a workspace as `plan_backward` asked for it.
     """
+    with_norm[dtype, _backward](call)
+
+
+def _backward[dtype: DType, ThisNorm: Norm](call: CallPointer):
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     var plan = BackwardPlan[dtype](call[])
     var workspace = align_up(

@@ -18,11 +18,14 @@ from ...gemm.cpu.memory import Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
 from ...gemm.cpu.product import Packed, multiply_panel
+from ...norms.norm import Norm
 from ...team import Data, Team
+from .input_gradient import finish_input_gradient
 from .job import Job
-from .norm import Norm, NormalizeRows
+from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, sum_dy, sum_over_rows
 from .plan import BackwardPlan
+from .statistics import Statistics
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -219,11 +222,11 @@ def _finish_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
     ref call = job.call[]
     var chunks = _row_chunks(job)
     for row in range(call.M * index // chunks, call.M * (index + 1) // chunks):
-        ThisNorm.finish_input_gradient(
+        finish_input_gradient(
             Matrix[dtype](call.dx, call.K).at(row),
             _h(job).at(row),
             Matrix[dtype](call.x, call.K).at(row),
             job.gamma,
             call.K,
-            ThisNorm.saved[Blocking[dtype].accum](job.call, row),
+            Statistics[dtype, ThisNorm].saved(job.call, row),
         )

@@ -13,11 +13,14 @@ from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
 from ...gemm.cpu.product import Packed, multiply_panel
+from ...norms.norm import Norm
 from ...team import Data, Team
+from .input_gradient import finish_input_gradient
 from .job import Job
-from .norm import Norm, NormalizeRows
+from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
 from .plan import BLOCK_STEPS, BackwardPlan, SUM_ROWS, TileRoom
+from .statistics import Statistics
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -196,13 +199,13 @@ def _slab_task[
             call.N,
         )
     for i in range(count):
-        ThisNorm.finish_input_gradient(
+        finish_input_gradient(
             Matrix[dtype](call.dx, call.K).at(first + i),
             h.at(i),
             Matrix[dtype](call.x, call.K).at(first + i),
             job.gamma,
             call.K,
-            ThisNorm.saved[B.accum](job.call, first + i),
+            Statistics[dtype, ThisNorm].saved(job.call, first + i),
         )
 
 

@@ -8,13 +8,16 @@ shares what:
   the output, packing its part of the weight just before use, block by block;
 - many rows: the weight is packed once and shared, and each task takes a slab
   of rows, which it normalizes for itself.
+
+Before a gate the two halves of the weight lie panel beside panel, and each task
+computes the same columns of both.
 """
 
 from std.math import align_up
 from std.memory import stack_allocation
 from std.sys import size_of
 
-from ...call import CallPointer
+from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.epilogue import AddBias, Output
 from ...gemm.cpu.memory import Arena, CACHE_LINE, Matrix, buffer
@@ -26,33 +29,41 @@ from ...gemm.cpu.product import (
     PanelSource,
     multiply_panel,
 )
+from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
+from .activate import Half, activate_panel
 from .job import Job
-from .layer_norm import LayerNorm
-from .norm import Norm, NormalizeRows
+from .normalize import NormalizeRows, normalized_rows
+from .norms import with_norm
 from .parameters import in_type_of_sums
 from .plan import ForwardPlan, STACK_BYTES
 
 comptime _Forward[dtype: DType] = Job[dtype, ForwardPlan[dtype]]
 
 
-def forward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
+def forward[dtype: DType](call: CallPointer):
     """Computes y, and the rows' mean and rstd where their address is given.
 
     Parameters:
         dtype: Element type of the tensors.
-        ThisNorm: The norm.
 
     Args:
         call: The tensors, and a workspace as `plan_forward` asked for it.
     """
+    with_norm[dtype, _forward](call)
+
+
+def _forward[dtype: DType, ThisNorm: Norm](call: CallPointer):
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     var plan = ForwardPlan[dtype](call[])
     var workspace = align_up(
         call[].workspace if call[].workspace != 0 else Int(room), CACHE_LINE
     )
-    prefer_large_pages(call[].y, call[].M * call[].N * size_of[dtype]())
+    var output_bytes = call[].M * call[].N * size_of[dtype]()
+    prefer_large_pages(call[].y, output_bytes)
+    if call[].h != 0:
+        prefer_large_pages(call[].h, output_bytes * plan.halves)
     prefer_large_pages(workspace, plan.bytes)
     var job = _Forward[dtype](
         call, plan.copy(), workspace, plan.gamma, plan.beta
@@ -61,7 +72,7 @@ def forward[dtype: DType, ThisNorm: Norm = LayerNorm](call: CallPointer):
     if plan.few_rows:
         team.run(_normalize_part[dtype, ThisNorm], _chunks(job), job)
     else:
-        team.run(_pack_part[dtype], plan.panels, job)
+        team.run(_pack_part[dtype], plan.panels * plan.halves, job)
     team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
 
 
@@ -90,60 +101,113 @@ def _normalize[
     first: Int,
     count: Int,
 ):
-    """Normalizes rows of x and stores their statistics."""
+    """Normalizes rows of x, or of the sum that they make, and stores their statistics."""
+    if job.call[].groups == 0:
+        _normalize_as[dtype, ThisNorm, False](job, target, first, count)
+    else:
+        _normalize_as[dtype, ThisNorm, True](job, target, first, count)
+
+
+def _normalize_as[
+    dtype: DType, ThisNorm: Norm, is_modulated: Bool
+](
+    job: _Forward[dtype],
+    target: Matrix[Blocking[dtype].operand],
+    first: Int,
+    count: Int,
+):
     ref call = job.call[]
     pack_rows[dtype](
         target,
-        Matrix[dtype](call.x, call.K),
+        Matrix[dtype](normalized_rows(call), call.K),
         first,
         count,
         call.K,
-        NormalizeRows[dtype, ThisNorm, is_saved=False, is_affine=True](
-            job.call, job.gamma, job.beta
-        ),
+        NormalizeRows[
+            dtype,
+            ThisNorm,
+            is_saved=False,
+            is_affine=True,
+            is_modulated=is_modulated,
+        ](job.call, job.gamma, job.beta),
     )
+
+
+@fieldwise_init
+struct _Room[dtype: DType](TrivialRegisterPassable):
+    """A worker's room for a panel: bias and sums of each half."""
+
+    comptime B = Blocking[Self.dtype]
+
+    var bias: Int
+    var sums: Matrix[Self.B.accum]
+    var rows: Int
+
+    def half(
+        self, call: Call, half: Int, column: Int, columns: Int
+    ) -> Half[Self.dtype]:
+        """Prepares a half's bias."""
+        comptime B = Self.B
+        var first = half * call.N + column
+        return {
+            self.sums.part(half * self.rows, 0),
+            in_type_of_sums[Self.dtype](
+                self.bias + half * B.tile_n * size_of[B.accum](),
+                call.bias + first * size_of[Self.dtype]() if call.bias
+                != 0 else 0,
+                columns,
+                default=0,
+                is_float32=False,
+                padded=True,
+            ),
+        }
 
 
 def _multiply[
     dtype: DType, Source: PanelSource
 ](
     job: _Forward[dtype],
-    bias: Int,
-    sums: Matrix[Blocking[dtype].accum],
+    room: _Room[dtype],
     rows: Matrix[Blocking[dtype].operand],
     first: Int,
     count: Int,
     panel: Int,
     weight: Source,
+    gated: Source,
 ):
-    """Computes rows of one panel of y; `bias` is where its bias is converted."""
+    """Computes rows of one panel of y; `gated` is the weight's second half."""
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var column = panel * B.tile_n
     var columns = min(B.tile_n, call.N - column)
-    var its_bias = in_type_of_sums[dtype](
-        bias,
-        call.bias + column * size_of[dtype]() if call.bias != 0 else 0,
-        columns,
-        default=0,
-        is_float32=False,
-        padded=True,
-    )
+    var half = room.half(call, 0, column, columns)
+    if call.activation == 0:
+        multiply_panel[dtype, a_is_panel=False](
+            half.sums,
+            rows,
+            weight,
+            count,
+            columns,
+            call.K,
+            Optional(
+                Output(
+                    Matrix[dtype](call.y, call.N).part(first, column),
+                    columns,
+                    AddBias(half.bias),
+                )
+            ),
+        )
+        return
     multiply_panel[dtype, a_is_panel=False](
-        sums,
-        rows,
-        weight,
-        count,
-        columns,
-        call.K,
-        Optional(
-            Output(
-                Matrix[dtype](call.y, call.N).part(first, column),
-                columns,
-                AddBias(its_bias),
-            )
-        ),
+        half.sums, rows, weight, count, columns, call.K
     )
+    var other = half
+    if job.plan.halves > 1:
+        other = room.half(call, 1, column, columns)
+        multiply_panel[dtype, a_is_panel=False](
+            other.sums, rows, gated, count, columns, call.K
+        )
+    activate_panel(call, first, column, count, columns, half, other)
 
 
 def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
@@ -158,14 +222,17 @@ def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
 
 
 def _pack_part[dtype: DType](data: Data, panel: Int):
-    """Packs one panel of the weight."""
+    """Packs one panel of the weight, or of one of its halves."""
     ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
     comptime B = Blocking[dtype]
     ref call = job.call[]
-    var first = panel * B.tile_n
+    var halves = job.plan.halves
+    var first = panel // halves * B.tile_n
     pack_transposed[dtype](
         _shared(job).at(panel),
-        Matrix[dtype](call.weight, call.K).part(first, 0),
+        Matrix[dtype](call.weight, call.K).part(
+            panel % halves * call.N + first, 0
+        ),
         min(B.tile_n, call.N - first),
         call.K,
     )
@@ -178,28 +245,32 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     ref plan = job.plan
     ref call = job.call[]
     var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
-    var bias = arena.take[B.accum](B.tile_n)
-    var sums = Matrix[B.accum](
-        arena.take[B.accum](plan.slab_rows * B.tile_n), B.tile_n
-    )
-    var room = buffer[B.operand](arena.next)
+    var bias = arena.take[B.accum](plan.halves * B.tile_n)
+    var sums = arena.take[B.accum](plan.halves * plan.slab_rows * B.tile_n)
+    var room = _Room[dtype](bias, {sums, B.tile_n}, plan.slab_rows)
+    var rest = buffer[B.operand](arena.next)
+    # Where there is no gate, what would be gated is the product itself.
+    var gated = plan.halves - 1
     if plan.few_rows:
         var weight = Matrix[dtype](call.weight, call.K)
         while True:
             var panel = job.take()
             if panel >= plan.panels:
                 return
+            var first = panel * B.tile_n
             _multiply(
                 job,
-                bias,
-                sums,
+                room,
                 _shared(job),
                 0,
                 call.M,
                 panel,
-                PackedOnUse[dtype](room, weight.part(panel * B.tile_n, 0)),
+                PackedOnUse[dtype](rest, weight.part(first, 0)),
+                PackedOnUse[dtype](
+                    rest, weight.part(gated * call.N + first, 0)
+                ),
             )
-    var rows = Matrix(room, B.row_stride(call.K))
+    var rows = Matrix(rest, B.row_stride(call.K))
     while True:
         var slab = job.take()
         if slab >= plan.slabs.count:
@@ -208,13 +279,14 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
         var count = plan.slabs.first(slab + 1) - first
         _normalize[dtype, ThisNorm](job, rows, first, count)
         for panel in range(plan.panels):
+            var place = panel * plan.halves
             _multiply(
                 job,
-                bias,
-                sums,
+                room,
                 rows,
                 first,
                 count,
                 panel,
-                Packed[dtype, True](_shared(job).at(panel)),
+                Packed[dtype, True](_shared(job).at(place)),
+                Packed[dtype, True](_shared(job).at(place + gated)),
             )

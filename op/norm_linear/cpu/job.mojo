@@ -26,7 +26,7 @@ struct Job[dtype: DType, Plan: Movable & Deinitable](Movable):
     var workspace: Int
     """Address of the workspace, aligned."""
     var gamma: Buffer[Self.accum]
-    """Weight of the norm [K] in the type of sums."""
+    """Weight of the norm [K] in the type of sums, its offset added."""
     var beta: Buffer[Self.accum]
     """Bias of the norm [K] in the type of sums."""
     var next_task: Int64
@@ -59,6 +59,7 @@ struct Job[dtype: DType, Plan: Movable & Deinitable](Movable):
             call[].K,
             default=1,
             is_float32=is_float32,
+            offset=call[].weight_offset,
         )
         self.beta = in_type_of_sums[Self.dtype](
             workspace + beta,

@@ -17,10 +17,11 @@ from std.math import ceildiv
 from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Buffer, Matrix, buffer, load_first, store_first
+from ...norms.norm import Norm
 from .job import Job
-from .norm import Norm
 from .parameters import store_gradient
 from .plan import BackwardPlan, SUM_ROWS
+from .statistics import Statistics
 
 comptime CHUNK = 256
 """Columns of dy that are summed together."""
@@ -90,8 +91,12 @@ def sum_over_rows[
         var dbeta = Lanes(0)
         for m in range(call.M):
             var value = h.at(m, k).unsafe_load[width=B.width]()
-            var x_hat = ThisNorm.saved[B.accum](call_at, m).normalize(
-                load_first[B.width](x.at(m, k), left).cast[B.accum]()
+            var x_hat = (
+                Statistics[dtype, ThisNorm]
+                .saved(call_at, m)
+                .normalize(
+                    load_first[B.width](x.at(m, k), left).cast[B.accum]()
+                )
             )
             dgamma += (value * x_hat).cast[DType.float64]()
             dbeta += value.cast[DType.float64]()

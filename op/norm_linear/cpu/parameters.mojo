@@ -13,6 +13,7 @@ def in_type_of_sums[
     *,
     default: Int,
     is_float32: Bool,
+    offset: Float64 = 0,
     padded: Bool = False,
 ) -> Buffer[Blocking[dtype].accum]:
     """Converts a parameter's values if they must be.
@@ -26,6 +27,7 @@ def in_type_of_sums[
         count: Number of values.
         default: The value of every element of an absent parameter.
         is_float32: Whether it is float32 whatever the type of other tensors.
+        offset: Added to every value of a parameter that is there.
         padded: Whether panels are read to their end.
 
     Returns:
@@ -40,7 +42,7 @@ def in_type_of_sums[
             store_first(target.unsafe_offset(k), Lanes(default), all - k)
         return target
     var is_accum = dtype == B.accum or (is_float32 and B.accum == DType.float32)
-    if is_accum and not padded:
+    if is_accum and offset == 0 and not padded:
         return buffer[B.accum](address)
     for k in range(0, all, B.width):
         var left = max(count - k, 0)
@@ -53,6 +55,8 @@ def in_type_of_sums[
             values = load_first[B.width](
                 buffer[dtype](address).unsafe_offset(k), left
             ).cast[B.accum]()
+        if offset != 0:
+            values += offset.cast[B.accum]()
         store_first(target.unsafe_offset(k), values, all - k)
     return target
 

@@ -14,6 +14,8 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
 from ..plan import DECLINED, FUSED
+from .activation import GATED, is_activation
+from .norms import NORMS
 
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
@@ -49,7 +51,14 @@ def plan_forward[dtype: DType](call: CallPointer):
     Args:
         call: The forward; `way` and `workspace_bytes` are set.
     """
-    _set(call, ForwardPlan[dtype](call[]).bytes)
+    ref its = call[]
+    var is_served = (
+        its.has_statistics == 0
+        and (its.residual == 0 or its.sum != 0)
+        and (its.groups == 0 or its.M % its.groups == 0)
+        and (its.activation == 0 or is_activation(its.activation))
+    )
+    _set(call, is_served, ForwardPlan[dtype](call[]).bytes)
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -61,11 +70,19 @@ def plan_backward[dtype: DType](call: CallPointer):
     Args:
         call: The backward; `way` and `workspace_bytes` are set.
     """
-    _set(call, BackwardPlan[dtype](call[]).bytes)
+    ref its = call[]
+    var is_served = its.groups == 0 and its.activation == 0 and its.dsum == 0
+    _set(call, is_served, BackwardPlan[dtype](call[]).bytes)
 
 
-def _set(call: CallPointer, bytes: Int):
-    var is_taken = call[].narrow == 0 and call[].accumulate == 0
+def _set(call: CallPointer, is_served: Bool, bytes: Int):
+    ref its = call[]
+    var is_taken = (
+        is_served
+        and its.narrow == 0
+        and its.accumulate == 0
+        and its.normalization < NORMS
+    )
     call[].way = FUSED if is_taken else DECLINED
     call[].workspace_bytes = bytes if is_taken and bytes > STACK_BYTES else 0
 
@@ -91,6 +108,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Threads that take tasks."""
     var panels: Int
     """Panels of `tile_n` outputs."""
+    var halves: Int
+    """Columns of the product for each output: 2 before a gate."""
     var slabs: Slabs
     """The slabs of rows."""
     var slab_rows: Int
@@ -102,7 +121,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     var shared: Int
     """The normalized rows (few rows) or the packed weight."""
     var own: Int
-    """The first worker's own part: a panel's bias and sums, then a block of the weight (few rows) or normalized rows."""
+    """The first worker's own part: bias and sums of each half of a panel, then a block of the weight (few rows) or
+    normalized rows."""
     var own_bytes: Int
     """Size of a worker's own part."""
     var bytes: Int
@@ -118,6 +138,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.few_rows = call.M <= FEW_ROWS
         self.workers = _workers(call)
         self.panels = B.panels(call.N)
+        self.halves = 2 if call.activation >= GATED else 1
         self.slabs = Slabs(
             call.M, B.tile_m, self.workers, call.K * size_of[B.operand]()
         )
@@ -128,11 +149,13 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.beta = arena.take[B.accum](call.K)
         var rows = self.slab_rows * B.row_stride(call.K)
         self.shared = arena.take[B.operand](
-            rows if self.few_rows else self.panels * B.panel_size(call.K)
+            rows if self.few_rows else self.panels
+            * self.halves
+            * B.panel_size(call.K)
         )
         self.own = arena.next
-        _ = arena.take[B.accum](B.tile_n)
-        _ = arena.take[B.accum](self.slab_rows * B.tile_n)
+        _ = arena.take[B.accum](self.halves * B.tile_n)
+        _ = arena.take[B.accum](self.halves * self.slab_rows * B.tile_n)
         _ = arena.take[B.operand](
             B.panel_size(B.depth) if self.few_rows else rows
         )

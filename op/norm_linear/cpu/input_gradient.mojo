@@ -1,0 +1,75 @@
+"""What a norm's row adds to the gradient of the input, on a CPU."""
+
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.memory import Buffer, lanes_below, load_first, store_first
+from ...norms.norm import Norm
+from .statistics import Statistics
+
+
+def finish_input_gradient[
+    dtype: DType, ThisNorm: Norm
+](
+    dx: Buffer[dtype],
+    h: Buffer[Blocking[dtype].accum],
+    x: Buffer[dtype],
+    gamma: Buffer[Blocking[dtype].accum],
+    K: Int,
+    statistics: Statistics[dtype, ThisNorm],
+):
+    """Computes a row of dx from the same row of `dy @ weight`.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        dx: The row of the gradient.
+        h: The row of `dy @ weight`, readable in whole vectors; overwritten.
+        x: The row of the input.
+        gamma: Weight of the norm.
+        K: Number of features.
+        statistics: Those of the row.
+    """
+    comptime B = Blocking[dtype]
+    comptime Lanes = SIMD[B.accum, B.width]
+    comptime unroll = 2
+    var sums = Array[Lanes, unroll](fill=Lanes(0))
+    var dots = Array[Lanes, unroll](fill=Lanes(0))
+    for start in range(0, K, unroll * B.width):
+        comptime for u in range(unroll):
+            var k = start + u * B.width
+            if k < K:
+                var left = K - k
+                var value = h.unsafe_offset(k).unsafe_load[width=B.width]()
+                value *= load_first[B.width](gamma.unsafe_offset(k), left)
+                var x_hat = statistics.normalize(
+                    load_first[B.width](x.unsafe_offset(k), left).cast[
+                        B.accum
+                    ]()
+                )
+                # Beyond the row, h holds whatever the padded columns made.
+                if left < B.width:
+                    value = lanes_below[B.width](left).select(value, Lanes(0))
+                    x_hat = lanes_below[B.width](left).select(x_hat, Lanes(0))
+                h.unsafe_offset(k).unsafe_store(value)
+                sums[u] += value
+                dots[u] = value.fma(x_hat, dots[u])
+    var total = Lanes(0)
+    var dot = Lanes(0)
+    comptime for u in range(unroll):
+        total += sums[u]
+        dot += dots[u]
+    var inverse = Scalar[B.accum](1) / Scalar[B.accum](K)
+    var c0 = total.reduce_add() * inverse
+    var c1 = dot.reduce_add() * inverse
+    for k in range(0, K, B.width):
+        var left = K - k
+        var value = h.unsafe_offset(k).unsafe_load[width=B.width]()
+        var x_hat = statistics.normalize(
+            load_first[B.width](x.unsafe_offset(k), left).cast[B.accum]()
+        )
+        store_first(
+            dx.unsafe_offset(k),
+            ThisNorm.dx(value, x_hat, statistics.rstd, c0, c1).cast[dtype](),
+            left,
+        )

@@ -1,0 +1,29 @@
+"""Chooses a call's norm: the one place that knows which there are."""
+
+from ...call import CallPointer
+from ...norms.layer_norm import LayerNorm
+from ...norms.norm import Norm
+from ...norms.rms_norm import RmsNorm
+
+comptime NORMS = 2
+"""How many there are; `Call.normalization` is below."""
+
+
+@always_inline
+def with_norm[
+    dtype: DType,
+    run: def[dtype: DType, ThisNorm: Norm](CallPointer) thin -> None,
+](call: CallPointer):
+    """Runs a pass with the call's norm.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        run: The pass.
+
+    Args:
+        call: The call; its plan has found the norm to be one of ours.
+    """
+    if call[].normalization == 1:
+        run[dtype, RmsNorm](call)
+    else:
+        run[dtype, LayerNorm](call)

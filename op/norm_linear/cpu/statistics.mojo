@@ -1,0 +1,186 @@
+"""A row's statistics on a CPU: how they are found, and how they normalize the row."""
+
+from std.math import sqrt
+
+from ...call import CallPointer
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.memory import (
+    Buffer,
+    buffer,
+    lanes_below,
+    load_first,
+    prefetch_for_read,
+)
+from ...norms.norm import Norm
+
+
+@fieldwise_init
+struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
+    """A row's statistics, and how they normalize it.
+
+    Parameters:
+        dtype: Element type of the row.
+        ThisNorm: The norm.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    var mean: Scalar[Self.B.accum]
+    """The row's mean, 0 where rows are not centered."""
+    var rstd: Scalar[Self.B.accum]
+    """What the row is divided by, as a factor."""
+    var center: Scalar[Self.B.accum]
+    """A number near the mean, which is subtracted first."""
+    var shift: Scalar[Self.B.accum]
+    """What is added to the scaled deviations from it."""
+
+    @staticmethod
+    def of_row(x: Buffer[Self.dtype], K: Int, eps: Float64) -> Self:
+        """Computes the statistics of a row while it stays in cache, in two passes if rows are centered.
+
+        The first finds a point near the mean, from differences to the row's
+        first element, so that a constant row gives exactly that constant and
+        the sum of a large row does not overflow. The second sums the deviations
+        from that point and their squares: the squares give the variance, and
+        the deviations what the point lacks to be the mean.
+
+        Args:
+            x: The row.
+            K: Number of features.
+            eps: Added to the variance before the square root.
+
+        Returns:
+            The statistics.
+        """
+        comptime B = Self.B
+        comptime Lanes = SIMD[B.accum, B.width]
+        comptime unroll = 4
+        comptime stride = unroll * B.width
+        var inverse = Scalar[B.accum](1) / Scalar[B.accum](K)
+        var whole = K // stride * stride
+
+        var sums = Array[Lanes, unroll](fill=Lanes(0))
+        # Where rows are not centered, 0 is what their squares are about.
+        var center = Scalar[B.accum](0)
+        comptime if Self.ThisNorm.has_mean:
+            # pass 1: a center
+            var first = x.unsafe_load().cast[B.accum]()
+            for k in range(0, whole, stride):
+                comptime for u in range(unroll):
+                    _prefetch_next_row(x.unsafe_offset(K + k + u * B.width))
+                    sums[u] += (
+                        x.unsafe_offset(k + u * B.width)
+                        .unsafe_load[width=B.width]()
+                        .cast[B.accum]()
+                        - first
+                    )
+            for k in range(whole, K, B.width):
+                # Lanes beyond the row add zero, not the first element's negative.
+                var deviation = _deviation(x.unsafe_offset(k), K - k, first)
+                sums[0] += deviation
+            center = first + _total(sums) * inverse
+
+        # pass 2: deviations from it and their squares
+        sums = Array[Lanes, unroll](fill=Lanes(0))
+        var squares = Array[Lanes, unroll](fill=Lanes(0))
+        for k in range(0, whole, stride):
+            comptime for u in range(unroll):
+                comptime if not Self.ThisNorm.has_mean:
+                    _prefetch_next_row(x.unsafe_offset(K + k + u * B.width))
+                var deviation = (
+                    x.unsafe_offset(k + u * B.width)
+                    .unsafe_load[width=B.width]()
+                    .cast[B.accum]()
+                    - center
+                )
+                sums[u] += deviation
+                squares[u] = deviation.fma(deviation, squares[u])
+        for k in range(whole, K, B.width):
+            var deviation = _deviation(x.unsafe_offset(k), K - k, center)
+            sums[0] += deviation
+            squares[0] = deviation.fma(deviation, squares[0])
+        var sum = _total(sums)
+        var variance = Self.ThisNorm.variance(sum, _total(squares), inverse)
+        # Rounding may leave it just below zero; a NaN must stay one.
+        if variance < 0:
+            variance = 0
+        var rstd = 1 / sqrt(variance + eps.cast[B.accum]())
+        comptime if not Self.ThisNorm.has_mean:
+            return {0, rstd, 0, 0}
+        var correction = sum * inverse
+        return {center + correction, rstd, center, -correction * rstd}
+
+    @always_inline
+    @staticmethod
+    def saved(call: CallPointer, row: Int) -> Self:
+        """Reads the statistics that a forward left to its backward.
+
+        Args:
+            call: The backward.
+            row: Which row.
+
+        Returns:
+            The statistics.
+        """
+        comptime accum = Self.B.accum
+        var rstd = buffer[accum](call[].rstd).unsafe_offset(row).unsafe_load()
+        comptime if not Self.ThisNorm.has_mean:
+            return {0, rstd, 0, 0}
+        var mean = buffer[accum](call[].mean).unsafe_offset(row).unsafe_load()
+        # -0 is what changes nothing when it is added.
+        return {mean, rstd, mean, -0.0}
+
+    @always_inline
+    def normalize[
+        width: Int
+    ](self, x: SIMD[Self.B.accum, width]) -> SIMD[Self.B.accum, width]:
+        """Normalizes a vector of the row.
+
+        Parameters:
+            width: Number of lanes.
+
+        Args:
+            x: The vector.
+
+        Returns:
+            The vector x_hat.
+        """
+        var x_hat = Self.ThisNorm.xhat(x, self.center, self.rstd)
+        comptime if not Self.ThisNorm.has_mean:
+            return x_hat
+        # Deviations from the center are exact or nearly so; the small shift
+        # joins them after scaling, in one rounding.
+        return x_hat + self.shift
+
+
+@always_inline
+def _prefetch_next_row[dtype: DType, //](x: Buffer[dtype]):
+    """Asks for the next row, which the next call is for.
+
+    A row may be a page, and the hardware prefetcher stops where a page ends.
+    """
+    prefetch_for_read(x)
+
+
+@always_inline
+def _deviation[
+    dtype: DType
+](x: Buffer[dtype], count: Int, center: Scalar[Blocking[dtype].accum]) -> SIMD[
+    Blocking[dtype].accum, Blocking[dtype].width
+]:
+    comptime B = Blocking[dtype]
+    var deviation = load_first[B.width](x, count).cast[B.accum]() - center
+    return lanes_below[B.width](count).select(
+        deviation, SIMD[B.accum, B.width](0)
+    )
+
+
+@always_inline
+def _total[
+    dtype: DType, width: Int, count: Int, //
+](sums: Array[SIMD[dtype, width], count]) -> Scalar[dtype]:
+    var total = SIMD[dtype, width](0)
+    comptime for u in range(count):
+        total += sums[u]
+    return total.reduce_add()
