@@ -304,11 +304,11 @@ def family_call(
     norm_bias: Tensor | None,
     eps: float | None,
     weight_offset: float,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
     activation: str | None,
-    statistics: Statistics | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    statistics: Statistics | None = None,
     return_sum: bool = False,
     return_norm: bool = False,
     owners: Sequence[Tensor | None] | None = None,
@@ -327,17 +327,17 @@ def family_call(
         norm_bias: Beta.
         eps: Added to the variance, or to the mean square.
         weight_offset: Added to gamma.
+        activation: What follows the product.
         scale: AdaLN's scale.
         shift: AdaLN's shift.
         residual: Added to x before the norm.
-        activation: What follows the product.
         statistics: Those of the sum.
         return_sum: Whether the sum is a result.
         return_norm: Whether the normalized rows are.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
     """
     exact = _checked(normalization, activation, eps, x)
-    if joined and len(weights) > 2:
+    if len(weights) > 2 and activation is not None and is_gate(activation):
         raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
     mean = rstd = None
     if statistics is not None:

@@ -240,7 +240,9 @@ def check(case: Mapping[str, Any], tensors: Mapping[str, Any], factor: float = 2
         assert leaf.grad is not None, name
         assert leaf.grad.dtype is leaf.dtype, name
         bar = lows[name].grad
-        assert_within_budget(f"grad_{name}", leaf.grad, highs[name].grad, bar, factor)
+        # The error of a lone number is luck, not an average.
+        allowed = factor * (4 if leaf.numel() == 1 else 1)
+        assert_within_budget(f"grad_{name}", leaf.grad, highs[name].grad, bar, allowed)
 
 
 def _backward(results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
