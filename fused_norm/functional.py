@@ -65,7 +65,7 @@ def fused_layernorm_linear(
         TypeError: As they do, for an argument that is not a tensor.
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
-    if _is_overridden(x, linear_weight, None):
+    if is_overridden(x, linear_weight, None):
         return handle_torch_function(
             fused_layernorm_linear,
             (x, linear_weight),
@@ -145,7 +145,7 @@ def norm_linear(
         **{"residual": residual, "activation": activation, "statistics": statistics},
         **{"return_sum": return_sum, "return_norm": return_norm},
     }
-    if _is_overridden(x, weight, residual):
+    if is_overridden(x, weight, residual):
         return handle_torch_function(
             norm_linear, _overriding(x, weight), x, weight, bias, **options
         )
@@ -232,7 +232,7 @@ def norm_mlp(
         **{"residual": residual, "activation": activation, "statistics": statistics},
         **{"return_sum": return_sum, "return_norm": return_norm},
     }
-    if _is_overridden(x, fc1_weight, residual):
+    if is_overridden(x, fc1_weight, residual):
         return handle_torch_function(
             norm_mlp,
             _overriding(x, fc1_weight),
@@ -277,7 +277,7 @@ def linear_add(
         RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
         TypeError: As they do, for an argument that is not a tensor.
     """
-    if _is_overridden(x, weight, residual):
+    if is_overridden(x, weight, residual):
         return handle_torch_function(
             linear_add,
             _overriding(x, weight),
@@ -336,6 +336,30 @@ def family_call(
         return_norm: Whether the normalized rows are.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
     """
+    if is_overridden(x, weights, residual):
+        return handle_torch_function(
+            family_call,
+            _overriding(x, weights),
+            x,
+            weights,
+            biases,
+            second,
+            joined,
+            recompute,
+            normalization=normalization,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            weight_offset=weight_offset,
+            activation=activation,
+            scale=scale,
+            shift=shift,
+            residual=residual,
+            statistics=statistics,
+            return_sum=return_sum,
+            return_norm=return_norm,
+            owners=owners,
+        )
     exact = _checked(normalization, activation, eps, x)
     if len(weights) > 2 and activation is not None and is_gate(activation):
         raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
@@ -400,7 +424,13 @@ def _overriding(x: Any, weight: Any) -> tuple[Any, ...]:
     return (x, *weight) if isinstance(weight, (list, tuple)) else (x, weight)
 
 
-def _is_overridden(x: Any, weight: Any, residual: Any) -> bool:
-    """Return whether an argument brings its own idea of calls, as those of `torch.fx` do."""
+def is_overridden(x: Any, weight: Any, residual: Any) -> bool:
+    """Return whether an argument brings its own idea of calls, as those of `torch.fx` do.
+
+    Args:
+        x: The input.
+        weight: A weight, or several.
+        residual: Added to x, or None.
+    """
     arguments = (*_overriding(x, weight), residual)
     return not _ORDINARY.issuperset(map(type, arguments)) and has_torch_function(arguments)

@@ -191,7 +191,8 @@ class SeamFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the tensors that require one."""
-        tensors, products = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors
+        tensors, products = saved[: ctx.count], saved[ctx.count :]
         needed = list(ctx.needs_input_grad[2:])
         if all(g is None for g in grad_outputs):
             return (None,) * (2 + len(needed))
@@ -227,15 +228,7 @@ def gradients(
         wanted: Which are.
     """
     t = unflat(tensors)
-    if (
-        torch.is_grad_enabled()
-        or is_forward_mode()
-        or torch._C._are_functorch_transforms_active()
-        or any(
-            g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs
-        )
-    ):
-        # A derivative of this one may be taken, or many at once: PyTorch's ops have those.
+    if not torch.compiler.is_compiling() and _may_be_derived(grad_outputs):
         return composition.gradients(kind, t, grad_outputs, wanted)
     plain = (*(v for v in tensors if v is not None), *(g for g in grad_outputs if g is not None))
     if not is_watched() and are_plain(plain) and not is_empty(t):
@@ -243,6 +236,18 @@ def gradients(
         return seams.backward(kind, t, products, grad_outputs, wanted, main_grads)
     results = iter(_seam_backward(*t, *kind, list(products), list(grad_outputs), wanted))
     return [next(results) if w else None for w in wanted]
+
+
+def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
+    """Return whether derivatives of gradients may be taken, or many at once, as kernels cannot."""
+    return (
+        torch.is_grad_enabled()
+        or is_forward_mode()
+        or torch._C._are_functorch_transforms_active()
+        or any(
+            g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs
+        )
+    )
 
 
 # What `apply` comes down to where no transform is active, 3 us sooner.
@@ -268,6 +273,11 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
     tensors = flat(ready)
     if torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in tensors):
         apply = SeamFunction.apply if is_watched() else _apply
-        return list(apply(kind, owners, *tensors))
+        # What is saved has to be an input or a result: second derivatives reach x through it.
+        has_sum = ready.residual is not None
+        found = list(apply(kind._replace(returns_sum=has_sum), owners, *tensors))
+        if has_sum and not kind.returns_sum:
+            found.pop(-2 if kind.returns_norm else -1)
+        return found
     results = Results.unflat(_seam_forward(*ready, *kind, False), kind, ready, False)
     return results.flat()
