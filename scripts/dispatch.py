@@ -201,7 +201,7 @@ def run(way: str, inputs: Inputs, known: Parameters, kept: Fold) -> Tensor:
 def _kernels() -> tuple[Any, int]:
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return sm90._launcher(torch.bfloat16, device, stream, True)
+    return sm90.launcher(sm90._extension(torch.bfloat16, 0), device, stream, True)
 
 
 def _inputs(rows: int, features: int, outputs: int) -> Inputs:

@@ -45,20 +45,23 @@ def _accepting(x: Tensor, parameters: Parameters) -> tuple[ModuleType, ...]:
 def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, mean and rstd from the first backend that does not decline."""
+    """Return y, mean and rstd from the first backend that does not decline.
+
+    Of a norm that has no mean, None stands for that.
+    """
     for backend in of(x, parameters):
         result: tuple[Tensor, Tensor, Tensor] | None
         result = backend.forward(x, parameters, eps, statistics)
         if result is not None:
             return result
-    raise AssertionError("PyTorch's own ops decline nothing")
+    raise AssertionError("the last backend declines nothing")
 
 
 def backward(
     grad_output: Tensor,
     x: Tensor,
     parameters: Parameters,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     eps: float,
     wanted: list[bool],
@@ -70,4 +73,4 @@ def backward(
         gradients = backend.backward(grad_output, x, parameters, mean, rstd, eps, wanted, main_grad)
         if gradients is not None:
             return gradients
-    raise AssertionError("PyTorch's own ops decline nothing")
+    raise AssertionError("the last backend declines nothing")

@@ -49,15 +49,15 @@ def forward(
         kernels.plan_forward(ctypes.addressof(template))
         planned = parameters.plan(key, template)
     y = x.new_empty(*x.shape[:-1], parameters.N)
-    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     size = planned.workspace_bytes
-    scratch = _scratch(size) if size else None
+    memory = scratch(size) if size else None
     record = call, place = planned.take()
     call[X], call[Y] = x.data_ptr(), y.data_ptr()
     if statistics:
         call[MEAN], call[RSTD] = address(mean), address(rstd)
-    if scratch is not None:
-        call[WORKSPACE] = scratch.data_ptr()
+    if memory is not None:
+        call[WORKSPACE] = memory.data_ptr()
     kernels.forward(place)
     planned.give_back(record)
     return y, mean, rstd
@@ -67,7 +67,7 @@ def backward(
     grad_output: Tensor,
     x: Tensor,
     parameters: Parameters,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     eps: float,
     wanted: list[bool],
@@ -85,11 +85,11 @@ def backward(
     call = _record(x, parameters, eps)
     place = ctypes.addressof(call)
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
-    call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
+    call.dy, call.mean, call.rstd = dy.data_ptr(), address(mean), rstd.data_ptr()
     kernels.plan_backward(place)
     size: int = call.workspace_bytes
-    scratch = _scratch(size) if size else None
-    call.workspace = address(scratch)
+    memory = scratch(size) if size else None
+    call.workspace = address(memory)
     kernels.backward(place)
     return gradients
 
@@ -111,7 +111,7 @@ def _record(x: Tensor, parameters: Parameters, eps: float) -> Call:
     return call
 
 
-def _scratch(size: int) -> Tensor:
+def scratch(size: int) -> Tensor:
     """Return memory for a call: that of the thread's calls before, if it is large enough.
 
     Fresh memory would cost a page fault for every 4 KiB. PyTorch's own products keep theirs, too.

@@ -42,7 +42,8 @@ def normalize(
         mean: Receives the mean of each row.
         rstd: Receives the factor of each row.
     """
-    call, kernels, parameters = _norm_call(kind, t, x, x.dtype if z is None else z.dtype)
+    call, parameters = norm_call(kind, t, x, x.dtype if z is None else z.dtype)
+    kernels = _kernels(x)
     given = dense(t.mean, t.rstd)
     if t.rstd is not None:
         call.has_statistics = 1
@@ -82,7 +83,8 @@ def normalize_backward(
         dshift: Receives that of the shift.
     """
     x, mean, rstd = dense(t.x, t.mean, t.rstd)
-    call, kernels, parameters = _norm_call(kind, t, x, x.dtype if z is None else z.dtype)
+    call, parameters = norm_call(kind, t, x, x.dtype if z is None else z.dtype)
+    kernels = _kernels(x)
     call.mean, call.rstd, call.dz, call.dsum = map(address, (mean, rstd, dz, dsum))
     call.z, call.dx = address(z), address(dx)
     call.dgamma, call.dbeta = address(dgamma), address(dbeta)
@@ -99,7 +101,8 @@ def activate(activation: str, h: Tensor, a: Tensor) -> None:
         h: Of shape `[..., N]`, for a gate `[..., 2N]`.
         a: Of shape `[..., N]`.
     """
-    call, kernels = _activation_call(activation, a)
+    call = _activation_call(activation, a)
+    kernels = _kernels(a)
     call.h, call.a = h.data_ptr(), a.data_ptr()
     kernels.activate(ctypes.addressof(call))
 
@@ -123,17 +126,25 @@ def activate_backward(
         a: Receives the activation of h.
         dbias: Receives the sum over the rows of the gradient of h.
     """
-    call, kernels = _activation_call(activation, da)
+    call = _activation_call(activation, da)
+    kernels = _kernels(da)
     call.da, call.h, call.dh, call.a, call.dbias = map(address, (da, h, dh, a, dbias))
     _run(kernels.plan_activate_backward, kernels.activate_backward, call, da)
 
 
-def _norm_call(
+def norm_call(
     kind: Seam, t: Operands, x: Tensor, product: torch.dtype
-) -> tuple[Call, ModuleType, tuple[Tensor | None, ...]]:
-    """Return a record with the norm's parameters, its kernels, and what has to outlive the call."""
+) -> tuple[Call, tuple[Tensor | None, ...]]:
+    """Return a record with the norm's half filled in, and what has to outlive the call.
+
+    Args:
+        kind: Which norm.
+        t: Its parameters.
+        x: What is normalized.
+        product: The dtype of the normalized rows.
+    """
     parameters = dense(t.gamma, t.beta, t.scale, t.shift)
-    call, kernels = _call(x)
+    call = _call(x)
     call.x, call.eps, call.weight_offset = x.data_ptr(), kind.eps, kind.weight_offset
     call.normalization = NORMALIZATIONS.index(kind.normalization)
     call.gamma, call.beta, call.scale, call.shift = map(address, parameters)
@@ -145,28 +156,41 @@ def _norm_call(
         call.narrow = 1 if product is torch.bfloat16 else 2
     elif affine is not None and affine.dtype is not x.dtype:
         call.norm_is_float32 = 1
-    return call, kernels, parameters
+    return call, parameters
 
 
-def _activation_call(activation: str, a: Tensor) -> tuple[Call, ModuleType]:
-    call, kernels = _call(a)
+def number_of(activation: str) -> int:
+    """Return the number of an activation in the record.
+
+    Args:
+        activation: One of ACTIVATIONS, or `""` for none.
+    """
+    return ACTIVATIONS[activation][0] if activation else 0
+
+
+def _activation_call(activation: str, a: Tensor) -> Call:
+    call = _call(a)
     call.N, call.K = call.K, 0
-    if activation:
-        call.activation = ACTIVATIONS[activation][0]
-    return call, kernels
+    call.activation = number_of(activation)
+    return call
 
 
-def _call(rows: Tensor) -> tuple[Call, ModuleType]:
-    """Return a record of the sizes of some rows and of where they are, and the kernels for them."""
+def _call(rows: Tensor) -> Call:
+    """Return a record of the sizes of some rows, and of where they are."""
     call = Call()
     call.K = rows.shape[-1]
     call.M = rows.numel() // call.K
     if rows.is_cuda:
-        kernels, call.context = gpu.launcher("passes_gpu", rows)
+        call.context = gpu.launcher("passes_gpu", rows)[1]
     else:
-        kernels = cpu.extension("passes_cpu", rows.dtype)
         call.context, call.threads = build.gomp_parallel(), cpu.threads()
-    return call, kernels
+    return call
+
+
+def _kernels(rows: Tensor) -> ModuleType:
+    if rows.is_cuda:
+        return gpu.launcher("passes_gpu", rows)[0]
+    return cpu.extension("passes_cpu", rows.dtype)
 
 
 def _run(plan, run, call: Call, like: Tensor) -> None:  # type: ignore[no-untyped-def]

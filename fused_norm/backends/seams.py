@@ -8,9 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.backends import passes
-from fused_norm.call.memory import LOW_PRECISION, dense, statistics_dtype
-from fused_norm.composition import Operands, Results, Seam, is_gate
+from fused_norm import backends
+from fused_norm.backends import cpu_seam, passes
+from fused_norm.backends.cpu_features import bfloat16_product
+from fused_norm.call import parameters as known_parameters
+from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
+from fused_norm.call.parameters import Parameters
+from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
 
 Found = list[Tensor | None]
 
@@ -23,28 +27,85 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
         t: Valid tensors, as `as_kernels_need` returns them, none of them empty.
         keeps: Whether a backward follows.
     """
+    results = _first_half(kind, t, keeps)
+    if t.out_weight is None:
+        return results
+    y = F.linear(results.outputs[0], t.out_weight, t.out_bias)
+    if t.out_residual is not None:
+        y += t.out_residual
+    return results._replace(outputs=[y])
+
+
+def _first_half(kind: Seam, t: Operands, keeps: bool) -> Results:
+    """Compute a call but for its second Linear layer, in whichever way is fastest."""
+    if is_fused_on_cpu(kind, t):
+        results = cpu_seam.forward(kind, t, keeps)
+        if results is not None:
+            return results
+    if _is_one_product(kind, t) and not t.x.is_cpu:
+        (x,) = dense(t.x)
+        h, mean, rstd = backends.forward(x, _parameters(kind, t), kind.eps, keeps)
+        return _results(kind, [h], None, None, mean, rstd, keeps)
+    return _around_products(kind, t, keeps)
+
+
+def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
+    """Compute it by row passes around PyTorch's products."""
     x, residual = dense(t.x, t.residual)
     z = torch.empty_like(x, dtype=t.weights[0].dtype)
     total = None if residual is None else torch.empty_like(x)
     mean = rstd = None
     if keeps and t.rstd is None:
-        rstd = x.new_empty(x.shape[:-1], dtype=statistics_dtype(x.dtype))
-        mean = torch.empty_like(rstd) if kind.normalization == "layer_norm" else None
+        mean, rstd = empty_statistics(x, kind.normalization == "layer_norm")
     passes.normalize(kind, t, x, residual=residual, total=total, z=z, mean=mean, rstd=rstd)
-    products = _products(kind, z, t)
-    outputs = [_activated(kind, h) for h in products]
-    if t.out_weight is not None:
-        outputs = [F.linear(outputs[0], t.out_weight, t.out_bias)]
-        if t.out_residual is not None:
-            outputs[0] += t.out_residual
+    return _results(kind, _products(kind, z, t), total, z, mean, rstd, keeps)
+
+
+def _results(
+    kind: Seam,
+    products: list[Tensor],
+    total: Tensor | None,
+    z: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    keeps: bool,
+) -> Results:
+    """Return what is a result or kept, the products activated."""
     return Results(
-        outputs,
+        [_activated(kind, h) for h in products],
         total if keeps or kind.returns_sum else None,
         z if kind.returns_norm else None,
         mean,
         rstd,
         products if keeps and kind.activation and not kind.recompute else [],
     )
+
+
+def is_fused_on_cpu(kind: Seam, t: Operands) -> bool:
+    """Return whether the CPU's own product is to be asked: for one weight, where it is faster."""
+    return (
+        t.x.is_cpu
+        and len(t.weights) == 1
+        and t.x.dtype is t.weights[0].dtype
+        and t.rstd is None
+        and not kind.returns_norm
+        and not (t.x.dtype is torch.bfloat16 and bfloat16_product() is not None)
+    )
+
+
+def _is_one_product(kind: Seam, t: Operands) -> bool:
+    """Return whether a call begins as a norm and a Linear layer, and nothing before or between."""
+    around = (t.residual, t.scale, t.shift, t.rstd)
+    return len(t.weights) == 1 and not kind.returns_norm and all(each is None for each in around)
+
+
+def _parameters(kind: Seam, t: Operands) -> Parameters:
+    """Return what is known of the parameters of a norm and one Linear layer."""
+    return known_parameters.of(t.gamma, t.beta, t.weights[0], t.biases[0], _norm(kind))
+
+
+def _norm(kind: Seam) -> tuple[int, float]:
+    return NORMALIZATIONS.index(kind.normalization), kind.weight_offset
 
 
 def backward(
@@ -80,6 +141,9 @@ def backward(
     dout_weight = dout_bias = None
     if t.out_weight is not None:
         dys, dout_weight, dout_bias = _second_backward(kind, t, products[0], dys[0], want)
+    if _is_one_product(kind, t._replace(rstd=None)) and not t.x.is_cpu and dsum is None:
+        found = _one_product_backward(kind, t, products, dys[0], want, main_grads)
+        return [*found[:4], *(None,) * 4, dout_weight, dout_bias, None, *found[4:]]
     dhs, dbiases = _activation_backward(kind, t, products, dys, want)
     dz = _dz(t, dhs, dnorm) if any(want[:6]) else None
     z = None
@@ -95,6 +159,39 @@ def backward(
         )
     ]
     return [*norm, None, None, dout_weight, dout_bias, None, *dweights, *dbiases]
+
+
+def _one_product_backward(
+    kind: Seam,
+    t: Operands,
+    products: Sequence[Tensor],
+    dy: Tensor | None,
+    want: Operands,
+    main_grads: Sequence[Tensor | None],
+) -> Found:
+    """Return the gradients of x, gamma and beta, with one between them, the weight and the bias."""
+    parts = (want.gamma, want.beta, want.weights[0], want.biases[0])
+    wanted = [bool(want.x or want.residual), *map(bool, parts)]
+    dbias = None
+    if kind.activation:
+        (dy,), (dbias,) = _activation_backward(kind, t, products, [dy], want)
+        wanted[4] = False
+    if dy is None:
+        tensors = (t.x, t.gamma, t.beta, t.weights[0], t.biases[0])
+        found: Found = [
+            torch.zeros_like(v) if w and v is not None else None
+            for v, w in zip(tensors, wanted, strict=True)
+        ]
+    elif any(wanted):
+        assert t.rstd is not None
+        (x,) = dense(t.x)
+        dy = dy.view(*x.shape[:-1], dy.shape[-1])
+        main_grad = main_grads[0] if main_grads else None
+        parameters = known_parameters.of_saved(t.gamma, t.beta, t.weights[0], _norm(kind))
+        found = backends.backward(dy, x, parameters, t.mean, t.rstd, kind.eps, wanted, main_grad)
+    else:
+        found = [None] * 5
+    return [found[0], None, *found[1:4], found[4] if dbias is None else dbias]
 
 
 def _second_backward(

@@ -78,7 +78,7 @@ def forward(
         return None
     device = parameters.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels, context = _launcher(parameters.dtype, device, stream, _is_alone())
+    kernels, context = _launcher(parameters, device, stream, _is_alone())
     in_graph = torch.cuda.is_current_stream_capturing()
     _prepare_products(device, in_graph)
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
@@ -96,7 +96,7 @@ def forward(
     if planned.way not in _OWN_WAYS:
         return None
     y = x.new_empty(*x.shape[:-1], parameters.N)
-    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     size = planned.workspace_bytes
     if fold is None or in_graph:
         scratch = workspace(size, x.device) if size else None
@@ -142,7 +142,7 @@ def backward(
     grad_output: Tensor,
     x: Tensor,
     parameters: Parameters,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     eps: float,
     wanted: list[bool],
@@ -154,13 +154,13 @@ def backward(
         return None
     dy, x = dense(grad_output, x)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    kernels, context = _launcher(x.dtype, x.device.index, stream, _is_alone())
+    kernels, context = _launcher(parameters, x.device.index, stream, _is_alone())
     call = parameters.call(x, eps)
     place = ctypes.addressof(call)
     call.context, call.in_graph = context, torch.cuda.is_current_stream_capturing()
     _prepare_products(x.device.index, call.in_graph)
     call.accumulate = accumulates
-    call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
+    call.dy, call.mean, call.rstd = dy.data_ptr(), address(mean), rstd.data_ptr()
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
     if main_grad is not None:
         call.dweight = main_grad.data_ptr()
@@ -206,13 +206,13 @@ def native(parameters: Parameters) -> tuple[str, int] | None:
     device: int = parameters.device.index
     _prepare_products(device, False)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return _native(parameters.dtype, device, stream, _is_alone())
+    _, context = _launcher(parameters, device, stream, _is_alone())
+    return _path(parameters.dtype, parameters.norm[0]), context
 
 
 @functools.cache
-def _native(dtype: torch.dtype, device: int, stream: int, alone: bool) -> tuple[str, int]:
-    _, context = _launcher(dtype, device, stream, alone)
-    return str(_extension(dtype).path), context
+def _path(dtype: torch.dtype, norm: int) -> str:
+    return str(_extension(dtype, norm).path)
 
 
 def _scratch(call: Call, x: Tensor) -> Tensor | None:
@@ -276,13 +276,34 @@ def _is_hopper(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
-def _launcher(dtype: torch.dtype, device: int, stream: int, alone: bool) -> tuple[ModuleType, int]:
+def _launcher(
+    parameters: Parameters, device: int, stream: int, alone: bool
+) -> tuple[ModuleType, int]:
     """Return the kernels, and their context: a device, a stream, and whether they are alone."""
-    kernels = build.load(_extension(dtype))
+    found: tuple[ModuleType, int] | None = parameters.launchers.get((stream, alone))
+    if found is None:
+        extension = _extension(parameters.dtype, parameters.norm[0])
+        found = parameters.launchers[stream, alone] = launcher(extension, device, stream, alone)
+    return found
+
+
+@functools.cache
+def launcher(
+    extension: build.Extension, device: int, stream: int, alone: bool
+) -> tuple[ModuleType, int]:
+    """Return an extension's module, and the context of its calls on a stream.
+
+    Args:
+        extension: The extension.
+        device: Index of the device.
+        stream: Of PyTorch's, raw.
+        alone: Whether no collective runs beside.
+    """
+    kernels = build.load(extension)
     return kernels, kernels.new_launcher(device, stream, int(alone))
 
 
 @functools.cache
-def _extension(dtype: torch.dtype) -> build.Extension:
-    return build.Extension("norm_linear_sm90", build.DTYPES[dtype], "nvidia:sm_90a")
+def _extension(dtype: torch.dtype, norm: int) -> build.Extension:
+    name = ("norm_linear_sm90", "rms_norm_linear_sm90")[norm]
+    return build.Extension(name, build.DTYPES[dtype], "nvidia:sm_90a")

@@ -43,10 +43,10 @@ def workspace(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def empty_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for the mean and rstd of each row."""
-    mean = _empty(x, x.shape[:-1], dtype=statistics_dtype(x.dtype))
-    return mean, torch.empty_like(mean)
+def empty_statistics(x: Tensor, has_mean: bool = True) -> tuple[Tensor | None, Tensor]:
+    """Return memory for the mean and rstd of each row; None for the mean of a norm without."""
+    rstd = _empty(x, x.shape[:-1], dtype=statistics_dtype(x.dtype))
+    return torch.empty_like(rstd) if has_mean else None, rstd
 
 
 def _empty(like: Tensor, shape: torch.Size, **options: Any) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 from fused_norm.call.memory import address, dense
 from fused_norm.call.record import Call, Planned
 
+# The number of a LayerNorm, and nothing added to its gamma.
+LAYER_NORM = (0, 0.0)
 # More shapes than a model has; a server of any length may see more.
 _MOST_PLANS = 1024
 
@@ -26,35 +28,50 @@ class Parameters:
         norm_dtype: Of gamma and beta, None where there is neither.
         backends: What may compute their calls, in order, once that has been found out.
         folds: What Hopper's backend keeps, by stream.
+        launchers: Its kernels and the contexts of their calls, by stream.
         plans: What forwards were planned, by what they depend on.
+        norm: The number of the norm, and what is added to gamma.
     """
 
     __slots__ = (
         *("K", "N", "dtype", "device", "norm_dtype", "backends", "folds"),
-        "plans",
+        *("launchers", "plans", "norm"),
         *("_half", "_ids", "_layout", "_references"),
     )
 
     def __init__(
-        self, gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+        self,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: tuple[int, float] = LAYER_NORM,
     ) -> None:
         tensors = (gamma, beta, weight, bias)
+        self.norm = norm
         self._references: tuple[Any, ...] = dense(*tensors)
         self.N, self.K = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
-        norm = gamma if gamma is not None else beta
-        self.norm_dtype = None if norm is None else norm.dtype
+        affine = gamma if gamma is not None else beta
+        self.norm_dtype = None if affine is None else affine.dtype
         self.backends: tuple[Any, ...] | None = None
         self.folds: dict[int, Any] = {}
+        self.launchers: dict[tuple[int, bool], Any] = {}
         self.plans: dict[Any, Planned] = {}
         self._half = half = Call()
         half.K, half.N = self.K, self.N
         half.gamma, half.beta, half.weight, half.bias = map(address, self._references)
+        half.normalization, half.weight_offset = norm
         half.norm_is_float32 = self.norm_dtype is torch.float32 and self.dtype is not torch.float32
         self._ids = (id(gamma), id(beta), id(weight), id(bias))
         self._layout: Any = None
         if all(a is b for a, b in zip(self._references, tensors, strict=True)):
             self._layout = _layout(*tensors)
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether the norm takes the mean off: a LayerNorm does."""
+        return self.norm[0] == 0
 
     def tensors(self) -> tuple[Any, ...]:
         """Return gamma, beta, the weight and the bias in dense memory; None for none."""
@@ -124,41 +141,56 @@ class Parameters:
 
 
 def of(
-    gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[int, float] = LAYER_NORM,
 ) -> Parameters:
     """Return what kernels need to know of valid parameters, and know it from now on."""
     tensors = (gamma, beta, weight, bias)
-    return known(*tensors) or Parameters(*tensors).keep()
+    return known(*tensors, norm) or Parameters(*tensors, norm).keep()
 
 
-def of_saved(gamma: Tensor | None, beta: Tensor | None, weight: Tensor) -> Parameters:
+def of_saved(
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    norm: tuple[int, float] = LAYER_NORM,
+) -> Parameters:
     """Return the same for a backward, which has no use for the bias."""
     kept = _kept.get(id(weight))
-    if kept is not None and kept._ids[:3] == (id(gamma), id(beta), id(weight)):
+    ids = (id(gamma), id(beta), id(weight))
+    if kept is not None and kept._ids[:3] == ids and kept.norm == norm:
         layout = _layout(gamma, beta, weight, None)
         if kept._layout is not None and kept._layout[:-1] == layout[:-1]:
             return kept
-    return Parameters(gamma, beta, weight, None)
+    return Parameters(gamma, beta, weight, None, norm)
 
 
-def known(gamma: Any, beta: Any, weight: Any, bias: Any) -> Parameters | None:
+def known(
+    gamma: Any, beta: Any, weight: Any, bias: Any, norm: tuple[int, float] = LAYER_NORM
+) -> Parameters | None:
     """Return what is known of these parameters, None where they are new.
 
     They are new as well after an assignment to their `data`, which may have brought another memory,
     dtype or shape. Their values may have changed.
     """
     tensors = (gamma, beta, weight, bias)
-    parameters = met(*tensors)
+    parameters = met(*tensors, norm)
     if parameters is not None and parameters._layout == _layout(*tensors):
         return parameters
     return None
 
 
-def met(gamma: Any, beta: Any, weight: Any, bias: Any) -> Parameters | None:
+def met(
+    gamma: Any, beta: Any, weight: Any, bias: Any, norm: tuple[int, float] = LAYER_NORM
+) -> Parameters | None:
     """Return what was known of these tensors, which may since have got other memory."""
     parameters = _kept.get(id(weight))
-    ids = (id(gamma), id(beta), id(weight), id(bias))
-    return parameters if parameters is not None and parameters._ids == ids else None
+    if parameters is None or parameters._ids != (id(gamma), id(beta), id(weight), id(bias)):
+        return None
+    return parameters if parameters.norm == norm else None
 
 
 def forget_before_swap(weight: Tensor) -> None:

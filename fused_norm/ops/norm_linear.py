@@ -57,7 +57,9 @@ def _fake_y(x: Tensor, gamma: Any, beta: Any, weight: Tensor, *_: Any) -> Tensor
 
 
 def _fake_forward(x: Tensor, *arguments: Any) -> _Results:
-    return _fake_y(x, *arguments), *empty_statistics(x)
+    mean, rstd = empty_statistics(x)
+    assert mean is not None
+    return _fake_y(x, *arguments), mean, rstd
 
 
 def _fake_backward(

@@ -55,9 +55,10 @@ def _at[
     present: Int32,
     otherwise: Float32,
     chunk: Int32,
+    offset: Float32 = 0,
 ) -> _Vector:
     if present != 0:
-        return _load(vector, chunk).cast[DType.float32]()
+        return _load(vector, chunk).cast[DType.float32]() + offset
     return _Vector(otherwise)
 
 
@@ -101,6 +102,7 @@ def fold_kernel[
     has_gamma: Int32,
     has_beta: Int32,
     has_bias: Int32,
+    offset: Float32,
 ):
     """Folds one row of the weight per warp.
 
@@ -122,6 +124,7 @@ def fold_kernel[
         has_gamma: Whether gamma is there; without it, ones.
         has_beta: Whether beta is there.
         has_bias: Whether the bias is there.
+        offset: Added to gamma, where it is there.
     """
     var index = Int(block_idx.x) * _WARPS + Int(thread_idx.x) // 32
     if index >= Int(n):
@@ -140,7 +143,7 @@ def fold_kernel[
             if chunk < chunks:
                 var own = weights[i].cast[DType.float32]()
                 scaled_sum = own.fma(
-                    _at(gamma, has_gamma, 1, chunk), scaled_sum
+                    _at(gamma, has_gamma, 1, chunk, offset), scaled_sum
                 )
                 beta_sum = own.fma(_at(beta, has_beta, 0, chunk), beta_sum)
     var center = Float32(0)
@@ -158,7 +161,7 @@ def fold_kernel[
             if chunk < chunks:
                 rounded_sum += _fold_chunk[N](
                     weights[i],
-                    _at(gamma, has_gamma, 1, chunk),
+                    _at(gamma, has_gamma, 1, chunk, offset),
                     center,
                     folded_row,
                     chunk,
@@ -220,6 +223,7 @@ def launch_fold[
                 Int32(call.gamma != 0),
                 Int32(call.beta != 0),
                 Int32(call.bias != 0),
+                call.weight_offset.cast[DType.float32](),
                 grid_dim=ceildiv(call.N, _WARPS),
                 block_dim=_WARPS * 32,
             )

@@ -106,6 +106,7 @@ def prepare_kernel[
     gamma: Int64,
     beta: Int64,
     length: Int32,
+    offset: Float32,
 ):
     """Sets counters to zero, and brings gamma and beta to float32.
 
@@ -119,6 +120,7 @@ def prepare_kernel[
         gamma: Address of the norm's weight [length]; 0 stands for ones.
         beta: Address of the norm's bias [length]; 0 stands for zeros.
         length: K.
+        offset: Added to gamma, where it is there.
     """
     wait_on_earlier_grids()
     let_later_grids_start()
@@ -127,7 +129,8 @@ def prepare_kernel[
     for i in range(first, Int(count), step):
         counters.unsafe_offset(i).unsafe_store(0)
     for i in range(first, Int(length), step):
-        _write(affine, i, _read[norm_dtype](gamma, i, 1))
+        var own = _read[norm_dtype](gamma, i, 1)
+        _write(affine, i, own + offset if gamma != 0 else own)
         _write(affine, Int(length) + i, _read[norm_dtype](beta, i, 0))
 
 
@@ -201,6 +204,7 @@ def launch_row_pass[
         Int64(call.gamma),
         Int64(call.beta),
         rows.length,
+        call.weight_offset.cast[DType.float32](),
         grid_dim=ceildiv(max(own.counters, k), _PREPARE_THREADS),
         block_dim=_PREPARE_THREADS,
         attributes=beside_earlier(),

@@ -1,0 +1,54 @@
+"""The op family on a CPU in one native call: a product between a norm and an activation."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fused_norm.backends import cpu, passes
+from fused_norm.call.memory import address, dense, empty_statistics
+from fused_norm.call.record import FUSED
+from fused_norm.composition import Operands, Results, Seam, is_gate
+
+
+def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
+    """Compute a call of one weight but for its second Linear layer; None where that is declined.
+
+    Args:
+        kind: What to compute.
+        t: Valid tensors, none of them empty.
+        keeps: Whether a backward follows.
+    """
+    x, residual, weight, bias = dense(t.x, t.residual, t.weights[0], t.biases[0])
+    call, kept = passes.norm_call(kind, t, x, x.dtype)
+    kernels = cpu.extension("norm_linear_cpu", x.dtype)
+    products = weight.shape[0]
+    call.N = products // 2 if is_gate(kind.activation) else products
+    total = None if residual is None else torch.empty_like(x)
+    mean, rstd = empty_statistics(x, kind.normalization == "layer_norm") if keeps else (None, None)
+    h = None
+    if keeps and kind.activation and not kind.recompute:
+        h = x.new_empty(*x.shape[:-1], products)
+    y = x.new_empty(*x.shape[:-1], call.N)
+    call.weight, call.bias, call.y, call.h = map(address, (weight, bias, y, h))
+    call.residual, call.sum = address(residual), address(total)
+    call.mean, call.rstd = address(mean), address(rstd)
+    call.activation = passes.number_of(kind.activation)
+    place = ctypes.addressof(call)
+    kernels.plan_forward(place)
+    if call.way != FUSED:
+        return None
+    size: int = call.workspace_bytes
+    scratch = cpu.scratch(size) if size else None
+    call.workspace = address(scratch)
+    kernels.forward(place)
+    del kept
+    return Results(
+        [y],
+        total if keeps or kind.returns_sum else None,
+        None,
+        mean,
+        rstd,
+        [] if h is None else [h],
+    )
