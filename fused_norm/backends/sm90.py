@@ -305,5 +305,7 @@ def launcher(
 
 @functools.cache
 def _extension(dtype: torch.dtype, norm: int) -> build.Extension:
-    name = ("norm_linear_sm90", "rms_norm_linear_sm90")[norm]
-    return build.Extension(name, build.DTYPES[dtype], "nvidia:sm_90a")
+    norms = build.LAYER_NORM, build.RMS_NORM
+    return build.Extension(
+        build.HOPPER_EXTENSION, build.DTYPES[dtype], "nvidia:sm_90a", norm=norms[norm]
+    )

@@ -44,6 +44,7 @@ GPU_EXTENSIONS = ("norm_linear_gpu", "rows_gpu")
 # Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
 HOPPER_EXTENSION = "norm_linear_sm90"
+LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,18 @@ class Extension:
         dtype: Name of the dtype that its kernels work on, as in `DTYPES`.
         accelerator: GPU architecture as Mojo names it (`nvidia:sm_90a`), or None for the host CPU.
         folder: Where the source file is, if not in this one.
+        norm: The norm that it is built for, where each has a build of its own.
     """
 
     name: str
     dtype: str
     accelerator: str | None = None
     folder: Path | None = None
+    norm: str = LAYER_NORM
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.dtype}, {self.accelerator or 'cpu'})"
+        norm = "" if self.norm == LAYER_NORM else f"{self.norm}, "
+        return f"{self.name} ({norm}{self.dtype}, {self.accelerator or 'cpu'})"
 
     @property
     def source(self) -> Path:
@@ -74,7 +78,8 @@ class Extension:
     def path(self) -> Path:
         """Where the built extension is kept."""
         target = (self.accelerator or "cpu").replace(":", "_")
-        return cache_dir() / f"{self.name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
+        name = self.name if self.norm == LAYER_NORM else f"{self.name}-{self.norm}"
+        return cache_dir() / f"{name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
 
 
 def source_root() -> Path:
@@ -113,9 +118,15 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     if target == "cpu":
         return [Extension(name, dtype) for name in CPU_EXTENSIONS for dtype in dtypes]
     vendor = "" if ":" in target else "amdgpu:" if target.startswith("gfx") else "nvidia:"
-    names = GPU_EXTENSIONS + ((HOPPER_EXTENSION,) if target.endswith("sm_90a") else ())
     kept = [dtype for dtype in dtypes if dtype != "float64"]
-    return [Extension(name, dtype, vendor + target) for name in names for dtype in kept]
+    found = [Extension(name, dtype, vendor + target) for name in GPU_EXTENSIONS for dtype in kept]
+    if target.endswith("sm_90a"):
+        found += [
+            Extension(HOPPER_EXTENSION, dtype, vendor + target, norm=norm)
+            for norm in (LAYER_NORM, RMS_NORM)
+            for dtype in kept
+        ]
+    return found
 
 
 @functools.cache
@@ -169,6 +180,8 @@ def _compile(extension: Extension, output: Path) -> None:
         "-D",
         f"dtype={extension.dtype}",
     ]
+    if extension.norm != LAYER_NORM:
+        arguments += ["-D", f"{extension.norm}=1"]
     if extension.accelerator:
         arguments += [f"--target-accelerator={extension.accelerator}"]
         arguments += ["--target-cpu", _portable_cpu()]

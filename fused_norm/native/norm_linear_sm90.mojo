@@ -1,7 +1,7 @@
 """A CPython extension that launches the sm_90a kernels on PyTorch's stream.
 
-Built once per dtype: mojo build -I . -D dtype=bfloat16 --emit shared-lib
---target-accelerator=nvidia:sm_90a. Each pass takes the address of its `Call`,
+Built once per dtype and norm: mojo build -I . -D dtype=bfloat16 [-D rms_norm=1]
+--emit shared-lib --target-accelerator=nvidia:sm_90a. Each pass takes the address of its `Call`,
 once to plan it and once to run it. All tensors are dense; those that a pass
 writes, and its workspace, start at multiples of 16 bytes.
 """
@@ -9,7 +9,7 @@ writes, and its workspace, start at multiples of 16 bytes.
 from std.os import abort
 from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
-from std.sys import get_defined_dtype
+from std.sys import get_defined_dtype, is_defined
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
@@ -19,8 +19,10 @@ from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward
 from op.norm_linear.sm90.plan import plan_backward, plan_forward
 from op.norms.layer_norm import LayerNorm
+from op.norms.rms_norm import RmsNorm
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
+comptime IS_RMS_NORM = is_defined["rms_norm"]()
 
 
 def _plan_forward(call: CallPointer) raises:
@@ -28,7 +30,10 @@ def _plan_forward(call: CallPointer) raises:
 
 
 def _forward(call: CallPointer) raises:
-    forward[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
+    comptime if IS_RMS_NORM:
+        forward[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
+    else:
+        forward[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
 
 
 def _plan_backward(call: CallPointer) raises:
@@ -38,15 +43,19 @@ def _plan_backward(call: CallPointer) raises:
 def _backward(call: CallPointer) raises:
     comptime if DTYPE == DType.float32:
         raise Error("float32 has no backward here")
+    elif IS_RMS_NORM:
+        backward[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
     else:
         backward[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
 
 
 def _fold(call: CallPointer) raises:
-    comptime if DTYPE == DType.bfloat16:
-        fold[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
-    else:
+    comptime if DTYPE != DType.bfloat16:
         raise Error("only bfloat16 is folded")
+    elif IS_RMS_NORM:
+        fold[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
+    else:
+        fold[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
 
 
 @export
