@@ -4,6 +4,8 @@ from std.ffi import external_call
 from std.math import erf, exp
 from std.utils.numerics import inf
 
+from ...call import Call
+
 comptime RELU = 1
 """The larger of h and 0."""
 comptime GELU = 2
@@ -29,6 +31,23 @@ def is_activation(number: Int) -> Bool:
         Whether there is.
     """
     return RELU <= number % GATED <= SILU and number < 2 * GATED
+
+
+def before_activation(call: Call) -> Call:
+    """Returns the backward of the norm and the Linear layer alone, given the gradient of their product.
+
+    Args:
+        call: The backward. With an activation, dh has been made from da.
+
+    Returns:
+        One without an activation, on as many outputs as the product has.
+    """
+    var linear = call
+    if call.activation != 0:
+        linear.dy = call.dh
+        linear.N *= 2 if call.activation >= GATED else 1
+        linear.activation = 0
+    return linear
 
 
 @always_inline

@@ -14,7 +14,7 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
 from ..plan import DECLINED, FUSED
-from .activation import GATED, is_activation
+from .activation import GATED, before_activation, is_activation
 from .norms import NORMS
 
 comptime FEW_ROWS = 192
@@ -56,7 +56,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         its.has_statistics == 0
         and (its.residual == 0 or its.sum != 0)
         and (its.groups == 0 or its.M % its.groups == 0)
-        and (its.activation == 0 or is_activation(its.activation))
+        and _knows(its.activation)
     )
     _set(call, is_served, ForwardPlan[dtype](call[]).bytes)
 
@@ -71,8 +71,12 @@ def plan_backward[dtype: DType](call: CallPointer):
         call: The backward; `way` and `workspace_bytes` are set.
     """
     ref its = call[]
-    var is_served = its.groups == 0 and its.activation == 0 and its.dsum == 0
-    _set(call, is_served, BackwardPlan[dtype](call[]).bytes)
+    var is_served = its.groups == 0 and _knows(its.activation)
+    _set(call, is_served, BackwardPlan[dtype](before_activation(call[])).bytes)
+
+
+def _knows(activation: Int) -> Bool:
+    return activation == 0 or is_activation(activation)
 
 
 def _set(call: CallPointer, is_served: Bool, bytes: Int):
@@ -226,7 +230,7 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
         """Plans a backward.
 
         Args:
-            call: Its sizes and conditions, and which gradients are wanted.
+            call: Its sizes and conditions, and which gradients are wanted; without an activation.
         """
         comptime B = Self.B
         var M = call.M
