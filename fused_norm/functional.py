@@ -1,18 +1,36 @@
-"""What users call: LayerNorm and Linear as one function, LayerNorm with a trained eps."""
+"""What users call: a norm and the Linear layers on it, with what comes before and after, as one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
-from fused_norm.ops import norm_linear
-from fused_norm.ops.registration import is_watched
-from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
-from fused_norm.ops.validation import (
-    has_trainable_eps_kernel,
-    surely_has_trainable_eps_kernel,
-    trainable_eps_by_pytorch,
-)
+from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
+from fused_norm.ops import norm_linear as norm_linear_ops
+from fused_norm.ops import seam as seam_ops
+from fused_norm.ops.statistics import add_statistics
+
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+class Statistics(NamedTuple):
+    """What `linear_add` leaves for the norm after it.
+
+    Attributes:
+        mean: Mean of each row, shape `[...]`; None for RMSNorm.
+        rstd: Reciprocal standard deviation of each row, for RMSNorm reciprocal root mean square.
+        normalization: The norm that they are for.
+        eps: The eps that is in them.
+    """
+
+    mean: Tensor | None
+    rstd: Tensor
+    normalization: str
+    eps: float
 
 
 def fused_layernorm_linear(
@@ -47,37 +65,342 @@ def fused_layernorm_linear(
         TypeError: As they do, for an argument that is not a tensor.
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
-    return norm_linear.call(x, (ln_weight, ln_bias, linear_weight, linear_bias), eps)
+    if _is_overridden(x, linear_weight, None):
+        return handle_torch_function(
+            fused_layernorm_linear,
+            (x, linear_weight),
+            x,
+            ln_weight,
+            ln_bias,
+            linear_weight,
+            linear_bias,
+            eps,
+        )
+    return norm_linear_ops.call(x, (ln_weight, ln_bias, linear_weight, linear_bias), eps)
 
 
-def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
-    """Apply layer normalization over the last dimension, with a trained scalar squared as eps.
+def norm_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    normalization: str = "layer_norm",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = 1e-5,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    statistics: Statistics | None = None,
+    return_sum: bool = False,
+    return_norm: bool = False,
+) -> Any:
+    """Apply a norm over the last dimension, one or more Linear layers on it, and an activation.
 
-    `v = x - mean(x)`, `y = v / sqrt(o * o + mean(v * v))`: equivalent to
-    `F.layer_norm(x, (K,), eps=o * o)`, and has a gradient for `o`. Statistics and sums use float32
-    (float64 for float64). Only the inputs are kept for the backward; its sums run in a fixed order,
-    so every run gives the same bits.
+        s = x + residual;  z = norm(s) (norm_weight + weight_offset) + norm_bias
+        z = z (1 + scale) + shift;  h = z W^T + b;  y = activation(h)
 
-    A row without variance is 0 / 0, so NaN, where `o` is 0. There the gradient of `o` is 0 as well.
+    Equivalent to that composition of PyTorch's ops (`F.layer_norm` or `F.rms_norm`, `F.linear`, the
+    activation), with its broadcasting, autocast behavior and errors. Statistics, modulation and
+    activations are computed in float32 (float64 for float64) and rounded once where a tensor
+    leaves. For the backward x (the sum, where there is a residual), the parameters, mean and rstd
+    are kept and, before an activation, h. Sums run in a fixed order: every run gives the same bits.
 
     Args:
         x: Input of shape `[..., K]`.
-        o: Tensor of one element. In the dtype of `x`, or float32 beside bfloat16 and float16.
+        weight: Weight of shape `[N, K]` in the dtype of `x`; or several, all on one norm.
+        bias: Bias of shape `[N]`, or None; for several weights a bias or None each, or None.
+        normalization: `"layer_norm"` or `"rms_norm"`.
+        norm_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 beside
+            bfloat16 and float16.
+        norm_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `norm_weight`.
+        eps: Added to the variance, for RMSNorm to the mean square. None, for RMSNorm alone, is
+            the dtype's own, as `F.rms_norm` has it.
+        weight_offset: Added to `norm_weight`: 1.0 where gamma is kept around zero.
+        scale: AdaLN's scale, broadcast against `x`.
+        shift: AdaLN's shift, broadcast against `x`.
+        residual: Added to `x` before the norm, in its shape.
+        activation: None, `"relu"`, `"gelu"`, `"gelu_tanh"`, `"quick_gelu"` or `"silu"`; or a gate,
+            `"swiglu"`, `"geglu"`, `"geglu_tanh"` or `"reglu"`, on one weight `[2N, K]`, the gate's
+            half first, or on a pair (gate, up).
+        statistics: Those of the sum, as `linear_add` left them, so that they are not found again.
+        return_sum: Whether to return `x + residual` as well, in the dtype of `x`.
+        return_norm: Whether to return the normalized rows as well.
 
     Returns:
-        Tensor of the shape and dtype of `x`.
+        Tensor of shape `[..., N]`; for several weights, but for a gate, a tuple of them. With
+        `return_sum` or `return_norm` a tuple: that, the sum, the normalized rows.
 
     Raises:
-        RuntimeError: If `o` has not one element, and as PyTorch's ops do.
+        ValueError: If the normalization or the activation is not known, a gate has more weights
+            than two, or statistics are for another norm.
+        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
         TypeError: As they do, for an argument that is not a tensor.
     """
-    if not is_watched() and surely_has_trainable_eps_kernel(x, o):
-        if not (torch.is_grad_enabled() and (x.requires_grad or o.requires_grad)):
-            return trainable_eps_forward(x, o)
-    elif not has_trainable_eps_kernel(x, o):
-        return trainable_eps_by_pytorch(x, o)
-    if torch.is_grad_enabled() and (x.requires_grad or o.requires_grad):
-        y: Tensor = trainable_eps_with_gradients(x, o)
+    options: dict[str, Any] = {
+        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
+        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
+        **{"residual": residual, "activation": activation, "statistics": statistics},
+        **{"return_sum": return_sum, "return_norm": return_norm},
+    }
+    if _is_overridden(x, weight, residual):
+        return handle_torch_function(
+            norm_linear, _overriding(x, weight), x, weight, bias, **options
+        )
+    weights, biases = _parameters(weight, bias)
+    gated = activation is not None and activation in ACTIVATIONS and is_gate(activation)
+    is_plain = (
+        normalization == "layer_norm"
+        and len(weights) == 1
+        and not (weight_offset or return_norm)
+        and all(each is None for each in (scale, shift, residual, activation, statistics))
+    )
+    if is_plain:
+        y = norm_linear_ops.call(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
+        results = [y, x] if return_sum else [y]
     else:
-        y = trainable_eps(x, o)
-    return y
+        results = family_call(x, weights, biases, (None, None, None), gated, False, **options)
+    if not isinstance(weight, (list, tuple)) or gated:
+        return results[0] if len(results) == 1 else tuple(results)
+    ys, extras = tuple(results[: len(weights)]), results[len(weights) :]
+    return (ys, *extras) if extras else ys
+
+
+def norm_mlp(
+    x: Tensor,
+    fc1_weight: Tensor | Sequence[Tensor],
+    fc1_bias: Tensor | Sequence[Tensor | None] | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None = None,
+    *,
+    activation: str,
+    residual_out: Tensor | None = None,
+    recompute: bool = False,
+    normalization: str = "layer_norm",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = 1e-5,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    statistics: Statistics | None = None,
+    return_sum: bool = False,
+    return_norm: bool = False,
+) -> Any:
+    """Apply a norm over the last dimension, a Linear layer, an activation or a gate, and another.
+
+        h = norm(x + residual) W1^T + b1;  y = activation(h) W2^T + b2 + residual_out
+
+    For the backward x (the sum, where there is a residual), the parameters, mean, rstd and h are
+    kept, with `recompute=True` not even h.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        fc1_weight: Shape `[N, K]`; before a gate `[2N, K]`, the gate's half first, or a pair.
+        fc1_bias: Shape `[N]`, or None; before a gate `[2N]` or a pair.
+        fc2_weight: Shape `[K2, N]`.
+        fc2_bias: Shape `[K2]`, or None.
+        activation: As in `norm_linear`.
+        residual_out: Added at the end, shape `[..., K2]`, or None.
+        recompute: Whether the backward computes h again instead of keeping it.
+        normalization: As in `norm_linear`, like the arguments after it.
+        norm_weight: Gamma, shape `[K]`, or None.
+        norm_bias: Beta, shape `[K]`, or None.
+        eps: Added to the variance, or to the mean square.
+        weight_offset: Added to `norm_weight`.
+        scale: AdaLN's scale, broadcast against `x`.
+        shift: AdaLN's shift, broadcast against `x`.
+        residual: Added to `x` before the norm, in its shape.
+        statistics: Those of the sum, as `linear_add` left them.
+        return_sum: Whether to return `x + residual` as well.
+        return_norm: Whether to return the normalized rows as well.
+
+    Returns:
+        Tensor of shape `[..., K2]`; with `return_sum` or `return_norm` a tuple that begins with it.
+
+    Raises:
+        ValueError: As `norm_linear` does.
+        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
+        TypeError: As they do, for an argument that is not a tensor.
+    """
+    options: dict[str, Any] = {
+        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
+        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
+        **{"residual": residual, "activation": activation, "statistics": statistics},
+        **{"return_sum": return_sum, "return_norm": return_norm},
+    }
+    if _is_overridden(x, fc1_weight, residual):
+        return handle_torch_function(
+            norm_mlp,
+            _overriding(x, fc1_weight),
+            *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
+            residual_out=residual_out,
+            recompute=recompute,
+            **options,
+        )
+    weights, biases = _parameters(fc1_weight, fc1_bias)
+    second = (fc2_weight, fc2_bias, residual_out)
+    results = family_call(x, weights, biases, second, True, recompute, **options)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    normalization: str = "layer_norm",
+    eps: float | None = 1e-5,
+) -> tuple[Tensor, Statistics]:
+    """Apply a Linear layer, add a residual, and find the statistics for the norm that follows.
+
+    Equivalent to `s = residual + F.linear(x, weight, bias)`. Statistics have no gradient of their
+    own: `norm_linear(s, ..., statistics=statistics)` gives x the whole one.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        weight: Shape `[N, K]`.
+        bias: Shape `[N]`, or None.
+        residual: Shape `[..., N]`.
+        normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`.
+        eps: Its eps.
+
+    Returns:
+        The sum, shape `[..., N]`, and its statistics.
+
+    Raises:
+        ValueError: If the normalization is not known.
+        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
+        TypeError: As they do, for an argument that is not a tensor.
+    """
+    if _is_overridden(x, weight, residual):
+        return handle_torch_function(
+            linear_add,
+            _overriding(x, weight),
+            *(x, weight, bias, residual),
+            normalization=normalization,
+            eps=eps,
+        )
+    y = torch.nn.functional.linear(x, weight, bias)
+    exact = _checked(normalization, None, eps, y)
+    total, mean, rstd = add_statistics(y, residual, normalization, exact)
+    return total, Statistics(mean, rstd, normalization, exact)
+
+
+def family_call(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    second: tuple[Tensor | None, Tensor | None, Tensor | None],
+    joined: bool,
+    recompute: bool,
+    *,
+    normalization: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    activation: str | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    statistics: Statistics | None = None,
+    return_sum: bool = False,
+    return_norm: bool = False,
+    owners: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """Return the outputs, the sum and the normalized rows of a call, as far as asked for.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        weights: Of the Linear layers on the norm.
+        biases: One for each weight, or None.
+        second: Weight and bias of a Linear layer after the activation, and what is added to it.
+        joined: Whether the products of all weights are one output, side by side.
+        recompute: Whether the backward computes h again.
+        normalization: As in `norm_linear`, like all that follow.
+        norm_weight: Gamma.
+        norm_bias: Beta.
+        eps: Added to the variance, or to the mean square.
+        weight_offset: Added to gamma.
+        activation: What follows the product.
+        scale: AdaLN's scale.
+        shift: AdaLN's shift.
+        residual: Added to x before the norm.
+        statistics: Those of the sum.
+        return_sum: Whether the sum is a result.
+        return_norm: Whether the normalized rows are.
+        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
+    """
+    exact = _checked(normalization, activation, eps, x)
+    if len(weights) > 2 and activation is not None and is_gate(activation):
+        raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
+    mean = rstd = None
+    if statistics is not None:
+        mean, rstd, of, found_with = statistics
+        if (of, found_with) != (normalization, exact):
+            raise ValueError(
+                f"statistics are for normalization={of!r} and eps={found_with}, "
+                f"but got normalization={normalization!r} and eps={exact}"
+            )
+    kind = Seam(
+        normalization,
+        activation or "",
+        exact,
+        float(weight_offset),
+        joined,
+        return_sum and residual is not None,
+        return_norm,
+        recompute,
+    )
+    norm = (norm_weight, norm_bias, scale, shift, mean, rstd)
+    results = seam_ops.call(kind, Operands(x, residual, *norm, *second, weights, biases), owners)
+    if return_sum and residual is None:
+        results.insert(len(results) - return_norm, x)
+    return results
+
+
+def _parameters(weight: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the weights and a bias, or None, for each."""
+    if not isinstance(weight, (list, tuple)):
+        return [weight], [bias]
+    biases = [None] * len(weight) if bias is None else list(bias)
+    if not weight or len(biases) != len(weight):
+        raise ValueError(
+            f"expected one or more weights and as many biases, got {len(weight)} and {len(biases)}"
+        )
+    return list(weight), biases
+
+
+def _checked(normalization: str, activation: str | None, eps: float | None, x: Any) -> float:
+    """Return eps, of the dtype where it is None.
+
+    Raises:
+        ValueError: If the normalization or the activation is not known.
+        TypeError: If eps is None beside LayerNorm.
+    """
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
+        )
+    if eps is None:
+        if normalization == "layer_norm":
+            raise TypeError("layer_norm needs an eps, got None")
+        return torch.finfo(x.dtype).eps
+    return float(eps)
+
+
+def _overriding(x: Any, weight: Any) -> tuple[Any, ...]:
+    return (x, *weight) if isinstance(weight, (list, tuple)) else (x, weight)
+
+
+def _is_overridden(x: Any, weight: Any, residual: Any) -> bool:
+    """Return whether an argument brings its own idea of calls, as those of `torch.fx` do."""
+    arguments = (*_overriding(x, weight), residual)
+    return not _ORDINARY.issuperset(map(type, arguments)) and has_torch_function(arguments)

@@ -54,7 +54,7 @@ def hooked(module: nn.Module, register: str) -> nn.Module:
     ("ln", "linear", "error", "words"),
     [
         (nn.Linear(K, N), nn.LayerNorm(K), TypeError, "ln must be an nn.LayerNorm, got Linear"),
-        (nn.RMSNorm(K), nn.Linear(K, N), TypeError, "ln must be an nn.LayerNorm, got RMSNorm"),
+        (nn.GroupNorm(1, K), nn.Linear(K, N), TypeError, "ln must be an nn.LayerNorm, got Group"),
         (nn.LayerNorm(K), nn.Identity(), TypeError, "linear must be an nn.Linear, got Identity"),
         (ScaledLayerNorm(K), nn.Linear(K, N), TypeError, "got ScaledLayerNorm, which computes"),
         (nn.LayerNorm(K), LowRankLinear(K, N), TypeError, "got LowRankLinear, which computes"),

@@ -11,7 +11,7 @@ from std.sys import get_defined_dtype
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
-from op.norm_linear.door import from_c, from_python
+from op.passes.door import from_c, from_python
 from op.norm_linear.gpu import passes
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()

@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.profiler import record_function
 
 from fused_norm import backends, reference
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
 from fused_norm.native import node
+from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
     are_plain,
     differentiable,
     is_forward_mode,
+    is_profiled,
     is_watched,
     register,
     without_none,
@@ -92,6 +95,21 @@ layernorm_linear_backward = register(
     _backward,
     _fake_backward,
 )
+
+
+def _forward_flops(x: Tensor, gamma: Any, beta: Any, weight: Tensor, *_: Any) -> int:
+    return 2 * x.numel() * weight.shape[0]
+
+
+def _backward_flops(grad_output: Tensor, x: Tensor, *others: Any) -> int:
+    wanted = others[-1]
+    products: int = any(wanted[:3]) + wanted[3]
+    return 2 * x.numel() * grad_output.shape[-1] * products
+
+
+count_flops("layernorm_linear", _forward_flops)
+count_flops("layernorm_linear_forward", _forward_flops)
+count_flops("layernorm_linear_backward", _backward_flops)
 
 
 class LayerNormLinear(torch.autograd.Function):
@@ -217,7 +235,13 @@ def _run_compiled(
     return y
 
 
-def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) -> Tensor:
+def call(
+    x: Any,
+    tensors: _Parameters,
+    eps: Any,
+    owner: Tensor | None = None,
+    is_recorded: bool = False,
+) -> Tensor:
     """Compute a call of the op: what no kernel serves, a wrong call included, by PyTorch's ops.
 
     Args:
@@ -225,7 +249,11 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
         tensors: Gamma, beta, the weight and the bias.
         eps: Added to the variance.
         owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
+        is_recorded: Whether a profiler that is under way has been told.
     """
+    if not is_recorded and is_profiled():
+        with record_function("fused_norm::layernorm_linear"):
+            return call(x, tensors, eps, owner, True)
     autocast = torch._C._is_any_autocast_enabled()
     if not autocast:
         if owner is None and type(x) is Tensor and x.is_cpu and is_left_to_pytorch(x):

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, list})
+from fused_norm.ops.flops import tell_counters
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, str, list})
 _library = torch.library.Library("fused_norm", "DEF")
 
 
@@ -39,8 +41,11 @@ def register(
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
 
     def call(*arguments: Any) -> Any:
-        direct = not is_watched() and are_plain(arguments)
-        return (kernel if direct else overload)(*arguments)
+        if not is_watched() and are_plain(arguments):
+            return kernel(*arguments)
+        if not torch.compiler.is_compiling():
+            tell_counters()
+        return overload(*arguments)
 
     return call
 
@@ -136,10 +141,16 @@ def is_watched() -> bool:
     )
 
 
+def is_profiled() -> bool:
+    """Return whether a profiler is under way."""
+    return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
+
+
 def are_plain(arguments: tuple[Any, ...]) -> bool:
     """Return whether the tensors among some arguments are ordinary ones, with memory."""
     return (
         _PLAIN_TYPES.issuperset(map(type, arguments))
+        and all(_PLAIN_TYPES.issuperset(map(type, a)) for a in arguments if type(a) is list)
         and not arguments[0].is_meta
         # How autograd batches gradients: a Tensor by its type, but without memory.
         and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])

@@ -58,7 +58,7 @@ def has_kernel(
     """
     if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
         return False
-    if not (_is_strided(x) and _is_strided(linear_weight)):
+    if not (is_strided(x) and is_strided(linear_weight)):
         return False
     shape, device, dtype = x.shape, x.device, linear_weight.dtype
     if linear_weight.dim() != 2 or not shape or linear_weight.device != device:
@@ -69,7 +69,7 @@ def has_kernel(
     for vector, size in ((ln_weight, features), (ln_bias, features), (linear_bias, outputs)):
         if vector is not None and not (
             isinstance(vector, Tensor)
-            and _is_strided(vector)
+            and is_strided(vector)
             and vector.shape == (size,)
             and vector.device == device
         ):
@@ -85,7 +85,7 @@ def has_kernel(
         mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
         if not (affine.dtype is x.dtype or mixed):
             return False
-    return _serves(x, dtype)
+    return serves_now(x, dtype)
 
 
 def is_left_to_pytorch(x: Tensor) -> bool:
@@ -126,11 +126,11 @@ def has_row_kernel(*tensors: Any) -> bool:
     """
     x = tensors[0]
     for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not _is_strided(tensor):
+        if not isinstance(tensor, Tensor) or not is_strided(tensor):
             return False
         if tensor.dtype is not x.dtype or tensor.device != x.device or tensor.shape != x.shape:
             return False
-    return x.dim() > 0 and x.shape[-1] <= LONGEST_ROW and _serves(x, x.dtype)
+    return x.dim() > 0 and x.shape[-1] <= LONGEST_ROW and serves_now(x, x.dtype)
 
 
 def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
@@ -143,7 +143,7 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
     return (
         isinstance(x, Tensor)
         and isinstance(o, Tensor)
-        and _is_strided(o)
+        and is_strided(o)
         and o.numel() == 1
         and o.device == x.device
         and (o.dtype is x.dtype or (o.dtype is torch.float32 and x.dtype in LOW_PRECISION))
@@ -171,8 +171,8 @@ def surely_has_trainable_eps_kernel(x: Any, o: Any) -> bool:
         and x.dim() > 0
         and x.shape[-1] <= LONGEST_ROW
         and x.data_ptr() != 0
-        and _is_strided(x)
-        and _is_strided(o)
+        and is_strided(x)
+        and is_strided(o)
         and not torch._C._functorch.is_legacy_batchedtensor(x)
         and not torch._C._functorch.is_legacy_batchedtensor(o)
     )
@@ -226,7 +226,8 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
     return y
 
 
-def _is_strided(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
+    """Return whether a tensor is one piece of memory, with strides."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -238,7 +239,8 @@ def _last_size(tensor: Any) -> torch.Size:
     return tensor.shape[-1:]
 
 
-def _serves(x: Tensor, dtype: torch.dtype) -> bool:
+def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether kernels serve a call now; say once for which dtype there are none."""
     if is_forward_mode():
         # PyTorch's ops carry tangents, the kernels would drop them.
         return False

@@ -9,8 +9,11 @@ from ..stage import Stage
 from ..values import Row, Values
 
 
-struct _Center(Stage):
-    """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean."""
+struct _Center[is_needed: Bool = True](Stage):
+    """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean; nothing where that is not needed."""
+
+    comptime terms = 1 if Self.is_needed else 0
+    comptime broadcast = Self.is_needed
 
     @staticmethod
     @always_inline
@@ -36,7 +39,8 @@ struct _Center(Stage):
         row: Row[dtype], v: Values[dtype, width], mean: Values[dtype, 1]
     ) -> Values[dtype, width]:
         var centered = v
-        centered[0] = v[0] - mean[0]
+        comptime if Self.is_needed:
+            centered[0] = v[0] - mean[0]
         return centered
 
 

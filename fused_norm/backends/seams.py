@@ -1,0 +1,262 @@
+"""The op family on a CPU and on any GPU: our row passes around PyTorch's products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.backends import passes
+from fused_norm.call.memory import LOW_PRECISION, dense, statistics_dtype
+from fused_norm.composition import Operands, Results, Seam, is_gate
+
+Found = list[Tensor | None]
+
+
+def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
+    """Compute a call.
+
+    Args:
+        kind: What to compute.
+        t: Valid tensors, as `as_kernels_need` returns them, none of them empty.
+        keeps: Whether a backward follows.
+    """
+    x, residual = dense(t.x, t.residual)
+    z = torch.empty_like(x, dtype=t.weights[0].dtype)
+    total = None if residual is None else torch.empty_like(x)
+    mean = rstd = None
+    if keeps and t.rstd is None:
+        rstd = x.new_empty(x.shape[:-1], dtype=statistics_dtype(x.dtype))
+        mean = torch.empty_like(rstd) if kind.normalization == "layer_norm" else None
+    passes.normalize(kind, t, x, residual=residual, total=total, z=z, mean=mean, rstd=rstd)
+    products = _products(kind, z, t)
+    outputs = [_activated(kind, h) for h in products]
+    if t.out_weight is not None:
+        outputs = [F.linear(outputs[0], t.out_weight, t.out_bias)]
+        if t.out_residual is not None:
+            outputs[0] += t.out_residual
+    return Results(
+        outputs,
+        total if keeps or kind.returns_sum else None,
+        z if kind.returns_norm else None,
+        mean,
+        rstd,
+        products if keeps and kind.activation and not kind.recompute else [],
+    )
+
+
+def backward(
+    kind: Seam,
+    t: Operands,
+    products: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    main_grads: Sequence[Tensor | None] = (),
+) -> Found:
+    """Return the gradients that are wanted, in the order of `composition.flat`.
+
+    Those of the residuals are left out: they are those of x and of the output.
+
+    Args:
+        kind: What was computed.
+        t: The tensors, x being the sum where there was a residual, statistics included.
+        products: What the forward kept of this name.
+        grad_outputs: Those of the outputs, the sum and the normalized rows, None for zeros.
+        wanted: Which are.
+        main_grads: What is added to in place of a gradient, for each weight, or None.
+    """
+    count = len(t.weights)
+    head, weights, biases = wanted[: -2 * count], wanted[-2 * count : -count], wanted[-count:]
+    want = Operands._make((*head, weights, biases))
+    if kind.activation and not products:
+        products = _products(kind, _normalized(kind, t), t)
+    rows = t.x.numel() // t.x.shape[-1]
+    dys = [None if g is None else dense(g)[0].view(rows, g.shape[-1]) for g in grad_outputs]
+    dnorm = dys.pop() if kind.returns_norm else None
+    dsum = dys.pop() if kind.returns_sum else None
+
+    dout_weight = dout_bias = None
+    if t.out_weight is not None:
+        dys, dout_weight, dout_bias = _second_backward(kind, t, products[0], dys[0], want)
+    dhs, dbiases = _activation_backward(kind, t, products, dys, want)
+    dz = _dz(t, dhs, dnorm) if any(want[:6]) else None
+    z = None
+    if any(weights):
+        # The pass over x writes the normalized rows again, over dz: it is the last to need that.
+        may_replace = dz is not None and dz is not dnorm and dz.dtype is t.weights[0].dtype
+        z = dz if may_replace else t.x.new_empty(rows, t.x.shape[-1], dtype=t.weights[0].dtype)
+    norm = _norm_backward(kind, t, dz, z, dsum, want)
+    dweights = [
+        _dweight(dh, z, weight, main_grad) if wants else None
+        for dh, weight, wants, main_grad in zip(
+            dhs, t.weights, weights, main_grads or [None] * count, strict=True
+        )
+    ]
+    return [*norm, None, None, dout_weight, dout_bias, None, *dweights, *dbiases]
+
+
+def _second_backward(
+    kind: Seam, t: Operands, h: Tensor, dy: Tensor | None, want: Operands
+) -> tuple[list[Tensor | None], Tensor | None, Tensor | None]:
+    """Return the gradients of the activations, and of the second weight and bias."""
+    assert t.out_weight is not None
+    if dy is None:
+        dweight = torch.zeros_like(t.out_weight) if want.out_weight else None
+        return [None], dweight, None if t.out_bias is None else torch.zeros_like(t.out_bias)
+    dweight = dbias = None
+    if want.out_bias:
+        dbias = dy.new_empty(dy.shape[-1])
+        passes.activate_backward("", None, dy, dbias=dbias)
+    if want.out_weight:
+        dweight = torch.mm(dy.t(), _activated(kind, h).flatten(0, -2))
+    is_passed_on = any(want[:6]) or any(want.weights) or any(want.biases)
+    return [torch.mm(dy, t.out_weight) if is_passed_on else None], dweight, dbias
+
+
+def _activation_backward(
+    kind: Seam,
+    t: Operands,
+    products: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    want: Operands,
+) -> tuple[Found, Found]:
+    """Return the gradients of each weight's product and, summed over the rows, of each bias."""
+    needs_dh = any(want[:6]) or any(want.weights)
+    dhs: Found = []
+    dbiases: Found = []
+    for i, da in enumerate(grads):
+        dh, dbias = da, None
+        wants_bias = any(want.biases) if kind.is_joined else want.biases[i]
+        if da is not None:
+            h = products[i] if kind.activation else None
+            if wants_bias:
+                dbias = da.new_empty(da.shape[-1] if h is None else h.shape[-1])
+            if h is not None and (needs_dh or wants_bias):
+                dh = torch.empty_like(h).view(-1, h.shape[-1]) if needs_dh else None
+                passes.activate_backward(kind.activation, h, da, dh=dh, dbias=dbias)
+            elif wants_bias:
+                passes.activate_backward("", None, da, dbias=dbias)
+        dhs.append(dh)
+        dbiases.append(dbias)
+    if kind.is_joined:
+        sizes = [weight.shape[0] for weight in t.weights]
+        dhs = [None] * len(sizes) if dhs[0] is None else list(dhs[0].split(sizes, -1))
+        if dbiases[0] is not None:
+            # Each gradient has memory of its own, so that whoever keeps one keeps no more.
+            dbiases = [d.clone() for d in dbiases[0].split(sizes)]
+        else:
+            dbiases = [None] * len(sizes)
+    return dhs, [
+        torch.zeros_like(bias) if w and d is None else d if w else None  # type: ignore[arg-type]
+        for d, w, bias in zip(dbiases, want.biases, t.biases, strict=True)
+    ]
+
+
+def _dz(t: Operands, dhs: Found, dnorm: Tensor | None) -> Tensor:
+    """Return the gradient of the normalized rows, in the dtype of x."""
+    dz = dnorm
+    for dh, weight in zip(dhs, t.weights, strict=True):
+        if dh is None:
+            continue
+        if dh.dtype is not t.x.dtype:
+            # Autocast: the product is narrower than the rows.
+            product = torch.mm(dh, weight, out_dtype=t.x.dtype) if dh.is_cuda else dh @ weight
+            dz = product.to(t.x.dtype) if dz is None else dz + product
+        elif dz is None:
+            dz = torch.mm(dh, weight)
+        elif dz is dnorm:
+            dz = torch.addmm(dz, dh, weight)
+        else:
+            dz.addmm_(dh, weight)
+    return t.x.new_zeros(t.x.numel() // t.x.shape[-1], t.x.shape[-1]) if dz is None else dz
+
+
+def _norm_backward(
+    kind: Seam,
+    t: Operands,
+    dz: Tensor | None,
+    z: Tensor | None,
+    dsum: Tensor | None,
+    want: Operands,
+) -> Found:
+    """Return the gradients of x, nothing, and those of the norm's parameters; write z."""
+    found: Found = [None] * 6
+    if dz is not None or z is not None:
+        if dz is not None:
+            if want.x or want.residual:
+                found[0] = _dense_like(t.x)
+            for i, name in enumerate(("gamma", "beta", "scale", "shift"), 2):
+                if getattr(want, name):
+                    found[i] = _dense_like(getattr(t, name))
+        dx, _, dgamma, dbeta, dscale, dshift = found
+        passes.normalize_backward(
+            kind,
+            t,
+            dz,
+            dsum=dsum,
+            z=z,
+            dx=dx,
+            dgamma=dgamma,
+            dbeta=dbeta,
+            dscale=dscale,
+            dshift=dshift,
+        )
+    return found
+
+
+def _dweight(
+    dh: Tensor | None, z: Tensor | None, weight: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the gradient of a weight, None if it was added to what there was."""
+    if dh is None:
+        return torch.zeros_like(weight) if main_grad is None else None
+    assert z is not None
+    if main_grad is None:
+        return torch.mm(dh.t(), z)
+    if dh.is_cuda and dh.dtype in LOW_PRECISION:
+        # Tensor cores multiply what they are given and add up in float32.
+        torch.addmm(main_grad, dh.t(), z, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        main_grad.addmm_(dh.t().to(main_grad.dtype), z.to(main_grad.dtype))
+    return None
+
+
+def _products(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
+    """Return the product of the normalized rows and each weight, or all in one tensor."""
+    if not kind.is_joined or len(t.weights) == 1:
+        return [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    sizes = [weight.shape[0] for weight in t.weights]
+    joined = z.new_empty(*z.shape[:-1], sum(sizes))
+    rows = z.flatten(0, -2)
+    parts = joined.view(-1, sum(sizes)).split(sizes, -1)
+    for part, weight, bias in zip(parts, t.weights, t.biases, strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=part)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=part)
+    return [joined]
+
+
+def _normalized(kind: Seam, t: Operands) -> Tensor:
+    (x,) = dense(t.x)
+    z = torch.empty_like(x, dtype=t.weights[0].dtype)
+    passes.normalize(kind, t, x, z=z)
+    return z
+
+
+def _activated(kind: Seam, h: Tensor) -> Tensor:
+    if not kind.activation:
+        return h
+    a = (
+        h.new_empty(*h.shape[:-1], h.shape[-1] // 2)
+        if is_gate(kind.activation)
+        else h.new_empty(h.shape)
+    )
+    passes.activate(kind.activation, h, a)
+    return a
+
+
+def _dense_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

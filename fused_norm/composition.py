@@ -1,0 +1,286 @@
+"""The op family as a composition of PyTorch's ops: what it computes, whoever computes it.
+
+    s = x + residual;  z = norm(s) (gamma + offset) + beta;  z = z (1 + scale) + shift
+    h = z W^T + b;  a = activation(h), of a gate activation(h[:, :N]) h[:, N:]
+    norm_mlp: y = a W2^T + b2 + residual_out
+
+Every tensor is rounded to its dtype once, where it leaves: sums, norms, modulation and activations
+are those of float32 (float64's of float64). All of it is differentiable, so it serves derivatives
+that have no kernel, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.reference import widened
+
+NORMALIZATIONS = ("layer_norm", "rms_norm")
+
+
+def _gelu_tanh(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
+
+
+def _quick_gelu(h: Tensor) -> Tensor:
+    return h * torch.sigmoid(1.702 * h)
+
+
+# By the numbers that op/passes/activation.mojo knows them by; a gate's is 8 more.
+ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "relu": (1, F.relu),
+    "gelu": (2, F.gelu),
+    "gelu_tanh": (3, _gelu_tanh),
+    "quick_gelu": (4, _quick_gelu),
+    "silu": (5, F.silu),
+    "reglu": (9, F.relu),
+    "geglu": (10, F.gelu),
+    "geglu_tanh": (11, _gelu_tanh),
+    "swiglu": (13, F.silu),
+}
+
+
+def is_gate(activation: str) -> bool:
+    """Return whether an activation takes two halves, of which one gates the other."""
+    return activation != "" and ACTIVATIONS[activation][0] > 8
+
+
+class Seam(NamedTuple):
+    """What a call computes, apart from its tensors.
+
+    Attributes:
+        normalization: One of NORMALIZATIONS.
+        activation: One of ACTIVATIONS, or `""` for none.
+        eps: Added to the variance, or to the mean square.
+        weight_offset: Added to gamma.
+        is_joined: Whether the products of all weights lie side by side in one tensor.
+        returns_sum: Whether x + residual is a result.
+        returns_norm: Whether the normalized rows are.
+        recompute: Whether the backward computes h again instead of keeping it.
+    """
+
+    normalization: str = "layer_norm"
+    activation: str = ""
+    eps: float = 1e-5
+    weight_offset: float = 0.0
+    is_joined: bool = False
+    returns_sum: bool = False
+    returns_norm: bool = False
+    recompute: bool = False
+
+
+class Operands(NamedTuple):
+    """The tensors of a call, None for those that are not there.
+
+    Attributes:
+        x: Input of shape `[..., K]`.
+        residual: Added to x before the norm, in its shape.
+        gamma: Weight of the norm, shape `[K]`.
+        beta: Bias of the norm, shape `[K]`.
+        scale: Modulation that broadcasts against x.
+        shift: The other half of it.
+        mean: Mean of each row of `x + residual`, shape `[...]`, where statistics are given.
+        rstd: Reciprocal deviation of each row, or 1 / root mean square.
+        out_weight: Weight of a second Linear layer, shape `[K2, N]`.
+        out_bias: Its bias.
+        out_residual: Added to what it returns.
+        weights: Of the Linear layers on the norm, each of shape `[N, K]`.
+        biases: One for each weight, or None.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+    gamma: Tensor | None = None
+    beta: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    out_weight: Tensor | None = None
+    out_bias: Tensor | None = None
+    out_residual: Tensor | None = None
+    weights: Sequence[Tensor] = ()
+    biases: Sequence[Tensor | None] = ()
+
+
+def seam(kind: Seam, t: Operands) -> list[Tensor]:
+    """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
+
+    Args:
+        kind: What to compute.
+        t: The tensors. Statistics are found anew, so that gradients reach x through them.
+    """
+    x = t.x if t.residual is None else t.x + t.residual
+    z = normalized(kind, x, t)
+    products = [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    if kind.is_joined:
+        products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
+    outputs = [activated(kind.activation, h) for h in products]
+    if t.out_weight is not None:
+        y = F.linear(outputs[0], t.out_weight, t.out_bias)
+        outputs = [y if t.out_residual is None else y + t.out_residual]
+    if kind.returns_sum:
+        outputs.append(x)
+    if kind.returns_norm:
+        outputs.append(z)
+    return outputs
+
+
+def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
+    """Return the normalized and modulated rows of x, in its dtype.
+
+    Args:
+        kind: Which norm.
+        x: The sum that is normalized.
+        t: Gamma, beta, scale and shift.
+    """
+    if not isinstance(x, Tensor) or x.is_nested or not x.dim():
+        return F.layer_norm(x, (), t.gamma, t.beta, kind.eps)
+    rows, gamma, beta, scale, shift = (
+        v if v is None else widened(v) for v in (x, t.gamma, t.beta, t.scale, t.shift)
+    )
+    assert rows is not None
+    if gamma is not None and kind.weight_offset:
+        gamma = gamma + kind.weight_offset
+    features = _features(x, gamma, t.weights[0] if t.weights else None)
+    if kind.normalization == "layer_norm":
+        z = F.layer_norm(rows, features, gamma, beta, kind.eps)
+    else:
+        z = F.rms_norm(rows, features, gamma, kind.eps)
+        if beta is not None:
+            z = z + beta
+    if scale is not None:
+        z = z * (1 + scale)
+    if shift is not None:
+        z = z + shift
+    return z.to(x.dtype) if x.is_floating_point() else z
+
+
+def _features(x: Tensor, *others: Tensor | None) -> torch.Size:
+    """Return the size of a row; of a row that fits no parameter, what the parameters ask for."""
+    sizes = [o.shape[-1:] for o in others if isinstance(o, Tensor) and o.dim()]
+    features = x.shape[-1:]
+    return features if features in sizes or not sizes else sizes[-1]
+
+
+def activated(activation: str, h: Tensor) -> Tensor:
+    """Return an activation of h, in its dtype: of a gate half as wide as h.
+
+    Args:
+        activation: One of ACTIVATIONS, or `""` for none.
+        h: Of shape `[..., N]`, for a gate `[..., 2N]`, the gate first.
+    """
+    if not activation:
+        return h
+    function = ACTIVATIONS[activation][1]
+    if not is_gate(activation):
+        return function(h)
+    gate, up = widened(h).chunk(2, -1)
+    return (function(gate) * up).to(h.dtype)
+
+
+def gradients(
+    kind: Seam, t: Operands, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of a call's tensors, differentiable in turn, None where not wanted.
+
+    Args:
+        kind: What was computed.
+        t: The tensors, of which statistics get no gradient.
+        grad_outputs: Those of the results of `seam`, None for zeros.
+        wanted: Which are, in the order of `flat`.
+    """
+    tensors = flat(t)
+    chosen = [i for i, w in enumerate(wanted) if w]
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        changed = list(tensors)
+        for i, value in zip(chosen, values, strict=True):
+            changed[i] = value
+        results = seam(kind, unflat(changed))
+        return tuple(r for r, g in zip(results, grad_outputs, strict=True) if g is not None)
+
+    values = [tensors[i] for i in chosen]
+    _, pull = torch.func.vjp(function, *values)  # type: ignore[misc]
+    found = iter(pull(tuple(g for g in grad_outputs if g is not None)))
+    return [next(found) if w else None for w in wanted]
+
+
+def flat(t: Operands) -> list[Tensor | None]:
+    """Return the tensors of a call in one list, weights and then biases at the end."""
+    return [*t[:-2], *t.weights, *t.biases]
+
+
+def unflat(tensors: Sequence[Tensor | None]) -> Operands:
+    """Return the tensors of a list made by `flat`."""
+    first = len(Operands._fields) - 2
+    count = (len(tensors) - first) // 2
+    weights, biases = tensors[first : first + count], tensors[first + count :]
+    return Operands._make((*tensors[:first], weights, biases))
+
+
+class Results(NamedTuple):
+    """What a kernel returns of a call: its results, and what its backward needs.
+
+    Attributes:
+        outputs: One for each weight, or one where they are joined or a second Linear follows.
+        sum: x + residual, where it is a result or kept.
+        norm: The normalized rows, where they are a result.
+        mean: Of each row, where it is kept and was not given.
+        rstd: Of each row, likewise.
+        products: The products before their activation, where they are kept.
+    """
+
+    outputs: Sequence[Tensor]
+    sum: Tensor | None
+    norm: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+    products: Sequence[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        """Return them in one list, without what is not there."""
+        return [
+            *self.outputs,
+            *(t for t in self[1:5] if t is not None),
+            *self.products,
+        ]
+
+    @classmethod
+    def unflat(cls, results: Sequence[Tensor], kind: Seam, t: Operands, keeps: bool) -> Results:
+        """Return what `flat` made a list of.
+
+        Args:
+            results: The list.
+            kind: What was computed.
+            t: From which tensors.
+            keeps: Whether for a backward as well.
+        """
+        products = 1 if kind.is_joined else len(t.weights)
+        outputs = 1 if t.out_weight is not None else products
+        rest = iter(results[outputs:])
+        there = (
+            t.residual is not None and (keeps or kind.returns_sum),
+            kind.returns_norm,
+            keeps and kind.normalization == "layer_norm" and t.mean is None,
+            keeps and t.rstd is None,
+        )
+        found = [next(rest) if is_there else None for is_there in there]
+        return cls._make((results[:outputs], *found, list(rest)))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Return `residual + x W^T + b`.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        weight: Shape `[N, K]`.
+        bias: Shape `[N]`, or None.
+        residual: Shape `[..., N]`.
+    """
+    return residual + F.linear(x, weight, bias)

@@ -1,0 +1,273 @@
+"""The op family as PyTorch knows it: schemas, fakes, one autograd function, and its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from fused_norm import composition
+from fused_norm.backends import seams
+from fused_norm.call.memory import statistics_dtype
+from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
+from fused_norm.ops.flops import count_flops
+from fused_norm.ops.registration import (
+    are_plain,
+    is_forward_mode,
+    is_profiled,
+    is_watched,
+    register,
+)
+from fused_norm.ops.seam_validation import as_kernels_need
+
+# Of the first eleven operands, those that an op's schema lists one by one.
+_NAMED = Operands._fields[:-2]
+_KIND = (
+    "str normalization, str activation, float eps, float weight_offset, bool joined, "
+    "bool returns_sum, bool returns_norm, bool recompute"
+)
+_TENSORS = (
+    "Tensor x, " + "".join(f"Tensor? {n}, " for n in _NAMED[1:]) + "Tensor[] weights, "
+    "Tensor?[] biases"
+)
+
+
+def _forward(*arguments: Any) -> list[Tensor]:
+    t, kind, keeps = _unpacked(arguments)
+    if is_empty(t):
+        return _empty_forward(kind, t, keeps)
+    return seams.forward(kind, t, keeps).flat()
+
+
+def _fake_forward(*arguments: Any) -> list[Tensor]:
+    t, kind, keeps = _unpacked(arguments)
+    x, rows = t.x, t.x.shape[:-1]
+    dtype = t.weights[0].dtype
+    sizes = [weight.shape[0] for weight in t.weights]
+    sizes = [sum(sizes)] if kind.is_joined else sizes
+    products = [x.new_empty((*rows, n), dtype=dtype) for n in sizes]
+    outputs = products
+    if t.out_weight is not None:
+        outputs = [x.new_empty((*rows, t.out_weight.shape[0]), dtype=dtype)]
+    elif kind.activation:
+        halves = 2 if is_gate(kind.activation) else 1
+        outputs = [x.new_empty((*rows, n // halves), dtype=dtype) for n in sizes]
+    wide = statistics_dtype(x.dtype)
+    keeps_statistics = keeps and t.rstd is None
+    return Results(
+        outputs,
+        x.new_empty(x.shape) if t.residual is not None and (keeps or kind.returns_sum) else None,
+        x.new_empty(x.shape, dtype=dtype) if kind.returns_norm else None,
+        x.new_empty(rows, dtype=wide)
+        if keeps_statistics and kind.normalization == NORMALIZATIONS[0]
+        else None,
+        x.new_empty(rows, dtype=wide) if keeps_statistics else None,
+        [torch.empty_like(p) for p in products]
+        if keeps and kind.activation and not kind.recompute
+        else [],
+    ).flat()
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    *arguments_, products, grad_outputs, wanted = arguments
+    t, kind, _ = _unpacked((*arguments_, False))
+    if is_empty(t):
+        found = composition.gradients(kind, t, grad_outputs, wanted)
+    else:
+        found = seams.backward(kind, t, products, grad_outputs, wanted)
+    return [g for g, w in zip(found, wanted, strict=True) if w and g is not None]
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    *arguments_, _, _, wanted = arguments
+    t, _, _ = _unpacked((*arguments_, False))
+    return [
+        p.new_empty(p.shape) for p, w in zip(flat(t), wanted, strict=True) if w and p is not None
+    ]
+
+
+def _unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
+    count = len(Operands._fields)
+    tensors, (normalization, activation, eps, offset, *flags, keeps) = (
+        arguments[:count],
+        arguments[count:],
+    )
+    return Operands(*tensors), Seam(normalization, activation, eps, offset, *flags), keeps
+
+
+def _empty_forward(kind: Seam, t: Operands, keeps: bool) -> list[Tensor]:
+    """Return results without elements, or of inputs without features, by PyTorch's ops."""
+    outputs = composition.seam(kind, t)
+    kept = _fake_forward(*t, *kind, keeps)
+    given = len(outputs) - kind.returns_sum - kind.returns_norm
+    results = Results.unflat([torch.zeros_like(k) for k in kept], kind, t, keeps)
+    rest = list(outputs[given:])
+    total = rest.pop(0) if kind.returns_sum else None
+    if total is None and results.sum is not None:
+        total = t.x + t.residual if t.residual is not None else None
+    norm = rest.pop(0) if kind.returns_norm else None
+    outputs = [torch.clone(o) for o in outputs[:given]]
+    return results._replace(outputs=outputs, sum=total, norm=norm).flat()
+
+
+def is_empty(t: Operands) -> bool:
+    """Return whether a call has no rows, features or outputs."""
+    return (
+        not t.x.numel()
+        or not all(w.numel() for w in t.weights)
+        or (t.out_weight is not None and not t.out_weight.numel())
+    )
+
+
+_seam_forward = register(
+    f"seam_forward({_TENSORS}, {_KIND}, bool keeps) -> Tensor[]", _forward, _fake_forward
+)
+_seam_backward = register(
+    f"seam_backward({_TENSORS}, {_KIND}, Tensor[] products, Tensor?[] grad_outputs, "
+    "bool[] wanted) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+
+
+def _forward_flops(*arguments: Any) -> int:
+    t, _, _ = _unpacked(arguments)
+    rows = t.x.numel() // max(t.x.shape[-1], 1)
+    products = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
+    return sum(2 * rows * w.numel() for w in products)
+
+
+def _backward_flops(*arguments: Any) -> int:
+    *others, _, _, wanted = arguments
+    t, _, _ = _unpacked((*others, False))
+    rows = t.x.numel() // max(t.x.shape[-1], 1)
+    count = len(t.weights)
+    norm, weights = any(wanted[:6]), wanted[-2 * count : -count]
+    flops: int = sum(
+        2 * rows * w.numel() * (norm + dw) for w, dw in zip(t.weights, weights, strict=True)
+    )
+    if t.out_weight is not None:
+        out = wanted[_NAMED.index("out_weight")]
+        flops += 2 * rows * t.out_weight.numel() * (out + (norm or any(wanted[-2 * count :])))
+    return flops
+
+
+count_flops("seam_forward", _forward_flops)
+count_flops("seam_backward", _backward_flops)
+
+
+class SeamFunction(torch.autograd.Function):
+    """Gradients of the family. Saved for the backward: x or the sum, parameters, statistics, h.
+
+    The first two arguments are the kind, and the Parameters whose `main_grad` is added to in place
+    of a gradient, for each weight, or None. The others are tensors in the order of `flat`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kind: Seam, owners: Any, *tensors: Any) -> Any:
+        """Return the outputs, then the sum and the normalized rows if they are results."""
+        t = unflat(tensors)
+        results = Results.unflat(_seam_forward(*t, *kind, True), kind, t, True)
+        saved = t._replace(
+            x=t.x if results.sum is None else results.sum,
+            residual=None,
+            mean=t.mean if results.mean is None else results.mean,
+            rstd=t.rstd if results.rstd is None else results.rstd,
+            out_residual=None,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*flat(saved), *results.products)
+        ctx.kind, ctx.owners, ctx.has_residual = kind, owners, t.residual is not None
+        ctx.count = len(tensors)
+        extras = (
+            results.sum if kind.returns_sum else None,
+            results.norm if kind.returns_norm else None,
+        )
+        return (*results.outputs, *(e for e in extras if e is not None))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of the tensors that require one."""
+        tensors, products = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        needed = list(ctx.needs_input_grad[2:])
+        if all(g is None for g in grad_outputs):
+            return (None,) * (2 + len(needed))
+        places = {name: i for i, name in enumerate(_NAMED)}
+        residual, last = places["residual"], places["out_residual"]
+        wanted = list(needed)
+        # Both summands get the same gradient, and what is added at the end that of the output.
+        wanted[0] = needed[0] or needed[residual]
+        wanted[residual] = wanted[last] = False
+        found = gradients(ctx.kind, ctx.owners, tensors, products, grad_outputs, wanted)
+        found[residual] = found[0] if needed[residual] else None
+        found[0] = found[0] if needed[0] else None
+        found[last] = grad_outputs[0] if needed[last] else None
+        return (None, None, *found)
+
+
+def gradients(
+    kind: Seam,
+    owners: Any,
+    tensors: Sequence[Tensor | None],
+    products: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor | None],
+    wanted: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients that are wanted, None for others.
+
+    Args:
+        kind: What was computed.
+        owners: Parameters that have a `main_grad`, for each weight, or None.
+        tensors: Those saved, in the order of `flat`.
+        products: Kept products.
+        grad_outputs: Those of the results.
+        wanted: Which are.
+    """
+    t = unflat(tensors)
+    if (
+        torch.is_grad_enabled()
+        or is_forward_mode()
+        or torch._C._are_functorch_transforms_active()
+        or any(
+            g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs
+        )
+    ):
+        # A derivative of this one may be taken, or many at once: PyTorch's ops have those.
+        return composition.gradients(kind, t, grad_outputs, wanted)
+    plain = (*(v for v in tensors if v is not None), *(g for g in grad_outputs if g is not None))
+    if not is_watched() and are_plain(plain) and not is_empty(t):
+        main_grads = [o if o is None else o.main_grad for o in owners] if owners else ()
+        return seams.backward(kind, t, products, grad_outputs, wanted, main_grads)
+    results = iter(_seam_backward(*t, *kind, list(products), list(grad_outputs), wanted))
+    return [next(results) if w else None for w in wanted]
+
+
+# What `apply` comes down to where no transform is active, 3 us sooner.
+_apply = super(torch.autograd.Function, SeamFunction).apply
+
+
+def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
+    """Compute a call: what no kernel serves, a wrong one included, by PyTorch's ops.
+
+    Args:
+        kind: What to compute.
+        t: The tensors.
+        owners: Parameters whose `main_grad` gets the gradient of their weight, or None.
+        is_recorded: Whether a profiler that is under way has been told.
+    """
+    if not is_recorded and is_profiled():
+        name = "norm_linear" if t.out_weight is None else "norm_mlp"
+        with record_function(f"fused_norm::{name}"):
+            return call(kind, t, owners, True)
+    ready = as_kernels_need(kind, t)
+    if ready is None:
+        return composition.seam(kind, t)
+    tensors = flat(ready)
+    if torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in tensors):
+        apply = SeamFunction.apply if is_watched() else _apply
+        return list(apply(kind, owners, *tensors))
+    results = Results.unflat(_seam_forward(*ready, *kind, False), kind, ready, False)
+    return results.flat()

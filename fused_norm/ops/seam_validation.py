@@ -1,0 +1,162 @@
+"""Decides whether the kernels serve a call of the op family, and brings it into their form.
+
+What they do not serve, a wrong call included, is handed to PyTorch's own ops, as
+`ops/validation.py` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
+from fused_norm.composition import Operands, Seam, is_gate
+from fused_norm.ops.validation import LONGEST_ROW, is_strided, serves_now
+
+# A GPU's grid has no more blocks in the direction that groups take.
+_MOST_GROUPS = 65535
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
+    """Return the tensors of a call that the kernels serve, as they need them; None for others.
+
+    Under autocast the Linear parameters come in its dtype, x and residual in one dtype. Scale and
+    shift come in one shape, with all K features, in which the sizes of x lead and ones follow.
+
+    Args:
+        kind: What to compute.
+        t: The tensors, which may be anything.
+    """
+    if torch._C._are_functorch_transforms_active() or not _are_tensors(t):
+        return None
+    x, weights = t.x, t.weights
+    cast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+    if cast:
+        ready = _autocast(t)
+        if ready is None:
+            return None
+        t = ready
+        x, weights = t.x, t.weights
+        if kind.returns_norm and x.dtype is not weights[0].dtype:
+            # Under autocast a norm's own result is wider than the product's input.
+            return None
+    dtype = weights[0].dtype
+    if not x.dim() or not (x.dtype is dtype or (cast and x.dtype is torch.float32)):
+        return None
+    K = x.shape[-1]
+    if K > LONGEST_ROW or not serves_now(x, dtype):
+        return None
+    if not _fit(kind, t, K, dtype):
+        return None
+    if t.scale is None and t.shift is None:
+        return t
+    return _with_groups(t)
+
+
+def _are_tensors(t: Operands) -> bool:
+    tensors = [v for v in (*t[:-2], *t.weights, *t.biases) if v is not None]
+    return (
+        isinstance(t.x, Tensor)
+        and bool(t.weights)
+        and all(isinstance(w, Tensor) for w in t.weights)
+        and all(isinstance(v, Tensor) and is_strided(v) and v.device == t.x.device for v in tensors)
+    )
+
+
+def _fit(kind: Seam, t: Operands, K: int, dtype: torch.dtype) -> bool:
+    """Return whether shapes and dtypes agree."""
+    x = t.x
+    wide = statistics_dtype(x.dtype)
+    like_x = x.dtype
+    affine = t.gamma if t.gamma is not None else t.beta
+    norm = like_x if affine is None else affine.dtype
+    if norm is not like_x and not (norm is torch.float32 and like_x in LOW_PRECISION):
+        return False
+    wanted: list[tuple[Any, Any, torch.dtype]] = [
+        (t.residual, x.shape, like_x),
+        (t.gamma, (K,), norm),
+        (t.beta, (K,), norm),
+        (t.mean, x.shape[:-1], wide),
+        (t.rstd, x.shape[:-1], wide),
+    ]
+    N = 0
+    for weight, bias in zip(t.weights, t.biases, strict=True):
+        if weight.dim() != 2:
+            return False
+        N = weight.shape[0]
+        wanted += [(weight, (N, K), dtype), (bias, (N,), dtype)]
+    if kind.is_joined:
+        N = sum(weight.shape[0] for weight in t.weights)
+    if is_gate(kind.activation):
+        if N % 2:
+            return False
+        N //= 2
+    if t.out_weight is not None:
+        if t.out_weight.dim() != 2:
+            return False
+        last = t.out_weight.shape[0]
+        wanted += [
+            (t.out_weight, (last, N), dtype),
+            (t.out_bias, (last,), dtype),
+            (t.out_residual, (*x.shape[:-1], last), dtype),
+        ]
+    return all(v is None or (v.shape == shape and v.dtype is kept) for v, shape, kept in wanted)
+
+
+def _with_groups(t: Operands) -> Operands | None:
+    """Return the call with one scale and shift a group of neighboring rows, None where not so."""
+    x = t.x
+    K = x.shape[-1]
+    given = [v for v in (t.scale, t.shift) if v is not None]
+    if any(v.dtype is not x.dtype or v.dim() > x.dim() for v in given):
+        return None
+    shape = torch.broadcast_shapes(*(v.shape for v in given))
+    shape = (1,) * (x.dim() - len(shape)) + tuple(shape)
+    if any(size not in (1, whole) for size, whole in zip(shape, x.shape, strict=True)):
+        return None
+    # Rows of a group share a vector; where they are no neighbors, each row gets its own.
+    prefix = x.dim() - 1
+    while prefix and shape[prefix - 1] == 1:
+        prefix -= 1
+    if shape[:prefix] != tuple(x.shape[:prefix]):
+        prefix = x.dim() - 1
+    if math.prod(x.shape[:prefix]) > _MOST_GROUPS:
+        return None
+    whole = (*x.shape[:prefix], *(1,) * (x.dim() - 1 - prefix), K)
+    scale, shift = (v if v is None else v.expand(whole) for v in (t.scale, t.shift))
+    return t._replace(scale=scale, shift=shift)
+
+
+def _autocast(t: Operands) -> Operands | None:
+    """Return the call as autocast has it: Linear layers in its dtype, the rest as it is."""
+    kind = t.x.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    x, residual = t.x, t.residual
+    parameters = (*t.weights, *(b for b in t.biases if b is not None), t.out_weight, t.out_bias)
+    if any(p is not None and p.dtype not in _CASTABLE for p in (x, *parameters)):
+        return None
+    if residual is not None and residual.dtype is not x.dtype:
+        wide = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(wide), residual.to(wide)
+    if x.dtype in LOW_PRECISION and x.dtype is not dtype:
+        return None
+    if t.out_residual is not None and t.out_residual.dtype is not dtype:
+        return None
+
+    def like(v: Tensor | None, other: torch.dtype) -> Any:
+        return v if v is None else v.to(other)
+
+    return t._replace(
+        x=x,
+        residual=residual,
+        scale=like(t.scale, x.dtype),
+        shift=like(t.shift, x.dtype),
+        weights=[w.to(dtype) for w in t.weights],
+        biases=[like(b, dtype) for b in t.biases],
+        out_weight=like(t.out_weight, dtype),
+        out_bias=like(t.out_bias, dtype),
+    )

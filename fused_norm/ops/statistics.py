@@ -1,0 +1,98 @@
+"""The sum before a norm and its statistics, as PyTorch knows it: what `linear_add` ends with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.backends import passes
+from fused_norm.call.memory import dense, statistics_dtype
+from fused_norm.composition import Operands, Seam
+from fused_norm.ops.registration import is_watched, register
+from fused_norm.ops.validation import has_row_kernel
+from fused_norm.reference import widened
+
+
+def _add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    x, residual = dense(x, residual)
+    total, *statistics = results = _fake_add(x, residual, normalization, eps)
+    if x.numel():
+        mean, rstd = (None, *statistics)[-2:]
+        kind = Seam(normalization, eps=eps)
+        t = Operands(x)
+        passes.normalize(kind, t, x, residual=residual, total=total, mean=mean, rstd=rstd)
+    else:
+        for statistic in statistics:
+            statistic.zero_()
+    return results
+
+
+def _fake_add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    wide = statistics_dtype(x.dtype)
+    count = 2 if normalization == "layer_norm" else 1
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        *(x.new_empty(x.shape[:-1], dtype=wide) for _ in range(count)),
+    ]
+
+
+_op = register(
+    "add_statistics(Tensor x, Tensor residual, str normalization, float eps) -> Tensor[]",
+    _add,
+    _fake_add,
+)
+
+
+class AddStatistics(torch.autograd.Function):
+    """Gives both summands the gradient of the sum; statistics have none."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """Return the sum and the statistics."""
+        total, *statistics = _op(*arguments)
+        ctx.mark_non_differentiable(*statistics)
+        return (total, *statistics)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients."""
+        wanted = ctx.needs_input_grad
+        return (*(grad_output if w else None for w in wanted[:2]), None, None)
+
+
+_apply = super(torch.autograd.Function, AddStatistics).apply
+
+
+def add_statistics(
+    x: Tensor, residual: Tensor, normalization: str, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return x + residual, and the mean (None for RMSNorm) and factor of its rows.
+
+    Args:
+        x: Of shape `[..., K]`.
+        residual: Of the same shape.
+        normalization: The norm that follows.
+        eps: Its eps.
+    """
+    if torch._C._are_functorch_transforms_active() or not has_row_kernel(x, residual):
+        return _by_pytorch(x, residual, normalization, eps)
+    if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad):
+        apply = AddStatistics.apply if is_watched() else _apply
+        total, *statistics = apply(x, residual, normalization, eps)
+    else:
+        total, *statistics = _op(x, residual, normalization, eps)
+    mean, rstd = (None, *statistics)[-2:]
+    return total, mean, rstd
+
+
+def _by_pytorch(
+    x: Tensor, residual: Tensor, normalization: str, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    total = x + residual
+    rows = widened(total.detach())
+    if normalization == "rms_norm":
+        return total, None, torch.rsqrt(rows.square().mean(-1) + eps)
+    variance, mean = torch.var_mean(rows, -1, correction=0)
+    return total, mean, torch.rsqrt(variance + eps)

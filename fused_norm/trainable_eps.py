@@ -1,0 +1,79 @@
+"""The Spiral language's LayerNorm, whose eps is a trained scalar squared: function and module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fused_norm.ops.registration import is_watched
+from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
+from fused_norm.ops.validation import (
+    has_trainable_eps_kernel,
+    surely_has_trainable_eps_kernel,
+    trainable_eps_by_pytorch,
+)
+
+
+def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
+    """Apply layer normalization over the last dimension, with a trained scalar squared as eps.
+
+    `v = x - mean(x)`, `y = v / sqrt(o * o + mean(v * v))`: equivalent to
+    `F.layer_norm(x, (K,), eps=o * o)`, and has a gradient for `o`. Statistics and sums use float32
+    (float64 for float64). Only the inputs are kept for the backward; its sums run in a fixed order,
+    so every run gives the same bits.
+
+    A row without variance is 0 / 0, so NaN, where `o` is 0. There the gradient of `o` is 0 as well.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        o: Tensor of one element. In the dtype of `x`, or float32 beside bfloat16 and float16.
+
+    Returns:
+        Tensor of the shape and dtype of `x`.
+
+    Raises:
+        RuntimeError: If `o` has not one element, and as PyTorch's ops do.
+        TypeError: As they do, for an argument that is not a tensor.
+    """
+    if not is_watched() and surely_has_trainable_eps_kernel(x, o):
+        if not (torch.is_grad_enabled() and (x.requires_grad or o.requires_grad)):
+            return trainable_eps_forward(x, o)
+    elif not has_trainable_eps_kernel(x, o):
+        return trainable_eps_by_pytorch(x, o)
+    if torch.is_grad_enabled() and (x.requires_grad or o.requires_grad):
+        y: Tensor = trainable_eps_with_gradients(x, o)
+    else:
+        y = trainable_eps(x, o)
+    return y
+
+
+class TrainableEpsLayerNorm(nn.Module):
+    """Layer normalization over the last dimension, with a trained scalar squared as eps.
+
+    The scalar begins at 0, as in the Spiral language's LayerNorm. There its own gradient is 0,
+    since eps is its square: to train it, give it another value, `nn.init.constant_(layer.o, 0.01)`.
+
+    Args:
+        device: Device of the scalar.
+        dtype: Dtype of the scalar: that of the input, or float32 beside a narrower input.
+
+    Attributes:
+        o: The scalar, shape `[1]`.
+    """
+
+    o: nn.Parameter
+
+    def __init__(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.o = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scalar to 0."""
+        nn.init.zeros_(self.o)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, each row normalized."""
+        return trainable_eps_layer_norm(x, self.o)

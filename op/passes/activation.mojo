@@ -1,0 +1,205 @@
+"""Activations as formulas of single elements, which of them being a number known when they run.
+
+With a = act(h): relu max(h, 0); gelu h Phi(h); gelu_tanh, quick_gelu and silu h s(z), where s(z) = 1 / (1 + e^-z),
+z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become what PyTorch makes of them.
+"""
+
+from std.math import erf, exp, fma
+from std.memory import bitcast
+
+comptime NOTHING = Int32(0)
+"""a = h."""
+comptime RELU = Int32(1)
+"""The larger of h and 0."""
+comptime GELU = Int32(2)
+"""With the exact error function."""
+comptime GELU_TANH = Int32(3)
+"""With an approximation of it."""
+comptime QUICK_GELU = Int32(4)
+"""With a coarse approximation of it."""
+comptime SILU = Int32(5)
+"""Also called swish."""
+comptime GATED = 8
+"""Added to one of these: half of what comes is a gate, a = act(gate) h."""
+
+comptime _SQRT_HALF = 0.70710678118654752440
+comptime _INVERSE_SQRT_TAU = 0.39894228040143267794
+comptime _TANH_LINEAR = 1.5957691216057307117
+comptime _TANH_CUBIC = _TANH_LINEAR * 0.044715
+comptime _QUICK = 1.702
+
+
+@always_inline
+def activate[
+    dtype: DType, width: Int, //
+](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Applies an activation.
+
+    Parameters:
+        dtype: float32 or float64.
+        width: The number of elements.
+
+    Args:
+        kind: Which activation.
+        h: The elements.
+
+    Returns:
+        act(h).
+    """
+    if kind == NOTHING:
+        return h
+    if kind == RELU:
+        return h.lt(0).select(SIMD[dtype, width](0), h)
+    if kind == GELU:
+        return h * _normal_cdf(h)
+    return h * _logistic(_argument(kind, h))
+
+
+struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
+    """What the backward of an activation needs of elements.
+
+    Parameters:
+        dtype: float32 or float64.
+        width: The number of elements.
+    """
+
+    var a: SIMD[Self.dtype, Self.width]
+    """act(h)."""
+    var dh: SIMD[Self.dtype, Self.width]
+    """The gradient of h."""
+
+    @always_inline
+    def __init__(
+        out self,
+        kind: Int32,
+        h: SIMD[Self.dtype, Self.width],
+        da: SIMD[Self.dtype, Self.width],
+    ):
+        """Computes both.
+
+        Args:
+            kind: Which activation.
+            h: The elements.
+            da: The gradient of act(h).
+        """
+        comptime Lanes = SIMD[Self.dtype, Self.width]
+        if kind == NOTHING:
+            self.a = h
+            self.dh = da
+        elif kind == RELU:
+            self.a = h.lt(0).select(Lanes(0), h)
+            self.dh = h.le(0).select(Lanes(0), da)
+        elif kind == GELU:
+            var cdf = _normal_cdf(h)
+            var density = exponential(h * h * -0.5) * _INVERSE_SQRT_TAU
+            self.a = h * cdf
+            self.dh = da * fma(h, density, cdf)
+        else:
+            var slope = Lanes(1)
+            if kind == QUICK_GELU:
+                slope = Lanes(_QUICK)
+            elif kind == GELU_TANH:
+                slope = fma(h * h, Lanes(3 * _TANH_CUBIC), Lanes(_TANH_LINEAR))
+            var s = _logistic(_argument(kind, h))
+            self.a = h * s
+            self.dh = da * fma(h * s * (1 - s), slope, s)
+
+
+@always_inline
+def _argument[
+    dtype: DType, width: Int, //
+](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns what the logistic function is taken of."""
+    comptime Lanes = SIMD[dtype, width]
+    if kind == QUICK_GELU:
+        return h * _QUICK
+    if kind == GELU_TANH:
+        return h * fma(h * h, Lanes(_TANH_CUBIC), Lanes(_TANH_LINEAR))
+    return h
+
+
+@always_inline
+def _logistic[
+    dtype: DType, width: Int, //
+](z: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns 1 / (1 + e^-z)."""
+    return 1 / (1 + exponential(-z))
+
+
+@always_inline
+def _normal_cdf[
+    dtype: DType, width: Int, //
+](h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns the share of the normal distribution below h."""
+    return fma(
+        error_function(h * _SQRT_HALF),
+        SIMD[dtype, width](0.5),
+        SIMD[dtype, width](0.5),
+    )
+
+
+@always_inline
+def exponential[
+    dtype: DType, width: Int, //
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns e^x to the last bits, which the standard library does for float32 alone.
+
+    Parameters:
+        dtype: float32 or float64.
+        width: The number of elements.
+
+    Args:
+        x: The exponents.
+
+    Returns:
+        The powers.
+    """
+    comptime if dtype == DType.float64:
+        comptime Lanes = SIMD[dtype, width]
+        # NaN compares false, and stays
+        var clamped = x.lt(-746).select(Lanes(-746), x)
+        clamped = clamped.gt(710).select(Lanes(710), clamped)
+        var n = round(clamped * 1.4426950408889634)
+        var r = fma(n, Lanes(-6.93147180369123816490e-01), clamped)
+        r = fma(n, Lanes(-1.90821492927058770002e-10), r)
+        # the series of e^r for |r| < 0.35
+        var power = Lanes(1)
+        comptime for i in range(14):
+            power = fma(power * r, Lanes(1.0 / Float64(14 - i)), Lanes(1))
+        # in two factors: 2^n may be no number where e^x is one
+        var half = n.cast[DType.int64]() >> 1
+        var rest = n.cast[DType.int64]() - half
+        return power * _power_of_two[dtype](half) * _power_of_two[dtype](rest)
+    else:
+        comptime assert dtype == DType.float32
+        return rebind[SIMD[dtype, width]](
+            exp(rebind[SIMD[DType.float32, width]](x))
+        )
+
+
+@always_inline
+def _power_of_two[
+    width: Int, //, dtype: DType
+](n: SIMD[DType.int64, width]) -> SIMD[dtype, width]:
+    var bits = (n + 1023) << 52
+    return rebind[SIMD[dtype, width]](bitcast[DType.float64, width](bits))
+
+
+@always_inline
+def error_function[
+    dtype: DType, width: Int, //
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns erf(x) to the last bits.
+
+    Parameters:
+        dtype: float32 or float64.
+        width: The number of elements.
+
+    Args:
+        x: The elements.
+
+    Returns:
+        Their error function.
+    """
+    comptime assert dtype.is_floating_point(), "has to be a number"
+    return erf(x)
