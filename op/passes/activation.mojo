@@ -6,6 +6,7 @@ z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become 
 
 from std.math import erf, exp, fma
 from std.memory import bitcast
+from std.sys import is_gpu
 
 comptime NOTHING = Int32(0)
 """a = h."""
@@ -142,7 +143,7 @@ def _normal_cdf[
 def exponential[
     dtype: DType, width: Int, //
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns e^x to the last bits, which the standard library does for float32 alone.
+    """Returns e^x: to the last bit or so on a CPU and of float64, to that of x log2(e) on a GPU.
 
     Parameters:
         dtype: float32 or float64.
@@ -155,34 +156,68 @@ def exponential[
         The powers.
     """
     comptime if dtype == DType.float64:
-        comptime Lanes = SIMD[dtype, width]
-        # NaN compares false, and stays
-        var clamped = x.lt(-746).select(Lanes(-746), x)
-        clamped = clamped.gt(710).select(Lanes(710), clamped)
-        var n = round(clamped * 1.4426950408889634)
-        var r = fma(n, Lanes(-6.93147180369123816490e-01), clamped)
-        r = fma(n, Lanes(-1.90821492927058770002e-10), r)
-        # the series of e^r for |r| < 0.35
-        var power = Lanes(1)
-        comptime for i in range(14):
-            power = fma(power * r, Lanes(1.0 / Float64(14 - i)), Lanes(1))
-        # in two factors: 2^n may be no number where e^x is one
-        var half = n.cast[DType.int64]() >> 1
-        var rest = n.cast[DType.int64]() - half
-        return power * _power_of_two[dtype](half) * _power_of_two[dtype](rest)
-    else:
+        return _exponential[
+            bits=DType.int64,
+            terms=14,
+            lowest= -746,
+            highest=710,
+            high= -6.93147180369123816490e-01,
+            low= -1.90821492927058770002e-10,
+            mantissa=52,
+            bias=1023,
+        ](x)
+    elif is_gpu():
         comptime assert dtype == DType.float32
         return rebind[SIMD[dtype, width]](
             exp(rebind[SIMD[DType.float32, width]](x))
         )
+    else:
+        return _exponential[
+            bits=DType.int32,
+            terms=7,
+            lowest= -104,
+            highest=89,
+            high= -0.693145751953125,
+            low= -1.42860682030941723212e-6,
+            mantissa=23,
+            bias=127,
+        ](x)
 
 
 @always_inline
-def _power_of_two[
-    width: Int, //, dtype: DType
-](n: SIMD[DType.int64, width]) -> SIMD[dtype, width]:
-    var bits = (n + 1023) << 52
-    return rebind[SIMD[dtype, width]](bitcast[DType.float64, width](bits))
+def _exponential[
+    dtype: DType,
+    width: Int,
+    //,
+    *,
+    bits: DType,
+    terms: Int,
+    lowest: Int,
+    highest: Int,
+    high: Float64,
+    low: Float64,
+    mantissa: Int,
+    bias: Int,
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns 2^n e^r for the whole number n that is nearest to x log2(e)."""
+    comptime Lanes = SIMD[dtype, width]
+    # NaN compares false, and stays
+    var clamped = x.lt(Lanes(lowest)).select(Lanes(lowest), x)
+    clamped = clamped.gt(Lanes(highest)).select(Lanes(highest), clamped)
+    var n = round(clamped * 1.4426950408889634)
+    var r = fma(n, Lanes(high), clamped)
+    r = fma(n, Lanes(low), r)
+    # the series, for |r| < 0.35
+    var power = Lanes(1)
+    comptime for i in range(terms):
+        power = fma(power * r, Lanes(1.0 / Float64(terms - i)), Lanes(1))
+    # in two factors: 2^n may be no number where e^x is one
+    comptime Bits = SIMD[bits, width]
+    var half = n.cast[bits]() >> Bits(1)
+    var rest = n.cast[bits]() - half
+    var one = bitcast[dtype, width]((half + Bits(bias)) << Bits(mantissa))
+    var other = bitcast[dtype, width]((rest + Bits(bias)) << Bits(mantissa))
+    return power * one * other
 
 
 @always_inline

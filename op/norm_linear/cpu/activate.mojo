@@ -14,7 +14,7 @@ from ...gemm.cpu.memory import (
     prefetch_for_write,
     store_first,
 )
-from .activation import GATED, SILU, activated
+from ...passes.activation import GATED, SILU, activate
 
 comptime _AHEAD = 4
 """Rows ahead of which the lines to write are asked for."""
@@ -79,7 +79,7 @@ def activate_panel[
         half: The sums; before a gate, those of the gate.
         gated: What a gate multiplies.
     """
-    comptime for kind in range(1, SILU + 1):
+    comptime for kind in range(1, Int(SILU) + 1):
         if call.activation % GATED == kind:
             _activate[dtype, kind](
                 call, first, column, rows, columns, half, gated
@@ -114,7 +114,7 @@ def _activate[
             if call.h != 0:
                 prefetch_for_write(h.at(row + _AHEAD, j))
                 store_first(h.at(row, j), value.cast[dtype](), left)
-            value = activated[kind](value)
+            value = activate(Int32(kind), value)
             if is_gated:
                 var factor = gated.at(row, j)
                 if call.h != 0:

@@ -12,11 +12,12 @@ from std.math import align_up
 from std.memory import stack_allocation
 from std.sys import size_of
 
-from ...call import CallPointer
+from ...call import Call, CallPointer
 from ...gemm.cpu.memory import CACHE_LINE
 from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Team
+from .activation import before_activation
 from .backward_few_rows import run_few_rows
 from .backward_many_rows import run_many_rows
 from .job import Job
@@ -25,7 +26,7 @@ from .plan import BackwardPlan, STACK_BYTES
 
 
 def backward[dtype: DType](call: CallPointer):
-    """Computes the gradients whose address is given.
+    """Computes the gradients whose address is given, from that of the product: dy, or dh before an activation.
 
     Parameters:
         dtype: Element type of the tensors.
@@ -33,7 +34,13 @@ def backward[dtype: DType](call: CallPointer):
     Args:
         call: The tensors, and a workspace as `plan_backward` asked for it.
     """
-    with_norm[dtype, _backward](call)
+    # On the heap: the compiler might keep a local in registers, where those who
+    # know its address alone would not find it.
+    var calls: List[Call] = [before_activation(call[])]
+    with_norm[dtype, _backward](
+        CallPointer(unsafe_from_address=Int(calls.unsafe_ptr()))
+    )
+    _ = calls^
 
 
 def _backward[dtype: DType, ThisNorm: Norm](call: CallPointer):

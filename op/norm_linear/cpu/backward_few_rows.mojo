@@ -25,7 +25,6 @@ from .job import Job
 from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, sum_dy, sum_over_rows
 from .plan import BackwardPlan
-from .statistics import Statistics
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -222,11 +221,6 @@ def _finish_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
     ref call = job.call[]
     var chunks = _row_chunks(job)
     for row in range(call.M * index // chunks, call.M * (index + 1) // chunks):
-        finish_input_gradient(
-            Matrix[dtype](call.dx, call.K).at(row),
-            _h(job).at(row),
-            Matrix[dtype](call.x, call.K).at(row),
-            job.gamma,
-            call.K,
-            Statistics[dtype, ThisNorm].saved(job.call, row),
+        finish_input_gradient[dtype, ThisNorm](
+            job.call, row, _h(job).at(row), job.gamma
         )

@@ -20,7 +20,6 @@ from .job import Job
 from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
 from .plan import BLOCK_STEPS, BackwardPlan, SUM_ROWS, TileRoom
-from .statistics import Statistics
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -199,13 +198,8 @@ def _slab_task[
             call.N,
         )
     for i in range(count):
-        finish_input_gradient(
-            Matrix[dtype](call.dx, call.K).at(first + i),
-            h.at(i),
-            Matrix[dtype](call.x, call.K).at(first + i),
-            job.gamma,
-            call.K,
-            Statistics[dtype, ThisNorm].saved(job.call, first + i),
+        finish_input_gradient[dtype, ThisNorm](
+            job.call, first + i, h.at(i), job.gamma
         )
 
 

@@ -1,7 +1,14 @@
 """What a norm's row adds to the gradient of the input, on a CPU."""
 
+from ...call import CallPointer
 from ...gemm.cpu.blocking import Blocking
-from ...gemm.cpu.memory import Buffer, lanes_below, load_first, store_first
+from ...gemm.cpu.memory import (
+    Buffer,
+    Matrix,
+    lanes_below,
+    load_first,
+    store_first,
+)
 from ...norms.norm import Norm
 from .statistics import Statistics
 
@@ -9,12 +16,10 @@ from .statistics import Statistics
 def finish_input_gradient[
     dtype: DType, ThisNorm: Norm
 ](
-    dx: Buffer[dtype],
+    call_at: CallPointer,
+    row: Int,
     h: Buffer[Blocking[dtype].accum],
-    x: Buffer[dtype],
     gamma: Buffer[Blocking[dtype].accum],
-    K: Int,
-    statistics: Statistics[dtype, ThisNorm],
 ):
     """Computes a row of dx from the same row of `dy @ weight`.
 
@@ -23,13 +28,17 @@ def finish_input_gradient[
         ThisNorm: The norm.
 
     Args:
-        dx: The row of the gradient.
+        call_at: The tensors.
+        row: Which row.
         h: The row of `dy @ weight`, readable in whole vectors; overwritten.
-        x: The row of the input.
         gamma: Weight of the norm.
-        K: Number of features.
-        statistics: Those of the row.
     """
+    ref call = call_at[]
+    var K = call.K
+    var dx = Matrix[dtype](call.dx, K).at(row)
+    var x = Matrix[dtype](call.x, K).at(row)
+    var dsum = call.dsum
+    var statistics = Statistics[dtype, ThisNorm].saved(call_at, row)
     comptime B = Blocking[dtype]
     comptime Lanes = SIMD[B.accum, B.width]
     comptime unroll = 2
@@ -68,8 +77,9 @@ def finish_input_gradient[
         var x_hat = statistics.normalize(
             load_first[B.width](x.unsafe_offset(k), left).cast[B.accum]()
         )
-        store_first(
-            dx.unsafe_offset(k),
-            ThisNorm.dx(value, x_hat, statistics.rstd, c0, c1).cast[dtype](),
-            left,
-        )
+        value = ThisNorm.dx(value, x_hat, statistics.rstd, c0, c1)
+        if dsum != 0:
+            value += load_first[B.width](
+                Matrix[dtype](dsum, K).at(row, k), left
+            ).cast[B.accum]()
+        store_first(dx.unsafe_offset(k), value.cast[dtype](), left)

@@ -13,8 +13,9 @@ from std.sys import size_of
 from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
+from ...passes.activation import GATED
 from ..plan import DECLINED, FUSED
-from .activation import GATED, is_activation
+from .activation import before_activation, is_served
 from .norms import NORMS
 
 comptime FEW_ROWS = 192
@@ -52,13 +53,13 @@ def plan_forward[dtype: DType](call: CallPointer):
         call: The forward; `way` and `workspace_bytes` are set.
     """
     ref its = call[]
-    var is_served = (
+    var serves = (
         its.has_statistics == 0
         and (its.residual == 0 or its.sum != 0)
         and (its.groups == 0 or its.M % its.groups == 0)
-        and (its.activation == 0 or is_activation(its.activation))
+        and is_served(its.activation)
     )
-    _set(call, is_served, ForwardPlan[dtype](call[]).bytes)
+    _set(call, serves, ForwardPlan[dtype](call[]).bytes)
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -71,14 +72,14 @@ def plan_backward[dtype: DType](call: CallPointer):
         call: The backward; `way` and `workspace_bytes` are set.
     """
     ref its = call[]
-    var is_served = its.groups == 0 and its.activation == 0 and its.dsum == 0
-    _set(call, is_served, BackwardPlan[dtype](call[]).bytes)
+    var serves = its.groups == 0 and is_served(its.activation)
+    _set(call, serves, BackwardPlan[dtype](before_activation(call[])).bytes)
 
 
-def _set(call: CallPointer, is_served: Bool, bytes: Int):
+def _set(call: CallPointer, serves: Bool, bytes: Int):
     ref its = call[]
     var is_taken = (
-        is_served
+        serves
         and its.narrow == 0
         and its.accumulate == 0
         and its.normalization < NORMS
@@ -226,7 +227,7 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
         """Plans a backward.
 
         Args:
-            call: Its sizes and conditions, and which gradients are wanted.
+            call: Its sizes and conditions, and which gradients are wanted; without an activation.
         """
         comptime B = Self.B
         var M = call.M
