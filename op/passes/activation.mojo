@@ -6,9 +6,10 @@ z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become 
 
 from std.math import erf, exp, fma
 from std.memory import bitcast
+from std.sys import is_gpu
 
 comptime NOTHING = Int32(0)
-"""a = h."""
+"""Leaves h as it is."""
 comptime RELU = Int32(1)
 """The larger of h and 0."""
 comptime GELU = Int32(2)
@@ -36,7 +37,7 @@ def activate[
     """Applies an activation.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
 
     Args:
@@ -44,7 +45,7 @@ def activate[
         h: The elements.
 
     Returns:
-        act(h).
+        Their activations.
     """
     if kind == NOTHING:
         return h
@@ -52,19 +53,19 @@ def activate[
         return h.lt(0).select(SIMD[dtype, width](0), h)
     if kind == GELU:
         return h * _normal_cdf(h)
-    return h * _logistic(_argument(kind, h))
+    return h * _Logistic(_argument(kind, h)).share
 
 
 struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
     """What the backward of an activation needs of elements.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
     """
 
     var a: SIMD[Self.dtype, Self.width]
-    """act(h)."""
+    """The activations."""
     var dh: SIMD[Self.dtype, Self.width]
     """The gradient of h."""
 
@@ -100,9 +101,9 @@ struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
                 slope = Lanes(_QUICK)
             elif kind == GELU_TANH:
                 slope = fma(h * h, Lanes(3 * _TANH_CUBIC), Lanes(_TANH_LINEAR))
-            var s = _logistic(_argument(kind, h))
-            self.a = h * s
-            self.dh = da * fma(h * s * (1 - s), slope, s)
+            var s = _Logistic(_argument(kind, h))
+            self.a = h * s.share
+            self.dh = da * fma(h * s.share * s.rest, slope, s.share)
 
 
 @always_inline
@@ -118,12 +119,20 @@ def _argument[
     return h
 
 
-@always_inline
-def _logistic[
-    dtype: DType, width: Int, //
-](z: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns 1 / (1 + e^-z)."""
-    return 1 / (1 + exponential(-z))
+struct _Logistic[dtype: DType, width: Int](TrivialRegisterPassable):
+    """1 / (1 + e^-z) and what is left of it to 1, both to their last bits."""
+
+    var share: SIMD[Self.dtype, Self.width]
+    var rest: SIMD[Self.dtype, Self.width]
+
+    @always_inline
+    def __init__(out self, z: SIMD[Self.dtype, Self.width]):
+        var e = exponential(-abs(z))
+        var larger = 1 / (1 + e)
+        var smaller = e * larger
+        var negative = z.lt(0)
+        self.share = negative.select(smaller, larger)
+        self.rest = negative.select(larger, smaller)
 
 
 @always_inline
@@ -142,10 +151,10 @@ def _normal_cdf[
 def exponential[
     dtype: DType, width: Int, //
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns e^x to the last bits, which the standard library does for float32 alone.
+    """Returns e^x: to the last bit or so on a CPU and of float64, to that of x log2(e) on a GPU.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
 
     Args:
@@ -155,34 +164,68 @@ def exponential[
         The powers.
     """
     comptime if dtype == DType.float64:
-        comptime Lanes = SIMD[dtype, width]
-        # NaN compares false, and stays
-        var clamped = x.lt(-746).select(Lanes(-746), x)
-        clamped = clamped.gt(710).select(Lanes(710), clamped)
-        var n = round(clamped * 1.4426950408889634)
-        var r = fma(n, Lanes(-6.93147180369123816490e-01), clamped)
-        r = fma(n, Lanes(-1.90821492927058770002e-10), r)
-        # the series of e^r for |r| < 0.35
-        var power = Lanes(1)
-        comptime for i in range(14):
-            power = fma(power * r, Lanes(1.0 / Float64(14 - i)), Lanes(1))
-        # in two factors: 2^n may be no number where e^x is one
-        var half = n.cast[DType.int64]() >> 1
-        var rest = n.cast[DType.int64]() - half
-        return power * _power_of_two[dtype](half) * _power_of_two[dtype](rest)
-    else:
+        return _exponential[
+            bits=DType.int64,
+            terms=14,
+            lowest=-746,
+            highest=710,
+            high=-6.93147180369123816490e-01,
+            low=-1.90821492927058770002e-10,
+            mantissa=52,
+            bias=1023,
+        ](x)
+    elif is_gpu():
         comptime assert dtype == DType.float32
         return rebind[SIMD[dtype, width]](
             exp(rebind[SIMD[DType.float32, width]](x))
         )
+    else:
+        return _exponential[
+            bits=DType.int32,
+            terms=7,
+            lowest=-104,
+            highest=89,
+            high=-0.693145751953125,
+            low=-1.42860682030941723212e-6,
+            mantissa=23,
+            bias=127,
+        ](x)
 
 
 @always_inline
-def _power_of_two[
-    width: Int, //, dtype: DType
-](n: SIMD[DType.int64, width]) -> SIMD[dtype, width]:
-    var bits = (n + 1023) << 52
-    return rebind[SIMD[dtype, width]](bitcast[DType.float64, width](bits))
+def _exponential[
+    dtype: DType,
+    width: Int,
+    //,
+    *,
+    bits: DType,
+    terms: Int,
+    lowest: Int,
+    highest: Int,
+    high: Float64,
+    low: Float64,
+    mantissa: Int,
+    bias: Int,
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns 2^n e^r for the whole number n that is nearest to x log2(e)."""
+    comptime Lanes = SIMD[dtype, width]
+    # NaN compares false, and stays
+    var clamped = x.lt(Lanes(lowest)).select(Lanes(lowest), x)
+    clamped = clamped.gt(Lanes(highest)).select(Lanes(highest), clamped)
+    var n = round(clamped * 1.4426950408889634)
+    var r = fma(n, Lanes(high), clamped)
+    r = fma(n, Lanes(low), r)
+    # the series, for |r| < 0.35
+    var power = Lanes(1)
+    comptime for i in range(terms):
+        power = fma(power * r, Lanes(1.0 / Float64(terms - i)), Lanes(1))
+    # in two factors: 2^n may be no number where e^x is one
+    comptime Bits = SIMD[bits, width]
+    var half = n.cast[bits]() >> Bits(1)
+    var rest = n.cast[bits]() - half
+    var one = bitcast[dtype, width]((half + Bits(bias)) << Bits(mantissa))
+    var other = bitcast[dtype, width]((rest + Bits(bias)) << Bits(mantissa))
+    return power * one * other
 
 
 @always_inline
@@ -192,7 +235,7 @@ def error_function[
     """Returns erf(x) to the last bits.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
 
     Args:
