@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_harness import Guarded, address, assert_as_exact, extension
+from kernel_harness import Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
 from fused_norm.call.record import Call
@@ -197,9 +197,10 @@ def check_forward(case: Case, given: bool = False) -> None:
         assert torch.equal(found["sum"], case.sum)
     if not given and not case.rms:
         # A mean's error counts against the spread of the elements that it is subtracted from.
-        error = ((found["mean"] - mean).abs() * rstd).max()
-        assert error <= 4e3 * torch.finfo(stats).eps
-    assert_as_exact(found["rstd"], rstd.to(stats), rstd, "rstd")
+        peer_mean = case.sum.to(stats).mean(1)
+        ours, theirs = (((m - mean).abs() * rstd).max() for m in (found["mean"], peer_mean))
+        assert ours <= 2 * theirs + torch.finfo(stats).eps
+    assert error(found["rstd"], rstd) <= 4 * torch.finfo(stats).eps
 
 
 def backward(
@@ -248,9 +249,7 @@ def gradients(
     tensors = case.tensors(cast)
     z = case.apply(tensors)
     z.backward(cast(case.dz))
-    grads = {
-        name: t.grad for name, t in zip(NAMES, tensors, strict=True) if t is not None
-    }
+    grads = {name: t.grad for name, t in zip(NAMES, tensors, strict=True) if t is not None}
     if dsum:
         grads["dx"] = grads["dx"] + cast(case.dsum)
     return grads | {"z": z.detach()}
@@ -261,6 +260,11 @@ def check_backward(case: Case, wanted: set[str], *, dsum: bool = False, **option
     exact = gradients(case, lambda t: t.double(), dsum)
     peer = gradients(case, peer_type(case.dtype, case.norm_dtype), dsum)
     for name in sorted(wanted - {"dbias"}):
+        if case.shape[1] == 1 and name in ("dx", "dgamma", "dscale"):
+            # What is normalized alone is 0, but for the rounding of its mean.
+            added = case.dsum if dsum and name == "dx" else 0
+            assert case.rms or (found[name] - added).abs().max() < 1e-3
+            continue
         assert_as_exact(found[name], peer[name].to(found[name].dtype), exact[name], name)
     if "dbias" in wanted:
         assert_as_exact(found["dbias"], dy.sum(0), dy.double().sum(0), "dbias")
@@ -288,16 +292,16 @@ class TestNorm:
 
 # Pairs of options, not all combinations.
 OPTIONS = [
-    dict(residual=True, affine="g", offset=1.0),
-    dict(residual=True, affine="", groups=2, modulation="st"),
-    dict(affine="gb", groups=3, modulation="st"),
-    dict(affine="g", groups=4, modulation="s", offset=1.0),
-    dict(residual=True, affine="b", groups=2, modulation="t"),
-    dict(affine="gb", offset=1.0, shift=1),
-    dict(affine="gb", groups=5, modulation="st", shift=3, offset=0.5),
-    dict(affine="", residual=True, shift=1),
-    dict(affine="gb", groups=1, modulation="s"),
-    dict(affine="g", groups=20, modulation="st"),
+    {"residual": True, "affine": "g", "offset": 1.0},
+    {"residual": True, "affine": "", "groups": 2, "modulation": "st"},
+    {"affine": "gb", "groups": 3, "modulation": "st"},
+    {"affine": "g", "groups": 4, "modulation": "s", "offset": 1.0},
+    {"residual": True, "affine": "b", "groups": 2, "modulation": "t"},
+    {"affine": "gb", "offset": 1.0, "shift": 1},
+    {"affine": "gb", "groups": 5, "modulation": "st", "shift": 3, "offset": 0.5},
+    {"affine": "", "residual": True, "shift": 1},
+    {"affine": "gb", "groups": 1, "modulation": "s"},
+    {"affine": "g", "groups": 20, "modulation": "st"},
 ]
 
 
@@ -335,7 +339,8 @@ class TestOptions:
 @every_device
 @pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize(
-    "wanted", ["dx", "z", "dgamma", "dbeta", "dx z", "dgamma z dbias", "dbias", "dx dbias", "z dbias"]
+    "wanted",
+    ["dx", "z", "dgamma", "dbeta", "dx z", "dgamma z dbias", "dbias", "dx dbias", "z dbias"],
 )
 def test_wanted(wanted, groups, device):
     case = Case((40, 769), torch.bfloat16, device, groups=groups)
@@ -484,17 +489,18 @@ def test_activation_wanted(kind, wanted, device):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", range(1, 6), ids=ACTIVATIONS[1:])
 def test_activation_of_the_infinite(kind, gated, dtype, device):
-    values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e4, -1e4, 88.0, -88.0, -104.0]
+    values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 200.0, -200.0, 88.0, -88.0]
     h = torch.tensor([values * (2 if gated else 1)], dtype=dtype, device=device)
     da = torch.ones(1, len(values), dtype=dtype, device=device)
-    leaf = h.clone().requires_grad_()
+    # Some builds of PyTorch make NaN of GELU's infinity, but not in float64.
+    leaf = h.double().requires_grad_()
     a = act(leaf, kind + GATED * gated)
-    a.backward(da)
+    a.backward(da.double())
     found = activate_backward(h, da, kind + GATED * gated, {"dh", "a"})
-    options = dict(equal_nan=True, rtol=1e-2, atol=1e-30)
-    torch.testing.assert_close(activate(h, kind + GATED * gated), a, **options)
-    torch.testing.assert_close(found["a"], a, **options)
-    torch.testing.assert_close(found["dh"], leaf.grad, **options)
+    options = {"equal_nan": True, "rtol": 1e-2, "atol": 1e-30}
+    torch.testing.assert_close(activate(h, kind + GATED * gated), a.to(dtype), **options)
+    torch.testing.assert_close(found["a"], a.to(dtype), **options)
+    torch.testing.assert_close(found["dh"], leaf.grad.to(dtype), **options)
 
 
 @every_device

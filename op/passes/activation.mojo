@@ -9,7 +9,7 @@ from std.memory import bitcast
 from std.sys import is_gpu
 
 comptime NOTHING = Int32(0)
-"""a = h."""
+"""Leaves h as it is."""
 comptime RELU = Int32(1)
 """The larger of h and 0."""
 comptime GELU = Int32(2)
@@ -37,7 +37,7 @@ def activate[
     """Applies an activation.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
 
     Args:
@@ -45,7 +45,7 @@ def activate[
         h: The elements.
 
     Returns:
-        act(h).
+        Their activations.
     """
     if kind == NOTHING:
         return h
@@ -53,19 +53,19 @@ def activate[
         return h.lt(0).select(SIMD[dtype, width](0), h)
     if kind == GELU:
         return h * _normal_cdf(h)
-    return h * _logistic(_argument(kind, h))
+    return h * _Logistic(_argument(kind, h)).share
 
 
 struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
     """What the backward of an activation needs of elements.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
     """
 
     var a: SIMD[Self.dtype, Self.width]
-    """act(h)."""
+    """The activations."""
     var dh: SIMD[Self.dtype, Self.width]
     """The gradient of h."""
 
@@ -101,9 +101,9 @@ struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
                 slope = Lanes(_QUICK)
             elif kind == GELU_TANH:
                 slope = fma(h * h, Lanes(3 * _TANH_CUBIC), Lanes(_TANH_LINEAR))
-            var s = _logistic(_argument(kind, h))
-            self.a = h * s
-            self.dh = da * fma(h * s * (1 - s), slope, s)
+            var s = _Logistic(_argument(kind, h))
+            self.a = h * s.share
+            self.dh = da * fma(h * s.share * s.rest, slope, s.share)
 
 
 @always_inline
@@ -119,12 +119,20 @@ def _argument[
     return h
 
 
-@always_inline
-def _logistic[
-    dtype: DType, width: Int, //
-](z: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns 1 / (1 + e^-z)."""
-    return 1 / (1 + exponential(-z))
+struct _Logistic[dtype: DType, width: Int](TrivialRegisterPassable):
+    """1 / (1 + e^-z) and what is left of it to 1, both to their last bits."""
+
+    var share: SIMD[Self.dtype, Self.width]
+    var rest: SIMD[Self.dtype, Self.width]
+
+    @always_inline
+    def __init__(out self, z: SIMD[Self.dtype, Self.width]):
+        var e = exponential(-abs(z))
+        var larger = 1 / (1 + e)
+        var smaller = e * larger
+        var negative = z.lt(0)
+        self.share = negative.select(smaller, larger)
+        self.rest = negative.select(larger, smaller)
 
 
 @always_inline
@@ -146,7 +154,7 @@ def exponential[
     """Returns e^x: to the last bit or so on a CPU and of float64, to that of x log2(e) on a GPU.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
 
     Args:
@@ -159,10 +167,10 @@ def exponential[
         return _exponential[
             bits=DType.int64,
             terms=14,
-            lowest= -746,
+            lowest=-746,
             highest=710,
-            high= -6.93147180369123816490e-01,
-            low= -1.90821492927058770002e-10,
+            high=-6.93147180369123816490e-01,
+            low=-1.90821492927058770002e-10,
             mantissa=52,
             bias=1023,
         ](x)
@@ -175,10 +183,10 @@ def exponential[
         return _exponential[
             bits=DType.int32,
             terms=7,
-            lowest= -104,
+            lowest=-104,
             highest=89,
-            high= -0.693145751953125,
-            low= -1.42860682030941723212e-6,
+            high=-0.693145751953125,
+            low=-1.42860682030941723212e-6,
             mantissa=23,
             bias=127,
         ](x)
@@ -227,7 +235,7 @@ def error_function[
     """Returns erf(x) to the last bits.
 
     Parameters:
-        dtype: float32 or float64.
+        dtype: The type, float32 or float64.
         width: The number of elements.
 
     Args:

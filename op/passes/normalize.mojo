@@ -1,9 +1,8 @@
 """The norm before a product, forward: sum, z, mean and rstd from x and a residual."""
 
 from ..call import Call
-from ..norms.norm import Norm
 from ..rows.operands import Operands, accumulator
-from ..rows.programs.norm import NormForward, NormGiven
+from ..rows.programs.norm import RMS_NORM, NormForward, NormGiven
 from ..rows.types import code_of
 from .modulation import Modulation, folded_bytes
 from .runner import Runner
@@ -25,12 +24,11 @@ def normalize_bytes[dtype: DType](call: Call) -> Int:
 
 
 def run_normalize[
-    N: Norm, dtype: DType, ftype: DType, R: Runner
+    dtype: DType, ftype: DType, R: Runner
 ](runner: R, call: Call) raises:
     """Writes which of sum, z, mean and rstd are wanted.
 
     Parameters:
-        N: The norm.
         dtype: The type of x.
         ftype: The type of the features: that of gamma and beta, or that of sums where there are groups.
         R: What runs it.
@@ -49,13 +47,18 @@ def run_normalize[
     rows.sum = Int64(call.sum)
     rows.outputs[0] = Int64(call.z)
     if call.has_statistics != 0:
-        set_saved[N](rows, call)
-        runner.run[NormGiven[N], dtype, ftype](rows)
+        set_saved(rows, call)
     else:
-        rows.results[0] = Int64(call.mean if N.has_mean else 0)
+        if rows.kind != RMS_NORM:
+            rows.results[0] = Int64(call.mean)
         rows.results[1] = Int64(call.rstd)
         rows.number = call.eps.cast[accumulator[dtype]()]()
-        runner.run[NormForward[N], dtype, ftype](rows)
+    comptime for has_residual in [False, True]:
+        if (call.residual != 0) == has_residual:
+            if call.has_statistics != 0:
+                runner.run[NormGiven[has_residual], dtype, ftype](rows)
+            else:
+                runner.run[NormForward[has_residual], dtype, ftype](rows)
 
 
 def fold_modulation[dtype: DType, R: Runner](runner: R, call: Call) raises:
@@ -94,6 +97,7 @@ def affine_operands[dtype: DType](call: Call) -> Operands[accumulator[dtype]()]:
     """
     comptime accum = accumulator[dtype]()
     var rows = Operands[accum](call.M, call.K, max(call.groups, 1))
+    rows.kind = Int32(call.normalization)
     rows.narrow = Int32(call.narrow)
     rows.absent[0] = 1
     if call.groups != 0:
@@ -108,16 +112,13 @@ def affine_operands[dtype: DType](call: Call) -> Operands[accumulator[dtype]()]:
     return rows
 
 
-def set_saved[N: Norm](mut rows: Operands, call: Call):
+def set_saved(mut rows: Operands, call: Call):
     """Names the statistics of rows, where they are known.
-
-    Parameters:
-        N: The norm.
 
     Args:
         rows: The operands.
         call: The tensors.
     """
     # a row program reads all that it has; what a norm has no use for may be anything
-    rows.saved[0] = Int64(call.mean if N.has_mean else call.rstd)
+    rows.saved[0] = Int64(call.rstd if rows.kind == RMS_NORM else call.mean)
     rows.saved[1] = Int64(call.rstd)

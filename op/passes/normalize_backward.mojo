@@ -8,7 +8,6 @@ That is one pass over dz and x and one over dy. Sums over rows are of partial su
 from std.math import align_up
 
 from ..call import Call
-from ..norms.norm import Norm
 from ..rows.operands import Addresses, Operands, Sums, accumulator
 from ..rows.programs.column_sum import ColumnSum, Nothing
 from ..rows.programs.norm import NormBackward, NormGiven
@@ -22,12 +21,14 @@ from .runner import Runner
 struct Workspace(TrivialRegisterPassable):
     """Where the parts of the workspace begin, from G and T at its start on."""
 
+    var over_rows: Bool
+    """Whether there are sums over rows."""
     var unfolds: Bool
     """Whether dG and dT are needed to make several gradients of them."""
     var partial: Int
     """Partial sums of the norm's gradients."""
     var gradients: Int
-    """dG and dT."""
+    """Those dG and dT."""
     var over_groups: Int
     """Partial sums of dgamma and dbeta over the groups."""
     var dbias: Int
@@ -37,12 +38,11 @@ struct Workspace(TrivialRegisterPassable):
 
 
 def workspace[
-    N: Norm, dtype: DType, product_dtype: DType, R: Runner
+    dtype: DType, product_dtype: DType, R: Runner
 ](runner: R, call: Call) -> Workspace:
     """Lays out the workspace by what there is and what is wanted.
 
     Parameters:
-        N: The norm.
         dtype: The type of x.
         product_dtype: The type of dy.
         R: What runs it.
@@ -67,7 +67,7 @@ def workspace[
     var gradients = partial
     if over_rows:
         gradients += align_up(
-            runner.sums_bytes[NormBackward[N], dtype](
+            runner.sums_bytes[NormBackward[], dtype](
                 call.M, call.K, max(call.groups, 1)
             ),
             16,
@@ -82,7 +82,7 @@ def workspace[
     var bytes = dbias
     if call.dbias != 0:
         bytes += runner.sums_bytes[ColumnSum, product_dtype](call.M, call.N)
-    return {unfolds, partial, gradients, sums, dbias, bytes}
+    return {over_rows, unfolds, partial, gradients, sums, dbias, bytes}
 
 
 def _over_groups_bytes[accum: DType, R: Runner](runner: R, call: Call) -> Int:
@@ -92,12 +92,11 @@ def _over_groups_bytes[accum: DType, R: Runner](runner: R, call: Call) -> Int:
 
 
 def run_normalize_backward[
-    N: Norm, dtype: DType, ftype: DType, R: Runner
+    dtype: DType, ftype: DType, R: Runner
 ](mut runner: R, call: Call, space: Workspace) raises:
     """Writes which of dx, z, dgamma, dbeta, dscale and dshift are wanted.
 
     Parameters:
-        N: The norm.
         dtype: The type of x.
         ftype: The type of the features: that of gamma and beta, or that of sums where there are groups.
         R: What runs it.
@@ -111,16 +110,15 @@ def run_normalize_backward[
         If a launch fails.
     """
     comptime accum = accumulator[dtype]()
-    var over_rows = space.gradients > space.partial
-    if (call.dx | call.z) == 0 and not over_rows:
+    if (call.dx | call.z) == 0 and not space.over_rows:
         return
     fold_modulation[dtype](runner, call)
     var rows = affine_operands[dtype](call)
-    set_saved[N](rows, call)
-    if call.dx == 0 and not over_rows:
+    set_saved(rows, call)
+    if call.dx == 0 and not space.over_rows:
         rows.inputs[0] = Int64(call.x)
         rows.outputs[0] = Int64(call.z)
-        return runner.run[NormGiven[N], dtype, ftype](rows)
+        return runner.run[NormGiven[], dtype, ftype](rows)
     rows.inputs[0] = Int64(call.dz)
     rows.inputs[1] = Int64(call.x)
     rows.outputs[0] = Int64(call.dx)
@@ -130,7 +128,7 @@ def run_normalize_backward[
         call, code_of[dtype](), call.workspace + space.gradients, True
     )
     var sums = Sums(Addresses(fill=0), gradients.norm_type)
-    if over_rows:
+    if space.over_rows:
         rows.column_sums = Int64(call.workspace + space.partial)
         if space.unfolds:
             sums.type = code_of[accum]()
@@ -143,9 +141,14 @@ def run_normalize_backward[
         else:
             sums.outputs[0] = Int64(call.dgamma)
             sums.outputs[1] = Int64(call.dbeta)
-    runner.run_with_sums[NormBackward[N], NormBackward[N, 0], dtype, ftype](
-        rows, sums
-    )
+    comptime for has_addend in [False, True]:
+        if (call.dsum != 0) == has_addend:
+            runner.run_with_sums[
+                NormBackward[2, has_addend],
+                NormBackward[0, has_addend],
+                dtype,
+                ftype,
+            ](rows, sums)
     if space.unfolds:
         runner.finish()
         runner.modulate(gradients)

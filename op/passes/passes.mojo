@@ -5,9 +5,6 @@ type or narrower. A plan writes the size of the workspace, and nothing else: any
 """
 
 from ..call import Call
-from ..norms.layer_norm import LayerNorm
-from ..norms.norm import Norm
-from ..norms.rms_norm import RmsNorm
 from ..rows.operands import accumulator
 from .activate import (
     activate_backward_bytes,
@@ -17,8 +14,6 @@ from .activate import (
 from .normalize import normalize_bytes, run_normalize
 from .normalize_backward import run_dbias, run_normalize_backward, workspace
 from .runner import Runner
-
-comptime _RMS_NORM = 1
 
 
 def _product_types[dtype: DType]() -> Int:
@@ -64,18 +59,11 @@ def normalize[dtype: DType, R: Runner](mut runner: R, call: Call) raises:
     Raises:
         If a launch fails.
     """
-    if call.normalization == _RMS_NORM:
-        _normalize[RmsNorm, dtype](runner, call)
-    else:
-        _normalize[LayerNorm, dtype](runner, call)
-
-
-def _normalize[N: Norm, dtype: DType, R: Runner](runner: R, call: Call) raises:
     comptime accum = accumulator[dtype]()
     comptime if dtype != accum:
         if _has_wide_features[dtype](call):
-            return run_normalize[N, dtype, accum](runner, call)
-    run_normalize[N, dtype, dtype](runner, call)
+            return run_normalize[dtype, accum](runner, call)
+    run_normalize[dtype, dtype](runner, call)
 
 
 def plan_normalize_backward[dtype: DType, R: Runner](runner: R, mut call: Call):
@@ -91,10 +79,9 @@ def plan_normalize_backward[dtype: DType, R: Runner](runner: R, mut call: Call):
     """
     comptime for i in range(_product_types[dtype]()):
         if call.narrow == i:
-            # all norms have the same sums
-            call.workspace_bytes = workspace[
-                LayerNorm, dtype, _product[dtype](i)
-            ](runner, call).bytes
+            call.workspace_bytes = workspace[dtype, _product[dtype](i)](
+                runner, call
+            ).bytes
 
 
 def normalize_backward[
@@ -113,27 +100,39 @@ def normalize_backward[
     Raises:
         If a launch fails.
     """
-    if call.normalization == _RMS_NORM:
-        _normalize_backward[RmsNorm, dtype](runner, call)
-    else:
-        _normalize_backward[LayerNorm, dtype](runner, call)
-
-
-def _normalize_backward[
-    N: Norm, dtype: DType, R: Runner
-](mut runner: R, call: Call) raises:
     comptime accum = accumulator[dtype]()
     comptime for i in range(_product_types[dtype]()):
         if call.narrow == i:
-            var space = workspace[N, dtype, _product[dtype](i)](runner, call)
-            var is_wide = False
+            comptime product = _product[dtype](i)
             comptime if dtype != accum:
-                is_wide = _has_wide_features[dtype](call)
-                if is_wide:
-                    run_normalize_backward[N, dtype, accum](runner, call, space)
-            if not is_wide:
-                run_normalize_backward[N, dtype, dtype](runner, call, space)
-            run_dbias[_product[dtype](i)](runner, call, space)
+                if _has_wide_features[dtype](call):
+                    return normalize_backward_of[dtype, accum, product](
+                        runner, call
+                    )
+            normalize_backward_of[dtype, dtype, product](runner, call)
+
+
+def normalize_backward_of[
+    dtype: DType, ftype: DType, product_dtype: DType, R: Runner
+](mut runner: R, call: Call) raises:
+    """Does the same where all types are known.
+
+    Parameters:
+        dtype: The type of x.
+        ftype: The type of gamma and beta, or that of sums where there are groups.
+        product_dtype: The type of dy.
+        R: What runs it.
+
+    Args:
+        runner: Where to run.
+        call: The backward.
+
+    Raises:
+        If a launch fails.
+    """
+    var space = workspace[dtype, product_dtype](runner, call)
+    run_normalize_backward[dtype, ftype](runner, call, space)
+    run_dbias[product_dtype](runner, call, space)
     runner.finish()
 
 

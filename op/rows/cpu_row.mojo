@@ -150,15 +150,12 @@ def _input[
         .cast[accum]()
     )
     comptime if P.has_residual and k == 0:
-        if operands.residual != 0:
-            value += (
-                _at[dtype](
-                    operands.residual, row * Int(operands.length) + column
-                )
-                .unsafe_load[width=width]()
-                .cast[accum]()
-            )
-            return value.cast[dtype]().cast[accum]()
+        value += (
+            _at[dtype](operands.residual, row * Int(operands.length) + column)
+            .unsafe_load[width=width]()
+            .cast[accum]()
+        )
+        return value.cast[dtype]().cast[accum]()
     return value
 
 
@@ -235,12 +232,11 @@ def _store[
     var index = row * stride * Int(operands.length) + column
     var value = output
     comptime if P.has_addend and k == 0:
-        if operands.addend != 0:
-            value += (
-                _at[dtype](operands.addend, index)
-                .unsafe_load[width=output.length]()
-                .cast[accum]()
-            )
+        value += (
+            _at[dtype](operands.addend, index)
+            .unsafe_load[width=output.length]()
+            .cast[accum]()
+        )
     comptime if dtype == DType.float32 and k >= P.first_narrow:
         if operands.narrow == BFLOAT16:
             _at[DType.bfloat16](operands.outputs[k], index).unsafe_store(

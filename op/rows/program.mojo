@@ -52,9 +52,9 @@ trait RowProgram:
     comptime first_half_output: Int
     """From this output on, outputs are."""
     comptime has_residual: Bool
-    """Whether `Operands.residual` may be added to the first input."""
+    """Whether `Operands.residual` is added to the first input."""
     comptime has_addend: Bool
-    """Whether `Operands.addend` may be added to the first output."""
+    """Whether `Operands.addend` is added to the first output."""
     comptime passes: Int = Self.pass_of(Self.stages)
     """The number of passes over a row before the one that stores."""
 
@@ -235,8 +235,8 @@ struct Program[
         first_narrow_: From which output on outputs may be narrower.
         first_half_input_: From which input on inputs are halves of longer rows.
         first_half_output_: From which output on outputs are.
-        has_residual_: Whether something may be added to the first input.
-        has_addend_: Whether something may be added to the first output.
+        has_residual_: Whether something is added to the first input.
+        has_addend_: Whether something is added to the first output.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -271,6 +271,6 @@ struct Program[
     comptime first_half_output = Self.first_half_output_
     """From which output on outputs are."""
     comptime has_residual = Self.has_residual_
-    """Whether something may be added to the first input."""
+    """Whether something is added to the first input."""
     comptime has_addend = Self.has_addend_
-    """Whether something may be added to the first output."""
+    """Whether something is added to the first output."""

@@ -3,20 +3,20 @@
 from max.gpu.memory import AddressSpace
 
 comptime FLOAT32 = Int32(0)
-"""float32."""
+"""Stands for float32."""
 comptime BFLOAT16 = Int32(1)
-"""bfloat16."""
+"""Stands for bfloat16."""
 comptime FLOAT16 = Int32(2)
-"""float16."""
+"""Stands for float16."""
 comptime FLOAT64 = Int32(3)
-"""float64."""
+"""Stands for float64."""
 
 
 def code_of[dtype: DType]() -> Int32:
     """Returns the number of a type.
 
     Parameters:
-        dtype: float32, bfloat16, float16 or float64.
+        dtype: The type, float32, bfloat16, float16 or float64.
 
     Returns:
         Its number.

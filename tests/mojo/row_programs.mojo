@@ -12,7 +12,6 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, has_accelerator
 
 from op.device import Gpu
-from op.norms.layer_norm import LayerNorm
 from op.norms.norm import inverse_sqrt
 from op.rows.cpu import column_sums_bytes, run_rows, run_rows_and_columns
 from op.rows.launch import launch_rows
@@ -210,15 +209,13 @@ def layernorm_backward(
     operands.saved[0] = Int64(Int(py=mean))
     operands.saved[1] = Int64(Int(py=rstd))
     operands.features[0] = Int64(Int(py=gamma))
-    var bytes = column_sums_bytes[NormBackward[LayerNorm], DTYPE](
-        Int(py=M), Int(py=K)
-    )
+    var bytes = column_sums_bytes[NormBackward[], DTYPE](Int(py=M), Int(py=K))
     var workspace = List[UInt8](length=bytes + 1, fill=255)
     operands.column_sums = Int64(Int(workspace.unsafe_ptr()))
     var sums = Addresses(fill=0)
     sums[0] = Int64(Int(py=dgamma))
     sums[1] = Int64(Int(py=dbeta))
-    run_rows_and_columns[NormBackward[LayerNorm], DTYPE, DTYPE](
+    run_rows_and_columns[NormBackward[], DTYPE, DTYPE](
         Team(0, 2), operands, Sums(sums, code_of[DTYPE]())
     )
     _ = workspace^

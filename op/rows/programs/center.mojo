@@ -9,11 +9,8 @@ from ..stage import Stage
 from ..values import Row, Values
 
 
-struct _Center[is_needed: Bool = True](Stage):
-    """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean; nothing where that is not needed."""
-
-    comptime terms = 1 if Self.is_needed else 0
-    comptime broadcast = Self.is_needed
+struct _Center(Stage):
+    """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean."""
 
     @staticmethod
     @always_inline
@@ -39,8 +36,7 @@ struct _Center[is_needed: Bool = True](Stage):
         row: Row[dtype], v: Values[dtype, width], mean: Values[dtype, 1]
     ) -> Values[dtype, width]:
         var centered = v
-        comptime if Self.is_needed:
-            centered[0] = v[0] - mean[0]
+        centered[0] = v[0] - mean[0]
         return centered
 
 

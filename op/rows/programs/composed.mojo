@@ -107,7 +107,7 @@ struct _DivGradient(Stage):
         return {da, -da * (v[1] / v[2])}
 
 
-comptime Mean = Program[_Center[], _Recenter, primed_=True]
+comptime Mean = Program[_Center, _Recenter, primed_=True]
 """From x to x - mean(x). It is its own backward."""
 
 comptime Norm = Program[_Norm]

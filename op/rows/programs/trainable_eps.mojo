@@ -4,7 +4,6 @@
     dx = (dy - mean dy - v mean(dy v) / s^2) / s;  do = sum over rows -o sum(dy v) / s^3
 """
 
-from ...norms.layer_norm import LayerNorm
 from ...norms.norm import inverse_sqrt
 from ..program import Program
 from ..stage import Stage
@@ -94,9 +93,7 @@ struct _Gradient(Stage):
         return {v[0] * total[1] + v[1] * total[2] + total[3]}
 
 
-comptime TrainableEpsLayerNorm = Program[
-    _Center[], _Normalize[LayerNorm], parameter_=True
-]
+comptime TrainableEpsLayerNorm = Program[_Center, _Normalize, parameter_=True]
 """From x and the parameter o to y: LayerNorm with an eps of o o."""
 
 comptime TrainableEpsLayerNormBackward = Program[
