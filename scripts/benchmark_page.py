@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fused_norm.bench import plots, report, results
-from fused_norm.bench.ops import MODE_DESCRIPTIONS, OPS
+from fused_norm.bench.case import MODE_DESCRIPTIONS
+from fused_norm.bench.ops import OPS
 from fused_norm.bench.results import Measurement, Run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,7 +28,7 @@ from torch import Tensor
 from fused_norm import reference
 from fused_norm.backends import gpu, sm90
 from fused_norm.bench import environment
-from fused_norm.bench.ops import EPS
+from fused_norm.bench.case import EPS
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm.call import parameters, record
 from fused_norm.call.folds import Fold

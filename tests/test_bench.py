@@ -34,9 +34,10 @@ from fused_norm.bench import (
     shapes,
     timing,
 )
-from fused_norm.bench.ops import OPS, Case
+from fused_norm.bench.case import Case
+from fused_norm.bench.ops import OPS
 from fused_norm.bench.plan import Listener, Plan
-from fused_norm.bench.providers import Bound, Provider
+from fused_norm.bench.provider import Bound, Provider
 from fused_norm.bench.results import Run
 from fused_norm.bench.runner import Runner
 from fused_norm.bench.shapes import Shape
@@ -66,10 +67,10 @@ def plan(*some_shapes: Shape, modes: tuple[str, ...] = ("forward", "train"), **k
 
 
 def provider(name: str, function: Callable[..., Tensor], **kw: Any) -> Provider:
-    """A provider of LayerNorm + Linear made of a function of the five inputs."""
+    """A provider made of a function of the op's inputs, of LayerNorm + Linear unless told."""
     return Provider(
         name,
-        "layernorm_linear",
+        kw.pop("op", "layernorm_linear"),
         kw.pop("role", "peer"),
         "a test's",
         lambda: function,
@@ -81,10 +82,10 @@ def provider(name: str, function: Callable[..., Tensor], **kw: Any) -> Provider:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Replace all providers by eager and those given."""
-    eager = providers.PROVIDERS["layernorm_linear", "eager"]
+    eager = [p for p in providers.PROVIDERS.values() if p.name == "eager"]
 
     def use(*others: Provider) -> None:
-        found = {(p.op, p.name): p for p in (eager, *others)}
+        found = {(p.op, p.name): p for p in (*eager, *others)}
         monkeypatch.setattr(providers, "PROVIDERS", found)
 
     use()
@@ -164,6 +165,39 @@ def test_check_lets_rounding_pass(
     registry(provider("by hand", by_hand))
     made = Runner(plan(shape, dtype=dtype), Listener()).execute()
     assert [m.of("by hand").status for m in made.measurements] == ["ok", "ok"]
+
+
+def residual_rms_norm_linear(x: Tensor, r: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + r
+    return F.linear(F.rms_norm(total, x.shape[-1:], g, 1e-5), w), total
+
+
+def test_all_outputs_are_compared(registry: Callable[..., None]) -> None:
+    """The second output, its gradient's way to the inputs, and how many there are."""
+    op = "residual_rms_norm_linear"
+
+    def other_sum(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return residual_rms_norm_linear(*inputs)[0], inputs[0]
+
+    def without_gradient_of_sum(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        y, total = residual_rms_norm_linear(*inputs)
+        return y, total.detach() + 0 * total
+
+    def one(*inputs: Tensor) -> Tensor:
+        return residual_rms_norm_linear(*inputs)[0]
+
+    functions = {"good": residual_rms_norm_linear, "other sum": other_sum, "one": one}
+    functions["no gradient"] = without_gradient_of_sum
+    registry(*(provider(name, function, op=op) for name, function in functions.items()))
+    forward, train = Runner(plan(op=op), Listener()).execute().measurements
+    names = ["y", "sum", "grad_x", "grad_residual", "grad_norm_weight", "grad_weight"]
+    assert list(train.of("good").errors) == names
+    assert (train.of("good").status, train.of("eager").status) == ("ok", "ok")
+    assert (forward.of("other sum").status, train.of("other sum").status) == ("wrong", "wrong")
+    assert "sum is off by" in forward.of("other sum").message
+    assert (forward.of("no gradient").status, train.of("no gradient").status) == ("ok", "wrong")
+    assert "grad_residual is off by" in train.of("no gradient").message
+    assert forward.of("one").message == "ValueError: returned 1 tensors, expected y, sum"
 
 
 def test_check_needs_finite_eager() -> None:
@@ -549,6 +583,33 @@ def test_work_is_counted() -> None:
     assert OPS["layer_norm"].traffic(Shape(10, 20, 1), "forward", 4) == 4 * (2 * 200 + 1)
 
 
+def test_work_of_several_inputs_and_outputs_is_counted() -> None:
+    M, K, N = shape = Shape(64, 32, 16)
+    residual = OPS["residual_rms_norm_linear"]
+    assert residual.operations(shape, "train") == 6 * M * K * N
+    assert residual.traffic(shape, "forward", 2) == 2 * (3 * M * K + K + N * K + M * N)
+    # Reads the gradients of both outputs and the sum; both summands have one gradient.
+    moved = 2 * (M * K + M * N) + 2 * 2 * (M * K + K + N * K) + 4 * M
+    assert residual.traffic(shape, "backward", 2) == moved
+    flops = {"norm_swiglu": 4, "norm_qkv": 3, "norm_qkv_equal": 6, "norm_mlp": 6, "norm_gelu": 2}
+    for name, times in flops.items():
+        assert OPS[name].operations(shape, "forward") == times * M * K * N
+    # Of an MLP both products are held, not its output alone.
+    assert OPS["norm_mlp"].held(shape, 1) == M * K + K + 3 * N * K + M * (2 * N + K)
+    modulation = Case(OPS["adaln_linear"], shape, torch.float32, torch.device("cpu")).inputs(0)[1]
+    assert modulation.shape == (8, 1, 32)
+
+
+def test_quick_is_for_two_ops() -> None:
+    def ops(*arguments: str) -> list[str]:
+        made = cli._plan(cli._parser().parse_args([*arguments, "--device", "cpu"]))
+        return list(dict.fromkeys(case.op.name for case in made.cases))
+
+    assert ops("--quick") == ["layernorm_linear", "layer_norm"]
+    assert ops("--quick", "--op", "norm_mlp") == ["norm_mlp"]
+    assert ops() == list(OPS)
+
+
 def test_peak_memory_counts_what_a_call_holds(device: str) -> None:
     x = torch.randn(1024, 1024, device=device)
 
@@ -576,17 +637,17 @@ def test_ops_agree_with_their_formulas() -> None:
     torch.testing.assert_close(OPS["layer_norm"].reference(x, o), expected)
 
 
-def test_every_installed_provider_of_this_machine_is_right(device: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_every_installed_provider_of_this_machine_is_right(op: str, device: str) -> None:
     """All that can be imported here and needs no compiler, on a shape where nothing divides."""
     names = [name for name in providers.NAMES if name not in cli.SLOW]
-    for op in OPS:
+    for shape in (Shape(37, 50, 65), Shape(24, 32, 40)):
         made = Runner(
-            plan(Shape(37, 50, 65), op=op, device=device, names=names, measures_memory=False),
-            Listener(),
+            plan(shape, op=op, device=device, names=names, measures_memory=False), Listener()
         ).execute()
         for measurement in made.measurements:
             for result in measurement.results:
-                assert result.status in ("ok", "unsupported"), (op, result)
+                assert result.status in ("ok", "unsupported"), result
             assert measurement.of("eager").vs_eager[measurement.metric] == 1
 
 

@@ -1,9 +1,9 @@
 """Measures the ops against what PyTorch users have today: `python -m fused_norm bench`.
 
-One file for each idea: `shapes` and `ops` say what is measured, `providers` who computes it,
-`check` whether the result is right, `timing` and `memory` how it is measured, `interference` what
-it costs the ops around it, `environment` on which machine, `results` what is kept of it, `report`,
-`baseline` and `plots` how it is shown.
+One file for each idea: `shapes`, `case` and `ops` say what is measured, `provider`, `providers`,
+`parts` and `peers` who computes it, `check` whether the result is right, `timing` and `memory` how
+it is measured, `interference` what it costs the ops around it, `environment` on which machine,
+`results` what is kept of it, `report`, `baseline` and `plots` how it is shown.
 
 A run: `cli` makes a `plan`, and `runner` carries it out. For each case it asks the `roster` who
 takes part, `admission` who of them is right, and `measuring` how long they take. What one of them

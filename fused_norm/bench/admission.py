@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fused_norm.bench import check, failures, memory
-from fused_norm.bench.ops import Case, Mode
+from fused_norm.bench.case import Case, Mode
 from fused_norm.bench.plan import Listener, Plan
-from fused_norm.bench.providers import Bind, Provider
+from fused_norm.bench.provider import Bind, Provider
 from fused_norm.bench.results import Result
 
 
@@ -64,7 +64,7 @@ def admit(
     admissions = {gradients: Admission() for gradients in kinds}
     try:
         memory.require(case, len(chosen))
-        inputs, grad_output = case.inputs(plan.seed), case.grad_output(plan.seed)
+        inputs, grad_outputs = case.inputs(plan.seed), case.grad_outputs(plan.seed)
     except (RuntimeError, MemoryError) as error:
         # Memory does not suffice: the case is skipped, and said to be.
         for admission in admissions.values():
@@ -86,10 +86,10 @@ def admit(
             formula = provider.formula or case.op.reference
             try:
                 if formula not in truths:
-                    truths[formula] = check.truth(formula, inputs, case.op.names, grad_output)
+                    truths[formula] = check.truth(formula, case, inputs, grad_outputs)
                 bind = bind or provider.prepare(loaded, case)
                 result.errors = check.errors(
-                    bind, inputs, grad_output, truths[formula], gradients=gradients
+                    bind, inputs, grad_outputs, truths[formula], gradients=gradients
                 )
             except Exception as error:
                 # A provider may raise whatever it likes: its words are kept, the others go on.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from fused_norm.bench import providers
+from fused_norm.bench import ops, provider, providers
 
 NAME = "before"
 _PACKAGE = "fused_norm"
@@ -38,15 +37,11 @@ def add(checkout: Path) -> None:
         text = re.sub(rf"(from |import |\.ops\.){_PACKAGE}\b", rf"\g<1>{_COPY}", path.read_text())
         path.write_text(re.sub(rf'"{_PACKAGE}("|::|\.)', rf'"{_COPY}\1', text))
     sys.path.append(str(folder))
-    for op, name in (
-        ("layernorm_linear", "fused_layernorm_linear"),
-        ("layer_norm", "trainable_eps_layer_norm"),
-    ):
-        provider = providers.Provider(
-            NAME, op, "peer", f"{name} of another checkout", _loader(name), providers.as_function
-        )
-        providers.PROVIDERS[op, NAME] = provider
-
-
-def _loader(name: str) -> Any:
-    return lambda: getattr(importlib.import_module(_COPY), name)
+    seams = [providers.ours(member, _COPY, NAME) for member in ops.MEMBERS]
+    rows = providers.PROVIDERS[ops.LAYER_NORM.name, "fused_norm"]
+    row = dataclasses.replace(
+        rows, name=NAME, role="peer", load=provider.imported("trainable_eps_layer_norm", _COPY)
+    )
+    for each in (*seams, row):
+        described = dataclasses.replace(each, description=f"{each.description}, another checkout")
+        providers.PROVIDERS[each.op, NAME] = described

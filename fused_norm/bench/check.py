@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_norm.bench.ops import Formula
-from fused_norm.bench.providers import Bind
+from fused_norm.bench.case import Case, Formula, listed
+from fused_norm.bench.provider import Bind
 
 # Errors are allowed up to this many of eager's own. Peers round where eager does not (Liger keeps
 # bfloat16 statistics), while a bias, a term of a gradient or a row that is missing is far beyond.
@@ -21,40 +21,45 @@ SUMMATION = 1e-6
 
 @dataclass(frozen=True)
 class Truth:
-    """An output and its gradients in float64.
+    """Outputs and gradients in float64.
 
     Attributes:
-        values: The output, then the gradient of each leaf.
-        names: What they are called.
+        outputs: By name.
+        gradients: Those of the inputs by name, None for an input that is not used.
     """
 
-    values: list[Tensor]
-    names: list[str]
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
 
 
 def truth(
-    formula: Formula, inputs: Sequence[Tensor], names: Sequence[str], grad_output: Tensor
+    formula: Formula, case: Case, inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
 ) -> Truth:
     """Compute a formula and its gradients in float64 from the inputs as they are rounded.
 
     Args:
         formula: What is computed.
+        case: Knows the names of inputs and outputs.
         inputs: The inputs in their own dtype.
-        names: Their names.
-        grad_output: The gradient of the output.
+        grad_outputs: The gradients of the outputs.
     """
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    y = formula(*wide)
-    gradients = torch.autograd.grad(y, wide, grad_output.double(), allow_unused=True)
-    kept = [(name, g) for name, g in zip(names, gradients, strict=True) if g is not None]
+    ys = listed(formula(*wide))
+    dys = [gradient.double() for gradient in grad_outputs]
+    gradients = torch.autograd.grad(ys, wide, dys, allow_unused=True)
     return Truth(
-        [y.detach(), *(gradient for _, gradient in kept)],
-        ["y", *(f"grad_{name}" for name, _ in kept)],
+        dict(zip(case.op.outputs(case.shape), (y.detach() for y in ys), strict=True)),
+        dict(zip(case.op.inputs(case.shape), gradients, strict=True)),
     )
 
 
 def errors(
-    bind: Bind, inputs: list[Tensor], grad_output: Tensor, exact: Truth, *, gradients: bool
+    bind: Bind,
+    inputs: list[Tensor],
+    grad_outputs: Sequence[Tensor],
+    exact: Truth,
+    *,
+    gradients: bool,
 ) -> dict[str, float]:
     """Return a provider's relative error against float64, by tensor.
 
@@ -64,18 +69,27 @@ def errors(
     Args:
         bind: Binds the provider to inputs.
         inputs: The inputs.
-        grad_output: The gradient of the output.
+        grad_outputs: The gradients of the outputs.
         exact: What float64 gives.
         gradients: Whether to run what training runs, or what inference does.
+
+    Raises:
+        ValueError: If it returns more or fewer tensors than the op has outputs.
     """
-    bound, dtype = bind(inputs), grad_output.dtype
+    bound, dtype = bind(inputs), inputs[0].dtype
     with torch.set_grad_enabled(gradients):
-        y = bound.call()
-    found = {"y": _error(y, exact.values[0], dtype)}
+        ys = listed(bound.call())
+    if len(ys) != len(exact.outputs):
+        raise ValueError(f"returned {len(ys)} tensors, expected {', '.join(exact.outputs)}")
+    found = {
+        name: _error(y, value, dtype)
+        for y, (name, value) in zip(ys, exact.outputs.items(), strict=True)
+    }
     if gradients:
-        computed = torch.autograd.grad(y, bound.leaves, grad_output, allow_unused=True)
-        for name, gradient, value in zip(exact.names[1:], computed, exact.values[1:], strict=True):
-            found[name] = _error(gradient, value, dtype)
+        computed = torch.autograd.grad(ys, bound.leaves, grad_outputs, allow_unused=True)
+        for gradient, (name, wanted) in zip(computed, exact.gradients.items(), strict=True):
+            if wanted is not None:
+                found[f"grad_{name}"] = _error(gradient, wanted, dtype)
     return found
 
 

@@ -18,7 +18,8 @@ from rich.progress import TimeElapsedColumn as Elapsed
 
 from fused_norm.bench import baseline, providers, report, results, roster, shapes
 from fused_norm.bench import before as before_change
-from fused_norm.bench.ops import MODE_DESCRIPTIONS, MODES, OPS, Case
+from fused_norm.bench.case import MODE_DESCRIPTIONS, MODES, Case
+from fused_norm.bench.ops import OPS
 from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.results import Measurement, Run
 from fused_norm.bench.runner import Runner
@@ -32,6 +33,9 @@ DEFAULT_SETS = {
     ("layer_norm", "cpu"): ("rows", "odd"),
     ("layer_norm", "cuda"): ("rows", "odd"),
 }
+# Of the ops that have none of their own above.
+SETS = {"cpu": ("small",), "cuda": ("named",)}
+QUICK_OPS = ("layernorm_linear", "layer_norm")
 QUICK_SHAPES = {
     "layernorm_linear": ((16, 8, 16), (64, 1024, 1024), (512, 1024, 1024)),
     "layer_norm": ((2048, 1024, 1),),
@@ -99,10 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     modes = "; ".join(f"{mode}: {MODE_DESCRIPTIONS[mode]}" for mode in MODES)
     parser = argparse.ArgumentParser(
         prog="python -m fused_norm bench",
-        description="Measure LayerNorm + Linear against what PyTorch users have today.",
+        description="Measure the ops against what PyTorch users have today.",
     )
     what = parser.add_argument_group("what")
-    what.add_argument("--op", action="append", choices=list(OPS), help="default: all")
+    what.add_argument(
+        "--op",
+        action="append",
+        choices=list(OPS),
+        help=f"default: all; --quick: {' '.join(QUICK_OPS)}",
+    )
     what.add_argument("--mode", action="append", choices=MODES, help=f"{modes}")
     what.add_argument(
         "--shapes",
@@ -171,7 +180,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     default_dtype = "bfloat16" if device.type == "cuda" else "float32"
     cases = [
         Case(OPS[op], shape, DTYPES[dtype], device)
-        for op in options.op or OPS
+        for op in options.op or (QUICK_OPS if options.quick else OPS)
         for dtype in options.dtype or [default_dtype]
         for shape in _shapes(op, device, options)
     ]
@@ -230,9 +239,10 @@ def _shapes(op: str, device: torch.device, options: argparse.Namespace) -> list[
     named = options.shapes
     if not found and not named:
         if options.quick:
-            found = [shapes.Shape(*sizes) for sizes in QUICK_SHAPES[op]]
+            sizes = QUICK_SHAPES.get(op, QUICK_SHAPES["layernorm_linear"])
+            found = [shapes.Shape(*three) for three in sizes]
         else:
-            named = DEFAULT_SETS[op, device.type]
+            named = DEFAULT_SETS.get((op, device.type), SETS[device.type])
     found += [shape for name in named or () for shape in shapes.SETS[name]]
     # Shapes that differ in a size the op does not have are one.
     distinct = {tuple(s) if OPS[op].has_outputs else s[:2]: s for s in reversed(found)}

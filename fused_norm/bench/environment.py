@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import fused_norm
-from fused_norm.bench.ops import dtype_name
+from fused_norm.bench.case import dtype_name
 from fused_norm.bench.results import Ceiling, Environment
 from fused_norm.native import build, node
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fused_norm import fused_layernorm_linear, reference
-from fused_norm.bench.ops import EPS, Case, dtype_name
+from fused_norm.bench.case import EPS, Case, dtype_name
 from fused_norm.bench.results import Interference
 from fused_norm.bench.timing import Budget, CpuTimer, Rounds, Step, Timer
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fused_norm.bench import failures, memory
 from fused_norm.bench.admission import Admission, Prepared
-from fused_norm.bench.ops import Case, Mode, dtype_name
+from fused_norm.bench.case import Case, Mode, dtype_name
 from fused_norm.bench.plan import Plan
-from fused_norm.bench.providers import Bound
+from fused_norm.bench.provider import Bound
 from fused_norm.bench.results import Measurement, Result, Run
 from fused_norm.bench.timing import CpuTimer, GpuTimer, Rounds, Step, Timer
 
@@ -62,7 +63,7 @@ def fill(
     seeds = [plan.seed + 10 * index for index in range(measurement.input_sets)]
     try:
         inputs = [case.inputs(seed) for seed in seeds]
-        grad_outputs = [case.grad_output(seed) for seed in seeds]
+        gradients = [case.grad_outputs(seed) for seed in seeds]
     except (RuntimeError, MemoryError) as error:
         # Memory does not suffice: nobody is timed, and the run goes on.
         for prepared in ready:
@@ -83,8 +84,8 @@ def fill(
             try:
                 with torch.cuda.stream(stream):
                     steps = [
-                        _step(prepared.bind(tensors), mode, grad_output)
-                        for tensors, grad_output in zip(inputs, grad_outputs, strict=True)
+                        _step(prepared.bind(tensors), mode, grad_outputs)
+                        for tensors, grad_outputs in zip(inputs, gradients, strict=True)
                     ]
                     # What the first calls keep, a folded weight say, is no call's memory.
                     for _ in range(3):
@@ -123,15 +124,17 @@ def compare(measurement: Measurement, run: Run) -> None:
             setattr(result, name, ratios)
 
 
-def _step(bound: Bound, mode: Mode, grad_output: Tensor) -> Step:
+def _step(bound: Bound, mode: Mode, grad_outputs: list[Tensor]) -> Step:
     """Return what is timed of a provider's call on one set of inputs."""
     call, leaves = bound
     if mode in ("forward", "forward_grad"):
         return call
+    gradients = partial(
+        torch.autograd.grad, inputs=leaves, grad_outputs=grad_outputs, allow_unused=True
+    )
     if mode == "backward":
-        y = call()
-        return lambda: torch.autograd.grad(y, leaves, grad_output, retain_graph=True)
-    return lambda: torch.autograd.grad(call(), leaves, grad_output)
+        return partial(gradients, call(), retain_graph=True)
+    return lambda: gradients(call())
 
 
 def _sample(timers: dict[str, Timer], results: dict[str, Result], plan: Plan) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fused_norm.bench.ops import Case, Mode
+from fused_norm.bench.case import Case, Mode
 
 
 class DoesNotFitError(RuntimeError):
@@ -39,10 +39,9 @@ def require(case: Case, providers: int) -> None:
     Raises:
         DoesNotFitError: If it would not.
     """
-    inputs_and_output = case.op.traffic(case.shape, "forward", case.dtype.itemsize)
     # In float64 the inputs, their gradients and what the reference saves.
-    exact = 4 * case.op.traffic(case.shape, "forward", 8)
-    needed = exact + (2 + providers) * inputs_and_output
+    exact = 4 * case.op.held(case.shape, 8)
+    needed = exact + (2 + providers) * case.op.held(case.shape, case.dtype.itemsize)
     free = free_bytes(case.device)
     if needed > 0.9 * free:
         raise DoesNotFitError(
@@ -72,7 +71,9 @@ def input_sets(
     """
     one = case.op.traffic(case.shape, "forward", case.dtype.itemsize)
     wanted = -(-2 * cache // one) if cache else 1
-    held = one * (2 + providers) if mode == "backward" else one
+    held = one
+    if mode == "backward":
+        held = case.op.held(case.shape, case.dtype.itemsize) * (2 + providers)
     affordable = max(int(free_bytes(case.device) * 0.5) // held, 1)
     count = max(1, min(wanted, most, affordable))
     return count, count * one >= 2 * cache > 0

@@ -1,170 +1,304 @@
-"""What is measured: each op's inputs, its mathematics, and the work that it cannot avoid.
+"""What is measured: the seams of the op family, an entry each, and LayerNorm as a row program.
 
-FLOPs count the matrix products where there are any. Bytes count every input read once and every
-output written once, whatever an implementation moves besides, so the rates of two implementations
-compare as their times do.
+An entry says what a user of PyTorch writes, of `parts` that other projects have too, and which call
+of ours takes its place.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import reference
+from fused_norm.bench.case import (
+    EPS,
+    Formula,
+    Input,
+    Op,
+    Outputs,
+    gamma,
+    matrix,
+    rows,
+    vector,
+)
+from fused_norm.bench.parts import TORCH, Parts
 from fused_norm.bench.shapes import Shape
 
-Mode = Literal["forward", "forward_grad", "backward", "train"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-MODE_DESCRIPTIONS: dict[Mode, str] = {
-    "forward": "under no_grad, as in inference",
-    "forward_grad": "with everything kept that a backward needs",
-    "backward": "all gradients of one forward that has been run",
-    "train": "forward and backward, all gradients",
-}
-EPS = 1e-5
 # The trained eps of the row program: far from 0 and from 1, so that a lost one shows.
 SCALE = 0.25
-
-Formula = Callable[..., Tensor]
+# Images or sequences, each of which has a scale and a shift of its own.
+BATCH = 8
 
 
 @dataclass(frozen=True)
-class Op:
-    """An op to measure.
+class Member:
+    """A seam.
 
     Attributes:
-        name: What `--op` calls it.
-        title: What it is called in reports.
-        names: Its inputs.
-        make: Returns random inputs for a shape, a dtype and a generator.
-        reference: Computes it from the inputs, differentiably, in whatever dtype they have.
-        flops: Floating-point operations of a forward.
-        has_outputs: Whether N means anything to it.
+        op: What is measured.
+        formula: Computes it from parts and the inputs.
+        function: Name of our function.
+        ours: Computes it from that function and the inputs.
+        peers: Who else computes it: names of `peers.PEERS`.
     """
 
-    name: str
-    title: str
-    names: tuple[str, ...]
-    make: Callable[[Shape, torch.dtype, torch.Generator], list[Tensor]]
-    reference: Formula
-    flops: Callable[[Shape], int]
-    has_outputs: bool
-
-    def operations(self, shape: Shape, mode: Mode) -> int:
-        """Return the FLOPs of a mode: a backward has two products for each of the forward's."""
-        return self.flops(shape) * {"backward": 2, "train": 3}.get(mode, 1)
-
-    def traffic(self, shape: Shape, mode: Mode, itemsize: int) -> int:
-        """Return the bytes that must move, however it is computed."""
-        rows, features, outputs = shape
-        # x, y or dy, and the parameters, in elements.
-        x = rows * features
-        y = rows * outputs if self.has_outputs else x
-        parameters = outputs * features + 2 * features + outputs if self.has_outputs else 1
-        # Mean and rstd in float32.
-        statistics = 8 * rows
-        forward = itemsize * (x + parameters + y)
-        # Reads dy, x and the parameters; writes dx and the parameters' gradients.
-        backward = itemsize * (y + 2 * x + 2 * parameters) + statistics
-        return {
-            "forward": forward,
-            "forward_grad": forward + statistics,
-            "backward": backward,
-            "train": forward + statistics + backward,
-        }[mode]
-
-
-@dataclass(frozen=True)
-class Case:
-    """An op at one shape, in one dtype, on one device."""
-
     op: Op
-    shape: Shape
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes that the op knows."""
-        return tuple(self.shape) if self.op.has_outputs else tuple(self.shape[:2])
-
-    def inputs(self, seed: int) -> list[Tensor]:
-        """Return random inputs on the device, all of which require gradients."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        tensors = self.op.make(self.shape, self.dtype, generator)
-        return [tensor.requires_grad_() for tensor in tensors]
-
-    def grad_output(self, seed: int) -> Tensor:
-        """Return a random gradient of the output: ones would hide half of a LayerNorm's."""
-        generator = torch.Generator(self.device).manual_seed(seed + 1)
-        width = self.shape.N if self.op.has_outputs else self.shape.K
-        return _normal((self.shape.M, width), self.dtype, generator)
-
-    def __str__(self) -> str:
-        return f"{self.op.name} {dtype_name(self.dtype)} {'x'.join(map(str, self.sizes))}"
+    formula: Callable[..., Outputs]
+    function: str
+    ours: Formula
+    peers: tuple[str, ...]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+def member(
+    name: str,
+    title: str,
+    inputs: Callable[[Shape], dict[str, Input]],
+    outputs: Callable[[Shape], dict[str, int]],
+    formula: Callable[..., Outputs],
+    function: str,
+    ours: Formula,
+    peers: tuple[str, ...] = (),
+    **work: Any,
+) -> Member:
+    """Return the entry of a seam, which eager computes of PyTorch's parts."""
+    op = Op(name, title, inputs, outputs, partial(formula, TORCH), **work)
+    return Member(op, formula, function, ours, peers)
 
 
-def _normal(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    mean: float = 0.0,
-    std: float = 1.0,
+def _layernorm_linear(
+    parts: Parts, x: Tensor, ln_weight: Tensor, ln_bias: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    sample = torch.randn(shape, generator=generator, device=generator.device)
-    return sample.mul_(std).add_(mean).to(dtype)
+    return F.linear(parts.layer_norm(x, ln_weight, ln_bias), weight, bias)
 
 
-def _layernorm_linear_inputs(
-    shape: Shape, dtype: torch.dtype, generator: torch.Generator
-) -> list[Tensor]:
-    rows, features, outputs = shape
-    return [
-        _normal((rows, features), dtype, generator),
-        _normal((features,), dtype, generator, mean=1.0, std=0.2),
-        _normal((features,), dtype, generator, std=0.2),
-        _normal((outputs, features), dtype, generator, std=features**-0.5),
-        _normal((outputs,), dtype, generator, std=0.2),
-    ]
+def _rms_norm_linear(parts: Parts, x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(parts.rms_norm(x, norm_weight), weight)
 
 
-def _layer_norm_inputs(
-    shape: Shape, dtype: torch.dtype, generator: torch.Generator
-) -> list[Tensor]:
-    o = torch.full((1,), SCALE, dtype=dtype, device=generator.device)
-    return [_normal((shape.M, shape.K), dtype, generator), o]
+def _residual_rms_norm_linear(
+    parts: Parts, x: Tensor, residual: Tensor, norm_weight: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    z, total = parts.add_rms_norm(x, residual, norm_weight)
+    return F.linear(z, weight), total
 
 
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        Op(
-            name="layernorm_linear",
-            title="LayerNorm + Linear",
-            names=("x", "ln_weight", "ln_bias", "linear_weight", "linear_bias"),
-            make=_layernorm_linear_inputs,
-            reference=reference.layernorm_linear,
-            flops=lambda shape: 2 * shape.M * shape.K * shape.N,
-            has_outputs=True,
+def _norm_gelu(
+    parts: Parts, x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    return parts.gelu(F.linear(parts.layer_norm(x, norm_weight, norm_bias), weight, bias))
+
+
+def _norm_swiglu(parts: Parts, x: Tensor, norm_weight: Tensor, weight: Tensor) -> Tensor:
+    return parts.swiglu(F.linear(parts.rms_norm(x, norm_weight), weight))
+
+
+def _norm_qkv(parts: Parts, x: Tensor, norm_weight: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    z = parts.rms_norm(x, norm_weight)
+    return tuple(F.linear(z, weight) for weight in weights)
+
+
+def _norm_mlp(
+    parts: Parts, x: Tensor, norm_weight: Tensor, fc1_weight: Tensor, fc2_weight: Tensor
+) -> Tensor:
+    h = F.linear(parts.rms_norm(x, norm_weight), fc1_weight)
+    return parts.add(x, F.linear(parts.swiglu(h), fc2_weight))
+
+
+def _adaln_linear(
+    parts: Parts, x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    z = parts.modulate(parts.layer_norm(x, None, None), scale, shift)
+    return F.linear(z, weight, bias)
+
+
+def _affine(shape: Shape, weight: str, bias: str, linear_weight: str, linear_bias: str) -> Any:
+    return {
+        "x": rows(shape),
+        weight: gamma(shape.K),
+        bias: vector(shape.K),
+        linear_weight: matrix(shape.N, shape.K),
+        linear_bias: vector(shape.N),
+    }
+
+
+def _heads(name: str, title: str, groups: int) -> Member:
+    """Return the projections to queries and to keys and values, of which there are fewer."""
+
+    def widths(shape: Shape) -> dict[str, int]:
+        shared = max(shape.N // groups, 1)
+        return {"query": shape.N, "key": shared, "value": shared}
+
+    return member(
+        name,
+        title,
+        lambda s: {
+            "x": rows(s),
+            "norm_weight": gamma(s.K),
+            **{f"{part}_weight": matrix(width, s.K) for part, width in widths(s).items()},
+        },
+        widths,
+        _norm_qkv,
+        "norm_linear",
+        lambda call, x, norm_weight, *weights: call(
+            x, weights, normalization="rms_norm", norm_weight=norm_weight, eps=EPS
         ),
-        Op(
-            name="layer_norm",
-            title="LayerNorm as a row program",
-            names=("x", "o"),
-            make=_layer_norm_inputs,
-            reference=reference.trainable_eps_layer_norm,
-            # Sum, center, square, sum, divide.
-            flops=lambda shape: 5 * shape.M * shape.K,
-            has_outputs=False,
-        ),
+        ("liger", "quack", "transformer-engine"),
+        statistics=1,
     )
+
+
+def _adaln_inputs(shape: Shape) -> dict[str, Input]:
+    batch = math.gcd(shape.M, BATCH)
+    modulation = Input((batch, 1, shape.K), std=0.3)
+    return {
+        "x": Input((batch, shape.M // batch, shape.K)),
+        "scale": modulation,
+        "shift": modulation,
+        "weight": matrix(shape.N, shape.K),
+        "bias": vector(shape.N),
+    }
+
+
+MEMBERS: tuple[Member, ...] = (
+    member(
+        "layernorm_linear",
+        "LayerNorm + Linear",
+        lambda s: _affine(s, "ln_weight", "ln_bias", "linear_weight", "linear_bias"),
+        lambda s: {"y": s.N},
+        _layernorm_linear,
+        "fused_layernorm_linear",
+        lambda call, *inputs: call(*inputs),
+        ("fla", "liger", "transformer-engine", "max-fused", "max-unfused"),
+    ),
+    member(
+        "rms_norm_linear",
+        "RMSNorm + Linear",
+        lambda s: {"x": rows(s), "norm_weight": gamma(s.K), "weight": matrix(s.N, s.K)},
+        lambda s: {"y": s.N},
+        _rms_norm_linear,
+        "norm_linear",
+        lambda call, x, norm_weight, weight: call(
+            x, weight, normalization="rms_norm", norm_weight=norm_weight, eps=EPS
+        ),
+        ("fla", "liger", "quack", "transformer-engine"),
+        statistics=1,
+    ),
+    member(
+        "residual_rms_norm_linear",
+        "residual + RMSNorm + Linear",
+        lambda s: {
+            "x": rows(s),
+            "residual": rows(s)._replace(is_summand=True),
+            "norm_weight": gamma(s.K),
+            "weight": matrix(s.N, s.K),
+        },
+        lambda s: {"y": s.N, "sum": s.K},
+        _residual_rms_norm_linear,
+        "norm_linear",
+        lambda call, x, residual, norm_weight, weight: call(
+            x,
+            weight,
+            normalization="rms_norm",
+            norm_weight=norm_weight,
+            eps=EPS,
+            residual=residual,
+            return_sum=True,
+        ),
+        ("fla", "liger", "quack"),
+        statistics=1,
+    ),
+    member(
+        "norm_gelu",
+        "LayerNorm + Linear + GELU",
+        lambda s: _affine(s, "norm_weight", "norm_bias", "weight", "bias"),
+        lambda s: {"y": s.N},
+        _norm_gelu,
+        "norm_linear",
+        lambda call, x, norm_weight, norm_bias, weight, bias: call(
+            x,
+            weight,
+            bias,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=EPS,
+            activation="gelu",
+        ),
+        ("liger",),
+    ),
+    member(
+        "norm_swiglu",
+        "RMSNorm + Linear + SwiGLU",
+        lambda s: {"x": rows(s), "norm_weight": gamma(s.K), "weight": matrix(2 * s.N, s.K)},
+        lambda s: {"y": s.N},
+        _norm_swiglu,
+        "norm_linear",
+        lambda call, x, norm_weight, weight: call(
+            x,
+            weight,
+            normalization="rms_norm",
+            norm_weight=norm_weight,
+            eps=EPS,
+            activation="swiglu",
+        ),
+        ("liger", "quack"),
+        statistics=1,
+    ),
+    _heads("norm_qkv", "RMSNorm + Linear to N, N/4 and N/4", 4),
+    _heads("norm_qkv_equal", "RMSNorm + Linear to N, N and N", 1),
+    member(
+        "norm_mlp",
+        "x + MLP(RMSNorm(x)) with SwiGLU, N hidden",
+        lambda s: {
+            "x": rows(s),
+            "norm_weight": gamma(s.K),
+            "fc1_weight": matrix(2 * s.N, s.K),
+            "fc2_weight": matrix(s.K, s.N),
+        },
+        lambda s: {"y": s.K},
+        _norm_mlp,
+        "norm_mlp",
+        lambda call, x, norm_weight, fc1_weight, fc2_weight: call(
+            x,
+            fc1_weight,
+            None,
+            fc2_weight,
+            activation="swiglu",
+            normalization="rms_norm",
+            norm_weight=norm_weight,
+            eps=EPS,
+            residual_out=x,
+        ),
+        ("liger", "quack", "transformer-engine"),
+        statistics=1,
+    ),
+    member(
+        "adaln_linear",
+        "LayerNorm, scale and shift, Linear",
+        _adaln_inputs,
+        lambda s: {"y": s.N},
+        _adaln_linear,
+        "norm_linear",
+        lambda call, x, scale, shift, weight, bias: call(
+            x, weight, bias, scale=scale, shift=shift, eps=EPS
+        ),
+    ),
+)
+LAYER_NORM = Op(
+    name="layer_norm",
+    title="LayerNorm as a row program",
+    inputs=lambda s: {"x": rows(s), "o": Input((1,), mean=SCALE, std=0.0)},
+    outputs=lambda s: {"y": s.K},
+    reference=reference.trainable_eps_layer_norm,
+    # Sum, center, square, sum, divide.
+    flops=lambda s: 5 * s.M * s.K,
+    has_outputs=False,
+)
+OPS: dict[str, Op] = {
+    op.name: op for op in (MEMBERS[0].op, LAYER_NORM, *(m.op for m in MEMBERS[1:]))
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fused_norm.bench.ops import Case, Mode
+from fused_norm.bench.case import Case, Mode
 from fused_norm.bench.results import Measurement, Run
 from fused_norm.bench.timing import Budget
 

@@ -25,6 +25,7 @@ PEERS = {
     "compile-max-autotune": ("#7fb7d2", "D"),
     "fla": ("#3a9d6e", "^"),
     "liger": ("#e0a030", "v"),
+    "quack": ("#b5679a", "X"),
     "transformer-engine": ("#8e6bbf", "P"),
     "max-fused": ("#a0785a", "<"),
     "max-unfused": ("#c9a98f", ">"),

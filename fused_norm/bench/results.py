@@ -47,7 +47,7 @@ class Result:
     message: Annotated[str, "What was wrong, raised or is unsupported; empty otherwise."] = ""
     errors: Annotated[
         dict[str, float],
-        "Relative error (Frobenius) against float64 of the output y and of each gradient.",
+        "Relative error (Frobenius) against float64 of each output and of each gradient.",
     ] = field(default_factory=dict)
     timings: Annotated[
         dict[str, Timing],
@@ -71,7 +71,7 @@ class Result:
 class Measurement:
     """One op, mode, dtype and shape, with every provider that was measured in the same rounds."""
 
-    op: Annotated[str, "layernorm_linear or layer_norm."]
+    op: Annotated[str, "Name of the op, as `--list` has it."]
     mode: Annotated[str, "forward (no_grad), forward_grad, backward, train (forward and backward)."]
     dtype: Annotated[str, "Dtype of inputs and parameters."]
     shape: Annotated[list[int], "M, K, N; M, K for layer_norm."]

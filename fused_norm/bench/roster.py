@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterator
 
 from fused_norm.bench import failures, providers
-from fused_norm.bench.ops import Case
+from fused_norm.bench.case import Case
 from fused_norm.bench.plan import Listener, Plan
-from fused_norm.bench.providers import Provider
+from fused_norm.bench.provider import Provider
 from fused_norm.bench.results import ProviderInfo
 from fused_norm.bench.shapes import SETS
 

@@ -10,7 +10,7 @@ import torch
 
 from fused_norm.bench import environment, failures, interference, measuring
 from fused_norm.bench.admission import Admission, admit
-from fused_norm.bench.ops import Case, Mode, dtype_name
+from fused_norm.bench.case import Case, Mode, dtype_name
 from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.results import SCHEMA, Measurement, Run
 from fused_norm.bench.roster import Roster

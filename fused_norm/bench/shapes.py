@@ -27,6 +27,14 @@ SETS: dict[str, tuple[Shape, ...]] = {
     ),
     # Attention and feed-forward entries of GPT-2 on one sequence, and on a batch of sixteen.
     "gpt2": (Shape(1024, 768, 2304), Shape(1024, 768, 3072), Shape(16384, 768, 2304)),
+    # Five that projections of language models have, small to large.
+    "named": (
+        Shape(8192, 4096, 4096),
+        Shape(8192, 4096, 12288),
+        Shape(8192, 2048, 2048),
+        Shape(16384, 1024, 1024),
+        Shape(16384, 768, 2304),
+    ),
     "llama": (
         Shape(8192, 4096, 4096),
         Shape(8192, 4096, 12288),
