@@ -26,7 +26,7 @@ from .plan import BackwardPlan, STACK_BYTES
 
 
 def backward[dtype: DType](call: CallPointer):
-    """Computes the gradients whose address is given, from that of the product: dy, or dh before an activation.
+    """Computes the gradients whose address is given, from dy, or from dh before an activation.
 
     Parameters:
         dtype: Element type of the tensors.

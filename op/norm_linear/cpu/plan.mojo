@@ -122,8 +122,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     var shared: Int
     """The normalized rows (few rows) or the packed weight."""
     var own: Int
-    """The first worker's own part: bias and sums of each half of a panel, then a block of the weight (few rows) or
-    normalized rows."""
+    """The first worker's own part: bias and sums of each half of a panel, then a block of the weight
+    (few rows) or normalized rows."""
     var own_bytes: Int
     """Size of a worker's own part."""
     var bytes: Int
