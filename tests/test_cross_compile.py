@@ -22,6 +22,7 @@ EXTENSION_KERNELS = {
     "passes_gpu": [
         b"op_rows_gpu_row_kernel",
         b"op_rows_columns_column_ker",
+        b"op_rows_columns_panel_kern",
         b"op_rows_columns_total_kern",
         b"op_passes_gpu_modulation_kern",
     ],

@@ -68,7 +68,8 @@ struct GpuRunner[sum_type: DType](Runner):
                     self.gpu, operands, sums, self.totals
                 )
             else:
-                self.run[without_columns, dtype, ftype](operands)
+                comptime if without_columns.outputs > 0:
+                    self.run[without_columns, dtype, ftype](operands)
 
     @doc_hidden
     def sums_bytes[

@@ -1,11 +1,12 @@
 """Sums over rows on a GPU without atomics: partial sums of blocks, then their sum in a fixed order.
 
 The partial sums are [columns, groups, parts, K]. Either the blocks of `row_kernel` write them on the way, or
-`column_kernel` does, where a row is too long for its sums to stay in a block's registers, where nothing else is
-wanted, or where nothing is reduced over a row. `total_kernel` adds them, for all that there is to sum in one launch.
+`column_kernel` does, where a row is too long for its sums to stay in a block's registers or where nothing else is
+wanted, or `panel_kernel`, where nothing is reduced over a row. `total_kernel` adds them, for all that there is to sum in one launch.
 """
 
 from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
     WARP_SIZE,
     barrier,
     block_idx,
@@ -35,9 +36,9 @@ comptime TOTAL_LANES = 32
 
 
 def column_kernel[
-    P: RowProgram, dtype: DType, ftype: DType, shape: Shape, stores: Bool
+    P: RowProgram, dtype: DType, ftype: DType, shape: Shape
 ](operands: Operands[accumulator[dtype]()]):
-    """Sums a program's columns over a part of the rows of a group, and may store its outputs on the way.
+    """Sums a program's columns over a part of the rows of a group.
 
     Each thread adds up `width` columns in every COLUMN_WARPS-th of the rows; the sums of the warps are then
     added in their order. So a thread's sums stay in registers however long a row is.
@@ -49,17 +50,47 @@ def column_kernel[
         dtype: The type of inputs.
         ftype: The type of the features.
         shape: Says how wide loads are; the rest of it is not used.
-        stores: Whether to store the outputs, of programs without reductions.
 
     Args:
         operands: The tensors.
     """
+    _take_columns[P, dtype, ftype, shape, False](operands)
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(shape.threads)),
+    `nvvm.minctasm`=SIMDLength(shape.blocks),
+)
+def panel_kernel[
+    P: RowProgram, dtype: DType, ftype: DType, shape: Shape
+](operands: Operands[accumulator[dtype]()]):
+    """Does the same for a program that reduces nothing over a row, and stores its outputs on the way.
+
+    Grid: (K / (WARP_SIZE width), parts, groups).
+
+    Parameters:
+        P: The row program.
+        dtype: The type of inputs.
+        ftype: The type of the features.
+        shape: Says how wide loads are and how many blocks an SM has to have room for.
+
+    Args:
+        operands: The tensors.
+    """
+    _take_columns[P, dtype, ftype, shape, True](operands)
+
+
+@always_inline
+def _take_columns[
+    P: RowProgram, dtype: DType, ftype: DType, shape: Shape, stores: Bool
+](operands: Operands[accumulator[dtype]()]):
+    """Takes the block's columns of its rows through the program's last pass."""
     comptime assert P.passes == 0 or not stores, "outputs depend on a whole row"
     comptime accum = accumulator[dtype]()
     comptime width = shape.width
     comptime Reader = RowReader[P, dtype, ftype, shape]
-    # what is stored is computed first, in registers of its own
-    comptime at_once = 8 // P.inputs // (2 if stores and P.features > 0 else 1)
+    # what is stored is computed in registers besides
+    comptime at_once = max(1, (4 if stores else 8) // P.inputs)
     comptime block_columns = WARP_SIZE * width
     comptime threads = COLUMN_WARPS * WARP_SIZE
     var rows = Int(operands.rows)

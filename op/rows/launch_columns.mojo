@@ -4,6 +4,7 @@ A launch leaves partial sums in its workspace; `launch_totals` adds up those of 
 """
 
 from max.gpu import WARP_SIZE
+from max.gpu.host import Dim
 from std.math import align_up, ceildiv
 from std.sys import size_of
 
@@ -15,6 +16,7 @@ from .columns import (
     Total,
     Totals,
     column_kernel,
+    panel_kernel,
     total_kernel,
 )
 from .gpu_row import Shape
@@ -29,8 +31,10 @@ from .launch import (
 from .operands import Operands, Sums, accumulator
 from .program import RowProgram
 
-# enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum
+# Enough blocks to hide memory's latency, all at once where what they store takes many registers; and enough rows
+# for each warp to be worth a partial sum.
 comptime _BLOCKS_AN_SM = 4
+comptime _STORING_BLOCKS_AN_SM = 3
 comptime _FEWEST_PART_ROWS = 4 * COLUMN_WARPS
 
 
@@ -44,11 +48,25 @@ def _blocks(tile: Int) -> Int:
     return 2 if tile == 1 else 1
 
 
-def _column_parts(gpu: Gpu, operands: Operands, width: Int) -> Int:
+def _blocks_an_SM[P: RowProgram]() -> Int:
+    """Returns how many blocks of `column_kernel` an SM gets."""
+    return _STORING_BLOCKS_AN_SM if _stores[P]() else _BLOCKS_AN_SM
+
+
+def _stores[P: RowProgram]() -> Bool:
+    """Returns whether `column_kernel` stores a program's outputs."""
+    return P.passes == 0 and P.outputs > 0
+
+
+def _column_parts[
+    P: RowProgram
+](gpu: Gpu, operands: Operands, width: Int) -> Int:
     """Returns how many parts `column_kernel` makes of the rows of a group."""
     var across = ceildiv(Int(operands.length), WARP_SIZE * width)
     return min(
-        ceildiv(_BLOCKS_AN_SM * gpu.processors, across * Int(operands.groups)),
+        ceildiv(
+            _blocks_an_SM[P]() * gpu.processors, across * Int(operands.groups)
+        ),
         ceildiv(Int(operands.rows), _FEWEST_PART_ROWS),
     )
 
@@ -75,7 +93,7 @@ def column_sums_bytes[
     comptime vector = 16 // size_of[dtype]()
     var parts = 0
     comptime for width in [1, vector]:
-        parts = max(parts, _column_parts(gpu, shape, width))
+        parts = max(parts, _column_parts[P](gpu, shape, width))
         comptime if P.outputs > 0 and P.passes > 0:
             comptime for tile in _tiles(width):
                 comptime blocks = _blocks(tile)
@@ -214,20 +232,26 @@ def _launch_column_kernel[
     P: RowProgram, dtype: DType, ftype: DType, width: Int
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises -> Int:
     comptime threads = COLUMN_WARPS * WARP_SIZE
-    comptime shape = Shape(width, 1, True, True, False, threads, 1)
-    comptime kernel = column_kernel[P, dtype, ftype, shape, P.passes == 0]
-    var parts = _column_parts(gpu, operands, width)
-    var compiled = gpu.context.compile_function[kernel]()
-    gpu.stream.enqueue_function(
-        compiled,
-        operands,
-        grid_dim=(
-            ceildiv(Int(operands.length), WARP_SIZE * width),
-            parts,
-            Int(operands.groups),
-        ),
-        block_dim=threads,
+    var parts = _column_parts[P](gpu, operands, width)
+    var grid = Dim(
+        ceildiv(Int(operands.length), WARP_SIZE * width),
+        parts,
+        Int(operands.groups),
     )
+    comptime blocks = _STORING_BLOCKS_AN_SM
+    comptime shape = Shape(width, 1, True, True, False, threads, blocks)
+    comptime if _stores[P]():
+        comptime kernel = panel_kernel[P, dtype, ftype, shape]
+        var compiled = gpu.context.compile_function[kernel]()
+        gpu.stream.enqueue_function(
+            compiled, operands, grid_dim=grid, block_dim=threads
+        )
+    else:
+        comptime kernel = column_kernel[P, dtype, ftype, shape]
+        var compiled = gpu.context.compile_function[kernel]()
+        gpu.stream.enqueue_function(
+            compiled, operands, grid_dim=grid, block_dim=threads
+        )
     return parts
 
 
