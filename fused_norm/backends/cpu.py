@@ -45,7 +45,8 @@ def forward(
     planned = parameters.plans.get(key)
     if planned is None:
         template = _record(x, parameters, eps)
-        template.mean = template.rstd = int(statistics)
+        template.rstd = int(statistics)
+        template.mean = int(statistics and parameters.has_mean)
         kernels.plan_forward(ctypes.addressof(template))
         planned = parameters.plan(key, template)
     y = x.new_empty(*x.shape[:-1], parameters.N)

@@ -132,7 +132,8 @@ def _plan(
         eps, context, in_graph, statistics, _ = conditions
         call = parameters.call(x, eps)
         call.context, call.in_graph, call.may_keep, call.way = context, in_graph, may_keep, asked
-        call.mean = call.rstd = _WANTED if statistics else 0
+        call.rstd = _WANTED if statistics else 0
+        call.mean = call.rstd if parameters.has_mean else 0
         kernels.plan_forward(ctypes.addressof(call))
         planned = parameters.plan(key, call)
     return planned
