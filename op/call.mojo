@@ -59,7 +59,7 @@ struct Call(TrivialRegisterPassable):
     var residual: Int
     """Added to x before the norm [M, K]."""
     var sum: Int
-    """x + residual, rounded to their type [M, K]; a backward gets it as its x."""
+    """Their sum, rounded to their type [M, K]; a backward gets it as its x."""
     var dsum: Int
     """Gradient that reaches the sum besides that of the norm [M, K]; part of dx."""
     var groups: Int

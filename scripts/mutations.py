@@ -42,7 +42,7 @@ GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 KERNELS: dict[tuple[str, ...], tuple[str, str]] = {
     HOPPER: ("norm_linear_sm90", "bfloat16"),
     PASSED_ROWS: ("norm_linear_sm90", "bfloat16"),
-    GPU_LAYERNORM: ("norm_linear_gpu", "bfloat16"),
+    GPU_LAYERNORM: ("passes_gpu", "bfloat16"),
 }
 
 MUTATIONS = (

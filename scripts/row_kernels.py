@@ -35,7 +35,7 @@ def forward(rows: int, features: int, dtype: torch.dtype) -> tuple[Step, Step]:
     x = torch.randn(rows, features, device="cuda", dtype=dtype)
     gamma, beta = torch.randn(2, features, device="cuda", dtype=dtype)
     y, mean, rstd = torch.empty_like(x), *torch.empty(2, rows, device="cuda")
-    run = _pass("forward", x, z=y, mean=mean, rstd=rstd, gamma=gamma, beta=beta)
+    run = _pass("normalize", x, z=y, mean=mean, rstd=rstd, gamma=gamma, beta=beta)
 
     def ours() -> Tensor:
         run()
@@ -61,7 +61,7 @@ def _backward(rows: int, features: int, dtype: torch.dtype, *, again: bool) -> t
     dx = torch.empty_like(x)
     tensors = {"mean": mean, "rstd": rstd, "gamma": gamma, "beta": beta, "dz": dz}
     z = {"z": dz} if again else {}
-    run = _pass("backward", x, dx=dx, dgamma=dgamma, dbeta=dbeta, **tensors, **z)
+    run = _pass("normalize_backward", x, dx=dx, dgamma=dgamma, dbeta=dbeta, **tensors, **z)
 
     def ours() -> Tensor:
         run()
@@ -81,7 +81,7 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
     """Return the sum over rows by us and by PyTorch."""
     dy = torch.randn(rows, outputs, device="cuda", dtype=dtype)
     db = torch.empty(outputs, device="cuda", dtype=dtype)
-    run = _pass("backward", dy, dy=dy, dbias=db)
+    run = _pass("normalize_backward", dy, dy=dy, dbias=db)
 
     def ours() -> Tensor:
         run()
@@ -93,7 +93,7 @@ def column_sums(rows: int, outputs: int, dtype: torch.dtype) -> tuple[Step, Step
 def _pass(name: str, x: Tensor, **tensors: Tensor) -> Callable[[], object]:
     """Return what launches a pass on the current stream, of tensors named as in the record."""
     accelerator = build.accelerator_of(x.device)
-    kernels = build.load(build.Extension("norm_linear_gpu", build.DTYPES[x.dtype], accelerator))
+    kernels = build.load(build.Extension("passes_gpu", build.DTYPES[x.dtype], accelerator))
     call = Call(eps=EPS, M=len(x), K=x.shape[1], N=x.shape[1], x=x.data_ptr())
     for field, tensor in tensors.items():
         setattr(call, field, tensor.data_ptr())

@@ -19,10 +19,11 @@ KERNELS = [
     b"op_puzzle_fused_backward_mini",
 ]
 EXTENSION_KERNELS = {
-    "norm_linear_gpu": [
+    "passes_gpu": [
         b"op_rows_gpu_row_kernel",
         b"op_rows_columns_column_ker",
         b"op_rows_columns_total_kern",
+        b"op_passes_gpu_modulation_kern",
     ],
     "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rows_op_gpu_add_up_kernel"],
 }
@@ -55,7 +56,7 @@ def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
     "target", [pytest.param("nvidia:sm_80", marks=pytest.mark.slow), "amdgpu:gfx942"]
 )
 @pytest.mark.parametrize(
-    "name", ["norm_linear_gpu", pytest.param("rows_gpu", marks=pytest.mark.slow)]
+    "name", ["passes_gpu", pytest.param("rows_gpu", marks=pytest.mark.slow)]
 )
 def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     library = tmp_path / "extension.so"

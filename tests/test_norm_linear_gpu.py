@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_harness import Guarded, address, assert_as_exact, error, extension
 
-from fused_norm.call.record import AROUND_PRODUCTS, Call
+from fused_norm.call.record import Call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ EPS = 1e-5
 
 def run(door: str, dtype: torch.dtype, call: Call, stream: torch.cuda.Stream | None = None) -> None:
     """Call a door of the extension on a stream, the current one if not another."""
-    kernels = extension("norm_linear_gpu", dtype, gpu=True)
+    kernels = extension("passes_gpu", dtype, gpu=True)
     raw = (stream or torch.cuda.current_stream()).cuda_stream
     call.context = kernels.new_launcher(torch.cuda.current_device(), raw, True)
     getattr(kernels, door)(ctypes.addressof(call))
@@ -94,9 +94,9 @@ def forward(x, gamma, beta, float32, shift=0, stats=True, eps=EPS):
     call.norm_is_float32 = float32
     if stats:
         call.mean, call.rstd = address(mean.tensor), address(rstd.tensor)
-    run("plan_forward", x.dtype, call)
-    assert (call.way, call.workspace_bytes) == (AROUND_PRODUCTS, 0)
-    run("forward", x.dtype, call)
+    run("plan_normalize", x.dtype, call)
+    assert call.workspace_bytes == 0
+    run("normalize", x.dtype, call)
     return y.checked(), mean.checked(), rstd.checked()
 
 
@@ -119,13 +119,12 @@ def backward(
     for name in wanted:
         setattr(call, fields[name], address(outputs[name].tensor))
     call.norm_is_float32 = float32
-    run("plan_backward", x.dtype, call)
-    assert call.way == AROUND_PRODUCTS
+    run("plan_normalize_backward", x.dtype, call)
     size = call.workspace_bytes
     assert (size > 0) == bool(M and set("gbl") & set(wanted))
     workspace = Guarded((size // 4,), torch.float32, "cuda") if size else None
     call.workspace = workspace.tensor.data_ptr() if workspace else 0
-    run("backward", x.dtype, call)
+    run("normalize_backward", x.dtype, call)
     if workspace:
         workspace.checked()
     return tuple(t.checked() for t in (dx, dgamma, dbeta, z, db))
@@ -264,10 +263,10 @@ def test_column_sums(shape, dtype, shift):
     for _ in range(3):
         db = Guarded((N,), dtype, "cuda")
         call = call_of(M=M, K=1, N=N, dy=dy, dbias=db.tensor)
-        run("plan_backward", dtype, call)
+        run("plan_normalize_backward", dtype, call)
         scratch = Guarded((call.workspace_bytes // 4,), torch.float32, "cuda")
         call.workspace = scratch.tensor.data_ptr()
-        run("backward", dtype, call)
+        run("normalize_backward", dtype, call)
         scratch.checked()
         found.append(db.checked())
     assert_as_exact(found[0], dy.sum(0), dy.double().sum(0), "db")
@@ -364,7 +363,7 @@ def test_graph_and_side_stream():
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        run("forward", x.dtype, call_of(M=256, K=1024, x=x, z=y), stream)
+        run("normalize", x.dtype, call_of(M=256, K=1024, x=x, z=y), stream)
     y.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()

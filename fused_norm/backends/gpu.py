@@ -45,11 +45,11 @@ def forward(
     """Return y, and mean and rstd if asked for."""
     z = torch.empty_like(x, dtype=parameters.dtype)
     mean, rstd = empty_statistics(x) if statistics else (None, None)
-    kernels, context = launcher("norm_linear_gpu", x)
+    kernels, context = launcher("passes_gpu", x)
     call = parameters.call(x, eps)
     call.context = context
     call.z, call.mean, call.rstd = z.data_ptr(), address(mean), address(rstd)
-    kernels.forward(ctypes.addressof(call))
+    kernels.normalize(ctypes.addressof(call))
     _, _, weight, bias = parameters.tensors()
     return F.linear(z, weight, bias), mean, rstd
 
@@ -68,7 +68,7 @@ def backward(
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = wanted
     grad_output, x = dense(grad_output, x)
     weight = parameters.tensors()[2]
-    kernels, context = launcher("norm_linear_gpu", x)
+    kernels, context = launcher("passes_gpu", x)
     call = parameters.call(x, eps)
     place = ctypes.addressof(call)
     dy = grad_output.view(call.M, parameters.N)
@@ -87,11 +87,11 @@ def backward(
     call.context = context
     call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
     call.dz, call.z = address(dz), address(z)
-    kernels.plan_backward(place)
+    kernels.plan_normalize_backward(place)
     size: int = call.workspace_bytes
     scratch = workspace(size, x.device) if size else None
     call.workspace = address(scratch)
-    kernels.backward(place)
+    kernels.normalize_backward(place)
     if z is not None and main_grad is not None:
         torch.addmm(main_grad, dy.t(), z, out_dtype=main_grad.dtype, out=main_grad)
     elif z is not None:

@@ -39,8 +39,8 @@ DTYPES = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
-CPU_EXTENSIONS = ("norm_linear_cpu", "rows_cpu")
-GPU_EXTENSIONS = ("norm_linear_gpu", "rows_gpu")
+CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
+GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 # Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
 HOPPER_EXTENSION = "norm_linear_sm90"

@@ -13,7 +13,7 @@ from std.sys import get_defined_dtype
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
-from op.norm_linear.door import from_c, from_python
+from op.passes.door import from_c, from_python
 from op.norm_linear.sm90.backward import backward
 from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward

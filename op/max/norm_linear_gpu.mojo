@@ -11,11 +11,11 @@ from max.gpu.host import DeviceContext
 
 from ..call import Call
 from ..device import Gpu
-from ..norm_linear.gpu.between_products import (
-    between_products_bytes,
-    launch_between_products,
-)
-from ..norm_linear.gpu.normalize import launch_normalize
+from ..passes.gpu import GpuRunner
+from ..passes.normalize import run_normalize
+from ..passes.normalize_backward import workspace
+from ..passes.passes import normalize_backward_of
+from ..rows.operands import accumulator
 
 
 def forward[
@@ -37,7 +37,7 @@ def forward[
     var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
     var placed = call
     placed.z = Int(z.unsafe_ptr())
-    launch_normalize[dtype, norm_dtype](Gpu(ctx, ctx.stream()), placed)
+    run_normalize[dtype, norm_dtype](_runner[dtype](ctx), placed)
 
     # The product adds to the bias before it is rounded.
     var N = call.N
@@ -90,18 +90,18 @@ def backward[
             raise Error("no float32 backward in MAX graphs on AMD GPUs")
     # dz = dy @ weight, in whose place z comes for dy^T @ z
     var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
-    var gpu = Gpu(ctx, ctx.stream())
-    var workspace = ctx.enqueue_create_buffer[DType.uint8](
-        between_products_bytes[dtype](gpu, call)
+    var runner = _runner[dtype](ctx)
+    var scratch = ctx.enqueue_create_buffer[DType.uint8](
+        workspace[dtype, dtype](runner, call).bytes
     )
     var placed = call
     placed.z = Int(z.unsafe_ptr())
     placed.dz = placed.z
-    placed.workspace = Int(workspace.unsafe_ptr())
+    placed.workspace = Int(scratch.unsafe_ptr())
     _multiply[dtype](
         ctx, placed.dz, call.dy, call.weight, call.M, call.N, call.K
     )
-    launch_between_products[dtype, norm_dtype](gpu, placed)
+    normalize_backward_of[dtype, norm_dtype, dtype](runner, placed)
     _multiply[dtype](
         ctx,
         call.dweight,
@@ -113,7 +113,13 @@ def backward[
         transpose_a=True,
     )
     _ = z^
-    _ = workspace^
+    _ = scratch^
+
+
+def _runner[
+    dtype: DType
+](ctx: DeviceContext) raises -> GpuRunner[accumulator[dtype]()]:
+    return GpuRunner[accumulator[dtype]()](Gpu(ctx, ctx.stream()))
 
 
 @always_inline

@@ -1,6 +1,6 @@
 """The ways a pass can run, by the numbers that `Call.way` holds.
 
-Each backend's plan (cpu/plan.mojo, gpu/plan.mojo, sm90/plan.mojo) sets a call's way and workspace, in one place for
+Each backend's plan (cpu/plan.mojo, sm90/plan.mojo) sets a call's way and workspace, in one place for
 both doors, C++ and Python. fused_norm/call/record.py and fused_norm/native/call.h have the same numbers.
 """
 

@@ -1,8 +1,8 @@
 """Sums over rows on a GPU without atomics: partial sums of blocks, then their sum in a fixed order.
 
-The partial sums are [columns, parts, K]. Either the blocks of `row_kernel` write them on the way, or
-`column_kernel` does, where a row is too long for its sums to stay in a block's registers or where nothing
-else is wanted. `total_kernel` adds them, for all that there is to sum in one launch.
+The partial sums are [columns, groups, parts, K]. Either the blocks of `row_kernel` write them on the way, or
+`column_kernel` does, where a row is too long for its sums to stay in a block's registers, where nothing else is
+wanted, or where nothing is reduced over a row. `total_kernel` adds them, for all that there is to sum in one launch.
 """
 
 from max.gpu import (
@@ -23,6 +23,7 @@ from std.utils import StaticTuple
 from .gpu_row import GlobalPointer, RowReader, Shape
 from .operands import MAX_TENSORS, Operands, accumulator
 from .program import RowProgram
+from .types import store_as
 from .values import Terms, Values
 
 comptime COLUMN_WARPS = 8
@@ -34,41 +35,45 @@ comptime TOTAL_LANES = 32
 
 
 def column_kernel[
-    P: RowProgram, dtype: DType, ftype: DType, shape: Shape
+    P: RowProgram, dtype: DType, ftype: DType, shape: Shape, stores: Bool
 ](operands: Operands[accumulator[dtype]()]):
-    """Sums a program's columns over a part of the rows.
+    """Sums a program's columns over a part of the rows of a group, and may store its outputs on the way.
 
     Each thread adds up `width` columns in every COLUMN_WARPS-th of the rows; the sums of the warps are then
-    added in their order.
+    added in their order. So a thread's sums stay in registers however long a row is.
 
-    Grid: (K / (WARP_SIZE width), parts).
+    Grid: (K / (WARP_SIZE width), parts, groups).
 
     Parameters:
         P: The row program.
         dtype: The type of inputs.
         ftype: The type of the features.
         shape: Says how wide loads are; the rest of it is not used.
+        stores: Whether to store the outputs, of programs without reductions.
 
     Args:
         operands: The tensors.
     """
+    comptime assert P.passes == 0 or not stores, "outputs depend on a whole row"
     comptime accum = accumulator[dtype]()
     comptime width = shape.width
     comptime Reader = RowReader[P, dtype, ftype, shape]
-    comptime at_once = 8 // P.inputs
+    # what is stored is computed first, in registers of its own
+    comptime at_once = 8 // P.inputs // (2 if stores and P.features > 0 else 1)
     comptime block_columns = WARP_SIZE * width
     comptime threads = COLUMN_WARPS * WARP_SIZE
-    var length = Int(operands.length)
     var rows = Int(operands.rows)
     var left = block_idx.x * block_columns
     var column = Int32(left + lane_id() * width)
     var part_rows = (rows + grid_dim.y - 1) // grid_dim.y
+    var group = block_idx.z
     var first = block_idx.y * part_rows
-    var end = min(rows, first + part_rows)
+    var end = min(rows, first + part_rows) + group * rows
+    first += group * rows
 
-    var columns = StaticTuple[SIMD[accum, width], P.columns](fill=0)
+    var columns = StaticTuple[SIMD[accum, width], max(1, P.columns)](fill=0)
     var features = Reader()
-    features.load_features(operands, column, 0)
+    features.load_features(operands, group, column, 0)
     for base in range(first + warp_id(), end, at_once * COLUMN_WARPS):
         var readers = StaticTuple[Reader, at_once](fill=features)
         comptime for i in range(at_once):
@@ -78,18 +83,38 @@ def column_kernel[
             )
             readers[i] = reader
         comptime for i in range(at_once):
-            if base + i * COLUMN_WARPS < end:
+            var row = base + i * COLUMN_WARPS
+            if row < end:
                 var terms = Terms[accum, width](fill=Values[accum, width]())
                 var v = P.visit[P.passes](
                     readers[i].row,
-                    readers[i].values(0),
+                    readers[i].values(operands, 0),
                     Terms[accum, 1](fill=Values[accum, 1]()),
                     terms,
                 )
                 comptime for c in range(P.columns):
                     columns[c] += v[P.outputs + c]
+                comptime if stores:
+                    if column < operands.length:
+                        readers[i].store(operands, row, 0, column, v)
 
+    comptime if P.columns > 0:
+        _store_columns[P, width](operands, columns, left)
+
+
+@always_inline
+def _store_columns[
+    accum: DType, //, P: RowProgram, width: Int
+](
+    operands: Operands[accum],
+    columns: StaticTuple[SIMD[accum, width], max(1, P.columns)],
+    left: Int,
+):
+    """Stores the sums over the block's rows, those of its warps added in their order."""
+    comptime block_columns = WARP_SIZE * width
+    comptime threads = COLUMN_WARPS * WARP_SIZE
     comptime alignment = min(16, width * size_of[accum]())
+    var length = Int(operands.length)
     var shared = stack_allocation[
         COLUMN_WARPS * block_columns,
         Scalar[accum],
@@ -103,7 +128,10 @@ def column_kernel[
         barrier()
         var partial = GlobalPointer[accum](
             unsafe_from_address=Int(operands.column_sums)
-        ).unsafe_offset((c * grid_dim.y + block_idx.y) * length + left)
+        ).unsafe_offset(
+            ((c * grid_dim.z + block_idx.z) * grid_dim.y + block_idx.y) * length
+            + left
+        )
         for i in range(
             thread_idx.x, min(block_columns, length - left), threads
         ):
@@ -120,15 +148,17 @@ struct Total(TrivialRegisterPassable):
     """Partial sums, and where their sum goes."""
 
     var output: Int64
-    """Address of the vector [length] to write; 0 where it is not wanted."""
+    """Address of the vectors [groups, length] to write; 0 where they are not wanted."""
     var partial: Int64
-    """Address of the partial sums [parts, length]."""
+    """Address of the partial sums [groups, parts, length]."""
     var parts: Int32
     """Number of partial sums of a column; 0 for no rows."""
     var length: Int32
     """Number of columns."""
-    var is_float32: Bool
-    """Whether the vector is float32; of the type of what was summed if not."""
+    var groups: Int32
+    """Number of groups."""
+    var type: Int32
+    """The type of the vectors, a number of types.mojo."""
 
 
 struct Totals(DevicePassable, TrivialRegisterPassable):
@@ -143,12 +173,15 @@ struct Totals(DevicePassable, TrivialRegisterPassable):
     """How many there are."""
     var longest: Int
     """The most columns of one of them."""
+    var most_groups: Int
+    """The most groups of one of them."""
 
     def __init__(out self):
         """Names none yet."""
-        self.jobs = {fill = Total(0, 0, 0, 0, False)}
+        self.jobs = {fill = Total(0, 0, 0, 0, 0, 0)}
         self.count = 0
         self.longest = 0
+        self.most_groups = 0
 
     def add(mut self, job: Total):
         """Takes on one more, if it is wanted.
@@ -160,6 +193,7 @@ struct Totals(DevicePassable, TrivialRegisterPassable):
             self.jobs[self.count] = job
             self.count += 1
             self.longest = max(self.longest, Int(job.length))
+            self.most_groups = max(self.most_groups, Int(job.groups))
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
@@ -176,14 +210,13 @@ struct Totals(DevicePassable, TrivialRegisterPassable):
         return "Totals"
 
 
-def total_kernel[accum: DType, dtype: DType](totals: Totals):
+def total_kernel[accum: DType](totals: Totals):
     """Adds the partial sums of each column, in the same order every time.
 
-    Grid: (columns / TOTAL_COLUMNS, sums); TOTAL_LANES threads share a column.
+    Grid: (columns / TOTAL_COLUMNS, sums, groups); TOTAL_LANES threads share a column.
 
     Parameters:
         accum: The type of the partial sums.
-        dtype: The type of what was summed.
 
     Args:
         totals: What to add up.
@@ -198,7 +231,8 @@ def total_kernel[accum: DType, dtype: DType](totals: Totals):
         if block_idx.y == i:
             job = totals.jobs[i]
     var length = Int(job.length)
-    if block_idx.x * TOTAL_COLUMNS >= length:
+    var group = block_idx.z
+    if block_idx.x * TOTAL_COLUMNS >= length or group >= Int(job.groups):
         return
     var parts = Int(job.parts)
     var lane = thread_idx.x // TOTAL_COLUMNS
@@ -207,7 +241,7 @@ def total_kernel[accum: DType, dtype: DType](totals: Totals):
     if column < length:
         var source = GlobalPointer[accum](
             unsafe_from_address=Int(job.partial)
-        ).unsafe_offset(column)
+        ).unsafe_offset(group * parts * length + column)
         comptime UNROLL = 4
         for part in range(lane, parts, TOTAL_LANES * UNROLL):
             var terms = SIMD[accum, UNROLL](0)
@@ -229,14 +263,6 @@ def total_kernel[accum: DType, dtype: DType](totals: Totals):
             shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
         barrier()
     if lane == 0 and column < length:
-        if job.is_float32:
-            _store[DType.float32](job.output, column, sum)
-        else:
-            _store[dtype](job.output, column, sum)
-
-
-@always_inline
-def _store[dtype: DType](address: Int64, index: Int, value: Scalar[_]):
-    GlobalPointer[dtype](unsafe_from_address=Int(address)).unsafe_offset(
-        index
-    ).unsafe_store(value.cast[dtype]())
+        store_as[space=AddressSpace.GLOBAL](
+            job.type, job.output, group * length + column, sum
+        )

@@ -9,9 +9,10 @@ from std.sys import size_of
 from op.pages import prefer_large_pages
 from op.team import Data, Team
 
-from .cpu_row import _pointer, _take_row
-from .operands import Addresses, Operands, accumulator
+from .cpu_row import Place, _pointer, _take_row
+from .operands import Addresses, Operands, Sums, accumulator
 from .program import RowProgram
+from .types import store_as
 
 comptime _PART_ELEMENTS = 1 << 15
 comptime _MAX_PARTS = 64
@@ -25,7 +26,12 @@ struct _Job[accum: DType](Copyable, Movable):
     var operands: Operands[Self.accum]
     var part_rows: Int
     var parts: Int
-    var sums: Addresses
+    """Parts of a group."""
+    var sums: Sums
+
+    def all_parts(self) -> Int:
+        """Returns the number of parts of all groups."""
+        return self.parts * Int(self.operands.groups)
 
 
 def run_rows[
@@ -44,37 +50,39 @@ def run_rows[
     """
     comptime assert P.columns == 0, "sums over rows need run_rows_and_columns"
     var job = _job[P, dtype](operands)
-    team.run(_part[P, dtype, ftype], job.parts, job)
+    team.run(_part[P, dtype, ftype], job.all_parts(), job)
 
 
 def _job[
     P: RowProgram, dtype: DType
 ](operands: Operands[accumulator[dtype]()]) -> _Job[accumulator[dtype]()]:
-    """Divides the rows into parts, not depending on the number of threads."""
+    """Divides the rows of each group into parts, not depending on the number of threads."""
     var rows = Int(operands.rows)
     var length = Int(operands.length)
+    var no_sums = Sums(Addresses(fill=0), 0)
     if rows == 0 or length == 0:
-        return {operands, 1, 0, Addresses(fill=0)}
+        return {operands, 1, 0, no_sums}
+    var all_rows = rows * Int(operands.groups)
     var part_rows = max(
-        ceildiv(_PART_ELEMENTS, length), ceildiv(rows, _MAX_PARTS)
+        ceildiv(_PART_ELEMENTS, length), ceildiv(all_rows, _MAX_PARTS)
     )
     if not operands.accumulate:
+        var bytes = all_rows * length * size_of[dtype]()
         comptime for k in range(P.outputs):
-            if operands.outputs[k] != 0:
+            comptime is_half = k >= P.first_half_output
+            # the first half reaches over the second
+            if operands.outputs[k] != 0 and k <= P.first_half_output:
                 prefer_large_pages(
-                    Int(operands.outputs[k]), rows * length * size_of[dtype]()
+                    Int(operands.outputs[k]), bytes * (2 if is_half else 1)
                 )
-    return {
-        operands,
-        part_rows,
-        ceildiv(rows, part_rows),
-        Addresses(fill=0),
-    }
+        if operands.sum != 0:
+            prefer_large_pages(Int(operands.sum), bytes)
+    return {operands, part_rows, ceildiv(rows, part_rows), no_sums}
 
 
 def column_sums_bytes[
     P: RowProgram, dtype: DType
-](rows: Int, length: Int) -> Int:
+](rows: Int, length: Int, groups: Int = 1) -> Int:
     """Returns the size of the workspace for a program's sums over rows.
 
     Parameters:
@@ -84,62 +92,61 @@ def column_sums_bytes[
     Args:
         rows: The number of rows M.
         length: The number of elements K of a row.
+        groups: The number of groups.
 
     Returns:
         The number of bytes.
     """
-    var operands = Operands[accumulator[dtype]()](rows, length)
-    var parts = _job[P, dtype](operands).parts
+    var operands = Operands[accumulator[dtype]()](rows, length, groups)
+    var parts = _job[P, dtype](operands).all_parts()
     return P.columns * parts * length * size_of[accumulator[dtype]()]()
 
 
 def run_rows_and_columns[
     P: RowProgram, dtype: DType, ftype: DType
-](team: Team, operands: Operands[accumulator[dtype]()], sums: Addresses):
+](team: Team, operands: Operands[accumulator[dtype]()], sums: Sums):
     """Takes all rows through a program with columns, then adds the partial sums of its parts.
 
     Parameters:
         P: The row program.
         dtype: The type of inputs and outputs.
-        ftype: The type of the features and of the sums.
+        ftype: The type of the features.
 
     Args:
         team: The threads to share the rows.
         operands: The tensors; `column_sums` points to `column_sums_bytes` bytes.
-        sums: Vectors [K] to write; 0 where not wanted.
+        sums: What to write.
     """
     var job = _job[P, dtype](operands)
     job.sums = sums
-    team.run(_part[P, dtype, ftype], job.parts, job)
+    team.run(_part[P, dtype, ftype], job.all_parts(), job)
     team.run(
-        _finish_columns[P, dtype, ftype],
-        ceildiv(Int(operands.length), _FINISH_COLUMNS),
+        _finish_columns[P.columns, accumulator[dtype]()],
+        ceildiv(Int(operands.length), _FINISH_COLUMNS) * Int(operands.groups),
         job,
     )
 
 
-def _finish_columns[
-    P: RowProgram, dtype: DType, ftype: DType
-](data: Data, part: Int):
-    """Adds the partial sums of some columns in the order of the rows."""
-    comptime accum = accumulator[dtype]()
+def _finish_columns[columns: Int, accum: DType](data: Data, part: Int):
+    """Adds the partial sums of some columns of a group in the order of the rows."""
     ref job = data.unsafe_bitcast[_Job[accum]]()[]
     var length = Int(job.operands.length)
-    var first = part * _FINISH_COLUMNS
-    comptime for c in range(P.columns):
-        if job.sums[c] != 0:
-            var partial = _pointer[accum](
-                job.operands.column_sums
-            ).unsafe_offset(c * job.parts * length)
-            for column in range(first, min(first + _FINISH_COLUMNS, length)):
-                var sum = Scalar[accum](0)
-                for i in range(job.parts):
-                    sum += partial.unsafe_offset(
-                        i * length + column
-                    ).unsafe_load()
-                _pointer[ftype](job.sums[c]).unsafe_offset(column).unsafe_store(
-                    sum.cast[ftype]()
-                )
+    var groups = Int(job.operands.groups)
+    var group = part % groups
+    var first = part // groups * _FINISH_COLUMNS
+    for c in range(columns):
+        var output = job.sums.outputs[c]
+        if output == 0:
+            continue
+        var partial = _pointer[accum](job.operands.column_sums).unsafe_offset(
+            (c * groups + group) * job.parts * length
+        )
+        for column in range(first, min(first + _FINISH_COLUMNS, length)):
+            var sum = Scalar[accum](0)
+            for i in range(job.parts):
+                sum += partial.unsafe_offset(i * length + column).unsafe_load()
+            var place = group * length + column
+            store_as(job.sums.type, output, place, sum)
 
 
 def _part[P: RowProgram, dtype: DType, ftype: DType](data: Data, part: Int):
@@ -148,12 +155,17 @@ def _part[P: RowProgram, dtype: DType, ftype: DType](data: Data, part: Int):
     ref job = data.unsafe_bitcast[_Job[accum]]()[]
     var operands = job.operands
     var length = Int(operands.length)
-    var first = part * job.part_rows
+    var rows = Int(operands.rows)
     comptime for c in range(P.columns):
         var sums = _pointer[accum](operands.column_sums).unsafe_offset(
-            (c * job.parts + part) * length
+            (c * job.all_parts() + part) * length
         )
         for i in range(length):
             sums.unsafe_offset(i).unsafe_store(Scalar[accum](0))
-    for index in range(first, min(first + job.part_rows, Int(operands.rows))):
-        _take_row[P, dtype, ftype](operands, index, job.parts, part)
+    var group = part // job.parts
+    var first = part % job.parts * job.part_rows
+    for row in range(first, min(first + job.part_rows, rows)):
+        _take_row[P, dtype, ftype](
+            operands,
+            Place(group * rows + row, group, job.all_parts(), part),
+        )

@@ -8,6 +8,7 @@ from std.utils import StaticTuple
 
 from .operands import Operands, accumulator
 from .program import RowProgram
+from .types import BFLOAT16, FLOAT16
 from .values import Row, Terms, Values
 
 comptime _Pointer[dtype: DType] = Pointer[Scalar[dtype], MutAnyOrigin]
@@ -20,52 +21,63 @@ def _pointer[dtype: DType](address: Some[Intable]) -> _Pointer[dtype]:
     return _Pointer[dtype](unsafe_from_address=Int(address))
 
 
+@fieldwise_init
+struct Place(TrivialRegisterPassable):
+    """Which row is taken, and where its terms of sums over rows go."""
+
+    var row: Int
+    """The row's index."""
+    var group: Int
+    """Its group, which has features of its own."""
+    var parts: Int
+    """The number of parts of the rows, each with partial sums of its own."""
+    var part: Int
+    """The row's part."""
+
+
 @always_inline
 def _take_row[
     P: RowProgram, dtype: DType, ftype: DType
-](operands: Operands[accumulator[dtype]()], index: Int, parts: Int, part: Int):
+](operands: Operands[accumulator[dtype]()], place: Place):
     """Takes a row through all passes."""
     comptime accum = accumulator[dtype]()
     comptime width = simd_width_of[accum]()
-    comptime step = width * _UNROLL
+    # what reduces nothing has no chains of sums to run side by side
+    comptime unroll = _UNROLL if P.passes > 0 else 1
+    comptime step = width * unroll
     var length = Int(operands.length)
-    var row = _row[P, dtype](operands, index)
+    var row = _row[P, dtype](operands, place.row)
     var totals = Terms[accum, 1](fill={})
     comptime for p in range(P.passes + 1):
         var sums = P.identities[accum, 1]()
         var column = 0
         while column + step <= length:
-            var blocks = StaticTuple[Terms[accum, width], _UNROLL](
+            var blocks = StaticTuple[Terms[accum, width], unroll](
                 fill=P.identities[accum, width]()
             )
-            var end = min(length, column + _BLOCK * _UNROLL)
+            var end = min(length, column + _BLOCK * unroll)
             while column + step <= end:
-                comptime for u in range(_UNROLL):
+                comptime for u in range(unroll):
                     var terms = _take[P, dtype, ftype, p, width](
-                        operands,
-                        row,
-                        index,
-                        column + u * width,
-                        totals,
-                        parts,
-                        part,
+                        operands, row, place, column + u * width, totals
                     )
                     blocks[u] = P.combine[p](blocks[u], terms)
                 column += step
-            var block = P.combine[p](
-                P.combine[p](blocks[0], blocks[1]),
-                P.combine[p](blocks[2], blocks[3]),
-            )
-            sums = P.combine[p](sums, _across[P, p](block))
+            comptime if unroll > 1:
+                var block = P.combine[p](
+                    P.combine[p](blocks[0], blocks[1]),
+                    P.combine[p](blocks[2], blocks[3]),
+                )
+                sums = P.combine[p](sums, _across[P, p](block))
         while column + width <= length:
             var terms = _take[P, dtype, ftype, p, width](
-                operands, row, index, column, totals, parts, part
+                operands, row, place, column, totals
             )
             sums = P.combine[p](sums, _across[P, p](terms))
             column += width
         while column < length:
             var terms = _take[P, dtype, ftype, p, 1](
-                operands, row, index, column, totals, parts, part
+                operands, row, place, column, totals
             )
             sums = P.combine[p](sums, terms)
             column += 1
@@ -78,7 +90,7 @@ def _take_row[
             comptime slot = P.results_before(s) + r
             if operands.results[slot] != 0:
                 _pointer[accum](operands.results[slot]).unsafe_offset(
-                    index
+                    place.row
                 ).unsafe_store(totals[s][r])
 
 
@@ -91,15 +103,16 @@ def _row[
     """Reads what the stages may know of a row."""
     comptime accum = accumulator[dtype]()
     var row = Row[accum](
-        operands.n, operands.inverse_n, {}, {}, operands.number, 0
+        operands.n,
+        operands.inverse_n,
+        {},
+        {},
+        operands.number,
+        0,
+        operands.kind,
     )
     comptime for k in range(P.inputs):
-        row.first[k] = (
-            _pointer[dtype](operands.inputs[k])
-            .unsafe_offset(index * Int(operands.length))
-            .unsafe_load()
-            .cast[accum]()
-        )
+        row.first[k] = _input[P, dtype, k, 1](operands, index, 0)
     comptime for k in range(P.saved):
         row.saved[k] = (
             _pointer[accum](operands.saved[k])
@@ -121,6 +134,37 @@ def _row[
 
 
 @always_inline
+def _input[
+    P: RowProgram, dtype: DType, k: Int, width: Int
+](operands: Operands[accumulator[dtype]()], row: Int, column: Int) -> SIMD[
+    accumulator[dtype](), width
+]:
+    """Reads some elements of an input, with what is added to the first one."""
+    comptime accum = accumulator[dtype]()
+    comptime stride = 2 if k >= P.first_half_input else 1
+    var value = (
+        _at[dtype](
+            operands.inputs[k], row * stride * Int(operands.length) + column
+        )
+        .unsafe_load[width=width]()
+        .cast[accum]()
+    )
+    comptime if P.has_residual and k == 0:
+        value += (
+            _at[dtype](operands.residual, row * Int(operands.length) + column)
+            .unsafe_load[width=width]()
+            .cast[accum]()
+        )
+        return value.cast[dtype]().cast[accum]()
+    return value
+
+
+@always_inline
+def _at[dtype: DType](address: Int64, index: Int) -> _Pointer[dtype]:
+    return _pointer[dtype](address).unsafe_offset(index)
+
+
+@always_inline
 def _take[
     P: RowProgram,
     dtype: DType,
@@ -130,55 +174,85 @@ def _take[
 ](
     operands: Operands[accumulator[dtype]()],
     row: Row[accumulator[dtype]()],
-    index: Int,
+    place: Place,
     column: Int,
     totals: Terms[accumulator[dtype](), 1],
-    parts: Int,
-    part: Int,
 ) -> Terms[accumulator[dtype](), width]:
     """Takes some elements through a pass: returns their terms and, in the last pass, stores their outputs."""
     comptime accum = accumulator[dtype]()
     var length = Int(operands.length)
-    var place = index * length + column
     var v = Values[accum, width]()
     comptime for k in range(P.inputs):
-        v[k] = (
-            _pointer[dtype](operands.inputs[k])
-            .unsafe_offset(place)
-            .unsafe_load[width=width]()
-            .cast[accum]()
-        )
+        v[k] = _input[P, dtype, k, width](operands, place.row, column)
+    comptime if P.has_residual and pass_index == P.passes:
+        if operands.sum != 0:
+            _at[dtype](operands.sum, place.row * length + column).unsafe_store(
+                v[0].cast[dtype]()
+            )
     comptime for k in range(P.features):
         if operands.features[k] != 0:
             v[P.inputs + k] = (
-                _pointer[ftype](operands.features[k])
-                .unsafe_offset(column)
+                _at[ftype](operands.features[k], place.group * length + column)
                 .unsafe_load[width=width]()
                 .cast[accum]()
             )
         else:
             v[P.inputs + k] = operands.absent[k].cast[accum]()
+        comptime if k == 0:
+            v[P.inputs] += operands.offset
     var terms = Terms[accum, width](fill={})
     v = P.visit[pass_index](row, v, totals, terms)
     comptime if pass_index == P.passes:
         comptime for k in range(P.outputs):
             if operands.outputs[k] != 0:
-                var output = _pointer[dtype](operands.outputs[k]).unsafe_offset(
-                    place
-                )
-                var value = v[k]
-                comptime if P.primed:
-                    if operands.accumulate:
-                        value += output.unsafe_load[width=width]().cast[accum]()
-                output.unsafe_store(value.cast[dtype]())
+                _store[P, dtype, k](operands, place.row, column, v[k])
         comptime for c in range(P.columns):
-            var sums = _pointer[accum](operands.column_sums).unsafe_offset(
-                (c * parts + part) * length + column
+            var sums = _at[accum](
+                operands.column_sums,
+                (c * place.parts + place.part) * length + column,
             )
             sums.unsafe_store(
                 sums.unsafe_load[width=width]() + v[P.outputs + c]
             )
     return terms
+
+
+@always_inline
+def _store[
+    P: RowProgram, dtype: DType, k: Int
+](
+    operands: Operands[accumulator[dtype]()],
+    row: Int,
+    column: Int,
+    output: SIMD[accumulator[dtype](), _],
+):
+    """Stores some elements of an output, or adds them to what is there."""
+    comptime accum = accumulator[dtype]()
+    comptime stride = 2 if k >= P.first_half_output else 1
+    var index = row * stride * Int(operands.length) + column
+    var value = output
+    comptime if P.has_addend and k == 0:
+        value += (
+            _at[dtype](operands.addend, index)
+            .unsafe_load[width=output.length]()
+            .cast[accum]()
+        )
+    comptime if dtype == DType.float32 and k >= P.first_narrow:
+        if operands.narrow == BFLOAT16:
+            _at[DType.bfloat16](operands.outputs[k], index).unsafe_store(
+                value.cast[DType.bfloat16]()
+            )
+            return
+        if operands.narrow == FLOAT16:
+            _at[DType.float16](operands.outputs[k], index).unsafe_store(
+                value.cast[DType.float16]()
+            )
+            return
+    var address = _at[dtype](operands.outputs[k], index)
+    comptime if P.primed:
+        if operands.accumulate:
+            value += address.unsafe_load[width=output.length]().cast[accum]()
+    address.unsafe_store(value.cast[dtype]())
 
 
 @always_inline

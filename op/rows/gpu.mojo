@@ -5,8 +5,9 @@ them through the stages again, which is cheaper than the memory the GPU waits fo
 again in each pass, mostly from cache. Loads and stores are of `width` elements: 16 bytes where all
 addresses allow, one element otherwise.
 
-Grid: a block for each row or, where each warp has a row, for as many rows as it has warps. Persistent
-kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block fills an SM, nobody else has work while it waits, so it loads the next row while it computes one.
+Grid: a block for each row of a group or, where each warp has a row, for as many rows as it has warps; groups.
+Persistent kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block
+fills an SM, nobody else has work while it waits, so it loads the next row while it computes one.
 """
 
 from max.gpu import (
@@ -143,12 +144,18 @@ def row_kernel[
     var threads = block_dim.x
     var index = block_idx.x
     var row_step = grid_dim.x
+    var group = block_idx.y
     comptime if not shape.whole_block:
         lane = lane_id()
         threads = WARP_SIZE
         var warps = block_dim.x // WARP_SIZE
         index = block_idx.x * warps + warp_id()
         row_step = grid_dim.x * warps
+    # rows of a group follow each other
+    var end = rows
+    comptime if ftype == accum:
+        index += group * rows
+        end += group * rows
     var start = Int32(lane * shape.width)
     var step = Int32(threads * shape.width)
 
@@ -157,16 +164,16 @@ def row_kernel[
         comptime ahead = shape.blocks == 1
         var reader = RowReader[P, dtype, ftype, shape]()
         comptime if ahead:
-            reader.load_inputs(operands, min(index, rows - 1), start, step)
-        while index < rows:
+            reader.load_inputs(operands, min(index, end - 1), start, step)
+        while index < end:
             var next = reader
             comptime if ahead:
                 next.load_inputs(
-                    operands, min(index + row_step, rows - 1), start, step
+                    operands, min(index + row_step, end - 1), start, step
                 )
             else:
                 reader.load_inputs(operands, index, start, step)
-            reader.load_features(operands, start, step)
+            reader.load_features(operands, group, start, step)
             _resident_row(
                 operands, index, reader, start, step, shared, flip, columns
             )
@@ -174,21 +181,22 @@ def row_kernel[
                 reader = next
             index += row_step
         comptime if P.columns > 0:
-            _store_columns[P, shape](operands, columns, start, step)
+            if operands.column_sums != 0:
+                _store_columns[P, shape](operands, columns, start, step)
     else:
         # warps beyond the last row have nothing to do, and no barrier waits for them
-        if index >= rows:
+        if index >= end:
             return
         comptime if shape.resident:
             var reader = RowReader[P, dtype, ftype, shape]()
             reader.load_inputs(operands, index, start, step)
-            reader.load_features(operands, start, step)
+            reader.load_features(operands, group, start, step)
             _resident_row(
                 operands, index, reader, start, step, shared, flip, columns
             )
         else:
             _long_row[P, dtype, ftype, shape](
-                operands, index, start, step, shared
+                operands, index, group, start, step, shared
             )
 
 
@@ -222,6 +230,7 @@ def _long_row[
 ](
     operands: Operands[accumulator[dtype]()],
     index: Int,
+    group: Int,
     start: Int32,
     step: Int32,
     shared: _SharedPointer[accumulator[dtype]()],
@@ -242,7 +251,7 @@ def _long_row[
         while first < operands.length:
             var reader = RowReader[P, dtype, ftype, shape]()
             reader.load_inputs(operands, index, first, step)
-            reader.load_features(operands, first, step)
+            reader.load_features(operands, group, first, step)
             var part = P.identities[accum, 1]()
             reader.take[p](operands, index, first, step, totals, part, columns)
             sums = P.combine[p](sums, part)
@@ -294,7 +303,9 @@ def _store_columns[
     comptime for c in range(P.columns):
         var partial = GlobalPointer[accum](
             unsafe_from_address=Int(operands.column_sums)
-        ).unsafe_offset((c * grid_dim.x + block_idx.x) * length)
+        ).unsafe_offset(
+            ((c * grid_dim.y + block_idx.y) * grid_dim.x + block_idx.x) * length
+        )
         comptime if shape.whole_block:
             comptime for i in range(tile):
                 var column = start + Int32(i) * step

@@ -7,7 +7,8 @@ from std.utils import StaticTuple
 
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .values import SAME, Redo, Row, Terms, Values
+from .types import code_of
+from .values import Redo, Row, Terms, Values
 
 comptime GlobalPointer[dtype: DType] = Pointer[
     Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
@@ -51,15 +52,29 @@ def _row[
     """Reads what the stages may know of a row; what they do not ask for is never loaded."""
     comptime accum = accumulator[dtype]()
     var row = Row[accum](
-        operands.n, operands.inverse_n, {}, {}, operands.number, 0
+        operands.n,
+        operands.inverse_n,
+        {},
+        {},
+        operands.number,
+        0,
+        operands.kind,
     )
     comptime for k in range(P.inputs):
-        row.first[k] = (
+        comptime stride = 2 if k >= P.first_half_input else 1
+        var first = (
             GlobalPointer[dtype](unsafe_from_address=Int(operands.inputs[k]))
-            .unsafe_offset(index * Int(operands.length))
+            .unsafe_offset(index * stride * Int(operands.length))
             .unsafe_load()
-            .cast[accum]()
         )
+        comptime if P.has_residual and k == 0:
+            first = rounded_sum[width=1](
+                first,
+                GlobalPointer[dtype](unsafe_from_address=Int(operands.residual))
+                .unsafe_offset(index * Int(operands.length))
+                .unsafe_load(),
+            )
+        row.first[k] = first.cast[accum]()
     comptime for k in range(P.saved):
         row.saved[k] = (
             GlobalPointer[accum](unsafe_from_address=Int(operands.saved[k]))
@@ -112,6 +127,27 @@ def widen[
         return value.cast[accum]()
 
 
+@always_inline
+def rounded_sum[
+    dtype: DType, width: Int, //
+](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Adds in the type computed in, and rounds once.
+
+    Parameters:
+        dtype: The type of the elements.
+        width: Their number.
+
+    Args:
+        a: The elements of one tensor.
+        b: Those of the other.
+
+    Returns:
+        The sums.
+    """
+    comptime accum = accumulator[dtype]()
+    return (widen[accum](a) + widen[accum](b)).cast[dtype]()
+
+
 struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
     TrivialRegisterPassable
 ):
@@ -147,7 +183,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         """Holds zeros."""
         self.inputs = {fill = 0}
         self.features = {fill = 0}
-        self.row = Row[Self.accum](0, 0, {}, {}, 0, 0)
+        self.row = Row[Self.accum](0, 0, {}, {}, 0, 0, 0)
 
     @always_inline
     def load_inputs(
@@ -167,29 +203,55 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         """
         self.row = _row[Self.P, Self.dtype](operands, row)
         comptime for k in range(Self.P.inputs):
-            var address = GlobalPointer[Self.dtype](
-                unsafe_from_address=Int(operands.inputs[k])
-            ).unsafe_offset(row * Int(operands.length))
+            comptime stride = 2 if k >= Self.P.first_half_input else 1
             comptime for i in range(Self.tile):
-                var column = min(
+                self.inputs[k * Self.tile + i] = Self._load(
+                    operands,
+                    operands.inputs[k],
+                    row * stride,
                     start + Int32(i) * step,
-                    operands.length - Int32(Self.width),
                 )
-                self.inputs[k * Self.tile + i] = address.unsafe_offset(
-                    Int(column)
-                ).unsafe_load[
-                    width=Self.width,
-                    alignment=Self.width * size_of[Self.dtype](),
-                ]()
+        comptime if Self.P.has_residual:
+            comptime for i in range(Self.tile):
+                self.inputs[i] = rounded_sum(
+                    self.inputs[i],
+                    Self._load(
+                        operands,
+                        operands.residual,
+                        row,
+                        start + Int32(i) * step,
+                    ),
+                )
+
+    @always_inline
+    @staticmethod
+    def _load(
+        operands: Operands[Self.accum], tensor: Int64, row: Int, column: Int32
+    ) -> SIMD[Self.dtype, Self.width]:
+        """Loads some elements of a row; beyond its end, the last ones."""
+        var last = operands.length - Int32(Self.width)
+        return (
+            GlobalPointer[Self.dtype](unsafe_from_address=Int(tensor))
+            .unsafe_offset(row * Int(operands.length))
+            .unsafe_offset(Int(min(column, last)))
+            .unsafe_load[
+                width=Self.width, alignment=Self.width * size_of[Self.dtype]()
+            ]()
+        )
 
     @always_inline
     def load_features(
-        mut self, operands: Operands[Self.accum], start: Int32, step: Int32
+        mut self,
+        operands: Operands[Self.accum],
+        group: Int,
+        start: Int32,
+        step: Int32,
     ):
         """Loads the features of the same elements.
 
         Args:
             operands: The tensors.
+            group: The row's group.
             start: The first element's index.
             step: The distance of two loads.
         """
@@ -198,6 +260,11 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                 var address = GlobalPointer[Self.ftype](
                     unsafe_from_address=Int(operands.features[k])
                 )
+                # only features of the type of sums differ between groups
+                comptime if Self.ftype == Self.accum:
+                    address = address.unsafe_offset(
+                        group * Int(operands.length)
+                    )
                 comptime for i in range(Self.tile):
                     var column = min(
                         start + Int32(i) * step,
@@ -217,10 +284,13 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                     ]()
 
     @always_inline
-    def values(self, i: Int) -> Values[Self.accum, Self.width]:
+    def values(
+        self, operands: Operands[Self.accum], i: Int
+    ) -> Values[Self.accum, Self.width]:
         """Returns the values of the i-th load's elements.
 
         Args:
+            operands: The tensors.
             i: Which load.
 
         Returns:
@@ -233,6 +303,8 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
             v[Self.P.inputs + k] = widen[Self.accum](
                 self.features[k * Self.tile + i]
             )
+            comptime if k == 0:
+                v[Self.P.inputs] += operands.offset
         return v
 
     @always_inline
@@ -272,7 +344,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                 fill=Values[Self.accum, Self.width]()
             )
             var v = Self.P.visit[pass_index](
-                self.row, self.values(i), totals, terms
+                self.row, self.values(operands, i), totals, terms
             )
             comptime for s in range(Self.P.stages):
                 comptime if Self.P.pass_of(s) == pass_index:
@@ -288,31 +360,83 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                 comptime for c in range(Self.P.columns):
                     columns[c * Self.tile + i] += v[Self.P.outputs + c]
                 if valid:
-                    _store[Self.P, Self.dtype](operands, index, column, v)
+                    self.store(operands, index, i, column, v)
+
+    @always_inline
+    def store(
+        self,
+        operands: Operands[Self.accum],
+        index: Int,
+        i: Int,
+        column: Int32,
+        v: Values[Self.accum, Self.width],
+    ):
+        """Stores the outputs of some elements.
+
+        Args:
+            operands: The tensors.
+            index: The row's index.
+            i: Which load they were.
+            column: The first element's index.
+            v: What the program made of them.
+        """
+        comptime if Self.P.has_residual:
+            if operands.sum != 0:
+                GlobalPointer[Self.dtype](
+                    unsafe_from_address=Int(operands.sum)
+                ).unsafe_offset(
+                    index * Int(operands.length) + Int(column)
+                ).unsafe_store[
+                    alignment=Self.width * size_of[Self.dtype]()
+                ](
+                    self.inputs[i]
+                )
+        comptime for k in range(Self.P.outputs):
+            if operands.outputs[k] != 0:
+                _store[Self.P, Self.dtype, k, Self.width](
+                    operands, index, column, v[k]
+                )
 
 
 @always_inline
 def _store[
-    P: RowProgram, dtype: DType
+    P: RowProgram, dtype: DType, k: Int, width: Int
 ](
     operands: Operands[accumulator[dtype]()],
     row: Int,
     column: Int32,
-    v: Values[accumulator[dtype](), _],
+    output: SIMD[accumulator[dtype](), width],
 ):
-    """Stores the outputs of some elements, or adds them to what is there."""
-    comptime for k in range(P.outputs):
-        comptime is_narrow = P.narrow != SAME and k >= P.first_narrow
-        comptime stored = P.narrow if is_narrow else dtype
-        comptime alignment = v.width * size_of[stored]()
-        if operands.outputs[k] != 0:
-            var address = GlobalPointer[stored](
-                unsafe_from_address=Int(operands.outputs[k])
-            ).unsafe_offset(row * Int(operands.length) + Int(column))
-            var value = v[k]
-            comptime if P.primed:
-                if operands.accumulate:
-                    value += address.unsafe_load[
-                        width=v.width, alignment=alignment
-                    ]().cast[accumulator[dtype]()]()
-            address.unsafe_store[alignment=alignment](value.cast[stored]())
+    """Stores some elements of an output, or adds them to what is there."""
+    comptime accum = accumulator[dtype]()
+    comptime stride = 2 if k >= P.first_half_output else 1
+    comptime alignment = width * size_of[dtype]()
+    var index = row * stride * Int(operands.length) + Int(column)
+    var value = output
+    comptime if P.has_addend and k == 0:
+        value += widen[accum](
+            _at[dtype](operands.addend, index).unsafe_load[
+                width=width, alignment=alignment
+            ]()
+        )
+    comptime if dtype == DType.float32 and k >= P.first_narrow:
+        comptime for narrow in [DType.bfloat16, DType.float16]:
+            if operands.narrow == code_of[narrow]():
+                _at[narrow](operands.outputs[k], index).unsafe_store[
+                    alignment=width * size_of[narrow]()
+                ](value.cast[narrow]())
+                return
+    var address = _at[dtype](operands.outputs[k], index)
+    comptime if P.primed:
+        if operands.accumulate:
+            value += address.unsafe_load[
+                width=width, alignment=alignment
+            ]().cast[accum]()
+    address.unsafe_store[alignment=alignment](value.cast[dtype]())
+
+
+@always_inline
+def _at[dtype: DType](address: Int64, index: Int) -> GlobalPointer[dtype]:
+    return GlobalPointer[dtype](unsafe_from_address=Int(address)).unsafe_offset(
+        index
+    )

@@ -39,6 +39,9 @@ def can_vectorize[dtype: DType](operands: Operands) -> Bool:
         _low_bits(operands.inputs)
         | _low_bits(operands.outputs)
         | _low_bits(operands.features)
+        | operands.residual
+        | operands.sum
+        | operands.addend
         | Int64(Int(operands.length) * size_of[dtype]())
     )
     return bits % 16 == 0
@@ -53,10 +56,14 @@ def _launch[
     blocks: Int,
     threads: Int,
 ) raises:
+    """Launches so many blocks for each group."""
     comptime kernel = row_kernel[P, dtype, ftype, shape]
     var compiled = gpu.context.compile_function[kernel]()
     gpu.stream.enqueue_function(
-        compiled, operands, grid_dim=blocks, block_dim=threads
+        compiled,
+        operands,
+        grid_dim=(blocks, Int(operands.groups)),
+        block_dim=threads,
     )
 
 
@@ -94,10 +101,10 @@ def _launch_rows[
     # what a thread holds of each of several inputs has to fit the same registers
     comptime block_tile = tile if P.inputs == 1 else tile // 2
     comptime threads = 256 if P.inputs == 1 else 512
-    # features larger than the inputs take twice the registers, and fewer blocks are better than spilled ones
-    comptime spare = 1 if P.features > 0 and size_of[ftype]() > size_of[
-        dtype
-    ]() else 0
+    # features larger than the inputs take twice the registers, a residual some, and fewer blocks are better than
+    # spilled ones
+    comptime is_wide = P.features > 0 and size_of[ftype]() > size_of[dtype]()
+    comptime spare = 1 if is_wide or P.has_residual else 0
     var rows = Int(operands.rows)
     var loads = ceildiv(Int(operands.length), width)
     comptime for warp_tile in [tile // 2, tile]:
@@ -122,21 +129,54 @@ def _launch_rows[
             gpu, operands, rows, align_up(ceildiv(loads, block_tile), WARP_SIZE)
         )
         return
-    comptime if P.inputs == 1:
+    comptime if P.inputs == 1 and not P.has_residual:
         # one such block fills an SM, so it has to load ahead
         if loads <= PERSISTENT_THREADS * tile:
             comptime shape = Shape(
                 width, tile, True, True, True, PERSISTENT_THREADS, 1
             )
             var launch = _persistent_blocks(
-                gpu, rows, align_up(ceildiv(loads, tile), WARP_SIZE), 1
+                gpu, operands, align_up(ceildiv(loads, tile), WARP_SIZE), 1
             )
             _launch[P, dtype, ftype, shape](
                 gpu, operands, launch.blocks, launch.threads
             )
             return
+    _launch_long_rows[P, dtype, ftype, width, tile](gpu, operands)
+
+
+def launch_long_rows[
+    P: RowProgram, dtype: DType, ftype: DType
+](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
+    """Launches a program without columns on rows too long for registers, which are read in each pass.
+
+    Parameters:
+        P: The row program.
+        dtype: The type of inputs and outputs.
+        ftype: The type of the features.
+
+    Args:
+        gpu: Where to run.
+        operands: The tensors.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime vector = 16 // size_of[dtype]()
+    if can_vectorize[dtype](operands):
+        _launch_long_rows[P, dtype, ftype, vector, 4](gpu, operands)
+    else:
+        _launch_long_rows[P, dtype, ftype, 1, 8](gpu, operands)
+
+
+@always_inline
+def _launch_long_rows[
+    P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
+](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
     comptime shape = Shape(width, tile, True, False, False, _LONG_THREADS, 2)
-    _launch[P, dtype, ftype, shape](gpu, operands, rows, _LONG_THREADS)
+    _launch[P, dtype, ftype, shape](
+        gpu, operands, Int(operands.rows), _LONG_THREADS
+    )
 
 
 @fieldwise_init
@@ -147,16 +187,23 @@ struct _Persistent(TrivialRegisterPassable):
     var threads: Int
 
 
-def _persistent_warps(gpu: Gpu, rows: Int) -> _Persistent:
+def _persistent_warps(gpu: Gpu, operands: Operands) -> _Persistent:
     comptime threads = PERSISTENT_THREADS // 2
     return {
-        min(gpu.processors, ceildiv(rows, threads // WARP_SIZE)),
+        min(
+            ceildiv(gpu.processors, Int(operands.groups)),
+            ceildiv(Int(operands.rows), threads // WARP_SIZE),
+        ),
         threads,
     }
 
 
 def _persistent_blocks(
-    gpu: Gpu, rows: Int, threads: Int, blocks: Int
+    gpu: Gpu, operands: Operands, threads: Int, blocks: Int
 ) -> _Persistent:
-    var together = blocks * PERSISTENT_THREADS // threads
-    return {min(rows, gpu.processors * together), threads}
+    """Shares the blocks that the GPU has room for among the groups."""
+    var together = gpu.processors * (blocks * PERSISTENT_THREADS // threads)
+    return {
+        min(Int(operands.rows), ceildiv(together, Int(operands.groups))),
+        threads,
+    }

@@ -24,26 +24,14 @@ from .launch import (
     _persistent_blocks,
     _persistent_warps,
     can_vectorize,
-    launch_rows,
+    launch_long_rows,
 )
-from .operands import Addresses, Operands, accumulator
-from .program import Program, RowProgram
-from .stage import Stage
+from .operands import Operands, Sums, accumulator
+from .program import RowProgram
 
 # enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum
 comptime _BLOCKS_AN_SM = 4
 comptime _FEWEST_PART_ROWS = 4 * COLUMN_WARPS
-
-
-struct _Itself(Stage):
-    """Maps elements to themselves."""
-
-    comptime terms = 0
-    comptime broadcast = False
-
-
-comptime ColumnSum = Program[_Itself, outputs_=0, columns_=1]
-"""From x to the partial sums of its rows."""
 
 
 def _tiles(width: Int) -> List[Int]:
@@ -56,18 +44,18 @@ def _blocks(tile: Int) -> Int:
     return 2 if tile == 1 else 1
 
 
-def _column_parts(gpu: Gpu, rows: Int, length: Int, width: Int) -> Int:
-    """Returns how many parts of the rows `column_kernel` sums."""
-    var across = ceildiv(length, WARP_SIZE * width)
+def _column_parts(gpu: Gpu, operands: Operands, width: Int) -> Int:
+    """Returns how many parts `column_kernel` makes of the rows of a group."""
+    var across = ceildiv(Int(operands.length), WARP_SIZE * width)
     return min(
-        ceildiv(_BLOCKS_AN_SM * gpu.processors, across),
-        ceildiv(rows, _FEWEST_PART_ROWS),
+        ceildiv(_BLOCKS_AN_SM * gpu.processors, across * Int(operands.groups)),
+        ceildiv(Int(operands.rows), _FEWEST_PART_ROWS),
     )
 
 
 def column_sums_bytes[
     P: RowProgram, dtype: DType
-](gpu: Gpu, rows: Int, length: Int) -> Int:
+](gpu: Gpu, rows: Int, length: Int, groups: Int = 1) -> Int:
     """Returns the size of the workspace for a program's sums over rows.
 
     Parameters:
@@ -78,25 +66,28 @@ def column_sums_bytes[
         gpu: Where to run.
         rows: The number of rows M.
         length: The number of elements K of a row.
+        groups: The number of groups.
 
     Returns:
         The number of bytes, a multiple of 16.
     """
+    var shape = Operands[accumulator[dtype]()](rows, length, groups)
     comptime vector = 16 // size_of[dtype]()
     var parts = 0
     comptime for width in [1, vector]:
-        parts = max(parts, _column_parts(gpu, rows, length, width))
-        comptime if P.outputs > 0:
+        parts = max(parts, _column_parts(gpu, shape, width))
+        comptime if P.outputs > 0 and P.passes > 0:
             comptime for tile in _tiles(width):
                 comptime blocks = _blocks(tile)
                 var threads = align_up(ceildiv(length, width * tile), WARP_SIZE)
                 if threads <= PERSISTENT_THREADS:
                     parts = max(
                         parts,
-                        _persistent_blocks(gpu, rows, threads, blocks).blocks,
+                        _persistent_blocks(gpu, shape, threads, blocks).blocks,
                     )
     return align_up(
-        P.columns * parts * length * size_of[accumulator[dtype]()](), 16
+        P.columns * groups * parts * length * size_of[accumulator[dtype]()](),
+        16,
     )
 
 
@@ -105,10 +96,10 @@ def launch_rows_and_columns[
 ](
     gpu: Gpu,
     operands: Operands[accumulator[dtype]()],
-    sums: Addresses,
+    sums: Sums,
     mut totals: Totals,
 ) raises:
-    """Launches a program with columns.
+    """Launches a program with columns, of which none may be wanted.
 
     Rows whose sums fit the registers of a block are read once. Longer rows are read by two kernels. An
     output may take the place of an input.
@@ -117,12 +108,12 @@ def launch_rows_and_columns[
         P: The row program.
         without_columns: The same program, without its columns.
         dtype: The type of inputs and outputs.
-        ftype: The type of the features and of the sums.
+        ftype: The type of the features.
 
     Args:
         gpu: Where to run.
-        operands: The tensors; `column_sums` points to `column_sums_bytes` bytes.
-        sums: Vectors [K] to write; 0 where not wanted.
+        operands: The tensors; `column_sums` points to `column_sums_bytes` bytes, or is 0 if no sum is wanted.
+        sums: What to write.
         totals: Receives what is left to add up.
 
     Raises:
@@ -139,12 +130,13 @@ def launch_rows_and_columns[
         else:
             parts = _launch_persistent[P, dtype, ftype, 1](gpu, operands)
     if parts > 0:
-        _add_totals[P, dtype, ftype](operands, parts, sums, totals)
+        _add_totals[P](operands, parts, sums, totals)
         return
     # in this order: an output may be written over an input
-    launch_columns[P, dtype, ftype](gpu, operands, sums, totals)
+    if sums.any():
+        launch_columns[P, dtype, ftype](gpu, operands, sums, totals)
     if has_outputs:
-        launch_rows[without_columns, dtype, ftype](gpu, operands)
+        launch_long_rows[without_columns, dtype, ftype](gpu, operands)
 
 
 @always_inline
@@ -155,14 +147,13 @@ def _launch_persistent[
     width: Int,
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises -> Int:
     """Launches a persistent kernel and returns the number of partial sums; 0 if rows are too long for one."""
-    var rows = Int(operands.rows)
     var loads = ceildiv(Int(operands.length), width)
     comptime if width > 1:
         comptime tile = 2
         if loads <= WARP_SIZE * tile:
             comptime threads = PERSISTENT_THREADS // 2
             comptime shape = Shape(width, tile, False, True, True, threads, 1)
-            var launch = _persistent_warps(gpu, rows)
+            var launch = _persistent_warps(gpu, operands)
             _launch[P, dtype, ftype, shape](
                 gpu, operands, launch.blocks, launch.threads
             )
@@ -174,7 +165,7 @@ def _launch_persistent[
             comptime shape = Shape(
                 width, tile, True, True, True, PERSISTENT_THREADS, blocks
             )
-            var launch = _persistent_blocks(gpu, rows, threads, blocks)
+            var launch = _persistent_blocks(gpu, operands, threads, blocks)
             _launch[P, dtype, ftype, shape](
                 gpu, operands, launch.blocks, launch.threads
             )
@@ -187,20 +178,20 @@ def launch_columns[
 ](
     gpu: Gpu,
     operands: Operands[accumulator[dtype]()],
-    sums: Addresses,
+    sums: Sums,
     mut totals: Totals,
 ) raises:
-    """Launches a program for its columns alone.
+    """Launches a program for its columns, and for its outputs if nothing is reduced over a row.
 
     Parameters:
         P: The row program.
         dtype: The type of inputs.
-        ftype: The type of the features and of the sums.
+        ftype: The type of the features.
 
     Args:
         gpu: Where to run.
-        operands: The tensors; `column_sums` points to `column_sums_bytes` bytes.
-        sums: Vectors [K] to write; 0 where not wanted.
+        operands: The tensors; `column_sums` points to `column_sums_bytes` bytes, if there are columns.
+        sums: What to write.
         totals: Receives what is left to add up.
 
     Raises:
@@ -215,7 +206,7 @@ def launch_columns[
             )
         else:
             parts = _launch_column_kernel[P, dtype, ftype, 1](gpu, operands)
-    _add_totals[P, dtype, ftype](operands, parts, sums, totals)
+    _add_totals[P](operands, parts, sums, totals)
 
 
 @always_inline
@@ -224,48 +215,45 @@ def _launch_column_kernel[
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises -> Int:
     comptime threads = COLUMN_WARPS * WARP_SIZE
     comptime shape = Shape(width, 1, True, True, False, threads, 1)
-    comptime kernel = column_kernel[P, dtype, ftype, shape]
-    var length = Int(operands.length)
-    var parts = _column_parts(gpu, Int(operands.rows), length, width)
+    comptime kernel = column_kernel[P, dtype, ftype, shape, P.passes == 0]
+    var parts = _column_parts(gpu, operands, width)
     var compiled = gpu.context.compile_function[kernel]()
     gpu.stream.enqueue_function(
         compiled,
         operands,
-        grid_dim=(ceildiv(length, WARP_SIZE * width), parts),
+        grid_dim=(
+            ceildiv(Int(operands.length), WARP_SIZE * width),
+            parts,
+            Int(operands.groups),
+        ),
         block_dim=threads,
     )
     return parts
 
 
 def _add_totals[
-    P: RowProgram, dtype: DType, ftype: DType
-](
-    operands: Operands[accumulator[dtype]()],
-    parts: Int,
-    sums: Addresses,
-    mut totals: Totals,
-):
+    accum: DType, //, P: RowProgram
+](operands: Operands[accum], parts: Int, sums: Sums, mut totals: Totals):
     """Notes down the sums of a program's columns that are wanted."""
-    comptime assert ftype == dtype or ftype == DType.float32
-    var length = Int(operands.length)
+    var column = Int(operands.groups) * parts * Int(operands.length)
     comptime for c in range(P.columns):
-        var first = c * parts * length * size_of[accumulator[dtype]()]()
         totals.add(
             Total(
-                sums[c],
-                operands.column_sums + Int64(first),
+                sums.outputs[c],
+                operands.column_sums + Int64(c * column * size_of[accum]()),
                 Int32(parts),
-                Int32(length),
-                ftype == DType.float32,
+                operands.length,
+                operands.groups,
+                sums.type,
             )
         )
 
 
-def launch_totals[dtype: DType](gpu: Gpu, totals: Totals) raises:
+def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
     """Adds up partial sums; nothing is launched if there are none.
 
     Parameters:
-        dtype: The type of the inputs that were summed.
+        accum: The type of the partial sums.
 
     Args:
         gpu: Where to run.
@@ -276,11 +264,15 @@ def launch_totals[dtype: DType](gpu: Gpu, totals: Totals) raises:
     """
     if totals.longest == 0:
         return
-    comptime kernel = total_kernel[accumulator[dtype](), dtype]
+    comptime kernel = total_kernel[accum]
     var compiled = gpu.context.compile_function[kernel]()
     gpu.stream.enqueue_function(
         compiled,
         totals,
-        grid_dim=(ceildiv(totals.longest, TOTAL_COLUMNS), totals.count),
+        grid_dim=(
+            ceildiv(totals.longest, TOTAL_COLUMNS),
+            totals.count,
+            totals.most_groups,
+        ),
         block_dim=TOTAL_COLUMNS * TOTAL_LANES,
     )

@@ -13,7 +13,7 @@ keeping what they return. That is what lets one program serve rows in registers 
 """
 
 from .stage import Stage
-from .values import CAPACITY, MAX_STAGES, SAME, Row, Terms, Values
+from .values import CAPACITY, MAX_STAGES, Row, Terms, Values
 
 
 trait RowProgram:
@@ -45,10 +45,16 @@ trait RowProgram:
     """Whether there is a `Row.parameter`."""
     comptime primed: Bool
     """Whether there is a primed form, which adds to the outputs."""
-    comptime narrow: DType
-    """The type of the last outputs, on a GPU, if they are not of the inputs' type and no wider; else `SAME`."""
     comptime first_narrow: Int
-    """The first output of that type."""
+    """From this output on, outputs may be narrower than float32 inputs, as `Operands.narrow` says."""
+    comptime first_half_input: Int
+    """From this input on, inputs are one half [M, K] of tensors [M, 2K]."""
+    comptime first_half_output: Int
+    """From this output on, outputs are."""
+    comptime has_residual: Bool
+    """Whether `Operands.residual` is added to the first input."""
+    comptime has_addend: Bool
+    """Whether `Operands.addend` is added to the first output."""
     comptime passes: Int = Self.pass_of(Self.stages)
     """The number of passes over a row before the one that stores."""
 
@@ -164,7 +170,7 @@ trait RowProgram:
         comptime for s in range(Self.stages):
             comptime redo = Self.Stages[s].redo
             var none = materialize[redo]().identity[dtype, width]()
-            sums[s] = {none, none, none, none}
+            sums[s] = {fill = none}
         return sums
 
     @staticmethod
@@ -209,8 +215,11 @@ struct Program[
     columns_: Int = 0,
     parameter_: Bool = False,
     primed_: Bool = False,
-    narrow_: DType = SAME,
-    first_narrow_: Int = 0,
+    first_narrow_: Int = CAPACITY,
+    first_half_input_: Int = CAPACITY,
+    first_half_output_: Int = CAPACITY,
+    has_residual_: Bool = False,
+    has_addend_: Bool = False,
 ](RowProgram):
     """A row program of the given stages.
 
@@ -223,8 +232,11 @@ struct Program[
         columns_: How many vectors [K] are sums over the rows.
         parameter_: Whether there is a `Row.parameter`.
         primed_: Whether there is a primed form.
-        narrow_: The type of the last outputs.
-        first_narrow_: The first output of that type.
+        first_narrow_: From which output on outputs may be narrower.
+        first_half_input_: From which input on inputs are halves of longer rows.
+        first_half_output_: From which output on outputs are.
+        has_residual_: Whether something is added to the first input.
+        has_addend_: Whether something is added to the first output.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -252,7 +264,13 @@ struct Program[
     """Whether there is a `Row.parameter`."""
     comptime primed = Self.primed_
     """Whether there is a primed form."""
-    comptime narrow = Self.narrow_
-    """The type of the last outputs."""
     comptime first_narrow = Self.first_narrow_
-    """The first output of that type."""
+    """From which output on outputs may be narrower."""
+    comptime first_half_input = Self.first_half_input_
+    """From which input on inputs are halves of longer rows."""
+    comptime first_half_output = Self.first_half_output_
+    """From which output on outputs are."""
+    comptime has_residual = Self.has_residual_
+    """Whether something is added to the first input."""
+    comptime has_addend = Self.has_addend_
+    """Whether something is added to the first output."""

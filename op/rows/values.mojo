@@ -2,9 +2,7 @@
 
 from std.utils import StaticTuple
 
-comptime SAME = DType.bool
-"""Stands for the type of the inputs, where a type of outputs is asked for."""
-comptime CAPACITY = 4
+comptime CAPACITY = 5
 """The most values that an element carries, and the most terms of one reduction."""
 
 comptime MAX_STAGES = 6
@@ -22,7 +20,7 @@ Parameters:
 
 
 struct Values[dtype: DType, width: Int](TrivialRegisterPassable):
-    """Holds what neighboring elements of a row carry: up to four SIMD vectors.
+    """Holds what neighboring elements of a row carry: up to CAPACITY SIMD vectors.
 
     Parameters:
         dtype: The type computed in.
@@ -42,6 +40,7 @@ struct Values[dtype: DType, width: Int](TrivialRegisterPassable):
         b: Self.Lane = 0,
         c: Self.Lane = 0,
         d: Self.Lane = 0,
+        e: Self.Lane = 0,
     ):
         """Holds the given values; those left out are zero.
 
@@ -50,8 +49,18 @@ struct Values[dtype: DType, width: Int](TrivialRegisterPassable):
             b: The second value.
             c: The third value.
             d: The fourth value.
+            e: The fifth value.
         """
-        self.lanes = StaticTuple[Self.Lane, CAPACITY](a, b, c, d)
+        self.lanes = StaticTuple[Self.Lane, CAPACITY](a, b, c, d, e)
+
+    @always_inline
+    def __init__(out self, *, fill: Self.Lane):
+        """Holds one value everywhere.
+
+        Args:
+            fill: The value.
+        """
+        self.lanes = StaticTuple[Self.Lane, CAPACITY](fill=fill)
 
     @always_inline
     def __getitem__(self, index: Int) -> Self.Lane:
@@ -96,6 +105,8 @@ struct Row[dtype: DType](TrivialRegisterPassable):
     """A number that all rows share, such as eps."""
     var parameter: Scalar[Self.dtype]
     """The value of a 1-element tensor, for programs that have one; 0 otherwise."""
+    var kind: Int32
+    """Which of several functions the stages apply."""
 
 
 struct Redo(Equatable, TrivialRegisterPassable):

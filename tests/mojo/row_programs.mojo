@@ -15,9 +15,10 @@ from op.device import Gpu
 from op.norms.norm import inverse_sqrt
 from op.rows.cpu import column_sums_bytes, run_rows, run_rows_and_columns
 from op.rows.launch import launch_rows
-from op.rows.operands import Addresses, Operands, accumulator
+from op.rows.operands import Addresses, Operands, Sums, accumulator
 from op.rows.program import Program, RowProgram
-from op.rows.programs.layer_norm import LayerNormBackward
+from op.rows.programs.norm import NormBackward
+from op.rows.types import code_of
 from op.rows.stage import Stage
 from op.rows.values import Redo, Row, Values
 from op.team import Team
@@ -208,16 +209,14 @@ def layernorm_backward(
     operands.saved[0] = Int64(Int(py=mean))
     operands.saved[1] = Int64(Int(py=rstd))
     operands.features[0] = Int64(Int(py=gamma))
-    var bytes = column_sums_bytes[LayerNormBackward[], DTYPE](
-        Int(py=M), Int(py=K)
-    )
+    var bytes = column_sums_bytes[NormBackward[], DTYPE](Int(py=M), Int(py=K))
     var workspace = List[UInt8](length=bytes + 1, fill=255)
     operands.column_sums = Int64(Int(workspace.unsafe_ptr()))
     var sums = Addresses(fill=0)
     sums[0] = Int64(Int(py=dgamma))
     sums[1] = Int64(Int(py=dbeta))
-    run_rows_and_columns[LayerNormBackward[], DTYPE, DTYPE](
-        Team(0, 2), operands, sums
+    run_rows_and_columns[NormBackward[], DTYPE, DTYPE](
+        Team(0, 2), operands, Sums(sums, code_of[DTYPE]())
     )
     _ = workspace^
     return PythonObject(None)

@@ -11,7 +11,8 @@ from ...gemm.epilogue import Plain
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import launch_split_k
 from ...norms.norm import Norm
-from ..gpu.between_products import launch_between_products
+from ...passes.gpu import GpuRunner
+from ...passes.passes import normalize_backward_of
 from .launch_row_pass import launch_row_pass
 from .plan import BackwardPlan
 
@@ -86,4 +87,5 @@ def _launch_apart[
         # The weight's gradient takes z in place of dz, and brings the bias's.
         between.z = dz
         between.dbias = 0
-    launch_between_products[dtype, norm_dtype](gpu, between)
+    var runner = GpuRunner[DType.float32](gpu)
+    normalize_backward_of[dtype, norm_dtype, dtype](runner, between)

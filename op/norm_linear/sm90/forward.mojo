@@ -18,7 +18,8 @@ from ...gemm.sm90.launch import (
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import FEW_ROWS
 from ...norms.norm import Norm
-from ..gpu.normalize import launch_normalize
+from ...passes.gpu import GpuRunner
+from ...passes.normalize import run_normalize
 from ..plan import FUSED
 from .fold import launch_fold
 from .gather import Statistics
@@ -48,8 +49,8 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
         norm.z = plan.z
         comptime for is_float32 in [False, True]:
             if (call.norm_is_float32 != 0) == is_float32:
-                launch_normalize[dtype, DType.float32 if is_float32 else dtype](
-                    gpu, norm
+                run_normalize[dtype, DType.float32 if is_float32 else dtype](
+                    GpuRunner[DType.float32](gpu), norm
                 )
         var m, n, k = call.M, call.N, call.K
         if call.bias == 0:

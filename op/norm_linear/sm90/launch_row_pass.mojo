@@ -27,6 +27,7 @@ from ...norms.norm import Norm
 from ...rows.columns import Total, Totals
 from ...rows.gpu_row import GlobalPointer
 from ...rows.launch_columns import launch_totals
+from ...rows.types import code_of
 from .row_pass import RowPass
 
 comptime _CONFIG = Config.of(256, b_transposed=True)
@@ -218,11 +219,12 @@ def launch_row_pass[
                 partial,
                 Int32(parts),
                 Int32(k),
-                norm_dtype == DType.float32,
+                1,
+                code_of[norm_dtype](),
             )
         )
         partial += Int64(4 * parts * k)
-    launch_totals[dtype](gpu, totals)
+    launch_totals[DType.float32](gpu, totals)
 
 
 def _rows_of_wave(processors: Int, k: Int) -> Int:

@@ -16,7 +16,8 @@ from ...device import Launcher
 from ...gemm.sm90.split_k import SplitK
 from ...gemm.sm90.tiling import FEW_ROWS, Tiling
 from ...gemm.sm90.wgmma import K_BLOCK
-from ..gpu.between_products import between_products_bytes
+from ...passes.gpu import GpuRunner
+from ...passes.normalize_backward import workspace
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .launch_row_pass import RowPassLayout, pays
 from .measured import MEASURED
@@ -265,7 +266,9 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
         var between = call
         if wants_weight:
             between.dbias = 0
-        var partial = between_products_bytes[Self.dtype](gpu, between)
+        var partial = workspace[Self.dtype, Self.dtype](
+            GpuRunner[DType.float32](gpu), between
+        ).bytes
         if wants_weight:
             partial = max(partial, self.split.workspace_bytes)
         if self.passes_on:

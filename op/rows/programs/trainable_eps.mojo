@@ -9,7 +9,7 @@ from ..program import Program
 from ..stage import Stage
 from ..values import Row, Values
 from .center import _Center
-from .layer_norm import _Normalize
+from .norm import _Normalize
 
 
 struct _CenterBoth(Stage):

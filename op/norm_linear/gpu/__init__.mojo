@@ -1,1 +1,0 @@
-"""The backend of any GPU: row programs around PyTorch's matrix products."""

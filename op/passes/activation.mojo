@@ -1,0 +1,248 @@
+"""Activations as formulas of single elements, which of them being a number known when they run.
+
+With a = act(h): relu max(h, 0); gelu h Phi(h); gelu_tanh, quick_gelu and silu h s(z), where s(z) = 1 / (1 + e^-z),
+z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become what PyTorch makes of them.
+"""
+
+from std.math import erf, exp, fma
+from std.memory import bitcast
+from std.sys import is_gpu
+
+comptime NOTHING = Int32(0)
+"""Leaves h as it is."""
+comptime RELU = Int32(1)
+"""The larger of h and 0."""
+comptime GELU = Int32(2)
+"""With the exact error function."""
+comptime GELU_TANH = Int32(3)
+"""With an approximation of it."""
+comptime QUICK_GELU = Int32(4)
+"""With a coarse approximation of it."""
+comptime SILU = Int32(5)
+"""Also called swish."""
+comptime GATED = 8
+"""Added to one of these: half of what comes is a gate, a = act(gate) h."""
+
+comptime _SQRT_HALF = 0.70710678118654752440
+comptime _INVERSE_SQRT_TAU = 0.39894228040143267794
+comptime _TANH_LINEAR = 1.5957691216057307117
+comptime _TANH_CUBIC = _TANH_LINEAR * 0.044715
+comptime _QUICK = 1.702
+
+
+@always_inline
+def activate[
+    dtype: DType, width: Int, //
+](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Applies an activation.
+
+    Parameters:
+        dtype: The type, float32 or float64.
+        width: The number of elements.
+
+    Args:
+        kind: Which activation.
+        h: The elements.
+
+    Returns:
+        Their activations.
+    """
+    if kind == NOTHING:
+        return h
+    if kind == RELU:
+        return h.lt(0).select(SIMD[dtype, width](0), h)
+    if kind == GELU:
+        return h * _normal_cdf(h)
+    return h * _Logistic(_argument(kind, h)).share
+
+
+struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
+    """What the backward of an activation needs of elements.
+
+    Parameters:
+        dtype: The type, float32 or float64.
+        width: The number of elements.
+    """
+
+    var a: SIMD[Self.dtype, Self.width]
+    """The activations."""
+    var dh: SIMD[Self.dtype, Self.width]
+    """The gradient of h."""
+
+    @always_inline
+    def __init__(
+        out self,
+        kind: Int32,
+        h: SIMD[Self.dtype, Self.width],
+        da: SIMD[Self.dtype, Self.width],
+    ):
+        """Computes both.
+
+        Args:
+            kind: Which activation.
+            h: The elements.
+            da: The gradient of act(h).
+        """
+        comptime Lanes = SIMD[Self.dtype, Self.width]
+        if kind == NOTHING:
+            self.a = h
+            self.dh = da
+        elif kind == RELU:
+            self.a = h.lt(0).select(Lanes(0), h)
+            self.dh = h.le(0).select(Lanes(0), da)
+        elif kind == GELU:
+            var cdf = _normal_cdf(h)
+            var density = exponential(h * h * -0.5) * _INVERSE_SQRT_TAU
+            self.a = h * cdf
+            self.dh = da * fma(h, density, cdf)
+        else:
+            var slope = Lanes(1)
+            if kind == QUICK_GELU:
+                slope = Lanes(_QUICK)
+            elif kind == GELU_TANH:
+                slope = fma(h * h, Lanes(3 * _TANH_CUBIC), Lanes(_TANH_LINEAR))
+            var s = _Logistic(_argument(kind, h))
+            self.a = h * s.share
+            self.dh = da * fma(h * s.share * s.rest, slope, s.share)
+
+
+@always_inline
+def _argument[
+    dtype: DType, width: Int, //
+](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns what the logistic function is taken of."""
+    comptime Lanes = SIMD[dtype, width]
+    if kind == QUICK_GELU:
+        return h * _QUICK
+    if kind == GELU_TANH:
+        return h * fma(h * h, Lanes(_TANH_CUBIC), Lanes(_TANH_LINEAR))
+    return h
+
+
+struct _Logistic[dtype: DType, width: Int](TrivialRegisterPassable):
+    """1 / (1 + e^-z) and what is left of it to 1, both to their last bits."""
+
+    var share: SIMD[Self.dtype, Self.width]
+    var rest: SIMD[Self.dtype, Self.width]
+
+    @always_inline
+    def __init__(out self, z: SIMD[Self.dtype, Self.width]):
+        var e = exponential(-abs(z))
+        var larger = 1 / (1 + e)
+        var smaller = e * larger
+        var negative = z.lt(0)
+        self.share = negative.select(smaller, larger)
+        self.rest = negative.select(larger, smaller)
+
+
+@always_inline
+def _normal_cdf[
+    dtype: DType, width: Int, //
+](h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns the share of the normal distribution below h."""
+    return fma(
+        error_function(h * _SQRT_HALF),
+        SIMD[dtype, width](0.5),
+        SIMD[dtype, width](0.5),
+    )
+
+
+@always_inline
+def exponential[
+    dtype: DType, width: Int, //
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns e^x: to the last bit or so on a CPU and of float64, to that of x log2(e) on a GPU.
+
+    Parameters:
+        dtype: The type, float32 or float64.
+        width: The number of elements.
+
+    Args:
+        x: The exponents.
+
+    Returns:
+        The powers.
+    """
+    comptime if dtype == DType.float64:
+        return _exponential[
+            bits=DType.int64,
+            terms=14,
+            lowest=-746,
+            highest=710,
+            high=-6.93147180369123816490e-01,
+            low=-1.90821492927058770002e-10,
+            mantissa=52,
+            bias=1023,
+        ](x)
+    elif is_gpu():
+        comptime assert dtype == DType.float32
+        return rebind[SIMD[dtype, width]](
+            exp(rebind[SIMD[DType.float32, width]](x))
+        )
+    else:
+        return _exponential[
+            bits=DType.int32,
+            terms=7,
+            lowest=-104,
+            highest=89,
+            high=-0.693145751953125,
+            low=-1.42860682030941723212e-6,
+            mantissa=23,
+            bias=127,
+        ](x)
+
+
+@always_inline
+def _exponential[
+    dtype: DType,
+    width: Int,
+    //,
+    *,
+    bits: DType,
+    terms: Int,
+    lowest: Int,
+    highest: Int,
+    high: Float64,
+    low: Float64,
+    mantissa: Int,
+    bias: Int,
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns 2^n e^r for the whole number n that is nearest to x log2(e)."""
+    comptime Lanes = SIMD[dtype, width]
+    # NaN compares false, and stays
+    var clamped = x.lt(Lanes(lowest)).select(Lanes(lowest), x)
+    clamped = clamped.gt(Lanes(highest)).select(Lanes(highest), clamped)
+    var n = round(clamped * 1.4426950408889634)
+    var r = fma(n, Lanes(high), clamped)
+    r = fma(n, Lanes(low), r)
+    # the series, for |r| < 0.35
+    var power = Lanes(1)
+    comptime for i in range(terms):
+        power = fma(power * r, Lanes(1.0 / Float64(terms - i)), Lanes(1))
+    # in two factors: 2^n may be no number where e^x is one
+    comptime Bits = SIMD[bits, width]
+    var half = n.cast[bits]() >> Bits(1)
+    var rest = n.cast[bits]() - half
+    var one = bitcast[dtype, width]((half + Bits(bias)) << Bits(mantissa))
+    var other = bitcast[dtype, width]((rest + Bits(bias)) << Bits(mantissa))
+    return power * one * other
+
+
+@always_inline
+def error_function[
+    dtype: DType, width: Int, //
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns erf(x) to the last bits.
+
+    Parameters:
+        dtype: The type, float32 or float64.
+        width: The number of elements.
+
+    Args:
+        x: The elements.
+
+    Returns:
+        Their error function.
+    """
+    comptime assert dtype.is_floating_point(), "has to be a number"
+    return erf(x)

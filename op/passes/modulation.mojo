@@ -1,0 +1,156 @@
+"""A scale and a shift for each group of rows, folded with gamma and beta into one vector each.
+
+    z = (xhat g + beta) (1 + scale) + shift = xhat G + T,  g = gamma + offset
+    G = g (1 + scale);  T = beta (1 + scale) + shift
+
+and back, from the sums over a group's rows dG = sum dz xhat and dT = sum dz:
+
+    dscale = dG g + dT beta;  dshift = dT;  dgamma = sum over groups dG (1 + scale);  dbeta = the same of dT
+"""
+
+from max.gpu.memory import AddressSpace
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import align_up
+from std.sys import size_of
+
+from ..call import Call
+from ..rows.types import code_of, load_as, store_as
+
+
+struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
+    """The vectors of one direction of it, by address: [groups, K] but for gamma and beta.
+
+    Parameters:
+        accum: The type computed in, and of G, T, dG and dT.
+    """
+
+    comptime device_type: AnyType = Self
+    """What the kernel sees."""
+
+    var is_backward: Bool
+    """Whether it goes back."""
+    var groups: Int32
+    """The number of groups."""
+    var length: Int32
+    """The number of elements K."""
+    var type: Int32
+    """The type of scale and shift and of their gradients, a number of rows/types.mojo."""
+    var norm_type: Int32
+    """That of gamma and beta."""
+    var offset: Scalar[Self.accum]
+    """Added to gamma, where there is one."""
+    var gamma: Int64
+    """Weight of the norm [K], or 0."""
+    var beta: Int64
+    """Bias of the norm [K], or 0."""
+    var scale: Int64
+    """The scale, or 0."""
+    var shift: Int64
+    """The shift, or 0."""
+    var dscale: Int64
+    """The gradient of the scale, or 0."""
+    var dshift: Int64
+    """The gradient of the shift, or 0."""
+    var G: Int64
+    """G; going back dG, in whose place dG (1 + scale) comes."""
+    var T: Int64
+    """T; going back dT, in whose place dT (1 + scale) comes."""
+
+    def __init__(
+        out self, call: Call, type: Int32, folded: Int, is_backward: Bool
+    ):
+        """Names the vectors of a call.
+
+        Args:
+            call: The call.
+            type: The type of x.
+            folded: Address of G, and of T behind it, or of dG and dT.
+            is_backward: Whether it goes back.
+        """
+        self.is_backward = is_backward
+        self.groups = Int32(call.groups)
+        self.length = Int32(call.K)
+        self.type = type
+        self.norm_type = (
+            code_of[Self.accum]() if call.norm_is_float32 != 0 else type
+        )
+        self.offset = call.weight_offset.cast[Self.accum]()
+        self.gamma = Int64(call.gamma)
+        self.beta = Int64(call.beta)
+        self.scale = Int64(call.scale)
+        self.shift = Int64(call.shift)
+        self.dscale = Int64(call.dscale)
+        self.dshift = Int64(call.dshift)
+        self.G = Int64(folded)
+        self.T = Int64(folded + folded_bytes[Self.accum](call) // 2)
+
+    @always_inline
+    def at[
+        space: AddressSpace = AddressSpace.GENERIC
+    ](self, group: Int, column: Int):
+        """Does what there is to do at one element.
+
+        Parameters:
+            space: Where the vectors are.
+
+        Args:
+            group: Which group.
+            column: Which element of its vectors.
+        """
+        comptime code = code_of[Self.accum]()
+        var i = group * Int(self.length) + column
+        var g = Scalar[Self.accum](1)
+        if self.gamma != 0:
+            g = self.offset + load_as[Self.accum, space](
+                self.norm_type, self.gamma, column
+            )
+        var b = Scalar[Self.accum](0)
+        if self.beta != 0:
+            b = load_as[Self.accum, space](self.norm_type, self.beta, column)
+        var factor = Scalar[Self.accum](1)
+        if self.scale != 0:
+            factor += load_as[Self.accum, space](self.type, self.scale, i)
+        if not self.is_backward:
+            var t = b * factor
+            if self.shift != 0:
+                t += load_as[Self.accum, space](self.type, self.shift, i)
+            store_as[space=space](code, self.G, i, g * factor)
+            store_as[space=space](code, self.T, i, t)
+            return
+        var dG = load_as[Self.accum, space](code, self.G, i)
+        var dT = load_as[Self.accum, space](code, self.T, i)
+        if self.dscale != 0:
+            store_as[space=space](self.type, self.dscale, i, dG * g + dT * b)
+        if self.dshift != 0:
+            store_as[space=space](self.type, self.dshift, i, dT)
+        store_as[space=space](code, self.G, i, dG * factor)
+        store_as[space=space](code, self.T, i, dT * factor)
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Returns the type's name for messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "Modulation"
+
+
+def folded_bytes[accum: DType](call: Call) -> Int:
+    """Returns the size of G and T, or of dG and dT.
+
+    Parameters:
+        accum: Their type.
+
+    Args:
+        call: Sizes.
+
+    Returns:
+        The number of bytes, a multiple of 32; 0 if there is no modulation.
+    """
+    return 2 * align_up(call.groups * call.K * size_of[accum](), 16)
