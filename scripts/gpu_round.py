@@ -5,8 +5,10 @@
 
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
-place: a training on all GPUs (`--only train`), wrong edits (`--only mutate`). Each ends in time
-(`--limit`). The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one.
+place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), a
+training on all GPUs (`--only train`), wrong edits (`--only mutate`). Each ends in time (`--limit`).
+The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one, that of the family
+with OUT/NAME-OP.json or FOLDER/NAME-OP.json.
 """
 
 from __future__ import annotations
@@ -41,6 +43,12 @@ OTHER_DTYPES = ("--dtype", "float16", "--dtype", "float32")
 LATER_PROVIDERS = ("eager", "linear", "compile", "fla", "liger", "formula")
 MODES = ("forward", "forward_grad", "backward", "train")
 OURS = ("fused_norm", "fused_norm-frozen", "fused_norm-composed")
+# The seams that say most come first; max-autotune compiles too long for them.
+FAMILY = (
+    *("rms_norm_linear", "residual_rms_norm_linear", "norm_qkv", "norm_swiglu", "norm_mlp"),
+    *("norm_gelu", "adaln_linear", "norm_qkv_equal"),
+)
+FAMILY_PROVIDERS = ("linear", "compile", "fla", "liger", "transformer-engine", "fused_norm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
-    running.add_argument("--only", choices=("tests", "bench", "train", "mutate"))
+    running.add_argument("--only", choices=("tests", "bench", "family", "train", "mutate"))
+    running.add_argument("--op", action="append", choices=FAMILY, help="of --only family")
+    running.add_argument("--no-compile", action="store_true", help="in --only family")
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
     running.add_argument("--seconds", type=float, default=0.2, help="for each provider and shape")
     running.add_argument("--steps", type=int, default=100, help="of each training (default: 100)")
@@ -131,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
         "PYTHONUNBUFFERED": "1",
     }
     # A node in C++ is for the PyTorch there; it may have been built before, or not be to be had.
-    if options.only in ("bench", "train"):
+    if options.only in ("bench", "family", "train"):
         build = [sys.executable, "-m", "fused_norm", "build", "--autograd"]
         subprocess.run(build, env=environment, cwd=ROOT, check=False)
     failed = []
@@ -154,6 +164,10 @@ def run(options: argparse.Namespace) -> int:
         left = options.limit - (time.perf_counter() - began)
         if _benchmark(options, environment, left):
             failed.append("benchmark")
+    if options.only == "family":
+        left = options.limit - (time.perf_counter() - began)
+        if _family(options, environment, left):
+            failed.append("family")
     print(f"{', '.join(failed) or 'nothing'} failed; all is in {options.out}")
     return 1 if failed else 0
 
@@ -179,31 +193,57 @@ def _train(out: Path, environment: dict[str, str], limit: float, steps: int) -> 
 
 
 def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: float) -> int:
-    name = options.out / options.name
-    earlier = options.folder / f"{options.name}.json"
-    if earlier.is_file() and not name.with_suffix(".json").exists():
-        shutil.copy(earlier, name.with_suffix(".json"))
-    commit = (options.folder / "commit").read_text().strip()
-    command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
-    command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
-    command += ["--seconds", str(options.seconds), "--tf32"]
+    command = _bench_command(options, options.name)
     modes = [part for mode in MODES for part in ("--mode", mode)]
     later = [part for provider in (*LATER_PROVIDERS, *OURS) for part in ("--provider", provider)]
+    ops = ("--op", "layernorm_linear", "--op", "layer_norm")
     stages = [
         [*FIRST, *modes, *(later if options.no_autotune else ())],
-        [*modes, *later],
+        [*ops, *modes, *later],
         [*FIRST, *OTHER_DTYPES, "--mode", "forward", "--mode", "train", *later],
     ]
     end = time.perf_counter() + limit
     status = 0
     for index, stage in enumerate(stages):
-        left = end - time.perf_counter()
-        # A case that begins in time may end most of a minute later.
-        if left > 60:
-            log = options.out / f"bench-{index + 1}.log"
-            limited = [*command, *stage, "--time-limit", f"{left - 45:.0f}"]
-            status = _logged(limited, environment, log, left) or status
+        log = options.out / f"bench-{index + 1}.log"
+        status = _stage([*command, *stage], environment, log, end) or status
     return status
+
+
+def _family(options: argparse.Namespace, environment: dict[str, str], limit: float) -> int:
+    """Measure seams at the named shapes in bfloat16, a file of results each."""
+    names = [name for name in FAMILY_PROVIDERS if name != "compile" or not options.no_compile]
+    measured = ["--shapes", "named", "--dtype", "bfloat16", "--mode", "forward", "--mode", "train"]
+    measured += [part for name in names for part in ("--provider", name)]
+    end = time.perf_counter() + limit
+    status = 0
+    for op in options.op or FAMILY:
+        command = _bench_command(options, f"{options.name}-{op}")
+        log = options.out / f"bench-{op}.log"
+        status = _stage([*command, "--op", op, *measured], environment, log, end) or status
+    return status
+
+
+def _bench_command(options: argparse.Namespace, stem: str) -> list[str]:
+    """Return a benchmark's command line, which goes on with earlier results where there are any."""
+    name = options.out / stem
+    earlier = options.folder / f"{stem}.json"
+    if earlier.is_file() and not Path(f"{name}.json").exists():
+        shutil.copy(earlier, f"{name}.json")
+    commit = (options.folder / "commit").read_text().strip()
+    command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
+    command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
+    return [*command, "--seconds", str(options.seconds), "--tf32"]
+
+
+def _stage(command: Sequence[str], environment: dict[str, str], log: Path, end: float) -> int:
+    """Run a benchmark that ends in time, if there is any left."""
+    left = end - time.perf_counter()
+    # A case that begins in time may end most of a minute later.
+    if left <= 60:
+        print(f"no time left for {log.stem}")
+        return 0
+    return _logged([*command, "--time-limit", f"{left - 45:.0f}"], environment, log, left)
 
 
 def _build_for_tests(kernels: Path, target: str) -> int:

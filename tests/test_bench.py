@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -771,8 +772,8 @@ def test_plots_show_something(tmp_path: Path, registry: Callable[..., None]) -> 
         assert int((ours.abs().amax(-1) < 0.02).sum()) > 200
 
 
-def _page_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_page", PAGE)
+def _script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -791,7 +792,7 @@ def test_page_follows_the_results(
     made = Runner(plan(), Listener()).execute()
     path = tmp_path / "results/machine.json"
     results.save(made, path)
-    page_script = _page_script()
+    page_script = _script(PAGE)
     where = ["--results", str(path.parent), "--docs", str(tmp_path / "docs")]
     assert page_script.main([*where, "--check"]) == 1
     assert page_script.main(where) == 0
@@ -818,11 +819,41 @@ def test_page_follows_the_results(
     assert "is not what the results give" in stale
 
 
+def test_round_of_the_family_measures_every_seam(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU machine is asked for every seam at the named shapes, in command lines that hold."""
+    script = _script(ROOT / "scripts/gpu_round.py")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(script, "_logged", lambda command, *_: commands.append(command) or 0)
+    (tmp_path / "commit").write_text("abc\n")
+    (tmp_path / "h200-norm_mlp.json").write_text("{}")
+    options = argparse.Namespace(folder=tmp_path, out=tmp_path / "out", name="h200")
+    options.op, options.no_compile, options.seconds = None, True, 0.2
+    options.out.mkdir()
+    assert script._family(options, {}, 600.0) == 0
+    made = [cli._parser().parse_args(command[4:]) for command in commands]
+    assert {op for each in made for op in each.op} == set(OPS) - {"layernorm_linear", "layer_norm"}
+    for each in made:
+        assert each.json == options.out / f"h200-{each.op[0]}.json"
+        assert (each.shapes, each.dtype, each.mode) == (
+            ["named"],
+            ["bfloat16"],
+            ["forward", "train"],
+        )
+        assert "compile" not in each.provider
+        assert each.time_limit < 600
+    # What was measured before is gone on with.
+    assert [path.name for path in options.out.iterdir()] == ["h200-norm_mlp.json"]
+    assert script._family(options, {}, 30.0) == 0
+    assert len(commands) == len(made)
+
+
 @pytest.mark.skipif(
     not list((ROOT / "benchmarks/results").glob("*.json")), reason="no results are committed"
 )
 def test_committed_page_follows_the_committed_results() -> None:
-    assert _page_script().main(["--check"]) == 0
+    assert _script(PAGE).main(["--check"]) == 0
 
 
 def test_importing_the_library_leaves_the_benchmark_out() -> None:
