@@ -44,7 +44,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y, and mean and rstd if asked for."""
     z = torch.empty_like(x, dtype=parameters.dtype)
-    mean, rstd = empty_statistics(x) if statistics else (None, None)
+    mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     kernels, context = launcher("passes_gpu", x)
     call = parameters.call(x, eps)
     call.context = context
@@ -58,7 +58,7 @@ def backward(
     grad_output: Tensor,
     x: Tensor,
     parameters: Parameters,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     eps: float,
     wanted: list[bool],
@@ -85,7 +85,7 @@ def backward(
     if want_dweight:
         z = weight.new_empty(call.M, parameters.K) if dz is None or call.narrow else dz
     call.context = context
-    call.dy, call.mean, call.rstd = dy.data_ptr(), mean.data_ptr(), rstd.data_ptr()
+    call.dy, call.mean, call.rstd = dy.data_ptr(), address(mean), rstd.data_ptr()
     call.dz, call.z = address(dz), address(z)
     kernels.plan_normalize_backward(place)
     size: int = call.workspace_bytes
