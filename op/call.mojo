@@ -6,7 +6,8 @@ for one that is not there or not wanted. M rows have K features and N outputs.
 """
 
 
-struct Call(TrivialRegisterPassable):
+# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
+struct Call(ImplicitlyCopyable, Movable):
     """A forward or a backward: its own half first, then that of its parameters."""
 
     # The call's half: sizes and conditions.

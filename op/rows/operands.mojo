@@ -22,8 +22,9 @@ def accumulator[dtype: DType]() -> DType:
     return DType.float64 if dtype == DType.float64 else DType.float32
 
 
+# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
 @fieldwise_init
-struct Operands[accum: DType](DevicePassable, TrivialRegisterPassable):
+struct Operands[accum: DType](DevicePassable, ImplicitlyCopyable, Movable):
     """The tensors of a row program by address, all of them dense.
 
     Inputs and outputs are [M, K] in the program's dtype, features are [groups, K], and what is saved or results

@@ -140,12 +140,11 @@ def _run[
     return PythonObject(None)
 
 
-def _operands(
-    y: PythonObject, x: PythonObject, M: PythonObject, K: PythonObject
-) raises -> Operands[ACCUM]:
-    var operands = Operands[ACCUM](Int(py=M), Int(py=K))
-    operands.inputs[0] = Int64(Int(py=x))
-    operands.outputs[0] = Int64(Int(py=y))
+@always_inline
+def _operands(y: Int, x: Int, M: Int, K: Int) -> Operands[ACCUM]:
+    var operands = Operands[ACCUM](M, K)
+    operands.inputs[0] = Int64(x)
+    operands.outputs[0] = Int64(y)
     return operands
 
 
@@ -157,7 +156,9 @@ def softmax(
     device: PythonObject,
     stream: PythonObject,
 ) raises -> PythonObject:
-    return _run[Softmax](_operands(y, x, M, K), device, stream)
+    return _run[Softmax](
+        _operands(Int(py=y), Int(py=x), Int(py=M), Int(py=K)), device, stream
+    )
 
 
 def rms_norm(
@@ -169,7 +170,7 @@ def rms_norm(
     device: PythonObject,
     stream: PythonObject,
 ) raises -> PythonObject:
-    var operands = _operands(y, x, M, K)
+    var operands = _operands(Int(py=y), Int(py=x), Int(py=M), Int(py=K))
     operands.features[0] = Int64(Int(py=gamma))
     operands.number = 1e-6
     return _run[RmsNorm](operands, device, stream)
@@ -185,7 +186,7 @@ def measured(
     device: PythonObject,
     stream: PythonObject,
 ) raises -> PythonObject:
-    var operands = _operands(y, x, M, K)
+    var operands = _operands(Int(py=y), Int(py=x), Int(py=M), Int(py=K))
     operands.results[0] = Int64(Int(py=total))
     operands.results[1] = Int64(Int(py=smallest))
     return _run[Measured](operands, device, stream)
@@ -204,7 +205,7 @@ def layernorm_backward(
     K: PythonObject,
 ) raises -> PythonObject:
     """Runs a program with sums over rows, on the CPU."""
-    var operands = _operands(dx, dy, M, K)
+    var operands = _operands(Int(py=dx), Int(py=dy), Int(py=M), Int(py=K))
     operands.inputs[1] = Int64(Int(py=x))
     operands.saved[0] = Int64(Int(py=mean))
     operands.saved[1] = Int64(Int(py=rstd))
