@@ -56,9 +56,7 @@ def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target", [pytest.param("nvidia:sm_80", marks=pytest.mark.slow), "amdgpu:gfx942"]
 )
-@pytest.mark.parametrize(
-    "name", ["passes_gpu", pytest.param("rows_gpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["passes_gpu", pytest.param("rows_gpu", marks=pytest.mark.slow)])
 def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     library = tmp_path / "extension.so"
     mojo(

@@ -31,11 +31,17 @@ from .launch import (
 from .operands import Operands, Sums, accumulator
 from .program import RowProgram
 
-# Enough blocks to hide memory's latency, all at once where what they store takes many registers; and enough rows
-# for each warp to be worth a partial sum.
+# Enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum.
 comptime _BLOCKS_AN_SM = 4
-comptime _STORING_BLOCKS_AN_SM = 3
 comptime _FEWEST_PART_ROWS = 4 * COLUMN_WARPS
+# Blocks that store have the registers of a third of an SM each. They come in waves of so many: one block beyond a
+# wave would take as long as all of another.
+comptime _STORING_BLOCKS_AN_SM = 3
+comptime _WAVES = 2
+# Where nothing is summed, parts cost nothing, and small ones end at one time.
+comptime _STORING_PART_ROWS = 8 * COLUMN_WARPS
+# a GPU takes no more blocks in that direction
+comptime _MOST_PARTS = 65535
 
 
 def _tiles(width: Int) -> List[Int]:
@@ -48,11 +54,6 @@ def _blocks(tile: Int) -> Int:
     return 2 if tile == 1 else 1
 
 
-def _blocks_an_SM[P: RowProgram]() -> Int:
-    """Returns how many blocks of `column_kernel` an SM gets."""
-    return _STORING_BLOCKS_AN_SM if _stores[P]() else _BLOCKS_AN_SM
-
-
 def _stores[P: RowProgram]() -> Bool:
     """Returns whether `column_kernel` stores a program's outputs."""
     return P.passes == 0 and P.outputs > 0
@@ -61,14 +62,20 @@ def _stores[P: RowProgram]() -> Bool:
 def _column_parts[
     P: RowProgram
 ](gpu: Gpu, operands: Operands, width: Int) -> Int:
-    """Returns how many parts `column_kernel` makes of the rows of a group."""
-    var across = ceildiv(Int(operands.length), WARP_SIZE * width)
-    return min(
-        ceildiv(
-            _blocks_an_SM[P]() * gpu.processors, across * Int(operands.groups)
-        ),
-        ceildiv(Int(operands.rows), _FEWEST_PART_ROWS),
+    """Returns how many parts `column_kernel` or `panel_kernel` makes of the rows of a group."""
+    var rows = Int(operands.rows)
+    var across = ceildiv(Int(operands.length), WARP_SIZE * width) * Int(
+        operands.groups
     )
+    comptime if not _stores[P]():
+        return min(
+            ceildiv(_BLOCKS_AN_SM * gpu.processors, across),
+            ceildiv(rows, _FEWEST_PART_ROWS),
+        )
+    comptime if P.columns == 0:
+        return min(ceildiv(rows, _STORING_PART_ROWS), _MOST_PARTS)
+    var waves = _WAVES * _STORING_BLOCKS_AN_SM * gpu.processors
+    return max(1, min(waves // across, ceildiv(rows, _FEWEST_PART_ROWS)))
 
 
 def column_sums_bytes[
