@@ -141,10 +141,13 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
     """
     if not isinstance(x, Tensor) or x.is_nested or not x.dim():
         return F.layer_norm(x, (), t.gamma, t.beta, kind.eps)
-    rows, gamma, beta, scale, shift = (
-        v if v is None else widened(v) for v in (x, t.gamma, t.beta, t.scale, t.shift)
-    )
-    assert rows is not None
+    rows, gamma, beta, scale, shift = x, t.gamma, t.beta, t.scale, t.shift
+    # PyTorch's norms compute in float32, too, and round once.
+    if not _is_rounded_once(kind, x, t):
+        rows = widened(x)
+        gamma, beta, scale, shift = (
+            v if v is None else widened(v) for v in (gamma, beta, scale, shift)
+        )
     if gamma is not None and kind.weight_offset:
         gamma = gamma + kind.weight_offset
     features = _features(x, gamma, t.weights[0] if t.weights else None)
@@ -159,6 +162,17 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
     if shift is not None:
         z = z + shift
     return z.to(x.dtype) if x.is_floating_point() else z
+
+
+def _is_rounded_once(kind: Seam, x: Tensor, t: Operands) -> bool:
+    """Return whether a norm is one op of PyTorch's, whose parameters have the dtype of x."""
+    gamma, beta = t.gamma, t.beta
+    return (
+        t.scale is None
+        and t.shift is None
+        and (gamma is None or (gamma.dtype is x.dtype and not kind.weight_offset))
+        and (beta is None or (beta.dtype is x.dtype and kind.normalization == "layer_norm"))
+    )
 
 
 def _features(x: Tensor, *others: Tensor | None) -> torch.Size:
@@ -220,7 +234,7 @@ def unflat(tensors: Sequence[Tensor | None]) -> Operands:
     """Return the tensors of a list made by `flat`."""
     first = len(Operands._fields) - 2
     count = (len(tensors) - first) // 2
-    weights, biases = tensors[first : first + count], tensors[first + count :]
+    weights, biases = list(tensors[first : first + count]), list(tensors[first + count :])
     return Operands._make((*tensors[:first], weights, biases))
 
 

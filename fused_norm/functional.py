@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.fx import Proxy
+from torch.overrides import handle_torch_function
 
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
 from fused_norm.ops import norm_linear as norm_linear_ops
@@ -65,7 +66,7 @@ def fused_layernorm_linear(
         TypeError: As they do, for an argument that is not a tensor.
         NotImplementedError: As they do, for a dtype that has no LayerNorm.
     """
-    if is_overridden(x, linear_weight, None):
+    if is_traced(x, linear_weight, None):
         return handle_torch_function(
             fused_layernorm_linear,
             (x, linear_weight),
@@ -145,9 +146,9 @@ def norm_linear(
         **{"residual": residual, "activation": activation, "statistics": statistics},
         **{"return_sum": return_sum, "return_norm": return_norm},
     }
-    if is_overridden(x, weight, residual):
+    if is_traced(x, weight, residual):
         return handle_torch_function(
-            norm_linear, _overriding(x, weight), x, weight, bias, **options
+            norm_linear, _tensors_of(x, weight), x, weight, bias, **options
         )
     weights, biases = _parameters(weight, bias)
     gated = activation is not None and activation in ACTIVATIONS and is_gate(activation)
@@ -232,10 +233,10 @@ def norm_mlp(
         **{"residual": residual, "activation": activation, "statistics": statistics},
         **{"return_sum": return_sum, "return_norm": return_norm},
     }
-    if is_overridden(x, fc1_weight, residual):
+    if is_traced(x, fc1_weight, residual):
         return handle_torch_function(
             norm_mlp,
-            _overriding(x, fc1_weight),
+            _tensors_of(x, fc1_weight),
             *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
             residual_out=residual_out,
             recompute=recompute,
@@ -277,10 +278,10 @@ def linear_add(
         RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
         TypeError: As they do, for an argument that is not a tensor.
     """
-    if is_overridden(x, weight, residual):
+    if is_traced(x, weight, residual):
         return handle_torch_function(
             linear_add,
-            _overriding(x, weight),
+            _tensors_of(x, weight),
             *(x, weight, bias, residual),
             normalization=normalization,
             eps=eps,
@@ -336,10 +337,10 @@ def family_call(
         return_norm: Whether the normalized rows are.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
     """
-    if is_overridden(x, weights, residual):
+    if is_traced(x, weights, residual):
         return handle_torch_function(
             family_call,
-            _overriding(x, weights),
+            _tensors_of(x, weights),
             x,
             weights,
             biases,
@@ -420,17 +421,19 @@ def _checked(normalization: str, activation: str | None, eps: float | None, x: A
     return float(eps)
 
 
-def _overriding(x: Any, weight: Any) -> tuple[Any, ...]:
+def _tensors_of(x: Any, weight: Any) -> tuple[Any, ...]:
     return (x, *weight) if isinstance(weight, (list, tuple)) else (x, weight)
 
 
-def is_overridden(x: Any, weight: Any, residual: Any) -> bool:
-    """Return whether an argument brings its own idea of calls, as those of `torch.fx` do.
+def is_traced(x: Any, weight: Any, residual: Any) -> bool:
+    """Return whether a tracer of `torch.fx` stands behind an argument, and is to record the call.
 
     Args:
         x: The input.
         weight: A weight, or several.
         residual: Added to x, or None.
     """
-    arguments = (*_overriding(x, weight), residual)
-    return not _ORDINARY.issuperset(map(type, arguments)) and has_torch_function(arguments)
+    arguments = (*_tensors_of(x, weight), residual)
+    return not _ORDINARY.issuperset(map(type, arguments)) and any(
+        isinstance(each, Proxy) for each in arguments
+    )

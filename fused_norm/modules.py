@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fused_norm.call.memory import statistics_dtype
 from fused_norm.call.parameters import forget_before_swap
 from fused_norm.composition import ACTIVATIONS, is_gate
-from fused_norm.functional import family_call, fused_layernorm_linear, is_overridden
+from fused_norm.functional import family_call, fused_layernorm_linear, is_traced
 from fused_norm.ops import norm_linear
 
 _NORMS: dict[str, tuple[str, type[nn.Module]]] = {
@@ -303,7 +303,7 @@ class LayerNormLinear(_Norm):
         """
         if self._is_plain:
             tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
-            if is_overridden(x, None, None):
+            if is_traced(x, None, None):
                 return fused_layernorm_linear(x, *tensors, cast(float, self.eps))
             return norm_linear.call(x, tensors, self.eps, self._owner(self.weight))
         weights, biases = self._linear_parameters()

@@ -21,7 +21,7 @@ from fused_norm.ops.registration import (
     is_watched,
     register,
 )
-from fused_norm.ops.seam_validation import as_kernels_need
+from fused_norm.ops.seam_validation import as_kernels_need, is_host_bound
 
 # Of the first eleven operands, those that an op's schema lists one by one.
 _NAMED = Operands._fields[:-2]
@@ -267,6 +267,8 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         name = "norm_linear" if t.out_weight is None else "norm_mlp"
         with record_function(f"fused_norm::{name}"):
             return call(kind, t, owners, True)
+    if owners is None and not is_watched() and is_host_bound(t):
+        return composition.seam(kind, t)
     ready = as_kernels_need(kind, t)
     if ready is None:
         return composition.seam(kind, t)

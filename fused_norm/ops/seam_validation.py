@@ -18,6 +18,11 @@ from fused_norm.ops.validation import LONGEST_ROW, is_strided, serves_now
 
 # A GPU's grid has no more blocks in the direction that groups take.
 _MOST_GROUPS = 65535
+# Products (M K N) from which on a call pays, in inference and in training: half a millisecond of an
+# H200 in bfloat16, and a quarter of one of a thread of a Xeon in float32 (bench, "launch", "wall").
+_GPU_PRODUCTS = (2 * 10**10, 6 * 10**10)
+_CPU_PRODUCTS = (5 * 10**6, 10**7)
+_ORDINARY = (Tensor, torch.nn.Parameter)
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,6 +60,31 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
     if t.scale is None and t.shift is None:
         return t
     return _with_groups(t)
+
+
+def is_host_bound(t: Operands) -> bool:
+    """Return whether PyTorch's ops finish a call sooner: one that takes the host most of its time.
+
+    A call of ours takes Python longer than it takes PyTorch's ops, which are called from C++. That
+    is hidden where kernels take longer still, and in CUDA graphs, which cost the host nothing.
+
+    Args:
+        t: The tensors, which may be anything.
+    """
+    x, last = t.x, t.out_weight
+    products = 0
+    for weight in t.weights if last is None else (*t.weights, last):
+        if type(weight) not in _ORDINARY:
+            return False
+        products += weight.numel()
+    if type(x) not in _ORDINARY or x.is_meta or not products:
+        return False
+    features = x.shape[-1:].numel()
+    products *= x.numel() // max(features, 1)
+    follows = torch.is_grad_enabled() and (x.requires_grad or t.weights[0].requires_grad)
+    if x.is_cuda:
+        return products < _GPU_PRODUCTS[follows] and not torch.cuda.is_current_stream_capturing()
+    return products < _CPU_PRODUCTS[follows] * torch.get_num_threads()
 
 
 def _are_tensors(t: Operands) -> bool:
