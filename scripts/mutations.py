@@ -34,6 +34,7 @@ class Mutation:
 LINEAR = ("tests/test_layernorm_linear.py", "-k", "test_values_and_gradients and float32")
 MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
 ROWS = ("tests/test_row_ops.py", "-k", "float32")
+FAMILY = ("tests/test_family.py", "-k", "test_values_and_gradients and float32")
 HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
@@ -151,6 +152,54 @@ MUTATIONS = (
         "default=1",
         "default=0",
         MISSING,
+    ),
+    Mutation(
+        "RMSNorm's gradient takes the mean of g off",
+        "cpu",
+        "op/rows/programs/norm.mojo",
+        "            _mean(row, total[0] * row.inverse_n),\n",
+        "            total[0] * row.inverse_n,\n",
+        FAMILY,
+    ),
+    Mutation(
+        "no beta in the gradient of a scale",
+        "cpu",
+        "op/passes/modulation.mojo",
+        "dG * g + dT * b)",
+        "dG * g)",
+        FAMILY,
+    ),
+    Mutation(
+        "an activation's slope without its second term",
+        "cpu",
+        "op/passes/activation.mojo",
+        "self.dh = da * fma(h * s.share * s.rest, slope, s.share)",
+        "self.dh = da * s.share",
+        FAMILY,
+    ),
+    Mutation(
+        "the gradient that reaches the sum is lost",
+        "cpu",
+        "fused_norm/backends/seams.py",
+        "    dsum = dys.pop() if kind.returns_sum else None",
+        "    dsum = dys.pop() and None if kind.returns_sum else None",
+        FAMILY,
+    ),
+    Mutation(
+        "a residual is not part of what CPUs normalize",
+        "cpu",
+        f"{CPU}/normalize.mojo",
+        "return call.sum if call.residual != 0 else call.x",
+        "return call.x",
+        FAMILY,
+    ),
+    Mutation(
+        "statistics of another norm are taken",
+        "cpu",
+        "fused_norm/functional.py",
+        "if (of, found_with) != (normalization, exact):",
+        "if False:",
+        ("tests/test_family.py", "-k", "test_linear_add"),
     ),
     Mutation(
         "rows that no part has",
