@@ -51,8 +51,8 @@ MUTATIONS = (
         "no linear bias",
         "cpu",
         f"{CPU}/forward.mojo",
-        "if call.bias != 0 else 0,",
-        "if call.bias == 1 else 0,",
+        "if call.bias\n                != 0 else 0,",
+        "if call.bias\n                == 1 else 0,",
         LINEAR,
     ),
     Mutation(
@@ -205,8 +205,8 @@ MUTATIONS = (
         "rows that no part has",
         "cpu",
         "op/rows/cpu.mojo",
-        "        ceildiv(rows, part_rows),\n        Addresses",
-        "        max(1, rows // part_rows),\n        Addresses",
+        "return {operands, part_rows, ceildiv(rows, part_rows), no_sums}",
+        "return {operands, part_rows, max(1, rows // part_rows), no_sums}",
         ROWS,
     ),
     Mutation(

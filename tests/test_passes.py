@@ -15,7 +15,13 @@ from torch import Tensor
 from fused_norm.call.record import Call
 from fused_norm.native import build
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    # the other two of each width
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    pytest.param(torch.float64, marks=pytest.mark.slow),
+]
 DEVICES = [
     "cpu",
     pytest.param(

@@ -61,7 +61,7 @@ def test_liger_fused_add_rms_norm(dtype: Any, shape: Any, offset: float, device:
 @pytest.mark.parametrize("features", [192, 760, 1128, 4096, 16384, 65536])
 @pytest.mark.parametrize("rows", [1, 37, 199])
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, pytest.param(F16, marks=pytest.mark.slow), BF16], ids=str)
 def test_quack_rms_norm(dtype: Any, residual: bool, rows: int, features: int, device: str) -> None:
     if device == "cpu" and rows * features > 2**18:
         pytest.skip("long on a CPU")
@@ -80,7 +80,7 @@ def test_quack_mlp(activation: str, recompute: bool, device: str) -> None:
 # TransformerEngine, tests/pytorch/test_numerics.py: LayerNormMLP and LayerNormLinear, either norm.
 @pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "quick_gelu", "silu", *family.GATES])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, pytest.param(F16, marks=pytest.mark.slow), BF16], ids=str)
 def test_transformer_engine_mlp(
     dtype: Any, activation: str, normalization: str, device: str
 ) -> None:
