@@ -638,7 +638,12 @@ def test_ops_agree_with_their_formulas() -> None:
     torch.testing.assert_close(OPS["layer_norm"].reference(x, o), expected)
 
 
-@pytest.mark.parametrize("op", OPS)
+SHORT = ("layernorm_linear", "layer_norm", "residual_rms_norm_linear", "norm_swiglu", "norm_mlp")
+
+
+@pytest.mark.parametrize(
+    "op", [op if op in SHORT else pytest.param(op, marks=pytest.mark.slow) for op in OPS]
+)
 def test_every_installed_provider_of_this_machine_is_right(op: str, device: str) -> None:
     """All that can be imported here and needs no compiler, on a shape where nothing divides."""
     names = [name for name in providers.NAMES if name not in cli.SLOW]

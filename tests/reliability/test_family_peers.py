@@ -80,7 +80,9 @@ def test_quack_mlp(activation: str, recompute: bool, device: str) -> None:
 # TransformerEngine, tests/pytorch/test_numerics.py: LayerNormMLP and LayerNormLinear, either norm.
 @pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "quick_gelu", "silu", *family.GATES])
-@pytest.mark.parametrize("dtype", [F32, pytest.param(F16, marks=pytest.mark.slow), BF16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [F32, *(pytest.param(low, marks=pytest.mark.slow) for low in (F16, BF16))], ids=str
+)
 def test_transformer_engine_mlp(
     dtype: Any, activation: str, normalization: str, device: str
 ) -> None:
