@@ -220,6 +220,7 @@ def gradients(
         return tuple(r for r, g in zip(results, grad_outputs, strict=True) if g is not None)
 
     values = [tensors[i] for i in chosen]
+    # PyTorch's annotations have a third result, which is there only if asked for.
     _, pull = torch.func.vjp(function, *values)  # type: ignore[misc]
     found = iter(pull(tuple(g for g in grad_outputs if g is not None)))
     return [next(found) if w else None for w in wanted]
@@ -286,15 +287,3 @@ class Results(NamedTuple):
         )
         found = [next(rest) if is_there else None for is_there in there]
         return cls._make((results[:outputs], *found, list(rest)))
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """Return `residual + x W^T + b`.
-
-    Args:
-        x: Input of shape `[..., K]`.
-        weight: Shape `[N, K]`.
-        bias: Shape `[N]`, or None.
-        residual: Shape `[..., N]`.
-    """
-    return residual + F.linear(x, weight, bias)

@@ -7,6 +7,7 @@ allocators, so calls can be captured in CUDA graphs.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -17,6 +18,8 @@ from fused_norm.call.memory import address, dense, workspace
 from fused_norm.call.record import Call
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import build
+
+Door = Callable[[int], int]
 
 
 def normalize(
@@ -193,7 +196,7 @@ def _kernels(rows: Tensor) -> ModuleType:
     return cpu.extension("passes_cpu", rows.dtype)
 
 
-def _run(plan, run, call: Call, like: Tensor) -> None:  # type: ignore[no-untyped-def]
+def _run(plan: Door, run: Door, call: Call, like: Tensor) -> None:
     place = ctypes.addressof(call)
     plan(place)
     size: int = call.workspace_bytes

@@ -245,10 +245,12 @@ def _activation_backward(
             dbiases = [d.clone() for d in dbiases[0].split(sizes)]
         else:
             dbiases = [None] * len(sizes)
-    return dhs, [
-        torch.zeros_like(bias) if w and d is None else d if w else None  # type: ignore[arg-type]
-        for d, w, bias in zip(dbiases, want.biases, t.biases, strict=True)
-    ]
+    for i, (bias, wants_it) in enumerate(zip(t.biases, want.biases, strict=True)):
+        if not wants_it:
+            dbiases[i] = None
+        elif dbiases[i] is None and bias is not None:
+            dbiases[i] = torch.zeros_like(bias)
+    return dhs, dbiases
 
 
 def _dz(t: Operands, dhs: Found, dnorm: Tensor | None) -> Tensor:
