@@ -1,0 +1,8 @@
+"""What users put into models: a norm with the Linear layers on it, or a whole MLP, as one."""
+
+from __future__ import annotations
+
+from fused_norm.modules.layernorm_linear import LayerNormLinear
+from fused_norm.modules.layernorm_mlp import LayerNormMLP
+
+__all__ = ["LayerNormLinear", "LayerNormMLP"]

@@ -1,0 +1,186 @@
+"""A norm and the MLP after it as one module."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fused_norm.composition import is_gate
+from fused_norm.functional import family_call
+from fused_norm.modules.parts import (
+    NormModule,
+    empty,
+    linear_of,
+    require_features,
+    require_known,
+    require_norm,
+    require_plain,
+    reset_linear,
+)
+
+
+class LayerNormMLP(NormModule):
+    """A norm over the last dimension and the two Linear layers of an MLP, as one op.
+
+    Takes the place of `nn.Sequential(nn.LayerNorm(hidden_size), nn.Linear(hidden_size,
+    ffn_hidden_size), nn.GELU(), nn.Linear(ffn_hidden_size, hidden_size))` and is initialized as
+    those are. Names of options and parameters follow TransformerEngine's module of this name; its
+    activations are those of `norm_linear` (`"gelu"` is exact here).
+
+    Args:
+        hidden_size: Size of the last dimension of input and output.
+        ffn_hidden_size: Size between the two Linear layers, after a gate.
+        eps: Added to the variance before the square root, for RMSNorm to the mean square; None,
+            for RMSNorm alone, is the dtype's own.
+        bias: Whether the Linear layers have biases.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        normalization: `"LayerNorm"` or `"RMSNorm"`.
+        activation: As in `norm_linear`.
+        zero_centered_gamma: Whether the norm's weight is kept around zero: 1 is added to it.
+        recompute: Whether the backward computes the first product again instead of keeping it.
+
+    Attributes:
+        layer_norm_weight: Gamma, shape `[hidden_size]`.
+        layer_norm_bias: Beta, shape `[hidden_size]`, or None.
+        fc1_weight: Shape `[ffn_hidden_size, hidden_size]`, before a gate twice as many rows.
+        fc1_bias: Shape `[ffn_hidden_size]`, before a gate twice that, or None.
+        fc2_weight: Shape `[hidden_size, ffn_hidden_size]`.
+        fc2_bias: Shape `[hidden_size]`, or None.
+
+    Raises:
+        ValueError: If the normalization or the activation is not known.
+    """
+
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float | None = 1e-5,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, True, True, **kind)
+        require_known(activation)
+        self.activation = activation
+        self.recompute = recompute
+        outputs = ffn_hidden_size * (2 if is_gate(activation) else 1)
+        self.fc1_weight = empty(outputs, hidden_size, **kind)
+        self.fc1_bias = empty(outputs, **kind) if bias else None
+        self.fc2_weight = empty(hidden_size, ffn_hidden_size, **kind)
+        self.fc2_bias = empty(hidden_size, **kind) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters as PyTorch's norms and `nn.Linear` do."""
+        self._reset_norm()
+        reset_linear(self.fc1_weight, self.fc1_bias, self.hidden_size)
+        reset_linear(self.fc2_weight, self.fc2_bias, self.ffn_hidden_size)
+
+    @classmethod
+    def from_modules(
+        cls,
+        ln: nn.LayerNorm | nn.RMSNorm,
+        fc1: nn.Linear,
+        fc2: nn.Linear,
+        *,
+        activation: str = "gelu",
+    ) -> LayerNormMLP:
+        """Return a module that shares the Parameters of a norm and of the two Linear layers.
+
+        Args:
+            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes the last dimension alone.
+            fc1: Takes what `ln` returns; before a gate, its first half of outputs is the gate's.
+            fc2: Takes what the activation returns.
+            activation: As in `norm_linear`.
+
+        Raises:
+            TypeError: If one is another kind of module, a subclass with a `forward` of its own
+                included.
+            ValueError: If shapes do not fit each other, one Linear has a bias and the other none,
+                or one has hooks or parametrizations, which the new module would not run.
+        """
+        normalization = require_norm("ln", ln)
+        require_plain("fc1", fc1, nn.Linear)
+        require_plain("fc2", fc2, nn.Linear)
+        require_features("ln", ln, "fc1", fc1.in_features)
+        require_known(activation)
+        halves = 2 if is_gate(activation) else 1
+        wanted = (fc1.out_features // halves, fc1.in_features)
+        if (fc2.in_features, fc2.out_features) != wanted or fc1.out_features % halves:
+            raise ValueError(
+                f"fc2 must take and return {wanted} features, "
+                f"got {(fc2.in_features, fc2.out_features)}"
+            )
+        if (fc1.bias is None) != (fc2.bias is None):
+            raise ValueError("either both Linear layers have a bias, or none has")
+        layer = cls(
+            fc1.in_features,
+            fc2.in_features,
+            ln.eps,
+            fc1.bias is not None,
+            "meta",
+            normalization=normalization,
+            activation=activation,
+        )
+        layer._take_norm(ln)
+        layer.fc1_weight, layer.fc1_bias = cast(nn.Parameter, fc1.weight), fc1.bias
+        layer.fc2_weight, layer.fc2_bias = cast(nn.Parameter, fc2.weight), fc2.bias
+        layer.train(fc1.training)
+        return layer
+
+    def to_modules(self) -> tuple[nn.Module, nn.Linear, nn.Linear]:
+        """Return a norm and two Linear layers that share this module's Parameters.
+
+        Raises:
+            ValueError: If gamma is kept around zero, which no norm of PyTorch's does.
+        """
+        return (
+            self._norm_module(self.hidden_size),
+            linear_of(self.fc1_weight, self.fc1_bias, self.training),
+            linear_of(self.fc2_weight, self.fc2_bias, self.training),
+        )
+
+    def forward(self, x: Tensor, residual_out: Tensor | None = None) -> Tensor:
+        """Return `[..., hidden_size]` for an input of that shape.
+
+        Args:
+            x: Input.
+            residual_out: Added at the end, such as `x` itself.
+        """
+        (y,) = family_call(
+            x,
+            [self.fc1_weight],
+            [self.fc1_bias],
+            (self.fc2_weight, self.fc2_bias, residual_out),
+            True,
+            self.recompute,
+            activation=self.activation,
+            **self._norm_options(),
+        )
+        return y
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the module."""
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"{self._norm_repr()}, bias={self.fc1_bias is not None}, "
+            f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
+        )

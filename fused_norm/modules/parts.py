@@ -1,0 +1,185 @@
+"""What modules have in common: the norm's half, shared Parameters, what may be taken over."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from fused_norm.composition import ACTIVATIONS, is_gate
+
+NORMS: dict[str, tuple[str, type[nn.Module]]] = {
+    "LayerNorm": ("layer_norm", nn.LayerNorm),
+    "RMSNorm": ("rms_norm", nn.RMSNorm),
+}
+
+
+class NormModule(nn.Module):
+    """The norm's half of a module: its parameters, and how they are initialized."""
+
+    layer_norm_weight: nn.Parameter | None
+    layer_norm_bias: nn.Parameter | None
+
+    def _make_norm(
+        self,
+        features: int,
+        eps: float | None,
+        normalization: str,
+        zero_centered_gamma: bool,
+        has_weight: bool,
+        has_bias: bool,
+        **kind: Any,
+    ) -> None:
+        if normalization not in NORMS:
+            raise ValueError(f"normalization must be one of {tuple(NORMS)}, got {normalization!r}")
+        if eps is None and normalization == "LayerNorm":
+            raise TypeError("LayerNorm needs an eps, got None")
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.layer_norm_weight = empty(features, **kind) if has_weight else None
+        # RMSNorm has no bias.
+        has_bias = has_weight and has_bias and normalization == "LayerNorm"
+        self.layer_norm_bias = empty(features, **kind) if has_bias else None
+
+    def _reset_norm(self) -> None:
+        if self.layer_norm_weight is not None:
+            nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def _norm_options(self) -> dict[str, Any]:
+        """Return what the norm is to the functions."""
+        return {
+            "normalization": NORMS[self.normalization][0],
+            "norm_weight": self.layer_norm_weight,
+            "norm_bias": self.layer_norm_bias,
+            "eps": self.eps,
+            "weight_offset": float(self.zero_centered_gamma),
+        }
+
+    def _norm_module(self, features: int) -> nn.Module:
+        """Return the norm as a module of PyTorch's that shares its Parameters."""
+        if self.zero_centered_gamma:
+            raise ValueError("nn.LayerNorm and nn.RMSNorm have no gamma around zero")
+        affine = self.layer_norm_weight is not None
+        if self.normalization == "RMSNorm":
+            norm: nn.Module = nn.RMSNorm(features, self.eps, affine, device="meta")
+        else:
+            assert self.eps is not None
+            has_bias = self.layer_norm_bias is not None
+            norm = nn.LayerNorm(features, self.eps, affine, has_bias, device="meta")
+            norm.register_parameter("bias", self.layer_norm_bias)
+        norm.register_parameter("weight", self.layer_norm_weight)
+        return norm.train(self.training)
+
+    def _take_norm(self, norm: nn.Module) -> None:
+        """Share the Parameters of a norm of PyTorch's."""
+        self.layer_norm_weight = cast(Any, norm).weight
+        self.layer_norm_bias = getattr(norm, "bias", None)
+
+    def _norm_repr(self) -> str:
+        rms = self.normalization != "LayerNorm"
+        centered = self.zero_centered_gamma
+        return (
+            f"eps={self.eps}"
+            + (f", normalization={self.normalization!r}" if rms else "")
+            + (f", zero_centered_gamma={centered}" if centered else "")
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters as PyTorch's modules do."""
+        raise NotImplementedError
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """What transformers asks before it initializes a module by its class's name.
+
+        By that name it takes this one for a LayerNorm, and would fill `weight` with ones. While it
+        asks, its own versions of `nn.init` are in place, which spare what a checkpoint brought.
+        """
+        if nn.init.ones_.__module__.startswith("transformers."):
+            self.reset_parameters()
+        return True
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, _: bool) -> None:
+        """Nothing to keep: the answer is always the same."""
+
+
+def empty(*shape: int, **kind: Any) -> nn.Parameter:
+    """Return a Parameter to be initialized."""
+    return nn.Parameter(torch.empty(shape, **kind))
+
+
+def reset_linear(weight: Tensor, bias: Tensor | None, features: int) -> None:
+    """Initialize a weight and a bias as `nn.Linear` does."""
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    if bias is not None:
+        bound = 1 / math.sqrt(features) if features > 0 else 0
+        nn.init.uniform_(bias, -bound, bound)
+
+
+def linear_of(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -> nn.Linear:
+    """Return an `nn.Linear` that shares a weight and a bias."""
+    outputs, features = weight.shape
+    linear = nn.Linear(features, outputs, bias is not None, device="meta")
+    linear.register_parameter("weight", weight)
+    linear.register_parameter("bias", bias)
+    return linear.train(training)
+
+
+def require_known(activation: str | None, out_features: int = 0) -> None:
+    """Raise unless an activation is known, and a gate's outputs are even."""
+    if activation is None:
+        return
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
+        )
+    if is_gate(activation) and out_features % 2:
+        raise ValueError(f"{activation} needs an even out_features, got {out_features}")
+
+
+def require_norm(name: str, module: Any) -> str:
+    """Return the name of a norm's kind, or raise if it is none of PyTorch's."""
+    normalization = "RMSNorm" if isinstance(module, nn.RMSNorm) else "LayerNorm"
+    require_plain(name, module, NORMS[normalization][1])
+    return normalization
+
+
+def require_features(name: str, norm: Any, linear: str, features: int) -> None:
+    """Raise unless a norm normalizes rows of so many features."""
+    if tuple(norm.normalized_shape) != (features,):
+        raise ValueError(
+            f"{name} must normalize the shape ({features},) that {linear} takes, "
+            f"got normalized_shape={tuple(norm.normalized_shape)}"
+        )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def require_plain(name: str, module: Any, kind: type[nn.Module]) -> None:
+    """Raise unless a module computes what its class does, and nothing else.
+
+    Args:
+        name: The argument's name.
+        module: The argument.
+        kind: The class, whose subclasses may not bring a `forward` of their own.
+    """
+    plain = f"nn.{kind.__name__}"
+    if not isinstance(module, kind):
+        raise TypeError(f"{name} must be an {plain}, got {type(module).__name__}")
+    if is_parametrized(module):
+        raise ValueError(f"{name} has parametrizations, which from_modules would drop")
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        raise TypeError(
+            f"{name} must be an {plain} with its own forward, got {type(module).__name__}, "
+            "which computes something else"
+        )
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        raise ValueError(f"{name} has hooks, which from_modules would drop")
