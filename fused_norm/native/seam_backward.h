@@ -47,7 +47,7 @@ class Backward {
     if (!by_product()) around_products();
     for (size_t i = 0; i < t_.count(); ++i) {
       auto& dbias = found_[NAMED + t_.count() + i];
-      if (wanted_[NAMED + t_.count() + i] && !dbias.defined()) dbias = at::zeros_like(t_.bias(i));
+      if (wanted_[NAMED + t_.count() + i] && !dbias.defined()) dbias = zeros(t_.weight(i).size(0));
     }
     return std::move(found_);
   }
@@ -55,6 +55,11 @@ class Backward {
  private:
   bool any(size_t first) const {
     return std::any_of(&wanted_[first], &wanted_[first] + t_.count(), [](bool w) { return w; });
+  }
+
+  // The gradient of a bias on which nothing depends.
+  Tensor zeros(int64_t N) const {
+    return at::zeros({N}, t_[X].options());
   }
 
   Call rows_call(int64_t N) const {
@@ -85,9 +90,8 @@ class Backward {
     const Tensor dout = das_[0];
     das_[0] = Tensor();
     if (!dout.defined()) {
-      for (const auto place : {OUT_WEIGHT, OUT_BIAS}) {
-        if (wanted_[place]) found_[place] = at::zeros_like(t_[place]);
-      }
+      if (wanted_[OUT_WEIGHT]) found_[OUT_WEIGHT] = at::zeros_like(t_[OUT_WEIGHT]);
+      if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = zeros(t_[OUT_WEIGHT].size(0));
       return dout;
     }
     if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = sum_of_rows(dout);
@@ -163,14 +167,14 @@ class Backward {
     struct Result {
       size_t place;
       void*& address;
-      Tensor like;
+      const Tensor& like;
     };
     const Result results[] = {
         {X, call.dx, t_[X]},
         {GAMMA, call.dgamma, t_[GAMMA]},
         {BETA, call.dbeta, t_[BETA]},
         {NAMED, call.dweight, t_.weight(0)},
-        {NAMED + 1, call.dbias, t_.bias(0)}};
+        {NAMED + 1, call.dbias, t_.weight(0)}};
     bool is_wanted = false;
     for (const auto& [place, address, like] : results) {
       if (!wanted_[place] || found_[place].defined()) continue;
@@ -181,7 +185,8 @@ class Backward {
     if (product.plan_backward(&call) != 0 || call.way != FUSED) return false;
     for (const auto& [place, address, like] : results) {
       if (!address) continue;
-      found_[place] = at::empty(like.sizes(), like.options());
+      const auto shape = like.sizes();
+      found_[place] = at::empty(place == NAMED + 1 ? shape.slice(0, 1) : shape, like.options());
       address = found_[place].data_ptr();
     }
     const auto workspace = workspace_of(call, t_[X]);
