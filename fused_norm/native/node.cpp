@@ -153,6 +153,13 @@ PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, b
   return tuple.release().ptr();
 }
 
+// Whether PyTorch's ops are faster: their own product is several times that of the kernels, which
+// leave it to them, and a call takes longer than it takes to begin.
+bool is_pytorchs(const Tensor& x, const Sizes& sizes, const Kernels& kernels) {
+  constexpr int64_t most_products = 1 << 18;
+  return x.is_cpu() && !kernels.product.forward && sizes.M * sizes.K * sizes.N > most_products;
+}
+
 // Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
 // is left to Python.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -174,6 +181,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (*is_left) Py_RETURN_NONE;
   const Kernels* kernels = KernelsOf::find((*t)[X], kind->is_rms_norm, is_alone);
   if (!kernels) return nullptr;
+  if (is_pytorchs((*t)[X], *sizes, *kernels)) Py_RETURN_NONE;
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();

@@ -79,13 +79,14 @@ class Plain {
       : keys_(backend(x)), device_(x.device()), is_there_(is_ordinary(x)) {}
 
   bool operator()(const Tensor& v, at::IntArrayRef shape, at::ScalarType dtype) const {
-    return v.scalar_type() == dtype && v.sizes() == shape && is(v);
+    // Of another layout, a tensor may have no sizes.
+    return is_kind(v) && v.scalar_type() == dtype && v.sizes() == shape && is_dense(v);
   }
   bool may_be(const Tensor& v, at::IntArrayRef shape, at::ScalarType dtype) const {
     return !v.defined() || (*this)(v, shape, dtype);
   }
   bool is(const Tensor& v) const {
-    return is_kind(v) && v.is_contiguous() && v.data_ptr() != nullptr;
+    return is_kind(v) && is_dense(v);
   }
   // The same wherever its values are.
   bool is_kind(const Tensor& v) const {
@@ -94,6 +95,9 @@ class Plain {
   }
 
  private:
+  static bool is_dense(const Tensor& v) {
+    return v.is_contiguous() && v.data_ptr() != nullptr;
+  }
   static c10::DispatchKeySet backend(const Tensor& v) {
     return v.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
         c10::autocast_dispatch_keyset;
@@ -127,11 +131,9 @@ inline int64_t groups_of(const Tensor& modulation, at::IntArrayRef x) {
 inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
   constexpr int64_t most_groups = 65535, longest_row = (int64_t{1} << 31) - 1;
   const Tensor& x = t[X];
-  if (!x.defined() || x.layout() != at::kStrided || !(x.is_cpu() || x.is_cuda()) || !x.dim() ||
-      !x.numel()) {
-    return std::nullopt;
-  }
+  if (!x.defined()) return std::nullopt;
   const Plain is_plain(x);
+  if (!is_plain.is_kind(x) || !x.dim() || !x.numel()) return std::nullopt;
   const auto dtype = x.scalar_type(), wide = statistics_dtype(dtype);
   const bool is_narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
   if (!is_narrow && dtype != at::kFloat && !(dtype == at::kDouble && x.is_cpu())) {
@@ -151,9 +153,10 @@ inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
   for (const auto place : {SCALE, SHIFT}) {
     const Tensor& v = t[place];
     if (!v.defined()) continue;
+    if (!is_plain.is(v)) return std::nullopt;
     const auto groups = groups_of(v, shape);
     if (!groups || groups > most_groups || (sizes.groups && sizes.groups != groups) ||
-        v.scalar_type() != dtype || !is_plain.is(v)) {
+        v.scalar_type() != dtype) {
       return std::nullopt;
     }
     sizes.groups = groups;
@@ -161,9 +164,7 @@ inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
   int64_t N = 0;
   for (size_t i = 0; i < t.count(); ++i) {
     const Tensor& weight = t.weight(i);
-    if (!weight.defined() || weight.layout() != at::kStrided || weight.dim() != 2) {
-      return std::nullopt;
-    }
+    if (!weight.defined() || !is_plain.is_kind(weight) || weight.dim() != 2) return std::nullopt;
     N = weight.size(0);
     if (!N || !is_plain(weight, {N, K}, dtype) || !is_plain.may_be(t.bias(i), N, dtype)) {
       return std::nullopt;
@@ -173,7 +174,7 @@ inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
   if (kind.is_joined) N = sizes.N;
   if (kind.is_gated() && (N % 2 || t.count() > 2)) return std::nullopt;
   if (const Tensor& last = t[OUT_WEIGHT]; last.defined()) {
-    if (last.layout() != at::kStrided || last.dim() != 2 || !last.numel()) return std::nullopt;
+    if (!is_plain.is_kind(last) || last.dim() != 2 || !last.numel()) return std::nullopt;
     c10::DimVector out(rows.begin(), rows.end());
     out.push_back(last.size(0));
     if (!is_plain(last, {last.size(0), kind.is_gated() ? N / 2 : N}, dtype) ||
