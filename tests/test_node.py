@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
 from fused_norm.__main__ import main
-from fused_norm.backends import compiled as backend
 from fused_norm.backends import cpu, sm90
 from fused_norm.native import cache, node
 from fused_norm.ops import compiled
@@ -50,16 +49,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Have the node in force, and see the grad_outputs that it leaves to Python."""
     module = node.import_from(library)
     calls = []
 
     def backward(kind: object, tensors: object, products: object, *others: Any) -> Any:
         calls.append(others[0][0])
-        return compiled.backward(kind, tensors, products, *others)
+        return python(kind, tensors, products, *others)
 
-    module.set_python(backend.kernels, backend.conditions, backward)
+    python = compiled.backward
+    monkeypatch.setattr(compiled, "backward", backward)
+    compiled.tell(module)
     monkeypatch.setattr(compiled, "module", lambda: module)
     if torch.cuda.is_available():
         # The first of a thread is Python's.
@@ -67,8 +68,7 @@ def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
             torch.ones(16, 16).cuda().bfloat16()
         )
         calls.clear()
-    yield calls
-    module.set_python(backend.kernels, backend.conditions, compiled.backward)
+    return calls
 
 
 @pytest.fixture
@@ -575,11 +575,10 @@ def test_fork(library: Path) -> None:
     script = """
     import os, sys, torch, fused_norm as fn
     from pathlib import Path
-    from fused_norm.backends import compiled as backend
     from fused_norm.native import node
     from fused_norm.ops import compiled
     module = node.import_from(Path(sys.argv[1]))
-    module.set_python(backend.kernels, backend.conditions, compiled.backward)
+    compiled.tell(module)
     compiled.module = lambda: module
     torch.set_num_threads(2)
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)

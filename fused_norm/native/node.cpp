@@ -11,12 +11,15 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
+#include <torch/version.h>
 
+#include "row_node.h"
 #include "seam_node.h"
 
 namespace {
 
 using namespace fused_norm;
+namespace py = fused_norm::python;
 
 // kernels(x, is_rms_norm, alone): see `KernelsOf`. conditions(): whether no collective runs beside
 // ours, and whether a graph captures the current stream.
@@ -25,26 +28,24 @@ PyObject *python_kernels = nullptr, *python_conditions = nullptr;
 // The kernels of each dtype, device, stream and norm, found by Python once.
 class KernelsOf {
  public:
-  // Null with Python's error set.
-  static const Kernels* find(const Tensor& x, bool is_rms_norm, bool is_alone) {
+  static const Kernels& find(const Tensor& x, bool is_rms_norm, bool is_alone) {
     const auto stream = current_stream(x.device());
     const Key key{x.scalar_type(), stream, is_rms_norm, is_alone};
     static std::deque<std::pair<Key, Kernels>> known;
     for (const auto& [of, kernels] : known) {
-      if (of == key) return &kernels;
+      if (of == key) return kernels;
     }
-    const auto found = py::reinterpret_steal<py::object>(PyObject_CallFunction(
+    const auto found = py::checked(PyObject_CallFunction(
         python_kernels, "Nii", THPVariable_Wrap(x), is_rms_norm, is_alone));
-    if (!found) return nullptr;
     const char *product, *passes;
     long long product_context, passes_context;
     if (!PyArg_ParseTuple(
             found.ptr(), "sLsL", &product, &product_context, &passes, &passes_context)) {
-      return nullptr;
+      py::throw_error();
     }
     const Kernels kernels{
         Product(Library(product), product_context), Passes(Library(passes), passes_context)};
-    return &known.emplace_back(key, kernels).second;
+    return known.emplace_back(key, kernels).second;
   }
 
  private:
@@ -66,9 +67,14 @@ Tensor tensor_of(PyObject* object) {
 
 // The items of a list or tuple, or the one thing that is neither.
 c10::SmallVector<PyObject*, 4> items_of(PyObject* object) {
-  if (!PyList_Check(object) && !PyTuple_Check(object)) return {object};
-  const auto count = PySequence_Fast_GET_SIZE(object);
-  return {PySequence_Fast_ITEMS(object), PySequence_Fast_ITEMS(object) + count};
+  const auto type = PyType_GetFlags(Py_TYPE(object));
+  const bool is_list = type & Py_TPFLAGS_LIST_SUBCLASS;
+  if (!is_list && !(type & Py_TPFLAGS_TUPLE_SUBCLASS)) return {object};
+  c10::SmallVector<PyObject*, 4> items(is_list ? PyList_Size(object) : PyTuple_Size(object));
+  for (size_t i = 0; i < items.size(); ++i) {
+    items[i] = is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+  }
+  return items;
 }
 
 // Nothing where an argument is no ordinary tensor.
@@ -110,14 +116,14 @@ std::optional<Seam> seam_of(PyObject* const* arguments, const Operands& t) {
   kind.is_rms_norm = arguments[IS_RMS_NORM] == Py_True;
   kind.activation = static_cast<int>(PyLong_AsLong(arguments[ACTIVATION]));
   if (PyFloat_CheckExact(arguments[EPS])) {
-    kind.eps = PyFloat_AS_DOUBLE(arguments[EPS]);
+    kind.eps = PyFloat_AsDouble(arguments[EPS]);
   } else if (arguments[EPS] == Py_None && kind.is_rms_norm && t[X].defined()) {
     kind.eps = epsilon_of(t[X].scalar_type());
   } else {
     return std::nullopt;
   }
   if (!PyFloat_CheckExact(arguments[OFFSET])) return std::nullopt;
-  kind.weight_offset = PyFloat_AS_DOUBLE(arguments[OFFSET]);
+  kind.weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
   kind.is_joined = arguments[IS_JOINED] == Py_True;
   kind.returns_sum = t[RESIDUAL].defined() && arguments[RETURN_SUM] == Py_True;
   kind.returns_norm = arguments[RETURN_NORM] == Py_True;
@@ -126,16 +132,14 @@ std::optional<Seam> seam_of(PyObject* const* arguments, const Operands& t) {
 }
 
 // Whether a call is one for Python: something watches it, or it is a GPU's that keeps a fold.
-// Nothing with Python's error set.
-std::optional<bool> is_left_to_python(
-    const Seam& kind, const Operands& t, bool keeps, bool& is_alone) {
+bool is_left_to_python(const Seam& kind, const Operands& t, bool keeps, bool& is_alone) {
   const Tensor& x = t[X];
   if (is_watched() || at::autocast::is_autocast_enabled(x.device().type())) return true;
   if (x.is_cpu()) return false;
   if (is_first_of_thread(current_stream(x.device()))) return true;
-  const auto found = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(python_conditions));
+  const auto found = py::checked(PyObject_CallNoArgs(python_conditions));
   int alone = 0, captures = 0;
-  if (!found || !PyArg_ParseTuple(found.ptr(), "pp", &alone, &captures)) return std::nullopt;
+  if (!PyArg_ParseTuple(found.ptr(), "pp", &alone, &captures)) py::throw_error();
   is_alone = alone;
   // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
   return t.is_one_product() && !kind.returns_norm && (captures || !keeps);
@@ -147,10 +151,8 @@ PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, b
   if (kind.returns_norm) all.push_back(results.norm);
   if (all.size() == 1) return THPVariable_Wrap(all[0]);
   py::tuple tuple(all.size());
-  for (size_t i = 0; i < all.size(); ++i) {
-    PyTuple_SET_ITEM(tuple.ptr(), i, THPVariable_Wrap(all[i]));
-  }
-  return tuple.release().ptr();
+  for (size_t i = 0; i < all.size(); ++i) tuple.set(i, wrap(all[i]));
+  return tuple.release();
 }
 
 // Whether PyTorch's ops are faster: their own product is several times that of the kernels, which
@@ -176,12 +178,9 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                        return v.defined() && v.requires_grad();
                      });
   bool is_alone = true;
-  const auto is_left = is_left_to_python(*kind, *t, keeps, is_alone);
-  if (!is_left) return nullptr;
-  if (*is_left) Py_RETURN_NONE;
-  const Kernels* kernels = KernelsOf::find((*t)[X], kind->is_rms_norm, is_alone);
-  if (!kernels) return nullptr;
-  if (is_pytorchs((*t)[X], *sizes, *kernels)) Py_RETURN_NONE;
+  if (is_left_to_python(*kind, *t, keeps, is_alone)) Py_RETURN_NONE;
+  const Kernels& kernels = KernelsOf::find((*t)[X], kind->is_rms_norm, is_alone);
+  if (is_pytorchs((*t)[X], *sizes, kernels)) Py_RETURN_NONE;
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
@@ -189,23 +188,50 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   {
     RECORD_USER_SCOPE(
         (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
-    pybind11::gil_scoped_release without_lock;
+    py::gil_scoped_release without_lock;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    results = fused_norm::forward(*kind, *t, *sizes, keeps, *kernels);
+    results = fused_norm::forward(*kind, *t, *sizes, keeps, kernels);
   }
-  if (keeps) set_node(*kind, *t, results, *kernels);
+  if (keeps) set_node(*kind, *t, results, kernels);
   return wrapped(*kind, *t, results, returns_sum);
   END_HANDLE_TH_ERRORS
 }
 
-// set_python(kernels, conditions, backward): what this module calls.
+// trainable_eps(x, o): the norm of a trained eps on a CPU. None where that is left to Python.
+PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "trainable_eps takes 2 arguments");
+  if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) {
+    Py_RETURN_NONE;
+  }
+  const Tensor &x = THPVariable_Unpack(arguments[0]), &o = THPVariable_Unpack(arguments[1]);
+  if (!are_rows_with_scalar(x, o) || is_watched()) Py_RETURN_NONE;
+  const bool keeps = at::GradMode::is_enabled() && (x.requires_grad() || o.requires_grad());
+  const auto& kernels = RowKernels::find(x);
+  Tensor y;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = at::empty(x.sizes(), x.options());
+    auto call = row_call(x, o, kernels.context);
+    call.inputs[0] = x.data_ptr();
+    call.outputs[0] = y.data_ptr();
+    kernels.run(kernels.forward, call);
+  }
+  if (keeps) set_node(x, o, y, kernels);
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+// set_python(kernels, conditions, backward, row_kernels, row_backward): what this module calls.
 PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 3, "set_python takes 3 arguments");
-  PyObject** const places[] = {&python_kernels, &python_conditions, &python_backward};
-  for (int i = 0; i < 3; ++i) {
-    Py_INCREF(arguments[i]);
-    Py_XSETREF(*places[i], arguments[i]);
+  PyObject** const places[] = {
+      &python_kernels, &python_conditions, &python_backward, &python_row_kernels,
+      &python_row_backward};
+  TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Py_IncRef(arguments[i]);
+    Py_DecRef(std::exchange(*places[i], arguments[i]));
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -219,8 +245,14 @@ PyMethodDef methods[] = {
     {"forward", fast(forward), METH_FASTCALL,
      "forward(*tensors by name, weight, bias, is_rms_norm, activation, eps, weight_offset, joined, "
      "return_sum, return_norm, recompute)"},
-    {"set_python", fast(set_python), METH_FASTCALL, "set_python(kernels, conditions, backward)"},
+    {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
+    {"set_python", fast(set_python), METH_FASTCALL,
+     "set_python(kernels, conditions, backward, row_kernels, row_backward)"},
     {nullptr, nullptr, 0, nullptr}};
+#define AS_TEXT_(major, minor) #major "." #minor
+#define AS_TEXT(major, minor) AS_TEXT_(major, minor)
+constexpr const char* PYTORCH_MINOR_VERSION = AS_TEXT(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR);
+
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "node", "The op family and its backward as a node without Python.", -1,
     methods, nullptr, nullptr, nullptr, nullptr};
@@ -229,5 +261,7 @@ PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_node() {
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  return PyModule_Create(&module);
+  PyObject* created = PyModule_Create2(&module, PYTHON_ABI_VERSION);
+  if (created) PyModule_AddStringConstant(created, "TORCH", PYTORCH_MINOR_VERSION);
+  return created;
 }

@@ -103,6 +103,9 @@ def _compile(output: Path) -> None:
         "-O2",
         "-shared",
         "-fPIC",
+        # Of pybind11, which PyTorch's headers bring, only what Python's stable ABI has.
+        "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
+        "-fvisibility=hidden",
         str(SOURCE),
         "-o",
         str(output),

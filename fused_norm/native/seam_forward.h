@@ -89,10 +89,18 @@ inline Tensor normalized(
   return z;
 }
 
+// Whether PyTorch's product of so few rows is faster, which need not be packed.
+inline bool are_few_rows(const Tensor& x, const Sizes& sizes) {
+  constexpr int64_t fewest_rows = 4, least_weight = 1 << 15;
+  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) &&
+      sizes.M < fewest_rows && sizes.K * sizes.N >= least_weight;
+}
+
 // Whether an extension's own product is to be asked: on a GPU between a norm and nothing else.
-inline bool has_product(const Seam& kind, const Operands& t, const Kernels& kernels) {
+inline bool has_product(
+    const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
   return kernels.product.forward && t.count() == 1 && !t[RSTD].defined() && !kind.returns_norm &&
-      (t[X].is_cpu() || t.is_one_product());
+      (t[X].is_cpu() ? !are_few_rows(t[X], sizes) : t.is_one_product());
 }
 
 // Computes up to the activation in one native call; false where the plan declines.
@@ -154,7 +162,7 @@ inline Results forward(
     results.rstd = at::empty(shape, wide);
   }
   if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
-  if (!has_product(kind, t, kernels) ||
+  if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, kernels, results)) {
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);
     auto products = products_of(kind, z, t, sizes.N);

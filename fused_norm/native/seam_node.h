@@ -3,67 +3,14 @@
 #pragma once
 
 #include <mutex>
-#include <type_traits>
-#include <utility>
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
-
+#include "nodes.h"
 #include "seam_backward.h"
 
 namespace fused_norm {
 
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-// PyTorch's pointer to a node: a std::shared_ptr until nodes came to count references themselves.
-using NodePointer = std::decay_t<decltype(std::declval<Tensor>().grad_fn())>;
-
-template <class Pointer>
-Pointer own(torch::autograd::Node* node) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return Pointer(node, [](auto* last) { deleteNode(last); });
-  } else {
-    return Pointer::unsafe_steal_from_new(node);
-  }
-}
-
 // gradients(kind, tensors, products, grad_outputs, wanted): what is left to Python.
 inline PyObject* python_backward = nullptr;
-
-inline std::optional<c10::Stream> current_stream(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-// The first call of a thread on a GPU is Python's, which makes PyTorch's products ready there: a
-// captured graph may choose them later, and they cannot begin within a capture.
-inline bool is_first_of_thread(const std::optional<c10::Stream>& stream) {
-  thread_local c10::DeviceIndex ready = -1;
-  return stream && std::exchange(ready, stream->device_index()) != stream->device_index();
-}
-
-// Whether a transform, a tracer or a mode would see PyTorch's own ops.
-inline bool is_watched() {
-  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
-  return !(keys - c10::default_included_set).empty();
-}
-
-inline py::object wrap(const Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
-template <class List>
-py::list wrap_all(const List& tensors) {
-  py::list wrapped;
-  for (const auto& tensor : tensors) wrapped.append(wrap(tensor));
-  return wrapped;
-}
 
 class SeamBackward : public torch::autograd::Node {
  public:
@@ -147,11 +94,6 @@ class SeamBackward : public torch::autograd::Node {
   }
 
  private:
-  static bool none_defined(const variable_list& gradients) {
-    return std::none_of(
-        gradients.begin(), gradients.end(), [](const Tensor& g) { return g.defined(); });
-  }
-
   std::pair<Operands, Tensors> unpacked() {
     std::pair<Operands, Tensors> both(Operands((edges_.size() - NAMED) / 2), Tensors());
     std::lock_guard<std::mutex> lock(mutex_);
@@ -218,27 +160,16 @@ class SeamBackward : public torch::autograd::Node {
   Tensors call_python(
       const Operands& t, const Tensors& products, const variable_list& gradients,
       const Wanted& wanted) const {
-    pybind11::gil_scoped_acquire lock;
+    py::gil_scoped_acquire lock;
     py::list mask;
-    for (const bool flag : wanted) mask.append(py::bool_(flag));
+    for (const bool flag : wanted) mask.append(py::cast(flag));
     const auto kind = py::make_tuple(
         kind_.is_rms_norm, kind_.activation, kind_.eps, kind_.weight_offset, kind_.is_joined,
         kind_.returns_sum, kind_.returns_norm, kind_.recompute);
     const auto tensors = wrap_all(t.flat), kept = wrap_all(products), grads = wrap_all(gradients);
-    const auto returned = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
+    const auto found = py::checked(PyObject_CallFunctionObjArgs(
         python_backward, kind.ptr(), tensors.ptr(), kept.ptr(), grads.ptr(), mask.ptr(), nullptr));
-    if (!returned) {
-      python_error error;
-      error.persist();
-      throw std::move(error);
-    }
-    Tensors found(t.flat.size());
-    for (size_t place = 0; place < found.size(); ++place) {
-      const auto item =
-          py::reinterpret_steal<py::object>(PySequence_GetItem(returned.ptr(), place));
-      if (!item.is_none()) found[place] = THPVariable_Unpack(item.ptr());
-    }
-    return found;
+    return unwrapped(found, t.flat.size());
   }
 
   Seam kind_;

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.backends import compiled
+from fused_norm.backends import compiled, rows
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import node
+from fused_norm.ops.rows import trainable_eps_gradients
 from fused_norm.ops.seam import gradients
 
 _IS_RMS_NORM = {name: number == 1 for number, name in enumerate(NORMALIZATIONS)}
@@ -26,7 +27,31 @@ def module() -> Any:
     """Return the compiled module, None where there is none."""
     found = node.load()
     if found is not None:
-        found.set_python(compiled.kernels, compiled.conditions, backward)
+        tell(found)
+    return found
+
+
+def tell(found: Any) -> None:
+    """Give the compiled module what it calls of Python."""
+    found.set_python(
+        compiled.kernels,
+        compiled.conditions,
+        backward,
+        rows.trainable_eps,
+        trainable_eps_gradients,
+    )
+
+
+def trainable_eps(x: Any, o: Any) -> Tensor | None:
+    """Return what `trainable_eps_layer_norm` does; None where Python has to.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        o: Tensor of one element.
+    """
+    if torch.compiler.is_compiling() or (run := module()) is None:
+        return None
+    found: Tensor | None = run.trainable_eps(x, o)
     return found
 
 
