@@ -21,8 +21,7 @@ namespace {
 using namespace fused_norm;
 namespace py = fused_norm::python;
 
-// kernels(x, is_rms_norm, alone): see `KernelsOf`. conditions(): whether no collective runs beside
-// ours, and whether a graph captures the current stream.
+// kernels(x, is_rms_norm, is_alone) and conditions(), of backends/compiled.py.
 PyObject *python_kernels = nullptr, *python_conditions = nullptr;
 
 // The kernels of each dtype, device, stream and norm, found by Python once.
@@ -131,19 +130,24 @@ std::optional<Seam> seam_of(PyObject* const* arguments, const Operands& t) {
   return kind;
 }
 
-// Whether a call is one for Python: something watches it, or it is a GPU's that keeps a fold.
-bool is_left_to_python(const Seam& kind, const Operands& t, bool keeps, bool& is_alone) {
-  const Tensor& x = t[X];
-  if (is_watched() || at::autocast::is_autocast_enabled(x.device().type())) return true;
-  if (x.is_cpu()) return false;
-  if (is_first_of_thread(current_stream(x.device()))) return true;
-  const auto found = py::checked(PyObject_CallNoArgs(python_conditions));
-  int alone = 0, captures = 0;
-  if (!PyArg_ParseTuple(found.ptr(), "pp", &alone, &captures)) py::throw_error();
-  is_alone = alone;
-  // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
-  return t.is_one_product() && !kind.returns_norm && (captures || !keeps);
+// Whether something watches a call.
+bool is_watched(const Tensor& x) {
+  return fused_norm::is_watched() || at::autocast::is_autocast_enabled(x.device().type());
 }
+
+// Where a call on a GPU is made: beside a collective, or in a graph.
+struct Conditions {
+  bool is_alone = true, is_captured = false;
+
+  explicit Conditions(const Tensor& x) {
+    if (x.is_cpu()) return;
+    const auto found = py::checked(PyObject_CallNoArgs(python_conditions));
+    int alone = 0, captured = 0;
+    if (!PyArg_ParseTuple(found.ptr(), "pp", &alone, &captured)) py::throw_error();
+    is_alone = alone;
+    is_captured = captured;
+  }
+};
 
 PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, bool returns_sum) {
   Tensors all = results.outputs;
@@ -155,11 +159,18 @@ PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, b
   return tuple.release();
 }
 
-// Whether PyTorch's ops are faster: their own product is several times that of the kernels, which
-// leave it to them, and a call takes longer than it takes to begin.
-bool is_pytorchs(const Tensor& x, const Sizes& sizes, const Kernels& kernels) {
-  constexpr int64_t most_products = 1 << 18;
-  return x.is_cpu() && !kernels.product.forward && sizes.M * sizes.K * sizes.N > most_products;
+// Whether a call is left to Python.
+bool is_left(
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool is_captured,
+    const Kernels& kernels) {
+  if (t[X].is_cpu()) {
+    // PyTorch's own product is several times as fast as ours, and the call takes longer than it
+    // takes to begin.
+    constexpr int64_t most_products = 1 << 18;
+    return !kernels.product.forward && sizes.M * sizes.K * sizes.N > most_products;
+  }
+  // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
+  return has_product(kind, t, sizes, kernels) && (is_captured || !keeps);
 }
 
 // Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
@@ -177,10 +188,11 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       std::any_of(t->flat.begin(), t->flat.end(), [](const Tensor& v) {
                        return v.defined() && v.requires_grad();
                      });
-  bool is_alone = true;
-  if (is_left_to_python(*kind, *t, keeps, is_alone)) Py_RETURN_NONE;
-  const Kernels& kernels = KernelsOf::find((*t)[X], kind->is_rms_norm, is_alone);
-  if (is_pytorchs((*t)[X], *sizes, kernels)) Py_RETURN_NONE;
+  const Tensor& x = (*t)[X];
+  if (is_watched(x) || is_first_of_thread(current_stream(x.device()))) Py_RETURN_NONE;
+  const Conditions conditions(x);
+  const Kernels& kernels = KernelsOf::find(x, kind->is_rms_norm, conditions.is_alone);
+  if (is_left(*kind, *t, *sizes, keeps, conditions.is_captured, kernels)) Py_RETURN_NONE;
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
@@ -205,7 +217,7 @@ PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     Py_RETURN_NONE;
   }
   const Tensor &x = THPVariable_Unpack(arguments[0]), &o = THPVariable_Unpack(arguments[1]);
-  if (!are_rows_with_scalar(x, o) || is_watched()) Py_RETURN_NONE;
+  if (!are_rows_with_scalar(x, o) || fused_norm::is_watched()) Py_RETURN_NONE;
   const bool keeps = at::GradMode::is_enabled() && (x.requires_grad() || o.requires_grad());
   const auto& kernels = RowKernels::find(x);
   Tensor y;
