@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import backends
-from fused_norm.backends import cpu_seam, passes
+from fused_norm.backends import cpu_seam, passes, sm90
 from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
-from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
+from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Results, Seam, is_gate
 
 Found = list[Tensor | None]
 
@@ -30,10 +30,19 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
     results = _first_half(kind, t, keeps)
     if t.out_weight is None:
         return results
-    y = F.linear(results.outputs[0], t.out_weight, t.out_bias)
+    return results._replace(outputs=[_second_linear(results.outputs[0], t)])
+
+
+def _second_linear(a: Tensor, t: Operands) -> Tensor:
+    assert t.out_weight is not None
+    if t.out_residual is not None and a.is_cuda:
+        y = sm90.linear_add(*dense(a, t.out_weight, t.out_bias, t.out_residual))
+        if y is not None:
+            return y
+    y = F.linear(a, t.out_weight, t.out_bias)
     if t.out_residual is not None:
         y += t.out_residual
-    return results._replace(outputs=[y])
+    return y
 
 
 def _first_half(kind: Seam, t: Operands, keeps: bool) -> Results:
@@ -42,7 +51,13 @@ def _first_half(kind: Seam, t: Operands, keeps: bool) -> Results:
         results = cpu_seam.forward(kind, t, keeps)
         if results is not None:
             return results
-    if _is_one_product(kind, t) and not t.x.is_cpu:
+    # A product on a GPU finds statistics on its way sooner than a pass applies those given.
+    if not t.x.is_cpu and _is_bare(kind, t._replace(mean=None, rstd=None)):
+        results = _activated_at_once(kind, t, keeps)
+        if results is not None:
+            return results
+        if len(t.weights) > 1:
+            return _around_products(kind, t, keeps)
         (x,) = dense(t.x)
         h, mean, rstd = backends.forward(x, _parameters(kind, t), kind.eps, keeps)
         return _results(kind, [h], None, None, mean, rstd, keeps)
@@ -92,10 +107,42 @@ def is_fused_on_cpu(kind: Seam, t: Operands) -> bool:
     )
 
 
+def _activated_at_once(kind: Seam, t: Operands, keeps: bool) -> Results | None:
+    """Compute a call by a product whose epilogue activates; None where passes around it do."""
+    if not kind.activation or (len(t.weights) > 1 and not _is_pair(kind, t)):
+        return None
+    (x,) = dense(t.x)
+    number, _ = ACTIVATIONS[kind.activation]
+    norm = (*_norm(kind)[:2], number)
+    up = (t.weights[1], t.biases[1]) if len(t.weights) > 1 else ()
+    tensors = (t.gamma, t.beta, t.weights[0], t.biases[0])
+    parameters = known_parameters.of(*tensors, norm, *up)
+    if not sm90.accepts(x, parameters):
+        return None
+    found = sm90.activated(x, parameters, kind.eps, keeps, keeps and not kind.recompute)
+    if found is None:
+        return None
+    a, mean, rstd, h = found
+    return Results([a], None, None, mean, rstd, [] if h is None else [h])
+
+
+def _is_pair(kind: Seam, t: Operands) -> bool:
+    """Return whether one weight gates another of its size."""
+    if len(t.weights) != 2 or not (kind.is_joined and is_gate(kind.activation)):
+        return False
+    (gate, up), biases = t.weights, t.biases
+    return gate.shape == up.shape and (biases[0] is None) == (biases[1] is None)
+
+
 def _is_one_product(kind: Seam, t: Operands) -> bool:
     """Return whether a call begins as a norm and a Linear layer, and nothing before or between."""
+    return len(t.weights) == 1 and _is_bare(kind, t)
+
+
+def _is_bare(kind: Seam, t: Operands) -> bool:
+    """Return whether a call begins as a norm and Linear layers, and nothing before or between."""
     around = (t.residual, t.scale, t.shift, t.rstd)
-    return len(t.weights) == 1 and not kind.returns_norm and all(each is None for each in around)
+    return not kind.returns_norm and all(each is None for each in around)
 
 
 def _parameters(kind: Seam, t: Operands) -> Parameters:
@@ -103,8 +150,8 @@ def _parameters(kind: Seam, t: Operands) -> Parameters:
     return known_parameters.of(t.gamma, t.beta, t.weights[0], t.biases[0], _norm(kind))
 
 
-def _norm(kind: Seam) -> tuple[int, float]:
-    return NORMALIZATIONS.index(kind.normalization), kind.weight_offset
+def _norm(kind: Seam) -> tuple[int, float, int]:
+    return NORMALIZATIONS.index(kind.normalization), kind.weight_offset, 0
 
 
 def backward(

@@ -47,6 +47,7 @@ from fused_norm.call.record import (
     RSTD,
     WORKSPACE,
     Call,
+    H,
     Planned,
     X,
     Y,
@@ -74,6 +75,32 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Return y, and mean and rstd if asked for; None where PyTorch's product is faster."""
+    found = _forward(x, parameters, eps, statistics, False)
+    return found and found[:3]
+
+
+def activated(
+    x: Tensor, parameters: Parameters, eps: float, keeps: bool, keeps_h: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None:
+    """Return a product as its epilogue activates it, what else is kept, and what it was before.
+
+    Args:
+        x: Dense, of a type and on a device that `accepts` takes.
+        parameters: With an activation.
+        eps: Added to the variance.
+        keeps: Whether mean and rstd are asked for.
+        keeps_h: Whether the product before its activation is.
+
+    Returns:
+        a `[..., N]`, mean, rstd and h, None for what is not asked for; or None where our passes
+        around a product are faster.
+    """
+    return _forward(x, parameters, eps, keeps, keeps_h)
+
+
+def _forward(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool, keeps_h: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None:
     if parameters.dtype is torch.float32 and not _may_use_tf32():
         return None
     device = parameters.device.index
@@ -84,7 +111,7 @@ def forward(
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
     may_keep = not statistics and parameters.dtype is torch.bfloat16
     start = x.data_ptr()
-    conditions = (eps, context, in_graph, statistics, start % ALIGNMENT)
+    conditions = (eps, context, in_graph, statistics, keeps_h, start % ALIGNMENT)
     planned = _plan(kernels, x, parameters, may_keep, conditions)
     fold = None
     if planned.way == KEPT_FOLD:
@@ -108,13 +135,42 @@ def forward(
     call[X], call[Y] = start, y.data_ptr()
     if statistics:
         call[MEAN], call[RSTD] = address(mean), address(rstd)
+    h = None
+    if keeps_h:
+        h = x.new_empty(*x.shape[:-1], parameters.N * (2 if parameters.is_gate else 1))
+        call[H] = h.data_ptr()
     if scratch is not None:
         call[WORKSPACE] = scratch.data_ptr()
     if fold is not None:
         call[FOLD_WEIGHT], call[FOLD_SUMS], call[FOLD_CONSTANTS] = fold.addresses
     kernels.forward(place)
     planned.give_back(record)
-    return y, mean, rstd
+    return y, mean, rstd, h
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor | None:
+    """Return x weight^T + bias + residual by one product; None where PyTorch's ops are to do it.
+
+    Args:
+        x: Dense `[..., K]` on a GPU.
+        weight: Dense `[N, K]`.
+        bias: Dense `[N]`, or None.
+        residual: Dense `[..., N]`.
+    """
+    if x.dtype not in LOW_PRECISION or not _is_hopper(x.device.index):
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    kernels, context = launcher(_extension(x.dtype, 0), x.device.index, stream, _is_alone())
+    y = torch.empty_like(residual)
+    call = Call(context=context, M=x.numel() // x.shape[-1])
+    call.N, call.K = weight.shape
+    call.x, call.weight, call.bias = x.data_ptr(), weight.data_ptr(), address(bias)
+    call.residual, call.y = residual.data_ptr(), y.data_ptr()
+    kernels.plan_linear_add(ctypes.addressof(call))
+    if call.way == DECLINED:
+        return None
+    kernels.linear_add(ctypes.addressof(call))
+    return y
 
 
 def _plan(
@@ -129,11 +185,12 @@ def _plan(
     key = (x.numel(), may_keep, asked, conditions)
     planned = parameters.plans.get(key)
     if planned is None:
-        eps, context, in_graph, statistics, _ = conditions
+        eps, context, in_graph, statistics, keeps_h, _ = conditions
         call = parameters.call(x, eps)
         call.context, call.in_graph, call.may_keep, call.way = context, in_graph, may_keep, asked
         call.rstd = _WANTED if statistics else 0
         call.mean = call.rstd if parameters.has_mean else 0
+        call.activation, call.h = parameters.norm[2], _WANTED if keeps_h else 0
         kernels.plan_forward(ctypes.addressof(call))
         planned = parameters.plan(key, call)
     return planned

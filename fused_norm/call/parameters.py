@@ -11,8 +11,12 @@ from torch import Tensor
 from fused_norm.call.memory import address, dense
 from fused_norm.call.record import Call, Planned
 
-# The number of a LayerNorm, and nothing added to its gamma.
-LAYER_NORM = (0, 0.0)
+# What a product is part of: the number of its norm, what is added to gamma, and the number of the
+# activation in its epilogue.
+Kind = tuple[int, float, int]
+LAYER_NORM: Kind = (0, 0.0, 0)
+# Numbers above are those of gates.
+_GATED = 8
 # More shapes than a model has; a server of any length may see more.
 _MOST_PLANS = 1024
 
@@ -22,7 +26,7 @@ class Parameters:
 
     Attributes:
         K: Features.
-        N: Outputs.
+        N: Outputs; of a gate, half of the products.
         dtype: Of the weight and the bias.
         device: Of all.
         norm_dtype: Of gamma and beta, None where there is neither.
@@ -30,7 +34,7 @@ class Parameters:
         folds: What Hopper's backend keeps, by stream.
         launchers: Its kernels and the contexts of their calls, by stream.
         plans: What forwards were planned, by what they depend on.
-        norm: The number of the norm, and what is added to gamma.
+        norm: The number of the norm, what is added to gamma, and the number of the activation.
     """
 
     __slots__ = (
@@ -45,12 +49,15 @@ class Parameters:
         beta: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        norm: tuple[int, float] = LAYER_NORM,
+        norm: Kind = LAYER_NORM,
+        *up: Tensor | None,
     ) -> None:
-        tensors = (gamma, beta, weight, bias)
+        tensors = (gamma, beta, weight, bias, *up)
         self.norm = norm
         self._references: tuple[Any, ...] = dense(*tensors)
         self.N, self.K = weight.shape
+        if self.is_gate and not up:
+            self.N //= 2
         self.dtype, self.device = weight.dtype, weight.device
         affine = gamma if gamma is not None else beta
         self.norm_dtype = None if affine is None else affine.dtype
@@ -60,13 +67,24 @@ class Parameters:
         self.plans: dict[Any, Planned] = {}
         self._half = half = Call()
         half.K, half.N = self.K, self.N
-        half.gamma, half.beta, half.weight, half.bias = map(address, self._references)
-        half.normalization, half.weight_offset = norm
+        half.gamma, half.beta, half.weight, half.bias = map(address, self._references[:4])
+        half.normalization, half.weight_offset, _ = norm
+        if up:
+            half.up, half.up_bias = map(address, self._references[4:])
+        elif self.is_gate:
+            size = weight.element_size() * self.N
+            half.up = half.weight + size * self.K
+            half.up_bias = half.bias + size if half.bias else 0
         half.norm_is_float32 = self.norm_dtype is torch.float32 and self.dtype is not torch.float32
-        self._ids = (id(gamma), id(beta), id(weight), id(bias))
+        self._ids = tuple(map(id, tensors))
         self._layout: Any = None
         if all(a is b for a, b in zip(self._references, tensors, strict=True)):
-            self._layout = _layout(*tensors)
+            self._layout = _layout(gamma, beta, weight, bias, *up)
+
+    @property
+    def is_gate(self) -> bool:
+        """Whether the first half of the products gates the other."""
+        return self.norm[2] > _GATED
 
     @property
     def has_mean(self) -> bool:
@@ -74,7 +92,10 @@ class Parameters:
         return self.norm[0] == 0
 
     def tensors(self) -> tuple[Any, ...]:
-        """Return gamma, beta, the weight and the bias in dense memory; None for none."""
+        """Return gamma, beta, the weight and the bias in dense memory; None for none.
+
+        After them, those of what the weight gates, if they are tensors of their own.
+        """
         return tuple(r() if isinstance(r, weakref.ref) else r for r in self._references)
 
     def call(self, x: Tensor, eps: float) -> Call:
@@ -145,23 +166,25 @@ def of(
     beta: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    norm: tuple[int, float] = LAYER_NORM,
+    norm: Kind = LAYER_NORM,
+    *up: Tensor | None,
 ) -> Parameters:
     """Return what kernels need to know of valid parameters, and know it from now on."""
     tensors = (gamma, beta, weight, bias)
-    return known(*tensors, norm) or Parameters(*tensors, norm).keep()
+    return known(*tensors, norm, *up) or Parameters(*tensors, norm, *up).keep()
 
 
 def of_saved(
     gamma: Tensor | None,
     beta: Tensor | None,
     weight: Tensor,
-    norm: tuple[int, float] = LAYER_NORM,
+    norm: Kind = LAYER_NORM,
 ) -> Parameters:
-    """Return the same for a backward, which has no use for the bias."""
+    """Return the same for a backward, which has no use for the bias nor for an activation."""
     kept = _kept.get(id(weight))
     ids = (id(gamma), id(beta), id(weight))
-    if kept is not None and kept._ids[:3] == ids and kept.norm == norm:
+    is_same = kept is not None and kept._ids[:3] == ids and kept.norm[:2] == norm[:2]
+    if kept is not None and is_same and not kept.is_gate:
         layout = _layout(gamma, beta, weight, None)
         if kept._layout is not None and kept._layout[:-1] == layout[:-1]:
             return kept
@@ -169,7 +192,7 @@ def of_saved(
 
 
 def known(
-    gamma: Any, beta: Any, weight: Any, bias: Any, norm: tuple[int, float] = LAYER_NORM
+    gamma: Any, beta: Any, weight: Any, bias: Any, norm: Kind = LAYER_NORM, *up: Any
 ) -> Parameters | None:
     """Return what is known of these parameters, None where they are new.
 
@@ -177,18 +200,19 @@ def known(
     dtype or shape. Their values may have changed.
     """
     tensors = (gamma, beta, weight, bias)
-    parameters = met(*tensors, norm)
-    if parameters is not None and parameters._layout == _layout(*tensors):
+    parameters = met(*tensors, norm, *up)
+    if parameters is not None and parameters._layout == _layout(*tensors, *up):
         return parameters
     return None
 
 
 def met(
-    gamma: Any, beta: Any, weight: Any, bias: Any, norm: tuple[int, float] = LAYER_NORM
+    gamma: Any, beta: Any, weight: Any, bias: Any, norm: Kind = LAYER_NORM, *up: Any
 ) -> Parameters | None:
     """Return what was known of these tensors, which may since have got other memory."""
     parameters = _kept.get(id(weight))
-    if parameters is None or parameters._ids != (id(gamma), id(beta), id(weight), id(bias)):
+    ids = (id(gamma), id(beta), id(weight), id(bias), *map(id, up))
+    if parameters is None or parameters._ids != ids:
         return None
     return parameters if parameters.norm == norm else None
 
@@ -207,7 +231,11 @@ _kept: dict[int, Parameters] = {}
 
 
 def _layout(
-    gamma: Tensor | None, beta: Tensor | None, weight: Tensor, bias: Tensor | None
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *up: Tensor | None,
 ) -> tuple[Any, ...]:
     """Return what an assignment to the `data` of a parameter changes, in few and fast calls.
 
@@ -222,4 +250,5 @@ def _layout(
         gamma is None or (gamma.is_contiguous() and gamma.data_ptr()),
         beta is None or (beta.is_contiguous() and beta.data_ptr()),
         bias is None or (bias.is_contiguous() and bias.data_ptr()),
+        *(v is None or (v.is_contiguous() and v.data_ptr()) for v in up),
     )

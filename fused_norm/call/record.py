@@ -19,8 +19,8 @@ PARAMETER_FIELDS = (
 )
 
 # Where each field stands among the record's numbers.
-X, Y, MEAN, RSTD, Z, WORKSPACE = map(
-    (*CALL_FIELDS, *PARAMETER_FIELDS).index, ("x", "y", "mean", "rstd", "z", "workspace")
+X, Y, MEAN, RSTD, Z, H, WORKSPACE = map(
+    (*CALL_FIELDS, *PARAMETER_FIELDS).index, ("x", "y", "mean", "rstd", "z", "h", "workspace")
 )
 FOLD_WEIGHT, FOLD_SUMS, FOLD_CONSTANTS = range(
     len(CALL_FIELDS) + PARAMETER_FIELDS.index("fold_weight"),

@@ -34,7 +34,8 @@ class Library {
 
 // A norm and a product in one: an extension norm_linear_*.
 struct Product {
-  Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr;
+  Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
+           plan_linear_add = nullptr, linear_add = nullptr;
   int64_t context = 0;
 
   Product() = default;
@@ -43,6 +44,8 @@ struct Product {
         forward(library("norm_linear_forward")),
         plan_backward(library("norm_linear_plan_backward")),
         backward(library("norm_linear_backward")),
+        plan_linear_add(library("norm_linear_plan_linear_add")),
+        linear_add(library("norm_linear_linear_add")),
         context(context) {}
 };
 

@@ -56,9 +56,17 @@ struct Operands {
   bool has_modulation() const {
     return flat[SCALE].defined() || flat[SHIFT].defined();
   }
-  // Whether a call begins as a norm and one Linear layer, and nothing before or between.
+  // Whether a call begins as a norm and Linear layers, and nothing before or between.
+  bool is_bare() const {
+    return !flat[RESIDUAL].defined() && !has_modulation();
+  }
   bool is_one_product() const {
-    return count() == 1 && !flat[RESIDUAL].defined() && !has_modulation();
+    return count() == 1 && is_bare();
+  }
+  // Whether there are two weights of a size, of which one may gate the other.
+  bool is_pair() const {
+    return count() == 2 && weight(0).sizes() == weight(1).sizes() &&
+        bias(0).defined() == bias(1).defined();
   }
 };
 

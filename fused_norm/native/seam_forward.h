@@ -96,34 +96,46 @@ inline bool are_few_rows(const Tensor& x, const Sizes& sizes) {
       sizes.M < fewest_rows && sizes.K * sizes.N >= least_weight;
 }
 
-// Whether an extension's own product is to be asked: on a GPU between a norm and nothing else.
+// Whether an extension's own product is to be asked: on a GPU between a norm and nothing else. There
+// it finds statistics on its way sooner than a pass applies those given.
 inline bool has_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
-  return kernels.product.forward && t.count() == 1 && !t[RSTD].defined() && !kind.returns_norm &&
-      (t[X].is_cpu() ? !are_few_rows(t[X], sizes) : t.is_one_product());
+  if (!kernels.product.forward || kind.returns_norm) return false;
+  if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined() && !are_few_rows(t[X], sizes);
+  return t.is_bare() && (t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair()));
 }
 
-// Computes up to the activation in one native call; false where the plan declines.
+// Computes up to the activation in one native call, or past it; false where the plan declines.
 inline bool forward_by_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
-    Results& results) {
+    bool activates, Results& results) {
   const Tensor& x = t[X];
-  const bool activates = x.is_cpu() && kind.activation;
+  const bool keeps_h = activates && keeps && !kind.recompute;
   auto call = norm_call(kind, t, sizes, kernels.product.context);
   call.N = activates && kind.is_gated() ? sizes.N / 2 : sizes.N;
   call.activation = activates ? kind.activation : 0;
   call.weight = address(t.weight(0));
   call.bias = address(t.bias(0));
+  if (call.activation && kind.is_gated()) {
+    const bool is_pair = t.count() == 2;
+    const auto size = static_cast<int64_t>(x.element_size()) * call.N;
+    const auto after = [](void* start, int64_t bytes) -> void* {
+      return start ? static_cast<char*>(start) + bytes : nullptr;
+    };
+    call.up = is_pair ? address(t.weight(1)) : after(call.weight, size * sizes.K);
+    call.up_bias = is_pair ? address(t.bias(1)) : after(call.bias, size);
+  }
   call.residual = address(t[RESIDUAL]);
   call.sum = address(results.sum);
   call.mean = address(results.mean);
   call.rstd = address(results.rstd);
+  call.h = keeps_h ? WANTED : nullptr;
   if (kernels.product.plan_forward(&call) != 0 || (call.way != FUSED && call.way != NEW_FOLD)) {
     return false;
   }
   const auto y = empty_rows(x, call.N);
   call.y = address(y);
-  if (activates && keeps && !kind.recompute) {
+  if (keeps_h) {
     results.products.push_back(empty_rows(x, sizes.N));
     call.h = address(results.products[0]);
   }
@@ -138,9 +150,37 @@ inline bool forward_by_product(
   return true;
 }
 
+// The same in whichever way there is: an activation may have no place in the product.
+inline bool forward_by_product(
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
+    Results& results) {
+  if (kind.activation && forward_by_product(kind, t, sizes, keeps, kernels, true, results)) {
+    return true;
+  }
+  return !(kind.activation && t[X].is_cpu()) && t.count() == 1 &&
+      forward_by_product(kind, t, sizes, keeps, kernels, false, results);
+}
+
 // y = a W^T + b + residual.
-inline Tensor second_linear(const Operands& t, const Tensor& a) {
+inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& kernels) {
   const Tensor &weight = t[OUT_WEIGHT], &bias = t[OUT_BIAS], &residual = t[OUT_RESIDUAL];
+  if (residual.defined() && kernels.product.linear_add) {
+    Call call{};
+    call.N = weight.size(0);
+    call.K = weight.size(1);
+    call.M = a.numel() / call.K;
+    call.context = kernels.product.context;
+    call.x = address(a);
+    call.weight = address(weight);
+    call.bias = address(bias);
+    call.residual = address(residual);
+    if (kernels.product.plan_linear_add(&call) == 0 && call.way == FUSED) {
+      const auto y = at::empty(residual.sizes(), residual.options());
+      call.y = address(y);
+      launch(kernels.product.linear_add, call, a);
+      return y;
+    }
+  }
   if (residual.defined() && !bias.defined()) {
     const auto y = at::addmm(as_rows(residual), as_rows(a), weight.t());
     return y.view(residual.sizes());
@@ -172,7 +212,7 @@ inline Results forward(
     if (kind.returns_norm) results.norm = z;
     if (keeps && kind.activation && !kind.recompute) results.products = std::move(products);
   }
-  if (t[OUT_WEIGHT].defined()) results.outputs[0] = second_linear(t, results.outputs[0]);
+  if (t[OUT_WEIGHT].defined()) results.outputs[0] = second_linear(t, results.outputs[0], kernels);
   return results;
 }
 
