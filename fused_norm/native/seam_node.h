@@ -68,7 +68,10 @@ class SeamBackward : public torch::autograd::Node {
   }
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    for (const auto& variable : saved_) args.collect(variable, /*is_output=*/false);
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      // Of x and a residual the sum is saved, which is a result.
+      args.collect(saved_[i], /*is_output=*/places_[i] == X && edges_[RESIDUAL] >= 0);
+    }
     for (const int place : places_) args.collect(static_cast<int64_t>(place));
     for (const int edge : edges_) args.collect(static_cast<int64_t>(edge));
     args.collect(kind_.eps);

@@ -238,7 +238,7 @@ def by_python(
         is_recorded: Whether a profiler that is under way has been told.
     """
     if not is_recorded and is_profiled():
-        with record_function("fused_norm::layernorm_linear"):
+        with record_function("fused_norm::norm_linear"):
             return by_python(x, tensors, eps, owner, True)
     autocast = torch._C._is_any_autocast_enabled()
     if not autocast:

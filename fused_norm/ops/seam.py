@@ -21,7 +21,7 @@ from fused_norm.ops.registration import (
     is_watched,
     register,
 )
-from fused_norm.ops.seam_validation import as_kernels_need, is_host_bound
+from fused_norm.ops.seam_validation import as_kernels_need, fits, is_host_bound
 
 # Of the first eleven operands, those that an op's schema lists one by one.
 _NAMED = Operands._fields[:-2]
@@ -228,7 +228,7 @@ def gradients(
         wanted: Which are.
     """
     t = unflat(tensors)
-    if not torch.compiler.is_compiling() and _may_be_derived(grad_outputs):
+    if not torch.compiler.is_compiling() and (_may_be_derived(grad_outputs) or not fits(kind, t)):
         return composition.gradients(kind, t, grad_outputs, wanted)
     plain = (*(v for v in tensors if v is not None), *(g for g in grad_outputs if g is not None))
     if not is_watched() and are_plain(plain) and not is_empty(t):

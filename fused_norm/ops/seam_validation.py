@@ -55,7 +55,7 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
     K = x.shape[-1]
     if K > LONGEST_ROW or not serves_now(x, dtype):
         return None
-    if not _fit(kind, t, K, dtype):
+    if not fits(kind, t):
         return None
     if t.scale is None and t.shift is None:
         return t
@@ -97,9 +97,17 @@ def _are_tensors(t: Operands) -> bool:
     )
 
 
-def _fit(kind: Seam, t: Operands, K: int, dtype: torch.dtype) -> bool:
-    """Return whether shapes and dtypes agree."""
-    x = t.x
+def fits(kind: Seam, t: Operands) -> bool:
+    """Return whether shapes and dtypes agree, but for those of scale and shift.
+
+    They may have changed since the forward, by an assignment to a tensor's `data`.
+
+    Args:
+        kind: What to compute.
+        t: The tensors.
+    """
+    x, dtype = t.x, t.weights[0].dtype
+    K = x.shape[-1]
     wide = statistics_dtype(x.dtype)
     like_x = x.dtype
     affine = t.gamma if t.gamma is not None else t.beta
