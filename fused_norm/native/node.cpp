@@ -19,12 +19,15 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/version.h>
 
 #include "call.h"
+#include "python.h"
 
 namespace {
 
 using namespace fused_norm;
+namespace py = fused_norm::python;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
@@ -126,20 +129,16 @@ struct LayerNormLinearBackward : torch::autograd::Node {
   }
 
   void call_python(const Tensor& dy, const variable_list& inputs, variable_list& results) {
-    pybind11::gil_scoped_acquire lock;
+    py::gil_scoped_acquire lock;
     py::list saved_tensors, mask;
     for (const auto& tensor : inputs) {
       saved_tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
     }
-    for (int i = 0; i < 5; ++i) mask.append(py::bool_(task_should_compute_output(i)));
+    for (int i = 0; i < 5; ++i) mask.append(py::cast(task_should_compute_output(i)));
     const auto grad_output = py::reinterpret_steal<py::object>(THPVariable_Wrap(dy));
     const auto returned = py::reinterpret_steal<py::object>(PyObject_CallFunction(
         python_backward, "OOdO", grad_output.ptr(), saved_tensors.ptr(), eps, mask.ptr()));
-    if (!returned) {
-      python_error error;
-      error.persist();
-      throw std::move(error);
-    }
+    if (!returned) py::throw_error();
     for (int i = 0; i < 5; ++i) {
       const auto item = py::reinterpret_steal<py::object>(PySequence_GetItem(returned.ptr(), i));
       if (!item.is_none()) results[i] = THPVariable_Unpack(item.ptr());
@@ -187,7 +186,7 @@ PyObject* with_node(
 // Queues or computes y, mean and rstd; false where the plan leaves the call to Python.
 bool compute(
     Call& call, const Kernels& kernels, const Tensor& x, const Tensor& weight, Tensor& y,
-    std::optional<pybind11::gil_scoped_release>& without_lock) {
+    std::optional<py::gil_scoped_release>& without_lock) {
   if (!kernels.forward || kernels.plan_forward(&call) != 0) return false;
   if (call.way != FUSED && call.way != NEW_FOLD) return false;
   c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
@@ -204,11 +203,12 @@ bool compute(
 bool compute_by_python(PyObject* const* arguments, Tensor& y, Tensor& mean, Tensor& rstd) {
   const at::NoGradGuard no_grad;
   const auto results = py::reinterpret_steal<py::object>(
-      PyObject_Vectorcall(python_forward, arguments, 6, nullptr));
+      PyObject_CallFunctionObjArgs(python_forward, arguments[0], arguments[1], arguments[2],
+                                   arguments[3], arguments[4], arguments[5], nullptr));
   if (!results) return false;
-  y = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 0));
-  mean = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 1));
-  rstd = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 2));
+  y = THPVariable_Unpack(PyTuple_GetItem(results.ptr(), 0));
+  mean = THPVariable_Unpack(PyTuple_GetItem(results.ptr(), 1));
+  rstd = THPVariable_Unpack(PyTuple_GetItem(results.ptr(), 2));
   // A view that an op of PyTorch's has made would keep its own history.
   if (y.is_view()) y = y.variable_data();
   return true;
@@ -225,7 +225,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   for (int i = 0; i < 5; ++i) tensors[i] = tensor_of(arguments[i]);
   const auto& [x, gamma, beta, weight, bias] = tensors;
   const double eps = PyFloat_AsDouble(arguments[5]);
-  const Kernels& kernels = Kernels::of(PyUnicode_AsUTF8(arguments[6]));
+  const Kernels& kernels = Kernels::of(PyUnicode_AsUTF8AndSize(arguments[6], nullptr));
   const int64_t context = PyLong_AsLongLong(arguments[7]);
   const auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
   if (x.layout() != at::kStrided || x.key_set() != weight.key_set() || weight.dim() != 2 ||
@@ -238,7 +238,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Plain plain{{}, current_stream(x.device())};
   bool done = false;
   {
-    std::optional<pybind11::gil_scoped_release> without_lock(std::in_place);
+    std::optional<py::gil_scoped_release> without_lock(std::in_place);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto statistics = x.options().dtype(statistics_dtype(x.scalar_type()));
     mean = at::empty(x.sizes().slice(0, x.dim() - 1), statistics);
@@ -278,6 +278,10 @@ PyMethodDef methods[] = {
      "forward(x, gamma, beta, weight, bias, eps, library, context)"},
     {"set_python", fast(set_python), METH_FASTCALL, "set_python(forward, backward)"},
     {nullptr, nullptr, 0, nullptr}};
+#define AS_TEXT_(major, minor) #major "." #minor
+#define AS_TEXT(major, minor) AS_TEXT_(major, minor)
+constexpr const char* PYTORCH_MINOR_VERSION = AS_TEXT(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR);
+
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "node", "The op and its backward as a node without Python.", -1, methods,
     nullptr, nullptr, nullptr, nullptr};
@@ -286,5 +290,7 @@ PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_node() {
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  return PyModule_Create(&module);
+  PyObject* created = PyModule_Create2(&module, PYTHON_ABI_VERSION);
+  if (created) PyModule_AddStringConstant(created, "TORCH", PYTORCH_MINOR_VERSION);
+  return created;
 }
