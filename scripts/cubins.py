@@ -89,6 +89,6 @@ def _assemble(ptxas: Path, module: Module) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         text.write_bytes(module.text)
-        command = [ptxas, f"-arch={module.architecture}", "-O3", text, "-o", cubin]
+        command = [str(ptxas), f"-arch={module.architecture}", "-O3", str(text), "-o", str(cubin)]
         subprocess.run(command, check=True)
         return cubin.read_bytes()

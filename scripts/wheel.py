@@ -10,10 +10,12 @@ compiles only what has changed. Beside it goes a pure wheel, for machines that t
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import wheel_file
@@ -93,15 +95,17 @@ def build(
     )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(wanted) + len(versions))
-        makers = {kernels.name: (wheel_kernels.compile_kept, kernels) for kernels in wanted}
-        makers |= {
-            wheel_nodes.file_name(version): (wheel_nodes.compile_kept, version)
-            for version in versions
+        makers: dict[str, Callable[[], Path]] = {
+            kernels.name: functools.partial(wheel_kernels.compile_kept, kernels)
+            for kernels in wanted
         }
-        for name, (make, argument) in makers.items():
+        for version in versions:
+            make = functools.partial(wheel_nodes.compile_kept, version)
+            makers[wheel_nodes.file_name(version)] = make
+        for name, make in makers.items():
             progress.update(task, description=name)
             start = time.perf_counter()
-            files[name] = make(argument)
+            files[name] = make()
             took = time.perf_counter() - start
             if took > 1:
                 progress.console.print(f"{name} built in {took:.0f} s", highlight=False)

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -193,22 +192,29 @@ def compiler() -> str | None:
         return None
 
 
-@functools.cache
-def is_at_hand(accelerator: str | None, dtype: str) -> bool:
-    """Return whether the kernels for a dtype are built or can be; say once how to get them if not.
+def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels for a dtype are built or can be.
 
     Args:
-        accelerator: GPU architecture as Mojo names it, or None for this CPU.
-        dtype: Name of the dtype.
+        device: Where they run.
+        dtype: One of `DTYPES`.
     """
-    if compiler() or all(map(is_built, extensions(accelerator or "cpu", [dtype]))):
+    return _is_at_hand(device.type, device.index, dtype)
+
+
+# It would trace on into the looking for files. See backends/cpu_features.py.
+is_at_hand.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
+def _is_at_hand(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
+    # A device that is not there is a compiler's: nothing runs on it.
+    if compiler() or (device_type == "cuda" and not torch.cuda.is_available()):
         return True
-    warnings.warn(
-        f"fused_norm came without kernels for {dtype} on {accelerator or 'this CPU'}: PyTorch's "
-        f"own ops compute it. `{INSTALL_COMPILER}` brings what builds them",
-        stacklevel=2,
+    target = (
+        "cpu" if device_type == "cpu" else accelerator_of(torch.device(device_type, index or 0))
     )
-    return False
+    return all(map(is_built, extensions(target, [DTYPES[dtype]])))
 
 
 _load_lock = threading.RLock()
