@@ -17,8 +17,9 @@ from fused_norm.native import build, cache, node, prebuilt
 
 # That the kernels are written for.
 COMPILER = "1.2.0"
-# MAX's GPU runtime refuses older drivers.
-OLDEST_NVIDIA_DRIVER = 580
+# CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
+OLDEST_NVIDIA_DRIVER = 525
+OLDEST_OF_MAX = 580
 
 
 def report() -> int:
@@ -102,6 +103,8 @@ def _gpus(advice: list[str]) -> str:
         return "none that PyTorch sees"
     if driver and int(driver.split(".")[0]) < OLDEST_NVIDIA_DRIVER:
         advice.append(f"update the NVIDIA driver: {driver} is older than {OLDEST_NVIDIA_DRIVER}")
+    elif driver and int(driver.split(".")[0]) < OLDEST_OF_MAX and _version("max"):
+        advice.append(f"MAX graphs on a GPU need a driver of at least {OLDEST_OF_MAX}: {driver}")
     names = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)

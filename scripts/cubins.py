@@ -2,7 +2,7 @@
 
 Mojo's runtime hands the address of a kernel's text to the driver, which takes either: PTX it would
 compile when a kernel is first used, for tenths of a second. A cubin longer than its text cannot
-take its place, and the text stays.
+take its place, and the text stays, in the earliest version of PTX that it is in.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+# Those of CUDA 12.0 and 12.4.
+OLDER_PTX = (b"8.0", b"8.4")
 
 
 class Module(NamedTuple):
@@ -81,8 +84,22 @@ def embed(library: Path) -> Embedded:
         if len(cubin) <= room:
             content[module.start : module.end] = cubin + bytes(room - len(cubin))
             cubins += 1
+        else:
+            content[module.start : module.end] = _for_older_drivers(ptxas, module)
     library.write_bytes(content)
     return Embedded(kernels, cubins)
+
+
+def _for_older_drivers(ptxas: Path, module: Module) -> bytes:
+    """Return a text in the earliest version of PTX that it is in: an older driver has no later."""
+    for version in OLDER_PTX:
+        text = re.sub(rb"\.version \d\.\d", b".version " + version, module.text, count=1)
+        try:
+            _assemble(ptxas, module._replace(text=text))
+        except subprocess.CalledProcessError:
+            continue
+        return text
+    return module.text
 
 
 def _assemble(ptxas: Path, module: Module) -> bytes:
@@ -90,5 +107,5 @@ def _assemble(ptxas: Path, module: Module) -> bytes:
         text, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         text.write_bytes(module.text)
         command = [str(ptxas), f"-arch={module.architecture}", "-O3", str(text), "-o", str(cubin)]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, capture_output=True)
         return cubin.read_bytes()

@@ -60,14 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"FAILED: {error}", markup=False, highlight=False)
         return 1
     options.output.mkdir(parents=True, exist_ok=True)
-    path = wheel_file.extend(
-        pure_wheel(options.output),
-        options.output,
-        added=bundle(files),
-        licenses=wheel_runtime.licenses(),
-        license_expression=LICENSE,
-        tag=TAG,
-    )
+    path = assemble(files, options.output)
     size = path.stat().st_size
     console.print(f"{path}: {size / 1e6:.1f} MB, {len(files)} libraries", highlight=False)
     if size > LARGEST_BYTES:
@@ -100,8 +93,8 @@ def build(
             for kernels in wanted
         }
         for version in versions:
-            make = functools.partial(wheel_nodes.compile_kept, version)
-            makers[wheel_nodes.file_name(version)] = make
+            name = wheel_nodes.file_name(version)
+            makers[name] = functools.partial(wheel_nodes.compile_kept, version)
         for name, make in makers.items():
             progress.update(task, description=name)
             start = time.perf_counter()
@@ -111,6 +104,23 @@ def build(
                 progress.console.print(f"{name} built in {took:.0f} s", highlight=False)
             progress.advance(task)
     return files
+
+
+def assemble(files: dict[str, Path], folder: Path) -> Path:
+    """Write the pure wheel and the one with what was built, and return the latter's path.
+
+    Args:
+        files: What was built, under the names that they get.
+        folder: Where to.
+    """
+    return wheel_file.extend(
+        pure_wheel(folder),
+        folder,
+        added=bundle(files),
+        licenses=wheel_runtime.licenses(),
+        license_expression=LICENSE,
+        tag=TAG,
+    )
 
 
 def bundle(files: dict[str, Path]) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Loading an extension into this process, and the Mojo runtime that one built here needs."""
+"""Loading an extension into this process, and what Mojo's runtime has to be told for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+
+# Set to anything, it stands for a compiler of PTX, and Mojo's runtime takes drivers before 580.
+_PTX_COMPILER = "MODULAR_NVPTX_COMPILER_PATH"
+_CUDA_13 = 13000
 
 
 def import_from(name: str, library: Path) -> ModuleType:
@@ -39,6 +46,29 @@ def load() -> None:
             library = Path(folder) / "lib" / name
             if library.is_file():
                 ctypes.CDLL(str(library))
+
+
+def new_launcher(kernels: ModuleType, device: int, stream: int, alone: bool) -> int:
+    """Return the context of an extension's calls on a stream.
+
+    Mojo's runtime refuses NVIDIA drivers before 580 (CUDA 13), because of a compiler that nothing
+    here needs: a driver of CUDA 12 runs the kernels of a wheel, and those built here as well.
+
+    Args:
+        kernels: A GPU extension.
+        device: Index of the device.
+        stream: Of PyTorch's, raw.
+        alone: Whether no collective runs beside.
+    """
+    pytorch: Any = torch._C
+    is_older = torch.version.cuda and pytorch._cuda_getDriverVersion() < _CUDA_13
+    if not is_older or _PTX_COMPILER in os.environ:
+        return int(kernels.new_launcher(device, stream, int(alone)))
+    os.putenv(_PTX_COMPILER, "driver")
+    try:
+        return int(kernels.new_launcher(device, stream, int(alone)))
+    finally:
+        os.unsetenv(_PTX_COMPILER)
 
 
 @contextmanager
