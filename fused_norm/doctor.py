@@ -42,7 +42,7 @@ def report() -> int:
     table.add_row("built", _built(advice))
     table.add_row("autograd", _autograd())
 
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     for line in advice:
         console.print(f"- {line}", highlight=False, soft_wrap=True)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Those of CUDA 12.0 and 12.4.
-OLDER_PTX = (b"8.0", b"8.4")
+# Those of CUDA 12.3 and 12.4. The earliest that has all that the compiler writes.
+OLDER_PTX = (b"8.3", b"8.4")
 
 
 class Module(NamedTuple):

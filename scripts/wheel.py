@@ -148,7 +148,7 @@ def pure_wheel(folder: Path) -> Path:
     """
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         (built,) = Path(name).iterdir()
         path = folder / built.name
         path.write_bytes(built.read_bytes())

@@ -76,7 +76,8 @@ results = {
     "eps": fn.trainable_eps_layer_norm(x.detach(), torch.ones(1)),
 }
 torch.save(results, "results.pt")
-maps = open("/proc/self/maps").read()
+with open("/proc/self/maps") as file:
+    maps = file.read()
 print(json.dumps({
     "file": fn.__file__, "import_s": import_s, "first_s": first_s,
     "path": str(build.Extension("norm_linear_cpu", "float32").path),
@@ -166,7 +167,8 @@ def test_runs_without_a_compiler(
     inputs = make_inputs((3, 37), 50, 65, requires_grad=True)
     grad_output = torch.randn(3, 37, 65)
     torch.save((inputs, grad_output), tmp_path / "inputs.pt")
-    said = json.loads(run(installed, tmp_path, "-W", "ignore", "-c", USE).splitlines()[-1])
+    lines = run(installed, tmp_path, "-W", "ignore", "-c", USE).splitlines()
+    said = json.loads(next(line for line in lines if line.startswith("{")))
 
     site = Path(said["file"]).parents[1]
     assert site.is_relative_to(installed.parents[1])

@@ -252,10 +252,18 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     return False
 
 
-@functools.cache
 def _say_no_kernel(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
+    _say_once(device_type, dtype, can_be_built)
+
+
+# A compiler cannot trace a warning.
+_say_no_kernel.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
+def _say_once(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
     how = f". `{build.INSTALL_COMPILER}` brings what builds it" if can_be_built else ""
     warnings.warn(
         f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it{how}",
-        stacklevel=4,
+        stacklevel=5,
     )
