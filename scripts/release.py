@@ -87,10 +87,14 @@ def _sdist() -> str:
 
 
 def _platform() -> str:
-    """Have auditwheel say which systems the wheel runs on: those that its tag names."""
-    said = _run(sys.executable, "-m", "auditwheel", "show", str(_wheel()))
-    found = re.search(r'following platform tag:\s*"(\w+)"', said)
-    if found is None or found[1] not in wheel.TAG:
+    """Have auditwheel say which systems the wheel runs on: those that its tag names.
+
+    It holds the versions of the C and C++ libraries against them. PyTorch's libraries, which nodes
+    load, it cannot know: PyTorch has loaded them before.
+    """
+    said = " ".join(_run(sys.executable, "-m", "auditwheel", "show", str(_wheel())).split())
+    found = re.search(r'constrains the platform tag to "(\w+)"', said)
+    if found is None or not wheel.TAG.endswith(found[1]):
         raise RuntimeError(f"the wheel's tag is {wheel.TAG}, and auditwheel finds:\n{said}")
     return found[1]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import zipfile
 from pathlib import Path
 
 import torch
@@ -93,16 +95,23 @@ def _pytorch(version: str) -> Path:
     kept = cache_dir() / "wheel" / f"torch-{version}"
     if kept.is_dir():
         return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent) as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        subprocess.run([*command, f"torch=={version}.*", "--dest", name], check=True)
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for member in archive.namelist():
-                if member.startswith("torch/include/") or (
-                    member.startswith("torch/lib/") and Path(member).name in _LIBRARIES
-                ):
-                    archive.extract(member, folder)
-        (folder / "torch").rename(kept)
+        command = [*_installer(), "--quiet", "--no-deps", "--target", name]
+        subprocess.run([*command, f"torch=={version}.*"], check=True)
+        package = Path(name) / "torch"
+        kept_parts = Path(name) / "kept"
+        (kept_parts / "lib").mkdir(parents=True)
+        (package / "include").rename(kept_parts / "include")
+        for library in _LIBRARIES:
+            (package / "lib" / library).rename(kept_parts / "lib" / library)
+        kept_parts.rename(kept)
     return kept
+
+
+def _installer() -> list[str]:
+    if uv := os.environ.get("UV") or shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable]
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install"]
+    raise BuildError("neither uv nor pip is there to fetch PyTorch's headers with")
