@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.native import build, cache, node, prebuilt
+from fused_norm.native.cpu_features import bfloat16_product
 
 # That the kernels are written for.
 COMPILER = "1.2.0"

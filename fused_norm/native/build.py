@@ -202,7 +202,7 @@ def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
     return _is_at_hand(device.type, device.index, dtype)
 
 
-# It would trace on into the looking for files. See backends/cpu_features.py.
+# It would trace on into the looking for files. See cpu_features.py.
 is_at_hand.__dict__["_dynamo_marked_constant"] = True
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import platform
-from pathlib import Path
 from typing import NamedTuple
+
+from fused_norm.native.cpu_features import flags
 
 _ALL = ("float32", "bfloat16", "float16", "float64")
 _V3 = "avx avx2 bmi1 bmi2 f16c fma movbe"
@@ -48,7 +49,8 @@ def _features(cpu: str, *features: str) -> tuple[str, ...]:
     return ("--target-cpu", cpu, "--target-features", ",".join(f"+{name}" for name in features))
 
 
-# The best first.
+# The best first. Instructions for bfloat16 are for products alone: with them, other kernels would
+# round subnormal numbers to zero with them, as PyTorch does not.
 LEVELS = (
     Level(
         "amx",
@@ -58,27 +60,9 @@ LEVELS = (
         ("bfloat16",),
         ("norm_linear_cpu",),
     ),
-    Level(
-        "v4bf16",
-        "x86_64",
-        frozenset(f"{_V4} avx512_bf16".split()),
-        _features("x86-64-v4", "avx512bf16"),
-        ("bfloat16",),
-    ),
     Level("v4", "x86_64", frozenset(_V4.split()), ("--target-cpu", "x86-64-v4")),
     Level("v3", "x86_64", frozenset(_V3.split()), ("--target-cpu", "x86-64-v3")),
 )
-
-
-@functools.cache
-def flags() -> frozenset[str]:
-    """Return the CPU's flags as Linux lists them, nothing where it does not."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    found = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Feat")))
-    return frozenset(next(found, ()))
 
 
 @functools.cache

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import functools
-
-from fused_norm.native.levels import flags
+from pathlib import Path
 
 # PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours multiplies it as float32.
 _BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+@functools.cache
+def flags() -> frozenset[str]:
+    """Return the CPU's flags as Linux lists them, nothing where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Feat")))
+    return frozenset(next(found, ()))
 
 
 def bfloat16_product() -> str | None:
