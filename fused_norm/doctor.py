@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm.native import build, cache, node, prebuilt
+from fused_norm.native import build, cache, compiler, node, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product
 
 # That the kernels are written for.
@@ -69,9 +69,9 @@ def _prebuilt() -> str:
 
 
 def _compiler(advice: list[str]) -> str:
-    version = build.compiler()
+    version = compiler.version()
     if version is None:
-        return f"none; `{build.INSTALL_COMPILER}` brings it"
+        return f"none; `{compiler.INSTALL}` brings it"
     if version != COMPILER:
         advice.append(f"Mojo {version} is installed, the kernels are written for {COMPILER}")
     return version
@@ -142,7 +142,7 @@ def _built(advice: list[str]) -> str:
         missing = [e for e in extensions if not build.is_built(e)]
         ready = f"{len(extensions) - len(missing)} of {len(extensions)} for {target}"
         lines.append(f"{ready}, {len(came)} of them prebuilt" if came else ready)
-        if missing and build.compiler():
+        if missing and compiler.version():
             advice.append(
                 f"kernels for {target} are built on first use; "
                 f"`python -m fused_norm build --target {target.split(':')[-1]}` builds them now"
@@ -151,7 +151,7 @@ def _built(advice: list[str]) -> str:
             dtypes = ", ".join(sorted({e.dtype for e in missing}))
             advice.append(
                 f"PyTorch's own ops compute {dtypes} on {target}, for which no kernels came: "
-                f"`{build.INSTALL_COMPILER}` brings what builds them"
+                f"`{compiler.INSTALL}` brings what builds them"
             )
     return "\n".join(lines)
 
@@ -163,6 +163,6 @@ def _autograd() -> str:
             return f"C++{came}"
         if os.environ.get(node.SWITCH) == "python":
             return f"Python, as {node.SWITCH} asks; C++ is there"
-    compiler = node.compiler()
-    how = f"`python -m fused_norm build --autograd` builds C++ with {compiler}"
-    return f"Python; {how if compiler else 'C++ needs a compiler, and there is none'}"
+    cxx = node.compiler()
+    how = f"`python -m fused_norm build --autograd` builds C++ with {cxx}"
+    return f"Python; {how if cxx else 'C++ needs a compiler, and there is none'}"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cubins
 
-from fused_norm.native import build, cache, levels, prebuilt
+from fused_norm.native import build, cache, compiler, levels, prebuilt
 
 # What PyTorch's users have: A100, the 40 series, H100 and H200, B200. An architecture without an a
 # serves those after it of its generation as well.
@@ -44,7 +44,7 @@ class Kernels(NamedTuple):
             digest.update(path.read_bytes())
         arguments = build.compile_arguments(self.extension)
         told = [part.replace(str(SOURCES), "") for part in (*arguments, *self.cpu)]
-        digest.update("\0".join([build.compiler() or "", *told]).encode())
+        digest.update("\0".join([compiler.version() or "", *told]).encode())
         stem = self.name.removesuffix(".so")
         return cache.cache_dir() / "wheel" / f"{stem}-{digest.hexdigest()[:16]}.so"
 
@@ -92,7 +92,7 @@ def compile_kept(kernels: Kernels) -> Path:
 
 def _compile(kernels: Kernels, output: Path) -> None:
     arguments = [*build.compile_arguments(kernels.extension), *kernels.cpu, "-Xlinker", "-s"]
-    build.run_compiler(kernels.extension, arguments, output)
+    compiler.run(kernels.extension, arguments, output)
 
 
 def _assemble(library: Path, output: Path) -> None:

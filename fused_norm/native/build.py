@@ -12,11 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +23,8 @@ from types import ModuleType
 
 import torch
 
-from fused_norm.native import cache, prebuilt, runtime
-from fused_norm.native.cache import BuildError, cache_dir
+from fused_norm.native import cache, compiler, prebuilt, runtime
+from fused_norm.native.cache import cache_dir
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
@@ -40,7 +37,6 @@ CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 # Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
-INSTALL_COMPILER = "pip install fused-norm[compiler]"
 HOPPER_EXTENSION = "norm_linear_sm90"
 LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 
@@ -181,17 +177,6 @@ def is_built(extension: Extension) -> bool:
     return extension.prebuilt is not None or cache.is_intact(extension.path)
 
 
-@functools.cache
-def compiler() -> str | None:
-    """Return the version of the Mojo compiler that is installed, None where there is none."""
-    if importlib.util.find_spec("mojo") is None:
-        return None
-    try:
-        return importlib.metadata.version("mojo-compiler")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels for a dtype are built or can be.
 
@@ -209,7 +194,7 @@ is_at_hand.__dict__["_dynamo_marked_constant"] = True
 @functools.cache
 def _is_at_hand(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
     # A device that is not there is a compiler's: nothing runs on it.
-    if compiler() or (device_type == "cuda" and not torch.cuda.is_available()):
+    if compiler.version() or (device_type == "cuda" and not torch.cuda.is_available()):
         return True
     target = (
         "cpu" if device_type == "cpu" else accelerator_of(torch.device(device_type, index or 0))
@@ -232,7 +217,7 @@ def compile_arguments(extension: Extension) -> list[str]:
         arguments += ["-D", f"{extension.norm}=1"]
     if extension.accelerator:
         arguments += [f"--target-accelerator={extension.accelerator}"]
-        arguments += ["--target-cpu", portable_cpu()]
+        arguments += ["--target-cpu", compiler.portable_cpu()]
     return arguments
 
 
@@ -246,45 +231,12 @@ def _compile(extension: Extension, output: Path) -> None:
         flush=True,
     )
     start = time.perf_counter()
-    run_compiler(extension, arguments, output)
+    compiler.run(extension, arguments, output)
     print(
         f"fused_norm: built in {time.perf_counter() - start:.0f} s",
         file=sys.stderr,
         flush=True,
     )
-
-
-def run_compiler(extension: Extension, arguments: list[str], output: Path) -> None:
-    """Run the Mojo compiler.
-
-    Args:
-        extension: What is built, for messages.
-        arguments: What it is told.
-        output: The file to write.
-
-    Raises:
-        BuildError: If it is missing or fails.
-    """
-    try:
-        from mojo.run import subprocess_run_mojo
-
-        result = subprocess_run_mojo(
-            [*arguments, "-o", str(output)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=output.parent,
-        )
-    except (ImportError, RuntimeError, FileNotFoundError) as error:
-        raise BuildError(
-            f"fused_norm needs the Mojo compiler to build {extension}: {error}. "
-            f"`{INSTALL_COMPILER}` brings it."
-        ) from error
-    if result.returncode != 0 or not output.is_file():
-        raise BuildError(
-            f"the Mojo compiler failed on {extension} (exit status {result.returncode}):\n"
-            f"{result.stdout[-4000:]}"
-        )
 
 
 @functools.cache
@@ -312,17 +264,9 @@ def _key(accelerator: str | None) -> str:
         parts = set(source.relative_to(root).parts)
         if not {"puzzle", "max", "register.mojo"} & parts:
             digest.update(source.read_bytes())
-    digest.update((compiler() or "").encode())
-    digest.update((portable_cpu() if accelerator else _host_cpu()).encode())
+    digest.update((compiler.version() or "").encode())
+    digest.update((compiler.portable_cpu() if accelerator else _host_cpu()).encode())
     return digest.hexdigest()[:16]
-
-
-def portable_cpu() -> str:
-    """Return the CPU that the host side of a GPU extension is compiled for.
-
-    It only launches kernels, so a build for a GPU serves every machine of one instruction set.
-    """
-    return "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"
 
 
 def _host_cpu() -> str:

@@ -50,7 +50,7 @@ def _features(cpu: str, *features: str) -> tuple[str, ...]:
 
 
 # The best first. Instructions for bfloat16 are for products alone: with them, other kernels would
-# round subnormal numbers to zero with them, as PyTorch does not.
+# round subnormal numbers to zero, as PyTorch does not.
 LEVELS = (
     Level(
         "amx",

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from fused_norm import reference
 from fused_norm.call.memory import LOW_PRECISION
-from fused_norm.native import build
+from fused_norm.native import build, compiler
 from fused_norm.native.cpu_features import bfloat16_product
 from fused_norm.ops.registration import is_forward_mode
 
@@ -262,7 +262,7 @@ _say_no_kernel.__dict__["_dynamo_marked_constant"] = True
 
 @functools.cache
 def _say_once(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
-    how = f". `{build.INSTALL_COMPILER}` brings what builds it" if can_be_built else ""
+    how = f". `{compiler.INSTALL}` brings what builds it" if can_be_built else ""
     warnings.warn(
         f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it{how}",
         stacklevel=5,
