@@ -83,9 +83,8 @@ def try_dtype(device: str, name: str) -> dict[str, float]:
     dtype = getattr(torch, name)
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": dtype}
-    layer = torch.nn.Sequential(
-        torch.nn.LayerNorm(64, **options), torch.nn.Linear(64, 96, **options)
-    )
+    norm, linear = torch.nn.LayerNorm(64, **options), torch.nn.Linear(64, 96, **options)
+    layer = torch.nn.Sequential(norm, linear)
     x = torch.randn(3, 40, 64, **options)
     gamma, beta, weight, bias = (p.detach() for p in layer.parameters())
     inputs = [t.clone().requires_grad_() for t in (x, gamma, beta, weight, bias)]
