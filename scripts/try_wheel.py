@@ -87,7 +87,7 @@ def try_dtype(device: str, name: str) -> dict[str, float]:
     layer = torch.nn.Sequential(norm, linear)
     x = torch.randn(3, 40, 64, **options)
     gamma, beta, weight, bias = (p.detach() for p in layer.parameters())
-    inputs = [t.clone().requires_grad_() for t in (x, gamma, beta, weight, bias)]
+    inputs: list[Any] = [t.clone().requires_grad_() for t in (x, gamma, beta, weight, bias)]
     expected = layer(x.requires_grad_())
     grad_output = torch.randn_like(expected)
     expected.backward(grad_output)
