@@ -12,11 +12,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm.backends.cpu_features import bfloat16_product
-from fused_norm.native import build, cache, node
+from fused_norm.native import build, cache, compiler, node, prebuilt
+from fused_norm.native.cpu_features import bfloat16_product
 
-# MAX's GPU runtime refuses older drivers.
-OLDEST_NVIDIA_DRIVER = 580
+# That the kernels are written for.
+COMPILER = "1.2.0"
+# CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
+OLDEST_NVIDIA_DRIVER = 525
+OLDEST_OF_MAX = 580
 
 
 def report() -> int:
@@ -27,8 +30,10 @@ def report() -> int:
     advice: list[str] = []
 
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    for package, needed in (("torch", None), ("max", "26.7.0"), ("mojo-compiler", "1.2.0")):
-        table.add_row(package, _version(package, needed, advice))
+    table.add_row("torch", torch.__version__)
+    table.add_row("prebuilt", _prebuilt())
+    table.add_row("mojo compiler", _compiler(advice))
+    table.add_row("max", _version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]")
     table.add_row("cpu threads", _threads())
     table.add_row("cpu kernels", _cpu_dtypes())
     table.add_row("gpu", _gpus(advice))
@@ -37,21 +42,38 @@ def report() -> int:
     table.add_row("built", _built(advice))
     table.add_row("autograd", _autograd())
 
-    console = Console()
+    console = Console(markup=False)
     console.print(table)
     for line in advice:
         console.print(f"- {line}", highlight=False, soft_wrap=True)
     return 0 if usable else 1
 
 
-def _version(package: str, needed: str | None, advice: list[str]) -> str:
+def _version(package: str) -> str | None:
     try:
-        version = importlib.metadata.version(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        advice.append(f"{package} is missing: pip install fused-norm installs it")
-        return "missing"
-    if needed and version != needed:
-        advice.append(f"{package} {version} is installed, the kernels are written for {needed}")
+        return None
+
+
+def _prebuilt() -> str:
+    if prebuilt.folder() is None:
+        return f"set aside by {prebuilt.SWITCH}" if prebuilt.FOLDER.is_dir() else "none"
+    levels: dict[str, list[str]] = {}
+    for dtype in build.DTYPES.values():
+        found = build.Extension(build.CPU_EXTENSIONS[0], dtype).prebuilt
+        if found:
+            levels.setdefault(found.stem.rsplit("-", maxsplit=1)[1], []).append(dtype)
+    names = [f"{level} ({', '.join(dtypes)})" for level, dtypes in levels.items()]
+    return f"for this CPU {', '.join(names)}" if names else "none for this CPU"
+
+
+def _compiler(advice: list[str]) -> str:
+    version = compiler.version()
+    if version is None:
+        return f"none; `{compiler.INSTALL}` brings it"
+    if version != COMPILER:
+        advice.append(f"Mojo {version} is installed, the kernels are written for {COMPILER}")
     return version
 
 
@@ -81,6 +103,8 @@ def _gpus(advice: list[str]) -> str:
         return "none that PyTorch sees"
     if driver and int(driver.split(".")[0]) < OLDEST_NVIDIA_DRIVER:
         advice.append(f"update the NVIDIA driver: {driver} is older than {OLDEST_NVIDIA_DRIVER}")
+    elif driver and int(driver.split(".")[0]) < OLDEST_OF_MAX and _version("max"):
+        advice.append(f"MAX graphs on a GPU need a driver of at least {OLDEST_OF_MAX}: {driver}")
     names = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -114,19 +138,31 @@ def _built(advice: list[str]) -> str:
     lines = []
     for target in build.attached_targets():
         extensions = build.extensions(target, list(build.DTYPES.values()))
-        ready = [str(e) for e in extensions if build.is_built(e)]
-        lines.append(f"{len(ready)} of {len(extensions)} for {target}")
-        if len(ready) < len(extensions):
+        came = [e for e in extensions if e.prebuilt]
+        missing = [e for e in extensions if not build.is_built(e)]
+        ready = f"{len(extensions) - len(missing)} of {len(extensions)} for {target}"
+        lines.append(f"{ready}, {len(came)} of them prebuilt" if came else ready)
+        if missing and compiler.version():
             advice.append(
                 f"kernels for {target} are built on first use; "
                 f"`python -m fused_norm build --target {target.split(':')[-1]}` builds them now"
+            )
+        elif missing:
+            dtypes = ", ".join(sorted({e.dtype for e in missing}))
+            advice.append(
+                f"PyTorch's own ops compute {dtypes} on {target}, for which no kernels came: "
+                f"`{compiler.INSTALL}` brings what builds them"
             )
     return "\n".join(lines)
 
 
 def _autograd() -> str:
-    if node.is_built():
-        return "C++" if node.load() else f"Python, as {node.SWITCH} asks; C++ is built"
-    compiler = node.compiler()
-    how = f"`python -m fused_norm build --autograd` builds C++ with {compiler}"
-    return f"Python; {how if compiler else 'C++ needs a compiler, and there is none'}"
+    if node.is_built() or node.prebuilt_path():
+        came = "" if node.is_built() else ", prebuilt"
+        if node.load():
+            return f"C++{came}"
+        if os.environ.get(node.SWITCH) == "python":
+            return f"Python, as {node.SWITCH} asks; C++ is there"
+    cxx = node.compiler()
+    how = f"`python -m fused_norm build --autograd` builds C++ with {cxx}"
+    return f"Python; {how if cxx else 'C++ needs a compiler, and there is none'}"

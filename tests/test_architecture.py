@@ -125,9 +125,10 @@ def mojo_modules() -> dict[str, set[str]]:
     for name, path in names.items():
         here = name.split(".")
         imports = set()
-        for dots, module, imported in re.findall(
-            r"^from (\.*)([\w.]*) import \(?([\w, \n]*)", path.read_text(), re.M
+        for dots, module, several, one in re.findall(
+            r"^from (\.*)([\w.]*) import (?:\(([^)]*)\)|([^\n]*))", path.read_text(), re.M
         ):
+            imported = several or one
             base = here[: len(here) - len(dots)] if dots else []
             full = ".".join([*base, *filter(None, module.split("."))])
             candidates = [full, *(f"{full}.{part.strip()}" for part in imported.split(","))]

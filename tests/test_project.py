@@ -42,6 +42,9 @@ def test_pixi_and_pyproject_agree_on_packages() -> None:
     expected = requirements(project["project"]["dependencies"])
     expected |= requirements(project["dependency-groups"]["dev"])
     del expected["poethepoet"]  # runs the tasks that pixi runs itself
+    extras = expected.pop("fused-norm").strip("[]").split(",")
+    assert pixi["pypi-dependencies"]["fused-norm"]["extras"] == extras
+    assert set(extras) <= set(project["project"]["optional-dependencies"])
     for environment, features in pixi["environments"].items():
         given = pixi_requirements(pixi["pypi-dependencies"])
         for feature in features:
@@ -55,10 +58,23 @@ def test_pixi_and_pyproject_agree_on_packages() -> None:
     assert pixi["dependencies"]["python"] == project["project"]["requires-python"]
 
 
+def test_a_user_gets_no_compiler() -> None:
+    """A wheel has the kernels; a compiler, MAX and a debugger are asked for by name."""
+    project = load("pyproject.toml")["project"]
+    assert set(requirements(project["dependencies"])) == {"numpy", "rich", "torch"}
+    extras = project["optional-dependencies"]
+    assert set(extras) == {"compiler", "max", "peers", "plots"}
+    assert not any("mojo" in requirements(extra) for extra in extras.values())
+
+
 def test_the_toolchain_is_pinned_exactly() -> None:
-    dependencies = requirements(load("pyproject.toml")["project"]["dependencies"])
-    for name in ("max", "mojo"):
-        assert re.fullmatch(r"==\d+\.\d+\.\d+", dependencies[name]), name
+    project = load("pyproject.toml")
+    extras = project["project"]["optional-dependencies"]
+    given = [*extras["compiler"], *extras["max"], *project["dependency-groups"]["dev"]]
+    pins = requirements(given)
+    for name in ("max", "max-core", "max-shmem-libs", "mojo"):
+        assert re.match(r"==\d+\.\d+\.\d+", pins[name]), name
+    assert len({pins[n].split(";")[0] for n in ("max", "max-core", "max-shmem-libs")}) == 1
 
 
 def test_pixi_and_poe_have_the_same_tasks() -> None:

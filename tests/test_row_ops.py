@@ -342,7 +342,7 @@ def test_without_a_kernel(op: Op, dtype: torch.dtype, monkeypatch: pytest.Monkey
     inputs = op.inputs((20, 24), dtype=dtype)
     expected = op.call(*inputs)
     monkeypatch.setattr(validation, "serves", lambda x, dtype: False)
-    validation._say_no_kernel.cache_clear()
+    validation._say_once.cache_clear()
     with pytest.warns(UserWarning, match=rf"no kernel for {dtype} on cpu") as said:
         results = [op.call(*inputs) for _ in range(2)]
     assert len(said) == 1

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fused_norm.backends import cpu, gpu, sm90
-from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.native import build
+from fused_norm.native.cpu_features import bfloat16_product
 
 
 def kernels(x: Tensor, is_rms_norm: bool, is_alone: bool) -> tuple[str, int, str, int]:

@@ -26,7 +26,7 @@ from fused_norm.call.memory import (
     workspace,
 )
 from fused_norm.call.parameters import Parameters
-from fused_norm.native import build
+from fused_norm.native import build, runtime
 
 _DTYPES = LOW_PRECISION | {torch.float32}
 
@@ -115,4 +115,4 @@ def launcher(name: str, x: Tensor) -> tuple[ModuleType, int]:
 def _launcher(name: str, dtype: torch.dtype, device: int, stream: int) -> tuple[ModuleType, int]:
     accelerator = build.accelerator_of(torch.device("cuda", device))
     kernels = build.load(build.Extension(name, build.DTYPES[dtype], accelerator))
-    return kernels, kernels.new_launcher(device, stream, 1)
+    return kernels, runtime.new_launcher(kernels, device, stream, True)

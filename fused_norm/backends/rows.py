@@ -14,7 +14,7 @@ from fused_norm.backends import cpu
 from fused_norm.call import rows as record
 from fused_norm.call.memory import address, statistics_dtype
 from fused_norm.call.rows import new_record
-from fused_norm.native import build
+from fused_norm.native import build, runtime
 
 
 class _Kernel(NamedTuple):
@@ -103,5 +103,4 @@ def _on_gpu(name: str, dtype: torch.dtype, device: int, stream: int) -> _Kernel:
 @functools.cache
 def _launcher(kernels: ModuleType, device: int, stream: int) -> int:
     # Blocks of a row op wait for no others, so they may run beside a collective.
-    launcher: int = kernels.new_launcher(device, stream, True)
-    return launcher
+    return runtime.new_launcher(kernels, device, stream, True)

@@ -52,7 +52,7 @@ from fused_norm.call.record import (
     X,
     Y,
 )
-from fused_norm.native import build
+from fused_norm.native import build, runtime
 
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
@@ -357,7 +357,7 @@ def launcher(
         alone: Whether no collective runs beside.
     """
     kernels = build.load(extension)
-    return kernels, kernels.new_launcher(device, stream, int(alone))
+    return kernels, runtime.new_launcher(kernels, device, stream, alone)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""Builds, caches and loads the native extensions: the Mojo kernels behind every op.
+"""Finds, builds, caches and loads the native extensions: the Mojo kernels behind every op.
 
 An extension is one file of this folder, compiled with `mojo build --emit shared-lib`
-for one dtype and one target. The result is kept under a key of everything that it depends on: the
+for one dtype and one target. A wheel brings those for what most people have. Others are built where
+the compiler is installed, and kept under a key of everything that they depend on: the
 Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
 extension first builds it.
 """
@@ -11,26 +12,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.machinery
-import importlib.metadata
-import importlib.util
 import os
 import platform
-import subprocess
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from fused_norm.native import cache
-from fused_norm.native.cache import BuildError, cache_dir
+from fused_norm.native import cache, compiler, prebuilt, runtime
+from fused_norm.native.cache import cache_dir
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
@@ -75,11 +69,24 @@ class Extension:
         return (self.folder or PACKAGE / "native") / f"{self.name}.mojo"
 
     @property
+    def stem(self) -> str:
+        """What its files' names begin with."""
+        return self.name if self.norm == LAYER_NORM else f"{self.name}-{self.norm}"
+
+    @property
+    def prebuilt(self) -> Path | None:
+        """The file that came with the package for this machine, if there is one."""
+        if self.folder or os.environ.get(CPU_VARIABLE):
+            return None
+        return prebuilt.kernels(self.stem, self.dtype, self.accelerator)
+
+    @property
     def path(self) -> Path:
-        """Where the built extension is kept."""
+        """Where the built extension is: with the package, or where it is kept."""
+        if found := self.prebuilt:
+            return found
         target = (self.accelerator or "cpu").replace(":", "_")
-        name = self.name if self.norm == LAYER_NORM else f"{self.name}-{self.norm}"
-        return cache_dir() / f"{name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
+        return cache_dir() / f"{self.stem}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
 
 
 def source_root() -> Path:
@@ -140,10 +147,13 @@ def load(extension: Extension) -> ModuleType:
         BuildError: If it has to be built and cannot be.
     """
     with _load_lock:
+        if found := extension.prebuilt:
+            # It finds its runtime beside it.
+            return runtime.import_from(extension.name, found)
         if not is_built(extension):
             build(extension)
-        _load_runtime()
-        return _import(extension)
+        runtime.load()
+        return runtime.import_from(extension.name, extension.path)
 
 
 def build(extension: Extension, *, force: bool = False) -> Path:
@@ -157,35 +167,63 @@ def build(extension: Extension, *, force: bool = False) -> Path:
         BuildError: If the cache cannot be written, the compiler is missing, or it fails.
     """
     path = extension.path
-    cache.build(path, extension, lambda output: _compile(extension, output), force=force)
+    if path != extension.prebuilt:
+        cache.build(path, extension, lambda output: _compile(extension, output), force=force)
     return path
 
 
 def is_built(extension: Extension) -> bool:
-    """Return whether an intact build of the extension is in the cache."""
-    return cache.is_intact(extension.path)
+    """Return whether the extension came with the package, or an intact build is in the cache."""
+    return extension.prebuilt is not None or cache.is_intact(extension.path)
+
+
+def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernels for a dtype are built or can be.
+
+    Args:
+        device: Where they run.
+        dtype: One of `DTYPES`.
+    """
+    return _is_at_hand(device.type, device.index, dtype)
+
+
+# It would trace on into the looking for files. See cpu_features.py.
+is_at_hand.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
+def _is_at_hand(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
+    # A device that is not there is a compiler's: nothing runs on it.
+    if compiler.version() or (device_type == "cuda" and not torch.cuda.is_available()):
+        return True
+    target = (
+        "cpu" if device_type == "cpu" else accelerator_of(torch.device(device_type, index or 0))
+    )
+    return all(map(is_built, extensions(target, [DTYPES[dtype]])))
 
 
 _load_lock = threading.RLock()
 
 
-def _compile(extension: Extension, output: Path) -> None:
-    from mojo.run import subprocess_run_mojo
+def compile_arguments(extension: Extension) -> list[str]:
+    """Return what the compiler is told of an extension, but for the CPU and the output.
 
-    arguments = [
-        "build",
-        str(extension.source),
-        "-I",
-        str(source_root()),
-        "-D",
-        f"dtype={extension.dtype}",
-    ]
+    Args:
+        extension: The extension.
+    """
+    arguments = ["build", str(extension.source), "-I", str(source_root())]
+    arguments += ["-D", f"dtype={extension.dtype}", "--emit", "shared-lib"]
     if extension.norm != LAYER_NORM:
         arguments += ["-D", f"{extension.norm}=1"]
     if extension.accelerator:
         arguments += [f"--target-accelerator={extension.accelerator}"]
-        arguments += ["--target-cpu", _portable_cpu()]
-    elif cpu := os.environ.get(CPU_VARIABLE):
+        arguments += ["--target-cpu", compiler.portable_cpu()]
+    return arguments
+
+
+def _compile(extension: Extension, output: Path) -> None:
+    arguments = compile_arguments(extension)
+    if not extension.accelerator and (cpu := os.environ.get(CPU_VARIABLE)):
         arguments += ["--target-cpu", cpu]
     print(
         f"fused_norm: building {extension}, kept in {cache_dir()}",
@@ -193,73 +231,12 @@ def _compile(extension: Extension, output: Path) -> None:
         flush=True,
     )
     start = time.perf_counter()
-    try:
-        result = subprocess_run_mojo(
-            [*arguments, "--emit", "shared-lib", "-o", str(output)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=output.parent,
-        )
-    except (RuntimeError, FileNotFoundError) as error:
-        raise BuildError(
-            f"fused_norm needs the Mojo compiler to build {extension}: {error}. "
-            "Install mojo==1.2.0, or fill the cache ahead with `python -m fused_norm build`."
-        ) from error
-    if result.returncode != 0 or not output.is_file():
-        raise BuildError(
-            f"the Mojo compiler failed on {extension} (exit status {result.returncode}):\n"
-            f"{result.stdout[-4000:]}"
-        )
+    compiler.run(extension, arguments, output)
     print(
         f"fused_norm: built in {time.perf_counter() - start:.0f} s",
         file=sys.stderr,
         flush=True,
     )
-
-
-def _import(extension: Extension) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(extension.name, str(extension.path))
-    spec = importlib.util.spec_from_loader(extension.name, loader)
-    assert spec is not None
-    with _this_interpreter():
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _this_interpreter() -> Iterator[None]:
-    """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
-
-    Types made in Mojo have no `__module__`, which is a DeprecationWarning, and where warnings are
-    errors the end of the process.
-
-    Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
-    would make Python subprocesses of this one start with another interpreter's packages.
-    """
-    os.putenv("MOJO_PYTHON_LIBRARY", "")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "builtin type .* has no", DeprecationWarning)
-            yield
-    finally:
-        for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
-            if (value := os.environ.get(name)) is None:
-                os.unsetenv(name)
-            else:
-                os.putenv(name, value)
-
-
-@functools.cache
-def _load_runtime() -> None:
-    """Load the Mojo runtime, so that an extension runs wherever it was built."""
-    modular = importlib.util.find_spec("modular")
-    for folder in (modular.submodule_search_locations or []) if modular else []:
-        for name in ("libKGENCompilerRTShared.so", "libAsyncRTMojoBindings.so"):
-            library = Path(folder) / "lib" / name
-            if library.is_file():
-                ctypes.CDLL(str(library))
 
 
 @functools.cache
@@ -287,17 +264,9 @@ def _key(accelerator: str | None) -> str:
         parts = set(source.relative_to(root).parts)
         if not {"puzzle", "max", "register.mojo"} & parts:
             digest.update(source.read_bytes())
-    digest.update(importlib.metadata.version("mojo-compiler").encode())
-    digest.update((_portable_cpu() if accelerator else _host_cpu()).encode())
+    digest.update((compiler.version() or "").encode())
+    digest.update((compiler.portable_cpu() if accelerator else _host_cpu()).encode())
     return digest.hexdigest()[:16]
-
-
-def _portable_cpu() -> str:
-    """Return the CPU that the host side of a GPU extension is compiled for.
-
-    It only launches kernels, so a build for a GPU serves every machine of one instruction set.
-    """
-    return "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"
 
 
 def _host_cpu() -> str:

@@ -1,9 +1,9 @@
-"""A training step in C++, the backward as a node: compiled on request, used where that is done.
+"""A training step in C++, the backward as a node: from the wheel, or compiled on request.
 
 A training step on a small shape is spent on the host, a good part of it on Python, in the backward
-as well. `node.cpp` is what is left without it. It serves one
-version of PyTorch and one of Python, so none comes with the package, and nothing compiles it
-unasked: `python -m fused_norm build --autograd` does.
+as well. `node.cpp` is what is left without it. A build serves one minor version of PyTorch and, as
+it asks nothing but the stable ABI of Python, every version of that. A wheel brings builds for some;
+nothing compiles another unasked: `python -m fused_norm build --autograd` does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from types import ModuleType
 
 import torch
 
-from fused_norm.native import cache
+from fused_norm.native import cache, prebuilt
 
 SOURCE = Path(__file__).resolve().with_name("node.cpp")
-HEADERS = sorted(SOURCE.parent.glob("*.h"))
 NAME = "the autograd node (C++)"
 SWITCH = "FUSED_NORM_AUTOGRAD"
 
 
+def sources() -> list[Path]:
+    """Return the files that the node is compiled from."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+
+
 def path() -> Path:
     """Return where the compiled node is kept, for this PyTorch and this Python."""
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    for header in HEADERS:
-        digest.update(header.read_bytes())
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources()))
     for part in (
         torch.__version__,
         torch.version.git_version,
@@ -48,6 +50,30 @@ def path() -> Path:
 def is_built() -> bool:
     """Return whether an intact node is in the cache."""
     return cache.is_intact(path())
+
+
+def prebuilt_path() -> Path | None:
+    """Return the node that came with the package for this PyTorch, None where there is none."""
+    folder = prebuilt.folder()
+    # Without its lock, or with checks of its own, Python lays objects out in another way.
+    other_abi = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_DEBUG")
+    if folder is None or other_abi or not torch.compiled_with_cxx11_abi():
+        return None
+    found = folder / file_name(_minor_version())
+    return found if found.is_file() else None
+
+
+def file_name(version: str) -> str:
+    """Return what a wheel calls the node for a version of PyTorch.
+
+    Args:
+        version: Such as `2.15`.
+    """
+    return f"node-torch-{version}.so"
+
+
+def _minor_version() -> str:
+    return ".".join(torch.__version__.split(".")[:2])
 
 
 def compiler() -> str | None:
@@ -73,10 +99,23 @@ def build(*, force: bool = False) -> Path:
 
 @functools.cache
 def load() -> ModuleType | None:
-    """Return the compiled node, None where there is none or `FUSED_NORM_AUTOGRAD=python`."""
-    if os.environ.get(SWITCH) == "python" or not is_built():
+    """Return the node compiled here or that of the wheel, None without or if Python's is asked for.
+
+    `FUSED_NORM_AUTOGRAD=python` asks for it.
+    """
+    if os.environ.get(SWITCH) == "python":
         return None
-    return import_from(path())
+    if is_built():
+        return import_from(path())
+    found = prebuilt_path()
+    if found is None:
+        return None
+    try:
+        module = import_from(found)
+    except ImportError:
+        # A PyTorch that its makers have changed.
+        return None
+    return module if _minor_version() == module.TORCH else None
 
 
 def import_from(library: Path) -> ModuleType:
@@ -89,6 +128,25 @@ def import_from(library: Path) -> ModuleType:
     return module
 
 
+def command(includes: list[str], libraries: list[str]) -> list[str]:
+    """Return what a C++ compiler is told, but for the output.
+
+    Args:
+        includes: Folders of headers: PyTorch's and Python's.
+        libraries: Folders of PyTorch's libraries.
+    """
+    arguments = ["-std=c++20", "-O2", "-shared", "-fPIC", str(SOURCE)]
+    # Of pybind11, which PyTorch's headers bring, only what the stable ABI has.
+    arguments += ["-DPYBIND11_SIMPLE_GIL_MANAGEMENT", "-fvisibility=hidden"]
+    arguments += ["-ffunction-sections", "-fdata-sections"]
+    arguments += [part for folder in includes for part in ("-isystem", folder)]
+    arguments += [f"-L{folder}" for folder in libraries]
+    arguments += ["-lc10", "-ltorch_cpu", "-ltorch_python"]
+    if sys.platform == "darwin":
+        return [*arguments, "-undefined", "dynamic_lookup"]
+    return [*arguments, "-Wl,--gc-sections", "-s"]
+
+
 def _compile(output: Path) -> None:
     found = compiler()
     if found is None:
@@ -97,29 +155,12 @@ def _compile(output: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     folders = [*include_paths(), sysconfig.get_paths()["include"]]
-    command = [
-        found,
-        "-std=c++20",
-        "-O2",
-        "-shared",
-        "-fPIC",
-        # Of pybind11, which PyTorch's headers bring, only what Python's stable ABI has.
-        "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
-        "-fvisibility=hidden",
-        str(SOURCE),
-        "-o",
-        str(output),
-    ]
-    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    command += [part for folder in folders for part in ("-isystem", folder)]
-    command += [f"-L{folder}" for folder in library_paths()]
-    command += ["-lc10", "-ltorch_cpu", "-ltorch_python"]
-    if sys.platform == "darwin":
-        command += ["-undefined", "dynamic_lookup"]
+    arguments = command(folders, library_paths())
+    arguments += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     print(f"fused_norm: building {NAME} with {found}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     result = subprocess.run(
-        command,
+        [found, *arguments, "-o", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_norm.backends import compiled, rows
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import node
+from fused_norm.native.cache import BuildError
 from fused_norm.ops.rows import trainable_eps_gradients
 from fused_norm.ops.seam import gradients
 
@@ -51,7 +52,10 @@ def trainable_eps(x: Any, o: Any) -> Tensor | None:
     """
     if torch.compiler.is_compiling() or (run := module()) is None:
         return None
-    found: Tensor | None = run.trainable_eps(x, o)
+    try:
+        found: Tensor | None = run.trainable_eps(x, o)
+    except BuildError:
+        return None
     return found
 
 
@@ -108,10 +112,14 @@ def forward(
         is_rms_norm, number = _IS_RMS_NORM[normalization], _NUMBERS[activation]
     except (KeyError, TypeError):
         return None
-    return run.forward(
-        *(x, residual, gamma, beta, scale, shift, mean, rstd, *second, weight, bias, is_rms_norm),
-        *(number, eps, offset, joined, return_sum, return_norm, recompute),
-    )
+    try:
+        return run.forward(
+            *(x, residual, gamma, beta, scale, shift, mean, rstd, *second, weight, bias),
+            *(is_rms_norm, number, eps, offset, joined, return_sum, return_norm, recompute),
+        )
+    except BuildError:
+        # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
+        return None
 
 
 def backward(

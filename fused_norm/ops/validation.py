@@ -18,8 +18,9 @@ from torch._C._nn import linear
 from torch.nn import Parameter
 
 from fused_norm import reference
-from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.native import build, compiler
+from fused_norm.native.cpu_features import bfloat16_product
 from fused_norm.ops.registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.
@@ -31,9 +32,9 @@ CPU_DTYPES = GPU_DTYPES | {torch.float64}
 
 def serves(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether there are kernels for a dtype on the device of `x`."""
-    return dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES) and (
-        x.is_cuda or x.is_cpu or x.is_meta
-    )
+    if dtype not in (GPU_DTYPES if x.is_cuda else CPU_DTYPES):
+        return False
+    return x.is_meta or ((x.is_cuda or x.is_cpu) and build.is_at_hand(x.device, dtype))
 
 
 def has_kernel(
@@ -247,13 +248,22 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:
-        _say_no_kernel(x.device.type, dtype)
+        _say_no_kernel(x.device.type, dtype, dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES))
     return False
 
 
+def _say_no_kernel(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
+    _say_once(device_type, dtype, can_be_built)
+
+
+# A compiler cannot trace a warning.
+_say_no_kernel.__dict__["_dynamo_marked_constant"] = True
+
+
 @functools.cache
-def _say_no_kernel(device_type: str, dtype: torch.dtype) -> None:
+def _say_once(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
+    how = f". `{compiler.INSTALL}` brings what builds it" if can_be_built else ""
     warnings.warn(
-        f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it",
-        stacklevel=4,
+        f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it{how}",
+        stacklevel=5,
     )

@@ -1,0 +1,65 @@
+"""The Mojo compiler: whether it is installed, and running it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import subprocess
+from pathlib import Path
+
+from fused_norm.native.cache import BuildError
+
+INSTALL = "pip install fused-norm[compiler]"
+
+
+@functools.cache
+def version() -> str | None:
+    """Return the version of the compiler that is installed, None where there is none."""
+    if importlib.util.find_spec("mojo") is None:
+        return None
+    try:
+        return importlib.metadata.version("mojo-compiler")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run(name: object, arguments: list[str], output: Path) -> None:
+    """Run the Mojo compiler.
+
+    Args:
+        name: What is built, for messages.
+        arguments: What it is told.
+        output: The file to write.
+
+    Raises:
+        BuildError: If it is missing or fails.
+    """
+    try:
+        from mojo.run import subprocess_run_mojo
+
+        result = subprocess_run_mojo(
+            [*arguments, "-o", str(output)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=output.parent,
+        )
+    except (ImportError, RuntimeError, FileNotFoundError) as error:
+        raise BuildError(
+            f"fused_norm needs the Mojo compiler to build {name}: {error}. `{INSTALL}` brings it."
+        ) from error
+    if result.returncode != 0 or not output.is_file():
+        raise BuildError(
+            f"the Mojo compiler failed on {name} (exit status {result.returncode}):\n"
+            f"{result.stdout[-4000:]}"
+        )
+
+
+def portable_cpu() -> str:
+    """Return the CPU that the host side of a GPU extension is compiled for.
+
+    It only launches kernels, so a build for a GPU serves every machine of one instruction set.
+    """
+    return "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"

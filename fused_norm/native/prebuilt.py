@@ -1,0 +1,68 @@
+"""What comes with a wheel: kernels built ahead, C++ nodes, and the Mojo runtime that they load.
+
+`scripts/wheel.py` fills the folder; a checkout and an install from source have none. pip checks the
+files as it installs them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from fused_norm.native import levels
+
+FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
+# 0 leaves what is prebuilt aside, so that kernels are built for this very machine.
+SWITCH = "FUSED_NORM_PREBUILT"
+
+
+def folder() -> Path | None:
+    """Return the folder of what is prebuilt, None where there is none or it is not wanted."""
+    return FOLDER if os.environ.get(SWITCH) != "0" and FOLDER.is_dir() else None
+
+
+def kernels(stem: str, dtype: str, accelerator: str | None) -> Path | None:
+    """Return the kernels that came for this machine, None where there are none.
+
+    Args:
+        stem: Name of the extension, and of its norm.
+        dtype: Name of the dtype.
+        accelerator: GPU architecture as Mojo names it, or None for this CPU.
+    """
+    found = folder()
+    if found is None:
+        return None
+    if accelerator:
+        targets = compatible(accelerator)
+    else:
+        targets = [level.name for level in levels.of_this_cpu()]
+    paths = (found / file_name(stem, dtype, target) for target in targets)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def file_name(stem: str, dtype: str, target: str) -> str:
+    """Return what a file of kernels is called.
+
+    Args:
+        stem: Name of the extension, and of its norm.
+        dtype: Name of the dtype.
+        target: Name of the level, or the architecture as Mojo names it.
+    """
+    return f"{stem}-{dtype}-{target.replace(':', '_')}.so"
+
+
+def compatible(accelerator: str) -> list[str]:
+    """Return the architectures whose code a GPU runs, its own first.
+
+    A GPU of NVIDIA's runs code for an earlier one of its generation (8.6 that for 8.0), unless that
+    is bound to its architecture, as the a of sm_90a says.
+
+    Args:
+        accelerator: As Mojo names it.
+    """
+    parts = re.fullmatch(r"nvidia:sm_(\d+)(\d)a?", accelerator)
+    if parts is None:
+        return [accelerator]
+    major, minor = parts.groups()
+    return [accelerator, *(f"nvidia:sm_{major}{n}" for n in range(int(minor), -1, -1))]

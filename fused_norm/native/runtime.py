@@ -1,0 +1,94 @@
+"""Loading an extension into this process, and what Mojo's runtime has to be told for it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# Set to anything, it stands for a compiler of PTX, and Mojo's runtime takes drivers before 580.
+_PTX_COMPILER = "MODULAR_NVPTX_COMPILER_PATH"
+_CUDA_13 = 13000
+
+
+def import_from(name: str, library: Path) -> ModuleType:
+    """Return the extension module of a file.
+
+    Args:
+        name: Of the module.
+        library: The file.
+    """
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    with _this_interpreter():
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def load() -> None:
+    """Load the Mojo runtime of the compiler, so that an extension runs wherever it was built."""
+    modular = importlib.util.find_spec("modular")
+    for folder in (modular.submodule_search_locations or []) if modular else []:
+        for name in ("libKGENCompilerRTShared.so", "libAsyncRTMojoBindings.so"):
+            library = Path(folder) / "lib" / name
+            if library.is_file():
+                ctypes.CDLL(str(library))
+
+
+def new_launcher(kernels: ModuleType, device: int, stream: int, alone: bool) -> int:
+    """Return the context of an extension's calls on a stream.
+
+    Mojo's runtime refuses NVIDIA drivers before 580 (CUDA 13), because of a compiler that nothing
+    here needs: a driver of CUDA 12 runs the kernels of a wheel, and those built here as well.
+
+    Args:
+        kernels: A GPU extension.
+        device: Index of the device.
+        stream: Of PyTorch's, raw.
+        alone: Whether no collective runs beside.
+    """
+    pytorch: Any = torch._C
+    is_older = torch.version.cuda and pytorch._cuda_getDriverVersion() < _CUDA_13
+    if not is_older or _PTX_COMPILER in os.environ:
+        return int(kernels.new_launcher(device, stream, int(alone)))
+    os.putenv(_PTX_COMPILER, "driver")
+    try:
+        return int(kernels.new_launcher(device, stream, int(alone)))
+    finally:
+        os.unsetenv(_PTX_COMPILER)
+
+
+@contextmanager
+def _this_interpreter() -> Iterator[None]:
+    """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
+
+    Types made in Mojo have no `__module__`, which is a DeprecationWarning, and where warnings are
+    errors the end of the process.
+
+    Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
+    would make Python subprocesses of this one start with another interpreter's packages.
+    """
+    os.putenv("MOJO_PYTHON_LIBRARY", "")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "builtin type .* has no", DeprecationWarning)
+            yield
+    finally:
+        for name in ("MOJO_PYTHON_LIBRARY", "PYTHONEXECUTABLE", "PYTHONPATH"):
+            if (value := os.environ.get(name)) is None:
+                os.unsetenv(name)
+            else:
+                os.putenv(name, value)

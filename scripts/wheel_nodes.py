@@ -1,0 +1,120 @@
+"""Compiles the C++ node for the versions of PyTorch that a wheel serves, each with its headers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fused_norm.native import node
+from fused_norm.native.cache import BuildError, build, cache_dir
+
+VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
+_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
+# What the node may ask of Python: functions and objects of the stable ABI of 3.10.
+STABLE = frozenset(
+    """
+    PyArg_ParseTuple PyBool_FromLong PyBool_Type PyBytes_AsString PyErr_Clear PyErr_Fetch
+    PyErr_Format PyErr_NormalizeException PyErr_Occurred PyErr_Restore PyErr_SetObject
+    PyErr_SetString PyErr_WarnEx PyErr_WriteUnraisable PyEval_RestoreThread PyEval_SaveThread
+    PyExc_RuntimeError PyFloat_AsDouble PyFloat_FromDouble PyFloat_Type PyGILState_Check
+    PyGILState_Ensure PyGILState_Release PyList_Append PyList_GetItem PyList_New PyList_Size
+    PyLong_AsLong PyLong_AsLongLong PyLong_AsSize_t PyLong_FromLong PyLong_FromLongLong
+    PyLong_FromSize_t PyLong_Type PyModule_AddStringConstant PyModule_Create2 PyObject_CallFunction
+    PyObject_CallFunctionObjArgs PyObject_CallNoArgs PyObject_GetAttrString PyObject_IsTrue
+    PyObject_Str PySequence_GetItem PyTuple_GetItem PyTuple_New PyTuple_SetItem PyTuple_Size
+    PyType_GetFlags PyUnicode_AsEncodedString PyUnicode_AsUTF8AndSize PyUnicode_FromString
+    PyUnicode_FromStringAndSize Py_DecRef Py_IncRef _Py_Dealloc _Py_FalseStruct _Py_NoneStruct
+    _Py_TrueStruct
+    """.split()  # noqa: SIM905 - one name to a line would be forty lines
+)
+
+
+def file_name(version: str) -> str:
+    """Return what the wheel calls the node for a version of PyTorch.
+
+    Args:
+        version: Such as `2.15`.
+    """
+    return node.file_name(version)
+
+
+def compile_kept(version: str) -> Path:
+    """Return the node for a version of PyTorch, compiled unless that has been done.
+
+    Args:
+        version: Such as `2.15`.
+
+    Raises:
+        BuildError: If there is no compiler, it fails, or the node asks for more than is stable.
+    """
+    digest = hashlib.sha256(repr(node.command([], [])).encode())
+    for source in node.sources():
+        digest.update(source.read_bytes())
+    path = cache_dir() / "wheel" / f"node-torch-{version}-{digest.hexdigest()[:16]}.so"
+    build(path, f"the node for PyTorch {version}", lambda out: _compile(version, out), force=False)
+    return path
+
+
+def python_symbols(library: Path) -> set[str]:
+    """Return what a library asks of Python.
+
+    Args:
+        library: The file.
+    """
+    command = ["nm", "-D", "--undefined-only", str(library)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r" U (_?Py\w+)", said))
+
+
+def _compile(version: str, output: Path) -> None:
+    compiler = node.compiler()
+    if compiler is None:
+        raise BuildError("the nodes need a C++ compiler: install g++, or name one in CXX")
+    folder = _pytorch(version)
+    includes = [str(folder / "include"), str(folder / "include/torch/csrc/api/include")]
+    includes.append(sysconfig.get_paths()["include"])
+    command = [compiler, *node.command(includes, [str(folder / "lib")]), "-o", str(output)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"{compiler} failed on PyTorch {version}:\n{result.stderr[-4000:]}")
+    if other := python_symbols(output) - STABLE:
+        raise BuildError(f"no part of Python's stable ABI: {', '.join(sorted(other))}")
+
+
+def _pytorch(version: str) -> Path:
+    """Return a folder with PyTorch's headers and libraries: the installed one's, or fetched."""
+    if torch.__version__.startswith(f"{version}."):
+        return Path(torch.__file__).parent
+    kept = cache_dir() / "wheel" / f"torch-{version}"
+    if kept.is_dir():
+        return kept
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as name:
+        command = [*_installer(), "--quiet", "--no-deps", "--target", name]
+        subprocess.run([*command, f"torch=={version}.*"], check=True)
+        package = Path(name) / "torch"
+        kept_parts = Path(name) / "kept"
+        (kept_parts / "lib").mkdir(parents=True)
+        (package / "include").rename(kept_parts / "include")
+        for library in _LIBRARIES:
+            (package / "lib" / library).rename(kept_parts / "lib" / library)
+        kept_parts.rename(kept)
+    return kept
+
+
+def _installer() -> list[str]:
+    if uv := os.environ.get("UV") or shutil.which("uv"):
+        return [uv, "pip", "install", "--python", sys.executable]
+    if importlib.util.find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install"]
+    raise BuildError("neither uv nor pip is there to fetch PyTorch's headers with")
