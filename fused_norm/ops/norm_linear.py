@@ -14,6 +14,7 @@ from fused_norm import backends, reference
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
+from fused_norm.composition import Operands, Seam
 from fused_norm.native import node
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
@@ -25,6 +26,7 @@ from fused_norm.ops.registration import (
     register,
     without_none,
 )
+from fused_norm.ops.sharding import has_dtensor, over_shards
 from fused_norm.ops.validation import (
     by_pytorch,
     has_kernel,
@@ -279,6 +281,9 @@ def call(
         inputs, cast = _autocast(x, tensors)
     if owner is None and isinstance(x, Tensor) and x.is_cpu and (cast or is_left_to_pytorch(x)):
         return by_pytorch(x, *tensors, eps)
+    operands = _operands(x, tensors)
+    if has_dtensor(operands):
+        return _over_shards(operands, eps, owner)
     if not has_kernel(x, *inputs, eps, cast):
         y = by_pytorch(x, *tensors, eps)
         if owner is None or not _wants_gradients(x, tensors):
@@ -291,6 +296,27 @@ def call(
             y = _run_compiled(x, inputs, eps, owner, parameters)
             return _run(ready, inputs, eps, owner, parameters) if y is None else y
     return _run(x, inputs, eps, owner, None)
+
+
+def _operands(x: Any, tensors: _Parameters) -> Operands:
+    gamma, beta, weight, bias = tensors
+    return Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
+
+
+def _over_shards(t: Operands, eps: Any, owner: Any) -> Tensor:
+    """Compute a call on DTensors."""
+    if owner is not None:
+        raise NotImplementedError("no main_grad is added to beside DTensors")
+
+    def run(_: Seam, local: Operands) -> list[Tensor]:
+        return [call(local.x, _tensors(local), eps)]
+
+    found = over_shards(run, Seam(eps=eps), t)
+    return by_pytorch(t.x, *_tensors(t), eps) if found is None else found[0]
+
+
+def _tensors(t: Operands) -> _Parameters:
+    return t.gamma, t.beta, t.weights[0], t.biases[0]
 
 
 def _run(

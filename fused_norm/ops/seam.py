@@ -22,6 +22,7 @@ from fused_norm.ops.registration import (
     register,
 )
 from fused_norm.ops.seam_validation import as_kernels_need, is_host_bound
+from fused_norm.ops.sharding import has_dtensor, over_shards
 
 # Of the first eleven operands, those that an op's schema lists one by one.
 _NAMED = Operands._fields[:-2]
@@ -269,6 +270,11 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
             return call(kind, t, owners, True)
     if owners is None and not is_watched() and is_host_bound(t):
         return composition.seam(kind, t)
+    if has_dtensor(t):
+        if owners is not None:
+            raise NotImplementedError("no main_grad is added to beside DTensors")
+        found = over_shards(call, kind, t)
+        return composition.seam(kind, t) if found is None else found
     ready = as_kernels_need(kind, t)
     if ready is None:
         return composition.seam(kind, t)
