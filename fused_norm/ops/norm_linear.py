@@ -16,6 +16,7 @@ from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
 from fused_norm.composition import Operands, Seam
 from fused_norm.native import node
+from fused_norm.ops import seam
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
     are_plain,
@@ -288,6 +289,9 @@ def call(
         y = by_pytorch(x, *tensors, eps)
         if owner is None or not _wants_gradients(x, tensors):
             return y
+    elif owner is None and not inputs[2].is_contiguous():
+        # These kernels would copy the weight in every call, PyTorch's product takes it as it lies.
+        return seam.call(Seam(eps=float(eps)), operands, is_recorded=True)[0]
     elif not is_watched() and are_plain((x, *inputs, eps)):
         (ready,) = dense(x)
         # The backward keeps x itself, not a copy of it.

@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 
 from fused_norm import composition
 from fused_norm.backends import seams
-from fused_norm.call.memory import statistics_dtype
+from fused_norm.call.memory import lies_transposed, statistics_dtype
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
@@ -85,9 +85,13 @@ def _backward(*arguments: Any) -> list[Tensor]:
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     *arguments_, _, _, wanted = arguments
     t, _, _ = _unpacked((*arguments_, False))
-    return [
-        p.new_empty(p.shape) for p, w in zip(flat(t), wanted, strict=True) if w and p is not None
+    head, weights = len(_NAMED), len(t.weights)
+    found = [p if p is None else p.new_empty(p.shape) for p in flat(t)]
+    found[head : head + weights] = [
+        w.new_empty(w.t().shape).t() if lies_transposed(w) else w.new_empty(w.shape)
+        for w in t.weights
     ]
+    return [p for p, w in zip(found, wanted, strict=True) if w and p is not None]
 
 
 def _unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
