@@ -24,6 +24,7 @@ from fused_norm.ops.registration import (
     is_forward_mode,
     is_profiled,
     is_watched,
+    may_follow,
     register,
     without_none,
 )
@@ -264,14 +265,14 @@ def call(
         if owner is None and type(x) is Tensor and x.is_cpu and is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
-            may_follow = torch.is_grad_enabled()
-            if may_follow:
+            has_gradients = torch.is_grad_enabled()
+            if has_gradients:
                 y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
                 if y is not None:
                     return y
             parameters = known_parameters.known(*tensors)
             if parameters is not None and parameters.take(x, eps):
-                if may_follow:
+                if has_gradients:
                     return _run(x, tensors, eps, owner, parameters)
                 return backends.forward(x, parameters, eps, False)[0]
     inputs, cast = tensors, False
@@ -338,7 +339,7 @@ def _run(
 
 
 def _wants_gradients(x: Tensor, tensors: _Parameters) -> bool:
-    return torch.is_grad_enabled() and (
+    return may_follow() and (
         x.requires_grad or any(t is not None and t.requires_grad for t in tensors)
     )
 

@@ -265,11 +265,20 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     if is_forward_mode():
         # PyTorch's ops carry tangents, the kernels would drop them.
         return False
+    if is_onnx_export():
+        return False
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:
         _say_no_kernel(x.device.type, dtype)
     return False
+
+
+def is_onnx_export() -> bool:
+    """Return whether a model is on its way to ONNX, which knows PyTorch's ops alone."""
+    if not (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
+        return False
+    return torch.onnx.is_in_onnx_export()
 
 
 @functools.cache
