@@ -28,7 +28,7 @@ LONGEST_ROW = 2**31 - 1
 # The tensors of PyTorch's compiler, and those that a collective will have written.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
 # Tensor's own, and that of a class which has none.
-_TORCH_FUNCTIONS = (Tensor.__torch_function__.__func__, None)
+_TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
 CPU_DTYPES = GPU_DTYPES | {torch.float64}
@@ -236,15 +236,15 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and _is_known(type(tensor))
 
 
-def _is_known(kind: type) -> bool:
+def _is_known(kind: Any) -> bool:
     """Return whether tensors of a type take any op, as far as their class says.
 
     Quantized and distributed tensors know PyTorch's ops alone: their class has them.
     """
-    return (
-        kind is Tensor
-        or kind is Parameter
-        or kind.__module__.startswith(_TRACERS)
+    if kind is Tensor or kind is Parameter:
+        return True
+    return bool(
+        kind.__module__.startswith(_TRACERS)
         or (
             kind.__torch_dispatch__ is Tensor.__torch_dispatch__
             and getattr(kind.__torch_function__, "__func__", None) in _TORCH_FUNCTIONS
