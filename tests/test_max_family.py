@@ -106,27 +106,33 @@ def run(device: str, tensors: list[dict[str, Tensor]]) -> list[list[Tensor]]:
 def operands(kind: tuple[str, str, str, str], tensors: dict[str, Tensor]) -> tuple[Seam, Operands]:
     """Return a call as the library has it."""
     t = {name: v if v.numel() else None for name, v in tensors.items()}
-    x = tensors["x"]
-    rows = x.shape[0]
-    modulation = {
-        name: v if v is None else v.repeat_interleave(rows // v.shape[0], 0)
-        for name, v in t.items()
-        if name in ("scale", "shift")
-    }
+    groups = max(tensors["scale"].shape[0], tensors["shift"].shape[0], 1)
+
+    def grouped(name: str) -> Tensor | None:
+        v = t[name]
+        return v if v is None else v.view(groups, -1, v.shape[-1])
+
     activation = "" if kind[3] == "none" else kind[3]
+    x = grouped("x")
+    assert x is not None
     return Seam(kind[2], activation, 1e-5, 1.0), Operands(
         x,
-        t["residual"],
+        grouped("residual"),
         t["norm_weight"],
         t["norm_bias"],
-        **modulation,
+        grouped("scale"),
+        grouped("shift"),
         weights=[tensors["weight"]],
         biases=[t["bias"]],
     )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_the_native_door(case: str, device: str, cross_compiled: object) -> None:
+def test_agrees_with_the_native_door(
+    case: str, device: str, cross_compiled: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For bfloat16, too, which PyTorch's product may be faster for.
+    monkeypatch.setattr("fused_norm.backends.seams.bfloat16_product", lambda: None)
     tensors = [make_tensors(kind, case, device) for kind in kinds(device)]
     for kind, group, mine in zip(kinds(device), tensors, run(device, tensors), strict=True):
         what, t = operands(kind, group)
@@ -144,17 +150,16 @@ def test_agrees_with_the_native_door(case: str, device: str, cross_compiled: obj
         truth = composition.seam(
             what, composition.unflat([v if v is None else next(rest) for v in composition.flat(t)])
         )[0]
-        assert_within_budget(f"{kind} y", mine[0], truth, composition.seam(what, t)[0])
+        bar = composition.seam(what, t)[0]
+        assert_within_budget(f"{kind} y", mine[0].view(bar.shape), truth, bar)
         for name, ours, theirs in zip(RESULTS, mine, expected, strict=True):
-            if theirs is None or not ours.numel():
+            if theirs is None:
+                # There is a place for the product, and no activation.
                 assert name == "product" or not ours.numel(), (kind, name)
-            elif device == "cpu" and case != "all":
-                assert torch.equal(ours, theirs), (kind, name)
+            elif device == "cpu":
+                assert torch.equal(ours.view(theirs.shape), theirs), (kind, name)
             else:
-                # A modulation of each row by itself is folded otherwise.
-                torch.testing.assert_close(
-                    ours, theirs, msg=lambda m, k=kind, n=name: f"{k} {n}: {m}"
-                )
+                torch.testing.assert_close(ours.view(theirs.shape), theirs, rtol=0.02, atol=0.02)
 
 
 def test_no_rows(device: str) -> None:
