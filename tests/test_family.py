@@ -108,7 +108,7 @@ def test_linear_add(device: str) -> None:
         ({"weight": []}, ValueError, "one or more weights"),
         ({"weight": [torch.randn(6, 8)] * 3, "activation": "swiglu"}, ValueError, "a pair of them"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_errors(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     arguments: dict[str, Any] = {"x": torch.randn(4, 8), "weight": torch.randn(6, 8)} | changes

@@ -36,7 +36,7 @@ struct Call {
   void* workspace;
   int64_t way, workspace_bytes;
   int64_t K, N;
-  void *gamma, *beta, *weight, *bias;
+  void *gamma, *beta, *weight, *bias, *up, *up_bias;
   int64_t norm_is_float32, narrow;
   void *fold_weight, *fold_sums, *fold_constants;
 };
