@@ -286,6 +286,7 @@ def main(rank: int, store: str, names: list[str]) -> None:
     for name in names or NAMES:
         said = ""
         torch.manual_seed(0)
+        torch.compiler.reset()
         try:
             CASES[name](mesh)
         except Exception:

@@ -12,7 +12,7 @@ from max.gpu.host import DeviceContext
 from ..call import Call
 from ..device import Gpu
 from ..passes.gpu import GpuRunner
-from ..passes.activation import GATED
+from ..gemm.activation import GATED
 from ..passes.normalize import normalize_bytes, run_normalize
 from ..passes.normalize_backward import workspace
 from ..passes.passes import activate, normalize, normalize_backward_of

@@ -10,7 +10,7 @@ from max.gpu.host import DeviceContext
 from . import norm_linear_cpu, norm_linear_gpu
 from .checks import address, optional, require_dtypes, require_sizes
 from ..call import Call
-from ..passes.activation import (
+from ..gemm.activation import (
     GATED,
     GELU,
     GELU_TANH,
