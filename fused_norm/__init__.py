@@ -12,6 +12,7 @@ from fused_norm.functional import (
     norm_mlp,
 )
 from fused_norm.modules import LayerNormLinear, LayerNormMLP
+from fused_norm.ops.decompositions import decompositions
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "TrainableEpsLayerNorm",
     "__version__",
     "composed",
+    "decompositions",
     "frozen_parameters",
     "fused_layernorm_linear",
     "linear_add",

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_norm import reference
 from fused_norm.ops import rows
+from fused_norm.ops.registration import may_follow
 from fused_norm.ops.validation import by_pytorch_widened, div_by_pytorch, has_row_kernel
 
 
@@ -77,6 +77,6 @@ def layer_norm(x: Tensor) -> Tensor:
 
 
 def _call(op: Callable[..., Any], with_gradients: Callable[..., Any], *inputs: Tensor) -> Tensor:
-    needs = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    needs = may_follow() and any(t.requires_grad for t in inputs)
     y: Tensor = (with_gradients if needs else op)(*inputs)
     return y

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.ops import compiled
-from fused_norm.ops.registration import is_watched
+from fused_norm.ops.registration import is_watched, may_follow
 from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
 from fused_norm.ops.validation import (
     has_trainable_eps_kernel,
@@ -43,7 +43,7 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
             return trainable_eps_forward(x, o)
     elif not has_trainable_eps_kernel(x, o):
         return trainable_eps_by_pytorch(x, o)
-    if torch.is_grad_enabled() and (x.requires_grad or o.requires_grad):
+    if may_follow() and (x.requires_grad or o.requires_grad):
         y: Tensor = trainable_eps_with_gradients(x, o)
     else:
         y = trainable_eps(x, o)

@@ -13,4 +13,5 @@ from .max.rows import (
     TrainableEpsLayerNorm,
     TrainableEpsLayerNormBackward,
 )
+from .max.seam import FusedNormNormLinear
 from .puzzle.register import LayerNormLinear, LayerNormLinearBackward

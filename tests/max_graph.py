@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from max.driver import (
@@ -63,16 +64,20 @@ def build(dtypes: list[tuple[str, str]], device: DeviceRef) -> Graph:
     return graph
 
 
-def main(path: str) -> None:
-    """Compile the graph for a GPU that need not be there."""
+def compile_for_gpu(graph: Callable[[], Graph], path: str) -> None:
+    """Compile a graph for a GPU that need not be there, and leave this process.
+
+    Args:
+        graph: Makes the graph.
+        path: Where to write it.
+    """
     set_virtual_device_api("cuda")
     set_virtual_device_target_arch("sm_90")
     set_virtual_device_count(1)
-    graph = build([("bfloat16", "float32")], DeviceRef.GPU())
-    InferenceSession(devices=[Accelerator()]).compile(graph).export_mef(path)
+    InferenceSession(devices=[Accelerator()]).compile(graph()).export_mef(path)
     # MAX now and then aborts on the way out, while threads of its compiler still run.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    compile_for_gpu(lambda: build([("bfloat16", "float32")], DeviceRef.GPU()), sys.argv[1])

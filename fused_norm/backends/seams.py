@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_norm import backends
 from fused_norm.backends import cpu_seam, passes, sm90
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
+from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics, lies_transposed
 from fused_norm.call.parameters import Parameters
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Results, Seam, is_gate
 from fused_norm.native.cpu_features import bfloat16_product
@@ -101,6 +101,7 @@ def is_fused_on_cpu(kind: Seam, t: Operands) -> bool:
     return (
         t.x.is_cpu
         and len(t.weights) == 1
+        and t.weights[0].is_contiguous()
         and t.x.dtype is t.weights[0].dtype
         and not kind.returns_norm
         and not (t.x.dtype is torch.bfloat16 and bfloat16_product() is not None)
@@ -140,9 +141,16 @@ def _is_one_product(kind: Seam, t: Operands) -> bool:
 
 
 def _is_bare(kind: Seam, t: Operands) -> bool:
-    """Return whether a call begins as a norm and Linear layers, and nothing before or between."""
+    """Return whether a call begins as a norm and Linear layers, and nothing before or between.
+
+    The backends of such a call would copy a weight that lies otherwise, such as a Conv1D's.
+    """
     around = (t.residual, t.scale, t.shift, t.rstd)
-    return not kind.returns_norm and all(each is None for each in around)
+    return (
+        not kind.returns_norm
+        and all(each is None for each in around)
+        and all(weight.is_contiguous() for weight in t.weights)
+    )
 
 
 def _parameters(kind: Seam, t: Operands) -> Parameters:
@@ -403,7 +411,7 @@ def _dweight(
         return torch.zeros_like(weight) if main_grad is None else None
     assert z is not None
     if main_grad is None:
-        return torch.mm(dh.t(), z)
+        return torch.mm(z.t(), dh).t() if lies_transposed(weight) else torch.mm(dh.t(), z)
     if dh.is_cuda and dh.dtype in LOW_PRECISION:
         # Tensor cores multiply what they are given and add up in float32.
         torch.addmm(main_grad, dh.t(), z, out_dtype=main_grad.dtype, out=main_grad)

@@ -38,6 +38,14 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
+def lies_transposed(weight: Tensor) -> bool:
+    """Return whether a weight lies column by column, as that of a Conv1D seen as a Linear layer's.
+
+    Its gradient does, too: autograd would copy it.
+    """
+    return not weight.is_contiguous() and weight.t().is_contiguous()
+
+
 def workspace(size: int, device: torch.device) -> Tensor:
     """Return scratch memory of a number of bytes."""
     return torch.empty(size, dtype=torch.uint8, device=device)

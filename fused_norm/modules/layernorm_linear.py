@@ -173,15 +173,17 @@ class LayerNormLinear(NormModule):
         """Return a norm and a Linear that share this module's Parameters, a dictionary if split.
 
         Raises:
-            ValueError: If gamma is kept around zero, which no norm of PyTorch's does.
+            ValueError: If gamma is kept around zero, which no norm of PyTorch's does; or if this
+                module has hooks or parametrizations, as pruning and weight norm leave, which the
+                others would not run.
         """
+        norm = self._norm_module(self.in_features)
         linears = {
             prefix.removesuffix("_"): linear_of(weight, bias, self.training)
             for prefix, weight, bias in zip(
                 self.parameters_split, *self._linear_parameters(), strict=True
             )
         }
-        norm = self._norm_module(self.in_features)
         return norm, linears[""] if list(linears) == [""] else linears
 
     def _linear_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]]:

@@ -150,7 +150,9 @@ class LayerNormMLP(NormModule):
         """Return a norm and two Linear layers that share this module's Parameters.
 
         Raises:
-            ValueError: If gamma is kept around zero, which no norm of PyTorch's does.
+            ValueError: If gamma is kept around zero, which no norm of PyTorch's does; or if this
+                module has hooks or parametrizations, as pruning and weight norm leave, which the
+                others would not run.
         """
         return (
             self._norm_module(self.hidden_size),

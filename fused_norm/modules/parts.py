@@ -63,6 +63,7 @@ class NormModule(nn.Module):
 
     def _norm_module(self, features: int) -> nn.Module:
         """Return the norm as a module of PyTorch's that shares its Parameters."""
+        require_shared(self, "to_modules")
         if self.zero_centered_gamma:
             raise ValueError("nn.LayerNorm and nn.RMSNorm have no gamma around zero")
         affine = self.layer_norm_weight is not None
@@ -146,9 +147,8 @@ def require_known(activation: str | None, out_features: int = 0) -> None:
 
 def require_norm(name: str, module: Any) -> str:
     """Return the name of a norm's kind, or raise if it is none of PyTorch's."""
-    normalization = "RMSNorm" if isinstance(module, nn.RMSNorm) else "LayerNorm"
-    require_plain(name, module, NORMS[normalization][1])
-    return normalization
+    require_plain(name, module, *(kind for _, kind in NORMS.values()))
+    return next(norm for norm, (_, kind) in NORMS.items() if isinstance(module, kind))
 
 
 def require_features(name: str, norm: Any, linear: str, features: int) -> None:
@@ -163,23 +163,34 @@ def require_features(name: str, norm: Any, linear: str, features: int) -> None:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def require_plain(name: str, module: Any, kind: type[nn.Module]) -> None:
+def require_plain(name: str, module: Any, *kinds: type[nn.Module]) -> None:
     """Raise unless a module computes what its class does, and nothing else.
 
     Args:
         name: The argument's name.
         module: The argument.
-        kind: The class, whose subclasses may not bring a `forward` of their own.
+        kinds: The classes, whose subclasses may not bring a `forward` of their own.
     """
-    plain = f"nn.{kind.__name__}"
-    if not isinstance(module, kind):
-        raise TypeError(f"{name} must be an {plain}, got {type(module).__name__}")
-    if is_parametrized(module):
-        raise ValueError(f"{name} has parametrizations, which from_modules would drop")
-    if type(module).forward is not kind.forward or "forward" in vars(module):
+    plain = " or ".join(f"an nn.{kind.__name__}" for kind in kinds)
+    if not isinstance(module, kinds):
+        raise TypeError(f"{name} must be {plain}, got {type(module).__name__}")
+    require_shared(module, "from_modules", name)
+    if type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
         raise TypeError(
-            f"{name} must be an {plain} with its own forward, got {type(module).__name__}, "
+            f"{name} must be {plain} with its own forward, got {type(module).__name__}, "
             "which computes something else"
         )
+
+
+def require_shared(module: nn.Module, function: str, name: str = "the module") -> None:
+    """Raise if a module does more with its Parameters than another that shares them would.
+
+    Args:
+        module: Of which Parameters are to be shared.
+        function: That shares them.
+        name: What to call the module.
+    """
+    if is_parametrized(module):
+        raise ValueError(f"{name} has parametrizations, which {function} would drop")
     if any(getattr(module, hooks) for hooks in _HOOKS):
-        raise ValueError(f"{name} has hooks, which from_modules would drop")
+        raise ValueError(f"{name} has hooks, which {function} would drop")

@@ -13,7 +13,8 @@ from fused_norm import backends, reference
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
-from fused_norm.ops import compiled
+from fused_norm.composition import Operands, Seam
+from fused_norm.ops import compiled, seam
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
     are_plain,
@@ -21,9 +22,11 @@ from fused_norm.ops.registration import (
     is_forward_mode,
     is_profiled,
     is_watched,
+    may_follow,
     register,
     without_none,
 )
+from fused_norm.ops.sharding import has_dtensor, over_shards
 from fused_norm.ops.validation import (
     by_pytorch,
     has_kernel,
@@ -258,16 +261,43 @@ def by_python(
         inputs, cast = _autocast(x, tensors)
     if owner is None and isinstance(x, Tensor) and x.is_cpu and (cast or is_left_to_pytorch(x)):
         return by_pytorch(x, *tensors, eps)
+    operands = _operands(x, tensors)
+    if has_dtensor(operands):
+        return _over_shards(operands, eps, owner)
     if not has_kernel(x, *inputs, eps, cast):
         y = by_pytorch(x, *tensors, eps)
         if owner is None or not _wants_gradients(x, tensors):
             return y
+    elif owner is None and not inputs[2].is_contiguous():
+        # These kernels would copy the weight in every call, PyTorch's product takes it as it lies.
+        return seam.call(Seam(eps=float(eps)), operands, is_recorded=True)[0]
     elif not is_watched() and are_plain((x, *inputs, eps)):
         (ready,) = dense(x)
         # The backward keeps x itself, not a copy of it.
         if ready is x or not _wants_gradients(x, inputs):
             return _run(ready, inputs, eps, owner, known_parameters.of(*inputs))
     return _run(x, inputs, eps, owner, None)
+
+
+def _operands(x: Any, tensors: _Parameters) -> Operands:
+    gamma, beta, weight, bias = tensors
+    return Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
+
+
+def _over_shards(t: Operands, eps: Any, owner: Any) -> Tensor:
+    """Compute a call on DTensors."""
+    if owner is not None:
+        raise NotImplementedError("no main_grad is added to beside DTensors")
+
+    def run(_: Seam, local: Operands) -> list[Tensor]:
+        return [call(local.x, _tensors(local), eps)]
+
+    found = over_shards(run, Seam(eps=eps), t)
+    return by_pytorch(t.x, *_tensors(t), eps) if found is None else found[0]
+
+
+def _tensors(t: Operands) -> _Parameters:
+    return t.gamma, t.beta, t.weights[0], t.biases[0]
 
 
 def _run(
@@ -285,7 +315,7 @@ def _run(
 
 
 def _wants_gradients(x: Tensor, tensors: _Parameters) -> bool:
-    return torch.is_grad_enabled() and (
+    return may_follow() and (
         x.requires_grad or any(t is not None and t.requires_grad for t in tensors)
     )
 

@@ -34,8 +34,14 @@ def register(
     """
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def below_autograd(*arguments: Any) -> Any:
+        # Exported programs call the op itself: autograd is not to follow what a kernel is made of.
+        with torch._C._AutoDispatchBelowAutograd():
+            return kernel(*arguments)
+
     for key in ("CPU", "CUDA"):
-        _library.impl(name, kernel, key)
+        _library.impl(name, below_autograd, key)
     torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
     torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
@@ -81,6 +87,11 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
         return eager(*arguments)
 
     return apply
+
+
+def may_follow() -> bool:
+    """Return whether a backward may follow: a program that is exported holds none."""
+    return torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def is_forward_mode() -> bool:

@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 
 from fused_norm import composition
 from fused_norm.backends import seams
-from fused_norm.call.memory import statistics_dtype
+from fused_norm.call.memory import lies_transposed, statistics_dtype
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
@@ -19,9 +19,11 @@ from fused_norm.ops.registration import (
     is_forward_mode,
     is_profiled,
     is_watched,
+    may_follow,
     register,
 )
 from fused_norm.ops.seam_validation import as_kernels_need, fits, is_host_bound
+from fused_norm.ops.sharding import has_dtensor, over_shards
 
 # Of the first eleven operands, those that an op's schema lists one by one.
 _NAMED = Operands._fields[:-2]
@@ -36,14 +38,14 @@ _TENSORS = (
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
-    t, kind, keeps = _unpacked(arguments)
+    t, kind, keeps = unpacked(arguments)
     if is_empty(t):
         return _empty_forward(kind, t, keeps)
     return seams.forward(kind, t, keeps).flat()
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
-    t, kind, keeps = _unpacked(arguments)
+    t, kind, keeps = unpacked(arguments)
     x, rows = t.x, t.x.shape[:-1]
     dtype = t.weights[0].dtype
     sizes = [weight.shape[0] for weight in t.weights]
@@ -73,7 +75,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
 
 def _backward(*arguments: Any) -> list[Tensor]:
     *arguments_, products, grad_outputs, wanted = arguments
-    t, kind, _ = _unpacked((*arguments_, False))
+    t, kind, _ = unpacked((*arguments_, False))
     if is_empty(t):
         found = composition.gradients(kind, t, grad_outputs, wanted)
     else:
@@ -83,13 +85,18 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     *arguments_, _, _, wanted = arguments
-    t, _, _ = _unpacked((*arguments_, False))
-    return [
-        p.new_empty(p.shape) for p, w in zip(flat(t), wanted, strict=True) if w and p is not None
+    t, _, _ = unpacked((*arguments_, False))
+    head, weights = len(_NAMED), len(t.weights)
+    found = [p if p is None else p.new_empty(p.shape) for p in flat(t)]
+    found[head : head + weights] = [
+        w.new_empty(w.t().shape).t() if lies_transposed(w) else w.new_empty(w.shape)
+        for w in t.weights
     ]
+    return [p for p, w in zip(found, wanted, strict=True) if w and p is not None]
 
 
-def _unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
+def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
+    """Return the tensors, the kind and whether a backward follows from an op's arguments."""
     count = len(Operands._fields)
     tensors, (normalization, activation, eps, offset, *flags, keeps) = (
         arguments[:count],
@@ -134,7 +141,7 @@ _seam_backward = register(
 
 
 def _forward_flops(*arguments: Any) -> int:
-    t, _, _ = _unpacked(arguments)
+    t, _, _ = unpacked(arguments)
     rows = t.x.numel() // max(t.x.shape[-1], 1)
     products = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
     return sum(2 * rows * w.numel() for w in products)
@@ -142,7 +149,7 @@ def _forward_flops(*arguments: Any) -> int:
 
 def _backward_flops(*arguments: Any) -> int:
     *others, _, _, wanted = arguments
-    t, _, _ = _unpacked((*others, False))
+    t, _, _ = unpacked((*others, False))
     rows = t.x.numel() // max(t.x.shape[-1], 1)
     count = len(t.weights)
     norm, weights = any(wanted[:6]), wanted[-2 * count : -count]
@@ -269,11 +276,16 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
             return call(kind, t, owners, True)
     if owners is None and not is_watched() and is_host_bound(t):
         return composition.seam(kind, t)
+    if has_dtensor(t):
+        if owners is not None:
+            raise NotImplementedError("no main_grad is added to beside DTensors")
+        found = over_shards(call, kind, t)
+        return composition.seam(kind, t) if found is None else found
     ready = as_kernels_need(kind, t)
     if ready is None:
         return composition.seam(kind, t)
     tensors = flat(ready)
-    if torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in tensors):
+    if may_follow() and any(v is not None and v.requires_grad for v in tensors):
         apply = SeamFunction.apply if is_watched() else _apply
         # What is saved has to be an input or a result: second derivatives reach x through it.
         has_sum = ready.residual is not None

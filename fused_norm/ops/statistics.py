@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_norm.backends import passes
 from fused_norm.call.memory import dense, statistics_dtype
 from fused_norm.composition import Operands, Seam
-from fused_norm.ops.registration import is_watched, register
+from fused_norm.ops.registration import is_watched, may_follow, register
 from fused_norm.ops.validation import has_row_kernel
 from fused_norm.reference import widened
 
@@ -77,8 +77,8 @@ def add_statistics(
         eps: Its eps.
     """
     if torch._C._are_functorch_transforms_active() or not has_row_kernel(x, residual):
-        return _by_pytorch(x, residual, normalization, eps)
-    if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad):
+        return add_by_pytorch(x, residual, normalization, eps)
+    if may_follow() and (x.requires_grad or residual.requires_grad):
         apply = AddStatistics.apply if is_watched() else _apply
         total, *statistics = apply(x, residual, normalization, eps)
     else:
@@ -87,9 +87,17 @@ def add_statistics(
     return total, mean, rstd
 
 
-def _by_pytorch(
+def add_by_pytorch(
     x: Tensor, residual: Tensor, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the same by PyTorch's ops.
+
+    Args:
+        x: Of shape `[..., K]`.
+        residual: Of the same shape.
+        normalization: The norm that follows.
+        eps: Its eps.
+    """
     total = x + residual
     rows = widened(total.detach())
     if normalization == "rms_norm":

@@ -26,6 +26,11 @@ from fused_norm.ops.registration import is_forward_mode
 # Kernels count the elements of a row in 32 bits.
 LONGEST_ROW = 2**31 - 1
 
+# The tensors of PyTorch's compiler, and those that a collective will have written.
+_TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
+# Tensor's own, and that of a class which has none.
+_TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
+
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
 CPU_DTYPES = GPU_DTYPES | {torch.float64}
 
@@ -229,7 +234,23 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
 
 def is_strided(tensor: Tensor) -> bool:
     """Return whether a tensor is one piece of memory, with strides."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.layout is torch.strided and not tensor.is_nested and _is_known(type(tensor))
+
+
+def _is_known(kind: Any) -> bool:
+    """Return whether tensors of a type take any op, as far as their class says.
+
+    Quantized and distributed tensors know PyTorch's ops alone: their class has them.
+    """
+    if kind is Tensor or kind is Parameter:
+        return True
+    return bool(
+        kind.__module__.startswith(_TRACERS)
+        or (
+            kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+            and getattr(kind.__torch_function__, "__func__", None) in _TORCH_FUNCTIONS
+        )
+    )
 
 
 def _last_size(tensor: Any) -> torch.Size:
@@ -245,6 +266,8 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     if is_forward_mode():
         # PyTorch's ops carry tangents, the kernels would drop them.
         return False
+    if is_onnx_export():
+        return False
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:
@@ -258,6 +281,13 @@ def _say_no_kernel(device_type: str, dtype: torch.dtype, can_be_built: bool) -> 
 
 # A compiler cannot trace a warning.
 _say_no_kernel.__dict__["_dynamo_marked_constant"] = True
+
+
+def is_onnx_export() -> bool:
+    """Return whether a model is on its way to ONNX, which knows PyTorch's ops alone."""
+    if not (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
+        return False
+    return torch.onnx.is_in_onnx_export()
 
 
 @functools.cache

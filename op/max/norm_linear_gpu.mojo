@@ -12,23 +12,25 @@ from max.gpu.host import DeviceContext
 from ..call import Call
 from ..device import Gpu
 from ..passes.gpu import GpuRunner
-from ..passes.normalize import run_normalize
+from ..gemm.activation import GATED
+from ..passes.normalize import normalize_bytes, run_normalize
 from ..passes.normalize_backward import workspace
-from ..passes.passes import normalize_backward_of
+from ..passes.passes import activate, normalize, normalize_backward_of
 from ..rows.operands import accumulator
 
 
 def forward[
-    dtype: DType, norm_dtype: DType
+    dtype: DType, norm_dtype: DType, *, is_family: Bool = False
 ](call: Call, ctx: DeviceContext) raises:
-    """Computes y, mean and rstd.
+    """Computes y, the sum if there is a residual, mean and rstd.
 
     Parameters:
         dtype: The type of x.
         norm_dtype: The type of the norm's parameters.
+        is_family: Whether there may be a modulation or an activation.
 
     Args:
-        call: The forward, without a place for z.
+        call: The forward, without workspace or a place for z.
         ctx: The device.
 
     Raises:
@@ -37,35 +39,64 @@ def forward[
     var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
     var placed = call
     placed.z = Int(z.unsafe_ptr())
-    run_normalize[dtype, norm_dtype](_runner[dtype](ctx), placed)
-
-    # The product adds to the bias before it is rounded.
-    var N = call.N
-    var target = _elements[dtype](call.y)
-    var bias = _elements[dtype](call.bias)
-
-    def copy_bias[
-        width: Int, alignment: Int = 1
-    ](index: Coord) {var N, var target, var bias}:
-        var row = Int(index[0].value())
-        var column = Int(index[1].value())
-        target.unsafe_offset(row * N + column).unsafe_store(
-            bias.unsafe_offset(column).unsafe_load()
+    var runner = _runner[dtype](ctx)
+    comptime if is_family:
+        var scratch = ctx.enqueue_create_buffer[DType.uint8](
+            max(normalize_bytes[dtype](call), 1)
         )
+        placed.workspace = Int(scratch.unsafe_ptr())
+        normalize[dtype](runner, placed)
+        _ = scratch^
+    else:
+        run_normalize[dtype, norm_dtype](runner, placed)
 
-    elementwise[1, target="gpu"](copy_bias, (call.M, N), ctx)
+    comptime if is_family:
+        if call.activation != 0:
+            var columns = call.N * (2 if call.activation >= GATED else 1)
+            var product = ctx.enqueue_create_buffer[dtype](
+                0 if call.h != 0 else call.M * columns
+            )
+            if call.h == 0:
+                placed.h = Int(product.unsafe_ptr())
+            _multiply_and_add[dtype](ctx, placed, placed.h, columns)
+            placed.a = call.y
+            activate[dtype](runner, placed)
+            _ = product^
+            _ = z^
+            return
+    _multiply_and_add[dtype](ctx, placed, call.y, call.N)
+    _ = z^
+
+
+def _multiply_and_add[
+    dtype: DType
+](ctx: DeviceContext, call: Call, product: Int, N: Int) raises:
+    """Writes z W^T + b, added to the bias before it is rounded."""
+    if call.bias != 0:
+        var target = _elements[dtype](product)
+        var bias = _elements[dtype](call.bias)
+
+        def copy_bias[
+            width: Int, alignment: Int = 1
+        ](index: Coord) {var N, var target, var bias}:
+            var row = Int(index[0].value())
+            var column = Int(index[1].value())
+            target.unsafe_offset(row * N + column).unsafe_store(
+                bias.unsafe_offset(column).unsafe_load()
+            )
+
+        elementwise[1, target="gpu"](copy_bias, (call.M, N), ctx)
     _multiply[dtype](
         ctx,
-        call.y,
-        placed.z,
+        product,
+        call.z,
         call.weight,
         call.M,
         call.K,
         N,
         transpose_b=True,
-        beta=1,
+        beta=Float32(1) if call.bias != 0 else Float32(0),
     )
-    _ = z^
 
 
 def backward[

@@ -1,0 +1,60 @@
+"""What the ops come down to, for programs that are to run where this package is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm import composition, reference
+from fused_norm.composition import Operands, Seam
+from fused_norm.ops.seam import unpacked
+from fused_norm.ops.statistics import add_by_pytorch
+from fused_norm.ops.validation import by_pytorch_widened
+
+
+def decompositions() -> Any:
+    """Return PyTorch's default decompositions, and those of this package's ops into PyTorch's ops.
+
+    An exported program holds the ops of this package, so that whoever runs it has its kernels; it
+    can be loaded where the package has been imported. `program.run_decompositions(
+    fused_norm.decompositions())` is one that can be loaded anywhere.
+    """
+    table = torch.export.default_decompositions()
+    for name, formula in _FORMULAS.items():
+        table[getattr(torch.ops.fused_norm, name).default] = formula
+    return table
+
+
+def _layernorm_linear(
+    x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, eps: float
+) -> Tensor:
+    t = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
+    return composition.seam(Seam(eps=eps), t)[0]
+
+
+def _seam_forward(*arguments: Any) -> Any:
+    t, kind, keeps = unpacked(arguments)
+    # What is kept for a backward has no place in what is exported.
+    return NotImplemented if keeps else composition.seam(kind, t)
+
+
+def _add_statistics(*arguments: Any) -> list[Tensor]:
+    return [result for result in add_by_pytorch(*arguments) if result is not None]
+
+
+def _row_op(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *tensors: by_pytorch_widened(formula, *tensors)
+
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    "layernorm_linear": _layernorm_linear,
+    "seam_forward": _seam_forward,
+    "add_statistics": _add_statistics,
+    "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
+    "composed_mean": _row_op(reference.mean),
+    "composed_norm": _row_op(reference.norm),
+    "composed_div": _row_op(reference.div),
+}

@@ -1,0 +1,52 @@
+"""What `distributed_worker.py` tries in two processes: names, options, and where tensors lie.
+
+Importing this imports little, so that collecting the tests does not wait for torch.distributed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PLAIN: dict[str, Any] = {
+    **{"dtype": torch.float64, "op": "norm_linear", "normalization": "rms_norm"},
+    **{"gamma": "there", "beta": False, "weight_offset": 0.0, "modulation": None},
+    **{"residual": False, "weights": 1, "bias": True, "activation": None, "statistics": False},
+    **{"return_sum": False, "return_norm": False, "recompute": False, "residual_out": False},
+    # No size is a multiple of two, so that shards differ.
+    "shape": ((3, 5), 7, 9),
+}
+MLP = PLAIN | {"op": "norm_mlp"}
+MEMBERS: dict[str, dict[str, Any]] = {
+    "q, k, v": PLAIN | {"weights": 3, "weight_offset": 1.0, "bias": False},
+    "residual": PLAIN | {"residual": True, "return_sum": True, "return_norm": True},
+    "AdaLN": PLAIN | {"normalization": "layer_norm", "modulation": "batch", "beta": True},
+    "AdaLN by place": PLAIN | {"modulation": "sequence"},
+    "GELU": PLAIN | {"normalization": "layer_norm", "beta": True, "activation": "gelu"},
+    "SwiGLU of a pair": PLAIN | {"weights": 2, "activation": "swiglu", "residual": True},
+    "MLP": MLP | {"activation": "gelu_tanh", "residual_out": True},
+    "gated MLP": MLP
+    | {"activation": "geglu", "weights": 2, "residual": True, "recompute": True}
+    | {"return_sum": True},
+}
+# Where x lies, where the weights do, and whether the kernels are to run.
+LAYOUTS: dict[str, tuple[str, str, bool]] = {
+    "rows of samples": ("S(0)", "R", True),
+    "rows of tokens": ("S(1)", "R", True),
+    "columns": ("R", "S(0)", True),
+    "columns of rows": ("S(1)", "S(0)", True),
+    "features": ("S(2)", "R", True),
+    "weights by inputs": ("R", "S(1)", False),
+}
+
+
+MEMBER_CASES = [f"{member}; {layout}" for member in MEMBERS for layout in LAYOUTS] + [
+    "residual; rows of tokens; compiled",
+    "q, k, v; columns of rows; compiled",
+    "gated MLP; columns; compiled",
+]
+TENSOR_PARALLEL = [
+    f"tensor parallel; {place}{how}" for how in ("", "; compiled") for place in ("R", "S(1)")
+]
+NAMES = [*MEMBER_CASES, *TENSOR_PARALLEL, "DDP", "FSDP2", "linear_add", "mixed"]

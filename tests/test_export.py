@@ -1,0 +1,156 @@
+"""Programs that leave Python or this machine: `.pt2` files, AOTInductor, PyTorch's ops, ONNX."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm as fn
+
+pytestmark = [
+    # PyTorch's own, as it compiles and exports.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+OPS = {
+    "fused_norm.add_statistics.default",
+    "fused_norm.layernorm_linear.default",
+    "fused_norm.seam_forward.default",
+}
+
+
+class Model(nn.Module):
+    """Every op that inference takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = fn.LayerNormLinear(8, 8)
+        self.mlp = fn.LayerNormMLP(8, 16, activation="gelu_tanh")
+        self.parts = fn.LayerNormLinear(
+            8, 8, normalization="RMSNorm", parameters_split=("q", "k"), return_layernorm_output=True
+        )
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mlp(self.first(x), x)
+        y, z = self.parts(h)
+        total, statistics = fn.linear_add(y + z, self.last.weight, self.last.bias, h)
+        return fn.norm_linear(
+            total, self.last.weight, statistics=statistics, activation="swiglu"
+        ).sigmoid()
+
+
+class Rows(nn.Module):
+    """The Spiral language's ops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fn.trainable_eps_layer_norm(x, x[0, :1]) + fn.composed.layer_norm(x)
+
+
+X = torch.linspace(-1, 1, 24).view(3, 8) ** 3
+
+
+@functools.cache
+def exported() -> tuple[Model, torch.export.ExportedProgram]:
+    model = Model()
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    return model, torch.export.export(model, (X,), dynamic_shapes=({0: rows},))
+
+
+def ops(program: torch.export.ExportedProgram) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_programs_hold_what_inference_takes() -> None:
+    """Regression: of a model in training they held what is kept for a backward.
+
+    And where parameters require gradients, autograd followed what the kernels are made of.
+    """
+    model, program = exported()
+    found = {op for op in ops(program) if op.startswith("fused_norm")}
+    assert found == OPS
+    seams = [n for n in program.graph.nodes if str(n.target) == "fused_norm.seam_forward.default"]
+    assert len(seams) == 3
+    assert not any(node.args[-1] for node in seams)
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_decompositions_reach_the_ops_of_pytorch(tmp_path: Path) -> None:
+    model, program = exported()
+    program = program.run_decompositions(fn.decompositions())
+    assert all(op.startswith(("aten.", "<built-in")) for op in ops(program)), ops(program)
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(program.module()(x), model(x))
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((x, model(x).detach()), tmp_path / "expected.pt")
+    result = run(
+        f"""
+        import sys, torch
+        x, expected = torch.load("{tmp_path}/expected.pt")
+        y = torch.export.load("{tmp_path}/model.pt2").module()(x)
+        torch.testing.assert_close(y, expected)
+        assert "fused_norm" not in sys.modules
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_decompositions_of_rows() -> None:
+    program = torch.export.export(Rows(), (X,))
+    assert sum(op.startswith("fused_norm.") for op in ops(program)) == 4
+    program = program.run_decompositions(fn.decompositions())
+    assert all(op.startswith(("aten.", "<built-in")) for op in ops(program)), ops(program)
+    torch.testing.assert_close(program.module()(X), Rows()(X))
+
+
+def test_files_ask_for_the_package(tmp_path: Path) -> None:
+    model, program = exported()
+    path = tmp_path / "model.pt2"
+    torch.export.save(program, path)
+    loaded = torch.export.load(path)
+    torch.testing.assert_close(loaded.module()(X), model(X))
+    result = run(f"import torch; torch.export.load({str(path)!r})")
+    assert result.returncode != 0
+    assert "the custom op is not registered" in result.stderr
+    assert "torch.ops.fused_norm." in result.stderr
+
+
+@pytest.mark.slow
+def test_aot_inductor(tmp_path: Path) -> None:
+    model, program = exported()
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(path)
+    for rows in (3, 7):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+# ONNX's own packages.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("model", [Model(), Rows()], ids=["Model", "Rows"])
+def test_onnx(model: nn.Module) -> None:
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    program = torch.onnx.export(model.eval(), (X,), dynamo=True, verbose=False)
+    assert {node.domain for node in program.model.graph} == {""}
+    reference = pytest.importorskip("onnx.reference", reason="onnx is not installed")
+    (y,) = reference.ReferenceEvaluator(program.model_proto).run(None, {"x": X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), model(X))

@@ -1,0 +1,170 @@
+"""The op family on a GPU's streams, in CUDA graphs, and compiled with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm as fn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+K, N = 256, 128
+
+
+class AdaLN(nn.Module):
+    """A residual and a modulation by sample, before q, k and v."""
+
+    def __init__(self, **kind: Any) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(0.05 * torch.randn(n, K, **kind) for n in (N, 64, 64))
+        self.modulation = nn.Parameter(0.1 * torch.randn(2, 4, 1, K, **kind))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = self.modulation
+        options: dict[str, Any] = {"scale": scale, "shift": shift, "return_sum": True}
+        ys, total = fn.norm_linear(x, list(self.weights), residual=x.flip(0), **options)
+        return torch.cat([*ys, total], -1)
+
+
+class LinearAdd(nn.Module):
+    """A Linear layer whose sum leaves its statistics to the norm after it."""
+
+    def __init__(self, **kind: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(K, K, **kind)
+        self.second = nn.Linear(K, N, **kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total, statistics = fn.linear_add(
+            x, self.first.weight, self.first.bias, x, normalization="rms_norm"
+        )
+        return fn.norm_linear(
+            total,
+            self.second.weight,
+            self.second.bias,
+            normalization="rms_norm",
+            statistics=statistics,
+        )
+
+
+MEMBERS: dict[str, Any] = {
+    "RMSNorm": lambda **kind: fn.LayerNormLinear(K, N, normalization="RMSNorm", **kind),
+    "parts": lambda **kind: fn.LayerNormLinear(
+        K, N, normalization="RMSNorm", parameters_split=("query", "key"), **kind
+    ),
+    "gate": lambda **kind: fn.LayerNormLinear(K, N, activation="swiglu", **kind),
+    "MLP": lambda **kind: fn.LayerNormMLP(K, N, **kind),
+    "recomputed MLP": lambda **kind: fn.LayerNormMLP(
+        K, N, normalization="RMSNorm", activation="geglu", recompute=True, **kind
+    ),
+    "AdaLN": AdaLN,
+    "linear_add": LinearAdd,
+}
+
+
+def make(member: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Tensor]:
+    layer = MEMBERS[member](device="cuda", dtype=dtype)
+    return layer, torch.randn(4, 16, K, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def step(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the results and gradients of a step from the start."""
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    y = layer(x)
+    y.backward(torch.ones_like(y).cumsum(-1) / y.shape[-1])
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+# Of the leaves, which first met gradients on the side stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("member", MEMBERS)
+def test_cuda_graph(member: str) -> None:
+    layer, x = make(member)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(layer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = step(layer, x)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    captured = [t.clone() for t in captured]
+    torch.cuda.synchronize()
+    for mine, other in zip(captured, step(layer, x), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_side_stream_follows_its_producer(member: str) -> None:
+    layer, x = make(member)
+    expected = step(layer, x)
+    source = x.detach().clone()
+    with torch.no_grad():
+        x.zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            x.copy_(source)
+        leaf = x.detach().requires_grad_()
+        parameters = list(layer.parameters())
+        y = layer(leaf)
+        dy = torch.ones_like(y).cumsum(-1) / y.shape[-1]
+        found = [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], dy)]
+    side.synchronize()
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+# PyTorch captures an empty graph of its own to begin with.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+@pytest.mark.parametrize("member", ["parts", "MLP", "AdaLN"])
+def test_reduce_overhead(member: str) -> None:
+    layer, _ = make(member, torch.float32)
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(4, 16, K, device="cuda")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_cuda_graph_of_nothing_else() -> None:
+    """Warmed up as PyTorch asks, in a process without another product of matrices."""
+    script = """
+    import torch, fused_norm as fn
+    layer = fn.LayerNormMLP(256, 128, activation="swiglu", device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            layer(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, stream=side):
+        layer(x).sum().backward()
+    graph.replay()
+    torch.cuda.synchronize()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
