@@ -11,6 +11,7 @@ from fused_norm.functional import (
     norm_linear,
     norm_mlp,
 )
+from fused_norm.models import explain, optimize
 from fused_norm.modules import LayerNormLinear, LayerNormMLP
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
 
@@ -22,10 +23,12 @@ __all__ = [
     "TrainableEpsLayerNorm",
     "__version__",
     "composed",
+    "explain",
     "frozen_parameters",
     "fused_layernorm_linear",
     "linear_add",
     "norm_linear",
     "norm_mlp",
+    "optimize",
     "trainable_eps_layer_norm",
 ]

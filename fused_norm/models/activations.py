@@ -209,7 +209,9 @@ def _formula(node: Node) -> tuple[str, Node, set[Node]] | None:
             continue
         if form(user).kind not in _FORMULA or written(user) is not None:
             continue
-        if any(v is not node and v not in region and number(v) is None for v in user.all_input_nodes):
+        if any(
+            v is not node and v not in region and number(v) is None for v in user.all_input_nodes
+        ):
             continue
         region.add(user)
         ahead += list(user.users)

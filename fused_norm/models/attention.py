@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fused_norm.models.forms import form, shape, value
 from fused_norm.models.emit import Emitter
+from fused_norm.models.forms import form, shape, value
 
 
 def write_out_attention(graph: Graph, emitter: Emitter) -> None:
@@ -75,5 +75,3 @@ def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
     mixed = put(F.scaled_dot_product_attention, *split, mask, chance, is_causal)
     mixed = put("flatten", put("contiguous", put("permute", mixed, 2, 0, 1, 3)), 2)
     return put(F.linear, mixed, p["out_proj_weight"], p["out_proj_bias"])
-
-

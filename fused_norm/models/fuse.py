@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fused_norm.models.attention import write_out_attention
+from fused_norm.models.costs import count, hint
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, form, is_noop, shape, value, written
+from fused_norm.models.forms import above, form, is_noop, value
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
-from fused_norm.models.rewrite import Call, Left, Rewriter
+from fused_norm.models.rewrite import Left, Rewriter
 from fused_norm.models.sites import Site
+from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import serves
 
 log = logging.getLogger("fused_norm.models")
-
-_VIEW_KINDS = {"view", "permute", "transpose", "t", "getitem", "select", "slice", "expand", "chunk"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,11 @@ class Options:
 
     Attributes:
         rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
+        small: Whether to fuse calls, too, that PyTorch's ops finish sooner.
     """
 
     rounding: str = "once"
+    small: bool = True
 
     def __post_init__(self) -> None:
         if self.rounding not in ("once", "model"):
@@ -41,6 +43,8 @@ class Options:
 
 def fuse(module: GraphModule, options: Options) -> list[Site]:
     """Rewrite the graph of a module, and those that it holds for checkpoints; return its norms.
+
+    A pass that fails leaves the graph as it was, and says so once.
 
     Args:
         module: The module, recompiled where its graph changed.
@@ -51,15 +55,40 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
         body = getattr(module, node.target, None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule) and _is_checkpoint(node):
             sites += fuse(body, options)
-    sites += fuse_graph(module.graph, options)
-    module.graph.lint()
+    before = _copied(module.graph)
+    try:
+        sites += fuse_graph(module.graph, options)
+        module.graph.lint()
+    except Exception as error:
+        module.graph = before
+        _say_failed(type(error), str(error))
+        return []
     module.recompile()
     return sites
 
 
+def _copied(graph: Graph) -> Graph:
+    copy = Graph()
+    result = copy.graph_copy(graph, {}, return_output_node=True)
+    assert result is not None
+    output = copy.output(result[0])
+    output.meta = dict(result[1].meta)
+    copy._codegen = graph._codegen
+    return copy
+
+
+@functools.cache
+def _say_failed(kind: type[Exception], words: str) -> None:
+    log.warning("a graph runs as it was, for the pass failed: %s: %s", kind.__name__, words)
+
+
 def _is_checkpoint(node: Node) -> bool:
     names = {getattr(user.target, "__name__", "") for user in node.users}
-    return bool(names) and names <= {"tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"}
+    return bool(names) and names <= {
+        "tag_activation_checkpoint",
+        "wrap",
+        "wrap_activation_checkpoint",
+    }
 
 
 def fuse_graph(graph: Graph, options: Options) -> list[Site]:
@@ -83,7 +112,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     for node in candidates(graph):
         norm = None if node._erased else find_norm(node)
         if norm is not None:
-            sites.append(_site(norm, rewriter))
+            sites.append(_site(norm, rewriter, options))
     return sites
 
 
@@ -101,42 +130,46 @@ def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
     return node in inputs and (node is total or (is_noop(node) and above(node) is total))
 
 
-def _site(norm: Norm, rewriter: Rewriter) -> Site:
+def _site(norm: Norm, rewriter: Rewriter, options: Options) -> Site:
     """Rewrite one norm, if that can be; return what became of it."""
     x = value(norm.x)
     site = Site(norm.path, norm.kind, tuple(map(str, x.shape)), str(x.dtype).removeprefix("torch."))
     try:
         readers = find_readers(norm)
         site.linears = sum(len(reading.products) for reading in readers.readings)
-        before = _weights(rewriter.graph)
-        calls = _rewrite(norm, readers, rewriter)
+        _refuse(norm, readers)
+        is_fast = not _is_small(norm, readers)
+        if not (is_fast or options.small):
+            raise Left("so small a call is over sooner by PyTorch's ops")
+        done = rewriter.rewrite(norm, readers)
     except Left as left:
         site.reason = str(left)
-    except Exception as error:
-        site.reason = f"{type(error).__name__}: {error}"
-        log.warning("left %s as it is: %s", site.path or site.kind, site.reason, exc_info=True)
     else:
-        after = _weights(rewriter.graph)
         site.fused = True
-        site.calls = [call.words() for call in calls]
-        site.bytes_saved = before[0] - after[0]
-        site.ops_before = before[1] - after[1] + len(calls)
+        site.calls = [call.words() for call in done.calls]
+        site.way = "kernels" if is_fast else "PyTorch's ops, sooner over for so small a call"
+        site.bytes_saved, site.ops_before, site.ops_after = done[1:]
     return site
 
 
-def _rewrite(norm: Norm, readers: Readers, rewriter: Rewriter) -> list[Call]:
+def _refuse(norm: Norm, readers: Readers) -> None:
+    """Raise what speaks against a norm before anything else.
+
+    Raises:
+        Left: If no Linear layer reads it, or there is no kernel.
+    """
     if not readers.readings:
-        kinds = {form(u).kind or getattr(u.target, "__name__", u.op) for u, _ in readers.others}
-        raise Left(f"output read by no Linear: {', '.join(sorted(map(str, kinds)))}")
+        names = {form(u).kind or getattr(u.target, "__name__", u.op) for u, _ in readers.others}
+        raise Left(f"output read by no Linear: {', '.join(sorted(map(str, names))) or 'nothing'}")
     x, weight = value(norm.x), value(readers.readings[0].products[0].weight)
     if not serves(x, weight.dtype):
         raise Left(f"no kernel for {weight.dtype} on {x.device.type}")
-    return rewriter.rewrite(norm, readers)
 
 
-def _weights(graph: Graph) -> tuple[int, int]:
-    """Return the bytes of all tensors that a graph's ops write, and the count of the ops."""
-    return 0, len(graph.nodes)
-
-
-__all__ = ["Options", "Tensor", "fuse", "written", "Any"][:1]
+def _is_small(norm: Norm, readers: Readers) -> bool:
+    """Return whether PyTorch's ops are done before a call of ours starts."""
+    x = value(norm.x)
+    weights = [value(p.weight) for reading in readers.readings for p in reading.products]
+    rows = count(x) // max(hint(x.shape[-1]), 1)
+    follows = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    return is_small(rows * sum(map(count, weights)), x.device, follows)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from fused_norm.functional import norm_linear, norm_mlp
 from fused_norm.models.activations import Activated, find_activated, with_second
+from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import (
@@ -74,6 +75,12 @@ class Call:
             return [self.activated.out]
         return [product.out for product in self.reading.products]
 
+    def launches(self) -> int:
+        """Return how many kernels and products the call is where rows get a pass of their own."""
+        activated = self.activated
+        has_second = activated is not None and activated.second is not None
+        return 1 + len(self.reading.products) + (activated is not None) + has_second
+
     def words(self) -> str:
         """Return what it is in a few words."""
         is_mlp = self.activated is not None and self.activated.second is not None
@@ -85,6 +92,22 @@ class Call:
         else:
             parts.append(f"{len(self.reading.products)} Linear")
         return f"{'norm_mlp' if is_mlp else 'norm_linear'}: {', '.join(parts)}"
+
+
+class Rewritten(NamedTuple):
+    """What became of a norm.
+
+    Attributes:
+        calls: What stands in its place.
+        bytes_saved: Of tensors that a forward does not write any more.
+        ops_before: Ops that ran before.
+        ops_after: Kernels and products that run now.
+    """
+
+    calls: list[Call]
+    bytes_saved: int
+    ops_before: int
+    ops_after: int
 
 
 @dataclass
@@ -107,8 +130,8 @@ class Rewriter:
     def __post_init__(self) -> None:
         self.emitter = Emitter(self.graph, self.flow)
 
-    def rewrite(self, norm: Norm, readers: Readers) -> list[Call]:
-        """Put calls in the place of a norm and all that reads it, and return them.
+    def rewrite(self, norm: Norm, readers: Readers) -> Rewritten:
+        """Put calls in the place of a norm and all that reads it, and return what changed.
 
         Args:
             norm: The norm.
@@ -134,8 +157,11 @@ class Rewriter:
         except Exception as error:
             self.emitter.forget()
             raise Left(f"{type(error).__name__}: {error}") from error
-        self._swap(norm, readers, calls, swaps, dead)
-        return calls
+        gone = self._swap(norm, readers, calls, swaps, dead)
+        launches = sum(call.launches() for call in calls)
+        put = [node for node in self.emitter.made if node.target not in (norm_linear, norm_mlp)]
+        saved = bytes_written(gone) - bytes_written(put)
+        return Rewritten(calls, saved, count_ops(gone), count_ops(put) - len(calls) + launches)
 
     def _calls(self, norm: Norm, readers: Readers) -> list[Call]:
         """Return the calls that a norm and its readers become."""
@@ -191,7 +217,7 @@ class Rewriter:
             if written(user) is not None:
                 raise Left("the normalized rows are written in place")
         for call in calls:
-            if not call.reading.views and all(
+            if all(
                 above(source, casts=False) is above(call.reading.source, casts=False)
                 for _, source in readers.others
             ):
@@ -217,7 +243,9 @@ class Rewriter:
         products = reading.products if activated is None else activated.products
         second = None if activated is None else activated.second
         modulation = reading.modulation
-        tensors = [x, norm.gamma, norm.beta] if total is None else [*total[:2], norm.gamma, norm.beta]
+        tensors = (
+            [x, norm.gamma, norm.beta] if total is None else [*total[:2], norm.gamma, norm.beta]
+        )
         for product in (*products, *([] if second is None else [second])):
             tensors += [product.weight, product.bias]
         for view in reading.views:
@@ -253,8 +281,10 @@ class Rewriter:
 
     @staticmethod
     def _last(call: Call) -> Node:
-        return max(product.node for product in call.reading.products) if not call.activated else max(
-            call.activated.inner | {product.node for product in call.reading.products}
+        return (
+            max(product.node for product in call.reading.products)
+            if not call.activated
+            else max(call.activated.inner | {product.node for product in call.reading.products})
         )
 
     def _emit(self, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
@@ -344,8 +374,8 @@ class Rewriter:
         calls: Iterable[Call],
         swaps: list[tuple[Node, Node]],
         dead: set[Node],
-    ) -> None:
-        """Have the results of calls take the place of what they stand for."""
+    ) -> list[Node]:
+        """Have the results of calls take the place of what they stand for; return what goes."""
         sources = {call.reading.source for call in calls if call.returns_norm}
         totals = [call.total for call in calls if call.total is not None]
         like = totals[0][0] if totals else norm.x
@@ -357,6 +387,9 @@ class Rewriter:
                     user.replace_input_with(source, new)
             else:
                 old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in dead)
+        gone = []
         for node in sorted(dead, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
+                gone.append(node)
+        return gone

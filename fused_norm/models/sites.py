@@ -1,4 +1,4 @@
-"""What became of each norm of a model: the records that `explain` prints."""
+"""What became of each norm of a model: the record that `explain` prints."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ class Site:
     Attributes:
         path: Path of the module that it is, or is written in.
         kind: `"layer_norm"` or `"rms_norm"`.
-        shape: Shape of what is normalized; sizes that are dynamic by their names.
+        shape: Of what is normalized; sizes that are dynamic by their names.
         dtype: Its dtype.
-        fused: Whether it is part of a call of ours.
-        calls: Those calls in words, as `norm_mlp: residual, swiglu`.
         linears: How many Linear layers read it.
+        fused: Whether it is part of calls of ours.
+        calls: Those in words, as `"norm_mlp: residual, swiglu"`.
+        way: Which way they run.
         reason: Why it is not fused; `""` where it is.
-        bytes_saved: Of tensors that are neither written nor read any more in a forward.
+        bytes_saved: Of tensors that a forward does not write any more.
         ops_before: Ops that the calls stand for.
+        ops_after: Kernels and products that the calls launch.
     """
 
     path: str
     kind: str
     shape: tuple[str, ...] = ()
     dtype: str = ""
+    linears: int = 0
     fused: bool = False
     calls: list[str] = field(default_factory=list)
-    linears: int = 0
+    way: str = ""
     reason: str = ""
     bytes_saved: int = 0
     ops_before: int = 0
+    ops_after: int = 0
