@@ -48,6 +48,7 @@ class Activated:
         is_swapped: Whether the gate is the second half of a single layer.
         second: The Linear layer that reads the result, or None.
         residual: What is added to its result, or None.
+        simpler: The same without what comes last, None where that is the activation.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Activated:
     is_swapped: bool = False
     second: Product | None = None
     residual: Any = None
+    simpler: Activated | None = None
 
 
 def find_activated(products: Sequence[Product]) -> Activated | None:
@@ -95,7 +97,7 @@ def with_second(activated: Activated, may_add: Any) -> Activated:
     if second is None:
         return activated
     inner = activated.inner | _between(activated.out, node) | second.inner
-    found = replace(activated, second=second, inner=inner, out=second.out)
+    found = replace(activated, second=second, inner=inner, out=second.out, simpler=activated)
     end = below(second.out)
     total = only_user(end)
     if total is None or not is_plain_sum(total) or not may_add(total):
@@ -106,7 +108,7 @@ def with_second(activated: Activated, may_add: Any) -> Activated:
     if dtype(added) is not dtype(end):
         return found
     inner = inner | _between(second.out, end) | {total}
-    return replace(found, residual=added, inner=inner, out=total)
+    return replace(found, residual=added, inner=inner, out=total, simpler=found)
 
 
 def _between(first: Node, last: Node) -> set[Node]:

@@ -137,6 +137,7 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options) -> Site:
     try:
         readers = find_readers(norm)
         site.linears = sum(len(reading.products) for reading in readers.readings)
+        site.linears += len(readers.beyond)
         _refuse(norm, readers)
         is_fast = not _is_small(norm, readers)
         if not (is_fast or options.small):
@@ -158,6 +159,8 @@ def _refuse(norm: Norm, readers: Readers) -> None:
     Raises:
         Left: If no Linear layer reads it, or there is no kernel.
     """
+    if readers.beyond and not readers.readings:
+        raise Left("read by Linear layers through a concatenation")
     if not readers.readings:
         names = {form(u).kind or getattr(u.target, "__name__", u.op) for u, _ in readers.others}
         raise Left(f"output read by no Linear: {', '.join(sorted(map(str, names))) or 'nothing'}")

@@ -37,6 +37,10 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
+    for node in list(module.graph.nodes):
+        # What was known at export reads every tensor, those that are to vanish too.
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
             if node.target in (norm_linear, norm_mlp):

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from fused_norm.models.forms import (
+    above,
     are_same,
     form,
     is_cast,
@@ -93,11 +94,13 @@ class Readers(NamedTuple):
         readings: By Linear layers.
         others: Nodes that read it otherwise, each with what it reads, a node between included.
         shapes: Nodes that need its shape alone, likewise.
+        beyond: Linear layers that read it as a part of concatenated rows.
     """
 
     readings: list[Reading]
     others: list[tuple[Node, Node]]
     shapes: list[tuple[Node, Node]]
+    beyond: list[Product]
 
 
 def find_readers(norm: Norm) -> Readers:
@@ -109,6 +112,7 @@ def find_readers(norm: Norm) -> Readers:
     found: dict[tuple[Any, ...], Reading] = {}
     others: list[tuple[Node, Node]] = []
     shapes: list[tuple[Node, Node]] = []
+    beyond: list[Product] = []
 
     def walk(reading: Reading, key: tuple[Any, ...], column: int) -> bool:
         """Follow the readers of one node; features are at `column` of its dimensions.
@@ -145,6 +149,9 @@ def find_readers(norm: Norm) -> Readers:
                 through.views = (*reading.views, user)
                 how = (user.target, str(user.args[1:]), str(user.kwargs))
                 arrives = walk(through, (*key, how), after)
+            if form(user).kind == "cat" and is_tensor(user):
+                layers = [find_product(each, user) for each in user.users]
+                beyond.extend(layer for layer in layers if layer is not None)
             if not arrives:
                 del others[mark[0] :], shapes[mark[1] :]
                 is_shape = getattr(user.target, "__name__", user.target) in _SHAPE_ONLY
@@ -153,7 +160,7 @@ def find_readers(norm: Norm) -> Readers:
         return leads
 
     walk(Reading(norm.out), (), value(norm.out).dim() - 1)
-    return Readers(list(found.values()), others, shapes)
+    return Readers(list(found.values()), others, shapes, beyond)
 
 
 def _beyond(reading: Reading, source: Node, inner: set[Node]) -> Reading:
@@ -169,7 +176,7 @@ def find_product(node: Node, source: Node) -> Product | None:
     """
     f = form(node)
     if f.kind == "linear" and f["input"] is source:
-        weight, bias = f["weight"], f["bias"]
+        weight, bias = above(f["weight"], casts=False), above(f["bias"], casts=False)
         if _is_matrix(weight) and weight is not source and bias is not source:
             return Product(node, weight, bias, False, node, {node})
     if f.kind == "addmm" and f["mat1"] is source:

@@ -56,7 +56,8 @@ class Report:
             shape = f"{' x '.join(site.shape)} {site.dtype}"
             words = "; ".join(site.calls) if site.fused else f"left: {site.reason}"
             count = f"{len(sites)} x" if len(sites) > 1 else ""
-            table.add_row(path[0] or "(model)", count, site.kind, shape, words, site.way)
+            name = path[0] if len(sites) > 1 else site.path
+            table.add_row(name or "(model)", count, site.kind, shape, words, site.way)
         text = io.StringIO()
         Console(file=text, width=160).print(table)
         return text.getvalue()

@@ -34,6 +34,8 @@ from fused_norm.models.readers import Product, Readers, Reading, residual_of
 
 # More layers than this normalize once and multiply by themselves as well.
 _MOST_PRODUCTS = 8
+# What comes after the norm can be left out in so many steps, and what comes before it in the last.
+_MOST_SIMPLER = 4
 
 
 class Left(Exception):
@@ -140,7 +142,25 @@ class Rewriter:
         Raises:
             Left: If it cannot be rewritten, or should not. The graph is as it was.
         """
-        calls = self._calls(norm, readers)
+        for less in range(_MOST_SIMPLER + 1):
+            try:
+                calls, dead, swaps = self._try(norm, readers, less)
+                break
+            except Left:
+                # Of a call that cannot stand anywhere, a part of it may.
+                if less == _MOST_SIMPLER:
+                    raise
+        gone = self._swap(norm, readers, calls, swaps, dead)
+        launches = sum(call.launches() for call in calls)
+        put = [node for node in self.emitter.made if node.target not in (norm_linear, norm_mlp)]
+        saved = bytes_written(gone) - bytes_written(put)
+        return Rewritten(calls, saved, count_ops(gone), count_ops(put) - len(calls) + launches)
+
+    def _try(
+        self, norm: Norm, readers: Readers, less: int
+    ) -> tuple[list[Call], set[Node], list[tuple[Node, Node]]]:
+        """Put calls into the graph; return them, what they stand for, and what replaces what."""
+        calls = self._calls(norm, readers, less)
         dead = set(norm.inner).union(*(call.inner() for call in calls))
         self.emitter.made.clear()
         swaps: list[tuple[Node, Node]] = []
@@ -157,14 +177,10 @@ class Rewriter:
         except Exception as error:
             self.emitter.forget()
             raise Left(f"{type(error).__name__}: {error}") from error
-        gone = self._swap(norm, readers, calls, swaps, dead)
-        launches = sum(call.launches() for call in calls)
-        put = [node for node in self.emitter.made if node.target not in (norm_linear, norm_mlp)]
-        saved = bytes_written(gone) - bytes_written(put)
-        return Rewritten(calls, saved, count_ops(gone), count_ops(put) - len(calls) + launches)
+        return calls, dead, swaps
 
-    def _calls(self, norm: Norm, readers: Readers) -> list[Call]:
-        """Return the calls that a norm and its readers become."""
+    def _calls(self, norm: Norm, readers: Readers, less: int) -> list[Call]:
+        """Return the calls that a norm and its readers become, with less and less taken in."""
         low = dtype(norm.out).itemsize < 4
         if self.keeps_rounding and norm.is_rounded:
             raise Left("rounded between the norm and its weight")
@@ -180,8 +196,16 @@ class Rewriter:
         first = calls[0]
         if readers.others:
             self._expose(readers, calls)
-        if not any(call.reading.views for call in calls):
+        if less < _MOST_SIMPLER and not any(call.reading.views for call in calls):
             first.total = self._total(norm)
+        activated = first.activated
+        if activated is not None and first.total is not None:
+            # A call cannot add at its end the sum that it makes itself.
+            if above(activated.residual) is first.total[2]:
+                first.activated = activated.simpler
+        for call in calls:
+            for _ in range(less):
+                call.activated = call.activated and call.activated.simpler
         if first.total is not None:
             gone = norm.inner | first.inner()
             first.returns_sum = len(calls) > 1 or any(u not in gone for u in first.total[2].users)
@@ -269,8 +293,9 @@ class Rewriter:
         if call.returns_norm:
             readers |= {u for u in call.reading.source.users if u not in dead}
         earliest = min([first, *readers])
-        if any(node >= earliest for node in nodes):
-            raise Left("an operand is computed after a result is read")
+        late = [node for node in nodes if node >= earliest]
+        if late:
+            raise Left(f"{late[0]} is computed after a result is read by {earliest}")
         if not self.flow.are_under_same_modes([first, earliest]):
             raise Left("read under another autocast or recording of gradients")
         begin = min(norm.inner if call.total is None else {*norm.inner, call.total[2]})

@@ -308,7 +308,7 @@ STAGED = {"embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2)}
 timm("timm Swin", "swin_tiny_patch4_window7_224", 224, **STAGED)
 timm("timm Swin V2", "swinv2_tiny_window8_256", 256, **STAGED)
 timm("timm ConvNeXt", "convnext_tiny", 64, depths=(1, 1, 2, 1), dims=(16, 32, 48, 64))
-timm("timm Mixer", "mixer_b16_224", 224, embed_dim=48, num_blocks=2)
+timm("timm Mixer", "mixer_b16_224", 224, num_blocks=2)
 timm("timm CaiT", "cait_s24_224", 224, **TINY)
 timm("timm XCiT", "xcit_small_12_p16_224", 224, **TINY)
 timm(
