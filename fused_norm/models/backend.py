@@ -12,7 +12,7 @@ from fused_norm.models.fuse import Options, fuse
 from fused_norm.models.sites import Site
 
 log = logging.getLogger("fused_norm.models")
-_OWN = ("rounding",)
+_OWN = ("rounding", "small")
 
 
 def backend(

@@ -341,3 +341,11 @@ def is_last(node: Node, x: Any) -> bool:
     if isinstance(dim, (tuple, list)):
         dim = dim[0] if len(dim) == 1 else None
     return dim in (-1, value(x).dim() - 1) and f["keepdim"] is True
+
+
+def name(node: Node) -> str:
+    """Return what a node is called in a sentence."""
+    if node.op == "call_function":
+        target: Any = node.target
+        return form(node).kind or str(getattr(target, "__name__", target))
+    return form(node).kind or (str(node.target) if node.op == "call_method" else node.op)

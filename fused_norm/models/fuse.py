@@ -13,7 +13,7 @@ from fused_norm.models.attention import write_out_attention
 from fused_norm.models.costs import count, hint
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, form, is_noop, value
+from fused_norm.models.forms import above, is_noop, name, value
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Left, Rewriter
@@ -162,8 +162,8 @@ def _refuse(norm: Norm, readers: Readers) -> None:
     if readers.beyond and not readers.readings:
         raise Left("read by Linear layers through a concatenation")
     if not readers.readings:
-        names = {form(u).kind or getattr(u.target, "__name__", u.op) for u, _ in readers.others}
-        raise Left(f"output read by no Linear: {', '.join(sorted(map(str, names))) or 'nothing'}")
+        names = sorted({name(user) for user, _ in readers.others})
+        raise Left(f"output read by no Linear: {', '.join(names) or 'nothing'}")
     x, weight = value(norm.x), value(readers.readings[0].products[0].weight)
     if not serves(x, weight.dtype):
         raise Left(f"no kernel for {weight.dtype} on {x.device.type}")

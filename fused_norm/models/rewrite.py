@@ -29,6 +29,7 @@ from fused_norm.models.forms import (
     value,
     written,
 )
+from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product, Readers, Reading, residual_of
 
@@ -247,7 +248,7 @@ class Rewriter:
             ):
                 call.returns_norm = True
                 return
-        kinds = sorted({form(user).kind or str(user.target) for user, _ in readers.others})
+        kinds = sorted({name_of(user) for user, _ in readers.others})
         raise Left(f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}")
 
     def _total(self, norm: Norm) -> tuple[Node, Node, Node] | None:

@@ -39,7 +39,7 @@ def load(name: str) -> tuple[nn.Module, Any]:
                 p.add_(0.3 * torch.randn(p.shape, generator=generator))
     for module in model.modules():
         # Whole layers left out at random would differ from run to run.
-        for chance in ("layerdrop", "drop_path_prob", "drop_prob"):
+        for chance in ("layerdrop", "drop_path_prob", "drop_prob", "dropout_prob"):
             if isinstance(getattr(module, chance, None), float):
                 setattr(module, chance, 0.0)
         if isinstance(module, nn.Dropout):
