@@ -8,6 +8,7 @@ against and docs/models.md shows. It needs the dependency group `models`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -29,14 +30,14 @@ def count(name: str) -> dict[str, Any]:
     Args:
         name: Of an entry of the zoo.
     """
-    from compare import compare
-    from zoo import ZOO
+    compare = importlib.import_module("compare").compare
+    zoo = importlib.import_module("zoo").ZOO
 
     found = compare(name)
     left = Counter(site.reason for site in found.with_linear if not site.fused)
     return {
         "model": name,
-        "family": ZOO[name][0],
+        "family": zoo[name][0],
         "graphs": found.graphs,
         "norms": len(found.sites),
         "read by Linear": len(found.with_linear),
@@ -53,10 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: Those of the command line.
     """
-    from zoo import ZOO
-
+    zoo = importlib.import_module("zoo").ZOO
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(ZOO), help="some of the zoo's, not all")
+    parser.add_argument("models", nargs="*", default=list(zoo), help="some of the zoo's, not all")
     parser.add_argument("--output", type=Path, default=PATH, help="file to write")
     asked = parser.parse_args(arguments)
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Whole models: the backend of torch.compile that puts the op family where a model has its seams."""
+"""Whole models: a backend of torch.compile that puts the op family where a model has seams."""
 
 from __future__ import annotations
 

@@ -77,6 +77,8 @@ def find_activated(products: Sequence[Product]) -> Activated | None:
             continue
         node = below(found.out)
         product = only_user(node)
+        if product is None:
+            continue
         if not _is_product_of(product, node, up.out) or not _leads_only_to(up.out, product):
             continue
         inner = found.inner | _between(found.out, node) | {product}
@@ -149,11 +151,13 @@ def _halves(product: Product) -> Activated | None:
     """Return the gate of which one half of a Linear layer's result is multiplied with the other."""
     parts = only_user(below(product.out))
     f = form(parts)
-    if f.kind not in ("chunk", "split") or f["input"] is not below(product.out):
+    if parts is None or f.kind not in ("chunk", "split"):
+        return None
+    if f["input"] is not below(product.out):
         return None
     if f.args.get("dim", 0) not in (-1, value(product.out).dim() - 1):
         return None
-    halves = sorted(parts.users, key=lambda node: str(form(node)["index"])) if parts else []
+    halves = sorted(parts.users, key=lambda node: str(form(node)["index"]))
     if len(halves) != 2 or [form(half)["index"] for half in halves] != [0, 1]:
         return None
     if len(value(parts)) != 2 or not are_same(shape(halves[0])[-1], shape(halves[1])[-1]):
@@ -241,7 +245,8 @@ def _values(region: Sequence[Node], node: Node, points: Any, end: Node) -> Any:
             if each.op == "call_method":
                 known[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
             else:
-                known[each] = each.target(*args, **kwargs)
+                function: Any = each.target
+                known[each] = function(*args, **kwargs)
         except (TypeError, RuntimeError):
             return None
     return known[end]

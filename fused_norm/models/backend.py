@@ -62,4 +62,6 @@ def backend(
     from torch._inductor import list_mode_options
 
     patches = {**(list_mode_options(mode) if mode else {}), **given}
-    return lookup_backend("inductor")(module, example_inputs, config_patches=patches)
+    inductor: Any = lookup_backend("inductor")
+    compiled: Callable[..., Any] = inductor(module, example_inputs, config_patches=patches)
+    return compiled

@@ -1,4 +1,4 @@
-"""The order of a graph: what comes first, what writes where, which modes hold, what shares memory."""
+"""The order of a graph: what writes where, which modes hold, what shares memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class Flow:
         """Run under the autocast that the graph enters before a node."""
         with ExitStack() as stack:
             for entered in self._autocasts[node]:
-                stack.enter_context(torch.amp.autocast_mode.autocast(*entered.args))
+                arguments: tuple[Any, ...] = entered.args
+                stack.enter_context(torch.amp.autocast_mode.autocast(*arguments))
             yield
 
     def is_written(

@@ -8,7 +8,8 @@ ATen's overloads (`aten.add.Tensor`). What reads a graph here asks for the form 
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +114,8 @@ _WRITING_OPERATORS = {
 }
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """What a node computes.
 
     Attributes:
@@ -124,7 +126,7 @@ class Form(NamedTuple):
     kind: str
     args: dict[str, Any]
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: str) -> Any:
         """Return an argument, None where it is left out."""
         return self.args.get(name)
 

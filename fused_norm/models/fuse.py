@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -61,7 +62,7 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
         module.graph.lint()
     except Exception as error:
         module.graph = before
-        _say_failed(type(error), str(error))
+        _say_failed(f"{type(error).__name__}: {error}")
         return []
     module.recompile()
     return sites
@@ -69,17 +70,16 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
 
 def _copied(graph: Graph) -> Graph:
     copy = Graph()
-    result = copy.graph_copy(graph, {}, return_output_node=True)
-    assert result is not None
-    output = copy.output(result[0])
-    output.meta = dict(result[1].meta)
+    copied: Any = copy.graph_copy(graph, {}, return_output_node=True)
+    result, output = copied
+    copy.output(result).meta = dict(output.meta)
     copy._codegen = graph._codegen
     return copy
 
 
 @functools.cache
-def _say_failed(kind: type[Exception], words: str) -> None:
-    log.warning("a graph runs as it was, for the pass failed: %s: %s", kind.__name__, words)
+def _say_failed(words: str) -> None:
+    log.warning("a graph runs as it was, for the pass failed: %s", words)
 
 
 def _is_checkpoint(node: Node) -> bool:

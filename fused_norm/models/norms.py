@@ -68,7 +68,7 @@ class Norm:
 
 
 def find_norm(node: Node) -> Norm | None:
-    """Return the norm that a node stands for, the op itself or its reciprocal root; None for others.
+    """Return the norm that a node stands for: the op, or its reciprocal root.
 
     Args:
         node: Any node of a graph.

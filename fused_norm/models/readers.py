@@ -1,4 +1,4 @@
-"""Where the rows of a norm go: through casts, views and modulation to Linear layers, or elsewhere."""
+"""Where a norm's rows go: through casts, views and modulation to Linear layers, or elsewhere."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def _permuted(node: Node, column: int, rank: int) -> int:
     if f.kind == "transpose":
         a, b = f["dim0"] % rank, f["dim1"] % rank
         return b if column == a else a if column == b else column
-    dims = f["dims"] if isinstance(f["dims"], (tuple, list)) else node.args[1:]
+    dims: Any = f["dims"] if isinstance(f["dims"], (tuple, list)) else node.args[1:]
     return [d % rank for d in dims].index(column)
 
 

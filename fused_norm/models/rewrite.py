@@ -200,10 +200,10 @@ class Rewriter:
         if less < _MOST_SIMPLER and not any(call.reading.views for call in calls):
             first.total = self._total(norm)
         activated = first.activated
-        if activated is not None and first.total is not None:
+        own = None if first.total is None else first.total[2]
+        if activated is not None and own is not None and above(activated.residual) is own:
             # A call cannot add at its end the sum that it makes itself.
-            if above(activated.residual) is first.total[2]:
-                first.activated = activated.simpler
+            first.activated = activated.simpler
         for call in calls:
             for _ in range(less):
                 call.activated = call.activated and call.activated.simpler
@@ -354,7 +354,8 @@ class Rewriter:
             bias = [b and put(operator.getitem, b, part) for b in bias for part in parts]
         if len(weight) == 1:
             weight, bias = weight[0], bias[0]
-        target, arguments = norm_linear, [x, weight, bias]
+        target: Callable[..., Any] = norm_linear
+        arguments = [x, weight, bias]
         if activated is not None and activated.second is not None:
             second = activated.second
             target = norm_mlp

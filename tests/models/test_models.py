@@ -10,8 +10,8 @@ import pytest
 for needed in ("transformers", "timm", "diffusers"):
     pytest.importorskip(needed, reason=f"{needed} is not installed: uv sync --group models")
 
-from compare import compare
-from zoo import ZOO
+from compare import compare  # noqa: E402
+from zoo import ZOO  # noqa: E402
 
 CENSUS = json.loads((Path(__file__).parents[2] / "benchmarks" / "census.json").read_text())
 COUNTED = {row["model"]: row for row in CENSUS["models"]}
@@ -20,7 +20,7 @@ SOME = [
     *("GPT-2", "GPT-J", "LLaMA-3", "Gemma 2", "Mixtral", "BERT", "ViT", "torchvision ViT"),
     *("T5", "Whisper", "timm ConvNeXt", "nn.TransformerEncoder pre-LN", "DiT", "Flux"),
 ]
-# The backend of DETR and Swin's odd shapes are where PyTorch's own convolutions warn.
+# Of the models' own.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

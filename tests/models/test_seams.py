@@ -1,4 +1,4 @@
-"""Each way to write a norm and what is around it: what it becomes, and that it computes the same."""
+"""Each way to write a norm and what is around it: what it becomes, and that values stay."""
 
 from __future__ import annotations
 
