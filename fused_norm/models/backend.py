@@ -34,6 +34,8 @@ def backend(
         options: `then`: `"inductor"` (the default), `"eager"` for the graph as it is, or another
             backend's name. `rounding`: `"once"` (the default) computes norm, modulation and
             activation in float32 and rounds once; `"model"` leaves what a model rounds in between.
+            `small`: whether to fuse calls, too, that are over before Python has started one of
+            ours; by default not before Inductor, but in CUDA graphs, which start them at no cost.
             All others are Inductor's.
         sites: Gets what became of each norm.
 
@@ -45,8 +47,14 @@ def backend(
     """
     given = dict(options or {})
     then = given.pop("then", "inductor")
-    own = Options(**{name: given.pop(name) for name in _OWN if name in given})
-    found = fuse(module, own)
+    own = {name: given.pop(name) for name in _OWN if name in given}
+    patches: dict[str, Any] = {}
+    if then == "inductor":
+        from torch._inductor import list_mode_options
+
+        patches = {**(list_mode_options(mode) if mode else {}), **given}
+        own.setdefault("small", bool(patches.get("triton.cudagraphs")))
+    found = fuse(module, Options(**own))
     if sites is not None:
         sites += found
     for site in found:
@@ -59,9 +67,6 @@ def backend(
 
     if then != "inductor":
         return lookup_backend(then)(module, example_inputs, **given)
-    from torch._inductor import list_mode_options
-
-    patches = {**(list_mode_options(mode) if mode else {}), **given}
     inductor: Any = lookup_backend("inductor")
     compiled: Callable[..., Any] = inductor(module, example_inputs, config_patches=patches)
     return compiled

@@ -36,18 +36,21 @@ class Flow:
         self.graph = graph
         self._roots: dict[Node, Node] = {}
         self._autocasts: dict[Node, tuple[Node, ...]] = {}
-        self._grad_modes: dict[Node, int] = {}
+        self._grad_modes: dict[Node, Any] = {}
         self._writes: list[tuple[Node, Node | None]] = []
         entered: tuple[Node, ...] = ()
-        grad_mode = 0
+        # What holds around the graph holds at its start.
+        grad_mode: Any = torch.is_grad_enabled()
         for node in graph.nodes:
             name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
             if name == "_enter_autocast":
                 entered = (*entered, node)
             elif name == "_exit_autocast":
                 entered = tuple(each for each in entered if each is not node.args[0])
-            elif name == "_set_grad_enabled" or "inference_mode" in name:
-                grad_mode += 1
+            elif name == "_set_grad_enabled":
+                grad_mode = node.args[0]
+            elif "inference_mode" in name:
+                grad_mode = node
             self._autocasts[node], self._grad_modes[node] = entered, grad_mode
             self._roots[node] = self._root(node, name)
             target = written(node)

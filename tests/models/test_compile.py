@@ -19,6 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import fused_norm as fn
 from fused_norm.models import backend
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
 
 
