@@ -308,7 +308,15 @@ STAGED = {"embed_dim": 16, "depths": (2, 2), "num_heads": (1, 2)}
 timm("timm Swin", "swin_tiny_patch4_window7_224", 224, **STAGED)
 timm("timm Swin V2", "swinv2_tiny_window8_256", 256, **STAGED)
 timm("timm ConvNeXt", "convnext_tiny", 64, depths=(1, 1, 2, 1), dims=(16, 32, 48, 64))
-timm("timm Mixer", "mixer_b16_224", 224, num_blocks=2)
+
+
+@entry("timm Mixer", "timm")
+def _mixer() -> Built:
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(100, img_size=64, num_blocks=2, embed_dim=48), (torch.randn(1, 3, 64, 64),)
+
+
 timm("timm CaiT", "cait_s24_224", 224, **TINY)
 timm("timm XCiT", "xcit_small_12_p16_224", 224, **TINY)
 timm(
