@@ -11,13 +11,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fused_norm.models.attention import write_out_attention
+from fused_norm.models.calls import Left
 from fused_norm.models.costs import count, hint
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, is_noop, name, value
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
-from fused_norm.models.rewrite import Left, Rewriter
+from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
 from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import serves
