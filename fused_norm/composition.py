@@ -31,7 +31,7 @@ def _quick_gelu(h: Tensor) -> Tensor:
     return h * torch.sigmoid(1.702 * h)
 
 
-# By the numbers that op/passes/activation.mojo knows them by; a gate's is 8 more.
+# By the numbers that op/gemm/activation.mojo knows them by; a gate's is 8 more.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "relu": (1, F.relu),
     "gelu": (2, F.gelu),

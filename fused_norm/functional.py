@@ -11,11 +11,13 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
+from fused_norm.ops import compiled
 from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops import seam as seam_ops
 from fused_norm.ops.statistics import add_statistics
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_GATES = frozenset(filter(is_gate, ACTIVATIONS))
 
 
 class Statistics(NamedTuple):
@@ -140,6 +142,12 @@ def norm_linear(
         RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
         TypeError: As they do, for an argument that is not a tensor.
     """
+    norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
+    gated = activation in _GATES
+    rest = (activation, statistics, return_sum, return_norm)
+    found = compiled.forward(x, weight, bias, *norm, *rest, joined=gated)
+    if found is not None:
+        return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
     options: dict[str, Any] = {
         **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
         **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
@@ -151,7 +159,6 @@ def norm_linear(
             norm_linear, _tensors_of(x, weight), x, weight, bias, **options
         )
     weights, biases = _parameters(weight, bias)
-    gated = activation is not None and activation in ACTIVATIONS and is_gate(activation)
     is_plain = (
         normalization == "layer_norm"
         and len(weights) == 1
@@ -159,13 +166,20 @@ def norm_linear(
         and all(each is None for each in (scale, shift, residual, activation, statistics))
     )
     if is_plain:
-        y = norm_linear_ops.call(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
+        y = norm_linear_ops.by_python(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
         results = [y, x] if return_sum else [y]
     else:
-        results = family_call(x, weights, biases, (None, None, None), gated, False, **options)
+        results = _family_call(x, weights, biases, (None, None, None), gated, False, **options)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
-    ys, extras = tuple(results[: len(weights)]), results[len(weights) :]
+    return _grouped(tuple(results), weight)
+
+
+def _grouped(results: Any, weight: Sequence[Tensor]) -> Any:
+    """Return the outputs of several weights in a tuple, and what else there is after that."""
+    if isinstance(results, Tensor):
+        return (results,)
+    ys, extras = results[: len(weight)], results[len(weight) :]
     return (ys, *extras) if extras else ys
 
 
@@ -227,6 +241,12 @@ def norm_mlp(
         RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
         TypeError: As they do, for an argument that is not a tensor.
     """
+    second = (fc2_weight, fc2_bias, residual_out)
+    norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
+    rest = (activation, statistics, return_sum, return_norm)
+    found = compiled.forward(x, fc1_weight, fc1_bias, *norm, *rest, second, True, recompute)
+    if found is not None:
+        return found
     options: dict[str, Any] = {
         **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
         **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
@@ -243,8 +263,7 @@ def norm_mlp(
             **options,
         )
     weights, biases = _parameters(fc1_weight, fc1_bias)
-    second = (fc2_weight, fc2_bias, residual_out)
-    results = family_call(x, weights, biases, second, True, recompute, **options)
+    results = _family_call(x, weights, biases, second, True, recompute, **options)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -337,30 +356,52 @@ def family_call(
         return_norm: Whether the normalized rows are.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
     """
+    options: dict[str, Any] = {
+        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
+        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
+        **{"residual": residual, "activation": activation, "statistics": statistics},
+        **{"return_sum": return_sum, "return_norm": return_norm},
+    }
     if is_traced(x, weights, residual):
         return handle_torch_function(
             family_call,
             _tensors_of(x, weights),
-            x,
-            weights,
-            biases,
-            second,
-            joined,
-            recompute,
-            normalization=normalization,
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            eps=eps,
-            weight_offset=weight_offset,
-            activation=activation,
-            scale=scale,
-            shift=shift,
-            residual=residual,
-            statistics=statistics,
-            return_sum=return_sum,
-            return_norm=return_norm,
+            *(x, weights, biases, second, joined, recompute),
+            **options,
             owners=owners,
         )
+    if owners is None:
+        norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
+        rest = (activation, statistics, return_sum, return_norm)
+        found = compiled.forward(x, weights, biases, *norm, *rest, second, joined, recompute)
+        if found is not None:
+            return [found] if isinstance(found, Tensor) else list(found)
+    return _family_call(x, weights, biases, second, joined, recompute, **options, owners=owners)
+
+
+def _family_call(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    second: tuple[Tensor | None, Tensor | None, Tensor | None],
+    joined: bool,
+    recompute: bool,
+    *,
+    normalization: str,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    statistics: Statistics | None,
+    return_sum: bool,
+    return_norm: bool,
+    owners: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """Do the same in Python."""
     exact = _checked(normalization, activation, eps, x)
     if len(weights) > 2 and activation is not None and is_gate(activation):
         raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")

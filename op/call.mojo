@@ -74,7 +74,7 @@ struct Call(ImplicitlyCopyable, Movable):
     var dshift: Int
     """Gradient of the shift [groups, K]."""
     var activation: Int
-    """What becomes of the product: a number of op/passes/activation.mojo; 0 for nothing."""
+    """What becomes of the product: a number of op/gemm/activation.mojo; 0 for nothing."""
     var h: Int
     """The product before its activation [M, N]; before a gate [M, 2N], the gate first."""
     var a: Int
@@ -103,6 +103,10 @@ struct Call(ImplicitlyCopyable, Movable):
     """Weight of the Linear layer [N, K]."""
     var bias: Int
     """Bias of the Linear layer [N]."""
+    var up: Int
+    """What a weight gates [N, K]: the half after it, or a tensor of its own. Hopper's fold reads it."""
+    var up_bias: Int
+    """Bias of that [N]."""
     var norm_is_float32: Int
     """Whether gamma and beta, and their gradients, are float32 beside a narrower x."""
     var narrow: Int
@@ -160,6 +164,8 @@ struct Call(ImplicitlyCopyable, Movable):
         self.beta = 0
         self.weight = 0
         self.bias = 0
+        self.up = 0
+        self.up_bias = 0
         self.norm_is_float32 = 0
         self.narrow = 0
         self.fold_weight = 0

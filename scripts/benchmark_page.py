@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fused_norm.bench import plots, report, results
+from fused_norm.bench.blocks import EVERY
 from fused_norm.bench.case import MODE_DESCRIPTIONS
-from fused_norm.bench.ops import OPS
 from fused_norm.bench.results import Measurement, Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -188,7 +188,7 @@ def _slower(run: Run) -> list[str]:
 
 
 def _tables(run: Run, op: str) -> list[str]:
-    parts = [f"### {OPS[op].title}\n"]
+    parts = [f"### {EVERY[op].title}\n"]
     keys = dict.fromkeys((m.mode, m.dtype) for m in run.measurements if m.op == op)
     metrics = ("graph", "launch", "host") if run.environment.device == "cuda" else ("wall",)
     for mode, dtype in keys:

@@ -172,7 +172,7 @@ MUTATIONS = (
     Mutation(
         "an activation's slope without its second term",
         "cpu",
-        "op/passes/activation.mojo",
+        "op/gemm/activation.mojo",
         "self.dh = da * fma(h * s.share * s.rest, slope, s.share)",
         "self.dh = da * s.share",
         FAMILY,

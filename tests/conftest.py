@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accuracy import make_inputs
+from torch import Tensor
 
+import fused_norm as fn
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
+from fused_norm.native import node
+from fused_norm.ops import compiled
 
 # cuBLAS asks for this where PyTorch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -86,3 +93,38 @@ def _kernels_at_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Have the family's kernels run on small tensors, too, which PyTorch's ops finish sooner."""
     if "as_dispatched" not in request.keywords:
         monkeypatch.setattr("fused_norm.ops.seam.is_host_bound", lambda t: False)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled node: that of the cache, or one for these tests."""
+    if node.is_built():
+        return node.path()
+    if node.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path_factory.mktemp("node")))
+        return node.build()
+
+
+@pytest.fixture
+def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Have the node in force, and see the grad_outputs that it leaves to Python."""
+    module = node.import_from(library)
+    calls = []
+
+    def backward(kind: object, tensors: object, products: object, *others: Any) -> Any:
+        calls.append(others[0][0])
+        return python(kind, tensors, products, *others)
+
+    python = compiled.backward
+    monkeypatch.setattr(compiled, "backward", backward)
+    compiled.tell(module)
+    monkeypatch.setattr(compiled, "module", lambda: module)
+    if torch.cuda.is_available():
+        # The first of a thread is Python's.
+        inputs = make_inputs(16, 8, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for _ in range(2):
+            fn.fused_layernorm_linear(*inputs).sum().backward()
+        calls.clear()
+    return calls

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm import reference
+from fused_norm import functional, reference
 from fused_norm.__main__ import main
 from fused_norm.bench import (
     baseline,
@@ -35,10 +36,12 @@ from fused_norm.bench import (
     shapes,
     timing,
 )
+from fused_norm.bench.blocks import BLOCKS
 from fused_norm.bench.case import Case
-from fused_norm.bench.ops import OPS
+from fused_norm.bench.check import errors, truth, verdict
+from fused_norm.bench.ops import OPS, Member
 from fused_norm.bench.plan import Listener, Plan
-from fused_norm.bench.provider import Bound, Provider
+from fused_norm.bench.provider import Bound, Provider, as_function
 from fused_norm.bench.results import Run
 from fused_norm.bench.runner import Runner
 from fused_norm.bench.shapes import Shape
@@ -930,3 +933,22 @@ class TestGpu:
         result = made.measurements[0].of("bad")
         assert "a replay does not give what a call gives" in result.message
         assert set(result.timings) == {"launch", "host"}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.op.name)
+def test_our_block_is_eagers(block: Member) -> None:
+    kind = block.ours.args[0]
+    width = 2 * kind.head * kind.share
+    case = Case(block.op, Shape(3 * kind.batch, width, 96), torch.float32, torch.device("cpu"))
+    inputs, grads = case.inputs(0), case.grad_outputs(0)
+    exact = truth(case.op.reference, case, inputs, grads)
+    found = {}
+    for provider in (block.op.reference, partial(block.ours, functional)):
+        bind = as_function(provider, case)
+        found[provider] = errors(bind, inputs, grads, exact, gradients=True)
+    eager, ours = found.values()
+    assert verdict(ours, eager, torch.float32) == ""
+    # Every input has a gradient, of eager's and ours.
+    assert not [name for name, gradient in exact.gradients.items() if gradient is None]
+    with pytest.raises(ValueError, match="whole heads"):
+        block.op.inputs(Shape(3 * kind.batch, width + 1, 96))

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import fused_norm as fn
 from fused_norm.__main__ import main
 from fused_norm.backends import cpu, sm90
 from fused_norm.native import cache, node
-from fused_norm.ops import norm_linear
+from fused_norm.ops import compiled
 
 pytestmark = [
     # PyTorch's forward mode and compiler trip over these deprecations of its own.
@@ -33,40 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled node: that of the cache, or one for these tests."""
-    if node.is_built():
-        return node.path()
-    if node.compiler() is None:
-        pytest.skip("there is no C++ compiler")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path_factory.mktemp("node")))
-        return node.build()
-
-
-@pytest.fixture
-def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """Have the node in force, and see the grad_outputs that it leaves to Python."""
-    module = node.import_from(library)
-    calls = []
-
-    def backward(grad_output: Tensor, *others: object) -> list[Tensor | None]:
-        calls.append(grad_output)
-        return norm_linear.gradients(grad_output, *others)
-
-    module.set_python(norm_linear._forward, backward)
-    monkeypatch.setattr(norm_linear, "compiled", lambda: module)
-    if torch.cuda.is_available():
-        # The first of a thread is Python's.
-        fn.fused_layernorm_linear(*inputs_for("cuda")).backward(
-            torch.ones(16, 16).cuda().bfloat16()
-        )
-        calls.clear()
-    yield calls
-    module.set_python(norm_linear._forward, norm_linear.gradients)
 
 
 @pytest.fixture
@@ -86,26 +52,20 @@ def python_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def inputs_for(device: str, rows: int = 16) -> list[Tensor]:
     """Return inputs that the fused kernels of a device take."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return met(make_inputs(rows, 8, 16, dtype=dtype, device=device, requires_grad=True))
-
-
-def met(inputs: list[Tensor]) -> list[Tensor]:
-    """Return inputs with parameters that were met before: the next forward may be in C++."""
-    fn.fused_layernorm_linear(*inputs)
-    return inputs
+    return make_inputs(rows, 8, 16, dtype=dtype, device=device, requires_grad=True)
 
 
 def from_python(run: Callable[[], object]) -> object:
-    """Return what a function does with the backward in Python."""
+    """Return what a function does without C++."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_linear, "compiled", lambda: None)
+        patch.setattr(compiled, "module", lambda: None)
         return run()
 
 
 def gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor
 ) -> list[Tensor]:
-    copies = met(as_copies(inputs))
+    copies = as_copies(inputs)
     function(*copies).backward(grad_output)
     return [t.grad for t in copies if t is not None]
 
@@ -121,9 +81,7 @@ def assert_as_python(
         assert a is None or torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(16, 8, 16), (300, 200, 90)], ids=str)
 def test_same_bits_without_python(
     shape: tuple[int, ...], dtype: torch.dtype, python_calls: list[Tensor]
@@ -134,8 +92,8 @@ def test_same_bits_without_python(
 
 
 def test_float32_layernorm_parameters(python_calls: list[Tensor]) -> None:
-    options = {"dtype": torch.bfloat16, "affine_dtype": torch.float32, "requires_grad": True}
-    assert_as_python(make_inputs(33, 24, 40, **options), torch.randn(33, 40).bfloat16())
+    options = {"dtype": torch.float16, "affine_dtype": torch.float32, "requires_grad": True}
+    assert_as_python(make_inputs(33, 24, 40, **options), torch.randn(33, 40).half())
     assert not python_calls
 
 
@@ -369,7 +327,7 @@ def test_other_grad_outputs(layout: str, python_calls: list[Tensor], device: str
     inputs = inputs_for(device)
     dy = LAYOUTS[layout](torch.randn(16, 16, device=device, dtype=inputs[0].dtype))
     assert_as_python(inputs, dy)
-    assert len(python_calls) == 1
+    assert len(python_calls) == (layout in ("negated", "zeros"))
 
 
 def test_undefined_grad_output(python_calls: list[Tensor], device: str) -> None:
@@ -392,7 +350,7 @@ def test_hooks(python_calls: list[Tensor], device: str) -> None:
     seen = []
     inputs = inputs_for(device)
     y = fn.fused_layernorm_linear(*inputs)
-    assert y.grad_fn.name() == "LayerNormLinearBackward"
+    assert y.grad_fn.name() == "NormLinearBackward"
     assert [edge[0].name() for edge in y.grad_fn.next_functions] == [
         "torch::autograd::AccumulateGrad"
     ] * 5
@@ -449,8 +407,8 @@ def test_anomaly_mode(python_calls: list[Tensor]) -> None:
     with torch.autograd.detect_anomaly(check_nan=True):
         y = fn.fused_layernorm_linear(*inputs)
         with (
-            pytest.warns(UserWarning, match="(?s)LayerNormLinearBackward.*in test_anomaly_mode"),
-            pytest.raises(RuntimeError, match="'LayerNormLinearBackward' returned nan values"),
+            pytest.warns(UserWarning, match="(?s)NormLinearBackward.*in test_anomaly_mode"),
+            pytest.raises(RuntimeError, match="'NormLinearBackward' returned nan values"),
         ):
             y.backward(torch.full_like(y, torch.nan))
 
@@ -467,7 +425,7 @@ def test_modes_see_the_backward(python_calls: list[Tensor], device: str) -> None
     y = fn.fused_layernorm_linear(*inputs_for(device))
     with Log():
         y.backward(torch.randn_like(y))
-    assert "fused_norm.layernorm_linear_backward.default" in names
+    assert "fused_norm.seam_backward.default" in names
     assert len(python_calls) == 1
 
 
@@ -518,9 +476,9 @@ def test_error_of_python_is_raised(
         raise ZeroDivisionError("of a test")
 
     y = fn.fused_layernorm_linear(*inputs_for("cpu"))
-    monkeypatch.setattr(norm_linear, "gradients", fail)
+    monkeypatch.setattr(compiled, "gradients", fail)
     with pytest.raises(ZeroDivisionError, match="of a test"):
-        y.backward(torch.ones(1, 1).expand_as(y))
+        y.backward(torch._neg_view(torch.ones_like(y)))
 
 
 def test_threads(python_calls: list[Tensor], device: str) -> None:
@@ -580,10 +538,10 @@ def test_fork(library: Path) -> None:
     import os, sys, torch, fused_norm as fn
     from pathlib import Path
     from fused_norm.native import node
-    from fused_norm.ops import norm_linear
+    from fused_norm.ops import compiled
     module = node.import_from(Path(sys.argv[1]))
-    module.set_python(norm_linear._forward, norm_linear.gradients)
-    norm_linear.compiled = lambda: module
+    compiled.tell(module)
+    compiled.module = lambda: module
     torch.set_num_threads(2)
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
     grad_output = torch.randn(512, 128)

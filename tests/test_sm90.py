@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 import fused_norm as fn
 from fused_norm.backends import gpu as gpu_backend
 from fused_norm.call import parameters, record
+from fused_norm.composition import ACTIVATIONS
 
 ROOT = Path(__file__).parents[1]
 EPS = 1e-5
@@ -50,8 +54,11 @@ class Kernels:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.module = extension("norm_linear_sm90", dtype, gpu=True)
-        self.parts = extension("sm90_doors", dtype, "tests/mojo", gpu=True)
         self.own = self.module.new_launcher(0, torch.cuda.current_stream().cuda_stream, 1)
+
+    @functools.cached_property
+    def parts(self) -> ModuleType:
+        return extension("sm90_doors", self.dtype, "tests/mojo", gpu=True)
 
     def product(self, x: Tensor, w: Tensor) -> Tensor:
         y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
@@ -238,6 +245,92 @@ class TestOnHopper:
         call = kernels.call(x, gamma, beta, w, bias)
         anew = kernels.forward(record.NEW_FOLD, call)
         assert all(torch.equal(a, b) for a, b in zip((y, mean, rstd), anew, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+class TestEpilogues:
+    """What becomes of a folded product before it is stored."""
+
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("activation", ["gelu", "silu", "geglu_tanh", "swiglu"])
+    def test_activated(self, kernels: Kernels, shape: tuple[int, ...], activation: str) -> None:
+        self.check_activated(kernels, shape, activation)
+
+    def check_activated(self, kernels: Kernels, shape: tuple[int, ...], activation: str) -> None:
+        dtype = kernels.dtype
+        m, k, n = shape
+        number, function = ACTIVATIONS[activation]
+        gates = number > 8
+        parts = 2 if gates else 1
+        x = random(m, k, dtype=dtype, mean=1.0)
+        w, bias = random(parts * n, k, dtype=dtype, scale=k**-0.5), random(parts * n, dtype=dtype)
+        gamma, beta = (random(k, dtype=dtype, scale=0.5).exp(), random(k, dtype=dtype))
+
+        def activated(h: Tensor) -> Tensor:
+            halves = h.split(n, -1)
+            return function(halves[0]) * halves[1] if gates else function(h)
+
+        wide = [t.double() for t in (x, gamma, beta, w, bias)]
+        true_h = F.linear(F.layer_norm(wide[0], (k,), *wide[1:3], EPS), *wide[3:])
+        eager_h = F.linear(F.layer_norm(x, (k,), gamma, beta, EPS), w, bias)
+        bar = 1.1 * error(activated(eager_h), activated(true_h))
+
+        fold = Guarded((parts * n, k), dtype, "cuda")
+        s, c = (Guarded((parts * n,), torch.float32, "cuda") for _ in range(2))
+        outputs = []
+        for way, keeps in itertools.product((record.NEW_FOLD, record.KEPT_FOLD), (True, False)):
+            call = kernels.call(x, gamma, beta, w, bias)
+            call.N, call.activation, call.way = n, number, way
+            if gates:
+                call.up, call.up_bias = w[n:].data_ptr(), bias[n:].data_ptr()
+            if way == record.KEPT_FOLD:
+                call.fold_weight, call.fold_sums, call.fold_constants = (
+                    t.tensor.data_ptr() for t in (fold, s, c)
+                )
+                kernels.module.fold(ctypes.addressof(call))
+            y, h = (Guarded((m, width), dtype, "cuda") for width in (n, parts * n))
+            call.y, call.h = y.tensor.data_ptr(), h.tensor.data_ptr() if keeps else 0
+            kernels.module.plan_forward(ctypes.addressof(call))
+            if keeps and gates and n % 64:
+                assert call.way == record.DECLINED
+                continue
+            assert call.way == way
+            scratch = Guarded((call.workspace_bytes // 4,), torch.float32, "cuda")
+            call.workspace = scratch.tensor.data_ptr()
+            kernels.module.forward(ctypes.addressof(call))
+            for guarded in (scratch, fold, s, c):
+                guarded.checked()
+            assert error(y.checked(), activated(true_h)) <= bar
+            if keeps:
+                assert error(h.checked(), true_h) <= 1.1 * error(eager_h, true_h)
+            outputs.append(y.tensor)
+        assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+    def test_linear_add(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
+        dtype = kernels.dtype
+        m, k, n = shape
+        x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5)
+        bias, residual = random(n, dtype=dtype), random(m, n, dtype=dtype, scale=3.0)
+        for its_bias in (bias, None):
+            wide_bias = None if its_bias is None else its_bias.double()
+            truth = residual.double() + F.linear(x.double(), w.double(), wide_bias)
+            bar = error(residual + F.linear(x, w, its_bias), truth)
+            y = Guarded((m, n), dtype, "cuda")
+            call = kernels.call(x, None, None, w, its_bias)
+            call.y, call.residual = y.tensor.data_ptr(), residual.data_ptr()
+            kernels.module.plan_linear_add(ctypes.addressof(call))
+            kernels.module.linear_add(ctypes.addressof(call))
+            assert error(y.checked(), truth) <= bar
+
+
+class TestEveryActivation:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activated(self, kernels: Kernels, activation: str) -> None:
+        for shape in ((300, 512, 640), (30, 512, 640)):
+            TestEpilogues().check_activated(kernels, shape, activation)
 
 
 def check_statistics(x: Tensor, mean: Tensor, rstd: Tensor) -> None:

@@ -11,8 +11,8 @@ A backend is a module with three functions:
         there is a main_grad [N, K] in the type of sums, the weight's gradient is added to it
         instead.
 
-and, where C++ can run it, `native(parameters)`. x is dense and not empty, but for the last one,
-PyTorch's own ops, which declines nothing. None calls another.
+x is dense and not empty, but for the last one, PyTorch's own ops, which declines nothing. None
+calls another. What the C++ node runs itself, it asks of `compiled`.
 """
 
 from __future__ import annotations

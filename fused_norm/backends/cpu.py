@@ -95,15 +95,11 @@ def backward(
     return gradients
 
 
-def native(parameters: Parameters) -> tuple[str, int]:
-    """Return the file of the kernels for C++, and what the context of its calls is."""
-    return _library(parameters.dtype), build.gomp_parallel()
-
-
 @functools.cache
-def _library(dtype: torch.dtype) -> str:
-    extension("norm_linear_cpu", dtype)
-    return str(build.Extension("norm_linear_cpu", build.DTYPES[dtype]).path)
+def library(name: str, dtype: torch.dtype) -> str:
+    """Return the file of an extension for a dtype, loaded."""
+    extension(name, dtype)
+    return str(build.Extension(name, build.DTYPES[dtype]).path)
 
 
 def _record(x: Tensor, parameters: Parameters, eps: float) -> Call:

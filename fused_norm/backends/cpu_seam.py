@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fused_norm.backends import cpu, passes
 from fused_norm.call.memory import address, dense, empty_statistics
@@ -52,3 +54,38 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
         rstd,
         [] if h is None else [h],
     )
+
+
+def backward(
+    kind: Seam,
+    t: Operands,
+    dh: Tensor,
+    dsum: Tensor | None,
+    gradients: Sequence[Tensor | None],
+) -> bool:
+    """Write the gradients of a norm and one Linear layer; return False where that is declined.
+
+    Args:
+        kind: What was computed.
+        t: The tensors, x being the sum where there was a residual, statistics included.
+        dh: Gradient of the product, of shape `[M, N]`.
+        dsum: Gradient that reaches the sum besides, or None.
+        gradients: Those of x, gamma, beta, the weight and the bias to write, None for others.
+    """
+    x, weight, mean, rstd, dsum = dense(t.x, t.weights[0], t.mean, t.rstd, dsum)
+    call, kept = passes.norm_call(kind, t, x, x.dtype)
+    kernels = cpu.extension("norm_linear_cpu", x.dtype)
+    call.N = weight.shape[0]
+    call.weight, call.mean, call.rstd = map(address, (weight, mean, rstd))
+    call.dy, call.dsum = dh.data_ptr(), address(dsum)
+    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
+    place = ctypes.addressof(call)
+    kernels.plan_backward(place)
+    if call.way != FUSED:
+        return False
+    size: int = call.workspace_bytes
+    scratch = cpu.scratch(size) if size else None
+    call.workspace = address(scratch)
+    kernels.backward(place)
+    del kept
+    return True

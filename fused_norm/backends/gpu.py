@@ -99,8 +99,10 @@ def backward(
     return gradients
 
 
-def native(parameters: Parameters) -> None:
-    """Return None: PyTorch's products are no function of ours."""
+def library(name: str, x: Tensor) -> str:
+    """Return the file of an extension for a tensor's dtype and device."""
+    accelerator = build.accelerator_of(x.device)
+    return str(build.Extension(name, build.DTYPES[x.dtype], accelerator).path)
 
 
 def launcher(name: str, x: Tensor) -> tuple[ModuleType, int]:

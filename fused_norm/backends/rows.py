@@ -76,6 +76,17 @@ def run(
     kernel.records.append((call, place))
 
 
+def trainable_eps(x: Tensor) -> tuple[Callable[[int], int], Callable[[int], int], int]:
+    """Return the forward and the backward of the trained eps's norm on a CPU, and their context.
+
+    Args:
+        x: A tensor of the dtype.
+    """
+    name = "trainable_eps_layer_norm"
+    forward, backward = (_on_cpu(each, x.dtype) for each in (name, f"{name}_backward"))
+    return forward.run, backward.run, forward.context
+
+
 @functools.cache
 def _on_cpu(name: str, dtype: torch.dtype) -> _Kernel:
     kernels = build.load(build.Extension("rows_cpu", build.DTYPES[dtype]))

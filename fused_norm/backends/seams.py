@@ -38,7 +38,7 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
 
 def _first_half(kind: Seam, t: Operands, keeps: bool) -> Results:
     """Compute a call but for its second Linear layer, in whichever way is fastest."""
-    if is_fused_on_cpu(kind, t):
+    if t.rstd is None and is_fused_on_cpu(kind, t):
         results = cpu_seam.forward(kind, t, keeps)
         if results is not None:
             return results
@@ -87,7 +87,6 @@ def is_fused_on_cpu(kind: Seam, t: Operands) -> bool:
         t.x.is_cpu
         and len(t.weights) == 1
         and t.x.dtype is t.weights[0].dtype
-        and t.rstd is None
         and not kind.returns_norm
         and not (t.x.dtype is torch.bfloat16 and bfloat16_product() is not None)
     )
@@ -144,7 +143,25 @@ def backward(
     if _is_one_product(kind, t._replace(rstd=None)) and not t.x.is_cpu and dsum is None:
         found = _one_product_backward(kind, t, products, dys[0], want, main_grads)
         return [*found[:4], *(None,) * 4, dout_weight, dout_bias, None, *found[4:]]
-    dhs, dbiases = _activation_backward(kind, t, products, dys, want)
+    fuses = (
+        not any(main is not None for main in main_grads)
+        and dnorm is None
+        and dys[0] is not None
+        and is_fused_on_cpu(kind, t)
+    )
+    dhs: Found
+    dbiases: Found
+    if fuses and not kind.activation:
+        # The kernels sum the bias's gradient up themselves.
+        dhs, dbiases = dys, [None]
+    else:
+        dhs, dbiases = _activation_backward(kind, t, products, dys, want)
+    if fuses:
+        fused = _fused_backward(kind, t, dhs[0], dsum, want, dbiases[0])
+        if fused is not None:
+            return [*fused[:4], *(None,) * 4, dout_weight, dout_bias, None, *fused[4:]]
+        if not kind.activation:
+            dhs, dbiases = _activation_backward(kind, t, products, dys, want)
     dz = _dz(t, dhs, dnorm) if any(want[:6]) else None
     z = None
     if any(weights):
@@ -159,6 +176,32 @@ def backward(
         )
     ]
     return [*norm, None, None, dout_weight, dout_bias, None, *dweights, *dbiases]
+
+
+def _fused_backward(
+    kind: Seam,
+    t: Operands,
+    dh: Tensor | None,
+    dsum: Tensor | None,
+    want: Operands,
+    dbias: Tensor | None,
+) -> Found | None:
+    """Return the gradients of x, none, gamma, beta, the weight and the bias in one native call.
+
+    None where the kernels decline.
+    """
+    parts = (want.x, want.gamma, want.beta, want.weights[0], want.biases[0] and dbias is None)
+    likes = (t.x, t.gamma, t.beta, t.weights[0], t.biases[0])
+    gradients: Found = [
+        _dense_like(like) if wants and like is not None else None
+        for like, wants in zip(likes, parts, strict=True)
+    ]
+    if any(g is not None for g in gradients):
+        assert dh is not None
+        if not cpu_seam.backward(kind, t, dh, dsum, gradients):
+            return None
+    dx, dgamma, dbeta, dweight, found = gradients
+    return [dx, None, dgamma, dbeta, dweight, found if dbias is None else dbias]
 
 
 def _one_product_backward(

@@ -196,24 +196,23 @@ def asked_way(may_keep: bool) -> int:
     return 0
 
 
-def native(parameters: Parameters) -> tuple[str, int] | None:
-    """Return the file of the kernels for C++, and the context of its calls on the current stream.
+def library(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int]:
+    """Return the file of the kernels, and the context of their calls on the current stream.
 
-    None in a graph, which has other thresholds, and where the host's time does not count; and in
-    float32, whose products are PyTorch's.
+    No file where they serve no call like x: in float32, whose products are PyTorch's, and on other
+    GPUs than Hopper's.
+
+    Args:
+        x: A tensor of the dtype, on the device.
+        norm: The number of the norm.
+        is_alone: Whether no collective runs beside.
     """
-    if parameters.dtype is torch.float32 or torch.cuda.is_current_stream_capturing():
-        return None
-    device: int = parameters.device.index
-    _prepare_products(device, False)
+    device: int = x.device.index
+    if x.dtype not in LOW_PRECISION or not _is_hopper(device):
+        return "", 0
+    extension = _extension(x.dtype, norm)
     stream = torch._C._cuda_getCurrentRawStream(device)
-    _, context = _launcher(parameters, device, stream, _is_alone())
-    return _path(parameters.dtype, parameters.norm[0]), context
-
-
-@functools.cache
-def _path(dtype: torch.dtype, norm: int) -> str:
-    return str(_extension(dtype, norm).path)
+    return str(extension.path), launcher(extension, device, stream, is_alone)[1]
 
 
 def _scratch(call: Call, x: Tensor) -> Tensor | None:

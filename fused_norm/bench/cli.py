@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
-from fused_norm.bench import baseline, providers, report, results, roster, shapes
+from fused_norm.bench import baseline, blocks, providers, report, results, roster, shapes
 from fused_norm.bench import before as before_change
 from fused_norm.bench.case import MODE_DESCRIPTIONS, MODES, Case
 from fused_norm.bench.ops import OPS
@@ -112,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(OPS),
         help=f"default: all; --quick: {' '.join(QUICK_OPS)}",
     )
+    what.add_argument("--blocks", action="store_true", help="whole blocks of transformers instead")
+    what.add_argument(
+        "--block", action="append", choices=list(blocks.SHAPES), help="may be repeated"
+    )
     what.add_argument("--mode", action="append", choices=MODES, help=f"{modes}")
     what.add_argument(
         "--shapes",
@@ -177,13 +181,17 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ValueError("PyTorch sees no GPU")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the benchmark runs on cpu and cuda, not on {device}")
+    asked = list(blocks.SHAPES) if options.blocks else options.block or []
+    asked = [*(options.op or ()), *asked]
     default_dtype = "bfloat16" if device.type == "cuda" else "float32"
     cases = [
-        Case(OPS[op], shape, DTYPES[dtype], device)
-        for op in options.op or (QUICK_OPS if options.quick else OPS)
+        Case(blocks.EVERY[op], shape, DTYPES[dtype], device)
+        for op in asked or (QUICK_OPS if options.quick else OPS)
         for dtype in options.dtype or [default_dtype]
         for shape in _shapes(op, device, options)
     ]
+    for case in cases:
+        case.op.inputs(case.shape)
     names = options.provider
     if names is not None and options.before:
         names = [*names, before_change.NAME]
@@ -242,15 +250,17 @@ def _shapes(op: str, device: torch.device, options: argparse.Namespace) -> list[
             sizes = QUICK_SHAPES.get(op, QUICK_SHAPES["layernorm_linear"])
             found = [shapes.Shape(*three) for three in sizes]
         else:
+            if op in blocks.SHAPES:
+                return [blocks.SHAPES[op]]
             named = DEFAULT_SETS.get((op, device.type), SETS[device.type])
     found += [shape for name in named or () for shape in shapes.SETS[name]]
     # Shapes that differ in a size the op does not have are one.
-    distinct = {tuple(s) if OPS[op].has_outputs else s[:2]: s for s in reversed(found)}
+    distinct = {tuple(s) if blocks.EVERY[op].has_outputs else s[:2]: s for s in reversed(found)}
     return list(reversed(distinct.values()))
 
 
 def _list(console: Console) -> None:
-    for op in OPS.values():
+    for op in blocks.EVERY.values():
         console.print(f"[bold]{op.name}[/bold]: {op.title}")
         for provider in providers.of_op(op.name):
             _, problem = roster.load(provider)

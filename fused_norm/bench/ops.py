@@ -46,6 +46,7 @@ class Member:
         function: Name of our function.
         ours: Computes it from that function and the inputs.
         peers: Who else computes it: names of `peers.PEERS`.
+        is_block: Whether it is all of a transformer's block, and not one seam of it.
     """
 
     op: Op
@@ -53,6 +54,7 @@ class Member:
     function: str
     ours: Formula
     peers: tuple[str, ...]
+    is_block: bool = False
 
 
 def member(
@@ -64,11 +66,12 @@ def member(
     function: str,
     ours: Formula,
     peers: tuple[str, ...] = (),
+    is_block: bool = False,
     **work: Any,
 ) -> Member:
     """Return the entry of a seam, which eager computes of PyTorch's parts."""
     op = Op(name, title, inputs, outputs, partial(formula, TORCH), **work)
-    return Member(op, formula, function, ours, peers)
+    return Member(op, formula, function, ours, peers, is_block)
 
 
 def _layernorm_linear(

@@ -35,6 +35,10 @@ def _swiglu(h: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _add_gated(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    return x + gate * y
+
+
 class Parts(NamedTuple):
     """What stands around the products of a seam; by default as users of PyTorch write it.
 
@@ -46,6 +50,7 @@ class Parts(NamedTuple):
         gelu: Of a product.
         swiglu: Of a product twice as wide, the gate first.
         add: Of x and what a block returns for it.
+        add_gated: Of x, that, and a factor of it.
     """
 
     rms_norm: Callable[..., Tensor] = _rms_norm
@@ -55,6 +60,7 @@ class Parts(NamedTuple):
     gelu: Callable[[Tensor], Tensor] = F.gelu
     swiglu: Callable[[Tensor], Tensor] = _swiglu
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
+    add_gated: Callable[[Tensor, Tensor, Tensor], Tensor] = _add_gated
 
 
 def _nothing(x: Tensor, *_: Tensor | None) -> Tensor:
@@ -71,6 +77,7 @@ BARE = Parts(
     gelu=_nothing,
     swiglu=lambda h: h[..., : h.shape[-1] // 2],
     add=lambda x, y: y,
+    add_gated=lambda x, y, gate: y,
 )
 
 

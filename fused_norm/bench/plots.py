@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from fused_norm.bench.ops import OPS
+from fused_norm.bench.blocks import EVERY
 from fused_norm.bench.report import duration, roofline, size
 from fused_norm.bench.results import Measurement, Result, Run
 
@@ -107,7 +107,7 @@ def _ratio_figure(group: _Group, metric: str) -> Figure | None:
     def value(measurement: Measurement, result: Result) -> float | None:
         return result.vs_eager.get(metric)
 
-    title = f"{OPS[group.op].title}: time over PyTorch eager's"
+    title = f"{EVERY[group.op].title}: time over PyTorch eager's"
     return _ratios(group, value, title, METRICS[metric], ("faster", "slower"))
 
 
@@ -122,7 +122,7 @@ def _memory_figure(group: _Group) -> Figure | None:
         eager = measurement.of("eager")
         return f"eager: {size(eager.peak_bytes)}" if eager and eager.peak_bytes else ""
 
-    title = f"{OPS[group.op].title}: peak memory over PyTorch eager's"
+    title = f"{EVERY[group.op].title}: peak memory over PyTorch eager's"
     subtitle = "beyond the inputs of a call"
     return _ratios(group, value, title, subtitle, ("less", "more"), remark)
 
@@ -237,7 +237,7 @@ def _time_figure(group: _Group, metric: str) -> Figure | None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda t, _: duration(t)))
             axis.set_minor_formatter(NullFormatter())
-    title = f"{OPS[group.op].title}: time against size"
+    title = f"{EVERY[group.op].title}: time against size"
     subtitle = f"{METRICS[metric]}; on the roofline a call would take its least time"
     _finish(figure, group, title, subtitle, height)
     return figure

@@ -106,11 +106,15 @@ def through(call: Formula) -> Callable[[Any, Case], Bind]:
     return lambda loaded, case: as_function(partial(call, loaded), case)
 
 
-def compiled(mode: str | None) -> Callable[[Formula, Case], Bind]:
+def compiled(
+    mode: str | None, backend: str = "inductor", options: dict[str, Any] | None = None
+) -> Callable[[Formula, Case], Bind]:
     """Compile for each case anew: otherwise a limit on recompiling would end in eager, silently."""
 
     def prepare(function: Formula, case: Case) -> Bind:
-        fast = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
+        fast = torch.compile(
+            function, mode=mode, backend=backend, options=options, dynamic=False, fullgraph=True
+        )
         return as_function(fast, case)
 
     return prepare

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import frozen_parameters, reference
+from fused_norm.bench.blocks import BLOCKS
 from fused_norm.bench.case import Case, Formula
 from fused_norm.bench.ops import LAYER_NORM, MEMBERS, Member
 from fused_norm.bench.parts import BARE
@@ -36,11 +37,12 @@ def _of_member(member: Member) -> Iterator[Provider]:
     eager, bare = given(op.reference), partial(member.formula, BARE)
     what = f"{op.title} by PyTorch's ops"
     yield Provider("eager", op.name, "baseline", what, eager, as_function)
+    floor = "products and attention" if member.is_block else "the bare F.linear"
     yield Provider(
-        "linear",
+        "floor" if member.is_block else "linear",
         op.name,
         "floor",
-        "the bare F.linear, without what is around it",
+        f"{floor}, without what is around it",
         given(bare),
         as_function,
         formula=bare,
@@ -58,6 +60,17 @@ def _of_member(member: Member) -> Iterator[Provider]:
     for name in member.peers:
         yield PEERS[name](member)
     yield ours(member)
+    if member.is_block:
+        for then in ("inductor", "eager"):
+            yield Provider(
+                f"fused_norm-compile-{then}",
+                op.name,
+                "ours",
+                f"torch.compile(backend='fused_norm', options={{'then': '{then}'}})",
+                eager,
+                compiled(None, "fused_norm", {"then": then}),
+                packages=("fused-norm", "torch"),
+            )
 
 
 def ours(member: Member, package: str = "fused_norm", name: str = "fused_norm") -> Provider:
@@ -154,7 +167,7 @@ _ALL = (
         packages=("fused-norm",),
         formula=_composed_formula,
     ),
-    *(provider for member in MEMBERS[1:] for provider in _of_member(member)),
+    *(provider for member in (*MEMBERS[1:], *BLOCKS) for provider in _of_member(member)),
 )
 PROVIDERS: dict[tuple[str, str], Provider] = {(p.op, p.name): p for p in _ALL}
 NAMES: tuple[str, ...] = tuple(dict.fromkeys(p.name for p in _ALL))

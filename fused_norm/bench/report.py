@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fused_norm.bench.ops import OPS
+from fused_norm.bench.blocks import EVERY
 from fused_norm.bench.results import Measurement, Result, Run, Timing
 
 CSV_FIELDS = (
@@ -203,7 +203,7 @@ def _csv_rows(measurement: Measurement, result: Result) -> Iterable[dict[str, ob
 def _table(run: Run, measurements: list[Measurement]) -> Table:
     first = measurements[0]
     on_gpu = run.environment.device == "cuda"
-    title = f"{OPS[first.op].title}, {first.mode}, {first.dtype}"
+    title = f"{EVERY[first.op].title}, {first.mode}, {first.dtype}"
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     table.add_column("x".join("MKN"[: len(first.shape)]))
     table.add_column("provider")

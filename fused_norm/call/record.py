@@ -14,7 +14,7 @@ CALL_FIELDS = (
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (
-    *("K", "N", "gamma", "beta", "weight", "bias", "norm_is_float32", "narrow"),
+    *("K", "N", "gamma", "beta", "weight", "bias", "up", "up_bias", "norm_is_float32", "narrow"),
     *("fold_weight", "fold_sums", "fold_constants"),
 )
 

@@ -1,270 +1,250 @@
-// LayerNorm + Linear without Python: the forward, and the backward as a node of PyTorch's graph.
+// The op family without Python: its forward, and its backward as a node of PyTorch's graph.
 //
-// Both passes ask the kernels' plan, allocate their results and call a C function of the kernels'
-// library. What that declines is computed by Python's backends. Whatever is not plain (a second
-// derivative, a compiler or a mode that watches, a tensor of another layout) goes back to Python.
+// Both passes ask the kernels' plan, allocate their results and call C functions of the kernels'
+// libraries, PyTorch's products between them. Whatever is not plain (a second derivative, a compiler
+// or a mode that watches, a tensor of another layout) goes back to Python.
 
 #include <pthread.h>
 
-#include <algorithm>
-#include <array>
-#include <mutex>
-#include <optional>
-#include <type_traits>
-#include <utility>
+#include <deque>
+#include <limits>
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
+#include <torch/version.h>
 
-#include "call.h"
+#include "row_node.h"
+#include "seam_node.h"
 
 namespace {
 
 using namespace fused_norm;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
+namespace py = fused_norm::python;
 
-enum Saved { X, GAMMA, BETA, WEIGHT, MEAN, RSTD, COUNT };
+// kernels(x, is_rms_norm, is_alone) and conditions(), of backends/compiled.py.
+PyObject *python_kernels = nullptr, *python_conditions = nullptr;
 
-PyObject *python_forward = nullptr, *python_backward = nullptr;
-
-// The first backward of a thread on a GPU is Python's, which makes PyTorch's products ready there:
-// a captured graph may choose them later, and they cannot begin within a capture.
-bool is_first_of_thread(const std::optional<c10::Stream>& stream) {
-  thread_local c10::DeviceIndex ready = -1;
-  return stream && std::exchange(ready, stream->device_index()) != stream->device_index();
-}
-
-bool is_watched() {
-  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
-  return at::GradMode::is_enabled() || !(keys - c10::default_included_set).empty();
-}
-
-struct LayerNormLinearBackward : torch::autograd::Node {
-  std::array<SavedVariable, COUNT> saved;
-  Kernels kernels;
-  int64_t context = 0;
-  double eps = 0;
-  Plain is_plain;
-  std::mutex mutex;
-
-  std::string name() const override { return "LayerNormLinearBackward"; }
-
-  void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto& variable : saved) variable.reset_data();
-  }
-
-  variable_list apply(variable_list&& gradients) override {
-    if (!gradients[0].defined()) return variable_list(5);
-    variable_list inputs;
-    inputs.reserve(COUNT);
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      for (auto& variable : saved) inputs.push_back(variable.unpack());
+// The kernels of each dtype, device, stream and norm, found by Python once.
+class KernelsOf {
+ public:
+  static const Kernels& find(const Tensor& x, bool is_rms_norm, bool is_alone) {
+    const auto stream = current_stream(x.device());
+    const Key key{x.scalar_type(), stream, is_rms_norm, is_alone};
+    static std::deque<std::pair<Key, Kernels>> known;
+    for (const auto& [of, kernels] : known) {
+      if (of == key) return kernels;
     }
-    variable_list results(5);
-    if (!compute(gradients[0], inputs, results)) call_python(gradients[0], inputs, results);
-    return results;
-  }
-
-  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    for (const auto& variable : saved) args.collect(variable, /*is_output=*/false);
-    args.collect(eps);
-  }
-
-  variable_list apply_with_saved(
-      const variable_list& gradients, torch::autograd::SwapSavedVariables& swap) override {
-    for (auto& variable : saved) swap.before(variable);
-    variable_list results(5);
-    if (gradients[0].defined()) {
-      variable_list inputs;
-      for (auto& variable : saved) inputs.push_back(variable.unpack());
-      call_python(gradients[0], inputs, results);
+    const auto found = py::checked(PyObject_CallFunction(
+        python_kernels, "Nii", THPVariable_Wrap(x), is_rms_norm, is_alone));
+    const char *product, *passes;
+    long long product_context, passes_context;
+    if (!PyArg_ParseTuple(
+            found.ptr(), "sLsL", &product, &product_context, &passes, &passes_context)) {
+      py::throw_error();
     }
-    for (auto& variable : saved) swap.after(variable);
-    return results;
+    const Kernels kernels{
+        Product(Library(product), product_context), Passes(Library(passes), passes_context)};
+    return known.emplace_back(key, kernels).second;
   }
 
  private:
-  // Runs the kernels; false where Python has to.
-  bool compute(const Tensor& dy, const variable_list& saved, variable_list& results) {
-    if (!kernels.backward || is_watched() || is_first_of_thread(is_plain.stream) ||
-        current_stream(dy.device()) != is_plain.stream) {
-      return false;
-    }
-    const Tensor bias;
-    const Inputs inputs{saved[X], saved[GAMMA], saved[BETA], saved[WEIGHT],
-                        bias,     saved[MEAN],  saved[RSTD]};
-    // Tensors may have got another memory since the forward, by an assignment to their `data`.
-    auto call = call_on(inputs, is_plain, context, eps);
-    if (!call || !is_plain(dy, call->M * call->N, inputs.x.scalar_type())) return false;
-    call->dy = address(dy);
-    void** const addresses[] = {
-        &call->dx, &call->dgamma, &call->dbeta, &call->dweight, &call->dbias};
-    for (int i = 0; i < 5; ++i) *addresses[i] = task_should_compute_output(i) ? WANTED : nullptr;
-    if (kernels.plan_backward(&*call) != 0 || call->way != FUSED) return false;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto& x = inputs.x;
-    const auto linear = inputs.weight.options();
-    const auto norm = (inputs.norm().defined() ? inputs.norm() : x).options();
-    variable_list out(5);
-    if (call->dx) out[0] = at::empty(x.sizes(), x.options());
-    if (call->dgamma) out[1] = at::empty({call->K}, norm);
-    if (call->dbeta) out[2] = at::empty({call->K}, norm);
-    if (call->dweight) out[3] = at::empty({call->N, call->K}, linear);
-    if (call->dbias) out[4] = at::empty({call->N}, linear);
-    for (int i = 0; i < 5; ++i) *addresses[i] = address(out[i]);
-    const auto workspace = workspace_of(*call, x);
-    if (kernels.backward(&*call) != 0) return false;
-    results = std::move(out);
-    return true;
-  }
-
-  void call_python(const Tensor& dy, const variable_list& inputs, variable_list& results) {
-    pybind11::gil_scoped_acquire lock;
-    py::list saved_tensors, mask;
-    for (const auto& tensor : inputs) {
-      saved_tensors.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
-    }
-    for (int i = 0; i < 5; ++i) mask.append(py::bool_(task_should_compute_output(i)));
-    const auto grad_output = py::reinterpret_steal<py::object>(THPVariable_Wrap(dy));
-    const auto returned = py::reinterpret_steal<py::object>(PyObject_CallFunction(
-        python_backward, "OOdO", grad_output.ptr(), saved_tensors.ptr(), eps, mask.ptr()));
-    if (!returned) {
-      python_error error;
-      error.persist();
-      throw std::move(error);
-    }
-    for (int i = 0; i < 5; ++i) {
-      const auto item = py::reinterpret_steal<py::object>(PySequence_GetItem(returned.ptr(), i));
-      if (!item.is_none()) results[i] = THPVariable_Unpack(item.ptr());
-    }
-  }
+  struct Key {
+    at::ScalarType dtype;
+    std::optional<c10::Stream> stream;
+    bool is_rms_norm, is_alone;
+    bool operator==(const Key&) const = default;
+  };
 };
 
-// PyTorch's pointer to a node: a std::shared_ptr until nodes came to count references themselves.
-template <class Pointer>
-Pointer own(torch::autograd::Node* node) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return Pointer(node, [](auto* last) { deleteNode(last); });
-  } else {
-    return Pointer::unsafe_steal_from_new(node);
-  }
+bool is_tensor_or_none(PyObject* object) {
+  return object == Py_None || THPVariable_CheckExact(object);
 }
 
 Tensor tensor_of(PyObject* object) {
   return object == Py_None ? Tensor() : THPVariable_Unpack(object);
 }
 
-// Gives y its node.
-PyObject* with_node(
-    const Tensor& y, const Inputs& inputs, double eps, const Kernels& kernels, int64_t context,
-    const Plain& plain) {
-  const auto& [x, gamma, beta, weight, bias, mean, rstd] = inputs;
-  auto* node = new LayerNormLinearBackward;
-  using Pointer = std::decay_t<decltype(y.grad_fn())>;
-  const auto owner = own<Pointer>(node);
-  node->set_next_edges(torch::autograd::collect_next_edges(x, gamma, beta, weight, bias));
-  node->saved = {
-      SavedVariable(x, false),      SavedVariable(gamma, false), SavedVariable(beta, false),
-      SavedVariable(weight, false), SavedVariable(mean, false),  SavedVariable(rstd, false)};
-  node->eps = eps;
-  node->kernels = kernels;
-  node->context = context;
-  node->is_plain = plain;
-  torch::autograd::set_history(y, owner);
-#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
-  torch::autograd::fire_node_creation_hooks(owner);
-#endif
-  return THPVariable_Wrap(y);
+// The items of a list or tuple, or the one thing that is neither.
+c10::SmallVector<PyObject*, 4> items_of(PyObject* object) {
+  const auto type = PyType_GetFlags(Py_TYPE(object));
+  const bool is_list = type & Py_TPFLAGS_LIST_SUBCLASS;
+  if (!is_list && !(type & Py_TPFLAGS_TUPLE_SUBCLASS)) return {object};
+  c10::SmallVector<PyObject*, 4> items(is_list ? PyList_Size(object) : PyTuple_Size(object));
+  for (size_t i = 0; i < items.size(); ++i) {
+    items[i] = is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+  }
+  return items;
 }
 
-// Queues or computes y, mean and rstd; false where the plan leaves the call to Python.
-bool compute(
-    Call& call, const Kernels& kernels, const Tensor& x, const Tensor& weight, Tensor& y,
-    std::optional<pybind11::gil_scoped_release>& without_lock) {
-  if (!kernels.forward || kernels.plan_forward(&call) != 0) return false;
-  if (call.way != FUSED && call.way != NEW_FOLD) return false;
-  c10::SmallVector<int64_t, 5> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = weight.size(0);
-  y = at::empty(shape, x.options());
-  call.y = address(y);
-  const auto workspace = workspace_of(call, x);
-  // Threads take turns to launch, as they do in Python. A CPU's kernels are all of the work.
-  if (!x.is_cpu()) without_lock.reset();
-  return kernels.forward(&call) == 0;
+// Nothing where an argument is no ordinary tensor.
+std::optional<Operands> operands_of(PyObject* const* named, PyObject* weight, PyObject* bias) {
+  const auto weights = items_of(weight), biases = items_of(bias);
+  const bool has_biases = bias != Py_None;
+  if (weights.empty() || (has_biases && biases.size() != weights.size())) return std::nullopt;
+  Operands t(weights.size());
+  for (int place = 0; place < NAMED; ++place) {
+    if (!is_tensor_or_none(named[place])) return std::nullopt;
+    t.flat[place] = tensor_of(named[place]);
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!THPVariable_CheckExact(weights[i])) return std::nullopt;
+    t.flat[NAMED + i] = tensor_of(weights[i]);
+    if (!has_biases) continue;
+    if (!is_tensor_or_none(biases[i])) return std::nullopt;
+    t.flat[NAMED + weights.size() + i] = tensor_of(biases[i]);
+  }
+  return t;
 }
 
-// Has Python's backends compute y, mean and rstd; false with Python's error set.
-bool compute_by_python(PyObject* const* arguments, Tensor& y, Tensor& mean, Tensor& rstd) {
-  const at::NoGradGuard no_grad;
-  const auto results = py::reinterpret_steal<py::object>(
-      PyObject_Vectorcall(python_forward, arguments, 6, nullptr));
-  if (!results) return false;
-  y = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 0));
-  mean = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 1));
-  rstd = THPVariable_Unpack(PyTuple_GET_ITEM(results.ptr(), 2));
-  // A view that an op of PyTorch's has made would keep its own history.
-  if (y.is_view()) y = y.variable_data();
-  return true;
+double epsilon_of(at::ScalarType dtype) {
+  if (dtype == at::kBFloat16) return std::numeric_limits<c10::BFloat16>::epsilon();
+  if (dtype == at::kHalf) return std::numeric_limits<c10::Half>::epsilon();
+  if (dtype == at::kFloat) return std::numeric_limits<float>::epsilon();
+  return std::numeric_limits<double>::epsilon();
 }
 
-// forward(x, gamma, beta, weight, bias, eps, library, context): computes y and gives it its node.
-// None where no gradient is wanted, or a tensor is not as kernels need it. The kernels are for x's
-// dtype and device; of all else that an assignment to a tensor's `data` changes, nothing is taken
-// for granted.
+// Where the arguments of `forward` stand after the tensors by name.
+enum Argument {
+  WEIGHT = NAMED, BIAS, IS_RMS_NORM, ACTIVATION, EPS, OFFSET, IS_JOINED, RETURN_SUM, RETURN_NORM, RECOMPUTE,
+  ARGUMENTS
+};
+
+// What is to be computed; nothing where an argument has another type.
+std::optional<Seam> seam_of(PyObject* const* arguments, const Operands& t) {
+  Seam kind;
+  kind.is_rms_norm = arguments[IS_RMS_NORM] == Py_True;
+  kind.activation = static_cast<int>(PyLong_AsLong(arguments[ACTIVATION]));
+  if (PyFloat_CheckExact(arguments[EPS])) {
+    kind.eps = PyFloat_AsDouble(arguments[EPS]);
+  } else if (arguments[EPS] == Py_None && kind.is_rms_norm && t[X].defined()) {
+    kind.eps = epsilon_of(t[X].scalar_type());
+  } else {
+    return std::nullopt;
+  }
+  if (!PyFloat_CheckExact(arguments[OFFSET])) return std::nullopt;
+  kind.weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
+  kind.is_joined = arguments[IS_JOINED] == Py_True;
+  kind.returns_sum = t[RESIDUAL].defined() && arguments[RETURN_SUM] == Py_True;
+  kind.returns_norm = arguments[RETURN_NORM] == Py_True;
+  kind.recompute = arguments[RECOMPUTE] == Py_True;
+  return kind;
+}
+
+// Whether something watches a call.
+bool is_watched(const Tensor& x) {
+  return fused_norm::is_watched() || at::autocast::is_autocast_enabled(x.device().type());
+}
+
+// Where a call on a GPU is made: beside a collective, or in a graph.
+struct Conditions {
+  bool is_alone = true, is_captured = false;
+
+  explicit Conditions(const Tensor& x) {
+    if (x.is_cpu()) return;
+    const auto found = py::checked(PyObject_CallNoArgs(python_conditions));
+    int alone = 0, captured = 0;
+    if (!PyArg_ParseTuple(found.ptr(), "pp", &alone, &captured)) py::throw_error();
+    is_alone = alone;
+    is_captured = captured;
+  }
+};
+
+PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, bool returns_sum) {
+  Tensors all = results.outputs;
+  if (returns_sum) all.push_back(kind.returns_sum ? results.sum : t[X]);
+  if (kind.returns_norm) all.push_back(results.norm);
+  if (all.size() == 1) return THPVariable_Wrap(all[0]);
+  py::tuple tuple(all.size());
+  for (size_t i = 0; i < all.size(); ++i) tuple.set(i, wrap(all[i]));
+  return tuple.release();
+}
+
+// Whether a call is left to Python.
+bool is_left(
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool is_captured,
+    const Kernels& kernels) {
+  if (t[X].is_cpu()) {
+    // PyTorch's own product is several times as fast as ours, and the call takes longer than it
+    // takes to begin.
+    constexpr int64_t most_products = 1 << 18;
+    return !kernels.product.forward && sizes.M * sizes.K * sizes.N > most_products;
+  }
+  // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
+  return has_product(kind, t, sizes, kernels) && (is_captured || !keeps);
+}
+
+// Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
+// is left to Python.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 8, "forward takes 8 arguments");
-  std::array<Tensor, 5> tensors;
-  for (int i = 0; i < 5; ++i) tensors[i] = tensor_of(arguments[i]);
-  const auto& [x, gamma, beta, weight, bias] = tensors;
-  const double eps = PyFloat_AsDouble(arguments[5]);
-  const Kernels& kernels = Kernels::of(PyUnicode_AsUTF8(arguments[6]));
-  const int64_t context = PyLong_AsLongLong(arguments[7]);
-  const auto requires_grad = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
-  if (x.layout() != at::kStrided || x.key_set() != weight.key_set() || weight.dim() != 2 ||
-      x.dim() == 0 || x.numel() == 0 || weight.numel() == 0 ||
-      std::none_of(tensors.begin(), tensors.end(), requires_grad)) {
-    Py_RETURN_NONE;
-  }
-  Tensor y, mean, rstd;
-  const Inputs inputs{x, gamma, beta, weight, bias, mean, rstd};
-  Plain plain{{}, current_stream(x.device())};
-  bool done = false;
+  TORCH_CHECK(count == ARGUMENTS, "forward takes ", int{ARGUMENTS}, " arguments");
+  const auto t = operands_of(arguments, arguments[WEIGHT], arguments[BIAS]);
+  if (!t) Py_RETURN_NONE;
+  auto kind = seam_of(arguments, *t);
+  if (!kind) Py_RETURN_NONE;
+  const auto sizes = sizes_of(*kind, *t);
+  if (!sizes) Py_RETURN_NONE;
+  const bool keeps = at::GradMode::is_enabled() &&
+      std::any_of(t->flat.begin(), t->flat.end(), [](const Tensor& v) {
+                       return v.defined() && v.requires_grad();
+                     });
+  const Tensor& x = (*t)[X];
+  if (is_watched(x) || is_first_of_thread(current_stream(x.device()))) Py_RETURN_NONE;
+  const Conditions conditions(x);
+  const Kernels& kernels = KernelsOf::find(x, kind->is_rms_norm, conditions.is_alone);
+  if (is_left(*kind, *t, *sizes, keeps, conditions.is_captured, kernels)) Py_RETURN_NONE;
+  const bool returns_sum = arguments[RETURN_SUM] == Py_True;
+  // What is saved has to be an input or a result: second derivatives reach x through it.
+  if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
+  Results results;
   {
-    std::optional<pybind11::gil_scoped_release> without_lock(std::in_place);
+    RECORD_USER_SCOPE(
+        (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
+    py::gil_scoped_release without_lock;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto statistics = x.options().dtype(statistics_dtype(x.scalar_type()));
-    mean = at::empty(x.sizes().slice(0, x.dim() - 1), statistics);
-    rstd = at::empty(mean.sizes(), statistics);
-    plain.keys = mean.key_set();
-    auto call = call_on(inputs, plain, context, eps);
-    if (!call) {
-      without_lock.reset();
-      Py_RETURN_NONE;
-    }
-    done = compute(*call, kernels, x, weight, y, without_lock);
+    results = fused_norm::forward(*kind, *t, *sizes, keeps, kernels);
   }
-  if (!done && !compute_by_python(arguments, y, mean, rstd)) return nullptr;
-  return with_node(y, inputs, eps, kernels, context, plain);
+  if (keeps) set_node(*kind, *t, results, kernels);
+  return wrapped(*kind, *t, results, returns_sum);
   END_HANDLE_TH_ERRORS
 }
 
-// set_python(forward, backward): what to call as forward(x, gamma, beta, weight, bias, eps) and as
-// backward(grad_output, saved, eps, wanted).
+// trainable_eps(x, o): the norm of a trained eps on a CPU. None where that is left to Python.
+PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "trainable_eps takes 2 arguments");
+  if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) {
+    Py_RETURN_NONE;
+  }
+  const Tensor &x = THPVariable_Unpack(arguments[0]), &o = THPVariable_Unpack(arguments[1]);
+  if (!are_rows_with_scalar(x, o) || fused_norm::is_watched()) Py_RETURN_NONE;
+  const bool keeps = at::GradMode::is_enabled() && (x.requires_grad() || o.requires_grad());
+  const auto& kernels = RowKernels::find(x);
+  Tensor y;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = at::empty(x.sizes(), x.options());
+    auto call = row_call(x, o, kernels.context);
+    call.inputs[0] = x.data_ptr();
+    call.outputs[0] = y.data_ptr();
+    kernels.run(kernels.forward, call);
+  }
+  if (keeps) set_node(x, o, y, kernels);
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+// set_python(kernels, conditions, backward, row_kernels, row_backward): what this module calls.
 PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 2, "set_python takes 2 arguments");
-  Py_INCREF(arguments[0]);
-  Py_XSETREF(python_forward, arguments[0]);
-  Py_INCREF(arguments[1]);
-  Py_XSETREF(python_backward, arguments[1]);
+  PyObject** const places[] = {
+      &python_kernels, &python_conditions, &python_backward, &python_row_kernels,
+      &python_row_backward};
+  TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Py_IncRef(arguments[i]);
+    Py_DecRef(std::exchange(*places[i], arguments[i]));
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -275,16 +255,25 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 
 PyMethodDef methods[] = {
     {"forward", fast(forward), METH_FASTCALL,
-     "forward(x, gamma, beta, weight, bias, eps, library, context)"},
-    {"set_python", fast(set_python), METH_FASTCALL, "set_python(forward, backward)"},
+     "forward(*tensors by name, weight, bias, is_rms_norm, activation, eps, weight_offset, joined, "
+     "return_sum, return_norm, recompute)"},
+    {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
+    {"set_python", fast(set_python), METH_FASTCALL,
+     "set_python(kernels, conditions, backward, row_kernels, row_backward)"},
     {nullptr, nullptr, 0, nullptr}};
+#define AS_TEXT_(major, minor) #major "." #minor
+#define AS_TEXT(major, minor) AS_TEXT_(major, minor)
+constexpr const char* PYTORCH_MINOR_VERSION = AS_TEXT(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR);
+
 PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "node", "The op and its backward as a node without Python.", -1, methods,
-    nullptr, nullptr, nullptr, nullptr};
+    PyModuleDef_HEAD_INIT, "node", "The op family and its backward as a node without Python.", -1,
+    methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_node() {
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  return PyModule_Create(&module);
+  PyObject* created = PyModule_Create2(&module, PYTHON_ABI_VERSION);
+  if (created) PyModule_AddStringConstant(created, "TORCH", PYTORCH_MINOR_VERSION);
+  return created;
 }

@@ -26,14 +26,16 @@ import torch
 from fused_norm.native import cache
 
 SOURCE = Path(__file__).resolve().with_name("node.cpp")
-HEADER = SOURCE.with_name("call.h")
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
 NAME = "the autograd node (C++)"
 SWITCH = "FUSED_NORM_AUTOGRAD"
 
 
 def path() -> Path:
     """Return where the compiled node is kept, for this PyTorch and this Python."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for header in HEADERS:
+        digest.update(header.read_bytes())
     for part in (
         torch.__version__,
         torch.version.git_version,
@@ -101,6 +103,9 @@ def _compile(output: Path) -> None:
         "-O2",
         "-shared",
         "-fPIC",
+        # Of pybind11, which PyTorch's headers bring, only what Python's stable ABI has.
+        "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
+        "-fvisibility=hidden",
         str(SOURCE),
         "-o",
         str(output),

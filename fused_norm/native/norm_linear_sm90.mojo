@@ -16,8 +16,12 @@ from op.device import Launcher, new_launcher
 from op.passes.door import from_c, from_python
 from op.norm_linear.sm90.backward import backward
 from op.norm_linear.sm90.fold import fold
-from op.norm_linear.sm90.forward import forward
-from op.norm_linear.sm90.plan import plan_backward, plan_forward
+from op.norm_linear.sm90.forward import forward, linear_add
+from op.norm_linear.sm90.plan import (
+    plan_backward,
+    plan_forward,
+    plan_linear_add,
+)
 from op.norms.layer_norm import LayerNorm
 from op.norms.rms_norm import RmsNorm
 
@@ -56,6 +60,28 @@ def _fold(call: CallPointer) raises:
         fold[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
     else:
         fold[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
+
+
+def _plan_linear_add(call: CallPointer) raises:
+    comptime if DTYPE != DType.float32:
+        plan_linear_add[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _linear_add(call: CallPointer) raises:
+    comptime if DTYPE == DType.float32:
+        raise Error("float32 sums are PyTorch's")
+    else:
+        linear_add[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+@export
+def norm_linear_plan_linear_add(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_linear_add](call)
+
+
+@export
+def norm_linear_linear_add(call: CallPointer) abi("C") -> Int:
+    return from_c[_linear_add](call)
 
 
 @export
@@ -119,6 +145,16 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
                 "fold(call) -> 0; queues the fold of the parameters into"
                 " fold_weight, fold_sums and fold_constants"
             ),
+        )
+        builder.def_py_c_function(
+            from_python[_plan_linear_add],
+            "plan_linear_add",
+            docstring="plan_linear_add(call) -> 0; writes way",
+        )
+        builder.def_py_c_function(
+            from_python[_linear_add],
+            "linear_add",
+            docstring="linear_add(call) -> 0; queues what was planned",
         )
         return builder.finalize()
     except e:

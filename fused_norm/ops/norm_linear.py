@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from fused_norm import backends, reference
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
-from fused_norm.native import node
+from fused_norm.ops import compiled
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
     are_plain,
@@ -189,7 +188,7 @@ def _by_backends(
 def gradients(
     grad_output: Tensor, saved: Any, eps: float, wanted: list[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients that are wanted; C++ calls this too, for what it leaves to Python."""
+    """Return the gradients that are wanted."""
     if torch.is_grad_enabled() or is_forward_mode():
         # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
         x, gamma, beta, weight, *_ = saved
@@ -204,47 +203,32 @@ def gradients(
 _with_gradients = differentiable(LayerNormLinear)
 
 
-@functools.cache
-def compiled() -> Any:
-    """Return the module in C++, None where that is not built."""
-    module = node.load()
-    if module is not None:
-        module.set_python(_forward, gradients)
-    return module
+def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) -> Tensor:
+    """Compute a call of the op: what no kernel serves, a wrong call included, by PyTorch's ops.
 
-
-def _run_compiled(
-    x: Any, tensors: _Parameters, eps: Any, owner: Any, parameters: Parameters | None
-) -> Tensor | None:
-    """Compute a call with gradients that nothing watches in C++, layouts checked there.
-
-    None where that is not built, where nothing is known of the parameters or none requires a
-    gradient, and where the tensors are not as kernels need them.
+    Args:
+        x: Input of shape `[..., K]`.
+        tensors: Gamma, beta, the weight and the bias.
+        eps: Added to the variance.
+        owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
     """
-    if parameters is None or owner is not None or not torch.is_grad_enabled():
-        return None
-    module = compiled()
-    if (
-        module is None
-        or type(x) is not Tensor
-        or x.dtype is not parameters.dtype
-        or x.device != parameters.device
-        or type(eps) is not float
-    ):
-        return None
-    library, context = backends.of(x, parameters)[0].native(parameters) or ("", 0)
-    y: Tensor | None = module.forward(x, *tensors, eps, library, context)
-    return y
+    if owner is None:
+        gamma, beta, weight, bias = tensors
+        y: Tensor | None
+        y = compiled.forward(x, weight, bias, gamma=gamma, beta=beta, eps=eps)
+        if y is not None:
+            return y
+    return by_python(x, tensors, eps, owner)
 
 
-def call(
+def by_python(
     x: Any,
     tensors: _Parameters,
     eps: Any,
     owner: Tensor | None = None,
     is_recorded: bool = False,
 ) -> Tensor:
-    """Compute a call of the op: what no kernel serves, a wrong call included, by PyTorch's ops.
+    """Do the same without C++.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -255,20 +239,15 @@ def call(
     """
     if not is_recorded and is_profiled():
         with record_function("fused_norm::layernorm_linear"):
-            return call(x, tensors, eps, owner, True)
+            return by_python(x, tensors, eps, owner, True)
     autocast = torch._C._is_any_autocast_enabled()
     if not autocast:
         if owner is None and type(x) is Tensor and x.is_cpu and is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
-            may_follow = torch.is_grad_enabled()
-            if may_follow:
-                y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
-                if y is not None:
-                    return y
             parameters = known_parameters.known(*tensors)
             if parameters is not None and parameters.take(x, eps):
-                if may_follow:
+                if torch.is_grad_enabled():
                     return _run(x, tensors, eps, owner, parameters)
                 return backends.forward(x, parameters, eps, False)[0]
     inputs, cast = tensors, False
@@ -287,9 +266,7 @@ def call(
         (ready,) = dense(x)
         # The backward keeps x itself, not a copy of it.
         if ready is x or not _wants_gradients(x, inputs):
-            parameters = known_parameters.of(*inputs)
-            y = _run_compiled(x, inputs, eps, owner, parameters)
-            return _run(ready, inputs, eps, owner, parameters) if y is None else y
+            return _run(ready, inputs, eps, owner, known_parameters.of(*inputs))
     return _run(x, inputs, eps, owner, None)
 
 

@@ -27,7 +27,7 @@ def _row_op(
     *,
     has_o: bool = False,
     own_gradient: bool = False,
-) -> tuple[Callable[..., Tensor], Function, Function]:
+) -> tuple[Callable[..., Tensor], Function, Function, Function]:
     """Register an op, and its gradient if that is another one.
 
     Args:
@@ -39,7 +39,8 @@ def _row_op(
         own_gradient: Whether the op is its own gradient, and needs no inputs for it.
 
     Returns:
-        The kernel, the op, and the op with gradients.
+        The kernel, the op, the op with gradients, and what finds these from that of the output,
+        the inputs and which are wanted.
     """
     arguments = [f"Tensor {each}" for each in (*inputs, *("o" * has_o))]
     kernel = _forward_kernel(name, len(inputs))
@@ -82,16 +83,19 @@ def _row_op(
             mask = list(ctx.needs_input_grad)
             if grad_output is None:
                 return (None,) * len(mask)
-            tensors = (grad_output, *ctx.saved_tensors)
-            if torch.is_grad_enabled() or is_forward_mode():
-                gradients = derivative(*tensors)
-            else:
-                gradients = gradient(*tensors, mask) if several else gradient(*tensors)
-            if not several:
-                return gradients
-            return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
+            return find_gradients(grad_output, *ctx.saved_tensors, mask)
 
-    return kernel, op, differentiable(RowFunction)
+    def find_gradients(*arguments: Any) -> Any:
+        *tensors, mask = arguments
+        if torch.is_grad_enabled() or is_forward_mode():
+            gradients = derivative(*tensors)
+        else:
+            gradients = gradient(*tensors, mask) if several else gradient(*tensors)
+        if not several:
+            return gradients
+        return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
+
+    return kernel, op, differentiable(RowFunction), find_gradients
 
 
 def _forward_kernel(name: str, inputs: int) -> Callable[..., Tensor]:
@@ -141,9 +145,14 @@ def _mean_backward(grad_output: Tensor) -> Tensor:
     return gradient
 
 
-trainable_eps_forward, trainable_eps, trainable_eps_with_gradients = _row_op(
+(
+    trainable_eps_forward,
+    trainable_eps,
+    trainable_eps_with_gradients,
+    trainable_eps_gradients,
+) = _row_op(
     "trainable_eps_layer_norm", ["x"], reference.trainable_eps_layer_norm_backward, has_o=True
 )
-_, mean, mean_with_gradients = _row_op("composed_mean", ["x"], _mean_backward, own_gradient=True)
-_, norm, norm_with_gradients = _row_op("composed_norm", ["v"], reference.norm_backward)
-_, div, div_with_gradients = _row_op("composed_div", ["a", "b"], reference.div_backward)
+_, mean, mean_with_gradients, _ = _row_op("composed_mean", ["x"], _mean_backward, own_gradient=True)
+_, norm, norm_with_gradients, _ = _row_op("composed_norm", ["v"], reference.norm_backward)
+_, div, div_with_gradients, _ = _row_op("composed_div", ["a", "b"], reference.div_backward)

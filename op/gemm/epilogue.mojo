@@ -4,10 +4,12 @@
 
 An epilogue says which vectors along n it needs and whether it has terms of each row m. A kernel fetches both as
 suits it (to registers, or to shared memory while it multiplies) and hands them over with some sums of one row.
-An operand of the shape of c, as a residual, is read by the epilogue itself, by (m, n).
+An operand of the shape of c, as a residual, it only locates: kernels add it to the sums.
 """
 
 from std.utils import StaticTuple
+
+from .activation import activate
 
 
 @fieldwise_init
@@ -55,6 +57,50 @@ trait Epilogue(TrivialRegisterPassable):
     """Their type."""
     comptime has_row_terms: Bool = False
     """Whether it needs terms of each row."""
+    comptime activates: Bool = False
+    """Whether finished sums, as `h`, become something else before they are c."""
+    comptime adds: Bool = False
+    """Whether kernels add a tensor of the shape and the type of c to the sums, before these are finished."""
+    comptime is_gate: Bool = False
+    """Whether c has half of the columns of h: of 16 columns of b, the first eight gate the others."""
+
+    @always_inline
+    def addend(self) -> Int:
+        """Locates what is added.
+
+        Returns:
+            Its address.
+        """
+        return 0
+
+    @always_inline
+    def h(self) -> Int:
+        """Locates where h is stored beside c.
+
+        Returns:
+            Its address, 0 if it is not. Before a gate, its left half takes the gates.
+        """
+        return 0
+
+    @always_inline
+    def activated[
+        width: Int
+    ](
+        self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
+    ) -> SIMD[DType.float32, width]:
+        """Makes c of h.
+
+        Parameters:
+            width: How many elements.
+
+        Args:
+            h: Finished sums; before a gate, the gates.
+            other: What those gate; not used otherwise.
+
+        Returns:
+            The elements of c, still to be rounded.
+        """
+        return h
 
     def vector[i: Int](self) -> Vector[Self.vector_dtype]:
         """Locates a vector.
@@ -230,3 +276,126 @@ struct ScaleAndCorrect[corrects: Bool = True](Epilogue):
         comptime if Self.corrects:
             corrected = column_terms[1].fma(Some(-row_terms.offset), sums)
         return corrected.fma(Some(row_terms.scale), column_terms[0])
+
+
+@fieldwise_init
+struct Activated[E: Epilogue, gates: Bool](Epilogue):
+    """What another epilogue finishes, activated.
+
+    Parameters:
+        E: The other.
+        gates: Whether half of it gates the rest.
+    """
+
+    comptime name = StaticString("gate") if Self.gates else StaticString(
+        "activate"
+    )
+    """Tells kernels apart."""
+    comptime vectors = Self.E.vectors
+    """The other's."""
+    comptime vector_dtype = Self.E.vector_dtype
+    """Their type."""
+    comptime has_row_terms = Self.E.has_row_terms
+    """The other's."""
+    comptime activates = True
+    """It does."""
+    comptime is_gate = Self.gates
+    """Whether half gates the rest."""
+
+    var before: Self.E
+    """The other."""
+    var pre_activation: Int64
+    """Address of h [M, N], 0 if nobody asks for it; [M, 2N] before a gate."""
+    var kind: Int32
+    """Which activation."""
+
+    @doc_hidden
+    @always_inline
+    def h(self) -> Int:
+        return Int(self.pre_activation)
+
+    @doc_hidden
+    @always_inline
+    def activated[
+        width: Int
+    ](
+        self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
+    ) -> SIMD[DType.float32, width]:
+        var a = activate[narrow=True](self.kind, h)
+        comptime if Self.gates:
+            return a * other
+        else:
+            return a
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[Self.vector_dtype]:
+        return self.before.vector[i]()
+
+    @doc_hidden
+    @always_inline
+    def row_terms(self, row: Int) -> RowTerms[]:
+        return self.before.row_terms(row)
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return self.before.finish(sums, row_terms, column_terms, row, column)
+
+
+@fieldwise_init
+struct Added[E: Epilogue](Epilogue):
+    """What another epilogue finishes, plus a tensor.
+
+    Parameters:
+        E: The other, which adds what is the same in each row.
+    """
+
+    comptime name = StaticString("add_bias") if Self.E.vectors > 0 else (
+        StaticString("add")
+    )
+    """Tells kernels apart."""
+    comptime vectors = Self.E.vectors
+    """The other's."""
+    comptime vector_dtype = Self.E.vector_dtype
+    """Their type."""
+    comptime adds = True
+    """It does."""
+
+    var before: Self.E
+    """The other."""
+    var tensor: Int64
+    """Address of what is added [M, N]."""
+
+    @doc_hidden
+    @always_inline
+    def addend(self) -> Int:
+        return Int(self.tensor)
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[Self.vector_dtype]:
+        return self.before.vector[i]()
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return self.before.finish(sums, row_terms, column_terms, row, column)

@@ -8,17 +8,17 @@ Before a gate, h [M, 2N] is a gate and what it is for: a = act(gate) up.
 from std.sys import size_of
 
 from ..call import Call
+from ..gemm.activation import GATED, NOTHING, Backward, activate
 from ..rows.operands import Addresses, Operands, Sums, accumulator
 from ..rows.program import Program
 from ..rows.programs.column_sum import ColumnSum, Nothing
 from ..rows.stage import Stage
 from ..rows.types import code_of
 from ..rows.values import CAPACITY, Row, Values
-from .activation import GATED, NOTHING, Backward, activate
 from .runner import Runner
 
 
-struct _Activate[gated: Bool](Stage):
+struct _Activate[gated: Bool, narrow: Bool](Stage):
     """h -> act(h), or (gate, up) -> act(gate) up."""
 
     comptime terms = 0
@@ -31,13 +31,13 @@ struct _Activate[gated: Bool](Stage):
     ](
         row: Row[dtype], v: Values[dtype, width], total: Values[dtype, 1]
     ) -> Values[dtype, width]:
-        var a = activate(row.kind, v[0])
+        var a = activate[Self.narrow](row.kind, v[0])
         comptime if Self.gated:
             a *= v[1]
         return {a}
 
 
-struct _Differentiate[gated: Bool](Stage):
+struct _Differentiate[gated: Bool, narrow: Bool](Stage):
     """(da, h) -> (a, dh, dh), or (da, gate, up) -> (a, dgate, dup, dgate, dup)."""
 
     comptime terms = 0
@@ -51,16 +51,18 @@ struct _Differentiate[gated: Bool](Stage):
         row: Row[dtype], v: Values[dtype, width], total: Values[dtype, 1]
     ) -> Values[dtype, width]:
         comptime if Self.gated:
-            var gate = Backward(row.kind, v[1], v[0] * v[2])
+            var gate = Backward[dtype, width, Self.narrow](
+                row.kind, v[1], v[0] * v[2]
+            )
             var dup = v[0] * gate.a
             return {gate.a * v[2], gate.dh, dup, gate.dh, dup}
         else:
-            var both = Backward(row.kind, v[1], v[0])
+            var both = Backward[dtype, width, Self.narrow](row.kind, v[1], v[0])
             return {both.a, both.dh, both.dh}
 
 
-comptime Activate[gated: Bool] = Program[
-    _Activate[gated],
+comptime Activate[gated: Bool, narrow: Bool] = Program[
+    _Activate[gated, narrow],
     inputs_=2 if gated else 1,
     first_half_input_=0 if gated else CAPACITY,
 ]
@@ -68,10 +70,13 @@ comptime Activate[gated: Bool] = Program[
 
 Parameters:
     gated: Whether h is two halves, the gate first.
+    narrow: Whether a has 16 bits.
 """
 
-comptime ActivateBackward[gated: Bool, sums: Bool = True] = Program[
-    _Differentiate[gated],
+comptime ActivateBackward[
+    gated: Bool, narrow: Bool, sums: Bool = True
+] = Program[
+    _Differentiate[gated, narrow],
     inputs_=3 if gated else 2,
     outputs_=3 if gated else 2,
     columns_=0 if not sums else 2 if gated else 1,
@@ -82,6 +87,7 @@ comptime ActivateBackward[gated: Bool, sums: Bool = True] = Program[
 
 Parameters:
     gated: Whether h is two halves, the gate first.
+    narrow: Whether a and dh have 16 bits.
     sums: Whether there are partial sums.
 """
 
@@ -100,15 +106,16 @@ def run_activate[dtype: DType, R: Runner](runner: R, call: Call) raises:
     Raises:
         If a launch fails.
     """
+    comptime narrow = size_of[dtype]() == 2
     var rows = Operands[accumulator[dtype]()](call.M, call.N)
     rows.kind = Int32(call.activation % GATED)
     rows.inputs[0] = Int64(call.h)
     rows.outputs[0] = Int64(call.a)
     if call.activation >= GATED:
         rows.inputs[1] = _second_half[dtype](call, call.h)
-        runner.run[Activate[True], dtype, dtype](rows)
+        runner.run[Activate[True, narrow], dtype, dtype](rows)
     else:
-        runner.run[Activate[False], dtype, dtype](rows)
+        runner.run[Activate[False, narrow], dtype, dtype](rows)
 
 
 def activate_backward_bytes[
@@ -127,13 +134,18 @@ def activate_backward_bytes[
     Returns:
         The number of bytes.
     """
+    comptime narrow = size_of[dtype]() == 2
     if call.dbias == 0:
         return 0
     if call.activation == Int(NOTHING):
         return runner.sums_bytes[ColumnSum, dtype](call.M, call.N)
     if call.activation >= GATED:
-        return runner.sums_bytes[ActivateBackward[True], dtype](call.M, call.N)
-    return runner.sums_bytes[ActivateBackward[False], dtype](call.M, call.N)
+        return runner.sums_bytes[ActivateBackward[True, narrow], dtype](
+            call.M, call.N
+        )
+    return runner.sums_bytes[ActivateBackward[False, narrow], dtype](
+        call.M, call.N
+    )
 
 
 def run_activate_backward[
@@ -152,6 +164,7 @@ def run_activate_backward[
     Raises:
         If a launch fails.
     """
+    comptime narrow = size_of[dtype]() == 2
     var rows = Operands[accumulator[dtype]()](call.M, call.N)
     rows.kind = Int32(call.activation % GATED)
     rows.inputs[0] = Int64(call.da)
@@ -170,12 +183,15 @@ def run_activate_backward[
         rows.outputs[2] = _second_half[dtype](call, call.dh)
         sums.outputs[1] = _second_half[dtype](call, call.dbias)
         runner.run_with_sums[
-            ActivateBackward[True], ActivateBackward[True, False], dtype, dtype
+            ActivateBackward[True, narrow],
+            ActivateBackward[True, narrow, False],
+            dtype,
+            dtype,
         ](rows, sums)
     else:
         runner.run_with_sums[
-            ActivateBackward[False],
-            ActivateBackward[False, False],
+            ActivateBackward[False, narrow],
+            ActivateBackward[False, narrow, False],
             dtype,
             dtype,
         ](rows, sums)

@@ -130,6 +130,25 @@ struct Config(Equatable, TrivialRegisterPassable):
         return self.columns * ROW_BYTES
 
     @always_inline
+    def boxes_of_slot(self) -> Int:
+        """Counts the boxes of a tile's rows, of 128 bytes each, that a slot holds.
+
+        Returns:
+            The boxes: that of a, and what fits that of b.
+        """
+        return 1 + self.b_bytes() // self.a_bytes()
+
+    @always_inline
+    def addend_slots(self) -> Int:
+        """Counts the slots that a tile takes of what is added to c, in 16 bits.
+
+        Returns:
+            The slots.
+        """
+        var boxes = 2 * self.columns // ROW_BYTES
+        return (boxes + self.boxes_of_slot() - 1) // self.boxes_of_slot()
+
+    @always_inline
     def vector_bytes(self) -> Int:
         """Counts the bytes of the vectors of the epilogue.
 
@@ -174,6 +193,13 @@ struct Shared[config: Config](TrivialRegisterPassable):
             + UInt32(Self.config.stages * Self.config.a_bytes())
             + slot * UInt32(Self.config.b_bytes())
         )
+
+    @always_inline
+    def box_in_slot(self, slot: UInt32, i: Int) -> UInt32:
+        """Locates one of the boxes of a tile's rows that a slot holds."""
+        if i == 0:
+            return self.a_tile(slot)
+        return self.b_tile(slot) + UInt32((i - 1) * Self.config.a_bytes())
 
     @always_inline
     def boxes(self, warp: UInt32) -> UInt32:

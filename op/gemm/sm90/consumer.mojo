@@ -104,6 +104,7 @@ def consume[
     warp_in_group: UInt32,
     thread: UInt32,
     c_map: OpaquePointer[ImmUntrackedOrigin],
+    h_map: OpaquePointer[ImmUntrackedOrigin],
     product: Product[E, H],
 ):
     """Computes this warpgroup's half of all tiles of this block."""
@@ -114,7 +115,7 @@ def consume[
     var empty = shared.empty(0)
     comptime if config.sharers() > 1:
         empty = map_to_rank(empty, thread & UInt32(config.sharers() - 1))
-    var multiplier = Multiplier[dtype, config, H.passes_on](
+    var multiplier = Multiplier[dtype, config, H.passes_on, E.adds](
         shared,
         consumer,
         operand_descriptor[config.a_transposed](rows),
@@ -237,9 +238,22 @@ def consume[
         else:
             comptime if E.vectors > 0:
                 mbarrier_wait(shared.vectors_full(), parity)
-            TileRows(product.epilogue, upper, lower, row, column, lane).store[
-                dtype, columns
-            ](own, shared.vectors(), boxes, c_map)
+            var rows_of_tile = TileRows(
+                product.epilogue, upper, lower, row, column, lane
+            )
+            comptime if E.activates:
+                rows_of_tile.store_activated[dtype, columns](
+                    own,
+                    shared.vectors(),
+                    boxes,
+                    c_map,
+                    h_map,
+                    UInt32(product.n) // 2,
+                )
+            else:
+                rows_of_tile.store[dtype, columns](
+                    own, shared.vectors(), boxes, c_map
+                )
             comptime if E.vectors > 0:
                 if lane == 0:
                     mbarrier_arrive(shared.vectors_empty())

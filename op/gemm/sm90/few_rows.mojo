@@ -104,7 +104,7 @@ def few_rows_kernel[
     Args:
         b_map: Tensor map of b, boxes of 64 by a k block.
         a_map: Tensor map of a [M, K], boxes of rows by a k block.
-        c: Receives c [M, N].
+        c: Receives c [M, N], [M, N / 2] of a gate.
         product: Sizes, K more than one k block; and what goes with the matrices.
     """
     var m = product.m
@@ -264,6 +264,7 @@ def few_rows_kernel[
             )
             terms[i] = product.epilogue.row_terms(Int(row))
     # Row lane / 4 of b's 16 in this warp, and the one 8 below.
+    var gates = StaticTuple[Float32, registers // 2](0)
     comptime for below in range(2):
         var output = (
             first_output + warp_in_block * 16 + (lane >> 2) + UInt32(8 * below)
@@ -285,6 +286,15 @@ def few_rows_kernel[
                         var other = shared_value(
                             partial + thread * 4 + UInt32(i * 128 * 4)
                         )
+                        comptime if E.adds:
+                            other += (
+                                Pointer[Scalar[dtype], MutUntrackedOrigin](
+                                    unsafe_from_address=product.epilogue.addend()
+                                )
+                                .unsafe_offset(Int(row) * Int(n) + Int(output))
+                                .unsafe_load()
+                                .cast[DType.float32]()
+                            )
                         var sum = product.epilogue.finish[DType.float32, 1](
                             rebind[Float32](accumulator[i]) + other,
                             terms[group * 2 + side],
@@ -292,6 +302,36 @@ def few_rows_kernel[
                             Int(row),
                             Int(output),
                         )
-                        c.unsafe_offset(
-                            Int(row) * Int(n) + Int(output)
-                        ).unsafe_store(sum.cast[dtype]())
+                        comptime if not E.activates:
+                            c.unsafe_offset(
+                                Int(row) * Int(n) + Int(output)
+                            ).unsafe_store(sum.cast[dtype]())
+                            continue
+                        var width = Int(n)
+                        var column = Int(output)
+                        comptime if E.is_gate:
+                            width //= 2
+                            column = (column - Int(lane >> 2)) // 2 - 4 * below
+                            column += Int(lane >> 2)
+                        var h = product.epilogue.h()
+                        if h != 0:
+                            Pointer[Scalar[dtype], MutAnyOrigin](
+                                unsafe_from_address=h
+                            ).unsafe_offset(
+                                Int(row) * Int(n)
+                                + column
+                                + (below * width if E.is_gate else 0)
+                            ).unsafe_store(
+                                sum.cast[dtype]()
+                            )
+                        comptime at = group * 2 + side
+                        comptime if E.is_gate and below == 0:
+                            gates[at] = sum
+                        else:
+                            c.unsafe_offset(
+                                Int(row) * width + column
+                            ).unsafe_store(
+                                product.epilogue.activated[1](
+                                    gates[at] if E.is_gate else sum, sum
+                                ).cast[dtype]()
+                            )

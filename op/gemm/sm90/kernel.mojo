@@ -57,6 +57,7 @@ def _ceildiv(a: Int32, b: Int) -> UInt32:
 @__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(c_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(more_map, `nvvm.grid_constant`)
 @__name(t"fused_norm_matrix_{dtype}_{config.name()}_{E.name}{H.name}")
 def matrix_kernel[
     dtype: DType, config: Config, E: Epilogue, H: RowHook
@@ -64,6 +65,7 @@ def matrix_kernel[
     a_map: TMADescriptor,
     b_map: TMADescriptor,
     c_map: TMADescriptor,
+    more_map: TMADescriptor,
     product: Product[E, H],
 ):
     """Computes tiles of c until there are none left.
@@ -82,6 +84,8 @@ def matrix_kernel[
             k block; of a transposed b [K, N], boxes of 64 by 64.
         c_map: Tensor map of c [M, N], boxes of 16 rows of 128 bytes; not read
             where c is added to.
+        more_map: Tensor map of h, in c's boxes, which an activation stores beside c;
+            or of what is added to c, in boxes of a tile's rows.
         product: What goes with the matrices.
     """
     comptime assert not config.sums_rows or config.a_transposed
@@ -116,6 +120,8 @@ def matrix_kernel[
         prefetch_tensor_map(address_of(b_map))
         comptime if not config.adds:
             prefetch_tensor_map(address_of(c_map))
+        comptime if E.activates:
+            prefetch_tensor_map(address_of(more_map))
     # Anyone may have written the operands just now; but the kernel that makes
     # the terms of rows has itself waited for all earlier ones, and so has the
     # one that this one follows.
@@ -158,6 +164,7 @@ def matrix_kernel[
                 blocks,
                 address_of(a_map),
                 address_of(b_map),
+                address_of(more_map),
                 product,
             )
         # The consumers meet like this around what they hand over.
@@ -176,6 +183,7 @@ def matrix_kernel[
             warp_in_block & 3,
             thread & 127,
             address_of(c_map),
+            address_of(more_map),
             product,
         )
 

@@ -22,7 +22,14 @@ from .few_rows import (
 from .kernel import matrix_kernel
 from .product import Product
 from .tensor_map import operand_map, tensor_map
-from .tiling import FEW_ROWS, MOST_FEW_ROWS, TILE_COLUMNS, Tiling, count_tiles
+from .tiling import (
+    FEW_ROWS,
+    MOST_FEW_ROWS,
+    NARROWEST_GATE,
+    TILE_COLUMNS,
+    Tiling,
+    count_tiles,
+)
 
 comptime BAND = 8
 """Cluster tiles in a band of the walk: 2048 rows of a, about as much as the
@@ -70,7 +77,7 @@ def launch_matrix[
 
     Args:
         gpu: Where to run.
-        c: Address of c [M, N]; not used where c is added to.
+        c: Address of c [M, N], [M, N / 2] of a gate; not used where c is added to.
         a: Address of a [M, K] or [K, M].
         b: Address of b [N, K] or [K, N].
         product: Sizes, and what goes with the matrices.
@@ -88,7 +95,15 @@ def launch_matrix[
     )
     var c_map = a_map
     comptime if not config.adds:
-        c_map = tensor_map[dtype](ctx, c, m, n, 16)
+        c_map = tensor_map[dtype](ctx, c, m, n // 2 if E.is_gate else n, 16)
+    var more_map = c_map
+    comptime if E.activates:
+        if product.epilogue.h() != 0:
+            more_map = tensor_map[dtype](ctx, product.epilogue.h(), m, n, 16)
+    elif E.adds:
+        more_map = tensor_map[dtype](
+            ctx, product.epilogue.addend(), m, n, TILE_ROWS
+        )
     var clusters = count_tiles(config, m, n)
     comptime if not config.split:
         clusters = min(clusters, gpu.processors // config.cluster)
@@ -102,6 +117,7 @@ def launch_matrix[
         a_map,
         b_map,
         c_map,
+        more_map,
         product,
         grid_dim=clusters * config.cluster,
         block_dim=THREADS,
@@ -183,11 +199,11 @@ def launch_product[
     Args:
         gpu: Where to run.
         tiling: The choice.
-        c: Address of c [M, N].
+        c: Address of c [M, N], [M, N / 2] of a gate.
         a: Address of a [M, K].
         b: Address of b [N, K] or [K, N].
         m: Rows of a, at least 1.
-        n: Columns of c, a multiple of 16 bytes.
+        n: Rows of b, a multiple of 16 bytes.
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Finishes the sums.
 
@@ -201,5 +217,7 @@ def launch_product[
     product.band = BAND
     comptime for i in range(len(TILE_COLUMNS)):
         comptime config = Config.of(TILE_COLUMNS[i], b_transposed=b_transposed)
-        if tiling.columns == config.columns:
-            launch_matrix[dtype, config](gpu, c, a, b, product)
+        # A box of a gate's c takes twice its columns.
+        comptime if not (E.is_gate and config.columns < NARROWEST_GATE):
+            if tiling.columns == config.columns:
+                launch_matrix[dtype, config](gpu, c, a, b, product)

@@ -1,6 +1,9 @@
 """The products of a warpgroup: from the tiles in the ring to its accumulators."""
 
+from std.utils import StaticTuple
+
 from ..row_hook import Gathering
+from .addend import BOX_COLUMNS, load_accumulator
 from .config import Config, RingPlace, Shared
 from .counters import Progress
 from .ptx import (
@@ -10,6 +13,7 @@ from .ptx import (
     named_barrier_sync,
 )
 from .wgmma import (
+    ROW_BYTES,
     Accumulator,
     multiply_first,
     multiply_next,
@@ -23,7 +27,7 @@ comptime _STORED = 4
 
 @doc_hidden
 @fieldwise_init
-struct Multiplier[dtype: DType, config: Config, passes_on: Bool](
+struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
     TrivialRegisterPassable
 ):
     """What a warpgroup needs to multiply the tiles in the ring."""
@@ -61,6 +65,35 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool](
                 mbarrier_arrive(self.empty + slot * 8)
 
     @always_inline
+    def _addend(
+        self, mut at: RingPlace
+    ) -> Accumulator[Self.config.columns // 2]:
+        """Takes what is added to a tile out of the ring, as sums to start with."""
+        comptime count = Self.config.columns // BOX_COLUMNS
+        comptime slots = Self.config.addend_slots()
+        var lane = self.thread & 31
+        var row = (
+            self.consumer * 64 + (self.thread >> 5) * 16 + (lane & 15)
+        ) * ROW_BYTES
+        var boxes = StaticTuple[UInt32, count]()
+        var used = StaticTuple[UInt32, slots]()
+        comptime for slot in range(slots):
+            mbarrier_wait(self.shared.full(at.slot), at.parity)
+            used[slot] = at.slot
+            comptime for i in range(count):
+                comptime if i // Self.config.boxes_of_slot() == slot:
+                    boxes[i] = row + self.shared.box_in_slot(
+                        at.slot, i % Self.config.boxes_of_slot()
+                    )
+            at.advance[Self.config.stages]()
+        var sums = load_accumulator[Self.dtype, Self.config.columns](
+            boxes, lane
+        )
+        comptime for slot in range(slots):
+            self.release[True](used[slot])
+        return sums
+
+    @always_inline
     def start[
         G: Gathering, //, gathers: Bool
     ](
@@ -75,23 +108,27 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool](
         comptime columns = Self.config.columns
         comptime a_step = UInt32(Self.config.a_bytes())
         comptime b_step = UInt32(Self.config.b_bytes() // 16)
-        mbarrier_wait(self.shared.full(at.slot), at.parity)
-        var accumulator = multiply_first[
-            Self.dtype,
-            columns,
-            Self.config.a_transposed,
-            Self.config.b_transposed,
-        ](
-            self.a_tiles + at.slot * (a_step // 16),
-            self.b_tiles + at.slot * b_step,
-        )
-        comptime if gathers:
-            gathered.add[Self.dtype, True](
-                self.rows + at.slot * a_step, self.thread
+        var accumulator: Accumulator[columns // 2]
+        comptime if Self.adds:
+            accumulator = self._addend(at)
+        else:
+            mbarrier_wait(self.shared.full(at.slot), at.parity)
+            accumulator = multiply_first[
+                Self.dtype,
+                columns,
+                Self.config.a_transposed,
+                Self.config.b_transposed,
+            ](
+                self.a_tiles + at.slot * (a_step // 16),
+                self.b_tiles + at.slot * b_step,
             )
-        previous = at.slot
-        at.advance[Self.config.stages]()
-        for block in range(UInt32(1), blocks):
+            comptime if gathers:
+                gathered.add[Self.dtype, True](
+                    self.rows + at.slot * a_step, self.thread
+                )
+            previous = at.slot
+            at.advance[Self.config.stages]()
+        for block in range(UInt32(0 if Self.adds else 1), blocks):
             comptime if Self.passes_on:
                 if block == _STORED:
                     progress.tell()
@@ -108,7 +145,8 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool](
             )
             # One group stays in flight; those before it have read their slot.
             wait_previous()
-            self.release[gathers](previous)
+            if not Self.adds or block > 0:
+                self.release[gathers](previous)
             comptime if gathers:
                 gathered.add[Self.dtype, False](
                     self.rows + at.slot * a_step, self.thread

@@ -54,6 +54,7 @@ def produce[
     blocks: UInt32,
     a_map: OpaquePointer[ImmUntrackedOrigin],
     b_map: OpaquePointer[ImmUntrackedOrigin],
+    addend_map: OpaquePointer[ImmUntrackedOrigin],
     product: Product[E, H],
 ):
     """Copies the operands of all tiles of this block, in order."""
@@ -69,6 +70,26 @@ def produce[
         var row = Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS))
         var column = Int32(place[1] * UInt32(columns))
         var b_row = column + Int32(rank) * Int32(b_rows)
+        comptime if E.adds:
+            # What the sums start with, in the ring like a k block.
+            comptime boxes = columns // row_elements[dtype]()
+            comptime for slot in range(config.addend_slots()):
+                comptime first = slot * config.boxes_of_slot()
+                comptime last = min(first + config.boxes_of_slot(), boxes)
+                var full = shared.full(at.slot)
+                mbarrier_wait(shared.empty(at.slot), at.parity)
+                mbarrier_expect_bytes(
+                    full, Int32((last - first) * config.a_bytes())
+                )
+                comptime for box in range(first, last):
+                    load_tile(
+                        shared.box_in_slot(at.slot, box - first),
+                        addend_map,
+                        full,
+                        column + Int32(box * row_elements[dtype]()),
+                        row,
+                    )
+                at.advance[config.stages]()
         for block in range(first_block, first_block + blocks):
             var full = shared.full(at.slot)
             mbarrier_wait(shared.empty(at.slot), at.parity)

@@ -107,6 +107,117 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         return high.join(low)
 
     @always_inline
+    def _put[
+        dtype: DType, group: Int
+    ](
+        self,
+        box: UInt32,
+        first: SIMD[DType.float32, 4],
+        second: SIMD[DType.float32, 4],
+    ):
+        """Puts what a lane has of two neighboring groups of eight columns into a
+        box."""
+        var lane = self.lane
+        comptime if dtype == DType.float32:
+            comptime for half in range(2):
+                var four = second if half == 1 else first
+                # Row lane / 4, and the one 8 below: 16 bytes of it are
+                # the columns of two lanes.
+                var row = lane >> 2
+                var chunk = UInt32(2 * (group + half)) + ((lane >> 1) & 1)
+                var place = (
+                    box
+                    + row * ROW_BYTES
+                    + ((chunk ^ row) << 4)
+                    + (lane & 1) * 8
+                )
+                store_shared_pair(place, four.slice[2]())
+                store_shared_pair(
+                    place + 8 * ROW_BYTES, four.slice[2, offset=2]()
+                )
+        else:
+            # Lane l names row l % 8 of matrix l / 8; the matrices are the upper
+            # and lower eight rows of two neighboring groups of eight columns.
+            var chunk = (UInt32(group) + (lane >> 4)) ^ (lane & 7)
+            store_matrix_x4(
+                box + (lane & 15) * ROW_BYTES + chunk * 16,
+                pack_pair[dtype](first.slice[2]()),
+                pack_pair[dtype](first.slice[2, offset=2]()),
+                pack_pair[dtype](second.slice[2]()),
+                pack_pair[dtype](second.slice[2, offset=2]()),
+            )
+
+    @always_inline
+    def _store_box[
+        groups: Int, //, dtype: DType, stride: Int, first: Int
+    ](
+        self,
+        map: OpaquePointer[ImmUntrackedOrigin],
+        box: UInt32,
+        column: Int32,
+        fours: StaticTuple[SIMD[DType.float32, 4], groups],
+    ):
+        """Stores every so manieth of some groups of eight columns as a box."""
+        # The store before the last was from this box.
+        if self.lane == 0:
+            store_wait_read[1]()
+        warp_sync()
+        comptime for group in range(0, row_elements[dtype]() // 8, 2):
+            self._put[dtype, group](
+                box,
+                fours[first + group * stride],
+                fours[first + (group + 1) * stride],
+            )
+        fence_async_shared()
+        warp_sync()
+        if self.lane == 0:
+            store_tile(map, box, column, Int32(self.row))
+            store_commit()
+
+    @always_inline
+    def store_activated[
+        S: Sums, //, dtype: DType, columns: Int
+    ](
+        self,
+        sums: S,
+        vectors: UInt32,
+        boxes: UInt32,
+        c_map: OpaquePointer[ImmUntrackedOrigin],
+        h_map: OpaquePointer[ImmUntrackedOrigin],
+        n: UInt32,
+    ):
+        """Finishes, activates and stores the rows, and what they were before if
+        somebody asks for it. A gate's c has n columns."""
+        comptime stride = 2 if Self.E.is_gate else 1
+        comptime box_columns = row_elements[dtype]()
+        comptime box_groups = box_columns // 8
+        var place = boxes
+        var other = boxes + BOX_BYTES
+        comptime for box in range(columns // stride // box_columns):
+            var column = Int32(self.column) // Int32(stride) + Int32(
+                box * box_columns
+            )
+            var fours = StaticTuple[
+                SIMD[DType.float32, 4], stride * box_groups
+            ]()
+            comptime for group in range(stride * box_groups):
+                comptime at = (box * stride * box_groups + group) * 8
+                fours[group] = self._finish[columns, at](sums, vectors)
+            if self.epilogue.h() != 0:
+                comptime for part in range(stride):
+                    self._store_box[dtype, stride, part](
+                        h_map, place, column + Int32(part) * Int32(n), fours
+                    )
+                    swap(place, other)
+            var activated = StaticTuple[SIMD[DType.float32, 4], box_groups]()
+            comptime for group in range(box_groups):
+                activated[group] = self.epilogue.activated[4](
+                    fours[group * stride], fours[group * stride + stride - 1]
+                )
+            self._store_box[dtype, 1, 0](c_map, place, column, activated)
+            swap(place, other)
+
+    @always_inline
     def store[
         S: Sums, //, dtype: DType, columns: Int
     ](
@@ -131,37 +242,7 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
                 comptime for half in range(2):
                     comptime column = box * box_columns + (group + half) * 8
                     fours[half] = self._finish[columns, column](sums, vectors)
-                comptime if dtype == DType.float32:
-                    comptime for half in range(2):
-                        # Row lane / 4, and the one 8 below: 16 bytes of it are
-                        # the columns of two lanes.
-                        var row = lane >> 2
-                        var chunk = UInt32(2 * (group + half)) + (
-                            (lane >> 1) & 1
-                        )
-                        var place = (
-                            box_address
-                            + row * ROW_BYTES
-                            + ((chunk ^ row) << 4)
-                            + (lane & 1) * 8
-                        )
-                        store_shared_pair(place, fours[half].slice[2]())
-                        store_shared_pair(
-                            place + 8 * ROW_BYTES,
-                            fours[half].slice[2, offset=2](),
-                        )
-                else:
-                    # Lane l names row l % 8 of matrix l / 8; the matrices are
-                    # the upper and lower eight rows of two neighboring groups
-                    # of eight columns.
-                    var chunk = (UInt32(group) + (lane >> 4)) ^ (lane & 7)
-                    store_matrix_x4(
-                        box_address + (lane & 15) * ROW_BYTES + chunk * 16,
-                        pack_pair[dtype](fours[0].slice[2]()),
-                        pack_pair[dtype](fours[0].slice[2, offset=2]()),
-                        pack_pair[dtype](fours[1].slice[2]()),
-                        pack_pair[dtype](fours[1].slice[2, offset=2]()),
-                    )
+                self._put[dtype, group](box_address, fours[0], fours[1])
             fence_async_shared()
             warp_sync()
             if lane == 0:

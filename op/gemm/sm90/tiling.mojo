@@ -9,6 +9,8 @@ comptime TILE_COLUMNS = [256, 128, 64]
 """Shapes of the matrix kernel, by the columns of a tile."""
 comptime FEW_ROWS = 0
 """In place of those, the kernel for few rows."""
+comptime NARROWEST_GATE = 128
+"""Columns that a tile has at least where a gate halves them."""
 comptime MOST_FEW_ROWS = 64
 """Rows that it takes."""
 
@@ -59,7 +61,9 @@ struct Tiling(TrivialRegisterPassable):
     """Whether it keeps the device busy, or the rows are few."""
 
     @staticmethod
-    def best(m: Int, n: Int, k: Int, processors: Int) -> Self:
+    def best(
+        m: Int, n: Int, k: Int, processors: Int, narrowest: Int = 0
+    ) -> Self:
         """Chooses the shape whose longest-working cluster has the least to do.
 
         Args:
@@ -67,6 +71,7 @@ struct Tiling(TrivialRegisterPassable):
             n: Columns of the product.
             k: Length of the sums.
             processors: SMs of the device.
+            narrowest: Columns that a tile has at least.
 
         Returns:
             The choice.
@@ -78,6 +83,8 @@ struct Tiling(TrivialRegisterPassable):
         var least = Int.MAX
         comptime for i in range(len(TILE_COLUMNS)):
             comptime config = Config.of(TILE_COLUMNS[i])
+            if config.columns < narrowest:
+                continue
             var clusters = processors // config.cluster
             var waves = ceildiv(count_tiles(config, m, n), clusters)
             var cost = waves * (config.columns + _TILE_OVERHEAD)

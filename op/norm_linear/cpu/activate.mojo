@@ -14,7 +14,7 @@ from ...gemm.cpu.memory import (
     prefetch_for_write,
     store_first,
 )
-from ...passes.activation import GATED, SILU, activate
+from ...gemm.activation import GATED, SILU, activate
 
 comptime _AHEAD = 4
 """Rows ahead of which the lines to write are asked for."""

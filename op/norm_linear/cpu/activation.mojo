@@ -1,7 +1,7 @@
 """What a call's activation is to the plans and the backward."""
 
 from ...call import Call
-from ...passes.activation import GATED, SILU
+from ...gemm.activation import GATED, SILU
 
 
 def is_served(activation: Int) -> Bool:

@@ -13,7 +13,7 @@ from std.sys import size_of
 from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
-from ...passes.activation import GATED
+from ...gemm.activation import GATED
 from ..plan import DECLINED, FUSED
 from .activation import before_activation, is_served
 from .norms import NORMS

@@ -10,6 +10,7 @@ from max.gpu.primitives import warp
 
 from ...call import Call
 from ...device import Gpu, Launcher
+from ...gemm.activation import GATED
 from ...norms.norm import Norm
 
 # Warps, and so rows, of one block.
@@ -97,6 +98,9 @@ def fold_kernel[
     gamma: Pointer[Scalar[norm_dtype], ImmutAnyOrigin],
     beta: Pointer[Scalar[norm_dtype], ImmutAnyOrigin],
     bias: Pointer[Scalar[dtype], ImmutAnyOrigin],
+    up: Pointer[Scalar[dtype], ImmutAnyOrigin],
+    up_bias: Pointer[Scalar[dtype], ImmutAnyOrigin],
+    gates: Int32,
     n: Int32,
     k: Int32,
     has_gamma: Int32,
@@ -119,7 +123,10 @@ def fold_kernel[
         gamma: Scale of the normalized features [K].
         beta: Shift of the normalized features [K].
         bias: Bias of the linear layer [N].
-        n: Rows of the weight.
+        up: What the weight gates, as much again, if it does.
+        up_bias: Bias of that.
+        gates: Whether it does: then eight rows of the weight and eight of what it gates take turns.
+        n: Rows of the folded weight.
         k: Columns of the weight, a multiple of 8.
         has_gamma: Whether gamma is there; without it, ones.
         has_beta: Whether beta is there.
@@ -130,7 +137,15 @@ def fold_kernel[
     if index >= Int(n):
         return
     var lane = Int32(thread_idx.x) % 32
-    var row = weight.unsafe_offset(index * Int(k))
+    var source = index
+    var its_weight = weight
+    var its_bias = bias
+    if gates != 0:
+        source = index // 16 * 8 + index % 8
+        if index % 16 >= 8:
+            its_weight = up
+            its_bias = up_bias
+    var row = its_weight.unsafe_offset(source * Int(k))
     var folded_row = folded.unsafe_offset(index * Int(k))
     var chunks = k // _WIDTH
 
@@ -170,10 +185,24 @@ def fold_kernel[
     if lane == 0:
         if has_bias != 0:
             constant += (
-                bias.unsafe_offset(index).unsafe_load().cast[DType.float32]()
+                its_bias.unsafe_offset(source)
+                .unsafe_load()
+                .cast[DType.float32]()
             )
         s.unsafe_offset(index).unsafe_store(total)
         c.unsafe_offset(index).unsafe_store(constant)
+
+
+def products(call: Call) -> Int:
+    """Counts the rows of all that is multiplied by the norm's rows.
+
+    Args:
+        call: The call.
+
+    Returns:
+        Its outputs, and as many again before a gate.
+    """
+    return call.N * (2 if call.activation >= GATED else 1)
 
 
 def launch_fold[
@@ -189,13 +218,16 @@ def launch_fold[
         gpu: Where to run.
         call: The parameters; K is a multiple of 8, and weight, gamma and beta
             start at multiples of 16 bytes.
-        folded: Address of the folded weight [N, K].
+        folded: Address of the folded weight [N, K]; [2N, K] before a gate, as all.
         sums: Address of its row sums [N].
         constants: Address of the columns' constants [N].
 
     Raises:
         If the driver refuses.
     """
+    comptime Weight = Pointer[Scalar[dtype], ImmutAnyOrigin]
+    var gates = call.activation >= GATED
+    var rows = products(call)
     comptime for is_float32 in [False, True]:
         if (call.norm_is_float32 != 0) == is_float32:
             comptime norm_dtype = DType.float32 if is_float32 else dtype
@@ -210,21 +242,20 @@ def launch_fold[
                 ),
                 Pointer[Float32, MutAnyOrigin](unsafe_from_address=sums),
                 Pointer[Float32, MutAnyOrigin](unsafe_from_address=constants),
-                Pointer[Scalar[dtype], ImmutAnyOrigin](
-                    unsafe_from_address=call.weight
-                ),
+                Weight(unsafe_from_address=call.weight),
                 Affine(unsafe_from_address=call.gamma),
                 Affine(unsafe_from_address=call.beta),
-                Pointer[Scalar[dtype], ImmutAnyOrigin](
-                    unsafe_from_address=call.bias
-                ),
-                Int32(call.N),
+                Weight(unsafe_from_address=call.bias),
+                Weight(unsafe_from_address=call.up),
+                Weight(unsafe_from_address=call.up_bias),
+                Int32(gates),
+                Int32(rows),
                 Int32(call.K),
                 Int32(call.gamma != 0),
                 Int32(call.beta != 0),
                 Int32(call.bias != 0),
                 call.weight_offset.cast[DType.float32](),
-                grid_dim=ceildiv(call.N, _WARPS),
+                grid_dim=ceildiv(rows, _WARPS),
                 block_dim=_WARPS * 32,
             )
 

@@ -1,14 +1,23 @@
 """The forward, in the way that was planned.
 
     FUSED                  z = norm(x) by the norm's row program, then y = z weight^T + bias
-    KEPT_FOLD, NEW_FOLD    y = rstd (x folded^T - mean s) + c: x is read once, and z never exists
+    KEPT_FOLD, NEW_FOLD    y = rstd (x folded^T - mean s) + c: x is read once, and z never exists;
+                           with an activation that is h, stored if asked for, and y = act(h)
 
 Few rows and tiles of the largest kind gather the statistics of x while they multiply it.
 """
 
 from ...call import Call
 from ...device import Gpu, Launcher
-from ...gemm.epilogue import Bias, Plain, ScaleAndCorrect
+from ...gemm.activation import GATED
+from ...gemm.epilogue import (
+    Activated,
+    Added,
+    Bias,
+    Epilogue,
+    Plain,
+    ScaleAndCorrect,
+)
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch import (
     launch_few_rows,
@@ -16,12 +25,12 @@ from ...gemm.sm90.launch import (
     launch_product,
 )
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import FEW_ROWS
+from ...gemm.sm90.tiling import FEW_ROWS, Tiling
 from ...norms.norm import Norm
 from ...passes.gpu import GpuRunner
 from ...passes.normalize import run_normalize
 from ..plan import FUSED
-from .fold import launch_fold
+from .fold import launch_fold, products
 from .gather import Statistics
 from .plan import ForwardPlan
 from .statistics import launch_statistics
@@ -79,41 +88,114 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
 def _launch_folded[
     dtype: DType, N: Norm
 ](gpu: Gpu, call: Call, plan: ForwardPlan[dtype]) raises:
-    var m, n, k = call.M, call.N, call.K
     if plan.folds:
         launch_fold[dtype, N](
             gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
         )
-    var eps = call.eps.cast[DType.float32]()
+    if not plan.gathers:
+        launch_statistics[dtype, N](
+            gpu,
+            plan.mean,
+            plan.rstd,
+            call.x,
+            call.M,
+            call.K,
+            call.eps.cast[DType.float32](),
+        )
     var epilogue = ScaleAndCorrect[N.has_mean](
         {unsafe_from_address = plan.rstd},
         {unsafe_from_address = plan.mean},
         {unsafe_from_address = plan.fold_constants},
         {unsafe_from_address = plan.fold_sums},
     )
-    if plan.gathers:
-        var product = Product(
+    if call.activation == 0:
+        _launch_product[dtype, N](gpu, call, plan, epilogue)
+        return
+    var kind = Int32(call.activation % GATED)
+    comptime for gates in [False, True]:
+        if (call.activation >= GATED) == gates:
+            _launch_product[dtype, N](
+                gpu,
+                call,
+                plan,
+                Activated[ScaleAndCorrect[N.has_mean], gates](
+                    epilogue, Int64(call.h), kind
+                ),
+            )
+
+
+def _launch_product[
+    E: Epilogue, //, dtype: DType, N: Norm
+](gpu: Gpu, call: Call, plan: ForwardPlan[dtype], epilogue: E) raises:
+    """Queues the product of x and the folded weight."""
+    var m, n, k = call.M, products(call), call.K
+    if not plan.gathers:
+        launch_product[dtype](
+            gpu,
+            plan.tiling,
+            call.y,
+            call.x,
+            plan.fold_weight,
             m,
             n,
             k,
             epilogue,
-            Statistics[N](
-                eps,
-                {unsafe_from_address = plan.mean},
-                {unsafe_from_address = plan.rstd},
-            ),
         )
-        if plan.tiling.columns == FEW_ROWS:
-            launch_few_rows[dtype, False](
-                gpu, call.y, call.x, plan.fold_weight, product
-            )
-        else:
-            # In runs: each cluster meets the same rows again and again.
-            launch_matrix[dtype, Config.of(256)](
-                gpu, call.y, call.x, plan.fold_weight, product
-            )
         return
-    launch_statistics[dtype, N](gpu, plan.mean, plan.rstd, call.x, m, k, eps)
+    var product = Product(
+        m,
+        n,
+        k,
+        epilogue,
+        Statistics[N](
+            call.eps.cast[DType.float32](),
+            {unsafe_from_address = plan.mean},
+            {unsafe_from_address = plan.rstd},
+        ),
+    )
+    if plan.tiling.columns == FEW_ROWS:
+        launch_few_rows[dtype, False](
+            gpu, call.y, call.x, plan.fold_weight, product
+        )
+    else:
+        # In runs: each cluster meets the same rows again and again.
+        launch_matrix[dtype, Config.of(256)](
+            gpu, call.y, call.x, plan.fold_weight, product
+        )
+
+
+def linear_add[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues y = x weight^T + bias + residual, of whose norm nothing is said.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_linear_add` did not decline; the residual is [M, N].
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    var tiling = Tiling.best(call.M, call.N, call.K, gpu.processors)
+    if call.bias == 0:
+        _launch_added[dtype](gpu, call, tiling, Plain())
+    else:
+        _launch_added[dtype](gpu, call, tiling, Bias[dtype](Int64(call.bias)))
+
+
+def _launch_added[
+    E: Epilogue, //, dtype: DType
+](gpu: Gpu, call: Call, tiling: Tiling, epilogue: E) raises:
     launch_product[dtype](
-        gpu, plan.tiling, call.y, call.x, plan.fold_weight, m, n, k, epilogue
+        gpu,
+        tiling,
+        call.y,
+        call.x,
+        call.weight,
+        call.M,
+        call.N,
+        call.K,
+        Added[E](epilogue, Int64(call.residual)),
     )

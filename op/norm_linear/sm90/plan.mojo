@@ -13,12 +13,14 @@ from std.sys import size_of
 
 from ...call import Call
 from ...device import Launcher
+from ...gemm.activation import GATED
 from ...gemm.sm90.split_k import SplitK
-from ...gemm.sm90.tiling import FEW_ROWS, Tiling
+from ...gemm.sm90.tiling import FEW_ROWS, NARROWEST_GATE, Tiling
 from ...gemm.sm90.wgmma import K_BLOCK
 from ...passes.gpu import GpuRunner
 from ...passes.normalize_backward import workspace
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+from .fold import products
 from .launch_row_pass import RowPassLayout, pays
 from .measured import MEASURED
 
@@ -31,6 +33,9 @@ comptime _PART = 256
 # (docs/hopper-log.md, "float32").
 comptime _SHORT_SUMS = 1024
 comptime _MANY_OUTPUTS = 1 << 24
+
+# Columns of a box.
+comptime _BOX = 64
 
 # Up to so many products, what counts is how soon one kernel of the backward has begun after another: in a graph on
 # the device, else, with some tens of microseconds of work, on the host.
@@ -90,6 +95,15 @@ def _has_kernels[dtype: DType](call: Call) -> Bool:
     )
 
 
+def _fold_pays(call: Call) -> Bool:
+    """Tells whether a fold made anew costs less than passes over x, before PyTorch's product, and h, after it.
+
+    Of their elements' times 8, 5 and 2, in a unit that does not matter (docs/hopper-log.md, "Activations").
+    """
+    var n = products(call)
+    return 8 * n * call.K < (5 * call.K + 2 * n) * call.M
+
+
 def choose_forward[dtype: DType](call: Call) -> Int:
     """Chooses the way of a forward.
 
@@ -103,6 +117,9 @@ def choose_forward[dtype: DType](call: Call) -> Int:
         FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
     """
     if not _has_kernels[dtype](call) or call.way == AROUND_PRODUCTS:
+        return DECLINED
+    # Boxes of a gate's h end where its halves do.
+    if call.activation >= GATED and call.h != 0 and call.N % _BOX != 0:
         return DECLINED
     var way: Int
     comptime if dtype == DType.float32:
@@ -119,12 +136,16 @@ def choose_forward[dtype: DType](call: Call) -> Int:
             way = fastest(
                 call.M,
                 call.K,
-                call.N,
+                products(call),
                 call.in_graph != 0,
                 folds and call.may_keep != 0,
             )
         if way in (NEW_FOLD, KEPT_FOLD) and not folds:
             way = FUSED
+        if call.activation != 0 and way not in (NEW_FOLD, KEPT_FOLD):
+            # Only an epilogue of a fold activates.
+            var pays = call.way == 0 and folds and _fold_pays(call)
+            way = NEW_FOLD if pays else DECLINED
     # Only the norm's own kernel reads x, which may lie anywhere.
     if way == FUSED and (call.weight | call.bias) % _ALIGNMENT != 0:
         return DECLINED
@@ -168,8 +189,14 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             processors: SMs of the device.
         """
         comptime size = size_of[Self.dtype]()
-        var m, n, k = call.M, call.N, call.K
-        self.tiling = Tiling.best(m, n, k, processors)
+        var m, n, k = call.M, products(call), call.K
+        self.tiling = Tiling.best(
+            m,
+            n,
+            k,
+            processors,
+            NARROWEST_GATE if call.activation >= GATED else 0,
+        )
         self.folds = way == NEW_FOLD
         # A variance may not ignore the zeros that fill up a k block.
         self.gathers = (
@@ -222,6 +249,27 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
         call.workspace_bytes = ForwardPlan[dtype](
             call, call.way, launcher.gpu.processors
         ).workspace_bytes
+
+
+def plan_linear_add[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of y = x weight^T + bias + residual.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    var tensors = call.x | call.weight | call.bias | call.residual | call.y
+    if _has_kernels[dtype](call) and tensors % _ALIGNMENT == 0:
+        var tiling = Tiling.best(
+            call.M, call.N, call.K, launcher.gpu.processors
+        )
+        if tiling.fills:
+            call.way = FUSED
 
 
 struct BackwardPlan[dtype: DType](TrivialRegisterPassable):

@@ -2,11 +2,14 @@
 
 With a = act(h): relu max(h, 0); gelu h Phi(h); gelu_tanh, quick_gelu and silu h s(z), where s(z) = 1 / (1 + e^-z),
 z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become what PyTorch makes of them.
+
+On a GPU, what is rounded to 16 bits right after is computed to some bits more than those: divisions by the hardware's
+reciprocal, and Phi(h) as s(h p(h^2)) by a cubic p, within 1.8e-3 of itself for |h| < 4 and 1.4e-4 of 1.
 """
 
 from std.math import erf, exp, fma
 from std.memory import bitcast
-from std.sys import is_gpu
+from std.sys import is_gpu, llvm_intrinsic
 
 comptime NOTHING = Int32(0)
 """Leaves h as it is."""
@@ -28,17 +31,21 @@ comptime _INVERSE_SQRT_TAU = 0.39894228040143267794
 comptime _TANH_LINEAR = 1.5957691216057307117
 comptime _TANH_CUBIC = _TANH_LINEAR * 0.044715
 comptime _QUICK = 1.702
+# p(t) for t = h^2 up to the last: minimax of the relative error of Phi(-h) for h < 4, and with ever less weight to 6.5.
+comptime _CDF = [1.59387106, 0.0754147883, -0.000949938622, 8.08569757e-06]
+comptime _CDF_END = 42.25
 
 
 @always_inline
 def activate[
-    dtype: DType, width: Int, //
+    dtype: DType, width: Int, //, narrow: Bool = False
 ](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Applies an activation.
 
     Parameters:
         dtype: The type, float32 or float64.
         width: The number of elements.
+        narrow: Whether the results are rounded to 16 bits next.
 
     Args:
         kind: Which activation.
@@ -51,17 +58,22 @@ def activate[
         return h
     if kind == RELU:
         return h.lt(0).select(SIMD[dtype, width](0), h)
+    comptime if narrow and is_gpu():
+        return h * _share(_narrow_argument(kind, h))
     if kind == GELU:
         return h * _normal_cdf(h)
-    return h * _Logistic(_argument(kind, h)).share
+    return h * _Logistic[dtype, width](_argument(kind, h)).share
 
 
-struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
+struct Backward[dtype: DType, width: Int, narrow: Bool = False](
+    TrivialRegisterPassable
+):
     """What the backward of an activation needs of elements.
 
     Parameters:
         dtype: The type, float32 or float64.
         width: The number of elements.
+        narrow: Whether the results are rounded to 16 bits next.
     """
 
     var a: SIMD[Self.dtype, Self.width]
@@ -91,7 +103,11 @@ struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
             self.a = h.lt(0).select(Lanes(0), h)
             self.dh = h.le(0).select(Lanes(0), da)
         elif kind == GELU:
-            var cdf = _normal_cdf(h)
+            var cdf: Lanes
+            comptime if Self.narrow and is_gpu():
+                cdf = _share(_narrow_argument(kind, h))
+            else:
+                cdf = _normal_cdf(h)
             var density = exponential(h * h * -0.5) * _INVERSE_SQRT_TAU
             self.a = h * cdf
             self.dh = da * fma(h, density, cdf)
@@ -101,7 +117,9 @@ struct Backward[dtype: DType, width: Int](TrivialRegisterPassable):
                 slope = Lanes(_QUICK)
             elif kind == GELU_TANH:
                 slope = fma(h * h, Lanes(3 * _TANH_CUBIC), Lanes(_TANH_LINEAR))
-            var s = _Logistic(_argument(kind, h))
+            var s = _Logistic[Self.dtype, Self.width, Self.narrow](
+                _argument(kind, h)
+            )
             self.a = h * s.share
             self.dh = da * fma(h * s.share * s.rest, slope, s.share)
 
@@ -119,7 +137,49 @@ def _argument[
     return h
 
 
-struct _Logistic[dtype: DType, width: Int](TrivialRegisterPassable):
+@always_inline
+def _narrow_argument[
+    dtype: DType, width: Int, //
+](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns the same, of the normal distribution too."""
+    if kind != GELU:
+        return _argument(kind, h)
+    comptime Lanes = SIMD[dtype, width]
+    var t = min(h * h, Lanes(_CDF_END))
+    comptime c0 = _CDF[0]
+    comptime c1 = _CDF[1]
+    comptime c2 = _CDF[2]
+    comptime c3 = _CDF[3]
+    var p = fma(fma(fma(Lanes(c3), t, Lanes(c2)), t, Lanes(c1)), t, Lanes(c0))
+    return h * p
+
+
+@always_inline
+def _share[
+    dtype: DType, width: Int, //
+](z: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns 1 / (1 + e^-z) on a GPU, to its last bits but one or two."""
+    return _reciprocal(1 + exponential(-z))
+
+
+@always_inline
+def _reciprocal[
+    dtype: DType, width: Int, //
+](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns 1 / x on a GPU, off by a unit in the last place at most."""
+    var result = SIMD[dtype, width]()
+    comptime for i in range(width):
+        result[i] = rebind[Scalar[dtype]](
+            llvm_intrinsic[
+                "llvm.nvvm.rcp.approx.ftz.f", Float32, has_side_effect=False
+            ](rebind[Float32](x[i]))
+        )
+    return result
+
+
+struct _Logistic[dtype: DType, width: Int, narrow: Bool = False](
+    TrivialRegisterPassable
+):
     """1 / (1 + e^-z) and what is left of it to 1, both to their last bits."""
 
     var share: SIMD[Self.dtype, Self.width]
@@ -128,7 +188,11 @@ struct _Logistic[dtype: DType, width: Int](TrivialRegisterPassable):
     @always_inline
     def __init__(out self, z: SIMD[Self.dtype, Self.width]):
         var e = exponential(-abs(z))
-        var larger = 1 / (1 + e)
+        var larger: SIMD[Self.dtype, Self.width]
+        comptime if Self.narrow and is_gpu():
+            larger = _reciprocal(1 + e)
+        else:
+            larger = 1 / (1 + e)
         var smaller = e * larger
         var negative = z.lt(0)
         self.share = negative.select(smaller, larger)

@@ -1,0 +1,181 @@
+// The norm of a trained eps on a CPU, and its backward as a node of PyTorch's graph.
+
+#pragma once
+
+#include <deque>
+#include <mutex>
+
+#include "nodes.h"
+
+namespace fused_norm {
+
+// `RowCall` in op/rows/op.mojo, which says what each field is.
+struct RowCall {
+  int64_t M, K, context, threads, accumulate;
+  void* parameter;
+  int64_t parameter_is_float32;
+  void *parameter_gradient, *workspace, *outputs[2], *inputs[3];
+};
+
+// row_kernels(x) returns the forward, the backward and the context of their calls;
+// row_backward(grad_output, x, o, wanted) is what is left to Python.
+inline PyObject *python_row_kernels = nullptr, *python_row_backward = nullptr;
+
+// Python's functions of an extension's kernels, for a dtype.
+struct RowKernels {
+  PyObject *forward = nullptr, *backward = nullptr;
+  int64_t context = 0;
+
+  static const RowKernels& find(const Tensor& x) {
+    static std::deque<std::pair<at::ScalarType, RowKernels>> known;
+    for (const auto& [dtype, kernels] : known) {
+      if (dtype == x.scalar_type()) return kernels;
+    }
+    const auto found = py::checked(PyObject_CallFunction(
+        python_row_kernels, "N", THPVariable_Wrap(x)));
+    RowKernels kernels;
+    long long context = 0;
+    if (!PyArg_ParseTuple(found.ptr(), "OOL", &kernels.forward, &kernels.backward, &context)) {
+      py::throw_error();
+    }
+    Py_IncRef(kernels.forward);
+    Py_IncRef(kernels.backward);
+    kernels.context = context;
+    return known.emplace_back(x.scalar_type(), kernels).second;
+  }
+
+  // With Python's lock, which the kernels let go of where that pays.
+  static void run(PyObject* function, RowCall& call) {
+    py::checked(PyObject_CallFunction(
+        function, "L", static_cast<long long>(reinterpret_cast<intptr_t>(&call))));
+  }
+};
+
+inline RowCall row_call(const Tensor& x, const Tensor& o, int64_t context) {
+  RowCall call{};
+  call.K = x.size(-1);
+  call.M = x.numel() / call.K;
+  call.context = context;
+  call.threads = threads();
+  call.parameter = o.data_ptr();
+  call.parameter_is_float32 = o.scalar_type() == at::kFloat;
+  return call;
+}
+
+// Whether x is rows of a CPU's that kernels take as they stand, and o a scalar beside them.
+inline bool are_rows_with_scalar(const Tensor& x, const Tensor& o) {
+  constexpr int64_t longest_row = (int64_t{1} << 31) - 1;
+  const Plain is_plain(x);
+  if (!is_plain.is_kind(x) || !x.is_cpu() || !x.dim() || !x.numel() || x.size(-1) > longest_row ||
+      !is_plain.is(x) || !is_plain.is(o) || o.numel() != 1) {
+    return false;
+  }
+  const auto dtype = x.scalar_type(), other = o.scalar_type();
+  const bool is_narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+  return (is_narrow || dtype == at::kFloat || dtype == at::kDouble) &&
+      (other == dtype || (is_narrow && other == at::kFloat));
+}
+
+class TrainableEpsLayerNormBackward : public torch::autograd::Node {
+ public:
+  TrainableEpsLayerNormBackward(const Tensor& x, const Tensor& o, const RowKernels& kernels)
+      : x_(x, false), o_(o, false), kernels_(kernels) {
+    set_next_edges(torch::autograd::collect_next_edges(x, o));
+  }
+
+  std::string name() const override {
+    return "TrainableEpsLayerNormBackward";
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    x_.reset_data();
+    o_.reset_data();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    if (none_defined(gradients)) return variable_list(2);
+    Tensor x, o;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      x = x_.unpack();
+      o = o_.unpack();
+    }
+    variable_list results(2);
+    if (!compute(gradients[0], x, o, results)) call_python(gradients[0], x, o, results);
+    return results;
+  }
+
+  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
+    args.collect(x_, /*is_output=*/false);
+    args.collect(o_, /*is_output=*/false);
+  }
+
+  variable_list apply_with_saved(
+      const variable_list& gradients, torch::autograd::SwapSavedVariables& swap) override {
+    swap.before(x_);
+    swap.before(o_);
+    variable_list results(2);
+    if (gradients[0].defined()) call_python(gradients[0], x_.unpack(), o_.unpack(), results);
+    swap.after(x_);
+    swap.after(o_);
+    return results;
+  }
+
+ private:
+  // Runs the kernel; false where Python has to.
+  bool compute(
+      const Tensor& given, const Tensor& x, const Tensor& o, variable_list& results) const {
+    const Plain is_plain(x);
+    if (at::GradMode::is_enabled() || is_watched() || !are_rows_with_scalar(x, o) ||
+        !is_plain.is_kind(given) || given.sizes() != x.sizes() ||
+        given.scalar_type() != x.scalar_type()) {
+      return false;
+    }
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto dy = given.contiguous();
+    auto call = row_call(x, o, kernels_.context);
+    Tensor shares;
+    if (task_should_compute_output(0)) results[0] = at::empty(x.sizes(), x.options());
+    if (task_should_compute_output(1)) {
+      results[1] = at::empty(o.sizes(), o.options());
+      shares = at::empty({call.M}, x.options().dtype(statistics_dtype(x.scalar_type())));
+    }
+    call.inputs[0] = dy.data_ptr();
+    call.inputs[1] = x.data_ptr();
+    call.outputs[0] = address(results[0]);
+    call.parameter_gradient = address(results[1]);
+    call.workspace = address(shares);
+    py::gil_scoped_acquire lock;
+    kernels_.run(kernels_.backward, call);
+    return true;
+  }
+
+  void call_python(
+      const Tensor& dy, const Tensor& x, const Tensor& o, variable_list& results) const {
+    py::gil_scoped_acquire lock;
+    const auto wanted =
+        py::make_tuple(task_should_compute_output(0), task_should_compute_output(1));
+    const auto given = wrap(dy), rows = wrap(x), scalar = wrap(o);
+    const auto found = py::checked(PyObject_CallFunctionObjArgs(
+        python_row_backward, given.ptr(), rows.ptr(), scalar.ptr(), wanted.ptr(), nullptr));
+    const auto tensors = unwrapped(found, 2);
+    results.assign(tensors.begin(), tensors.end());
+  }
+
+  SavedVariable x_, o_;
+  RowKernels kernels_;
+  std::mutex mutex_;
+};
+
+// Gives a result its node.
+inline void set_node(const Tensor& x, const Tensor& o, const Tensor& y, const RowKernels& kernels) {
+  auto* node = new TrainableEpsLayerNormBackward(x, o, kernels);
+  const auto owner = own<NodePointer>(node);
+  torch::autograd::set_history(y, owner);
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+  torch::autograd::fire_node_creation_hooks(owner);
+#endif
+}
+
+}  // namespace fused_norm

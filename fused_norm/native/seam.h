@@ -1,0 +1,220 @@
+// A call of the op family: what it computes, its tensors, and whether kernels can take them.
+
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "kernels.h"
+
+namespace fused_norm {
+
+using Tensors = c10::SmallVector<Tensor, 16>;
+
+// As `Seam` in composition.py; an activation is its number in the record.
+struct Seam {
+  bool is_rms_norm = false;
+  int activation = 0;
+  double eps = 0, weight_offset = 0;
+  bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false;
+
+  bool is_gated() const {
+    return activation > 8;
+  }
+};
+
+// Where the tensors of a call stand, as in composition.py; weights and then biases follow.
+enum Place {
+  X, RESIDUAL, GAMMA, BETA, SCALE, SHIFT, MEAN, RSTD, OUT_WEIGHT, OUT_BIAS, OUT_RESIDUAL, NAMED
+};
+
+// The tensors of a call, undefined for None.
+struct Operands {
+  Tensors flat;
+
+  explicit Operands(size_t count = 0) : flat(NAMED + 2 * count) {}
+
+  size_t count() const {
+    return (flat.size() - NAMED) / 2;
+  }
+  const Tensor& operator[](Place place) const {
+    return flat[place];
+  }
+  const Tensor& weight(size_t i) const {
+    return flat[NAMED + i];
+  }
+  const Tensor& bias(size_t i) const {
+    return flat[NAMED + count() + i];
+  }
+  // The norm's parameters share a dtype.
+  const Tensor& affine() const {
+    return flat[GAMMA].defined() ? flat[GAMMA] : flat[BETA];
+  }
+  bool has_modulation() const {
+    return flat[SCALE].defined() || flat[SHIFT].defined();
+  }
+  // Whether a call begins as a norm and one Linear layer, and nothing before or between.
+  bool is_one_product() const {
+    return count() == 1 && !flat[RESIDUAL].defined() && !has_modulation();
+  }
+};
+
+// Rows, features, all outputs of the first product, and groups of rows with a modulation of their
+// own.
+struct Sizes {
+  int64_t M, K, N, groups;
+};
+
+inline at::ScalarType statistics_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Tells ordinary tensors of a device, with their values in dense memory.
+class Plain {
+ public:
+  explicit Plain(const Tensor& x)
+      : keys_(backend(x)), device_(x.device()), is_there_(is_ordinary(x)) {}
+
+  bool operator()(const Tensor& v, at::IntArrayRef shape, at::ScalarType dtype) const {
+    // Of another layout, a tensor may have no sizes.
+    return is_kind(v) && v.scalar_type() == dtype && v.sizes() == shape && is_dense(v);
+  }
+  bool may_be(const Tensor& v, at::IntArrayRef shape, at::ScalarType dtype) const {
+    return !v.defined() || (*this)(v, shape, dtype);
+  }
+  bool is(const Tensor& v) const {
+    return is_kind(v) && is_dense(v);
+  }
+  // The same wherever its values are.
+  bool is_kind(const Tensor& v) const {
+    return is_there_ && backend(v) == keys_ && v.device() == device_ &&
+        !torch::autograd::isFwGradDefined(v);
+  }
+
+ private:
+  static bool is_dense(const Tensor& v) {
+    return v.is_contiguous() && v.data_ptr() != nullptr;
+  }
+  static c10::DispatchKeySet backend(const Tensor& v) {
+    return v.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+        c10::autocast_dispatch_keyset;
+  }
+  static bool is_ordinary(const Tensor& x) {
+    const auto key = x.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+    return backend(x) == c10::DispatchKeySet(key);
+  }
+
+  c10::DispatchKeySet keys_;
+  c10::Device device_;
+  bool is_there_;
+};
+
+// How many groups of neighboring rows have a modulation of their own: 0 where it has not that form.
+inline int64_t groups_of(const Tensor& modulation, at::IntArrayRef x) {
+  const auto shape = modulation.sizes();
+  const int64_t missing = static_cast<int64_t>(x.size()) - static_cast<int64_t>(shape.size());
+  if (missing < 0 || shape.empty() || shape.back() != x.back()) return 0;
+  const auto size = [&](int64_t i) { return i < missing ? 1 : shape[i - missing]; };
+  int64_t prefix = static_cast<int64_t>(x.size()) - 1, groups = 1;
+  while (prefix > 0 && size(prefix - 1) == 1) --prefix;
+  for (int64_t i = 0; i < prefix; ++i) {
+    if (size(i) != x[i]) return 0;
+    groups *= x[i];
+  }
+  return groups;
+}
+
+// The sizes of a call that kernels can take as it stands; nothing for others.
+inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
+  constexpr int64_t most_groups = 65535, longest_row = (int64_t{1} << 31) - 1;
+  const Tensor& x = t[X];
+  if (!x.defined()) return std::nullopt;
+  const Plain is_plain(x);
+  if (!is_plain.is_kind(x) || !x.dim() || !x.numel()) return std::nullopt;
+  const auto dtype = x.scalar_type(), wide = statistics_dtype(dtype);
+  const bool is_narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (!is_narrow && dtype != at::kFloat && !(dtype == at::kDouble && x.is_cpu())) {
+    return std::nullopt;
+  }
+  const auto norm = t.affine().defined() ? t.affine().scalar_type() : dtype;
+  const auto shape = x.sizes(), rows = shape.slice(0, shape.size() - 1);
+  Sizes sizes{0, shape.back(), 0, 0};
+  const int64_t K = sizes.K;
+  sizes.M = x.numel() / K;
+  if (K > longest_row || !is_plain.is(x) || (norm != dtype && !(is_narrow && norm == at::kFloat)) ||
+      !is_plain.may_be(t[RESIDUAL], shape, dtype) || !is_plain.may_be(t[GAMMA], K, norm) ||
+      !is_plain.may_be(t[BETA], K, norm) || !is_plain.may_be(t[MEAN], rows, wide) ||
+      !is_plain.may_be(t[RSTD], rows, wide)) {
+    return std::nullopt;
+  }
+  for (const auto place : {SCALE, SHIFT}) {
+    const Tensor& v = t[place];
+    if (!v.defined()) continue;
+    if (!is_plain.is(v)) return std::nullopt;
+    const auto groups = groups_of(v, shape);
+    if (!groups || groups > most_groups || (sizes.groups && sizes.groups != groups) ||
+        v.scalar_type() != dtype) {
+      return std::nullopt;
+    }
+    sizes.groups = groups;
+  }
+  int64_t N = 0;
+  for (size_t i = 0; i < t.count(); ++i) {
+    const Tensor& weight = t.weight(i);
+    if (!weight.defined() || !is_plain.is_kind(weight) || weight.dim() != 2) return std::nullopt;
+    N = weight.size(0);
+    if (!N || !is_plain(weight, {N, K}, dtype) || !is_plain.may_be(t.bias(i), N, dtype)) {
+      return std::nullopt;
+    }
+    sizes.N += N;
+  }
+  if (kind.is_joined) N = sizes.N;
+  if (kind.is_gated() && (N % 2 || t.count() > 2)) return std::nullopt;
+  if (const Tensor& last = t[OUT_WEIGHT]; last.defined()) {
+    if (!is_plain.is_kind(last) || last.dim() != 2 || !last.numel()) return std::nullopt;
+    c10::DimVector out(rows.begin(), rows.end());
+    out.push_back(last.size(0));
+    if (!is_plain(last, {last.size(0), kind.is_gated() ? N / 2 : N}, dtype) ||
+        !is_plain.may_be(t[OUT_BIAS], last.size(0), dtype) ||
+        !is_plain.may_be(t[OUT_RESIDUAL], out, dtype)) {
+      return std::nullopt;
+    }
+  }
+  return sizes;
+}
+
+// A record with the norm's half filled in, for a CPU or a launcher.
+inline Call norm_call(const Seam& kind, const Operands& t, const Sizes& sizes, int64_t context) {
+  Call call{};
+  call.M = sizes.M;
+  call.K = sizes.K;
+  call.eps = kind.eps;
+  call.context = context;
+  call.threads = threads();
+  call.x = address(t[X]);
+  call.normalization = kind.is_rms_norm;
+  call.weight_offset = kind.weight_offset;
+  call.gamma = address(t[GAMMA]);
+  call.beta = address(t[BETA]);
+  call.groups = sizes.groups;
+  call.scale = address(t[SCALE]);
+  call.shift = address(t[SHIFT]);
+  call.norm_is_float32 = t.affine().defined() && t.affine().scalar_type() != t[X].scalar_type();
+  return call;
+}
+
+// A tensor's last size is another one.
+inline Tensor empty_rows(const Tensor& x, int64_t last) {
+  c10::DimVector shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = last;
+  return at::empty(shape, x.options());
+}
+
+inline Tensor as_rows(const Tensor& v) {
+  return v.dim() == 2 ? v : v.view({-1, v.size(-1)});
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,276 @@
+// The backward of a call of the op family: one native call where the kernels have it, else passes
+// over rows around PyTorch's products.
+
+#pragma once
+
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "seam_forward.h"
+
+namespace fused_norm {
+
+// What a gradient is to be had of, by place; x stands for the residual, too.
+using Wanted = c10::SmallVector<bool, 16>;
+
+// Computes gradients by place, once. Those of the residuals are those of x and of the output.
+class Backward {
+ public:
+  // x is the sum where there was a residual. `grads` are those of the outputs, the sum and the
+  // normalized rows as far as these are results, in dense memory, undefined for zeros.
+  Backward(
+      const Seam& kind, const Operands& t, const Sizes& sizes, const Tensors& products,
+      const Tensors& grads, const Wanted& wanted, const Kernels& kernels)
+      : kind_(kind), t_(t), sizes_(sizes), products_(products), wanted_(wanted),
+        kernels_(kernels), found_(t.flat.size()) {
+    size_t outputs = grads.size() - kind.returns_sum - kind.returns_norm;
+    for (size_t i = 0; i < outputs; ++i) {
+      das_.push_back(grads[i].defined() ? as_rows(grads[i]) : Tensor());
+    }
+    if (kind.returns_sum) dsum_ = grads[outputs++];
+    if (kind.returns_norm && grads[outputs].defined()) dnorm_ = as_rows(grads[outputs]);
+    wants_norm_ = std::any_of(&wanted[X], &wanted[MEAN], [](bool w) { return w; });
+    wants_weight_ = any(NAMED);
+    wants_bias_ = any(NAMED + t.count());
+  }
+
+  Tensors run() {
+    if (kind_.activation && products_.empty()) {
+      products_ = products_of(kind_, normalized(kind_, t_, sizes_, kernels_.passes), t_, sizes_.N);
+    }
+    const Tensor dout = t_[OUT_WEIGHT].defined() ? second_linear() : Tensor();
+    before_activation();
+    if (dout.defined() && wanted_[OUT_WEIGHT]) {
+      if (!a_written_) a_ = as_rows(activated(kind_, products_[0], kernels_.passes));
+      found_[OUT_WEIGHT] = at::mm(dout.t(), a_);
+    }
+    if (!by_product()) around_products();
+    for (size_t i = 0; i < t_.count(); ++i) {
+      auto& dbias = found_[NAMED + t_.count() + i];
+      if (wanted_[NAMED + t_.count() + i] && !dbias.defined()) dbias = zeros(t_.weight(i).size(0));
+    }
+    return std::move(found_);
+  }
+
+ private:
+  bool any(size_t first) const {
+    return std::any_of(&wanted_[first], &wanted_[first] + t_.count(), [](bool w) { return w; });
+  }
+
+  // The gradient of a bias on which nothing depends.
+  Tensor zeros(int64_t N) const {
+    return at::zeros({N}, t_[X].options());
+  }
+
+  Call rows_call(int64_t N) const {
+    Call call{};
+    call.M = sizes_.M;
+    call.N = N;
+    call.context = kernels_.passes.context;
+    call.threads = threads();
+    return call;
+  }
+
+  void activate_backward(Call& call) const {
+    fused_norm::run(
+        kernels_.passes.plan_activate_backward, kernels_.passes.activate_backward, call, t_[X]);
+  }
+
+  Tensor sum_of_rows(const Tensor& rows) const {
+    const auto sum = at::empty({rows.size(1)}, rows.options());
+    auto call = rows_call(rows.size(1));
+    call.da = address(rows);
+    call.dbias = address(sum);
+    activate_backward(call);
+    return sum;
+  }
+
+  // Puts the gradient of the activation in the place of the output's, and returns that.
+  Tensor second_linear() {
+    const Tensor dout = das_[0];
+    das_[0] = Tensor();
+    if (!dout.defined()) {
+      if (wanted_[OUT_WEIGHT]) found_[OUT_WEIGHT] = at::zeros_like(t_[OUT_WEIGHT]);
+      if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = zeros(t_[OUT_WEIGHT].size(0));
+      return dout;
+    }
+    if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = sum_of_rows(dout);
+    if (wants_norm_ || wants_weight_ || wants_bias_) das_[0] = at::mm(dout, t_[OUT_WEIGHT]);
+    return dout;
+  }
+
+  // Finds the gradient of each product, and of each bias where the kernels after it do not.
+  void before_activation() {
+    const auto count = t_.count();
+    for (size_t i = 0; i < das_.size(); ++i) {
+      const Tensor& da = das_[i];
+      const bool wants_bias = kind_.is_joined ? wants_bias_ : wanted_[NAMED + count + i];
+      dbiases_.push_back(Tensor());
+      if (!da.defined() || !kind_.activation || !(wants_norm_ || wants_weight_ || wants_bias)) {
+        if (da.defined() && das_.size() < count && wants_bias) dbiases_[i] = sum_of_rows(da);
+        dhs_.push_back(da);
+        continue;
+      }
+      const auto h = as_rows(products_[i]);
+      const auto dh = at::empty(h.sizes(), h.options());
+      const auto dbias = wants_bias ? at::empty({h.size(1)}, h.options()) : Tensor();
+      auto call = rows_call(da.size(1));
+      call.activation = kind_.activation;
+      call.da = address(da);
+      call.h = address(h);
+      call.dh = address(dh);
+      call.dbias = address(dbias);
+      if (t_[OUT_WEIGHT].defined() && wanted_[OUT_WEIGHT]) {
+        a_ = at::empty(da.sizes(), da.options());
+        call.a = address(a_);
+        a_written_ = true;
+      }
+      activate_backward(call);
+      dhs_.push_back(dh);
+      dbiases_[i] = dbias;
+    }
+    if (kind_.is_joined && count > 1) split();
+    for (size_t i = 0; i < dbiases_.size(); ++i) {
+      if (wanted_[NAMED + count + i]) found_[NAMED + count + i] = dbiases_[i];
+    }
+  }
+
+  // Gives each weight its part of what lies side by side.
+  void split() {
+    const Tensor dh = dhs_[0], dbias = dbiases_[0];
+    dhs_.clear();
+    dbiases_.clear();
+    int64_t first = 0;
+    for (size_t i = 0; i < t_.count(); ++i) {
+      const auto N = t_.weight(i).size(0);
+      dhs_.push_back(dh.defined() ? dh.narrow(1, first, N) : Tensor());
+      // Each has memory of its own, so that whoever keeps one keeps no more.
+      dbiases_.push_back(dbias.defined() ? dbias.narrow(0, first, N).clone() : Tensor());
+      first += N;
+    }
+  }
+
+  // Runs the kernels that have both products; false where they decline.
+  bool by_product() {
+    const auto& product = kernels_.product;
+    if (!product.plan_backward || t_.count() > 1 || t_.has_modulation() || dnorm_.defined() ||
+        !dhs_[0].defined() || (!t_[X].is_cpu() && dsum_.defined())) {
+      return false;
+    }
+    auto call = norm_call(kind_, t_, sizes_, product.context);
+    call.N = sizes_.N;
+    call.weight = address(t_.weight(0));
+    call.mean = address(t_[MEAN]);
+    call.rstd = address(t_[RSTD]);
+    call.dy = address(dhs_[0]);
+    call.dsum = address(dsum_);
+    struct Result {
+      size_t place;
+      void*& address;
+      const Tensor& like;
+    };
+    const Result results[] = {
+        {X, call.dx, t_[X]},
+        {GAMMA, call.dgamma, t_[GAMMA]},
+        {BETA, call.dbeta, t_[BETA]},
+        {NAMED, call.dweight, t_.weight(0)},
+        {NAMED + 1, call.dbias, t_.weight(0)}};
+    bool is_wanted = false;
+    for (const auto& [place, address, like] : results) {
+      if (!wanted_[place] || found_[place].defined()) continue;
+      address = WANTED;
+      is_wanted = true;
+    }
+    if (!is_wanted) return true;
+    if (product.plan_backward(&call) != 0 || call.way != FUSED) return false;
+    for (const auto& [place, address, like] : results) {
+      if (!address) continue;
+      const auto shape = like.sizes();
+      found_[place] = at::empty(place == NAMED + 1 ? shape.slice(0, 1) : shape, like.options());
+      address = found_[place].data_ptr();
+    }
+    const auto workspace = workspace_of(call, t_[X]);
+    launch(product.backward, call, t_[X]);
+    return true;
+  }
+
+  void around_products() {
+    const Tensor& x = t_[X];
+    const auto count = t_.count();
+    Tensor dz = wants_norm_ ? gradient_of_norm() : Tensor(), z;
+    if (wants_weight_) {
+      // The pass over x writes the normalized rows again, over dz: it is the last to need that.
+      const bool may_replace = dz.defined() && !dz.is_same(dnorm_);
+      z = may_replace ? dz : at::empty({sizes_.M, sizes_.K}, x.options());
+    }
+    // Where no activation has found them: those of one weight on the way, others one by one.
+    Tensor sum;
+    for (size_t i = 0; i < count; ++i) {
+      auto& dbias = found_[NAMED + count + i];
+      if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
+      if (count == 1 && (dz.defined() || z.defined())) {
+        sum = dbias = at::empty({sizes_.N}, x.options());
+      } else {
+        dbias = sum_of_rows(dhs_[i]);
+      }
+    }
+    if (dz.defined() || z.defined()) norm_backward(dz, z, sum);
+    for (size_t i = 0; i < count; ++i) {
+      if (!wanted_[NAMED + i]) continue;
+      found_[NAMED + i] =
+          dhs_[i].defined() ? at::mm(dhs_[i].t(), z) : at::zeros_like(t_.weight(i));
+    }
+  }
+
+  Tensor gradient_of_norm() const {
+    Tensor dz = dnorm_;
+    for (size_t i = 0; i < t_.count(); ++i) {
+      const Tensor& dh = dhs_[i];
+      if (!dh.defined()) continue;
+      if (!dz.defined()) {
+        dz = at::mm(dh, t_.weight(i));
+      } else if (dz.is_same(dnorm_)) {
+        dz = at::addmm(dz, dh, t_.weight(i));
+      } else {
+        at::addmm_out(dz, dz, dh, t_.weight(i));
+      }
+    }
+    return dz.defined() ? dz : at::zeros({sizes_.M, sizes_.K}, t_[X].options());
+  }
+
+  void norm_backward(const Tensor& dz, const Tensor& z, const Tensor& dbias) {
+    auto call = norm_call(kind_, t_, sizes_, kernels_.passes.context);
+    call.mean = address(t_[MEAN]);
+    call.rstd = address(t_[RSTD]);
+    call.dz = address(dz);
+    call.dsum = address(dsum_);
+    call.z = address(z);
+    if (dbias.defined()) {
+      call.N = sizes_.N;
+      call.dy = address(dhs_[0]);
+      call.dbias = address(dbias);
+    }
+    const std::pair<Place, void*&> results[] = {
+        {X, call.dx}, {GAMMA, call.dgamma}, {BETA, call.dbeta}, {SCALE, call.dscale},
+        {SHIFT, call.dshift}};
+    for (const auto& [place, address] : results) {
+      if (!wanted_[place] || !dz.defined()) continue;
+      found_[place] = at::empty(t_[place].sizes(), t_[place].options());
+      address = found_[place].data_ptr();
+    }
+    fused_norm::run(
+        kernels_.passes.plan_normalize_backward, kernels_.passes.normalize_backward, call, t_[X]);
+  }
+
+  const Seam& kind_;
+  const Operands& t_;
+  const Sizes& sizes_;
+  Tensors products_;
+  const Wanted& wanted_;
+  const Kernels& kernels_;
+  Tensors found_, das_, dhs_, dbiases_;
+  Tensor dsum_, dnorm_, a_;
+  bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false, a_written_ = false;
+};
+
+}  // namespace fused_norm

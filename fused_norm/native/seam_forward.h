@@ -1,0 +1,179 @@
+// The forward of a call of the op family: one native call on a CPU and for Hopper's products, else
+// passes over rows around PyTorch's products.
+
+#pragma once
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+
+#include "seam.h"
+
+namespace fused_norm {
+
+// What a call returns, and what its backward needs.
+struct Results {
+  Tensors outputs;
+  Tensor sum, norm, mean, rstd;
+  Tensors products;
+};
+
+inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes) {
+  if (!kind.activation) return h;
+  const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
+  const auto a = empty_rows(h, N);
+  Call call{};
+  call.M = h.numel() / h.size(-1);
+  call.N = N;
+  call.context = passes.context;
+  call.threads = threads();
+  call.activation = kind.activation;
+  call.h = address(h);
+  call.a = address(a);
+  launch(passes.activate, call, h);
+  return a;
+}
+
+// The products of normalized rows and each weight, or all side by side in one tensor.
+inline Tensors products_of(const Seam& kind, const Tensor& z, const Operands& t, int64_t N) {
+  Tensors products;
+  const auto rows = as_rows(z);
+  const auto shaped = [&](const Tensor& product) {
+    if (z.dim() == 2) return product;
+    c10::DimVector shape(z.sizes().begin(), z.sizes().end());
+    shape.back() = product.size(1);
+    return product.view(shape);
+  };
+  if (!kind.is_joined || t.count() == 1) {
+    for (size_t i = 0; i < t.count(); ++i) {
+      products.push_back(shaped(at::linear(rows, t.weight(i), t.bias(i))));
+    }
+    return products;
+  }
+  const auto joined = at::empty({rows.size(0), N}, z.options());
+  int64_t first = 0;
+  for (size_t i = 0; i < t.count(); ++i) {
+    auto part = joined.narrow(1, first, t.weight(i).size(0));
+    first += t.weight(i).size(0);
+    if (t.bias(i).defined()) {
+      at::addmm_out(part, t.bias(i), rows, t.weight(i).t());
+    } else {
+      at::mm_out(part, rows, t.weight(i).t());
+    }
+  }
+  products.push_back(shaped(joined));
+  return products;
+}
+
+// Normalizes rows, whose statistics may be given or wanted.
+inline Tensor normalized(
+    const Seam& kind, const Operands& t, const Sizes& sizes, const Passes& passes,
+    Results* results = nullptr) {
+  auto call = norm_call(kind, t, sizes, passes.context);
+  const auto z = at::empty(t[X].sizes(), t[X].options());
+  call.z = address(z);
+  call.has_statistics = t[RSTD].defined();
+  if (call.has_statistics) {
+    call.mean = address(t[MEAN]);
+    call.rstd = address(t[RSTD]);
+  } else if (results) {
+    call.mean = address(results->mean);
+    call.rstd = address(results->rstd);
+  }
+  if (results) {
+    call.residual = address(t[RESIDUAL]);
+    call.sum = address(results->sum);
+  }
+  run(passes.plan_normalize, passes.normalize, call, t[X]);
+  return z;
+}
+
+// Whether PyTorch's product of so few rows is faster, which need not be packed.
+inline bool are_few_rows(const Tensor& x, const Sizes& sizes) {
+  constexpr int64_t fewest_rows = 4, least_weight = 1 << 15;
+  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) &&
+      sizes.M < fewest_rows && sizes.K * sizes.N >= least_weight;
+}
+
+// Whether an extension's own product is to be asked: on a GPU between a norm and nothing else.
+inline bool has_product(
+    const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
+  return kernels.product.forward && t.count() == 1 && !t[RSTD].defined() && !kind.returns_norm &&
+      (t[X].is_cpu() ? !are_few_rows(t[X], sizes) : t.is_one_product());
+}
+
+// Computes up to the activation in one native call; false where the plan declines.
+inline bool forward_by_product(
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
+    Results& results) {
+  const Tensor& x = t[X];
+  const bool activates = x.is_cpu() && kind.activation;
+  auto call = norm_call(kind, t, sizes, kernels.product.context);
+  call.N = activates && kind.is_gated() ? sizes.N / 2 : sizes.N;
+  call.activation = activates ? kind.activation : 0;
+  call.weight = address(t.weight(0));
+  call.bias = address(t.bias(0));
+  call.residual = address(t[RESIDUAL]);
+  call.sum = address(results.sum);
+  call.mean = address(results.mean);
+  call.rstd = address(results.rstd);
+  if (kernels.product.plan_forward(&call) != 0 || (call.way != FUSED && call.way != NEW_FOLD)) {
+    return false;
+  }
+  const auto y = empty_rows(x, call.N);
+  call.y = address(y);
+  if (activates && keeps && !kind.recompute) {
+    results.products.push_back(empty_rows(x, sizes.N));
+    call.h = address(results.products[0]);
+  }
+  const auto workspace = workspace_of(call, x);
+  launch(kernels.product.forward, call, x);
+  if (activates || !kind.activation) {
+    results.outputs.push_back(y);
+  } else {
+    results.outputs.push_back(activated(kind, y, kernels.passes));
+    if (keeps && !kind.recompute) results.products.push_back(y);
+  }
+  return true;
+}
+
+// y = a W^T + b + residual.
+inline Tensor second_linear(const Operands& t, const Tensor& a) {
+  const Tensor &weight = t[OUT_WEIGHT], &bias = t[OUT_BIAS], &residual = t[OUT_RESIDUAL];
+  if (residual.defined() && !bias.defined()) {
+    const auto y = at::addmm(as_rows(residual), as_rows(a), weight.t());
+    return y.view(residual.sizes());
+  }
+  auto y = at::linear(a, weight, bias);
+  if (residual.defined()) y.add_(residual);
+  return y;
+}
+
+// Computes a call whose sizes are known.
+inline Results forward(
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels) {
+  const Tensor& x = t[X];
+  Results results;
+  if (keeps && !t[RSTD].defined()) {
+    const auto wide = x.options().dtype(statistics_dtype(x.scalar_type()));
+    const auto shape = x.sizes().slice(0, x.dim() - 1);
+    if (!kind.is_rms_norm) results.mean = at::empty(shape, wide);
+    results.rstd = at::empty(shape, wide);
+  }
+  if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
+  if (!has_product(kind, t, sizes, kernels) ||
+      !forward_by_product(kind, t, sizes, keeps, kernels, results)) {
+    const auto z = normalized(kind, t, sizes, kernels.passes, &results);
+    auto products = products_of(kind, z, t, sizes.N);
+    for (const auto& h : products) {
+      results.outputs.push_back(activated(kind, h, kernels.passes));
+    }
+    if (kind.returns_norm) results.norm = z;
+    if (keeps && kind.activation && !kind.recompute) results.products = std::move(products);
+  }
+  if (t[OUT_WEIGHT].defined()) results.outputs[0] = second_linear(t, results.outputs[0]);
+  return results;
+}
+
+}  // namespace fused_norm

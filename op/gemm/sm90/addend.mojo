@@ -1,0 +1,111 @@
+"""What is added to the sums of a tile, a tensor of c's shape and type: it comes through the ring, and they start with it.
+"""
+
+from std.collections.string.string_span import (
+    _get_kgen_string,
+    get_static_string,
+)
+from std.utils import StaticTuple
+
+from .wgmma import Accumulator, row_elements
+
+comptime BOX_COLUMNS = row_elements[DType.bfloat16]()
+"""Columns of a box, of 16 bits each."""
+# Matrices of eight columns that one instruction loads, beside as many eight rows below.
+comptime _PAIRS = BOX_COLUMNS // 16
+
+
+def _text[dtype: DType](boxes: Int) -> String:
+    """Loads four 8x8 matrices at a time, and widens what a lane gets of each."""
+    var text = String("{\n.reg .b32 t, p, q, r, s;\n.reg .b16 l, h;\n")
+    var first_box = boxes * BOX_COLUMNS // 2
+    for box in range(boxes):
+        for pair in range(_PAIRS):
+            text += String("add.u32 t, $", first_box + box)
+            text += String(", $", first_box + boxes + pair, ";\n")
+            text += (
+                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {p, q, r, s}, [t];\n"
+            )
+            # The upper and lower eight rows of one group of columns, then of the next.
+            var at = (box * _PAIRS + pair) * 8
+            var names = [String("p"), String("q"), String("r"), String("s")]
+            for i in range(4):
+                text += String("mov.b32 {l, h}, ", names[i], ";\n")
+                comptime kind = "bf16" if dtype == DType.bfloat16 else "f16"
+                text += String("cvt.f32.", kind, " $", at + 2 * i, ", l;\n")
+                text += String("cvt.f32.", kind, " $", at + 2 * i + 1, ", h;\n")
+    return text + "}"
+
+
+def _constraints(boxes: Int) -> String:
+    var text = String()
+    for i in range(boxes * BOX_COLUMNS // 2):
+        text += "=f" if i == 0 else ",=f"
+    for _ in range(boxes + _PAIRS):
+        text += ",r"
+    return text + ",~{memory}"
+
+
+@always_inline
+def load_accumulator[
+    dtype: DType, n: Int
+](boxes: StaticTuple[UInt32, n // BOX_COLUMNS], lane: UInt32) -> Accumulator[
+    n // 2
+]:
+    """Loads a warp's rows of a tile as the sums lie.
+
+    Parameters:
+        dtype: Type of the elements, bfloat16 or float16.
+        n: Columns of the tile: 64, 128 or 256.
+
+    Args:
+        boxes: Shared addresses of the lane's row of 16, in each box of 64 columns.
+        lane: Lane of the thread.
+
+    Returns:
+        The elements, as float32.
+    """
+    comptime assert dtype != DType.float32
+    comptime count = n // BOX_COLUMNS
+    comptime text = get_static_string[_text[dtype](count)]()
+    comptime constraints = get_static_string[_constraints(count)]()
+    comptime Sums = Accumulator[n // 2]
+    # Rows of eight are swizzled: chunks of 16 bytes change places by the row.
+    var places = StaticTuple[UInt32, _PAIRS]()
+    comptime for pair in range(_PAIRS):
+        places[pair] = ((UInt32(2 * pair) + (lane >> 4)) ^ (lane & 7)) << 4
+    comptime assembly = _get_kgen_string[text]()
+    comptime asked = _get_kgen_string[constraints]()
+    comptime if count == 4:
+        return __mlir_op.`pop.inline_asm`[
+            _type=Sums,
+            assembly=assembly,
+            constraints=asked,
+            hasSideEffects=True.__mlir_i1__(),
+            isStackAligned=False.__mlir_i1__(),
+        ](
+            boxes[0],
+            boxes[1],
+            boxes[2],
+            boxes[3],
+            places[0],
+            places[1],
+            places[2],
+            places[3],
+        )
+    elif count == 2:
+        return __mlir_op.`pop.inline_asm`[
+            _type=Sums,
+            assembly=assembly,
+            constraints=asked,
+            hasSideEffects=True.__mlir_i1__(),
+            isStackAligned=False.__mlir_i1__(),
+        ](boxes[0], boxes[1], places[0], places[1], places[2], places[3])
+    else:
+        return __mlir_op.`pop.inline_asm`[
+            _type=Sums,
+            assembly=assembly,
+            constraints=asked,
+            hasSideEffects=True.__mlir_i1__(),
+            isStackAligned=False.__mlir_i1__(),
+        ](boxes[0], places[0], places[1], places[2], places[3])
