@@ -11,6 +11,7 @@ from fused_norm.functional import (
     norm_linear,
     norm_mlp,
 )
+from fused_norm.models import explain, optimize
 from fused_norm.modules import LayerNormLinear, LayerNormMLP
 from fused_norm.ops.decompositions import decompositions
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
@@ -24,10 +25,12 @@ __all__ = [
     "__version__",
     "composed",
     "decompositions",
+    "explain",
     "frozen_parameters",
     "fused_layernorm_linear",
     "linear_add",
     "norm_linear",
     "norm_mlp",
+    "optimize",
     "trainable_eps_layer_norm",
 ]

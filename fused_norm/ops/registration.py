@@ -34,14 +34,8 @@ def register(
     """
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-    def below_autograd(*arguments: Any) -> Any:
-        # Exported programs call the op itself: autograd is not to follow what a kernel is made of.
-        with torch._C._AutoDispatchBelowAutograd():
-            return kernel(*arguments)
-
     for key in ("CPU", "CUDA"):
-        _library.impl(name, below_autograd, key)
+        _library.impl(name, _unrecorded(kernel), key)
     torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
     torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
@@ -54,6 +48,16 @@ def register(
         return overload(*arguments)
 
     return call
+
+
+def _unrecorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel as the dispatcher runs it: autograd sees none of the ops in it."""
+
+    def run(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return kernel(*arguments)
+
+    return run
 
 
 def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -82,7 +82,18 @@ def is_host_bound(t: Operands) -> bool:
     features = x.shape[-1:].numel()
     products *= x.numel() // max(features, 1)
     follows = torch.is_grad_enabled() and (x.requires_grad or t.weights[0].requires_grad)
-    if x.is_cuda:
+    return is_small(products, x.device, follows)
+
+
+def is_small(products: int, device: torch.device, follows: bool) -> bool:
+    """Return whether a call of some products is over on a device sooner than Python starts it.
+
+    Args:
+        products: M K N, of all layers together.
+        device: Where it runs.
+        follows: Whether a backward does.
+    """
+    if device.type == "cuda":
         return products < _GPU_PRODUCTS[follows] and not torch.cuda.is_current_stream_capturing()
     return products < _CPU_PRODUCTS[follows] * torch.get_num_threads()
 

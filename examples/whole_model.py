@@ -1,0 +1,46 @@
+"""Runs a model untouched and with fused seams, compares both, and prints what was fused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fused_norm as fn
+from fused_norm.models import backend
+
+TOLERANCE = 1e-4
+
+
+def output_of(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return the first tensor of what a model returns."""
+    result = model(**inputs)
+    found: Tensor = result if isinstance(result, Tensor) else next(iter(result.values()))
+    return found
+
+
+def step(model: nn.Module, run: Any, inputs: dict[str, Any]) -> list[Tensor]:
+    """Return the output and the gradients of the parameters."""
+    y = output_of(run, inputs)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def compare(model: nn.Module, inputs: dict[str, Any]) -> int:
+    """Print the report of a model; return 0 if outputs and gradients are those of it untouched.
+
+    Args:
+        model: The model.
+        inputs: What it is called with.
+    """
+    twin = copy.deepcopy(model)
+    print(fn.explain(model, **inputs))
+    # Where the package is installed: backend="fused_norm".
+    compiled = torch.compile(twin, backend=backend, options={"then": "eager"})
+    expected, found = step(model, model, inputs), step(twin, compiled, inputs)
+    largest = max(t.abs().max().item() for t in expected)
+    worst = max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) / largest
+    print(f"output and {len(found) - 1} gradients differ by up to {worst:.1e} of the largest value")
+    return 0 if worst < TOLERANCE else 1

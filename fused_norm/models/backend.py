@@ -1,0 +1,72 @@
+"""The backend of torch.compile: rewrites the graph, then hands it on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fused_norm.models.fuse import Options, fuse
+from fused_norm.models.sites import Site
+
+log = logging.getLogger("fused_norm.models")
+_OWN = ("rounding", "small")
+
+
+def backend(
+    module: GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    sites: list[Site] | None = None,
+) -> Callable[..., Any]:
+    """Rewrite a graph that Dynamo traced, and compile it with what comes after.
+
+    Reached by `torch.compile(model, backend="fused_norm")`.
+
+    Args:
+        module: The graph.
+        example_inputs: Its inputs, fake ones.
+        mode: One of `torch.compile`, for Inductor.
+        options: `then`: `"inductor"` (the default), `"eager"` for the graph as it is, or another
+            backend's name. `rounding`: `"once"` (the default) computes norm, modulation and
+            activation in float32 and rounds once; `"model"` leaves what a model rounds in between.
+            `small`: whether to fuse calls, too, that are over before Python has started one of
+            ours; by default not before Inductor, but in CUDA graphs, which start them at no cost.
+            All others are Inductor's.
+        sites: Gets what became of each norm.
+
+    Returns:
+        What computes the graph.
+
+    Raises:
+        ValueError: If an option of ours has a value that is not known, or Inductor gets none.
+    """
+    given = dict(options or {})
+    then = given.pop("then", "inductor")
+    own = {name: given.pop(name) for name in _OWN if name in given}
+    patches: dict[str, Any] = {}
+    if then == "inductor":
+        from torch._inductor import list_mode_options
+
+        patches = {**(list_mode_options(mode) if mode else {}), **given}
+        own.setdefault("small", bool(patches.get("triton.cudagraphs")))
+    found = fuse(module, Options(**own))
+    if sites is not None:
+        sites += found
+    for site in found:
+        log.info(
+            "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
+        )
+    if then == "eager":
+        return module.forward
+    from torch._dynamo.backends.registry import lookup_backend
+
+    if then != "inductor":
+        return lookup_backend(then)(module, example_inputs, **given)
+    inductor: Any = lookup_backend("inductor")
+    compiled: Callable[..., Any] = inductor(module, example_inputs, config_patches=patches)
+    return compiled

@@ -1,0 +1,85 @@
+"""What stands in the place of a norm and all that reads it, before it is put there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from fused_norm.models.activations import Activated
+from fused_norm.models.readers import Reading
+
+
+class Left(Exception):
+    """A norm stays as it is; says why."""
+
+
+@dataclass
+class Call:
+    """A call that stands for what reads a norm in one way.
+
+    Attributes:
+        reading: What it stands for.
+        activated: The activation and what follows, or None.
+        total: The node of the sum that is normalized, where the call adds, and what it adds.
+        returns_sum: Whether the sum is read elsewhere.
+        returns_norm: Whether the normalized rows are.
+    """
+
+    reading: Reading
+    activated: Activated | None = None
+    total: tuple[Node, Node, Node] | None = None
+    returns_sum: bool = False
+    returns_norm: bool = False
+
+    def inner(self) -> set[Node]:
+        """Return the nodes that the call stands for, the norm left out."""
+        nodes = set(self.reading.inner)
+        for product in self.reading.products:
+            nodes |= product.inner
+        if self.activated is not None:
+            nodes |= self.activated.inner
+        if self.total is not None:
+            nodes.add(self.total[2])
+        return nodes
+
+    def results(self) -> list[Node]:
+        """Return the nodes whose place its outputs take."""
+        if self.activated is not None:
+            return [self.activated.out]
+        return [product.out for product in self.reading.products]
+
+    def launches(self) -> int:
+        """Return how many kernels and products the call is where rows get a pass of their own."""
+        activated = self.activated
+        has_second = activated is not None and activated.second is not None
+        return 1 + len(self.reading.products) + (activated is not None) + has_second
+
+    def words(self) -> str:
+        """Return what it is in a few words."""
+        is_mlp = self.activated is not None and self.activated.second is not None
+        parts = ["modulation"] * (self.reading.modulation is not None)
+        parts += ["residual"] * (self.total is not None)
+        if self.activated is not None:
+            parts.append(self.activated.name)
+            parts += ["residual after"] * (self.activated.residual is not None)
+        else:
+            parts.append(f"{len(self.reading.products)} Linear")
+        return f"{'norm_mlp' if is_mlp else 'norm_linear'}: {', '.join(parts)}"
+
+
+class Rewritten(NamedTuple):
+    """What became of a norm.
+
+    Attributes:
+        calls: What stands in its place.
+        bytes_saved: Of tensors that a forward does not write any more.
+        ops_before: Ops that ran before.
+        ops_after: Kernels and products that run now.
+    """
+
+    calls: list[Call]
+    bytes_saved: int
+    ops_before: int
+    ops_after: int

@@ -1,0 +1,49 @@
+"""What ops of a graph cost: counted by the sizes that a graph was traced with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from fused_norm.models.forms import form, is_noop, value
+
+_VIEWS = {
+    *("view", "permute", "transpose", "t", "getitem", "select", "slice", "expand", "chunk"),
+    "split",
+}
+
+
+def hint(size: Any) -> int:
+    """Return a size, of one that is dynamic the one traced with."""
+    if isinstance(size, int):
+        return size
+    found = getattr(size.node, "hint", None)
+    return 1 if found is None else int(found)
+
+
+def count(tensor: Tensor) -> int:
+    """Return how many elements a fake tensor has."""
+    elements = 1
+    for size in tensor.shape:
+        elements *= hint(size)
+    return elements
+
+
+def computes(node: Node) -> bool:
+    """Return whether a node runs something, rather than look at memory in another way."""
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and form(node).kind not in _VIEWS and not is_noop(node)
+
+
+def count_ops(nodes: Iterable[Node]) -> int:
+    """Return how many of some nodes run something."""
+    return sum(map(computes, nodes))
+
+
+def bytes_written(nodes: Iterable[Node]) -> int:
+    """Return the bytes of the tensors that some nodes write."""
+    tensors = [value(node) for node in nodes if computes(node)]
+    return sum(count(t) * t.dtype.itemsize for t in tensors if isinstance(t, Tensor))

@@ -1,0 +1,73 @@
+"""Puts nodes into a graph, and finds what they stand for: fake tensors, by running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fused_norm.models.flow import Flow
+from fused_norm.models.forms import value
+
+_KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
+
+
+class Emitter:
+    """Puts nodes into a graph where the graph inserts.
+
+    Args:
+        graph: The graph.
+        flow: What is known of it, which takes the new nodes up.
+    """
+
+    def __init__(self, graph: Graph, flow: Flow) -> None:
+        self.graph, self.flow = graph, flow
+        self.made: list[Node] = []
+
+    def put(
+        self,
+        target: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        like: Node,
+    ) -> Node:
+        """Return a new node.
+
+        Args:
+            target: A function, or the name of a method.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+            like: A node under the same modes, of whose module the new one is taken to be.
+
+        Raises:
+            RuntimeError: As the target does for such arguments; so with other errors.
+        """
+        if isinstance(target, str):
+            node = self.graph.call_method(target, args, kwargs)
+        else:
+            node = self.graph.call_function(target, args, kwargs)
+        self.made.append(node)
+        key = "val" if "val" in like.meta else "example_value"
+        node.meta = {name: like.meta[name] for name in _KEPT if name in like.meta}
+        self.flow.add(node, like)
+        given_args, given_kwargs = map_arg((args, kwargs), value)
+        mode = getattr(value(like), "fake_mode", None)
+        with torch.no_grad(), self.flow.autocast(like), mode or nullcontext():
+            if isinstance(target, str):
+                node.meta[key] = getattr(given_args[0], target)(*given_args[1:], **given_kwargs)
+            else:
+                node.meta[key] = target(*given_args, **given_kwargs)
+        return node
+
+    def forget(self, count: int = 0) -> None:
+        """Take new nodes out of the graph again.
+
+        Args:
+            count: How many of them stay.
+        """
+        while len(self.made) > count:
+            self.graph.erase_node(self.made.pop())

@@ -1,0 +1,353 @@
+"""The normal form of a graph's nodes: one name and named arguments, however a model wrote an op.
+
+Dynamo's graphs hold functions (`torch.add`, `operator.add`) and methods (`x.add`), exported ones
+ATen's overloads (`aten.add.Tensor`). What reads a graph here asks for the form and sees `add` with
+`input` and `other`. Nothing is rewritten for it: a site that is left stays as it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+# Names of arguments in the order of positions, with defaults where callers leave them out.
+_SIGNATURES: dict[str, str] = {
+    "linear": "input weight bias",
+    "addmm": "input mat1 mat2",
+    "matmul": "input other",
+    "layer_norm": "input normalized_shape weight bias eps",
+    "rms_norm": "input normalized_shape weight eps",
+    "add": "input other",
+    "sub": "input other",
+    "mul": "input other",
+    "div": "input other",
+    "addcmul": "input tensor1 tensor2",
+    "pow": "input exponent",
+    "rsqrt": "input",
+    "sqrt": "input",
+    "square": "input",
+    "mean": "input dim keepdim",
+    "var": "input dim unbiased keepdim",
+    "gelu": "input approximate",
+    "silu": "input",
+    "relu": "input",
+    "sigmoid": "input",
+    "tanh": "input",
+    "erf": "input",
+    "dropout": "input p training",
+    "view": "input",
+    "permute": "input dims",
+    "transpose": "input dim0 dim1",
+    "t": "input",
+    "roll": "input shifts dims",
+    "getitem": "input index",
+    "select": "input dim index",
+    "slice": "input dim start end step",
+    "expand": "input",
+    "cast": "input",
+    "contiguous": "input",
+    "clone": "input",
+    "chunk": "input chunks dim",
+    "split": "input split_size dim",
+    "cat": "tensors dim",
+    "pad": "input pad",
+    "attention": "query key value",
+}
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "linear": (F.linear, torch._C._nn.linear),
+    "addmm": (torch.addmm,),
+    "matmul": (torch.matmul, operator.matmul, torch.mm),
+    "layer_norm": (F.layer_norm, torch.layer_norm),
+    "rms_norm": (F.rms_norm, torch.rms_norm),
+    "add": (operator.add, operator.iadd, torch.add),
+    "sub": (operator.sub, torch.sub, torch.subtract),
+    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply),
+    "div": (operator.truediv, torch.div, torch.divide, torch.true_divide),
+    "addcmul": (torch.addcmul,),
+    "pow": (operator.pow, torch.pow),
+    "rsqrt": (torch.rsqrt,),
+    "sqrt": (torch.sqrt,),
+    "square": (torch.square,),
+    "mean": (torch.mean,),
+    "var": (torch.var,),
+    "gelu": (F.gelu, torch._C._nn.gelu),
+    "silu": (F.silu,),
+    "relu": (F.relu, torch.relu),
+    "sigmoid": (F.sigmoid, torch.sigmoid),
+    "tanh": (F.tanh, torch.tanh),
+    "erf": (torch.erf,),
+    "dropout": (F.dropout, torch.dropout),
+    "view": (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze),
+    "permute": (torch.permute,),
+    "transpose": (torch.transpose, torch.swapaxes),
+    "t": (torch.t, torch.ops.aten.numpy_T),
+    "roll": (torch.roll,),
+    "getitem": (operator.getitem,),
+    "clone": (torch.clone,),
+    "chunk": (torch.chunk,),
+    "split": (torch.split,),
+    "cat": (torch.cat, torch.concat),
+    "pad": (F.pad, torch._C._nn.pad),
+    "attention": (F.multi_head_attention_forward,),
+}
+# Methods and ATen's ops that are called otherwise than their kind.
+_NAMES: dict[str, str] = {
+    **dict.fromkeys(["view", "reshape", "flatten", "unsqueeze", "squeeze", "view_as"], "view"),
+    **dict.fromkeys(["unflatten", "_unsafe_view", "reshape_as"], "view"),
+    **dict.fromkeys(["to", "float", "half", "bfloat16", "double", "type", "type_as"], "cast"),
+    **dict.fromkeys(["_to_copy"], "cast"),
+    **{"swapaxes": "transpose", "mm": "matmul", "add_": "add", "mul_": "mul"},
+    **{"split_with_sizes": "split", "split_tensor": "split", "expand_as": "expand"},
+    **{"layer_norm": "layer_norm", "rms_norm": "rms_norm"},
+}
+_KINDS = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
+_WRITING_OPERATORS = {
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
+    *(operator.imatmul, operator.setitem),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a node computes.
+
+    Attributes:
+        kind: One name for all ways to write an op, `""` for a node that has no form here.
+        args: Arguments by name, those left out absent.
+    """
+
+    kind: str
+    args: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument, None where it is left out."""
+        return self.args.get(name)
+
+
+_NOTHING = Form("", {})
+
+
+def form(node: Any) -> Form:
+    """Return the form of a node, without a kind where it has none or is no node.
+
+    Args:
+        node: What stands in a graph, or among a node's arguments.
+    """
+    kind = _kind(node)
+    if not kind:
+        return _NOTHING
+    args: dict[str, Any] = dict(zip(_SIGNATURES[kind].split(), node.args, strict=False))
+    for name, value in node.kwargs.items():
+        args["input" if name == "self" else "training" if name == "train" else name] = value
+    return Form(kind, args)
+
+
+def _kind(node: Any) -> str:
+    if not isinstance(node, Node):
+        return ""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op != "call_function":
+        return ""
+    elif isinstance(node.target, torch._ops.OpOverload):
+        if node.target.namespace != "aten":
+            return ""
+        name = node.target.overloadpacket.__name__
+    else:
+        return _KINDS.get(node.target, "")
+    kind = _NAMES.get(name, name)
+    return kind if kind in _SIGNATURES else ""
+
+
+def written(node: Node) -> Any:
+    """Return what a node writes to in place, True where that is not known, None for none.
+
+    Args:
+        node: A node of a graph.
+    """
+    if node.op == "call_method":
+        name = str(node.target)
+        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        return node.args[0] if writes else None
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
+        return node.args[0]
+    if node.kwargs.get("out") is not None:
+        return node.kwargs["out"]
+    if isinstance(target, torch._ops.OpOverload):
+        return (node.args[0] if node.args else True) if target._schema.is_mutable else None
+    name = getattr(target, "__name__", "")
+    writes = name.endswith("_") and not name.startswith("_")
+    return node.args[0] if writes and node.args and is_tensor(node.args[0]) else None
+
+
+def value(node: Any) -> Any:
+    """Return what a node stands for while the graph was traced: of tensors fake ones."""
+    if not isinstance(node, Node):
+        return None
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_tensor(node: Any) -> bool:
+    """Return whether a node stands for a tensor."""
+    return isinstance(value(node), Tensor)
+
+
+def shape(node: Any) -> torch.Size:
+    """Return the shape of a node's tensor."""
+    found: torch.Size = value(node).shape
+    return found
+
+
+def dtype(node: Any) -> torch.dtype:
+    """Return the dtype of a node's tensor."""
+    found: torch.dtype = value(node).dtype
+    return found
+
+
+def are_same(a: Any, b: Any) -> bool:
+    """Return whether two sizes, or tuples of them, are surely equal: no guard is added."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(are_same, a, b))
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
+
+
+def number(argument: Any) -> float | None:
+    """Return the number that an argument is, or that an input stands for, guarded then.
+
+    Where shapes are dynamic Dynamo makes inputs of a module's numbers, as of its eps.
+
+    Args:
+        argument: Of a node.
+    """
+    if isinstance(argument, Node):
+        argument = value(argument)
+        if isinstance(argument, torch.SymFloat):
+            return float(argument)
+    if isinstance(argument, (float, int)) and not isinstance(argument, bool):
+        return float(argument)
+    if isinstance(argument, Tensor):
+        return None
+    return None
+
+
+def is_number(argument: Any, wanted: float) -> bool:
+    """Return whether an argument is a number, to six digits."""
+    found = number(argument)
+    return found is not None and abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted))
+
+
+def pair(node: Any) -> tuple[Any, Any]:
+    """Return both operands of a sum or a product, tensors before numbers."""
+    f = form(node)
+    a, b = f["input"], f["other"]
+    return (b, a) if is_tensor(b) and not is_tensor(a) else (a, b)
+
+
+def other(node: Node, one: Node) -> Any:
+    """Return the operand of a sum or a product beside one of them."""
+    f = form(node)
+    return f["other"] if f["input"] is one else f["input"]
+
+
+def is_plain_sum(node: Any) -> bool:
+    """Return whether a node is a + b, written nowhere in place."""
+    f = form(node)
+    return f.kind == "add" and f.args.get("alpha", 1) == 1 and written(node) is None
+
+
+def is_noop(node: Any) -> bool:
+    """Return whether a node leaves values, dtype and shape as they are."""
+    f = form(node)
+    kind, x = f.kind, f["input"]
+    if kind == "dropout":
+        return f["training"] is False or is_number(f["p"], 0.0)
+    if kind == "pad":
+        return all(isinstance(size, int) and size == 0 for size in f["pad"])
+    if not kind or not is_tensor(node) or not is_tensor(x):
+        return False
+    if kind in ("contiguous", "clone"):
+        return True
+    a, b = value(node), value(x)
+    if kind in ("mul", "div"):
+        one = is_number(f["other"], 1.0) and written(node) is None
+        return bool(one and a.dtype is b.dtype)
+    if kind == "cast":
+        return bool(a.dtype is b.dtype and a.device == b.device)
+    if kind == "getitem":
+        index = f["index"] if isinstance(f["index"], tuple) else (f["index"],)
+        whole = all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in index)
+        return whole and are_same(a.shape, b.shape)
+    if kind == "slice":
+        return f.args.get("step", 1) == 1 and are_same(a.shape, b.shape)
+    return kind in ("view", "expand") and are_same(a.shape, b.shape)
+
+
+def is_cast(node: Any) -> bool:
+    """Return whether a node changes one floating dtype to another, on the same device."""
+    f = form(node)
+    if f.kind != "cast" or not is_tensor(node) or not is_tensor(f["input"]):
+        return False
+    a, b = value(node), value(f["input"])
+    return bool(a.is_floating_point() and b.is_floating_point() and a.device == b.device)
+
+
+def above(node: Any, casts: bool = True) -> Any:
+    """Return what a node takes its values from, up through all that leaves them as they are.
+
+    Args:
+        node: A node, or another argument, which is returned as it is.
+        casts: Whether dtypes may change on the way.
+    """
+    while is_noop(node) or (casts and is_cast(node)):
+        node = form(node)["input"]
+    return node
+
+
+def only_user(node: Node) -> Node | None:
+    """Return the one node that reads another, None where there are more or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def below(node: Node, casts: bool = False) -> Node:
+    """Return the end of a chain of single readers that leave a node's values as they are."""
+    while (user := only_user(node)) is not None and written(user) is None:
+        if not is_noop(user) and not (casts and is_cast(user)):
+            break
+        node = user
+    return node
+
+
+def is_vector(node: Any, features: Any) -> bool:
+    """Return whether a node is a tensor of shape `[features]`."""
+    return is_tensor(node) and value(node).dim() == 1 and are_same(shape(node)[0], features)
+
+
+def is_last(node: Node, x: Any) -> bool:
+    """Return whether a mean or a variance goes over the last dimension of x alone, and keeps it."""
+    f = form(node)
+    dim = f["dim"]
+    if isinstance(dim, (tuple, list)):
+        dim = dim[0] if len(dim) == 1 else None
+    return dim in (-1, value(x).dim() - 1) and f["keepdim"] is True
+
+
+def name(node: Node) -> str:
+    """Return what a node is called in a sentence."""
+    if node.op == "call_function":
+        target: Any = node.target
+        return form(node).kind or str(getattr(target, "__name__", target))
+    return form(node).kind or (str(node.target) if node.op == "call_method" else node.op)

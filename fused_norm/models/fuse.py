@@ -1,0 +1,179 @@
+"""The pass: every norm of a graph, found, and fused with what reads it where that can be."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fused_norm.models.attention import write_out_attention
+from fused_norm.models.calls import Left
+from fused_norm.models.costs import count, hint
+from fused_norm.models.emit import Emitter
+from fused_norm.models.flow import Flow
+from fused_norm.models.forms import above, is_noop, name, value
+from fused_norm.models.norms import Norm, candidates, find_norm
+from fused_norm.models.readers import Readers, find_readers
+from fused_norm.models.rewrite import Rewriter
+from fused_norm.models.sites import Site
+from fused_norm.ops.seam_validation import is_small
+from fused_norm.ops.validation import serves
+
+log = logging.getLogger("fused_norm.models")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a pass may do.
+
+    Attributes:
+        rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
+        small: Whether to fuse calls, too, that PyTorch's ops finish sooner.
+    """
+
+    rounding: str = "once"
+    small: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("once", "model"):
+            raise ValueError(f"rounding must be 'once' or 'model', got {self.rounding!r}")
+
+
+def fuse(module: GraphModule, options: Options) -> list[Site]:
+    """Rewrite the graph of a module, and those that it holds for checkpoints; return its norms.
+
+    A pass that fails leaves the graph as it was, and says so once.
+
+    Args:
+        module: The module, recompiled where its graph changed.
+        options: What may be done.
+    """
+    sites = []
+    for node in module.graph.nodes:
+        body = getattr(module, node.target, None) if node.op == "get_attr" else None
+        if isinstance(body, GraphModule) and _is_checkpoint(node):
+            sites += fuse(body, options)
+    before = _copied(module.graph)
+    try:
+        sites += fuse_graph(module.graph, options)
+        module.graph.lint()
+    except Exception as error:
+        module.graph = before
+        _say_failed(f"{type(error).__name__}: {error}")
+        return []
+    module.recompile()
+    return sites
+
+
+def _copied(graph: Graph) -> Graph:
+    copy = Graph()
+    copied: Any = copy.graph_copy(graph, {}, return_output_node=True)
+    result, output = copied
+    copy.output(result).meta = dict(output.meta)
+    copy._codegen = graph._codegen
+    return copy
+
+
+@functools.cache
+def _say_failed(words: str) -> None:
+    log.warning("a graph runs as it was, for the pass failed: %s", words)
+
+
+def _is_checkpoint(node: Node) -> bool:
+    names = {getattr(user.target, "__name__", "") for user in node.users}
+    return bool(names) and names <= {
+        "tag_activation_checkpoint",
+        "wrap",
+        "wrap_activation_checkpoint",
+    }
+
+
+def fuse_graph(graph: Graph, options: Options) -> list[Site]:
+    """Rewrite one graph; return its norms.
+
+    Args:
+        graph: The graph.
+        options: What may be done.
+    """
+    flow = Flow(graph)
+    write_out_attention(graph, Emitter(graph, flow))
+    flow = Flow(graph)
+    inputs = _fused_inputs(graph)
+    rewriter = Rewriter(
+        graph,
+        flow,
+        options.rounding == "model",
+        lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
+    )
+    sites = []
+    for node in candidates(graph):
+        norm = None if node._erased else find_norm(node)
+        if norm is not None:
+            sites.append(_site(norm, rewriter, options))
+    return sites
+
+
+def _fused_inputs(graph: Graph) -> set[Node]:
+    """Return what the norms read that Linear layers read."""
+    found = set()
+    for node in candidates(graph):
+        norm = find_norm(node)
+        if norm is not None and find_readers(norm).readings:
+            found.add(above(norm.x))
+    return found
+
+
+def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
+    return node in inputs and (node is total or (is_noop(node) and above(node) is total))
+
+
+def _site(norm: Norm, rewriter: Rewriter, options: Options) -> Site:
+    """Rewrite one norm, if that can be; return what became of it."""
+    x = value(norm.x)
+    site = Site(norm.path, norm.kind, tuple(map(str, x.shape)), str(x.dtype).removeprefix("torch."))
+    try:
+        readers = find_readers(norm)
+        site.linears = sum(len(reading.products) for reading in readers.readings)
+        site.linears += len(readers.beyond)
+        _refuse(norm, readers)
+        is_fast = not _is_small(norm, readers)
+        if not (is_fast or options.small):
+            raise Left("so small a call is over sooner by PyTorch's ops")
+        done = rewriter.rewrite(norm, readers)
+    except Left as left:
+        site.reason = str(left)
+    else:
+        site.fused = True
+        site.calls = [call.words() for call in done.calls]
+        site.way = "kernels" if is_fast else "PyTorch's ops, sooner over for so small a call"
+        site.bytes_saved, site.ops_before, site.ops_after = done[1:]
+    return site
+
+
+def _refuse(norm: Norm, readers: Readers) -> None:
+    """Raise what speaks against a norm before anything else.
+
+    Raises:
+        Left: If no Linear layer reads it, or there is no kernel.
+    """
+    if readers.beyond and not readers.readings:
+        raise Left("read by Linear layers through a concatenation")
+    if not readers.readings:
+        names = sorted({name(user) for user, _ in readers.others})
+        raise Left(f"output read by no Linear: {', '.join(names) or 'nothing'}")
+    x, weight = value(norm.x), value(readers.readings[0].products[0].weight)
+    if not serves(x, weight.dtype):
+        raise Left(f"no kernel for {weight.dtype} on {x.device.type}")
+
+
+def _is_small(norm: Norm, readers: Readers) -> bool:
+    """Return whether PyTorch's ops are done before a call of ours starts."""
+    x = value(norm.x)
+    weights = [value(p.weight) for reading in readers.readings for p in reading.products]
+    rows = count(x) // max(hint(x.shape[-1]), 1)
+    follows = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    return is_small(rows * sum(map(count, weights)), x.device, follows)

@@ -1,0 +1,87 @@
+"""Rewrites programs that torch.export made, for AOTInductor or to be run as they are."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fused_norm.functional import norm_linear, norm_mlp
+from fused_norm.models.forms import value
+from fused_norm.models.fuse import Options, fuse_graph
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
+    """Return an exported program with its seams fused; the one given stays as it is.
+
+    Inputs, outputs, parameters and their names are the same. The result holds ops of this package:
+    where it is loaded, `import fused_norm` comes first.
+
+    Args:
+        program: Of `torch.export.export`, dynamic shapes or not.
+        rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
+
+    Returns:
+        A program, for `torch._inductor.aoti_compile_and_package`, `torch.export.save` or a call of
+        its `.module()`.
+
+    Raises:
+        ValueError: If the rounding is not known.
+    """
+    options = Options(rounding=rounding)
+    module = copy.deepcopy(program.graph_module)
+    for node in list(module.graph.nodes):
+        # What was known at export reads every tensor, those that are to vanish too.
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)
+    if fuse_graph(module.graph, options):
+        for node in list(module.graph.nodes):
+            if node.target in (norm_linear, norm_mlp):
+                _lower(module.graph, node)
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    return program._update(module, program.graph_signature)
+
+
+def _lower(graph: Graph, node: Node) -> None:
+    """Put the registered ops that a call of ours comes down to in its place."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = list(node.all_input_nodes)
+
+    def run(*tensors: Any) -> Any:
+        given = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    values = [value(v) for v in inputs]
+    mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+    with torch.no_grad(), mode or nullcontext():
+        fragment = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    known: dict[Node, Any] = {}
+    given = iter(inputs)
+    with graph.inserting_before(node):
+        for each in fragment.graph.nodes:
+            if each.op == "placeholder":
+                known[each] = next(given)
+            elif each.op != "output":
+                known[each] = graph.node_copy(each, known.__getitem__)
+    _give(node, map_arg(fragment.graph.output_node().args[0], known.__getitem__), graph)
+
+
+def _give(node: Node, results: Any, graph: Graph) -> None:
+    """Have results take the place of a node, and of the parts that are taken of it."""
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            _give(user, results[user.args[1]], graph)
+    graph.erase_node(node)

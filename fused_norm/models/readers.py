@@ -1,0 +1,334 @@
+"""Where a norm's rows go: through casts, views and modulation to Linear layers, or elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from fused_norm.models.forms import (
+    above,
+    are_same,
+    form,
+    is_cast,
+    is_noop,
+    is_number,
+    is_plain_sum,
+    is_tensor,
+    only_user,
+    other,
+    pair,
+    shape,
+    value,
+    written,
+)
+from fused_norm.models.norms import Norm
+
+_SHAPE_ONLY = {"size", "dim", "numel", "new_zeros", "new_ones", "new_empty", "new_full"}
+_SHAPE_ONLY |= {"zeros_like", "ones_like", "empty_like"}
+_VIEWS = ("view", "permute", "transpose", "getitem", "select", "slice", "roll", "expand")
+
+
+@dataclass
+class Product:
+    """A Linear layer.
+
+    Attributes:
+        node: The node that multiplies.
+        weight: Shape `[N, K]`, or `[K, N]` where it is transposed.
+        bias: Shape `[N]`, or None.
+        is_transposed: Whether the weight is.
+        out: The result, in the shape of the rows.
+        inner: All nodes that are the layer.
+    """
+
+    node: Node
+    weight: Node
+    bias: Any
+    is_transposed: bool
+    out: Node
+    inner: set[Node] = field(default_factory=set)
+
+
+class Modulation(NamedTuple):
+    """AdaLN's z * (1 + scale) + shift.
+
+    Attributes:
+        scale: Before one is added, and before the views below.
+        scale_views: Views between scale + 1 and the product.
+        shift: Or None.
+        start: The first node of it.
+    """
+
+    scale: Any
+    scale_views: tuple[Node, ...]
+    shift: Any
+    start: Node
+
+
+@dataclass
+class Reading:
+    """Linear layers that read a norm in one way.
+
+    Attributes:
+        source: What they read.
+        views: Views between the norm and them, from the norm on.
+        modulation: Between the norm and them, or None.
+        inner: All nodes between.
+        products: The layers.
+    """
+
+    source: Node
+    views: tuple[Node, ...] = ()
+    modulation: Modulation | None = None
+    inner: set[Node] = field(default_factory=set)
+    products: list[Product] = field(default_factory=list)
+
+
+class Readers(NamedTuple):
+    """All that reads a norm.
+
+    Attributes:
+        readings: By Linear layers.
+        others: Nodes that read it otherwise, each with what it reads, a node between included.
+        shapes: Nodes that need its shape alone, likewise.
+        beyond: Linear layers that read it as a part of concatenated rows.
+    """
+
+    readings: list[Reading]
+    others: list[tuple[Node, Node]]
+    shapes: list[tuple[Node, Node]]
+    beyond: list[Product]
+
+
+def find_readers(norm: Norm) -> Readers:
+    """Return all that reads a norm.
+
+    Args:
+        norm: The norm.
+    """
+    found: dict[tuple[Any, ...], Reading] = {}
+    others: list[tuple[Node, Node]] = []
+    shapes: list[tuple[Node, Node]] = []
+    beyond: list[Product] = []
+
+    def walk(reading: Reading, key: tuple[Any, ...], column: int) -> bool:
+        """Follow the readers of one node; features are at `column` of its dimensions.
+
+        Returns whether a Linear layer is among them; a node that leads to none is read otherwise.
+        """
+        source = reading.source
+        is_row = column == value(source).dim() - 1
+        leads = False
+        for user in list(source.users):
+            if user in norm.inner:
+                continue
+            product = find_product(user, source) if is_row else None
+            if product is not None:
+                group = found.setdefault(key, reading)
+                group.inner |= reading.inner
+                group.products.append(product)
+                leads = True
+                continue
+            mark = len(others), len(shapes)
+            arrives = False
+            if written(user) is not None:
+                pass
+            elif is_noop(user) or is_cast(user):
+                step = () if is_noop(user) else (value(user).dtype,)
+                arrives = walk(_beyond(reading, user, {user}), key + step, column)
+            elif is_row and reading.modulation is None and (m := find_modulation(user, source)):
+                modulation, end, inner = m
+                through = _beyond(reading, end, inner)
+                through.modulation = modulation
+                arrives = walk(through, (*key, end), column)
+            elif (after := _column(user, source, column)) is not None:
+                through = _beyond(reading, user, {user})
+                through.views = (*reading.views, user)
+                how = (user.target, str(user.args[1:]), str(user.kwargs))
+                arrives = walk(through, (*key, how), after)
+            if form(user).kind == "cat" and is_tensor(user):
+                layers = [find_product(each, user) for each in user.users]
+                beyond.extend(layer for layer in layers if layer is not None)
+            if not arrives:
+                del others[mark[0] :], shapes[mark[1] :]
+                is_shape = getattr(user.target, "__name__", user.target) in _SHAPE_ONLY
+                (shapes if is_shape else others).append((user, source))
+            leads |= arrives
+        return leads
+
+    walk(Reading(norm.out), (), value(norm.out).dim() - 1)
+    return Readers(list(found.values()), others, shapes, beyond)
+
+
+def _beyond(reading: Reading, source: Node, inner: set[Node]) -> Reading:
+    return Reading(source, reading.views, reading.modulation, reading.inner | inner)
+
+
+def find_product(node: Node, source: Node) -> Product | None:
+    """Return the Linear layer that a node is, on rows that a node gives; None for others.
+
+    Args:
+        node: A reader of the rows.
+        source: The rows.
+    """
+    f = form(node)
+    if f.kind == "linear" and f["input"] is source:
+        weight, bias = above(f["weight"], casts=False), above(f["bias"], casts=False)
+        if _is_matrix(weight) and weight is not source and bias is not source:
+            return Product(node, weight, bias, False, node, {node})
+    if f.kind == "addmm" and f["mat1"] is source:
+        is_plain = f.args.get("alpha", 1) == 1 and f.args.get("beta", 1) == 1
+        weight, bias = f["mat2"], f["input"]
+        if is_plain and weight is not source and is_tensor(bias) and value(bias).dim() == 1:
+            return _upright(Product(node, weight, bias, True, node, {node}))
+    if f.kind == "matmul" and f["input"] is source and _is_parameter(f["other"]):
+        return _upright(Product(node, f["other"], None, True, node, {node}))
+    # Conv1D: rows are laid out in a matrix, multiplied, and the result is put in shape again.
+    if f.kind == "view" and value(node).dim() == 2 and value(source).dim() > 2:
+        flat = only_user(node)
+        product = None if flat is None else find_product(flat, node)
+        if product is not None and are_same(shape(node)[-1], shape(source)[-1]):
+            end = only_user(product.out)
+            rows = (*shape(source)[:-1], shape(product.out)[-1])
+            if end is not None and form(end).kind == "view" and are_same(tuple(shape(end)), rows):
+                product.out = end
+                product.inner |= {node, end}
+                return product
+    return None
+
+
+def _upright(product: Product) -> Product:
+    """Return the same with the weight itself where the model transposed it."""
+    f = form(product.weight)
+    is_turned = f.kind in ("t", "transpose") and is_tensor(f["input"])
+    if is_turned and value(f["input"]).dim() == 2:
+        product.weight, product.is_transposed = f["input"], False
+    return product
+
+
+def _is_matrix(node: Any) -> bool:
+    return is_tensor(node) and value(node).dim() == 2
+
+
+def _is_parameter(node: Any) -> bool:
+    """Return whether a matrix comes from the graph's inputs alone."""
+    if not _is_matrix(node):
+        return False
+    while form(node).kind in ("t", "transpose", "cast", "permute"):
+        node = form(node)["input"]
+    return isinstance(node, Node) and node.op in ("placeholder", "get_attr")
+
+
+def find_modulation(node: Node, source: Node) -> tuple[Modulation, Node, set[Node]] | None:
+    """Return the modulation that begins at a node, its last node, and its nodes; None for others.
+
+    Args:
+        node: A reader of the rows.
+        source: The rows.
+    """
+    f = form(node)
+    if f.kind != "mul" or not are_same(shape(node), shape(source)):
+        return None
+    scale, views = other(node, source), []
+    while form(scale).kind in _VIEWS and not is_noop(scale):
+        views.append(scale)
+        scale = form(scale)["input"]
+    if not is_plain_sum(scale) or not _spreads(other(node, source), source):
+        return None
+    vector, one = pair(scale)
+    if not is_tensor(vector) or not is_number(one, 1.0):
+        return None
+    end, shift = node, None
+    total = only_user(node)
+    if total is not None and is_plain_sum(total) and _spreads(other(total, node), source):
+        end, shift = total, other(total, node)
+    modulation = Modulation(vector, tuple(reversed(views)), shift, node)
+    return modulation, end, {node, end}
+
+
+def _spreads(node: Any, source: Node) -> bool:
+    """Return whether a tensor broadcasts against rows, each feature to its own."""
+    if not is_tensor(node):
+        return False
+    own, rows = shape(node), shape(source)
+    if not 0 < len(own) <= len(rows) or not are_same(own[-1], rows[-1]):
+        return False
+    leading = zip(own[::-1], rows[::-1], strict=False)
+    return all(are_same(size, 1) or are_same(size, whole) for size, whole in leading)
+
+
+def _column(node: Node, source: Node, column: int) -> int | None:
+    """Return where a view puts the features; None where it is none, or rows do not stay rows."""
+    f = form(node)
+    if f.kind not in _VIEWS or f["input"] is not source or not is_tensor(node):
+        return None
+    before, after = shape(source), shape(node)
+    last = len(after) - 1
+    if f.kind in ("permute", "transpose"):
+        return _permuted(node, column, len(before))
+    if f.kind == "roll":
+        dims = f["dims"] if isinstance(f["dims"], (tuple, list)) else (f["dims"],)
+        keeps = all(d is not None and d % len(before) != column for d in dims)
+        return column if keeps else None
+    if column != len(before) - 1 or last < 0 or not are_same(after[-1], before[-1]):
+        return None
+    if f.kind == "getitem" and not _keeps_features(f["index"], column):
+        return None
+    if f.kind in ("select", "slice") and f.args.get("dim", 0) % len(before) == column:
+        return None
+    return last
+
+
+def _permuted(node: Node, column: int, rank: int) -> int:
+    f = form(node)
+    if f.kind == "transpose":
+        a, b = f["dim0"] % rank, f["dim1"] % rank
+        return b if column == a else a if column == b else column
+    dims: Any = f["dims"] if isinstance(f["dims"], (tuple, list)) else node.args[1:]
+    return [d % rank for d in dims].index(column)
+
+
+def _keeps_features(index: Any, column: int) -> bool:
+    """Return whether an index picks rows, whole ones."""
+    index = index if isinstance(index, tuple) else (index,)
+    picked = [i for i in index if i is not None]
+    if len(picked) == column + 1 and picked[-1] == slice(None):
+        picked = picked[:-1]
+    if len(picked) > column:
+        return False
+    tensors = [i for i in picked if isinstance(i, Node)]
+    if tensors:
+        return len(tensors) == len(picked) and all(
+            is_tensor(i) and value(i).dtype is not torch.bool for i in tensors
+        )
+    return all(
+        isinstance(i, int)
+        or (isinstance(i, slice) and not any(isinstance(p, Node) for p in (i.start, i.stop)))
+        for i in picked
+    )
+
+
+def residual_of(x: Node) -> tuple[Node, Node, Node] | None:
+    """Return a, b and the node of their sum where rows are a + b of one shape and dtype.
+
+    Args:
+        x: What a norm normalizes.
+    """
+    total = x
+    while is_noop(total) and form(total).kind != "clone":
+        total = form(total)["input"]
+    f = form(total)
+    if f.kind != "add" or f.args.get("alpha", 1) != 1:
+        return None
+    a, b = f["input"], f["other"]
+    if not (is_tensor(a) and is_tensor(b)) or a is b:
+        return None
+    like = (value(total).dtype, value(total).device)
+    if not all((value(v).dtype, value(v).device) == like for v in (a, b)):
+        return None
+    if not all(are_same(shape(v), shape(x)) for v in (a, b, total)):
+        return None
+    return a, b, total

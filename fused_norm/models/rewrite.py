@@ -1,0 +1,349 @@
+"""Puts the op family's calls where a graph has norms and Linear layers.
+
+A norm is rewritten as a whole or not at all: all calls are put into the graph beside what they
+stand for, their results are held against it, and only then take its place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fused_norm.functional import norm_linear, norm_mlp
+from fused_norm.models.activations import Activated, find_activated, with_second
+from fused_norm.models.calls import Call, Left, Rewritten
+from fused_norm.models.costs import bytes_written, count_ops
+from fused_norm.models.emit import Emitter
+from fused_norm.models.flow import Flow
+from fused_norm.models.forms import (
+    above,
+    are_same,
+    dtype,
+    form,
+    is_tensor,
+    shape,
+    value,
+    written,
+)
+from fused_norm.models.forms import name as name_of
+from fused_norm.models.norms import Norm
+from fused_norm.models.readers import Product, Readers, Reading, residual_of
+
+# More layers than this normalize once and multiply by themselves as well.
+_MOST_PRODUCTS = 8
+# What comes after the norm can be left out in so many steps, and what comes before it in the last.
+_MOST_SIMPLER = 4
+
+
+@dataclass
+class Rewriter:
+    """Rewrites the norms of one graph, one after another.
+
+    Attributes:
+        graph: The graph.
+        flow: What is known of it.
+        keeps_rounding: Whether rounding that a model does in between is kept.
+        is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
+    """
+
+    graph: Graph
+    flow: Flow
+    keeps_rounding: bool = False
+    is_summed_by_norm: Callable[[Node], bool] = lambda total: False
+    emitter: Emitter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.emitter = Emitter(self.graph, self.flow)
+
+    def rewrite(self, norm: Norm, readers: Readers) -> Rewritten:
+        """Put calls in the place of a norm and all that reads it, and return what changed.
+
+        Args:
+            norm: The norm.
+            readers: What reads it.
+
+        Raises:
+            Left: If it cannot be rewritten, or should not. The graph is as it was.
+        """
+        for less in range(_MOST_SIMPLER + 1):
+            try:
+                calls, dead, swaps = self._try(norm, readers, less)
+                break
+            except Left:
+                # Of a call that cannot stand anywhere, a part of it may.
+                if less == _MOST_SIMPLER:
+                    raise
+        gone = self._swap(norm, readers, calls, swaps, dead)
+        launches = sum(call.launches() for call in calls)
+        put = [node for node in self.emitter.made if node.target not in (norm_linear, norm_mlp)]
+        saved = bytes_written(gone) - bytes_written(put)
+        return Rewritten(calls, saved, count_ops(gone), count_ops(put) - len(calls) + launches)
+
+    def _try(
+        self, norm: Norm, readers: Readers, less: int
+    ) -> tuple[list[Call], set[Node], list[tuple[Node, Node]]]:
+        """Put calls into the graph; return them, what they stand for, and what replaces what."""
+        calls = self._calls(norm, readers, less)
+        dead = set(norm.inner).union(*(call.inner() for call in calls))
+        self.emitter.made.clear()
+        swaps: list[tuple[Node, Node]] = []
+        x = norm.x
+        try:
+            for call in calls:
+                found = self._put(norm, call, x, dead)
+                if call.total is not None:
+                    x = dict(found).get(call.total[2], x)
+                swaps += found
+        except Left:
+            self.emitter.forget()
+            raise
+        except Exception as error:
+            self.emitter.forget()
+            raise Left(f"{type(error).__name__}: {error}") from error
+        return calls, dead, swaps
+
+    def _calls(self, norm: Norm, readers: Readers, less: int) -> list[Call]:
+        """Return the calls that a norm and its readers become, with less and less taken in."""
+        low = dtype(norm.out).itemsize < 4
+        if self.keeps_rounding and norm.is_rounded:
+            raise Left("rounded between the norm and its weight")
+        calls = []
+        for reading in readers.readings:
+            self._check(norm, reading)
+            if self.keeps_rounding and low and reading.modulation is not None:
+                raise Left("rounded between the norm and its modulation")
+            call = Call(reading)
+            if not (self.keeps_rounding and low):
+                call.activated = self._activated(norm, reading)
+            calls.append(call)
+        first = calls[0]
+        if readers.others:
+            self._expose(readers, calls)
+        if less < _MOST_SIMPLER and not any(call.reading.views for call in calls):
+            first.total = self._total(norm)
+        activated = first.activated
+        own = None if first.total is None else first.total[2]
+        if activated is not None and own is not None and above(activated.residual) is own:
+            # A call cannot add at its end the sum that it makes itself.
+            first.activated = activated.simpler
+        for call in calls:
+            for _ in range(less):
+                call.activated = call.activated and call.activated.simpler
+        if first.total is not None:
+            gone = norm.inner | first.inner()
+            first.returns_sum = len(calls) > 1 or any(u not in gone for u in first.total[2].users)
+        return calls
+
+    def _check(self, norm: Norm, reading: Reading) -> None:
+        products = reading.products
+        if len(products) > _MOST_PRODUCTS:
+            raise Left(f"{len(products)} Linear layers, for which normalizing once is cheaper")
+        nodes = [norm.anchor, *reading.inner, *(p.node for p in products)]
+        if not self.flow.are_under_same_modes(nodes):
+            raise Left("autocast or the recording of gradients changes between norm and Linear")
+        m = reading.modulation
+        if m is not None and any(view > m.start for view in reading.views):
+            raise Left("a view lies between the modulation and the Linear layer")
+        for tensor in (norm.x, norm.gamma, norm.beta, *(p.weight for p in products)):
+            kind = type(value(tensor))
+            if kind.__name__ not in ("FakeTensor", "Tensor", "Parameter", "NoneType"):
+                raise Left(f"weight is a subclass: {kind.__name__}")
+
+    def _activated(self, norm: Norm, reading: Reading) -> Activated | None:
+        products = reading.products
+        found = find_activated(products)
+        if found is None or not self.flow.are_under_same_modes([norm.anchor, *found.inner]):
+            return None
+        more = with_second(found, lambda total: not self.is_summed_by_norm(total))
+        is_same = self.flow.are_under_same_modes([norm.anchor, *more.inner])
+        return more if is_same else found
+
+    def _expose(self, readers: Readers, calls: list[Call]) -> None:
+        """Have one call return the normalized rows, which others read, too."""
+        for user, _ in readers.others:
+            if written(user) is not None:
+                raise Left("the normalized rows are written in place")
+        for call in calls:
+            if all(
+                above(source, casts=False) is above(call.reading.source, casts=False)
+                for _, source in readers.others
+            ):
+                call.returns_norm = True
+                return
+        kinds = sorted({name_of(user) for user, _ in readers.others})
+        raise Left(f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}")
+
+    def _total(self, norm: Norm) -> tuple[Node, Node, Node] | None:
+        """Return both summands and the node of the sum that a norm reads, if a call may add."""
+        found = residual_of(norm.x)
+        if found is None:
+            return None
+        total = found[2]
+        target = written(total)
+        if target is not None and self.flow.is_seen_after(target, total):
+            return None
+        return found if self.flow.are_under_same_modes([total, norm.anchor]) else None
+
+    def _put(self, norm: Norm, call: Call, x: Node, dead: set[Node]) -> list[tuple[Node, Node]]:
+        """Put a call into the graph; return what it replaces, and by what."""
+        reading, total, activated = call.reading, call.total, call.activated
+        products = reading.products if activated is None else activated.products
+        second = None if activated is None else activated.second
+        modulation = reading.modulation
+        tensors = (
+            [x, norm.gamma, norm.beta] if total is None else [*total[:2], norm.gamma, norm.beta]
+        )
+        for product in (*products, *([] if second is None else [second])):
+            tensors += [product.weight, product.bias]
+        for view in reading.views:
+            tensors += [v for v in view.all_input_nodes if v is not form(view)["input"]]
+        if modulation is not None:
+            tensors += [modulation.scale, modulation.shift]
+        if activated is not None:
+            tensors.append(activated.residual)
+        nodes = [t for t in tensors if isinstance(t, Node)]
+        replaced = call.results() + ([] if total is None else [total[2]] * call.returns_sum)
+        place = self._place(norm, call, nodes, replaced, dead)
+        with self.graph.inserting_before(place):
+            return self._emit(norm, call, x)
+
+    def _place(
+        self, norm: Norm, call: Call, nodes: list[Node], replaced: list[Node], dead: set[Node]
+    ) -> Node:
+        """Return the node before which the call can stand."""
+        first = min(product.node for product in call.reading.products)
+        readers = {u for r in replaced for u in r.users if u not in dead}
+        if call.returns_norm:
+            readers |= {u for u in call.reading.source.users if u not in dead}
+        earliest = min([first, *readers])
+        late = [node for node in nodes if node >= earliest]
+        if late:
+            raise Left(f"{late[0]} is computed after a result is read by {earliest}")
+        if not self.flow.are_under_same_modes([first, earliest]):
+            raise Left("read under another autocast or recording of gradients")
+        begin = min(norm.inner if call.total is None else {*norm.inner, call.total[2]})
+        end = max(self._last(call), earliest)
+        if self.flow.is_written(nodes, min(begin, earliest), end, but=dead):
+            raise Left("an operand is written in between")
+        return earliest
+
+    @staticmethod
+    def _last(call: Call) -> Node:
+        return (
+            max(product.node for product in call.reading.products)
+            if not call.activated
+            else max(call.activated.inner | {product.node for product in call.reading.products})
+        )
+
+    def _emit(self, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
+        reading, activated = call.reading, call.activated
+        like = norm.anchor
+
+        def put(target: Any, *args: Any, **kwargs: Any) -> Node:
+            return self.emitter.put(target, args, kwargs, like)
+
+        def again(view: Node, on: Node) -> Node:
+            # What was a view of contiguous rows may not be one of x.
+            target = "reshape" if view.target == "view" else view.target
+            if target is torch.ops.aten.view.default:
+                target = torch.ops.aten.reshape.default
+            return put(target, on, *view.args[1:], **view.kwargs)
+
+        def upright(product: Product) -> Node:
+            return put("t", product.weight) if product.is_transposed else product.weight
+
+        residual = None
+        if call.total is not None:
+            x, residual = call.total[:2]
+        for view in reading.views:
+            x = again(view, x)
+        options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
+        options |= {"norm_weight": norm.gamma, "norm_bias": norm.beta, "residual": residual}
+        options |= {"weight_offset": norm.offset, "activation": activated and activated.name}
+        options |= {"return_sum": call.returns_sum, "return_norm": call.returns_norm}
+        if reading.modulation is not None:
+            scale = reading.modulation.scale
+            for view in reading.modulation.scale_views:
+                scale = again(view, scale)
+            options |= {"scale": scale, "shift": reading.modulation.shift}
+        products = reading.products if activated is None else activated.products
+        weight: Any = [upright(product) for product in products]
+        bias: Any = [product.bias for product in products]
+        if activated is not None and activated.is_swapped:
+            half = shape(weight[0])[0] // 2
+            parts = slice(half, None), slice(None, half)
+            weight = [put(operator.getitem, weight[0], part) for part in parts]
+            bias = [b and put(operator.getitem, b, part) for b in bias for part in parts]
+        if len(weight) == 1:
+            weight, bias = weight[0], bias[0]
+        target: Callable[..., Any] = norm_linear
+        arguments = [x, weight, bias]
+        if activated is not None and activated.second is not None:
+            second = activated.second
+            target = norm_mlp
+            arguments += [upright(second), second.bias]
+            options["residual_out"] = activated.residual
+        defaults = {"normalization": "layer_norm", "weight_offset": 0.0}
+        kwargs = {
+            name: each
+            for name, each in options.items()
+            if not (each is None or each is False or each == defaults.get(name))
+            or (name == "eps" and each is None)
+        }
+        result = put(target, *arguments, **kwargs)
+        old = call.results()
+        extras = [call.total[2]] * call.returns_sum if call.total is not None else []
+        extras += [reading.source] * call.returns_norm
+        rest: list[Node] = []
+        if extras:
+            first = put(operator.getitem, result, 0)
+            rest = [put(operator.getitem, result, i + 1) for i in range(len(extras))]
+            result = first
+        new = [result]
+        if len(old) > 1:
+            new = [put(operator.getitem, result, i) for i in range(len(old))]
+        return [
+            (node, self._fitting(node, by, put))
+            for node, by in zip([*old, *extras], [*new, *rest], strict=True)
+        ]
+
+    @staticmethod
+    def _fitting(old: Node, new: Node, put: Callable[..., Node]) -> Node:
+        """Return what takes the place of a node: the same shape and dtype."""
+        if not is_tensor(new) or dtype(new) is not dtype(old):
+            raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
+        if not are_same(tuple(shape(old)), tuple(shape(new))):
+            raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
+        return new
+
+    def _swap(
+        self,
+        norm: Norm,
+        readers: Readers,
+        calls: Iterable[Call],
+        swaps: list[tuple[Node, Node]],
+        dead: set[Node],
+    ) -> list[Node]:
+        """Have the results of calls take the place of what they stand for; return what goes."""
+        sources = {call.reading.source for call in calls if call.returns_norm}
+        totals = [call.total for call in calls if call.total is not None]
+        like = totals[0][0] if totals else norm.x
+        for user, source in readers.shapes:
+            user.replace_input_with(source, like)
+        for old, new in swaps:
+            if old in sources:
+                for user, source in readers.others:
+                    user.replace_input_with(source, new)
+            else:
+                old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in dead)
+        gone = []
+        for node in sorted(dead, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+                gone.append(node)
+        return gone

@@ -1,0 +1,107 @@
+"""Hugging Face's ways to a model: Trainer, accelerate, generate, adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fused_norm as fn
+from fused_norm.models import backend
+
+transformers = pytest.importorskip("transformers", reason="uv sync --group models")
+pytestmark = pytest.mark.filterwarnings("ignore")
+EAGER = {"then": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    """Register the backend where the checkout is not installed."""
+    from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend, register_backend
+
+    torch._dynamo.reset()
+    if _COMPILER_FNS.get("fused_norm") is not backend:
+        _COMPILER_FNS.pop("fused_norm", None)
+        register_backend(backend, name="fused_norm")
+    assert lookup_backend("fused_norm") is backend
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_generate_gives_the_same_tokens() -> None:
+    model = llama().eval()
+    ids = torch.randint(3, 97, (2, 5))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    model.forward = torch.compile(model.forward, backend="fused_norm", options=EAGER)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = torch.arange(index, index + 8) % 97
+        return {"input_ids": ids, "labels": ids}
+
+
+def trained(model: nn.Module, path: Path) -> list[torch.Tensor]:
+    arguments = transformers.TrainingArguments(
+        str(path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    transformers.Trainer(model=model, args=arguments, train_dataset=Rows()).train()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="uv sync --group models")
+    model = llama()
+    twin = copy.deepcopy(model)
+    # `torch_compile_backend` takes names of accelerate's own list alone, so that the model is told.
+    twin.compile(backend="fused_norm", options=EAGER)
+    for a, b in zip(trained(model, tmp_path), trained(twin, tmp_path), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="uv sync --group models")
+    model = llama()
+    twin = copy.deepcopy(model)
+    twin.compile(backend="fused_norm", options=EAGER)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare_model(twin)
+    ids = torch.randint(3, 97, (2, 5))
+    model(input_ids=ids, labels=ids).loss.backward()
+    accelerator.backward(prepared(input_ids=ids, labels=ids).loss)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_are_seen() -> None:
+    peft = pytest.importorskip("peft", reason="uv sync --group models")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama(), config).eval()
+    ids = torch.randint(3, 97, (2, 5))
+    report = fn.explain(model, input_ids=ids)
+    assert report.sites[0].linears == 5
+    assert all(site.fused for site in report.sites), report
+    compiled = torch.compile(model, backend="fused_norm", options=EAGER)
+    torch.testing.assert_close(
+        compiled(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-5
+    )

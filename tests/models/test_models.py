@@ -1,0 +1,45 @@
+"""Whole models that others wrote: what is fused in them, and that it computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+for needed in ("transformers", "timm", "diffusers"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed: uv sync --group models")
+
+from compare import compare  # noqa: E402
+from zoo import ZOO  # noqa: E402
+
+CENSUS = json.loads((Path(__file__).parents[2] / "benchmarks" / "census.json").read_text())
+COUNTED = {row["model"]: row for row in CENSUS["models"]}
+# One of each family and form: Conv1D, gates, gamma around zero, post-norm, views, AdaLN.
+SOME = [
+    *("GPT-2", "GPT-J", "LLaMA-3", "Gemma 2", "Mixtral", "BERT", "ViT", "torchvision ViT"),
+    *("T5", "Whisper", "timm ConvNeXt", "nn.TransformerEncoder pre-LN", "DiT", "Flux"),
+]
+# Of the models' own.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in ZOO if n not in SOME)]
+)
+def test_model(name: str) -> None:
+    """Outputs and every gradient are those of the model untouched; no site is lost."""
+    found = compare(name)
+    assert found.output_error < 2e-5
+    assert found.gradient_error < 1e-3
+    fused = sum(site.fused for site in found.with_linear)
+    reasons = [(site.path, site.reason) for site in found.with_linear if not site.fused]
+    assert fused >= COUNTED[name]["fused"], reasons
+    assert found.graphs == COUNTED[name]["graphs"]
+
+
+def test_census_is_of_all_models() -> None:
+    assert COUNTED.keys() == ZOO.keys()
+    total = CENSUS["total"]
+    assert total["fused"] == sum(row["fused"] for row in COUNTED.values())
+    assert total["fused"] >= 0.95 * total["read by Linear"]

@@ -1,0 +1,471 @@
+"""Each way to write a norm and what is around it: what it becomes, and that values stay."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.models import Site, backend
+
+K, N = 24, 40
+Function = Callable[..., Any]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return what the functions below take: rows, and parameters of all sizes."""
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"x": (2, 5, K), "r": (2, 5, K), "g": (K,), "b": (K,), "w": (N, K), "v": (N, K)},
+        **{"c": (N,), "d": (N,), "p": (2 * N, K), "o": (K, N), "e": (K,), "s": (2, K), "t": (2, K)},
+    }
+    found = {name: 0.5 * torch.randn(shape) for name, shape in shapes.items()}
+    return {name: v.to(dtype).requires_grad_() for name, v in found.items()}
+
+
+def run(function: Function, p: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return results and gradients of a function of some parameters by their names."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    given = {name: p[name].detach().clone().requires_grad_() for name in names}
+    outputs = run.compiled(*given.values()) if run.compiled else function(*given.values())
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    generator = torch.Generator().manual_seed(1)
+    dys = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
+    torch.autograd.backward(outputs, dys)
+    return outputs, {name: v.grad for name, v in given.items() if v.grad is not None}
+
+
+run.compiled = None  # type: ignore[attr-defined]
+
+
+def fused(function: Function, p: dict[str, Tensor], **options: Any) -> list[Site]:
+    """Hold a function against itself compiled; return what became of its norms."""
+    sites: list[Site] = []
+    how = {"then": "eager", **options}
+    torch._dynamo.reset()
+    expected = run(function, p)
+    run.compiled = torch.compile(  # type: ignore[attr-defined]
+        function, backend=functools.partial(backend, options=how, sites=sites), fullgraph=True
+    )
+    try:
+        found = run(function, p)
+    finally:
+        run.compiled = None  # type: ignore[attr-defined]
+    for a, b in zip(expected[0], found[0], strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-5, atol=2e-5)
+    assert expected[1].keys() == found[1].keys()
+    for name, a in expected[1].items():
+        torch.testing.assert_close(found[1][name], a, rtol=1e-4, atol=1e-4, msg=name)
+    return sites
+
+
+def llama(x: Tensor, g: Tensor) -> Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return g * h.to(x.dtype)
+
+
+def gemma(x: Tensor, g: Tensor) -> Tensor:
+    h = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (h * (1.0 + g.float())).type_as(x)
+
+
+def t5(x: Tensor, g: Tensor) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return g * (x * torch.rsqrt(variance + 1e-6))
+
+
+def by_power(x: Tensor, g: Tensor) -> Tensor:
+    return x * torch.pow((x * x).mean(-1, keepdim=True) + 1e-6, -0.5) * g
+
+
+def by_root(x: Tensor, g: Tensor) -> Tensor:
+    return x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + 1e-6) * g
+
+
+def nemotron(x: Tensor, g: Tensor) -> Tensor:
+    return F.layer_norm(x, (K,), g + 1, g * 0.5, 1e-5)
+
+
+def cohere(x: Tensor, g: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    return g * ((x - mean) * torch.rsqrt(variance + 1e-5))
+
+
+def by_variance(x: Tensor, g: Tensor) -> Tensor:
+    y = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    return y * g
+
+
+def olmo(x: Tensor, g: Tensor) -> Tensor:
+    return F.layer_norm(x.to(torch.float32), (K,), None, None, eps=1e-5).to(x.dtype) * g
+
+
+NORMS = [llama, gemma, t5, by_power, by_root, nemotron, cohere, by_variance, olmo]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)
+def test_norm_written_out(norm: Function) -> None:
+    def function(x: Tensor, g: Tensor, w: Tensor, c: Tensor) -> Tensor:
+        return F.linear(norm(x, g), w, c)
+
+    (site,) = fused(function, parameters())
+    assert site.fused, site.reason
+    assert site.kind == ("layer_norm" if norm in NORMS[5:] else "rms_norm")
+
+
+@pytest.mark.parametrize("norm", [llama, gemma, t5], ids=lambda norm: norm.__name__)
+def test_bfloat16_is_no_less_exact(norm: Function) -> None:
+    """Rounding once is nearer to the truth than the model's own rounding in between."""
+    p = parameters(torch.bfloat16)
+
+    def function(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        return F.linear(norm(x, g).to(x.dtype), w)
+
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
+    )
+    given = (p["x"], p["g"], p["w"])
+    exact = function(*(v.double() for v in given)) if norm is not gemma else None
+    if exact is None:
+        wide = [v.double() for v in given]
+        h = wide[0] * torch.rsqrt(wide[0].pow(2).mean(-1, keepdim=True) + 1e-6)
+        exact = F.linear(h * (1 + wide[1]), wide[2])
+    own = (function(*given).double() - exact).norm()
+    ours = (compiled(*given).double() - exact).norm()
+    assert sites[0].fused, sites[0].reason
+    assert ours <= 2 * own
+
+
+def normed(x: Tensor, g: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, (K,), g, b, 1e-5)
+
+
+def residual(x, r, g, b, w, c):
+    s = x + r
+    return F.linear(normed(s, g, b), w, c), s
+
+
+def residual_in_place(x, r, g, b, w, c):
+    s = x * 2
+    s += r
+    return F.linear(normed(s, g, b), w, c), s
+
+
+def several(x, r, g, b, w, c, v):
+    z = normed(x + r, g, b)
+    return F.linear(z, w, c), F.linear(z, v)
+
+
+def activation(x, g, b, w, c):
+    return F.gelu(F.linear(normed(x, g, b), w, c), approximate="tanh")
+
+
+def tanh_by_hand(x, g, b, w, c):
+    h = F.linear(normed(x, g, b), w, c)
+    return 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
+
+
+def quick_gelu(x, g, b, w, c):
+    h = F.linear(normed(x, g, b), w, c)
+    return h * torch.sigmoid(1.702 * h)
+
+
+def gated(x, g, b, w, v):
+    z = normed(x, g, b)
+    return F.silu(F.linear(z, w)) * F.linear(z, v)
+
+
+def gated_up_first(x, g, b, w, c, v, d):
+    z = normed(x, g, b)
+    return F.linear(z, v, d) * F.gelu(F.linear(z, w, c))
+
+
+def packed_gate_first(x, g, b, p):
+    gate, up = F.linear(normed(x, g, b), p).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def packed_gate_last(x, g, b, p):
+    up, gate = F.linear(normed(x, g, b), p).chunk(2, dim=-1)
+    return up * F.gelu(gate)
+
+
+def mlp(x, r, g, b, w, c, o, e):
+    s = x + r
+    h = F.relu(F.linear(normed(s, g, b), w, c))
+    return F.linear(F.dropout(h, 0.0), o, e), s
+
+
+def mlp_with_residual(x, g, b, w, c, o, e):
+    return x + F.linear(F.gelu(F.linear(normed(x, g, b), w, c)), o, e)
+
+
+def mlp_with_own_sum(x, r, g, b, w, c, o, e):
+    s = x + r
+    return s + F.linear(F.gelu(F.linear(normed(s, g, b), w, c)), o, e)
+
+
+def dit(x, g, b, s, t, w, c):
+    return F.linear(normed(x, g, b) * (1 + s[:, None]) + t[:, None], w, c)
+
+
+def cogvideo(x, s, t, w, c):
+    return F.linear(normed(x, None, None) * (1 + s)[:, None, :] + t[:, None, :], w, c)
+
+
+def conv1d(x, g, b, w, c):
+    rows = normed(x, g, b).view(-1, K)
+    return torch.addmm(c, rows, w.t().contiguous()).view(2, 5, N)
+
+
+def product(x, g, b, w):
+    return normed(x, g, b) @ w.t()
+
+
+def windows(x, g, b, w, c):
+    z = normed(x, g, b).transpose(0, 1).reshape(5, 2, 1, K)
+    return F.linear(z, w, c)
+
+
+def first_row(x, g, b, w, c):
+    return F.linear(normed(x, g, b)[:, 0], w, c)
+
+
+def read_elsewhere(x, g, b, w, c):
+    z = normed(x, g, b)
+    return F.linear(z, w, c), z * 2
+
+
+def with_shape(x, g, b, w, c):
+    z = normed(x, g, b)
+    return F.linear(z, w, c) + torch.zeros_like(z)[..., :1]
+
+
+FORMS = {
+    residual: "norm_linear: residual, 1 Linear",
+    residual_in_place: "norm_linear: residual, 1 Linear",
+    several: "norm_linear: residual, 2 Linear",
+    activation: "norm_linear: gelu_tanh",
+    tanh_by_hand: "norm_linear: gelu_tanh",
+    quick_gelu: "norm_linear: quick_gelu",
+    gated: "norm_linear: swiglu",
+    gated_up_first: "norm_linear: geglu",
+    packed_gate_first: "norm_linear: swiglu",
+    packed_gate_last: "norm_linear: geglu",
+    mlp: "norm_mlp: residual, relu",
+    mlp_with_residual: "norm_mlp: gelu, residual after",
+    mlp_with_own_sum: "norm_mlp: residual, gelu",
+    dit: "norm_linear: modulation, 1 Linear",
+    cogvideo: "norm_linear: modulation, 1 Linear",
+    conv1d: "norm_linear: 1 Linear",
+    product: "norm_linear: 1 Linear",
+    windows: "norm_linear: 1 Linear",
+    first_row: "norm_linear: 1 Linear",
+    read_elsewhere: "norm_linear: 1 Linear",
+    with_shape: "norm_linear: 1 Linear",
+}
+
+
+@pytest.mark.parametrize("function", FORMS, ids=lambda function: function.__name__)
+def test_form(function: Function) -> None:
+    (site,) = fused(function, parameters())
+    assert site.fused, site.reason
+    assert site.calls == [FORMS[function]]
+
+
+def test_two_modulations_of_one_norm() -> None:
+    def function(x, g, b, s, t, w, v):
+        z = normed(x, g, b)
+        return F.linear(z * (1 + s[:, None]), w), F.linear(z * (1 + t[:, None]), v)
+
+    (site,) = fused(function, parameters())
+    assert site.calls == ["norm_linear: modulation, 1 Linear"] * 2
+
+
+def test_dynamic_shapes() -> None:
+    p = parameters()
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        mlp,
+        backend=functools.partial(backend, options={"then": "eager"}, sites=sites),
+        dynamic=True,
+    )
+    others = [p[name] for name in ("g", "b", "w", "c", "o", "e")]
+    for rows in (3, 7, 11):
+        x, r = torch.randn(2, rows, K), torch.randn(2, rows, K)
+        found, expected = compiled(x, r, *others), mlp(x, r, *others)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    assert [site.fused for site in sites] == [True]
+
+
+# What must stay as it is.
+
+
+def written_between(x, w, c):
+    s = (x * 1.5).detach()
+    z = F.layer_norm(s, (K,))
+    s.mul_(2)
+    return F.linear(z, w, c) + s[..., :1]
+
+
+def rows_written(x, g, b, w):
+    z = normed(x, g, b)
+    y = F.linear(z, w.detach())
+    return y + z.mul_(2).sum(-1, keepdim=True)
+
+
+def other_axis(x, w):
+    return F.linear(x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6), w)
+
+
+def unbiased(x, w):
+    variance = x.var(-1, keepdim=True)
+    return F.linear((x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance + 1e-6), w)
+
+
+def no_linear(x, g, b):
+    return normed(x, g, b).sin()
+
+
+def product_of_activations(x, g, b, r):
+    return normed(x, g, b) @ r.mT
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (written_between, "an operand is written in between"),
+        (rows_written, "written in place"),
+        (other_axis, None),
+        (unbiased, None),
+        (no_linear, "output read by no Linear: sin"),
+        (product_of_activations, "output read by no Linear: matmul"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_left_as_it_is(function: Function, reason: str | None) -> None:
+    sites = fused(function, parameters())
+    if reason is None:
+        assert not sites
+    else:
+        assert reason in sites[0].reason
+
+
+def test_squared_relu_is_no_relu() -> None:
+    def function(x, g, b, w, c):
+        return F.relu(F.linear(normed(x, g, b), w, c)).square()
+
+    (site,) = fused(function, parameters())
+    assert site.calls == ["norm_linear: 1 Linear"]
+
+
+def test_dropout_in_training_stays() -> None:
+    def function(x, g, b, w, c):
+        return F.linear(F.dropout(normed(x, g, b), 0.5, True), w, c)
+
+    p = parameters()
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    torch.compile(
+        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
+    )(p["x"], p["g"], p["b"], p["w"], p["c"])
+    assert "dropout" in sites[0].reason
+
+
+def test_rounding_of_the_model_is_kept() -> None:
+    def function(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        return F.linear(llama(x, g), w)
+
+    p = parameters(torch.bfloat16)
+    given = (p["x"], p["g"], p["w"])
+    for rounding, is_fused in (("once", True), ("model", False)):
+        sites: list[Site] = []
+        options = {"then": "eager", "rounding": rounding}
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            function, backend=functools.partial(backend, options=options, sites=sites)
+        )
+        y = compiled(*given)
+        assert sites[0].fused is is_fused
+        if rounding == "model":
+            torch.testing.assert_close(y, function(*given), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="rounding must be"):
+        backend(None, [], options={"rounding": "twice"})  # type: ignore[arg-type]
+
+
+def test_autocast_inside_the_graph() -> None:
+    def function(x, r, g, b, w, c, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(normed(x, g, b), w, c)
+        return y.float() + F.linear(normed(r, g, b), v)
+
+    p = parameters()
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
+    )
+    given = [p[name] for name in ("x", "r", "g", "b", "w", "c", "v")]
+    y, expected = compiled(*given), function(*given)
+    assert y.dtype is expected.dtype
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    assert all(site.fused for site in sites), sites
+
+
+def test_autocast_around() -> None:
+    def function(x, g, b, w, c, o, e):
+        return F.linear(F.gelu(F.linear(normed(x, g, b), w, c)), o, e)
+
+    p = parameters()
+    given = [p[name] for name in ("x", "g", "b", "w", "c", "o", "e")]
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = compiled(*given), function(*given)
+    assert y.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+    assert sites[0].fused, sites[0].reason
+
+
+def test_a_pass_that_fails_leaves_the_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr("fused_norm.models.rewrite.Rewriter._swap", fail)
+    with caplog.at_level(logging.WARNING, "fused_norm.models"):
+        assert fused(mlp, parameters()) == []
+    assert "a graph runs as it was, for the pass failed: KeyError" in caplog.text
+
+
+def test_subclasses_are_left() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    weight = TwoTensor(torch.randn(N, K), torch.randn(N, K))
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: F.linear(F.layer_norm(x, (K,)), w),
+        backend=functools.partial(backend, options={"then": "eager"}, sites=sites),
+    )
+    compiled(torch.randn(3, K), weight)
+    assert sites[0].reason == "weight is a subclass: TwoTensor"
+
+
+def test_small_calls_can_be_left() -> None:
+    (site,) = fused(mlp, parameters(), small=False)
+    assert "over sooner" in site.reason
