@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.native import build, cache, node
+from fused_norm.native.cpu_features import bfloat16_product
 
 # MAX's GPU runtime refuses older drivers.
 OLDEST_NVIDIA_DRIVER = 580

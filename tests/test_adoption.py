@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import fused_norm as fn
-from fused_norm.backends import cpu_features
+from fused_norm.native import cpu_features
 from fused_norm.ops import norm_linear
 
 K, N = 24, 10

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fused_norm import backends
 from fused_norm.backends import cpu_seam, passes
-from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
 from fused_norm.call.parameters import Parameters
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
+from fused_norm.native.cpu_features import bfloat16_product
 
 Found = list[Tensor | None]
 

@@ -31,6 +31,7 @@ import torch
 
 from fused_norm.native import cache
 from fused_norm.native.cache import BuildError, cache_dir
+from fused_norm.native.cpu_features import CPU_VARIABLE, compiler_features
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
@@ -41,8 +42,6 @@ DTYPES = {
 }
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
-# Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
-CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
 HOPPER_EXTENSION = "norm_linear_sm90"
 LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 
@@ -79,7 +78,13 @@ class Extension:
         """Where the built extension is kept."""
         target = (self.accelerator or "cpu").replace(":", "_")
         name = self.name if self.norm == LAYER_NORM else f"{self.name}-{self.norm}"
-        return cache_dir() / f"{name}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
+        key = _key(self.accelerator, self.features)
+        return cache_dir() / f"{name}-{self.dtype}-{target}-{key}.so"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features of the CPU to compile for that its model may not tell."""
+        return () if self.accelerator else compiler_features(self.name, self.dtype)
 
 
 def source_root() -> Path:
@@ -187,6 +192,8 @@ def _compile(extension: Extension, output: Path) -> None:
         arguments += ["--target-cpu", _portable_cpu()]
     elif cpu := os.environ.get(CPU_VARIABLE):
         arguments += ["--target-cpu", cpu]
+    if extension.features:
+        arguments += ["--target-features", ",".join(f"+{f}" for f in extension.features)]
     print(
         f"fused_norm: building {extension}, kept in {cache_dir()}",
         file=sys.stderr,
@@ -277,7 +284,7 @@ def gomp_parallel() -> int:
 
 
 @functools.cache
-def _key(accelerator: str | None) -> str:
+def _key(accelerator: str | None, features: tuple[str, ...]) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
@@ -289,6 +296,7 @@ def _key(accelerator: str | None) -> str:
             digest.update(source.read_bytes())
     digest.update(importlib.metadata.version("mojo-compiler").encode())
     digest.update((_portable_cpu() if accelerator else _host_cpu()).encode())
+    digest.update(",".join(features).encode())
     return digest.hexdigest()[:16]
 
 

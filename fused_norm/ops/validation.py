@@ -18,8 +18,8 @@ from torch._C._nn import linear
 from torch.nn import Parameter
 
 from fused_norm import reference
-from fused_norm.backends.cpu_features import bfloat16_product
 from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.native.cpu_features import bfloat16_product
 from fused_norm.ops.registration import is_forward_mode
 
 # Kernels count the elements of a row in 32 bits.

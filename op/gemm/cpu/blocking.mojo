@@ -40,11 +40,21 @@ struct Blocking[dtype: DType]:
     )
     """Whether bfloat16 products are summed in pairs by one instruction."""
 
+    comptime has_tiles = (
+        Self.has_dot
+        and CompilationTarget._has_feature["amx-tile"]()
+        and CompilationTarget._has_feature["amx-bf16"]()
+    )
+    """Whether tile registers multiply blocks of bfloat16 (AMX)."""
+
     comptime operand = DType.bfloat16 if Self.has_dot else Self.accum
     """The type of both operands as packed."""
 
     comptime pair = 2 if Self.has_dot else 1
-    """Consecutive products that one instruction adds to an accumulator."""
+    """Consecutive products that lie beside each other in a panel."""
+
+    comptime step = 32 if Self.has_tiles else Self.pair
+    """Products that one instruction adds to an accumulator; operands are zero up to a multiple."""
 
     comptime width = simd_width_of[Self.accum]()
     """Accumulators in a vector register."""
@@ -54,10 +64,12 @@ struct Blocking[dtype: DType]:
     )
     """Whether 24 accumulators leave registers for the operands."""
 
-    comptime tile_m = 8 if Self.has_32_registers else 4
+    comptime tile_m = (
+        32 if Self.has_tiles else 8 if Self.has_32_registers else 4
+    )
     """Rows of a register tile."""
 
-    comptime tile_vectors = 3
+    comptime tile_vectors = 2 if Self.has_tiles else 3
     """Vector registers across a register tile."""
 
     comptime tile_n = Self.tile_vectors * Self.width
@@ -109,7 +121,7 @@ struct Blocking[dtype: DType]:
         Returns:
             Elements of a panel, the last of which may be narrower.
         """
-        return align_up(depth, Self.pair) * Self.tile_n
+        return align_up(depth, Self.step) * Self.tile_n
 
 
 struct Slabs(TrivialRegisterPassable):

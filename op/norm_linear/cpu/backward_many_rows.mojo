@@ -12,7 +12,9 @@ from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
+from ...gemm.cpu.pack_left import pack_left_panels
 from ...gemm.cpu.product import Packed, multiply_panel
+from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
 from .input_gradient import finish_input_gradient
@@ -41,7 +43,9 @@ def run_many_rows[
     ref plan = job.plan
     var sums = ceildiv(call.N, CHUNK) if plan.weight_tasks > 0 else 0
     team.run(_prepare_part[dtype], _packs(job) + sums, job)
-    team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+    team.run(
+        with_tiles[dtype, _multiply_part[dtype, ThisNorm]], plan.workers, job
+    )
     if call.dgamma != 0 or call.dbeta != 0:
         team.run(_sum_part[dtype], plan.workers, job)
 
@@ -144,9 +148,7 @@ def _add_product[
     var depth = min(block_rows, call.M - m)
     var dy = Matrix[B.operand](room.dy, room.dy_stride)
     var x_hat = buffer[B.operand](room.x_hat)
-    pack_panels[dtype, width=B.tile_m, vectors=1](
-        dy.start, dy.stride, Matrix[dtype](call.dy, call.N), m, n, depth, rows
-    )
+    pack_left_panels[dtype](dy, Matrix[dtype](call.dy, call.N), m, n, depth, rows)
     pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
         x_hat,
         block_rows * B.tile_n,

@@ -29,6 +29,7 @@ from ...gemm.cpu.product import (
     PanelSource,
     multiply_panel,
 )
+from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
@@ -73,7 +74,9 @@ def _forward[dtype: DType, ThisNorm: Norm](call: CallPointer):
         team.run(_normalize_part[dtype, ThisNorm], _chunks(job), job)
     else:
         team.run(_pack_part[dtype], plan.panels * plan.halves, job)
-    team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+    team.run(
+        with_tiles[dtype, _multiply_part[dtype, ThisNorm]], plan.workers, job
+    )
 
 
 def _chunks[dtype: DType](job: _Forward[dtype]) -> Int:

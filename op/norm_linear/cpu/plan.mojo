@@ -288,7 +288,7 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
         self.dbias = arena.take[DType.float64](
             N + B.width if needs_dbias else 0
         )
-        self.dy_stride = align_up(M, B.pair) * B.tile_m
+        self.dy_stride = align_up(M, B.step) * B.tile_m
         self.dy = arena.next
         self.dy_panels = arena.next
         self.z = arena.next

@@ -1,0 +1,74 @@
+"""What the CPU has instructions for: read from its flags, not from the name of a model."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+from pathlib import Path
+
+# Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
+CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
+# What tile products need, by Linux's names and by LLVM's, which takes a masked model for an older.
+_TILE_FEATURES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "avx512_bf16": "avx512bf16"}
+# PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours, without tiles, as float32.
+_BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives tile registers to who asks.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+@functools.cache
+def flags() -> frozenset[str]:
+    """Return the CPU's flags as Linux lists them, nothing where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Feat")))
+    return frozenset(next(found, ()))
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Return whether products of bfloat16 can use tile registers (AMX), and ask Linux for them.
+
+    The permission is the process's, its threads' and its children's.
+    """
+    if CPU_VARIABLE in os.environ or not flags() >= _TILE_FEATURES.keys():
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+def compiler_features(name: str, dtype: str) -> tuple[str, ...]:
+    """Return the features to compile an extension for, besides those of the model of the CPU.
+
+    Args:
+        name: The extension.
+        dtype: Name of its dtype.
+    """
+    if name == "norm_linear_cpu" and dtype == "bfloat16" and has_tiles():
+        return tuple(_TILE_FEATURES.values())
+    return ()
+
+
+def bfloat16_product() -> str | None:
+    """Return the flag of instructions with which PyTorch alone multiplies bfloat16, None for none.
+
+    With them PyTorch's products take half the time of ours, so that calls in bfloat16 are left to
+    PyTorch's own ops. Not so where our product uses tiles as well.
+    """
+    return None if has_tiles() else _first_flag(_BFLOAT16_PRODUCTS)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: it would trace on into
+# the reading of the flags.
+bfloat16_product.__dict__["_dynamo_marked_constant"] = True
+
+
+@functools.cache
+def _first_flag(names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in flags()), None)
