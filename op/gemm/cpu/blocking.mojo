@@ -100,6 +100,18 @@ struct Blocking[dtype: DType]:
         return align_up(columns, line) + line
 
     @staticmethod
+    def row_panel_size(depth: Int) -> Int:
+        """Measures a panel of 16 rows that are packed as columns of tiles.
+
+        Args:
+            depth: Elements of a row.
+
+        Returns:
+            Elements of the panel.
+        """
+        return align_up(depth, Self.step) * 16
+
+    @staticmethod
     def panels(columns: Int) -> Int:
         """Counts the packed panels that cover the columns.
 

@@ -58,6 +58,36 @@ struct Tiles(TrivialRegisterPassable):
         return {address, stride, TILE_BYTES, TILE_ROWS * stride}
 
     @staticmethod
+    def of_row_panels(address: Int, panel: Int) -> Self:
+        """Finds the tiles of rows that are packed as columns, 16 in a panel.
+
+        Args:
+            address: Where the first panel begins.
+            panel: Bytes from a panel to the next.
+
+        Returns:
+            The tiles of up to 32 columns.
+        """
+        return {address, TILE_BYTES, TILES_STEP // 2, panel}
+
+    @always_inline
+    def after(self, steps: Int) -> Self:
+        """Skips steps.
+
+        Args:
+            steps: How many.
+
+        Returns:
+            The tiles from there on.
+        """
+        return {
+            self.address + steps * self.step,
+            self.stride,
+            self.step,
+            self.second,
+        }
+
+    @staticmethod
     def of_left_panel(address: Int) -> Self:
         """Finds the tiles of a panel that `pack_left_panel` packed.
 

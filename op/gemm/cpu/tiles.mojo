@@ -42,9 +42,11 @@ def set_tile_rows(rows: Int):
     config[unsafe_offset=0] = 1  # the only palette there is
     var upper = UInt8(min(rows, TILE_ROWS))
     # A tile of no rows would be none: one that is not used has as many as any.
-    var lower = UInt8(
-        rows - TILE_ROWS
-    ) if TILE_ROWS < rows < TILES_ROWS else UInt8(TILE_ROWS)
+    var lower = (
+        UInt8(rows - TILE_ROWS) if TILE_ROWS
+        < rows
+        < TILES_ROWS else UInt8(TILE_ROWS)
+    )
     comptime for t in range(8):
         var count = UInt8(TILE_ROWS)
         comptime if t == 0 or t == 1 or t == 4:

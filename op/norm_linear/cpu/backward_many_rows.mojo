@@ -148,7 +148,9 @@ def _add_product[
     var depth = min(block_rows, call.M - m)
     var dy = Matrix[B.operand](room.dy, room.dy_stride)
     var x_hat = buffer[B.operand](room.x_hat)
-    pack_left_panels[dtype](dy, Matrix[dtype](call.dy, call.N), m, n, depth, rows)
+    pack_left_panels[dtype](
+        dy, Matrix[dtype](call.dy, call.N), m, n, depth, rows
+    )
     pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
         x_hat,
         block_rows * B.tile_n,

@@ -13,13 +13,21 @@ from std.sys import size_of
 from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
+from ...gemm.cpu.tiles import TILES_ROWS
 from ...passes.activation import GATED
 from ..plan import DECLINED, FUSED
 from .activation import before_activation, is_served
 from .norms import NORMS
+from .tile_columns import TileColumns
 
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
+
+comptime MOST_TASK_COLUMNS = 256
+"""Most columns that a task takes where rows are few and tiles multiply them."""
+
+comptime TILES_WIDTH = 256
+"""Columns whose packed weight stays in the second cache beside a slab of rows, on tiles."""
 
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
@@ -115,6 +123,14 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """The slabs of rows."""
     var slab_rows: Int
     """Most rows that one task computes."""
+    var width: Int
+    """Most columns of y that are computed side by side."""
+    var sum_rows: Int
+    """Rows of sums that a worker keeps for them."""
+    var sum_stride: Int
+    """Distance between those rows."""
+    var task_columns: Int
+    """Columns of y that a task takes where rows are few and tiles multiply them."""
     var gamma: Int
     """Weight of the norm in the type of sums."""
     var beta: Int
@@ -144,22 +160,44 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             call.M, B.tile_m, self.workers, call.K * size_of[B.operand]()
         )
         self.slab_rows = call.M if self.few_rows else self.slabs.most_rows()
+        self.width = B.tile_n
+        self.sum_rows = self.slab_rows
+        self.sum_stride = B.tile_n
+        comptime if B.has_tiles:
+            if not self.few_rows:
+                self.width = TILES_WIDTH
+                self.sum_rows = TILES_ROWS
+            # A line more keeps rows from sharing the same few cache sets.
+            self.sum_stride = self.width + CACHE_LINE // 4
+        self.task_columns = min(
+            MOST_TASK_COLUMNS,
+            align_up(ceildiv(call.N, 4 * self.workers), B.tile_n),
+        )
 
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](call.K)
         self.beta = arena.take[B.accum](call.K)
         var rows = self.slab_rows * B.row_stride(call.K)
+        var own_rows = rows
+        if self.few_rows:
+            own_rows = B.panel_size(B.depth)
+            comptime if B.has_tiles:
+                rows = (
+                    ceildiv(call.M, TILES_ROWS) * 2 * B.row_panel_size(call.K)
+                )
+                own_rows = 0
         self.shared = arena.take[B.operand](
             rows if self.few_rows else self.panels
             * self.halves
             * B.panel_size(call.K)
         )
         self.own = arena.next
-        _ = arena.take[B.accum](self.halves * B.tile_n)
-        _ = arena.take[B.accum](self.halves * self.slab_rows * B.tile_n)
-        _ = arena.take[B.operand](
-            B.panel_size(B.depth) if self.few_rows else rows
-        )
+        _ = arena.take[B.accum](self.halves * self.width)
+        _ = arena.take[B.accum](self.halves * self.sum_rows * self.sum_stride)
+        _ = arena.take[B.operand](own_rows)
+        comptime if B.has_tiles:
+            if self.few_rows:
+                TileColumns[Self.dtype].reserve(arena, call)
         self.own_bytes = arena.next - self.own
         self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE
 
