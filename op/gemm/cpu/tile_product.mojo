@@ -7,6 +7,7 @@ is computed beside it and whichever operand it is that the weight makes: the sam
 
 from std.math import ceildiv
 
+from .beside import Beside, Nothing
 from .blocking import Blocking
 from .epilogue import Output, TileEpilogue
 from .memory import (
@@ -26,6 +27,11 @@ from .tiles import (
     store_tile,
     zero_tile,
 )
+
+comptime STREAM_ROWS = 0
+"""The left operand comes from the second cache, and must not push the right one out of the first."""
+comptime STREAM_COLUMNS = 1
+"""The right one does."""
 
 comptime TILES_STEP = TILES_ROWS * TILE_BYTES
 """Bytes of a panel for one step: two tiles."""
@@ -134,23 +140,19 @@ struct Tiles(TrivialRegisterPassable):
 
 
 @no_inline
-def add_products[
-    rows: Int, columns: Int, *, once: Bool
-](c: Matrix[DType.float32], a: Tiles, b: Tiles, steps: Int, accumulate: Bool):
-    """Computes sums of up to 32 rows and 32 columns.
-
-    Parameters:
-        rows: Tiles of the left operand, 1 or 2.
-        columns: Tiles of the right one, 1 or 2.
-        once: Whether tiles of the left operand are not needed soon again.
-
-    Args:
-        c: The sums.
-        a: The left operand.
-        b: The right one.
-        steps: Steps to take, each of 32 products.
-        accumulate: Whether to add to what `c` holds.
-    """
+def _add_products[
+    rows: Int, columns: Int, Work: Beside, stream: Int
+](
+    c: Matrix[DType.float32],
+    a: Tiles,
+    b: Tiles,
+    steps: Int,
+    accumulate: Bool,
+    mut beside: Work,
+):
+    """Computes sums of some tiles."""
+    comptime rows_once = stream == STREAM_ROWS
+    comptime columns_once = stream == STREAM_COLUMNS
     var stride = c.stride * 4
     comptime for i in range(rows):
         comptime for j in range(columns):
@@ -161,17 +163,18 @@ def add_products[
             else:
                 zero_tile[2 * i + j]()
     for step in range(steps):
-        load_tile[6](b.at[0](step), b.stride)
-        load_tile[4, once=once](a.at[0](step), a.stride)
+        load_tile[6, once=columns_once](b.at[0](step), b.stride)
+        load_tile[4, once=rows_once](a.at[0](step), a.stride)
         multiply_tiles[0, 4, 6]()
         comptime if rows > 1:
-            load_tile[5, once=once](a.at[1](step), a.stride)
+            load_tile[5, once=rows_once](a.at[1](step), a.stride)
             multiply_tiles[2, 5, 6]()
         comptime if columns > 1:
-            load_tile[7](b.at[1](step), b.stride)
+            load_tile[7, once=columns_once](b.at[1](step), b.stride)
             multiply_tiles[1, 4, 7]()
             comptime if rows > 1:
                 multiply_tiles[3, 5, 7]()
+        beside.step()
     comptime for i in range(rows):
         comptime for j in range(columns):
             store_tile[2 * i + j](
@@ -180,8 +183,8 @@ def add_products[
 
 
 @always_inline
-def add_products_of[
-    *, once: Bool
+def add_products[
+    Work: Beside, //, stream: Int
 ](
     c: Matrix[DType.float32],
     a: Tiles,
@@ -190,11 +193,13 @@ def add_products_of[
     columns: Int,
     steps: Int,
     accumulate: Bool,
+    mut beside: Work,
 ):
-    """Computes sums of as many rows and columns as there are.
+    """Computes sums of up to 32 rows and 32 columns.
 
     Parameters:
-        once: Whether tiles of the left operand are not needed soon again.
+        Work: What is done beside.
+        stream: Which operand is not in the first cache, and need not stay there.
 
     Args:
         c: The sums, columns in whole tiles.
@@ -204,6 +209,7 @@ def add_products_of[
         columns: Columns, at most 32.
         steps: Steps to take, each of 32 products.
         accumulate: Whether to add to what `c` holds.
+        beside: What is done beside.
     """
     if rows < TILES_ROWS:
         set_tile_rows(rows)
@@ -212,7 +218,9 @@ def add_products_of[
             if i == 1 + Int(rows > TILE_ROWS) and j == 1 + Int(
                 columns > TILE_ROWS
             ):
-                add_products[i, j, once=once](c, a, b, steps, accumulate)
+                _add_products[i, j, Work, stream](
+                    c, a, b, steps, accumulate, beside
+                )
     if rows < TILES_ROWS:
         set_tile_rows(TILES_ROWS)
 
@@ -272,8 +280,16 @@ def multiply_block_by_tiles[
             left = Tiles.of_left_panel(Int(a.at(block)))
         else:
             left = Tiles.of_rows(Int(a.at(first)), a.stride * 2)
-        add_products_of[once=True](
-            sums.part(first, 0), left, panel, count, columns, steps, accumulate
+        var nothing = Nothing()
+        add_products[stream=STREAM_ROWS](
+            sums.part(first, 0),
+            left,
+            panel,
+            count,
+            columns,
+            steps,
+            accumulate,
+            nothing,
         )
         if output:
             _finish[dtype](c, output.value(), first, count, columns)

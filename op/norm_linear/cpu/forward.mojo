@@ -109,7 +109,7 @@ def _multiply[
     ref call = job.call[]
     var column = panel * B.tile_n
     var columns = min(B.tile_n, call.N - column)
-    var half = room.half(call, 0, column, columns)
+    var half = room.half(call, 0, column, columns, 0)
     if call.activation == 0:
         multiply_panel[dtype, a_is_panel=False](
             half.sums,
@@ -132,7 +132,7 @@ def _multiply[
     )
     var other = half
     if job.plan.halves > 1:
-        other = room.half(call, 1, column, columns)
+        other = room.half(call, 1, column, columns, 1)
         multiply_panel[dtype, a_is_panel=False](
             other.sums, rows, gated, count, columns, call.K
         )

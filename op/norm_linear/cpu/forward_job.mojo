@@ -4,7 +4,7 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.cpu.blocking import Blocking
-from ...gemm.cpu.memory import Arena, Matrix
+from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
 from ...gemm.cpu.pack import pack_rows
 from ...norms.norm import Norm
 from .activate import Half
@@ -99,16 +99,16 @@ struct Room[dtype: DType](TrivialRegisterPassable):
             plan: How many columns and rows they have.
         """
         comptime B = Self.B
-        self.bias = arena.take[B.accum](plan.halves * plan.width)
+        self.bias = arena.take[B.accum](plan.rooms * plan.width)
         self.sums = {
-            arena.take[B.accum](plan.halves * plan.sum_rows * plan.sum_stride),
+            arena.take[B.accum](plan.rooms * plan.sum_rows * plan.sum_stride),
             plan.sum_stride,
         }
         self.rows = plan.sum_rows
         self.width = plan.width
 
     def half(
-        self, call: Call, half: Int, column: Int, columns: Int
+        self, call: Call, half: Int, column: Int, columns: Int, place: Int
     ) -> Half[Self.dtype]:
         """Prepares a half's bias.
 
@@ -117,6 +117,7 @@ struct Room[dtype: DType](TrivialRegisterPassable):
             half: 0, or 1 for what a gate multiplies.
             column: The first column.
             columns: Number of columns.
+            place: Which of the rooms it takes.
 
         Returns:
             The half.
@@ -124,9 +125,9 @@ struct Room[dtype: DType](TrivialRegisterPassable):
         comptime B = Self.B
         var first = half * call.N + column
         return {
-            self.sums.part(half * self.rows, 0),
+            self.sums.part(place * self.rows, 0),
             in_type_of_sums[Self.dtype](
-                self.bias + half * self.width * size_of[B.accum](),
+                Int(self.bias_of(place)),
                 call.bias + first * size_of[Self.dtype]() if call.bias
                 != 0 else 0,
                 columns,
@@ -135,3 +136,29 @@ struct Room[dtype: DType](TrivialRegisterPassable):
                 padded=True,
             ),
         }
+
+    def sums_of(self, place: Int) -> Matrix[DType.float32]:
+        """Finds the sums of a room.
+
+        Args:
+            place: Which of the rooms.
+
+        Returns:
+            The sums.
+        """
+        return rebind[Matrix[DType.float32]](
+            self.sums.part(place * self.rows, 0)
+        )
+
+    def bias_of(self, place: Int) -> Buffer[DType.float32]:
+        """Finds the bias of a room.
+
+        Args:
+            place: Which of the rooms.
+
+        Returns:
+            The bias.
+        """
+        return buffer[DType.float32](
+            self.bias + place * self.width * size_of[Self.B.accum]()
+        )

@@ -9,10 +9,15 @@
 
 from std.math import ceildiv
 
+from ...gemm.cpu.beside import Beside, Nothing, StoreRows
 from ...gemm.cpu.blocking import Blocking
-from ...gemm.cpu.memory import Arena, Matrix, buffer
+from ...gemm.cpu.memory import Arena, Buffer, Matrix
 from ...gemm.cpu.pack_transposed import pack_transposed
-from ...gemm.cpu.tile_product import Tiles, add_products_of
+from ...gemm.cpu.tile_product import (
+    STREAM_COLUMNS,
+    Tiles,
+    add_products,
+)
 from ...gemm.cpu.tiles import TILES_ROWS, TILE_ROWS, with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
@@ -36,7 +41,9 @@ def run_on_tiles[
     """
     ref plan = job.plan
     if plan.few_rows:
-        team.run(_pack_rows_part[dtype, ThisNorm], plan.workers, job)
+        # Of a single panel no team is made.
+        var packers = min(plan.workers, ceildiv(job.call[].M, TILE_ROWS))
+        team.run(_pack_rows_part[dtype, ThisNorm], packers, job)
         job.next_task = 0
         team.run(with_tiles[dtype, _columns_part[dtype]], plan.workers, job)
     else:
@@ -94,14 +101,12 @@ def _columns_part[dtype: DType](data: Data, worker: Int):
         var end = min(call.N, begin + plan.task_columns)
         for column in range(begin, end, TILES_ROWS):
             var columns = min(TILES_ROWS, end - column)
-            var half = room.half(call, 0, column, columns)
-            _multiply_weight(job, own, half, column, columns, end)
+            var half = room.half(call, 0, column, columns, 0)
+            _multiply_weight(job, own, half, column, columns)
             var other = half
             if plan.halves > 1:
-                other = room.half(call, 1, column, columns)
-                _multiply_weight(
-                    job, own, other, call.N + column, columns, call.N + end
-                )
+                other = room.half(call, 1, column, columns, 1)
+                _multiply_weight(job, own, other, call.N + column, columns)
             finish_columns(call, 0, column, call.M, columns, half, other)
 
 
@@ -113,33 +118,36 @@ def _multiply_weight[
     half: Half[dtype],
     n: Int,
     outputs: Int,
-    end: Int,
 ):
-    """Multiplies up to 32 rows of the weight by all rows; `end` is where the task's rows end."""
+    """Multiplies up to 32 rows of the weight by all rows."""
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var weight = Matrix[dtype](call.weight, call.K).part(n, 0)
+    var nothing = Nothing()
     var panel_bytes = B.row_panel_size(call.K) * 2
     var shared = job.workspace + job.plan.shared
     var whole = call.K // B.step
     for k in range(0, whole, B.depth // B.step):
         var steps = min(B.depth // B.step, whole - k)
+        var rows = Tiles.of_rows(Int(weight.at(0, k * B.step)), call.K * 2)
         for m in range(0, call.M, TILES_ROWS):
-            add_products_of[once=False](
+            var columns = Tiles.of_row_panels(
+                shared + m // TILE_ROWS * panel_bytes, panel_bytes
+            ).after(k)
+            add_products[stream=STREAM_COLUMNS](
                 own.sums_of(m),
-                Tiles.of_rows(Int(weight.at(0, k * B.step)), call.K * 2),
-                Tiles.of_row_panels(
-                    shared + m // TILE_ROWS * panel_bytes, panel_bytes
-                ).after(k),
+                rows,
+                columns,
                 outputs,
                 call.M - m,
                 steps,
                 k > 0,
+                nothing,
             )
     if whole * B.step < call.K:
         own.copy_rest(weight, outputs, whole * B.step, call.K)
         for m in range(0, call.M, TILES_ROWS):
-            add_products_of[once=False](
+            add_products[stream=STREAM_COLUMNS](
                 own.sums_of(m),
                 Tiles.of_rows(own.rest, B.step * 2),
                 Tiles.of_row_panels(
@@ -149,6 +157,7 @@ def _multiply_weight[
                 call.M - m,
                 1,
                 whole > 0,
+                nothing,
             )
     own.transpose_sums(half.sums, call.M)
 
@@ -181,40 +190,88 @@ def _slab_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     var arena = Arena(0)
     var room = _room(job, worker, arena)
     var rows = Matrix[B.operand](arena.next, B.row_stride(call.K))
+    var is_direct = call.activation == 0
+    # While sums of some rows are stored those of the next are computed, in the
+    # other half of the room; so is the bias of the next columns.
+    var turn = 0
+    var bias_turn = 0
+    var waiting = StoreRows[dtype](
+        room.sums_of(0), room.bias_of(0), Matrix[dtype](call.y, call.N), 0, 0, 0
+    )
+    var nothing = Nothing()
     while True:
         var slab = job.take()
         if slab >= plan.slabs.count:
-            return
+            break
         var first = plan.slabs.first(slab)
         var count = plan.slabs.first(slab + 1) - first
         normalize_into[dtype, ThisNorm](job, rows, first, count)
         for column in range(0, call.N, plan.width):
             var columns = min(plan.width, call.N - column)
-            var half = room.half(call, 0, column, columns)
+            bias_turn = 1 - bias_turn
+            var half = room.half(
+                call, 0, column, columns, bias_turn if is_direct else 0
+            )
             var other = half
             if plan.halves > 1:
-                other = room.half(call, 1, column, columns)
+                other = room.half(call, 1, column, columns, 1)
             for row in range(0, count, TILES_ROWS):
                 var some = min(TILES_ROWS, count - row)
                 var left = rows.part(row, 0)
-                _multiply_rows(job, half, left, 0, column, some, columns)
+                if is_direct:
+                    turn = 1 - turn
+                    var sums = room.sums_of(turn)
+                    _multiply_rows(
+                        job, sums, left, 0, column, some, columns, waiting
+                    )
+                    waiting.finish()
+                    waiting = StoreRows[dtype](
+                        sums,
+                        rebind[Buffer[DType.float32]](half.bias),
+                        Matrix[dtype](call.y, call.N).part(first + row, column),
+                        some,
+                        columns,
+                        ceildiv(TILES_ROWS * B.step, call.K),
+                    )
+                    continue
+                _multiply_rows(
+                    job,
+                    room.sums_of(0),
+                    left,
+                    0,
+                    column,
+                    some,
+                    columns,
+                    nothing,
+                )
                 if plan.halves > 1:
-                    _multiply_rows(job, other, left, 1, column, some, columns)
+                    _multiply_rows(
+                        job,
+                        room.sums_of(1),
+                        left,
+                        1,
+                        column,
+                        some,
+                        columns,
+                        nothing,
+                    )
                 finish_columns(
                     call, first + row, column, some, columns, half, other
                 )
+    waiting.finish()
 
 
 def _multiply_rows[
-    dtype: DType
+    dtype: DType, Work: Beside
 ](
     job: Forward[dtype],
-    half: Half[dtype],
+    sums: Matrix[DType.float32],
     rows: Matrix[Blocking[dtype].operand],
     which: Int,
     column: Int,
     count: Int,
     columns: Int,
+    mut beside: Work,
 ):
     """Multiplies up to 32 rows by some columns of a half."""
     comptime B = Blocking[dtype]
@@ -229,12 +286,13 @@ def _multiply_rows[
             var panel = job.at[B.operand](job.plan.shared).unsafe_offset(
                 (first + c // B.tile_n) * size
             )
-            add_products_of[once=False](
-                rebind[Matrix[DType.float32]](half.sums.part(0, c)),
+            add_products[stream=STREAM_COLUMNS](
+                sums.part(0, c),
                 Tiles.of_rows(Int(rows.at(0, k)), rows.stride * 2),
                 Tiles.of_panel(Int(panel), tiles).after(k // B.step),
                 count,
                 left,
                 steps,
                 k > 0,
+                beside,
             )

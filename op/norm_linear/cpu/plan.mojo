@@ -23,6 +23,9 @@ from .tile_columns import TileColumns
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
 
+comptime FEW_ROWS_ON_TILES = 512
+"""The same of a forward on tiles, which takes the weight as it is where rows are few."""
+
 comptime MOST_TASK_COLUMNS = 256
 """Most columns that a task takes where rows are few and tiles multiply them."""
 
@@ -123,6 +126,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """The slabs of rows."""
     var slab_rows: Int
     """Most rows that one task computes."""
+    var rooms: Int
+    """Rooms of a worker for bias and sums: one for each half, and one to store from while tiles compute."""
     var width: Int
     """Most columns of y that are computed side by side."""
     var sum_rows: Int
@@ -152,7 +157,9 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             call: Its sizes and conditions.
         """
         comptime B = Self.B
-        self.few_rows = call.M <= FEW_ROWS
+        self.few_rows = call.M <= (
+            FEW_ROWS_ON_TILES if B.has_tiles else FEW_ROWS
+        )
         self.workers = _workers(call)
         self.panels = B.panels(call.N)
         self.halves = 2 if call.activation >= GATED else 1
@@ -160,11 +167,13 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             call.M, B.tile_m, self.workers, call.K * size_of[B.operand]()
         )
         self.slab_rows = call.M if self.few_rows else self.slabs.most_rows()
+        self.rooms = self.halves
         self.width = B.tile_n
         self.sum_rows = self.slab_rows
         self.sum_stride = B.tile_n
         comptime if B.has_tiles:
             if not self.few_rows:
+                self.rooms = 2
                 self.width = TILES_WIDTH
                 self.sum_rows = TILES_ROWS
             # A line more keeps rows from sharing the same few cache sets.
@@ -192,8 +201,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             * B.panel_size(call.K)
         )
         self.own = arena.next
-        _ = arena.take[B.accum](self.halves * self.width)
-        _ = arena.take[B.accum](self.halves * self.sum_rows * self.sum_stride)
+        _ = arena.take[B.accum](self.rooms * self.width)
+        _ = arena.take[B.accum](self.rooms * self.sum_rows * self.sum_stride)
         _ = arena.take[B.operand](own_rows)
         comptime if B.has_tiles:
             if self.few_rows:
