@@ -53,6 +53,9 @@ comptime SUM_ROWS = 32
 comptime BLOCK_STEPS = 128
 """Steps of a product for which dy and x are packed together."""
 
+comptime MOST_PACKED_BYTES = 1 << 26
+"""Up to this size dy and x_hat are packed once for all tiles of dW, where packing takes as long as tiles do."""
+
 
 def plan_forward[dtype: DType](call: CallPointer):
     """Chooses the way of a forward and the size of its workspace.
@@ -250,15 +253,23 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
     var dy: Int
     """Few rows: dy in rows."""
     var dy_panels: Int
-    """Few rows: dy in panels of `tile_m` outputs."""
+    """Dy in panels of `tile_m` outputs: few rows, or blocks of many."""
     var dy_stride: Int
     """Few rows: distance between those panels."""
     var z: Int
-    """Few rows: z in panels of `tile_n` features."""
+    """Few rows: z in panels of `tile_n` features. Many rows: blocks of x_hat in such panels."""
     var h: Int
     """Few rows: dy @ weight."""
     var packed_weight: Int
     """Many rows: the packed weight."""
+    var block_rows: Int
+    """Many rows: rows of dy and x that are packed together."""
+    var packs_once: Bool
+    """Many rows: whether all of them are packed before, in blocks, instead of by each tile of dW."""
+    var dy_block: Int
+    """Elements of a packed block of dy."""
+    var x_block: Int
+    """Elements of a packed block of x_hat."""
     var dgamma_partial: Int
     """Many rows: partial sums of dgamma."""
     var dbeta_partial: Int
@@ -336,6 +347,21 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
             N + B.width if needs_dbias else 0
         )
         self.dy_stride = align_up(M, B.step) * B.tile_m
+        # Sums on tiles are read and written again after every block.
+        self.block_rows = BLOCK_STEPS * B.pair * (2 if B.has_tiles else 1)
+        self.dy_block = align_up(N, B.tile_m) * self.block_rows
+        self.x_block = self.panels * B.tile_n * self.block_rows
+        var packed = (
+            ceildiv(M, self.block_rows)
+            * (self.dy_block + self.x_block)
+            * size_of[B.operand]()
+        )
+        self.packs_once = (
+            B.has_tiles
+            and needs_weight
+            and not self.few_rows
+            and packed <= MOST_PACKED_BYTES
+        )
         self.dy = arena.next
         self.dy_panels = arena.next
         self.z = arena.next
@@ -373,9 +399,17 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
                 _ = input_room.take[B.accum](
                     self.slab_rows * self.panels * B.tile_n
                 )
+            var blocks = ceildiv(M, self.block_rows)
+            if self.packs_once:
+                self.dy_panels = arena.take[B.operand](blocks * self.dy_block)
+                self.z = arena.take[B.operand](blocks * self.x_block)
             if needs_weight:
                 _ = TileRoom[Self.dtype](
-                    weight_room, self.tile_rows, self.tile_panels
+                    weight_room,
+                    self.tile_rows,
+                    self.tile_panels,
+                    self.block_rows,
+                    self.packs_once,
                 )
         self.own = arena.next
         self.own_bytes = max(input_room.next, weight_room.next)
@@ -403,20 +437,30 @@ struct TileRoom[dtype: DType](TrivialRegisterPassable):
     var x_hat: Int
     """Address of packed panels of x_hat."""
 
-    def __init__(out self, mut arena: Arena, rows: Int, panels: Int):
+    def __init__(
+        out self,
+        mut arena: Arena,
+        rows: Int,
+        panels: Int,
+        steps: Int,
+        is_packed: Bool,
+    ):
         """Reserves the arrays.
 
         Args:
             arena: Where from.
             rows: Rows of the tile.
             panels: Panels across the tile.
+            steps: Rows of dy and x that are packed together.
+            is_packed: Whether they have been packed before.
         """
         comptime B = Self.B
-        comptime steps = BLOCK_STEPS * B.pair
         self.product_stride = panels * B.tile_n + CACHE_LINE // 4
         self.product = arena.take[B.accum](rows * self.product_stride)
         self.dy_stride = steps * B.tile_m
         self.dy = arena.take[B.operand](
-            ceildiv(rows, B.tile_m) * self.dy_stride
+            0 if is_packed else ceildiv(rows, B.tile_m) * self.dy_stride
         )
-        self.x_hat = arena.take[B.operand](panels * steps * B.tile_n)
+        self.x_hat = arena.take[B.operand](
+            0 if is_packed else panels * steps * B.tile_n
+        )
