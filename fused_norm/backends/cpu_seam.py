@@ -35,6 +35,7 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     call.residual, call.sum = address(residual), address(total)
     call.mean, call.rstd = address(mean), address(rstd)
     call.activation = passes.number_of(kind.activation)
+    call.way = cpu.asked_way()
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
     if call.way != FUSED:

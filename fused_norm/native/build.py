@@ -84,7 +84,7 @@ class Extension:
     @property
     def features(self) -> tuple[str, ...]:
         """Features of the CPU to compile for that its model may not tell."""
-        return () if self.accelerator else compiler_features(self.name, self.dtype)
+        return () if self.accelerator else compiler_features(self.name)
 
 
 def source_root() -> Path:

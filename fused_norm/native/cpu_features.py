@@ -43,16 +43,16 @@ def has_tiles() -> bool:
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
-def compiler_features(name: str, dtype: str) -> tuple[str, ...]:
+def compiler_features(name: str) -> tuple[str, ...]:
     """Return the features to compile an extension for, besides those of the model of the CPU.
+
+    Those without products round as PyTorch does, subnormal numbers included.
 
     Args:
         name: The extension.
-        dtype: Name of its dtype.
     """
-    if name == "norm_linear_cpu" and dtype == "bfloat16" and has_tiles():
-        return tuple(_TILE_FEATURES.values())
-    return ()
+    is_product = name == "norm_linear_cpu"
+    return tuple(_TILE_FEATURES.values()) if is_product and has_tiles() else ()
 
 
 def bfloat16_product() -> str | None:

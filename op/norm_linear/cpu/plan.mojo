@@ -17,6 +17,7 @@ from ...gemm.cpu.tiles import TILES_ROWS
 from ...passes.activation import GATED
 from ..plan import DECLINED, FUSED
 from .activation import before_activation, is_served
+from .choice import fastest
 from .norms import NORMS
 from .tile_columns import TileColumns
 
@@ -64,7 +65,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The forward; `way` and `workspace_bytes` are set.
+        call: The forward; `way` and `workspace_bytes` are set. If its way is FUSED, speed does not matter.
     """
     ref its = call[]
     var serves = (
@@ -73,7 +74,9 @@ def plan_forward[dtype: DType](call: CallPointer):
         and (its.groups == 0 or its.M % its.groups == 0)
         and is_served(its.activation)
     )
-    _set(call, serves, ForwardPlan[dtype](call[]).bytes)
+    _set[dtype](
+        call, serves, its.rstd != 0, ForwardPlan[dtype](call[]).bytes
+    )
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -83,17 +86,22 @@ def plan_backward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The backward; `way` and `workspace_bytes` are set.
+        call: The backward; `way` and `workspace_bytes` are set. If its way is FUSED, speed does not matter.
     """
     ref its = call[]
     var serves = its.groups == 0 and is_served(its.activation)
-    _set(call, serves, BackwardPlan[dtype](before_activation(call[])).bytes)
+    _set[dtype](
+        call, serves, True, BackwardPlan[dtype](before_activation(call[])).bytes
+    )
 
 
-def _set(call: CallPointer, serves: Bool, bytes: Int):
+def _set[
+    dtype: DType
+](call: CallPointer, serves: Bool, follows: Bool, bytes: Int):
     ref its = call[]
     var is_taken = (
         serves
+        and (its.way == FUSED or fastest[dtype](its, follows) == FUSED)
         and its.narrow == 0
         and its.accumulate == 0
         and its.normalization < NORMS
