@@ -40,7 +40,8 @@ def declines(dtype: torch.dtype, M: int, K: int, N: int, follows: bool) -> bool:
     """
     call = Call(M=M, K=K, N=N, threads=1, rstd=follows, way=asked_way())
     extension("norm_linear_cpu", dtype).plan_forward(ctypes.addressof(call))
-    return call.way == DECLINED
+    way: int = call.way
+    return way == DECLINED
 
 
 def asked_way() -> int:

@@ -32,15 +32,30 @@ def flags() -> frozenset[str]:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether products of bfloat16 can use tile registers (AMX), and ask Linux for them.
+    """Return whether our products of bfloat16 can use tile registers (AMX)."""
+    return without_tiles() is None
 
-    The permission is the process's, its threads' and its children's.
+
+def without_tiles() -> str | None:
+    """Return why our products cannot use tile registers (AMX), None where they can."""
+    if CPU_VARIABLE in os.environ:
+        return f"{CPU_VARIABLE} names a CPU"
+    missing = sorted(_TILE_FEATURES.keys() - flags())
+    if missing:
+        return f"the CPU lacks {', '.join(missing)}"
+    return None if _permits_tiles() else "Linux does not grant the tile registers"
+
+
+@functools.cache
+def _permits_tiles() -> bool:
+    """Ask Linux for the tile registers, and return whether this process may use them.
+
+    So may its threads and its children.
     """
-    if CPU_VARIABLE in os.environ or not flags() >= _TILE_FEATURES.keys():
-        return False
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    status: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return status == 0
 
 
 def compiler_features(name: str) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from fused_norm.ops.validation import (
     by_pytorch,
     has_kernel,
     is_left_to_pytorch,
+    is_slower_here,
     straight_by_pytorch,
 )
 
@@ -262,6 +263,10 @@ def call(
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
             may_follow = torch.is_grad_enabled()
+            if owner is None and type(x) is Tensor and x.is_cpu:
+                follows = may_follow and _wants_gradients(x, tensors)
+                if is_slower_here(x, tensors[2], follows):
+                    return straight_by_pytorch(x, *tensors, eps)
             if may_follow:
                 y = _run_compiled(x, tensors, eps, owner, known_parameters.met(*tensors))
                 if y is not None:

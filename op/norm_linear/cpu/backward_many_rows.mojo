@@ -212,8 +212,10 @@ def _weight_task[
         plan.block_rows,
         plan.packs_once,
     )
-    var n = task // plan.tiles_across * plan.tile_rows
-    var k = task % plan.tiles_across * plan.tile_panels * B.tile_n
+    # Neighbors share columns of x_hat.
+    var tiles_down = ceildiv(call.N, plan.tile_rows)
+    var n = task % tiles_down * plan.tile_rows
+    var k = task // tiles_down * plan.tile_panels * B.tile_n
     var rows = min(plan.tile_rows, call.N - n)
     var columns = min(plan.tile_panels * B.tile_n, call.K - k)
     if call.dweight != 0 or call.dgamma != 0:

@@ -27,6 +27,9 @@ comptime FEW_ROWS = 192
 comptime FEW_ROWS_ON_TILES = 512
 """The same of a forward on tiles, which takes the weight as it is where rows are few."""
 
+comptime FEW_ELEMENTS_ON_TILES = 1 << 19
+"""And as many elements of these rows, which every row of the weight meets in the second cache."""
+
 comptime MOST_TASK_COLUMNS = 256
 """Most columns that a task takes where rows are few and tiles multiply them."""
 
@@ -54,6 +57,12 @@ comptime SUM_ROWS = 32
 comptime BLOCK_STEPS = 128
 """Steps of a product for which dy and x are packed together."""
 
+comptime SHORT_SUMS = 1024
+"""Up to this many rows, few of dW's rows and a part of its columns make a tile, if dy and x_hat are packed once."""
+
+comptime SHORT_PANEL_ROWS = 8192
+"""Rows of x_hat, over all panels, that such a tile reads from the second cache."""
+
 comptime MOST_PACKED_BYTES = 1 << 26
 """Up to this size dy and x_hat are packed once for all tiles of dW, where packing takes as long as tiles do."""
 
@@ -74,9 +83,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         and (its.groups == 0 or its.M % its.groups == 0)
         and is_served(its.activation)
     )
-    _set[dtype](
-        call, serves, its.rstd != 0, ForwardPlan[dtype](call[]).bytes
-    )
+    _set[dtype](call, serves, its.rstd != 0, ForwardPlan[dtype](call[]).bytes)
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -168,9 +175,12 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             call: Its sizes and conditions.
         """
         comptime B = Self.B
-        self.few_rows = call.M <= (
-            FEW_ROWS_ON_TILES if B.has_tiles else FEW_ROWS
-        )
+        self.few_rows = call.M <= FEW_ROWS
+        comptime if B.has_tiles:
+            self.few_rows = (
+                call.M <= FEW_ROWS_ON_TILES
+                and call.M * call.K <= FEW_ELEMENTS_ON_TILES
+            )
         self.workers = _workers(call)
         self.panels = B.panels(call.N)
         self.halves = 2 if call.activation >= GATED else 1
@@ -336,6 +346,28 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
                     tile_panels = ceildiv(tile_panels, 2)
                 else:
                     break
+        # Sums on tiles are read and written again after every block.
+        self.block_rows = BLOCK_STEPS * B.pair * (2 if B.has_tiles else 1)
+        self.dy_block = align_up(N, B.tile_m) * self.block_rows
+        self.x_block = self.panels * B.tile_n * self.block_rows
+        var packed = (
+            ceildiv(M, self.block_rows)
+            * (self.dy_block + self.x_block)
+            * size_of[B.operand]()
+        )
+        self.packs_once = (
+            B.has_tiles
+            and needs_weight
+            and not self.few_rows
+            and packed <= MOST_PACKED_BYTES
+        )
+        if self.packs_once and M <= SHORT_SUMS:
+            # Nothing is packed for a tile, so that it may be as small as stays
+            # in cache until it is finished.
+            tile_rows = SUM_ROWS
+            tile_panels = min(
+                tile_panels, max(1, SHORT_PANEL_ROWS // align_up(M, B.step))
+            )
         self.tile_rows = tile_rows
         self.tile_panels = tile_panels
         self.tiles_across = ceildiv(self.panels, tile_panels)
@@ -355,21 +387,6 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
             N + B.width if needs_dbias else 0
         )
         self.dy_stride = align_up(M, B.step) * B.tile_m
-        # Sums on tiles are read and written again after every block.
-        self.block_rows = BLOCK_STEPS * B.pair * (2 if B.has_tiles else 1)
-        self.dy_block = align_up(N, B.tile_m) * self.block_rows
-        self.x_block = self.panels * B.tile_n * self.block_rows
-        var packed = (
-            ceildiv(M, self.block_rows)
-            * (self.dy_block + self.x_block)
-            * size_of[B.operand]()
-        )
-        self.packs_once = (
-            B.has_tiles
-            and needs_weight
-            and not self.few_rows
-            and packed <= MOST_PACKED_BYTES
-        )
         self.dy = arena.next
         self.dy_panels = arena.next
         self.z = arena.next
