@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_norm.native import build, cache, compiler, node, prebuilt
-from fused_norm.native.cpu_features import bfloat16_product
+from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
 # That the kernels are written for.
 COMPILER = "1.2.0"
@@ -83,13 +83,21 @@ def _threads() -> str:
 
 
 def _cpu_dtypes() -> str:
-    instructions = bfloat16_product()
-    if instructions is None:
-        return "float32, bfloat16, float16, float64"
-    return (
-        "float32, float16, float64\n"
-        f"bfloat16 runs PyTorch's own ops, whose products use {instructions}"
-    )
+    """Return which way calls run in each dtype, and why."""
+    chosen = "our product, or PyTorch's where that was measured to be faster"
+    lines = [
+        f"{name}: {chosen if has_tiles() else 'our product'}" for name in ("float32", "float16")
+    ]
+    if has_tiles():
+        lines.append(f"bfloat16: {chosen}; both use amx_bf16")
+    elif instructions := bfloat16_product():
+        lines.append(
+            f"bfloat16: PyTorch's own ops, whose products use {instructions}; "
+            f"ours have no tiles: {without_tiles()}"
+        )
+    else:
+        lines.append("bfloat16: our product, in float32; the CPU has no instructions for bfloat16")
+    return "\n".join([*lines, "float64: our product"])
 
 
 def _gpus(advice: list[str]) -> str:

@@ -37,6 +37,7 @@ ROWS = ("tests/test_row_ops.py", "-k", "float32")
 FAMILY = ("tests/test_family.py", "-k", "test_values_and_gradients and float32")
 HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
+TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 
 # The one extension and dtype that some tests need, for building it ahead.
@@ -50,7 +51,7 @@ MUTATIONS = (
     Mutation(
         "no linear bias",
         "cpu",
-        f"{CPU}/forward.mojo",
+        f"{CPU}/forward_job.mojo",
         "if call.bias\n                != 0 else 0,",
         "if call.bias\n                == 1 else 0,",
         LINEAR,
@@ -240,6 +241,46 @@ MUTATIONS = (
         'return path.with_suffix(".sha256").read_text() == _digest(path)',
         "return path.is_file()",
         ("tests/test_native.py", "-k", "damage"),
+    ),
+    Mutation(
+        "tiles leave out the products after the last whole step",
+        "cpu",
+        f"{CPU}/forward_tiles.mojo",
+        "    if whole * B.step < call.K:",
+        "    if whole == 0:",
+        TILES,
+    ),
+    Mutation(
+        "sums on tiles begin anew after a block of products",
+        "cpu",
+        f"{GEMM_CPU}/tile_product.mojo",
+        "            if accumulate:\n                load_tile",
+        "            if accumulate and steps > 16:\n                load_tile",
+        TILES,
+    ),
+    Mutation(
+        "sums that wait get the bias of the next columns",
+        "cpu",
+        f"{CPU}/forward_tiles.mojo",
+        "bias_turn = 1 - bias_turn",
+        "bias_turn = 0",
+        TILES,
+    ),
+    Mutation(
+        "every block of rows of dW reads the first one's x_hat",
+        "cpu",
+        f"{CPU}/backward_many_rows.mojo",
+        "block * plan.x_block + k",
+        "0 * plan.x_block + k",
+        TILES,
+    ),
+    Mutation(
+        "tile registers are used whether Linux grants them or not",
+        "cpu",
+        "fused_norm/native/cpu_features.py",
+        "return None if _permits_tiles() else",
+        "return None if True else",
+        ("tests/test_tiles.py", "-k", "permission"),
     ),
     Mutation(
         "no mean of dy gamma in dx (c1)",

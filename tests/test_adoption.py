@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fused_norm as fn
 from fused_norm.call import memory
-from fused_norm.native import cpu_features
+from fused_norm.native import build, cpu_features
 from fused_norm.ops import norm_linear
 
 K, N = 24, 10
@@ -386,11 +386,29 @@ def test_transformers_initializes_what_a_checkpoint_lacks(tmp_path: Path) -> Non
     assert layer.weight.std() > 0.05
 
 
-@pytest.mark.parametrize("flags", [{"amx_bf16", "avx2"}, {"avx512_bf16"}, {"avx2", "avx512f"}])
-def test_bfloat16_goes_where_it_is_faster(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "is_left"),
+    [
+        ({"amx_bf16", "avx2"}, True),
+        ({"avx512_bf16"}, True),
+        ({"avx2", "avx512f"}, False),
+        ({"amx_tile", "amx_bf16", "avx512_bf16"}, False),
+    ],
+    ids=str,
+)
+def test_bfloat16_goes_where_it_is_faster(
+    flags: set[str], is_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the CPU's flags: its model's name may be masked as an older one's."""
+    # Whatever the flags, the kernels of this machine run.
+    features = build.Extension("norm_linear_cpu", "bfloat16").features
+    monkeypatch.setattr(build, "compiler_features", lambda name: features)
     monkeypatch.setattr(cpu_features, "flags", lambda: frozenset(flags))
-    cpu_features._first_flag.cache_clear()
+    monkeypatch.setattr(cpu_features, "_permits_tiles", lambda: True)
+    monkeypatch.delenv(cpu_features.CPU_VARIABLE, raising=False)
+    caches = cpu_features._first_flag, cpu_features.has_tiles
+    for cache in caches:
+        cache.cache_clear()
     ran = []
     straight = norm_linear.straight_by_pytorch
     monkeypatch.setattr(
@@ -401,8 +419,9 @@ def test_bfloat16_goes_where_it_is_faster(flags: set[str], monkeypatch: pytest.M
         y = fn.fused_layernorm_linear(x, gamma, beta, weight, bias)
     finally:
         monkeypatch.undo()
-        cpu_features._first_flag.cache_clear()
-    assert len(ran) == (flags != {"avx2", "avx512f"})
+        for cache in caches:
+            cache.cache_clear()
+    assert len(ran) == is_left
     expected = F.linear(F.layer_norm(x, (K,), gamma, beta), weight, bias)
     torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
 

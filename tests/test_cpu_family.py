@@ -125,6 +125,7 @@ def record(case: Case, tensors: dict[str, Guarded], threads: int = 2) -> Call:
     """Return the record of a call on tensors by the names of its fields."""
     M, K, N = case.shape
     call = Call(M=M, K=K, N=N, eps=EPS, context=build.gomp_parallel(), threads=threads)
+    call.way = FUSED
     call.normalization, call.weight_offset = case.norm, case.offset
     call.norm_is_float32, call.groups, call.activation = (
         case.is_float32,

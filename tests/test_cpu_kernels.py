@@ -146,7 +146,7 @@ class Kernels:
 
     def _call(self, tensors: list[Tensor | None], eps: float = 0.0) -> Call:
         x, gamma, beta, weight, *bias = tensors
-        call = Call(context=self.gomp, threads=self.threads, eps=eps)
+        call = Call(context=self.gomp, threads=self.threads, eps=eps, way=FUSED)
         (call.M, call.K), call.N = x.shape, weight.shape[0]
         call.x, call.gamma, call.beta, call.weight = map(_address, (x, gamma, beta, weight))
         call.bias = _address(bias[0]) if bias else 0
@@ -364,7 +364,7 @@ def test_eps(eps: float) -> None:
 def test_a_plan_knows_what_is_wanted_before_it_is_there(rows: int) -> None:
     """Regression: memory is asked for before the gradients have addresses."""
     module = Kernels(torch.float32).module
-    call = Call(M=rows, K=300, N=200, threads=2)
+    call = Call(M=rows, K=300, N=200, threads=2, way=FUSED)
     for name in GRADIENTS:
         setattr(call, name, 1)
     module.plan_backward(ctypes.addressof(call))

@@ -68,6 +68,32 @@ def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     assert not missing
 
 
+# Feature sets of CPUs that this machine may not be: half the registers of AVX-512, its products of
+# bfloat16 without tiles (Zen 4 and 5), tiles, and NEON with its own products.
+CPUS = {
+    "avx2": ["--target-cpu", "x86-64-v3"],
+    "avx512_bf16": ["--target-cpu", "x86-64-v4", "--target-features", "+avx512bf16"],
+    "amx": [
+        *("--target-cpu", "x86-64-v4"),
+        *("--target-features", "+amx-tile,+amx-bf16,+avx512bf16"),
+    ],
+    "neon": ["--target-triple", "aarch64-unknown-linux-gnu", "--target-cpu", "neoverse-v1"],
+}
+# An instruction that only these kernels have.
+INSTRUCTIONS = {"avx512_bf16": "vdpbf16ps", "amx": "tdpbf16ps", "neon": "fmla"}
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=pytest.mark.slow) for name in CPUS])
+def test_cpu_kernels_compile(target: str, tmp_path: Path) -> None:
+    """For CPUs that cannot be tried here, this is all that is known of them."""
+    text = tmp_path / "kernels.s"
+    mojo(
+        *("build", "fused_norm/native/norm_linear_cpu.mojo", "-I", ".", "-D", "dtype=bfloat16"),
+        *(*CPUS[target], "--emit", "asm", "-o", str(text)),
+    )
+    assert INSTRUCTIONS.get(target, "vfmadd") in text.read_text()
+
+
 @pytest.mark.parametrize("package", ["op", "problems/p22/op"])
 def test_package_parses_without_warnings(package: str, tmp_path: Path) -> None:
     mojo("precompile", package, "-o", str(tmp_path / "op.mojoc"))

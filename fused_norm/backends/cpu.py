@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_norm import reference
 from fused_norm.call.memory import address, dense, empty_gradients, empty_statistics, workspace
 from fused_norm.call.parameters import Parameters
-from fused_norm.call.record import MEAN, RSTD, WORKSPACE, Call, X, Y
+from fused_norm.call.record import DECLINED, MEAN, RSTD, WORKSPACE, Call, X, Y
 from fused_norm.native import build
 
 _forked = False
@@ -27,6 +27,28 @@ def accepts(x: Tensor, parameters: Parameters) -> bool:
     return x.is_cpu and x.dtype is parameters.dtype
 
 
+@functools.lru_cache(maxsize=1024)
+def declines(dtype: torch.dtype, M: int, K: int, N: int, follows: bool) -> bool:
+    """Return whether PyTorch's own ops are faster at some sizes, as the plan has it.
+
+    Args:
+        dtype: Of the tensors.
+        M: Rows.
+        K: Features.
+        N: Outputs.
+        follows: Whether a backward follows.
+    """
+    call = Call(M=M, K=K, N=N, threads=1, rstd=follows, way=asked_way())
+    extension("norm_linear_cpu", dtype).plan_forward(ctypes.addressof(call))
+    way: int = call.way
+    return way == DECLINED
+
+
+def asked_way() -> int:
+    """Return the way that plans are asked for; 0 leaves it to them."""
+    return 0
+
+
 def threads() -> int:
     """Return how many threads a kernel may use: PyTorch's setting, or 1 after a fork.
 
@@ -37,8 +59,8 @@ def threads() -> int:
 
 def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y, and mean and rstd if asked for."""
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Return y, and mean and rstd if asked for; None where PyTorch's own ops are faster."""
     kernels = extension("norm_linear_cpu", x.dtype)
     count = threads()
     key = (x.numel(), eps, statistics, count)
@@ -49,6 +71,8 @@ def forward(
         template.mean = int(statistics and parameters.has_mean)
         kernels.plan_forward(ctypes.addressof(template))
         planned = parameters.plan(key, template)
+    if planned.way == DECLINED:
+        return None
     y = x.new_empty(*x.shape[:-1], parameters.N)
     mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     size = planned.workspace_bytes
@@ -73,8 +97,10 @@ def backward(
     eps: float,
     wanted: list[bool],
     main_grad: Tensor | None,
-) -> list[Tensor | None]:
-    """Return the gradients that are wanted."""
+) -> list[Tensor | None] | None:
+    """Return the gradients that are wanted; None where PyTorch's own ops are faster."""
+    if declines(x.dtype, x.numel() // parameters.K, parameters.K, parameters.N, True):
+        return None
     kernels = extension("norm_linear_cpu", x.dtype)
     dy, x = dense(grad_output, x)
     if main_grad is not None:
@@ -105,6 +131,7 @@ def library(name: str, dtype: torch.dtype) -> str:
 def _record(x: Tensor, parameters: Parameters, eps: float) -> Call:
     call = parameters.call(x, eps)
     call.context, call.threads = build.gomp_parallel(), threads()
+    call.way = asked_way()
     return call
 
 

@@ -35,12 +35,14 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     y = x.new_empty(*x.shape[:-1], call.N)
     call.weight, call.bias, call.y, call.h = map(address, (weight, bias, y, h))
     call.residual, call.sum = address(residual), address(total)
-    call.mean, call.rstd = address(mean), address(rstd)
     call.activation = passes.number_of(kind.activation)
+    call.way = cpu.asked_way()
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
     if call.way != FUSED:
         return None
+    # Only now: the plan was asked about a forward alone, since the backward is not this kernels'.
+    call.mean, call.rstd = address(mean), address(rstd)
     size: int = call.workspace_bytes
     scratch = cpu.scratch(size) if size else None
     call.workspace = address(scratch)

@@ -183,11 +183,12 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ValueError(f"the benchmark runs on cpu and cuda, not on {device}")
     asked = list(blocks.SHAPES) if options.blocks else options.block or []
     asked = [*(options.op or ()), *asked]
-    default_dtype = "bfloat16" if device.type == "cuda" else "float32"
+    # Which way runs on a CPU differs by dtype, so that none of them speaks for the others.
+    dtypes = ("bfloat16",) if device.type == "cuda" else ("bfloat16", "float16", "float32")
     cases = [
         Case(blocks.EVERY[op], shape, DTYPES[dtype], device)
         for op in asked or (QUICK_OPS if options.quick else OPS)
-        for dtype in options.dtype or [default_dtype]
+        for dtype in options.dtype or dtypes
         for shape in _shapes(op, device, options)
     ]
     for case in cases:

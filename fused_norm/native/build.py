@@ -25,6 +25,7 @@ import torch
 
 from fused_norm.native import cache, compiler, prebuilt, runtime
 from fused_norm.native.cache import cache_dir
+from fused_norm.native.cpu_features import CPU_VARIABLE, compiler_features
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
@@ -35,8 +36,6 @@ DTYPES = {
 }
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
-# Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
-CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
 HOPPER_EXTENSION = "norm_linear_sm90"
 LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
 
@@ -86,7 +85,13 @@ class Extension:
         if found := self.prebuilt:
             return found
         target = (self.accelerator or "cpu").replace(":", "_")
-        return cache_dir() / f"{self.stem}-{self.dtype}-{target}-{_key(self.accelerator)}.so"
+        key = _key(self.accelerator, self.features)
+        return cache_dir() / f"{self.stem}-{self.dtype}-{target}-{key}.so"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features of the CPU to compile for that its model may not tell."""
+        return () if self.accelerator else compiler_features(self.name)
 
 
 def source_root() -> Path:
@@ -225,6 +230,8 @@ def _compile(extension: Extension, output: Path) -> None:
     arguments = compile_arguments(extension)
     if not extension.accelerator and (cpu := os.environ.get(CPU_VARIABLE)):
         arguments += ["--target-cpu", cpu]
+    if extension.features:
+        arguments += ["--target-features", ",".join(f"+{f}" for f in extension.features)]
     print(
         f"fused_norm: building {extension}, kept in {cache_dir()}",
         file=sys.stderr,
@@ -254,7 +261,7 @@ def gomp_parallel() -> int:
 
 
 @functools.cache
-def _key(accelerator: str | None) -> str:
+def _key(accelerator: str | None, features: tuple[str, ...]) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
@@ -266,6 +273,7 @@ def _key(accelerator: str | None) -> str:
             digest.update(source.read_bytes())
     digest.update((compiler.version() or "").encode())
     digest.update((compiler.portable_cpu() if accelerator else _host_cpu()).encode())
+    digest.update(",".join(features).encode())
     return digest.hexdigest()[:16]
 
 

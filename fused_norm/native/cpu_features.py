@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import platform
+import sys
 from pathlib import Path
 
-# PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours multiplies it as float32.
+# Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
+CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
+# What tile products need, by Linux's names and by LLVM's, which takes a masked model for an older.
+_TILE_FEATURES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "avx512_bf16": "avx512bf16"}
+# PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours, without tiles, as float32.
 _BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives tile registers to who asks.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @functools.cache
@@ -20,13 +30,53 @@ def flags() -> frozenset[str]:
     return frozenset(next(found, ()))
 
 
-def bfloat16_product() -> str | None:
-    """Return the flag of the instructions that multiply bfloat16, None where there are none.
+@functools.cache
+def has_tiles() -> bool:
+    """Return whether our products of bfloat16 can use tile registers (AMX)."""
+    return without_tiles() is None
 
-    With them PyTorch's products take a sixth of the time of ours (AMX) or half of it (AVX-512), so
-    that calls in bfloat16 are left to PyTorch's own ops.
+
+def without_tiles() -> str | None:
+    """Return why our products cannot use tile registers (AMX), None where they can."""
+    if CPU_VARIABLE in os.environ:
+        return f"{CPU_VARIABLE} names a CPU"
+    missing = sorted(_TILE_FEATURES.keys() - flags())
+    if missing:
+        return f"the CPU lacks {', '.join(missing)}"
+    return None if _permits_tiles() else "Linux does not grant the tile registers"
+
+
+@functools.cache
+def _permits_tiles() -> bool:
+    """Ask Linux for the tile registers, and return whether this process may use them.
+
+    So may its threads and its children.
     """
-    return _first_flag(_BFLOAT16_PRODUCTS)
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    status: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return status == 0
+
+
+def compiler_features(name: str) -> tuple[str, ...]:
+    """Return the features to compile an extension for, besides those of the model of the CPU.
+
+    Those without products round as PyTorch does, subnormal numbers included.
+
+    Args:
+        name: The extension.
+    """
+    is_product = name == "norm_linear_cpu"
+    return tuple(_TILE_FEATURES.values()) if is_product and has_tiles() else ()
+
+
+def bfloat16_product() -> str | None:
+    """Return the flag of instructions with which PyTorch alone multiplies bfloat16, None for none.
+
+    With them PyTorch's products take half the time of ours, so that calls in bfloat16 are left to
+    PyTorch's own ops. Not so where our product uses tiles as well.
+    """
+    return None if has_tiles() else _first_flag(_BFLOAT16_PRODUCTS)
 
 
 # As torch.compiler.assume_constant_result does, which imports the compiler: it would trace on into

@@ -9,7 +9,7 @@ import functools
 import platform
 from typing import NamedTuple
 
-from fused_norm.native.cpu_features import flags
+from fused_norm.native.cpu_features import flags, has_tiles
 
 _ALL = ("float32", "bfloat16", "float16", "float64")
 _V3 = "avx avx2 bmi1 bmi2 f16c fma movbe"
@@ -69,4 +69,10 @@ LEVELS = (
 def of_this_cpu() -> tuple[Level, ...]:
     """Return the levels that this CPU has, the best first."""
     machine = platform.machine().replace("AMD64", "x86_64")
-    return tuple(level for level in LEVELS if level.machine == machine and level.flags <= flags())
+    return tuple(
+        level
+        for level in LEVELS
+        if level.machine == machine
+        and level.flags <= flags()
+        and ("amx_tile" not in level.flags or has_tiles())
+    )

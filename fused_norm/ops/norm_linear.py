@@ -31,6 +31,7 @@ from fused_norm.ops.validation import (
     by_pytorch,
     has_kernel,
     is_left_to_pytorch,
+    is_slower_here,
     straight_by_pytorch,
 )
 
@@ -248,6 +249,10 @@ def by_python(
         if owner is None and type(x) is Tensor and x.is_cpu and is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
+            if owner is None and type(x) is Tensor and x.is_cpu:
+                follows = torch.is_grad_enabled() and _wants_gradients(x, tensors)
+                if is_slower_here(x, tensors[2], follows):
+                    return straight_by_pytorch(x, *tensors, eps)
             parameters = known_parameters.known(*tensors)
             if parameters is not None and parameters.take(x, eps):
                 if torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from torch._C._nn import linear
 from torch.nn import Parameter
 
 from fused_norm import reference
+from fused_norm.backends import cpu
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.native import build, compiler
 from fused_norm.native.cpu_features import bfloat16_product
@@ -97,6 +98,22 @@ def has_kernel(
 def is_left_to_pytorch(x: Tensor) -> bool:
     """Return whether PyTorch's own ops are faster than the kernels, whatever the sizes."""
     return x.dtype is torch.bfloat16 and x.is_cpu and bfloat16_product() is not None
+
+
+def is_slower_here(x: Tensor, weight: Any, follows: bool) -> bool:
+    """Return whether PyTorch's own ops are faster than a CPU's kernels at these sizes.
+
+    Args:
+        x: Input on a CPU that nothing watches.
+        weight: Should be a tensor of shape `[N, K]`.
+        follows: Whether a backward follows.
+    """
+    if type(weight) not in (Tensor, Parameter) or weight.dim() != 2:
+        return False
+    N, K = weight.shape
+    if x.dtype is not weight.dtype or not (serves(x, x.dtype) and N and K and x.numel()):
+        return False
+    return cpu.declines(x.dtype, x.numel() // K, K, N, follows)
 
 
 def straight_by_pytorch(

@@ -40,11 +40,21 @@ struct Blocking[dtype: DType]:
     )
     """Whether bfloat16 products are summed in pairs by one instruction."""
 
+    comptime has_tiles = (
+        Self.has_dot
+        and CompilationTarget._has_feature["amx-tile"]()
+        and CompilationTarget._has_feature["amx-bf16"]()
+    )
+    """Whether tile registers multiply blocks of bfloat16 (AMX)."""
+
     comptime operand = DType.bfloat16 if Self.has_dot else Self.accum
     """The type of both operands as packed."""
 
     comptime pair = 2 if Self.has_dot else 1
-    """Consecutive products that one instruction adds to an accumulator."""
+    """Consecutive products that lie beside each other in a panel."""
+
+    comptime step = 32 if Self.has_tiles else Self.pair
+    """Products that one instruction adds to an accumulator; operands are zero up to a multiple."""
 
     comptime width = simd_width_of[Self.accum]()
     """Accumulators in a vector register."""
@@ -54,10 +64,12 @@ struct Blocking[dtype: DType]:
     )
     """Whether 24 accumulators leave registers for the operands."""
 
-    comptime tile_m = 8 if Self.has_32_registers else 4
+    comptime tile_m = (
+        32 if Self.has_tiles else 8 if Self.has_32_registers else 4
+    )
     """Rows of a register tile."""
 
-    comptime tile_vectors = 3
+    comptime tile_vectors = 2 if Self.has_tiles else 3
     """Vector registers across a register tile."""
 
     comptime tile_n = Self.tile_vectors * Self.width
@@ -88,6 +100,18 @@ struct Blocking[dtype: DType]:
         return align_up(columns, line) + line
 
     @staticmethod
+    def row_panel_size(depth: Int) -> Int:
+        """Measures a panel of 16 rows that are packed as columns of tiles.
+
+        Args:
+            depth: Elements of a row.
+
+        Returns:
+            Elements of the panel.
+        """
+        return align_up(depth, Self.step) * 16
+
+    @staticmethod
     def panels(columns: Int) -> Int:
         """Counts the packed panels that cover the columns.
 
@@ -109,7 +133,7 @@ struct Blocking[dtype: DType]:
         Returns:
             Elements of a panel, the last of which may be narrower.
         """
-        return align_up(depth, Self.pair) * Self.tile_n
+        return align_up(depth, Self.step) * Self.tile_n
 
 
 struct Slabs(TrivialRegisterPassable):

@@ -24,6 +24,7 @@ from .memory import (
     prefetch_for_write,
     store_first,
 )
+from .tile_product import multiply_block_by_tiles
 
 
 @always_inline
@@ -262,6 +263,11 @@ def multiply_block[
             memory behind this one.
     """
     comptime B = Blocking[dtype]
+    comptime if B.has_tiles:
+        multiply_block_by_tiles[dtype, Epilogue, a_is_panel=a_is_panel](
+            c, a, b, rows, columns, depth, accumulate, output, next_follows
+        )
+        return
     var vectors = ceildiv(columns, B.width)
     var steps = ceildiv(depth, B.pair)
     comptime for v in range(1, B.tile_vectors + 1):

@@ -2,10 +2,10 @@
 
 Columns that only fill up the last vector of a panel hold arbitrary values; the
 product's columns that they make are never stored. Rows that only fill up the
-last pair hold zeros, because they are summed with the others.
+last step hold zeros, because they are summed with the others.
 """
 
-from std.math import ceildiv
+from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from .blocking import Blocking
@@ -63,12 +63,8 @@ def pack_rows[
             out.unsafe_offset(k).unsafe_store(value)
 
 
-def pack_panel[
-    dtype: DType,
-    Prologue: RowPrologue = AsIs,
-    *,
-    width: Int = Blocking[dtype].width,
-    ahead: Int = 0,
+def _pack_steps[
+    dtype: DType, Prologue: RowPrologue, width: Int, ahead: Int
 ](
     panel: Buffer[Blocking[dtype].operand],
     source: Matrix[dtype],
@@ -76,25 +72,9 @@ def pack_panel[
     column: Int,
     rows: Int,
     columns: Int,
-    prologue: Prologue = AsIs(),
+    prologue: Prologue,
 ):
-    """Packs a part of a matrix as a panel as wide as its columns.
-
-    Parameters:
-        dtype: Element type of the matrix.
-        Prologue: What is done to each row.
-        width: Columns in one vector of the panel.
-        ahead: How many rows ahead to ask for; they need not exist.
-
-    Args:
-        panel: The panel at the first step.
-        source: The matrix.
-        row: The first row to pack.
-        column: The first column.
-        rows: Rows to pack, the steps of the product.
-        columns: Columns to pack.
-        prologue: What is done to each row.
-    """
+    """Packs whole pairs of rows, the last completed by zeros."""
     comptime B = Blocking[dtype]
     var vectors = ceildiv(columns, width)
     var part = source.part(row, column)
@@ -132,6 +112,56 @@ def pack_panel[
                         line, column, v, columns, upper
                     ).interleave(pairs)
                 )
+
+
+def pack_panel[
+    dtype: DType,
+    Prologue: RowPrologue = AsIs,
+    *,
+    width: Int = Blocking[dtype].width,
+    ahead: Int = 0,
+](
+    panel: Buffer[Blocking[dtype].operand],
+    source: Matrix[dtype],
+    row: Int,
+    column: Int,
+    rows: Int,
+    columns: Int,
+    prologue: Prologue = AsIs(),
+):
+    """Packs a part of a matrix as a panel as wide as its columns.
+
+    Parameters:
+        dtype: Element type of the matrix.
+        Prologue: What is done to each row.
+        width: Columns in one vector of the panel.
+        ahead: How many rows ahead to ask for; they need not exist.
+
+    Args:
+        panel: The panel at the first step.
+        source: The matrix.
+        row: The first row to pack.
+        column: The first column.
+        rows: Rows to pack, the steps of the product.
+        columns: Columns to pack.
+        prologue: What is done to each row.
+    """
+    _pack_steps[dtype, Prologue, width, ahead](
+        panel, source, row, column, rows, columns, prologue
+    )
+    _complete_step[dtype](panel, rows, ceildiv(columns, width) * width)
+
+
+@always_inline
+def _complete_step[
+    dtype: DType
+](panel: Buffer[Blocking[dtype].operand], rows: Int, columns: Int):
+    """Writes zeros after the last pair up to a whole step."""
+    comptime B = Blocking[dtype]
+    comptime if B.step > B.pair:
+        var end = align_up(rows, B.step) * columns
+        for i in range(align_up(rows, B.pair) * columns, end, B.width):
+            panel.unsafe_offset(i).unsafe_store(SIMD[B.operand, B.width](0))
 
 
 @always_inline
@@ -191,7 +221,7 @@ def pack_panels[
     for step in range(0, rows, at_once):
         for k in range(0, columns, panel_width):
             var left = min(panel_width, columns - k)
-            pack_panel[dtype, width=width, ahead=at_once](
+            _pack_steps[dtype, Prologue, width, at_once](
                 panels.unsafe_offset(
                     k // panel_width * panel_stride
                     + step * ceildiv(left, width) * width
@@ -203,3 +233,9 @@ def pack_panels[
                 left,
                 prologue,
             )
+    for k in range(0, columns, panel_width):
+        _complete_step[dtype](
+            panels.unsafe_offset(k // panel_width * panel_stride),
+            rows,
+            ceildiv(min(panel_width, columns - k), width) * width,
+        )

@@ -8,10 +8,18 @@ from .memory import Buffer, Matrix, load_first, prefetch_for_read
 
 
 @always_inline
-def _transpose[
+def transpose[
     dtype: DType, width: Int, //
 ](mut rows: Array[SIMD[dtype, width], width]):
-    """Transposes a square of registers by perfect shuffles of all its elements."""
+    """Transposes a square of registers by perfect shuffles of all its elements.
+
+    Parameters:
+        dtype: Element type.
+        width: Elements of a register, and number of registers.
+
+    Args:
+        rows: The registers.
+    """
     comptime for _ in range(_log2(width)):
         var shuffled = Array[SIMD[dtype, width], width](uninitialized=True)
         comptime for i in range(width // 2):
@@ -79,9 +87,10 @@ def pack_transposed[
                 )
                 prefetch_for_read(line.unsafe_offset(ahead))
                 square[i] = _load_units(line, columns - step * B.pair)
-            _transpose(square)
+            transpose(square)
             var out = target.unsafe_offset((step * vectors + v) * B.width)
-            if step + B.width <= steps:
+            # Tiles read whole squares, whose rest is zero.
+            if B.has_tiles or step + B.width <= steps:
                 comptime for i in range(B.width):
                     out.unsafe_offset(i * vectors * B.width).unsafe_store(
                         square[i]

@@ -54,6 +54,44 @@ struct Half[dtype: DType](TrivialRegisterPassable):
         )
 
 
+def finish_columns[
+    dtype: DType
+](
+    call: Call,
+    first: Int,
+    column: Int,
+    rows: Int,
+    columns: Int,
+    half: Half[dtype],
+    gated: Half[dtype],
+):
+    """Makes a part of y, activated or not.
+
+    Parameters:
+        dtype: Element type of the tensors.
+
+    Args:
+        call: The tensors.
+        first: The first row.
+        column: The first column of y.
+        rows: Number of rows.
+        columns: Number of columns.
+        half: The sums; before a gate, those of the gate.
+        gated: What a gate multiplies.
+    """
+    if call.activation != 0:
+        activate_panel(call, first, column, rows, columns, half, gated)
+        return
+    comptime B = Blocking[dtype]
+    var y = Matrix[dtype](call.y, call.N).part(first, column)
+    for row in range(rows):
+        for j in range(0, columns, B.width):
+            prefetch_for_write(y.at(row + _AHEAD, j))
+            store_first(
+                y.at(row, j), half.at(row, j).cast[dtype](), columns - j
+            )
+
+
 def activate_panel[
     dtype: DType
 ](
@@ -75,7 +113,7 @@ def activate_panel[
         first: The first row.
         column: The first column of y.
         rows: Number of rows.
-        columns: Number of columns, at most `tile_n`.
+        columns: Number of columns.
         half: The sums; before a gate, those of the gate.
         gated: What a gate multiplies.
     """

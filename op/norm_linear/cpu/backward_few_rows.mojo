@@ -17,7 +17,9 @@ from ...gemm.cpu.epilogue import NoEpilogue, Output
 from ...gemm.cpu.memory import Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
+from ...gemm.cpu.pack_left import pack_left_panels
 from ...gemm.cpu.product import Packed, multiply_panel
+from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
 from .input_gradient import finish_input_gradient
@@ -47,7 +49,11 @@ def run_few_rows[
     var chunks = ceildiv(job.call[].N, CHUNK)
     team.run(_prepare_part[dtype, ThisNorm], chunks + panels, job)
     if plan.input_tasks + plan.weight_tasks > 0:
-        team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+        team.run(
+            with_tiles[dtype, _multiply_part[dtype, ThisNorm]],
+            plan.workers,
+            job,
+        )
     if job.call[].dx != 0:
         team.run(_finish_part[dtype, ThisNorm], _row_chunks(job), job)
 
@@ -90,11 +96,10 @@ def _prepare_dy[dtype: DType](job: _Job[dtype], first: Int):
             count,
         )
     if plan.weight_tasks > 0:
-        pack_panels[dtype, width=B.tile_m, vectors=1](
-            job.at[B.operand](plan.dy_panels).unsafe_offset(
-                first // B.tile_m * plan.dy_stride
+        pack_left_panels[dtype](
+            Matrix(job.at[B.operand](plan.dy_panels), plan.dy_stride).part(
+                first // B.tile_m, 0
             ),
-            plan.dy_stride,
             dy,
             0,
             first,

@@ -12,14 +12,16 @@ from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
 from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
+from ...gemm.cpu.pack_left import pack_left_panels
 from ...gemm.cpu.product import Packed, multiply_panel
+from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
 from .input_gradient import finish_input_gradient
 from .job import Job
 from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
-from .plan import BLOCK_STEPS, BackwardPlan, SUM_ROWS, TileRoom
+from .plan import BackwardPlan, SUM_ROWS, TileRoom
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -40,8 +42,15 @@ def run_many_rows[
     ref call = job.call[]
     ref plan = job.plan
     var sums = ceildiv(call.N, CHUNK) if plan.weight_tasks > 0 else 0
-    team.run(_prepare_part[dtype], _packs(job) + sums, job)
-    team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
+    var parts = _packs(job) + sums
+    if plan.packs_once:
+        parts += ceildiv(call.M, plan.block_rows) * (
+            ceildiv(call.N, CHUNK) + ceildiv(call.K, CHUNK)
+        )
+    team.run(_prepare_part[dtype, ThisNorm], parts, job)
+    team.run(
+        with_tiles[dtype, _multiply_part[dtype, ThisNorm]], plan.workers, job
+    )
     if call.dgamma != 0 or call.dbeta != 0:
         team.run(_sum_part[dtype], plan.workers, job)
 
@@ -60,8 +69,8 @@ def _packed[
     )
 
 
-def _prepare_part[dtype: DType](data: Data, index: Int):
-    """Packs a panel of the weight, or sums a chunk of the columns of dy."""
+def _prepare_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
+    """Packs a panel of the weight, sums a chunk of the columns of dy, or packs a chunk of dy or x_hat."""
     ref job = data.unsafe_bitcast[_Job[dtype]]()[]
     comptime B = Blocking[dtype]
     ref call = job.call[]
@@ -76,8 +85,98 @@ def _prepare_part[dtype: DType](data: Data, index: Int):
             call.N,
             min(B.tile_n, call.K - column),
         )
+        return
+    var left = index - packs
+    var across = ceildiv(call.N, CHUNK)
+    if job.plan.weight_tasks > 0:
+        if left < across:
+            sum_dy(job, left * CHUNK)
+            return
+        left -= across
+    var blocks = ceildiv(call.M, job.plan.block_rows)
+    if left < across * blocks:
+        _pack_dy(job, left // across, left % across * CHUNK)
     else:
-        sum_dy(job, (index - packs) * CHUNK)
+        left -= across * blocks
+        across = ceildiv(call.K, CHUNK)
+        _pack_x_hat[dtype, ThisNorm](job, left // across, left % across * CHUNK)
+
+
+def _dy_block[
+    dtype: DType
+](job: _Job[dtype], block: Int, n: Int) -> Matrix[Blocking[dtype].operand]:
+    """Finds the panels of a packed block of dy."""
+    comptime B = Blocking[dtype]
+    ref plan = job.plan
+    return Matrix(
+        job.at[B.operand](plan.dy_panels).unsafe_offset(block * plan.dy_block),
+        plan.block_rows * B.tile_m,
+    ).part(n // B.tile_m, 0)
+
+
+def _x_hat_block[
+    dtype: DType
+](job: _Job[dtype], block: Int, k: Int) -> Buffer[Blocking[dtype].operand]:
+    """Finds the panels of a packed block of x_hat."""
+    ref plan = job.plan
+    return job.at[Blocking[dtype].operand](plan.z).unsafe_offset(
+        block * plan.x_block + k * plan.block_rows
+    )
+
+
+def _pack_dy[dtype: DType](job: _Job[dtype], block: Int, n: Int):
+    """Packs a chunk of the columns of a block of dy."""
+    ref call = job.call[]
+    var first = block * job.plan.block_rows
+    pack_left_panels[dtype](
+        _dy_block(job, block, n),
+        Matrix[dtype](call.dy, call.N),
+        first,
+        n,
+        min(job.plan.block_rows, call.M - first),
+        min(CHUNK, call.N - n),
+    )
+
+
+def _pack_x_hat[
+    dtype: DType, ThisNorm: Norm
+](job: _Job[dtype], block: Int, k: Int):
+    """Packs a chunk of the columns of a block of x_hat."""
+    var first = block * job.plan.block_rows
+    _pack_x_hat_to[dtype, ThisNorm](
+        job,
+        _x_hat_block(job, block, k),
+        first,
+        k,
+        min(job.plan.block_rows, job.call[].M - first),
+        min(CHUNK, job.call[].K - k),
+    )
+
+
+def _pack_x_hat_to[
+    dtype: DType, ThisNorm: Norm
+](
+    job: _Job[dtype],
+    panels: Buffer[Blocking[dtype].operand],
+    m: Int,
+    k: Int,
+    rows: Int,
+    columns: Int,
+):
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
+        panels,
+        job.plan.block_rows * B.tile_n,
+        Matrix[dtype](call.x, call.K),
+        m,
+        k,
+        rows,
+        columns,
+        NormalizeRows[dtype, ThisNorm, is_saved=True, is_affine=False](
+            job.call, job.gamma, job.beta
+        ),
+    )
 
 
 def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
@@ -106,13 +205,21 @@ def _weight_task[
     ref call = job.call[]
     ref plan = job.plan
     var arena = Arena(own)
-    var room = TileRoom[dtype](arena, plan.tile_rows, plan.tile_panels)
-    var n = task // plan.tiles_across * plan.tile_rows
-    var k = task % plan.tiles_across * plan.tile_panels * B.tile_n
+    var room = TileRoom[dtype](
+        arena,
+        plan.tile_rows,
+        plan.tile_panels,
+        plan.block_rows,
+        plan.packs_once,
+    )
+    # Neighbors share columns of x_hat.
+    var tiles_down = ceildiv(call.N, plan.tile_rows)
+    var n = task % tiles_down * plan.tile_rows
+    var k = task // tiles_down * plan.tile_panels * B.tile_n
     var rows = min(plan.tile_rows, call.N - n)
     var columns = min(plan.tile_panels * B.tile_n, call.K - k)
     if call.dweight != 0 or call.dgamma != 0:
-        for m in range(0, call.M, BLOCK_STEPS * B.pair):
+        for m in range(0, call.M, plan.block_rows):
             _add_product[dtype, ThisNorm](job, room, m, n, k, rows, columns)
     var product = Matrix[B.accum](room.product, room.product_stride)
     for first in range(0, rows, SUM_ROWS):
@@ -139,26 +246,19 @@ def _add_product[
 ):
     """Adds what a block of rows of dy and x contributes to a tile."""
     comptime B = Blocking[dtype]
-    comptime block_rows = BLOCK_STEPS * B.pair
     ref call = job.call[]
+    var block_rows = job.plan.block_rows
     var depth = min(block_rows, call.M - m)
     var dy = Matrix[B.operand](room.dy, room.dy_stride)
     var x_hat = buffer[B.operand](room.x_hat)
-    pack_panels[dtype, width=B.tile_m, vectors=1](
-        dy.start, dy.stride, Matrix[dtype](call.dy, call.N), m, n, depth, rows
-    )
-    pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
-        x_hat,
-        block_rows * B.tile_n,
-        Matrix[dtype](call.x, call.K),
-        m,
-        k,
-        depth,
-        columns,
-        NormalizeRows[dtype, ThisNorm, is_saved=True, is_affine=False](
-            job.call, job.gamma, job.beta
-        ),
-    )
+    if job.plan.packs_once:
+        dy = _dy_block(job, m // block_rows, n)
+        x_hat = _x_hat_block(job, m // block_rows, k)
+    else:
+        pack_left_panels[dtype](
+            dy, Matrix[dtype](call.dy, call.N), m, n, depth, rows
+        )
+        _pack_x_hat_to[dtype, ThisNorm](job, x_hat, m, k, depth, columns)
     for column in range(0, columns, B.tile_n):
         multiply_block[dtype, a_is_panel=True](
             Matrix[B.accum](room.product, room.product_stride).part(0, column),
@@ -186,7 +286,15 @@ def _slab_task[
     var h = Matrix[B.accum](arena.next, plan.panels * B.tile_n)
     var first = plan.slabs.first(slab)
     var count = plan.slabs.first(slab + 1) - first
-    pack_rows[dtype](dy, Matrix[dtype](call.dy, call.N), first, count, call.N)
+    if B.has_tiles and call.N % B.step == 0:
+        # Rows as they are make tiles.
+        dy = Matrix[B.operand](
+            Int(Matrix[dtype](call.dy, call.N).at(first)), call.N
+        )
+    else:
+        pack_rows[dtype](
+            dy, Matrix[dtype](call.dy, call.N), first, count, call.N
+        )
     for panel in range(plan.panels):
         var column = panel * B.tile_n
         multiply_panel[dtype, a_is_panel=False](

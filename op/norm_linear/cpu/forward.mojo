@@ -21,7 +21,6 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.epilogue import AddBias, Output
 from ...gemm.cpu.memory import Arena, CACHE_LINE, Matrix, buffer
-from ...gemm.cpu.pack import pack_rows
 from ...gemm.cpu.pack_transposed import pack_transposed
 from ...gemm.cpu.product import (
     Packed,
@@ -32,14 +31,11 @@ from ...gemm.cpu.product import (
 from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
-from .activate import Half, activate_panel
-from .job import Job
-from .normalize import NormalizeRows, normalized_rows
+from .activate import activate_panel
+from .forward_job import Forward, Room, normalize_into
+from .forward_tiles import run_on_tiles
 from .norms import with_norm
-from .parameters import in_type_of_sums
 from .plan import ForwardPlan, STACK_BYTES
-
-comptime _Forward[dtype: DType] = Job[dtype, ForwardPlan[dtype]]
 
 
 def forward[dtype: DType](call: CallPointer):
@@ -65,10 +61,13 @@ def _forward[dtype: DType, ThisNorm: Norm](call: CallPointer):
     if call[].h != 0:
         prefer_large_pages(call[].h, output_bytes * plan.halves)
     prefer_large_pages(workspace, plan.bytes)
-    var job = _Forward[dtype](
+    var job = Forward[dtype](
         call, plan.copy(), workspace, plan.gamma, plan.beta
     )
     var team = Team(call[].context, plan.workers)
+    comptime if Blocking[dtype].has_tiles:
+        run_on_tiles[dtype, ThisNorm](job, team)
+        return
     if plan.few_rows:
         team.run(_normalize_part[dtype, ThisNorm], _chunks(job), job)
     else:
@@ -76,14 +75,14 @@ def _forward[dtype: DType, ThisNorm: Norm](call: CallPointer):
     team.run(_multiply_part[dtype, ThisNorm], plan.workers, job)
 
 
-def _chunks[dtype: DType](job: _Forward[dtype]) -> Int:
+def _chunks[dtype: DType](job: Forward[dtype]) -> Int:
     """Counts the parts that shared rows are normalized in."""
     return min(job.plan.workers * 4, job.call[].M)
 
 
 def _shared[
     dtype: DType
-](job: _Forward[dtype]) -> Matrix[Blocking[dtype].operand]:
+](job: Forward[dtype]) -> Matrix[Blocking[dtype].operand]:
     """Finds the rows, or the panels, that all workers read."""
     comptime B = Blocking[dtype]
     var K = job.call[].K
@@ -93,81 +92,11 @@ def _shared[
     }
 
 
-def _normalize[
-    dtype: DType, ThisNorm: Norm
-](
-    job: _Forward[dtype],
-    target: Matrix[Blocking[dtype].operand],
-    first: Int,
-    count: Int,
-):
-    """Normalizes rows of x, or of the sum that they make, and stores their statistics."""
-    if job.call[].groups == 0:
-        _normalize_as[dtype, ThisNorm, False](job, target, first, count)
-    else:
-        _normalize_as[dtype, ThisNorm, True](job, target, first, count)
-
-
-def _normalize_as[
-    dtype: DType, ThisNorm: Norm, is_modulated: Bool
-](
-    job: _Forward[dtype],
-    target: Matrix[Blocking[dtype].operand],
-    first: Int,
-    count: Int,
-):
-    ref call = job.call[]
-    pack_rows[dtype](
-        target,
-        Matrix[dtype](normalized_rows(call), call.K),
-        first,
-        count,
-        call.K,
-        NormalizeRows[
-            dtype,
-            ThisNorm,
-            is_saved=False,
-            is_affine=True,
-            is_modulated=is_modulated,
-        ](job.call, job.gamma, job.beta),
-    )
-
-
-@fieldwise_init
-struct _Room[dtype: DType](TrivialRegisterPassable):
-    """A worker's room for a panel: bias and sums of each half."""
-
-    comptime B = Blocking[Self.dtype]
-
-    var bias: Int
-    var sums: Matrix[Self.B.accum]
-    var rows: Int
-
-    def half(
-        self, call: Call, half: Int, column: Int, columns: Int
-    ) -> Half[Self.dtype]:
-        """Prepares a half's bias."""
-        comptime B = Self.B
-        var first = half * call.N + column
-        return {
-            self.sums.part(half * self.rows, 0),
-            in_type_of_sums[Self.dtype](
-                self.bias + half * B.tile_n * size_of[B.accum](),
-                call.bias + first * size_of[Self.dtype]() if call.bias
-                != 0 else 0,
-                columns,
-                default=0,
-                is_float32=False,
-                padded=True,
-            ),
-        }
-
-
 def _multiply[
     dtype: DType, Source: PanelSource
 ](
-    job: _Forward[dtype],
-    room: _Room[dtype],
+    job: Forward[dtype],
+    room: Room[dtype],
     rows: Matrix[Blocking[dtype].operand],
     first: Int,
     count: Int,
@@ -180,7 +109,7 @@ def _multiply[
     ref call = job.call[]
     var column = panel * B.tile_n
     var columns = min(B.tile_n, call.N - column)
-    var half = room.half(call, 0, column, columns)
+    var half = room.half(call, 0, column, columns, 0)
     if call.activation == 0:
         multiply_panel[dtype, a_is_panel=False](
             half.sums,
@@ -203,7 +132,7 @@ def _multiply[
     )
     var other = half
     if job.plan.halves > 1:
-        other = room.half(call, 1, column, columns)
+        other = room.half(call, 1, column, columns, 1)
         multiply_panel[dtype, a_is_panel=False](
             other.sums, rows, gated, count, columns, call.K
         )
@@ -212,18 +141,18 @@ def _multiply[
 
 def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
     """Normalizes one chunk of the rows that all tasks share."""
-    ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
     var chunks = _chunks(job)
     var first = job.call[].M * index // chunks
     var last = job.call[].M * (index + 1) // chunks
-    _normalize[dtype, ThisNorm](
+    normalize_into[dtype, ThisNorm](
         job, _shared(job).part(first, 0), first, last - first
     )
 
 
 def _pack_part[dtype: DType](data: Data, panel: Int):
     """Packs one panel of the weight, or of one of its halves."""
-    ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var halves = job.plan.halves
@@ -240,14 +169,12 @@ def _pack_part[dtype: DType](data: Data, panel: Int):
 
 def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     """Takes panels of columns, or slabs of rows, until none is left."""
-    ref job = data.unsafe_bitcast[_Forward[dtype]]()[]
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
     comptime B = Blocking[dtype]
     ref plan = job.plan
     ref call = job.call[]
     var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
-    var bias = arena.take[B.accum](plan.halves * B.tile_n)
-    var sums = arena.take[B.accum](plan.halves * plan.slab_rows * B.tile_n)
-    var room = _Room[dtype](bias, {sums, B.tile_n}, plan.slab_rows)
+    var room = Room[dtype](arena, plan)
     var rest = buffer[B.operand](arena.next)
     # Where there is no gate, what would be gated is the product itself.
     var gated = plan.halves - 1
@@ -277,7 +204,7 @@ def _multiply_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
             return
         var first = plan.slabs.first(slab)
         var count = plan.slabs.first(slab + 1) - first
-        _normalize[dtype, ThisNorm](job, rows, first, count)
+        normalize_into[dtype, ThisNorm](job, rows, first, count)
         for panel in range(plan.panels):
             var place = panel * plan.halves
             _multiply(

@@ -14,12 +14,27 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking, Slabs
 from ...gemm.cpu.memory import Arena, CACHE_LINE
 from ...gemm.activation import GATED
+from ...gemm.cpu.tiles import TILES_ROWS
 from ..plan import DECLINED, FUSED
 from .activation import before_activation, is_served
+from .choice import fastest
 from .norms import NORMS
+from .tile_columns import TileColumns
 
 comptime FEW_ROWS = 192
 """Up to this many rows, packing the weight into memory costs more than it saves."""
+
+comptime FEW_ROWS_ON_TILES = 512
+"""The same of a forward on tiles, which takes the weight as it is where rows are few."""
+
+comptime FEW_ELEMENTS_ON_TILES = 1 << 19
+"""And as many elements of these rows, which every row of the weight meets in the second cache."""
+
+comptime MOST_TASK_COLUMNS = 256
+"""Most columns that a task takes where rows are few and tiles multiply them."""
+
+comptime TILES_WIDTH = 256
+"""Columns whose packed weight stays in the second cache beside a slab of rows, on tiles."""
 
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
@@ -42,6 +57,15 @@ comptime SUM_ROWS = 32
 comptime BLOCK_STEPS = 128
 """Steps of a product for which dy and x are packed together."""
 
+comptime SHORT_SUMS = 1024
+"""Up to this many rows, few of dW's rows and a part of its columns make a tile, if dy and x_hat are packed once."""
+
+comptime SHORT_PANEL_ROWS = 8192
+"""Rows of x_hat, over all panels, that such a tile reads from the second cache."""
+
+comptime MOST_PACKED_BYTES = 1 << 26
+"""Up to this size dy and x_hat are packed once for all tiles of dW, where packing takes as long as tiles do."""
+
 
 def plan_forward[dtype: DType](call: CallPointer):
     """Chooses the way of a forward and the size of its workspace.
@@ -50,7 +74,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The forward; `way` and `workspace_bytes` are set.
+        call: The forward; `way` and `workspace_bytes` are set. If its way is FUSED, speed does not matter.
     """
     ref its = call[]
     var serves = (
@@ -59,7 +83,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         and (its.groups == 0 or its.M % its.groups == 0)
         and is_served(its.activation)
     )
-    _set(call, serves, ForwardPlan[dtype](call[]).bytes)
+    _set[dtype](call, serves, its.rstd != 0, ForwardPlan[dtype](call[]).bytes)
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -69,17 +93,22 @@ def plan_backward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The backward; `way` and `workspace_bytes` are set.
+        call: The backward; `way` and `workspace_bytes` are set. If its way is FUSED, speed does not matter.
     """
     ref its = call[]
     var serves = its.groups == 0 and is_served(its.activation)
-    _set(call, serves, BackwardPlan[dtype](before_activation(call[])).bytes)
+    _set[dtype](
+        call, serves, True, BackwardPlan[dtype](before_activation(call[])).bytes
+    )
 
 
-def _set(call: CallPointer, serves: Bool, bytes: Int):
+def _set[
+    dtype: DType
+](call: CallPointer, serves: Bool, follows: Bool, bytes: Int):
     ref its = call[]
     var is_taken = (
         serves
+        and (its.way == FUSED or fastest[dtype](its, follows) == FUSED)
         and its.narrow == 0
         and its.accumulate == 0
         and its.normalization < NORMS
@@ -115,6 +144,16 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """The slabs of rows."""
     var slab_rows: Int
     """Most rows that one task computes."""
+    var rooms: Int
+    """Rooms of a worker for bias and sums: one for each half, and one to store from while tiles compute."""
+    var width: Int
+    """Most columns of y that are computed side by side."""
+    var sum_rows: Int
+    """Rows of sums that a worker keeps for them."""
+    var sum_stride: Int
+    """Distance between those rows."""
+    var task_columns: Int
+    """Columns of y that a task takes where rows are few and tiles multiply them."""
     var gamma: Int
     """Weight of the norm in the type of sums."""
     var beta: Int
@@ -137,6 +176,11 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         """
         comptime B = Self.B
         self.few_rows = call.M <= FEW_ROWS
+        comptime if B.has_tiles:
+            self.few_rows = (
+                call.M <= FEW_ROWS_ON_TILES
+                and call.M * call.K <= FEW_ELEMENTS_ON_TILES
+            )
         self.workers = _workers(call)
         self.panels = B.panels(call.N)
         self.halves = 2 if call.activation >= GATED else 1
@@ -144,22 +188,46 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             call.M, B.tile_m, self.workers, call.K * size_of[B.operand]()
         )
         self.slab_rows = call.M if self.few_rows else self.slabs.most_rows()
+        self.rooms = self.halves
+        self.width = B.tile_n
+        self.sum_rows = self.slab_rows
+        self.sum_stride = B.tile_n
+        comptime if B.has_tiles:
+            if not self.few_rows:
+                self.rooms = 2
+                self.width = TILES_WIDTH
+                self.sum_rows = TILES_ROWS
+            # A line more keeps rows from sharing the same few cache sets.
+            self.sum_stride = self.width + CACHE_LINE // 4
+        self.task_columns = min(
+            MOST_TASK_COLUMNS,
+            align_up(ceildiv(call.N, 4 * self.workers), B.tile_n),
+        )
 
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](call.K)
         self.beta = arena.take[B.accum](call.K)
         var rows = self.slab_rows * B.row_stride(call.K)
+        var own_rows = rows
+        if self.few_rows:
+            own_rows = B.panel_size(B.depth)
+            comptime if B.has_tiles:
+                rows = (
+                    ceildiv(call.M, TILES_ROWS) * 2 * B.row_panel_size(call.K)
+                )
+                own_rows = 0
         self.shared = arena.take[B.operand](
             rows if self.few_rows else self.panels
             * self.halves
             * B.panel_size(call.K)
         )
         self.own = arena.next
-        _ = arena.take[B.accum](self.halves * B.tile_n)
-        _ = arena.take[B.accum](self.halves * self.slab_rows * B.tile_n)
-        _ = arena.take[B.operand](
-            B.panel_size(B.depth) if self.few_rows else rows
-        )
+        _ = arena.take[B.accum](self.rooms * self.width)
+        _ = arena.take[B.accum](self.rooms * self.sum_rows * self.sum_stride)
+        _ = arena.take[B.operand](own_rows)
+        comptime if B.has_tiles:
+            if self.few_rows:
+                TileColumns[Self.dtype].reserve(arena, call)
         self.own_bytes = arena.next - self.own
         self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE
 
@@ -203,15 +271,23 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
     var dy: Int
     """Few rows: dy in rows."""
     var dy_panels: Int
-    """Few rows: dy in panels of `tile_m` outputs."""
+    """Dy in panels of `tile_m` outputs: few rows, or blocks of many."""
     var dy_stride: Int
     """Few rows: distance between those panels."""
     var z: Int
-    """Few rows: z in panels of `tile_n` features."""
+    """Few rows: z in panels of `tile_n` features. Many rows: blocks of x_hat in such panels."""
     var h: Int
     """Few rows: dy @ weight."""
     var packed_weight: Int
     """Many rows: the packed weight."""
+    var block_rows: Int
+    """Many rows: rows of dy and x that are packed together."""
+    var packs_once: Bool
+    """Many rows: whether all of them are packed before, in blocks, instead of by each tile of dW."""
+    var dy_block: Int
+    """Elements of a packed block of dy."""
+    var x_block: Int
+    """Elements of a packed block of x_hat."""
     var dgamma_partial: Int
     """Many rows: partial sums of dgamma."""
     var dbeta_partial: Int
@@ -270,6 +346,28 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
                     tile_panels = ceildiv(tile_panels, 2)
                 else:
                     break
+        # Sums on tiles are read and written again after every block.
+        self.block_rows = BLOCK_STEPS * B.pair * (2 if B.has_tiles else 1)
+        self.dy_block = align_up(N, B.tile_m) * self.block_rows
+        self.x_block = self.panels * B.tile_n * self.block_rows
+        var packed = (
+            ceildiv(M, self.block_rows)
+            * (self.dy_block + self.x_block)
+            * size_of[B.operand]()
+        )
+        self.packs_once = (
+            B.has_tiles
+            and needs_weight
+            and not self.few_rows
+            and packed <= MOST_PACKED_BYTES
+        )
+        if self.packs_once and M <= SHORT_SUMS:
+            # Nothing is packed for a tile, so that it may be as small as stays
+            # in cache until it is finished.
+            tile_rows = SUM_ROWS
+            tile_panels = min(
+                tile_panels, max(1, SHORT_PANEL_ROWS // align_up(M, B.step))
+            )
         self.tile_rows = tile_rows
         self.tile_panels = tile_panels
         self.tiles_across = ceildiv(self.panels, tile_panels)
@@ -288,7 +386,7 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
         self.dbias = arena.take[DType.float64](
             N + B.width if needs_dbias else 0
         )
-        self.dy_stride = align_up(M, B.pair) * B.tile_m
+        self.dy_stride = align_up(M, B.step) * B.tile_m
         self.dy = arena.next
         self.dy_panels = arena.next
         self.z = arena.next
@@ -326,9 +424,17 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
                 _ = input_room.take[B.accum](
                     self.slab_rows * self.panels * B.tile_n
                 )
+            var blocks = ceildiv(M, self.block_rows)
+            if self.packs_once:
+                self.dy_panels = arena.take[B.operand](blocks * self.dy_block)
+                self.z = arena.take[B.operand](blocks * self.x_block)
             if needs_weight:
                 _ = TileRoom[Self.dtype](
-                    weight_room, self.tile_rows, self.tile_panels
+                    weight_room,
+                    self.tile_rows,
+                    self.tile_panels,
+                    self.block_rows,
+                    self.packs_once,
                 )
         self.own = arena.next
         self.own_bytes = max(input_room.next, weight_room.next)
@@ -356,20 +462,30 @@ struct TileRoom[dtype: DType](TrivialRegisterPassable):
     var x_hat: Int
     """Address of packed panels of x_hat."""
 
-    def __init__(out self, mut arena: Arena, rows: Int, panels: Int):
+    def __init__(
+        out self,
+        mut arena: Arena,
+        rows: Int,
+        panels: Int,
+        steps: Int,
+        is_packed: Bool,
+    ):
         """Reserves the arrays.
 
         Args:
             arena: Where from.
             rows: Rows of the tile.
             panels: Panels across the tile.
+            steps: Rows of dy and x that are packed together.
+            is_packed: Whether they have been packed before.
         """
         comptime B = Self.B
-        comptime steps = BLOCK_STEPS * B.pair
         self.product_stride = panels * B.tile_n + CACHE_LINE // 4
         self.product = arena.take[B.accum](rows * self.product_stride)
         self.dy_stride = steps * B.tile_m
         self.dy = arena.take[B.operand](
-            ceildiv(rows, B.tile_m) * self.dy_stride
+            0 if is_packed else ceildiv(rows, B.tile_m) * self.dy_stride
         )
-        self.x_hat = arena.take[B.operand](panels * steps * B.tile_n)
+        self.x_hat = arena.take[B.operand](
+            0 if is_packed else panels * steps * B.tile_n
+        )

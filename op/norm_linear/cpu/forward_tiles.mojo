@@ -1,0 +1,298 @@
+"""Computes a forward on tile registers.
+
+- Few rows: y^T = W z^T. Rows of the weight are tiles as they lie in memory, so that nothing of it is
+  copied; the normalized rows are packed as columns, and shared. A task takes some rows of the weight.
+- Many rows: y = z W^T. The weight is packed as columns and shared. A task takes a slab of rows, which it
+  normalizes for itself, and multiplies 32 of them, which stay in the first cache, by as many columns as
+  stay in the second.
+"""
+
+from std.math import ceildiv
+
+from ...gemm.cpu.beside import Beside, Nothing, StoreRows
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.memory import Arena, Buffer, Matrix
+from ...gemm.cpu.pack_transposed import pack_transposed
+from ...gemm.cpu.tile_product import (
+    STREAM_COLUMNS,
+    Tiles,
+    add_products,
+)
+from ...gemm.cpu.tiles import TILES_ROWS, TILE_ROWS, with_tiles
+from ...norms.norm import Norm
+from ...team import Data, Team
+from .activate import Half, finish_columns
+from .forward_job import Forward, Room, normalize_into
+from .tile_columns import TileColumns
+
+
+def run_on_tiles[
+    dtype: DType, ThisNorm: Norm
+](mut job: Forward[dtype], team: Team):
+    """Computes a forward.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        job: The call.
+        team: The threads to use.
+    """
+    ref plan = job.plan
+    if plan.few_rows:
+        # Of a single panel no team is made.
+        var packers = min(plan.workers, ceildiv(job.call[].M, TILE_ROWS))
+        team.run(_pack_rows_part[dtype, ThisNorm], packers, job)
+        job.next_task = 0
+        team.run(with_tiles[dtype, _columns_part[dtype]], plan.workers, job)
+    else:
+        team.run(_pack_weight_part[dtype], plan.panels * plan.halves, job)
+        team.run(
+            with_tiles[dtype, _slab_part[dtype, ThisNorm]], plan.workers, job
+        )
+
+
+def _room[
+    dtype: DType
+](job: Forward[dtype], worker: Int, mut arena: Arena) -> Room[dtype]:
+    arena = Arena(job.workspace + job.plan.own + worker * job.plan.own_bytes)
+    return Room[dtype](arena, job.plan)
+
+
+def _pack_rows_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
+    """Normalizes 16 rows at a time, and packs them as columns."""
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var arena = Arena(0)
+    _ = _room(job, worker, arena)
+    var own = TileColumns[dtype](arena, call)
+    var rows = Matrix[B.operand](own.rows, B.row_stride(call.K))
+    while True:
+        var panel = job.take()
+        var first = panel * TILE_ROWS
+        if first >= call.M:
+            return
+        var count = min(TILE_ROWS, call.M - first)
+        normalize_into[dtype, ThisNorm](job, rows, first, count)
+        pack_transposed[dtype](
+            job.at[B.operand](job.plan.shared).unsafe_offset(
+                panel * B.row_panel_size(call.K)
+            ),
+            rebind[Matrix[dtype]](rows),
+            count,
+            call.K,
+        )
+
+
+def _columns_part[dtype: DType](data: Data, worker: Int):
+    """Takes columns of y, some rows of the weight, until none is left."""
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    ref call = job.call[]
+    ref plan = job.plan
+    var arena = Arena(0)
+    var room = _room(job, worker, arena)
+    var own = TileColumns[dtype](arena, call)
+    while True:
+        var begin = job.take() * plan.task_columns
+        if begin >= call.N:
+            return
+        var end = min(call.N, begin + plan.task_columns)
+        for column in range(begin, end, TILES_ROWS):
+            var columns = min(TILES_ROWS, end - column)
+            var half = room.half(call, 0, column, columns, 0)
+            _multiply_weight(job, own, half, column, columns)
+            var other = half
+            if plan.halves > 1:
+                other = room.half(call, 1, column, columns, 1)
+                _multiply_weight(job, own, other, call.N + column, columns)
+            finish_columns(call, 0, column, call.M, columns, half, other)
+
+
+def _multiply_weight[
+    dtype: DType
+](
+    job: Forward[dtype],
+    own: TileColumns[dtype],
+    half: Half[dtype],
+    n: Int,
+    outputs: Int,
+):
+    """Multiplies up to 32 rows of the weight by all rows."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var weight = Matrix[dtype](call.weight, call.K).part(n, 0)
+    var nothing = Nothing()
+    var panel_bytes = B.row_panel_size(call.K) * 2
+    var shared = job.workspace + job.plan.shared
+    var whole = call.K // B.step
+    for k in range(0, whole, B.depth // B.step):
+        var steps = min(B.depth // B.step, whole - k)
+        var rows = Tiles.of_rows(Int(weight.at(0, k * B.step)), call.K * 2)
+        for m in range(0, call.M, TILES_ROWS):
+            var columns = Tiles.of_row_panels(
+                shared + m // TILE_ROWS * panel_bytes, panel_bytes
+            ).after(k)
+            add_products[stream=STREAM_COLUMNS](
+                own.sums_of(m),
+                rows,
+                columns,
+                outputs,
+                call.M - m,
+                steps,
+                k > 0,
+                nothing,
+            )
+    if whole * B.step < call.K:
+        own.copy_rest(weight, outputs, whole * B.step, call.K)
+        for m in range(0, call.M, TILES_ROWS):
+            add_products[stream=STREAM_COLUMNS](
+                own.sums_of(m),
+                Tiles.of_rows(own.rest, B.step * 2),
+                Tiles.of_row_panels(
+                    shared + m // TILE_ROWS * panel_bytes, panel_bytes
+                ).after(whole),
+                outputs,
+                call.M - m,
+                1,
+                whole > 0,
+                nothing,
+            )
+    own.transpose_sums(half.sums, call.M)
+
+
+def _pack_weight_part[dtype: DType](data: Data, panel: Int):
+    """Packs one panel of the weight, or of one of its halves, after the other half's."""
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var panels = job.plan.panels
+    var first = panel % panels * B.tile_n
+    pack_transposed[dtype](
+        job.at[B.operand](job.plan.shared).unsafe_offset(
+            panel * B.panel_size(call.K)
+        ),
+        Matrix[dtype](call.weight, call.K).part(
+            panel // panels * call.N + first, 0
+        ),
+        min(B.tile_n, call.N - first),
+        call.K,
+    )
+
+
+def _slab_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
+    """Takes slabs of rows until none is left."""
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var arena = Arena(0)
+    var room = _room(job, worker, arena)
+    var rows = Matrix[B.operand](arena.next, B.row_stride(call.K))
+    var is_direct = call.activation == 0
+    # While sums of some rows are stored those of the next are computed, in the
+    # other half of the room; so is the bias of the next columns.
+    var turn = 0
+    var bias_turn = 0
+    var waiting = StoreRows[dtype](
+        room.sums_of(0), room.bias_of(0), Matrix[dtype](call.y, call.N), 0, 0, 0
+    )
+    var nothing = Nothing()
+    while True:
+        var slab = job.take()
+        if slab >= plan.slabs.count:
+            break
+        var first = plan.slabs.first(slab)
+        var count = plan.slabs.first(slab + 1) - first
+        normalize_into[dtype, ThisNorm](job, rows, first, count)
+        for column in range(0, call.N, plan.width):
+            var columns = min(plan.width, call.N - column)
+            bias_turn = 1 - bias_turn
+            var half = room.half(
+                call, 0, column, columns, bias_turn if is_direct else 0
+            )
+            var other = half
+            if plan.halves > 1:
+                other = room.half(call, 1, column, columns, 1)
+            for row in range(0, count, TILES_ROWS):
+                var some = min(TILES_ROWS, count - row)
+                var left = rows.part(row, 0)
+                if is_direct:
+                    turn = 1 - turn
+                    var sums = room.sums_of(turn)
+                    _multiply_rows(
+                        job, sums, left, 0, column, some, columns, waiting
+                    )
+                    waiting.finish()
+                    waiting = StoreRows[dtype](
+                        sums,
+                        rebind[Buffer[DType.float32]](half.bias),
+                        Matrix[dtype](call.y, call.N).part(first + row, column),
+                        some,
+                        columns,
+                        ceildiv(TILES_ROWS * B.step, call.K),
+                    )
+                    continue
+                _multiply_rows(
+                    job,
+                    room.sums_of(0),
+                    left,
+                    0,
+                    column,
+                    some,
+                    columns,
+                    nothing,
+                )
+                if plan.halves > 1:
+                    _multiply_rows(
+                        job,
+                        room.sums_of(1),
+                        left,
+                        1,
+                        column,
+                        some,
+                        columns,
+                        nothing,
+                    )
+                finish_columns(
+                    call, first + row, column, some, columns, half, other
+                )
+    waiting.finish()
+
+
+def _multiply_rows[
+    dtype: DType, Work: Beside
+](
+    job: Forward[dtype],
+    sums: Matrix[DType.float32],
+    rows: Matrix[Blocking[dtype].operand],
+    which: Int,
+    column: Int,
+    count: Int,
+    columns: Int,
+    mut beside: Work,
+):
+    """Multiplies up to 32 rows by some columns of a half."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var size = B.panel_size(call.K)
+    var first = which * job.plan.panels + column // B.tile_n
+    for k in range(0, call.K, B.depth):
+        var steps = ceildiv(min(B.depth, call.K - k), B.step)
+        for c in range(0, columns, B.tile_n):
+            var left = min(B.tile_n, columns - c)
+            var tiles = ceildiv(left, TILE_ROWS)
+            var panel = job.at[B.operand](job.plan.shared).unsafe_offset(
+                (first + c // B.tile_n) * size
+            )
+            add_products[stream=STREAM_COLUMNS](
+                sums.part(0, c),
+                Tiles.of_rows(Int(rows.at(0, k)), rows.stride * 2),
+                Tiles.of_panel(Int(panel), tiles).after(k // B.step),
+                count,
+                left,
+                steps,
+                k > 0,
+                beside,
+            )

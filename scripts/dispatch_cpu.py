@@ -1,0 +1,220 @@
+"""Measure our product against PyTorch's on a CPU, over rows: what its plan chooses by.
+
+    python scripts/dispatch_cpu.py [--commit COMMIT]     measure, write benchmarks/cpu-dispatch.json
+    python scripts/dispatch_cpu.py --table               only write the table anew from there
+
+Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built with. Measured is
+the time of one call, in microseconds: medians of interleaved calls, of which those in which a
+thread waited for a CPU are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.backends import cpu
+from fused_norm.bench import environment
+from fused_norm.call import parameters
+from fused_norm.call.record import FUSED
+from fused_norm.native import cpu_features
+from fused_norm.ops import norm_linear
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASUREMENTS = ROOT / "benchmarks/cpu-dispatch.json"
+TABLE = ROOT / "op/norm_linear/cpu/measured.mojo"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ROWS = (1, 4, 16, 64, 128, 256, 512, 2048, 4096)
+WEIGHTS = ((128, 128), (768, 768), (768, 3072), (1024, 1024), (4096, 4096))
+# More of them take seconds, and are alike.
+MOST_PRODUCTS = 5 * 10**9
+# Below this share of eager's time our product is chosen: what is measured varies by as much.
+LIMIT = 1.0
+EPS = 1e-5
+FEWEST = 5
+
+Step = Callable[[], Any]
+
+MOJO = '''"""Which of our product and PyTorch's is faster on a CPU with tile registers.
+
+Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch.json as well:
+`python scripts/dispatch_cpu.py --table` writes it anew from there.
+"""
+
+from ..plan import DECLINED, FUSED
+
+
+@fieldwise_init
+struct Measured(TrivialRegisterPassable):
+    """Sizes, and the faster way there."""
+
+    var dtype: DType
+    """Element type of the tensors."""
+    var K: Int
+    """Features."""
+    var N: Int
+    """Outputs."""
+    var M: Int
+    """Rows."""
+    var forward: Int
+    """Of a forward alone."""
+    var training: Int
+    """Of a forward and its backward together."""
+
+
+# fmt: off
+comptime MEASURED = [
+    #        dtype           K     N     M     forward   training
+'''
+
+
+clock = time.perf_counter
+
+
+def main() -> int:
+    """Measure, write both files and return an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--commit")
+    parser.add_argument(
+        "--dtype", action="append", choices=list(DTYPES), help="only this one; the rest stays"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each size and direction")
+    parser.add_argument(
+        "--busy", action="store_true", help="one thread and its CPU time: other work does not count"
+    )
+    options = parser.parse_args()
+    if options.table:
+        TABLE.write_text(table(json.loads(options.out.read_text())["calls"]))
+        return 0
+    if not cpu_features.has_tiles():
+        print("SKIPPED: needs a CPU with tile registers (AMX), and Linux's permission to use them")
+        return 0
+    global clock
+    if options.busy:
+        torch.set_num_threads(1)
+        clock = time.thread_time
+    described = dataclasses.asdict(environment.describe(torch.device("cpu"), options.commit))
+    kept = json.loads(options.out.read_text())["calls"] if options.dtype else []
+    found = []
+    for name, dtype in DTYPES.items():
+        if name not in (options.dtype or DTYPES):
+            found += [each for each in kept if each["dtype"] == name]
+            continue
+        for features, outputs in WEIGHTS:
+            for rows in ROWS:
+                if rows * features * outputs > MOST_PRODUCTS:
+                    continue
+                times = measure(rows, features, outputs, dtype, options.seconds)
+                found.append({"dtype": name, "M": rows, "K": features, "N": outputs, "us": times})
+                cells = (f"{way} {ratio(times[way]):.2f}" for way in times)
+                print(f"{name} {rows}x{features}x{outputs}: {', '.join(cells)}", flush=True)
+                # Whatever ends the run, what has been measured is kept.
+                content = {"environment": described, "calls": found}
+                options.out.write_text(json.dumps(content, indent=1) + "\n")
+    TABLE.write_text(table(found))
+    return 0
+
+
+def measure(
+    rows: int, features: int, outputs: int, dtype: torch.dtype, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Return microseconds of eager and of our kernels, of a forward and of a step of training."""
+    shapes = (rows, features), (features,), (features,), (outputs, features), (outputs,)
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    grad_output = torch.randn(rows, outputs).to(dtype)
+    cpu.asked_way = lambda: FUSED
+    cpu.declines.cache_clear()
+    known = parameters.of(tensors[1], tensors[2], tensors[3], tensors[4])
+
+    def eager(x: Tensor, *others: Tensor) -> Tensor:
+        gamma, beta, weight, bias = others
+        return F.linear(F.layer_norm(x, (features,), gamma, beta, EPS), weight, bias)
+
+    def forward() -> None:
+        cpu.forward(tensors[0], known, EPS, False)
+
+    with torch.inference_mode():
+        found = {"forward": times({"eager": lambda: eager(*tensors), "fused": forward}, seconds)}
+    for tensor in tensors:
+        tensor.requires_grad_()
+
+    def train(function: Callable[..., Tensor]) -> None:
+        torch.autograd.grad(function(*tensors), tensors, grad_output)
+
+    def ours(*inputs: Tensor) -> Tensor:
+        x, gamma, beta, weight, bias = inputs
+        return norm_linear.call(x, (gamma, beta, weight, bias), EPS)
+
+    steps: dict[str, Step] = {"eager": lambda: train(eager), "fused": lambda: train(ours)}
+    return found | {"training": times(steps, seconds)}
+
+
+def times(steps: dict[str, Step], seconds: float) -> dict[str, float]:
+    """Return the median of each step's calls, which take turns."""
+    every: dict[str, list[float]] = {name: [] for name in steps}
+    quiet: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(every["eager"]) < FEWEST:
+        for name, step in steps.items():
+            before, start = waited(), clock()
+            step()
+            taken = clock() - start
+            every[name].append(taken)
+            if waited() - before < 1e-6 + taken / 50:
+                quiet[name].append(taken)
+    is_quiet = all(len(found) >= FEWEST for found in quiet.values())
+    return {
+        name: round(1e6 * statistics.median((quiet if is_quiet else every)[name]), 2)
+        for name in steps
+    }
+
+
+def waited() -> float:
+    """Return the seconds that threads of this process have waited for a CPU."""
+    total = 0
+    for task in os.listdir("/proc/self/task"):
+        try:
+            total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return total / 1e9
+
+
+def ratio(us: dict[str, float]) -> float:
+    """Return ours of eager's."""
+    return us["fused"] / us["eager"]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the Mojo file."""
+    lines = [MOJO]
+    for each in found:
+        ways = [
+            "FUSED" if ratio(each["us"][direction]) <= LIMIT else "DECLINED"
+            for direction in ("forward", "training")
+        ]
+        dtype, K, N, M = (f"{each[name]}," for name in ("dtype", "K", "N", "M"))
+        lines.append(
+            f"    Measured(DType.{dtype:9} {K:5} {N:5} {M:5} {ways[0] + ',':9} {ways[1]}),\n"
+        )
+    lines.append(']\n"""The measurements, by type, weight and rows."""\n# fmt: on\n')
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
