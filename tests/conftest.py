@@ -46,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Have threads that wait leave the cores to the other workers, where there are some."""
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out, unless all are asked for, or `-m slow` or a node id names them."""
     if config.option.all or "slow" in config.option.markexpr or any("::" in a for a in config.args):

@@ -164,10 +164,8 @@ bool is_left(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool is_captured,
     const Kernels& kernels) {
   if (t[X].is_cpu()) {
-    // PyTorch's own product is several times as fast as ours, and the call takes longer than it
-    // takes to begin.
-    constexpr int64_t most_products = 1 << 18;
-    return !kernels.product.forward && sizes.M * sizes.K * sizes.N > most_products;
+    // PyTorch's own product is several times as fast as ours.
+    return !kernels.product.forward && is_large(sizes);
   }
   // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
   return has_product(kind, t, sizes, kernels) && (is_captured || !keeps);
@@ -196,7 +194,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
-  Results results;
+  std::optional<Results> results;
   {
     RECORD_USER_SCOPE(
         (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
@@ -204,8 +202,9 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     results = fused_norm::forward(*kind, *t, *sizes, keeps, kernels);
   }
-  if (keeps) set_node(*kind, *t, results, kernels);
-  return wrapped(*kind, *t, results, returns_sum);
+  if (!results) Py_RETURN_NONE;
+  if (keeps) set_node(*kind, *t, *results, kernels);
+  return wrapped(*kind, *t, *results, returns_sum);
   END_HANDLE_TH_ERRORS
 }
 
