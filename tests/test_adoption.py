@@ -394,7 +394,7 @@ def test_transformers_initializes_what_a_checkpoint_lacks(tmp_path: Path) -> Non
         ({"avx2", "avx512f"}, False),
         ({"amx_tile", "amx_bf16", "avx512_bf16"}, False),
     ],
-    ids=str,
+    ids=["AMX alone", "AVX-512 BF16", "AVX-512", "AMX"],
 )
 def test_bfloat16_goes_where_it_is_faster(
     flags: set[str], is_left: bool, monkeypatch: pytest.MonkeyPatch
