@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -60,8 +59,7 @@ def new_launcher(kernels: ModuleType, device: int, stream: int, alone: bool) -> 
         stream: Of PyTorch's, raw.
         alone: Whether no collective runs beside.
     """
-    pytorch: Any = torch._C
-    is_older = torch.version.cuda and pytorch._cuda_getDriverVersion() < _CUDA_13
+    is_older = torch.version.cuda and _driver_version() < _CUDA_13
     if not is_older or _PTX_COMPILER in os.environ:
         return int(kernels.new_launcher(device, stream, int(alone)))
     os.putenv(_PTX_COMPILER, "driver")
@@ -69,6 +67,17 @@ def new_launcher(kernels: ModuleType, device: int, stream: int, alone: bool) -> 
         return int(kernels.new_launcher(device, stream, int(alone)))
     finally:
         os.unsetenv(_PTX_COMPILER)
+
+
+@functools.cache
+def _driver_version() -> int:
+    """Return the version of CUDA that the driver serves, 13000 for 13.0, and 0 if it tells none."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 @contextmanager
