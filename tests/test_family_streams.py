@@ -168,3 +168,49 @@ def test_cuda_graph_of_nothing_else() -> None:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_calls_that_repeat(activation: str | None, pair: bool, bias: bool) -> None:
+    """Inference keeps what it made of the weights, until they change, and so does a graph."""
+    if pair and activation != "swiglu":
+        pytest.skip("one weight")
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    halves = 2 if activation == "swiglu" else 1
+    x, gamma = torch.randn(2048, K, **kind) + 1, 1 + 0.1 * torch.randn(K, **kind)
+    packed = 0.05 * torch.randn(halves * N, K, **kind)
+    packed_bias = torch.randn(halves * N, **kind) if bias else None
+    weight: Any = list(packed.clone().chunk(2)) if pair else packed
+    biases: Any = packed_bias
+    if pair and packed_bias is not None:
+        biases = list(packed_bias.clone().chunk(2))
+
+    def call() -> Tensor:
+        return fn.norm_linear(x, weight, biases, norm_weight=gamma, activation=activation)
+
+    def exact() -> Tensor:
+        joined = torch.cat(weight) if pair else weight
+        t = [None if v is None else v.double() for v in (gamma, joined, packed_bias)]
+        h = nn.functional.layer_norm(x.double(), (K,), t[0])
+        h = nn.functional.linear(h, *t[1:])
+        if activation == "gelu":
+            return nn.functional.gelu(h)
+        return nn.functional.silu(h[:, :N]) * h[:, N:] if activation else h
+
+    for _ in range(2):
+        with torch.no_grad():
+            for _ in range(3):
+                error = (call().double() - exact()).norm() / exact().norm()
+                assert error < 6e-3
+            with fn.frozen_parameters():
+                for _ in range(2):
+                    call()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    y = call()
+            graph.replay()
+            assert (y.double() - exact()).norm() / exact().norm() < 6e-3
+            for each in weight if pair else [weight]:
+                each.mul_(-0.5)

@@ -137,7 +137,7 @@ def _forward(
         call[MEAN], call[RSTD] = address(mean), address(rstd)
     h = None
     if keeps_h:
-        h = x.new_empty(*x.shape[:-1], parameters.N * (2 if parameters.is_gate else 1))
+        h = x.new_empty(*x.shape[:-1], parameters.products)
         call[H] = h.data_ptr()
     if scratch is not None:
         call[WORKSPACE] = scratch.data_ptr()
@@ -285,12 +285,12 @@ def _scratch(call: Call, x: Tensor) -> Tensor | None:
 def _make(fold: Fold, parameters: Parameters, kernels: ModuleType, context: int) -> None:
     """Fold the parameters as they are now."""
     weight = parameters.tensors()[2]
-    folded = torch.empty_like(weight)
-    sums = weight.new_empty(2, parameters.N, dtype=torch.float32)
+    folded = weight.new_empty(parameters.products, parameters.K)
+    sums = weight.new_empty(2, parameters.products, dtype=torch.float32)
     fold.tensors = folded, sums
-    fold.addresses = folded.data_ptr(), sums.data_ptr(), sums.data_ptr() + 4 * parameters.N
+    fold.addresses = folded.data_ptr(), sums.data_ptr(), sums[1].data_ptr()
     call = parameters.call(weight, 0.0)
-    call.context = context
+    call.context, call.activation = context, parameters.norm[2]
     call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
     kernels.fold(ctypes.addressof(call))
 

@@ -106,14 +106,24 @@ def through(call: Formula) -> Callable[[Any, Case], Bind]:
     return lambda loaded, case: as_function(partial(call, loaded), case)
 
 
-def compiled(
-    mode: str | None, backend: str = "inductor", options: dict[str, Any] | None = None
-) -> Callable[[Formula, Case], Bind]:
+def compiled(mode: str | None) -> Callable[[Formula, Case], Bind]:
     """Compile for each case anew: otherwise a limit on recompiling would end in eager, silently."""
 
     def prepare(function: Formula, case: Case) -> Bind:
+        fast = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)
+        return as_function(fast, case)
+
+    return prepare
+
+
+def compiled_by_us(then: str) -> Callable[[Any, Case], Bind]:
+    """Compile with our backend, which is handed over loaded."""
+
+    def prepare(loaded: tuple[Any, Formula], case: Case) -> Bind:
+        backend, function = loaded
+        options: Any = {"then": then}
         fast = torch.compile(
-            function, mode=mode, backend=backend, options=options, dynamic=False, fullgraph=True
+            function, backend=backend, options=options, dynamic=False, fullgraph=True
         )
         return as_function(fast, case)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +25,7 @@ from fused_norm.bench.provider import (
     Provider,
     as_function,
     compiled,
+    compiled_by_us,
     given,
     imported,
     needs_gpu,
@@ -67,10 +69,16 @@ def _of_member(member: Member) -> Iterator[Provider]:
                 op.name,
                 "ours",
                 f"torch.compile(backend='fused_norm', options={{'then': '{then}'}})",
-                eager,
-                compiled(None, "fused_norm", {"then": then}),
+                partial(_with_backend, op.reference),
+                compiled_by_us(then),
                 packages=("fused-norm", "torch"),
             )
+
+
+def _with_backend(function: Formula) -> tuple[Any, Formula]:
+    from fused_norm.models import backend
+
+    return backend, function
 
 
 def ours(member: Member, package: str = "fused_norm", name: str = "fused_norm") -> Provider:

@@ -87,6 +87,11 @@ class Parameters:
         return self.norm[2] > _GATED
 
     @property
+    def products(self) -> int:
+        """How many products a row has: twice the outputs before a gate."""
+        return self.N * (2 if self.is_gate else 1)
+
+    @property
     def has_mean(self) -> bool:
         """Whether the norm takes the mean off: a LayerNorm does."""
         return self.norm[0] == 0
