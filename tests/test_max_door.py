@@ -1,7 +1,8 @@
 """The production op in a MAX graph: one compile for every size, held to PyTorch's front door.
 
-On a CPU both doors run the same kernels, so the bits have to agree. A graph takes MAX 10 to 20 s to
-compile, so one holds every dtype, and a process beside it compiles the one for a GPU meanwhile.
+On a CPU both doors run the same kernels, so the bits have to agree; not so in bfloat16 on one with
+tile registers (AMX), which MAX's build leaves alone. A graph takes MAX 10 to 20 s to compile, so
+one holds every dtype, and a process beside it compiles the one for a GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from accuracy import as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
+from fused_norm.native.cpu_features import has_tiles
 from fused_norm.ops import norm_linear
 
 pytest.importorskip("max")
@@ -121,7 +123,7 @@ def test_agrees_with_the_native_door(
     tensors = [make_tensors(size, device, *pair) for pair in dtypes(device)]
     for pair, group, results in zip(dtypes(device), tensors, run(device, tensors), strict=True):
         expected = by_native_door(group)
-        if device == "cpu":
+        if device == "cpu" and not (pair[0] == "bfloat16" and has_tiles()):
             for name, mine, other in zip(NAMES, results, expected, strict=True):
                 assert torch.equal(mine, other), (pair, name)
             continue

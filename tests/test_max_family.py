@@ -1,5 +1,7 @@
 """The op family in a MAX graph: the same bits on a CPU as behind PyTorch's door.
 
+Not so in bfloat16 on a CPU with tile registers (AMX), which MAX's build leaves alone.
+
 A graph takes MAX 10 to 20 s to compile, so one holds all kinds, and a process beside it compiles
 the one for a GPU meanwhile.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from fused_norm import composition
 from fused_norm.composition import Operands, Results, Seam
+from fused_norm.native.cpu_features import has_tiles
 from fused_norm.ops import seam
 
 pytest.importorskip("max")
@@ -127,6 +130,7 @@ def operands(kind: tuple[str, str, str, str], tensors: dict[str, Tensor]) -> tup
     )
 
 
+@pytest.mark.slow  # MAX compiles for minutes
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_native_door(
     case: str, device: str, cross_compiled: object, monkeypatch: pytest.MonkeyPatch
@@ -151,12 +155,13 @@ def test_agrees_with_the_native_door(
             what, composition.unflat([v if v is None else next(rest) for v in composition.flat(t)])
         )[0]
         bar = composition.seam(what, t)[0]
+        is_same = device == "cpu" and not (kind[0] == "bfloat16" and has_tiles())
         assert_within_budget(f"{kind} y", mine[0].view(bar.shape), truth, bar)
         for name, ours, theirs in zip(RESULTS, mine, expected, strict=True):
             if theirs is None:
                 # There is a place for the product, and no activation.
                 assert name == "product" or not ours.numel(), (kind, name)
-            elif device == "cpu":
+            elif is_same or (device == "cpu" and name == "sum"):
                 assert torch.equal(ours.view(theirs.shape), theirs), (kind, name)
             else:
                 torch.testing.assert_close(ours.view(theirs.shape), theirs, rtol=0.02, atol=0.02)
@@ -178,7 +183,7 @@ def test_no_rows(device: str) -> None:
         (
             "scale",
             (2, 50),
-            "dimension 0 of shift must be 3, got 2|33 rows are no 2 groups|of scale",
+            "dimension 0 of scale must be 3, got 2",
         ),
         ("residual", (7, 50), "dimension 0 of residual must be 33, got 7"),
     ],

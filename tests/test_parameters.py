@@ -86,6 +86,13 @@ def test_wrong_shapes_are_errors_after_a_right_call(device: str) -> None:
         fn.fused_layernorm_linear(*tensors)
 
 
+@pytest.fixture
+def by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the C++ node aside, which knows no parameters again."""
+    monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
+
+
+@pytest.mark.usefixtures("by_python")
 def test_parameters_are_forgotten_with_their_first_tensor(device: str) -> None:
     gc.collect()
     before = len(known_parameters._kept)
@@ -163,6 +170,7 @@ def test_parameters_of_a_module_are_swapped(device: str) -> None:
     assert layer(x.bfloat16()).dtype is torch.bfloat16
 
 
+@pytest.mark.usefixtures("by_python")
 def test_loading_a_state_leaves_what_graphs_read(device: str) -> None:
     """Regression: a captured graph reads folded weights, which went with the parameters."""
     layer = fn.LayerNormLinear(12, 10, device=device)

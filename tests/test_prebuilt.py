@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -29,11 +30,17 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 import try_wheel  # noqa: E402
-import wheel  # noqa: E402
 import wheel_file  # noqa: E402
 import wheel_kernels  # noqa: E402
 import wheel_nodes  # noqa: E402
 import wheel_runtime  # noqa: E402
+
+# By its file: `wheel` may be the packaging library that another test has imported.
+_spec = importlib.util.spec_from_file_location("wheel_script", ROOT / "scripts" / "wheel.py")
+assert _spec is not None
+assert _spec.loader is not None
+wheel = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(wheel)
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux")

@@ -501,8 +501,8 @@ def ptxas() -> str | None:
 @pytest.mark.parametrize(
     ("dtype", "operands", "count"),
     [
-        ("bfloat16", "bf16.bf16", 33),
-        pytest.param("float16", "f16.f16", 22, marks=pytest.mark.slow),
+        ("bfloat16", "bf16.bf16", 58),
+        pytest.param("float16", "f16.f16", 32, marks=pytest.mark.slow),
         pytest.param("float32", "tf32.tf32", 10, marks=pytest.mark.slow),
     ],
 )

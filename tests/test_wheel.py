@@ -29,7 +29,7 @@ inputs, grad_output = torch.load("inputs.pt")
 y = fn.fused_layernorm_linear(*inputs)
 y.backward(grad_output)
 torch.save([y.detach(), *(t.grad for t in inputs)], "results.pt")
-print(fn.__file__, max_ops.op_directory(), build._key(None), sep="\\n")
+print(fn.__file__, max_ops.op_directory(), build._key(None, ()), sep="\\n")
 """
 
 
@@ -101,7 +101,7 @@ def test_works_where_it_is_installed(site: Path, tmp_path: Path) -> None:
     assert Path(module) == site / "fused_norm" / "__init__.py"
     assert Path(op) == site / "fused_norm" / "op"
     # The same sources, the same build: an installed package finds what a checkout has built.
-    assert key == build._key(None)
+    assert key == build._key(None, ())
     assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".sha256", ".so"]
 
     leaves = as_copies(inputs)

@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 
 from fused_norm import backends, reference
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics
+from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics, lies_transposed
 from fused_norm.call.parameters import Parameters
 from fused_norm.composition import Operands, Seam
 from fused_norm.ops import compiled, seam
@@ -273,7 +273,7 @@ def by_python(
         y = by_pytorch(x, *tensors, eps)
         if owner is None or not _wants_gradients(x, tensors):
             return y
-    elif owner is None and not inputs[2].is_contiguous():
+    elif owner is None and lies_transposed(inputs[2]):
         # These kernels would copy the weight in every call, PyTorch's product takes it as it lies.
         return seam.call(Seam(eps=float(eps)), operands, is_recorded=True)[0]
     elif not is_watched() and are_plain((x, *inputs, eps)):
@@ -321,7 +321,7 @@ def _run(
 
 def _wants_gradients(x: Tensor, tensors: _Parameters) -> bool:
     return may_follow() and (
-        x.requires_grad or any(t is not None and t.requires_grad for t in tensors)
+        x.requires_grad or any(getattr(t, "requires_grad", False) for t in tensors)
     )
 
 

@@ -9,7 +9,7 @@ reciprocal, and Phi(h) as s(h p(h^2)) by a cubic p, within 1.8e-3 of itself for 
 
 from std.math import erf, exp, fma
 from std.memory import bitcast
-from std.sys import is_gpu, llvm_intrinsic
+from std.sys import is_gpu, is_nvidia_gpu, llvm_intrinsic
 
 comptime NOTHING = Int32(0)
 """Leaves h as it is."""
@@ -167,14 +167,17 @@ def _reciprocal[
     dtype: DType, width: Int, //
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Returns 1 / x on a GPU, off by a unit in the last place at most."""
-    var result = SIMD[dtype, width]()
-    comptime for i in range(width):
-        result[i] = rebind[Scalar[dtype]](
-            llvm_intrinsic[
-                "llvm.nvvm.rcp.approx.ftz.f", Float32, has_side_effect=False
-            ](rebind[Float32](x[i]))
-        )
-    return result
+    comptime if is_nvidia_gpu():
+        var result = SIMD[dtype, width]()
+        comptime for i in range(width):
+            result[i] = rebind[Scalar[dtype]](
+                llvm_intrinsic[
+                    "llvm.nvvm.rcp.approx.ftz.f", Float32, has_side_effect=False
+                ](rebind[Float32](x[i]))
+            )
+        return result
+    else:
+        return 1 / x
 
 
 struct _Logistic[dtype: DType, width: Int, narrow: Bool = False](
