@@ -145,6 +145,10 @@ def norm_linear(
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
     gated = activation in _GATES
     rest = (activation, statistics, return_sum, return_norm)
+    if type(x) is Tensor and x.is_cuda and all(v is None for v in norm[5:]) and not any(rest):
+        y = seam_ops.inference_again(x, weight, bias, *norm[:5])
+        if y is not None:
+            return y
     found = compiled.forward(x, weight, bias, *norm, *rest, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)

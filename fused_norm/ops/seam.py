@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from fused_norm import composition
+from fused_norm import backends, composition
 from fused_norm.backends import seams
+from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import lies_transposed, statistics_dtype
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
 from fused_norm.ops.flops import count_flops
@@ -259,6 +260,41 @@ def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
 
 # What `apply` comes down to where no transform is active, 3 us sooner.
 _apply = super(torch.autograd.Function, SeamFunction).apply
+
+
+def inference_again(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    normalization: Any,
+    gamma: Any,
+    beta: Any,
+    eps: Any,
+    offset: Any,
+) -> Tensor | None:
+    """Return what a norm and a Linear layer give that kernels served before; None if in doubt.
+
+    Args:
+        x: Input of shape `[..., K]` on a GPU.
+        weight: The weight.
+        bias: Its bias, or None.
+        normalization: The norm.
+        gamma: Its weight, or None.
+        beta: Its bias, or None.
+        eps: Added to the variance.
+        offset: Added to gamma.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(offset) is not float:
+        return None
+    if normalization not in NORMALIZATIONS or is_watched() or is_profiled():
+        return None
+    if torch._C._is_any_autocast_enabled() or isinstance(weight, (list, tuple)):
+        return None
+    norm = (NORMALIZATIONS.index(normalization), offset, 0)
+    parameters = known_parameters.known(gamma, beta, weight, bias, norm)
+    if parameters is None or not parameters.take(x, eps):
+        return None
+    return backends.forward(x, parameters, eps, False)[0]
 
 
 def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
