@@ -53,21 +53,25 @@ pytestmark = pytest.mark.skipif(
 LONGEST_IMPORT, LONGEST_FIRST_CALL = 1.0, 1.0
 
 
-def closure(names: list[str]) -> set[str]:
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def closure(names: list[str]) -> list[importlib.metadata.Distribution]:
     """Return some distributions and all that they require."""
-    found: set[str] = set()
+    # Of this folder alone: setuptools puts one of its own on the path, with others' names in it.
+    folder = [sysconfig.get_path("purelib")]
+    installed = {canonical(d.name): d for d in importlib.metadata.distributions(path=folder)}
+    found: dict[str, importlib.metadata.Distribution] = {}
     left = list(names)
     while left:
-        name = left.pop().lower().replace("_", "-")
-        if name in found:
+        name = canonical(left.pop())
+        if name in found or name not in installed:
             continue
-        try:
-            required = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        found.add(name)
+        found[name] = installed[name]
+        required = found[name].requires or []
         left += [re.split(r"[\s;<>=!~\[(]", r)[0] for r in required if "extra ==" not in r]
-    return found
+    return list(found.values())
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +83,8 @@ def clean_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
     here = Path(sysconfig.get_path("purelib"))
-    for name in closure(["torch", "numpy", "rich", "setuptools"]):
-        for file in importlib.metadata.files(name) or []:
+    for distribution in closure(["torch", "numpy", "rich", "setuptools"]):
+        for file in distribution.files or []:
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():
                 (site / top).symlink_to(here / top)
