@@ -7,16 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
-from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
+from fused_norm.composition import ACTIVATIONS, is_gate
 from fused_norm.ops import compiled
 from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops import seam as seam_ops
+from fused_norm.ops.family import (
+    by_python,
+    checked_eps,
+    is_traced,
+    named,
+    parameters_of,
+    tensors_of,
+)
 from fused_norm.ops.statistics import add_statistics
 
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _GATES = frozenset(filter(is_gate, ACTIVATIONS))
 
 
@@ -145,24 +151,18 @@ def norm_linear(
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
     gated = activation in _GATES
     rest = (activation, statistics, return_sum, return_norm)
+    options = (*norm, *rest)
     if type(x) is Tensor and x.is_cuda and all(v is None for v in norm[5:]) and not any(rest):
         y = seam_ops.inference_again(x, weight, bias, *norm[:5])
         if y is not None:
             return y
-    found = compiled.forward(x, weight, bias, *norm, *rest, joined=gated)
+    found = compiled.forward(x, weight, bias, options, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
-    options: dict[str, Any] = {
-        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
-        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
-        **{"residual": residual, "activation": activation, "statistics": statistics},
-        **{"return_sum": return_sum, "return_norm": return_norm},
-    }
     if is_traced(x, weight, residual):
-        return handle_torch_function(
-            norm_linear, _tensors_of(x, weight), x, weight, bias, **options
-        )
-    weights, biases = _parameters(weight, bias)
+        tensors = tensors_of(x, weight)
+        return handle_torch_function(norm_linear, tensors, x, weight, bias, **named(options))
+    weights, biases = parameters_of(weight, bias)
     is_plain = (
         normalization == "layer_norm"
         and len(weights) == 1
@@ -173,7 +173,7 @@ def norm_linear(
         y = norm_linear_ops.by_python(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
         results = [y, x] if return_sum else [y]
     else:
-        results = _family_call(x, weights, biases, (None, None, None), gated, False, **options)
+        results = by_python(x, weights, biases, (None, None, None), gated, False, options)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
     return _grouped(tuple(results), weight)
@@ -247,27 +247,21 @@ def norm_mlp(
     """
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
-    rest = (activation, statistics, return_sum, return_norm)
-    found = compiled.forward(x, fc1_weight, fc1_bias, *norm, *rest, second, True, recompute)
+    options = (*norm, activation, statistics, return_sum, return_norm)
+    found = compiled.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
     if found is not None:
         return found
-    options: dict[str, Any] = {
-        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
-        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
-        **{"residual": residual, "activation": activation, "statistics": statistics},
-        **{"return_sum": return_sum, "return_norm": return_norm},
-    }
     if is_traced(x, fc1_weight, residual):
         return handle_torch_function(
             norm_mlp,
-            _tensors_of(x, fc1_weight),
+            tensors_of(x, fc1_weight),
             *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
             residual_out=residual_out,
             recompute=recompute,
-            **options,
+            **named(options),
         )
-    weights, biases = _parameters(fc1_weight, fc1_bias)
-    results = _family_call(x, weights, biases, second, True, recompute, **options)
+    weights, biases = parameters_of(fc1_weight, fc1_bias)
+    results = by_python(x, weights, biases, second, True, recompute, options)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -304,181 +298,12 @@ def linear_add(
     if is_traced(x, weight, residual):
         return handle_torch_function(
             linear_add,
-            _tensors_of(x, weight),
+            tensors_of(x, weight),
             *(x, weight, bias, residual),
             normalization=normalization,
             eps=eps,
         )
     y = torch.nn.functional.linear(x, weight, bias)
-    exact = _checked(normalization, None, eps, y)
+    exact = checked_eps(normalization, None, eps, y)
     total, mean, rstd = add_statistics(y, residual, normalization, exact)
     return total, Statistics(mean, rstd, normalization, exact)
-
-
-def family_call(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    second: tuple[Tensor | None, Tensor | None, Tensor | None],
-    joined: bool,
-    recompute: bool,
-    *,
-    normalization: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    activation: str | None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
-    statistics: Statistics | None = None,
-    return_sum: bool = False,
-    return_norm: bool = False,
-    owners: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """Return the outputs, the sum and the normalized rows of a call, as far as asked for.
-
-    Args:
-        x: Input of shape `[..., K]`.
-        weights: Of the Linear layers on the norm.
-        biases: One for each weight, or None.
-        second: Weight and bias of a Linear layer after the activation, and what is added to it.
-        joined: Whether the products of all weights are one output, side by side.
-        recompute: Whether the backward computes h again.
-        normalization: As in `norm_linear`, like all that follow.
-        norm_weight: Gamma.
-        norm_bias: Beta.
-        eps: Added to the variance, or to the mean square.
-        weight_offset: Added to gamma.
-        activation: What follows the product.
-        scale: AdaLN's scale.
-        shift: AdaLN's shift.
-        residual: Added to x before the norm.
-        statistics: Those of the sum.
-        return_sum: Whether the sum is a result.
-        return_norm: Whether the normalized rows are.
-        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
-    """
-    options: dict[str, Any] = {
-        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
-        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
-        **{"residual": residual, "activation": activation, "statistics": statistics},
-        **{"return_sum": return_sum, "return_norm": return_norm},
-    }
-    if is_traced(x, weights, residual):
-        return handle_torch_function(
-            family_call,
-            _tensors_of(x, weights),
-            *(x, weights, biases, second, joined, recompute),
-            **options,
-            owners=owners,
-        )
-    if owners is None:
-        norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
-        rest = (activation, statistics, return_sum, return_norm)
-        found = compiled.forward(x, weights, biases, *norm, *rest, second, joined, recompute)
-        if found is not None:
-            return [found] if isinstance(found, Tensor) else list(found)
-    return _family_call(x, weights, biases, second, joined, recompute, **options, owners=owners)
-
-
-def _family_call(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    second: tuple[Tensor | None, Tensor | None, Tensor | None],
-    joined: bool,
-    recompute: bool,
-    *,
-    normalization: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    statistics: Statistics | None,
-    return_sum: bool,
-    return_norm: bool,
-    owners: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """Do the same in Python."""
-    exact = _checked(normalization, activation, eps, x)
-    if len(weights) > 2 and activation is not None and is_gate(activation):
-        raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
-    mean = rstd = None
-    if statistics is not None:
-        mean, rstd, of, found_with = statistics
-        if (of, found_with) != (normalization, exact):
-            raise ValueError(
-                f"statistics are for normalization={of!r} and eps={found_with}, "
-                f"but got normalization={normalization!r} and eps={exact}"
-            )
-    kind = Seam(
-        normalization,
-        activation or "",
-        exact,
-        float(weight_offset),
-        joined,
-        return_sum and residual is not None,
-        return_norm,
-        recompute,
-    )
-    norm = (norm_weight, norm_bias, scale, shift, mean, rstd)
-    results = seam_ops.call(kind, Operands(x, residual, *norm, *second, weights, biases), owners)
-    if return_sum and residual is None:
-        results.insert(len(results) - return_norm, x)
-    return results
-
-
-def _parameters(weight: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the weights and a bias, or None, for each."""
-    if not isinstance(weight, (list, tuple)):
-        return [weight], [bias]
-    biases = [None] * len(weight) if bias is None else list(bias)
-    if not weight or len(biases) != len(weight):
-        raise ValueError(
-            f"expected one or more weights and as many biases, got {len(weight)} and {len(biases)}"
-        )
-    return list(weight), biases
-
-
-def _checked(normalization: str, activation: str | None, eps: float | None, x: Any) -> float:
-    """Return eps, of the dtype where it is None.
-
-    Raises:
-        ValueError: If the normalization or the activation is not known.
-        TypeError: If eps is None beside LayerNorm.
-    """
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
-        )
-    if eps is None:
-        if normalization == "layer_norm":
-            raise TypeError("layer_norm needs an eps, got None")
-        return torch.finfo(x.dtype).eps
-    return float(eps)
-
-
-def _tensors_of(x: Any, weight: Any) -> tuple[Any, ...]:
-    return (x, *weight) if isinstance(weight, (list, tuple)) else (x, weight)
-
-
-def is_traced(x: Any, weight: Any, residual: Any) -> bool:
-    """Return whether a tracer of `torch.fx` stands behind an argument, and is to record the call.
-
-    Args:
-        x: The input.
-        weight: A weight, or several.
-        residual: Added to x, or None.
-    """
-    arguments = (*_tensors_of(x, weight), residual)
-    return not _ORDINARY.issuperset(map(type, arguments)) and any(
-        isinstance(each, Proxy) for each in arguments
-    )

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import measured_table
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,38 +57,16 @@ NEAR, LONGER = 0.07, 4
 
 Step = Callable[[int], Any]
 
-MOJO = '''"""Which of our product and PyTorch's is faster on a CPU with tile registers.
+ABOUT = """Which of our product and PyTorch's is faster on a CPU with tile registers.
 
 Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch.json as well:
 `python scripts/dispatch_cpu.py --table` writes it anew from there.
 """
-
-from ..plan import DECLINED, FUSED
-
-
-@fieldwise_init
-struct Measured(TrivialRegisterPassable):
-    """Sizes, and the faster way there."""
-
-    var dtype: DType
-    """Element type of the tensors."""
-    var K: Int
-    """Features."""
-    var N: Int
-    """Outputs."""
-    var M: Int
-    """Rows."""
-    var forward: Int
-    """Of a forward alone."""
-    var training: Int
-    """Of a forward and its backward together."""
-
-
-# fmt: off
-comptime MEASURED = [
-    #        dtype           K     N     M     forward   training
-'''
-
+COLUMNS = {
+    **{"dtype": "Element type of the tensors.", "K": "Features.", "N": "Outputs.", "M": "Rows."},
+    "forward": "Of a forward alone.",
+    "training": "Of a forward and its backward together.",
+}
 
 clock = time.perf_counter
 
@@ -230,18 +209,23 @@ def ratio(us: dict[str, float]) -> float:
 
 def table(found: list[dict[str, Any]]) -> str:
     """Return the Mojo file."""
-    lines = [MOJO]
+    rows = []
     for each in found:
         ways = [
             "FUSED" if us["fused"] - host_us <= LIMIT * us["eager"] else "DECLINED"
             for us, host_us in ((each["us"]["forward"], 0), (each["us"]["training"], STEP_US))
         ]
         dtype, K, N, M = (f"{each[name]}," for name in ("dtype", "K", "N", "M"))
-        lines.append(
-            f"    Measured(DType.{dtype:9} {K:5} {N:5} {M:5} {ways[0] + ',':9} {ways[1]}),\n"
-        )
-    lines.append(']\n"""The measurements, by type, weight and rows."""\n# fmt: on\n')
-    return "".join(lines)
+        rows.append(f"DType.{dtype:9} {K:5} {N:5} {M:5} {ways[0] + ',':9} {ways[1]}")
+    return measured_table.text(
+        ABOUT,
+        "DECLINED, FUSED",
+        "Sizes, and the faster way there.",
+        COLUMNS,
+        "dtype           K     N     M     forward   training",
+        rows,
+        "type, weight and rows",
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,8 +94,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Every kernel writes all of its results; PyTorch's types lack the setting.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        # Every kernel writes all of its results. PyTorch's annotations lack the setting.
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False
     size = SIZES[options.size]
     return Settings(
         size=replace(size, steps=options.steps or size.steps, batch=options.batch or size.batch),

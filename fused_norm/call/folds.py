@@ -1,4 +1,4 @@
-"""Weights folded for the way on Hopper: how long they are kept, and when they are out of date."""
+"""Weights folded for Hopper: how long they are kept, and when they are out of date."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ _state = _State()
 
 
 def kept(parameters: Parameters, stream: int, in_graph: bool) -> Fold | None:
-    """Return the fold of parameters that a stream meets again as they were, None at first sight.
+    """Return the fold of parameters that a stream has met before as they are, None the first time.
 
     It has no tensors the first time, and the caller makes them. Folds are kept per stream, whose
-    order makes them ready before their use. They go with the first of their parameters that does.
+    order makes them ready before their use. They are freed with the first of their parameters.
 
     Args:
         parameters: Of a call.

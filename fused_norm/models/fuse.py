@@ -62,6 +62,8 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
         sites += fuse_graph(module.graph, options)
         module.graph.lint()
     except Exception as error:
+        # A model that was not foreseen may break a rewrite in any way: it runs as it was, and a
+        # warning says so.
         module.graph = before
         _say_failed(f"{type(error).__name__}: {error}")
         return []

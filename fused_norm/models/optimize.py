@@ -60,7 +60,8 @@ def _lower(graph: Graph, node: Node) -> None:
     def run(*tensors: Any) -> Any:
         given = dict(zip(inputs, tensors, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        target: Any = node.target
+        return target(*args, **kwargs)
 
     values = [value(v) for v in inputs]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)

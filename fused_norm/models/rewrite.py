@@ -103,6 +103,8 @@ class Rewriter:
             self.emitter.forget()
             raise
         except Exception as error:
+            # The calls run on fake tensors, where any op may raise whatever it likes: this norm
+            # stays as it is.
             self.emitter.forget()
             raise Left(f"{type(error).__name__}: {error}") from error
         return calls, dead, swaps

@@ -10,21 +10,13 @@ from torch import Tensor, nn
 
 from fused_norm.call.memory import statistics_dtype
 from fused_norm.call.parameters import forget_before_swap
-from fused_norm.functional import family_call, fused_layernorm_linear, is_traced
-from fused_norm.modules.parts import (
-    NormModule,
-    empty,
-    linear_of,
-    require_features,
-    require_known,
-    require_norm,
-    require_plain,
-    reset_linear,
-)
+from fused_norm.functional import fused_layernorm_linear
+from fused_norm.modules import parts
 from fused_norm.ops import norm_linear
+from fused_norm.ops.family import family_call, is_traced
 
 
-class LayerNormLinear(NormModule):
+class LayerNormLinear(parts.NormModule):
     """A norm over the last dimension, then a Linear layer, as one op.
 
     Takes the place of `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features,
@@ -100,14 +92,14 @@ class LayerNormLinear(NormModule):
             layer_norm_bias,
             **kind,
         )
-        require_known(activation, out_features)
+        parts.require_known(activation, out_features)
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parameters_split = _parts(parameters_split, out_features)
         for prefix, size in self.parameters_split.items():
-            self.register_parameter(f"{prefix}weight", empty(size, in_features, **kind))
-            self.register_parameter(f"{prefix}bias", empty(size, **kind) if bias else None)
+            self.register_parameter(f"{prefix}weight", parts.empty(size, in_features, **kind))
+            self.register_parameter(f"{prefix}bias", parts.empty(size, **kind) if bias else None)
         self._is_plain = (
             normalization == "LayerNorm"
             and not (zero_centered_gamma or activation or return_layernorm_output)
@@ -119,7 +111,7 @@ class LayerNormLinear(NormModule):
         """Initialize the parameters as PyTorch's norms and `nn.Linear` do."""
         self._reset_norm()
         for weight, bias in zip(*self._linear_parameters(), strict=True):
-            reset_linear(weight, bias, self.in_features)
+            parts.reset_linear(weight, bias, self.in_features)
 
     @classmethod
     def from_modules(
@@ -143,10 +135,10 @@ class LayerNormLinear(NormModule):
                 has hooks or parametrizations, which the new module would not run.
         """
         linears = dict(linear) if isinstance(linear, Mapping) else {"": linear}
-        normalization = require_norm("ln", ln)
+        normalization = parts.require_norm("ln", ln)
         for each in linears.values():
-            require_plain("linear", each, nn.Linear)
-            require_features("ln", ln, "linear", each.in_features)
+            parts.require_plain("linear", each, nn.Linear)
+            parts.require_features("ln", ln, "linear", each.in_features)
         biases = {each.bias is not None for each in linears.values()}
         if len(biases) > 1:
             raise ValueError("either all of the Linear layers have a bias, or none has")
@@ -179,7 +171,7 @@ class LayerNormLinear(NormModule):
         """
         norm = self._norm_module(self.in_features)
         linears = {
-            prefix.removesuffix("_"): linear_of(weight, bias, self.training)
+            prefix.removesuffix("_"): parts.linear_of(weight, bias, self.training)
             for prefix, weight, bias in zip(
                 self.parameters_split, *self._linear_parameters(), strict=True
             )
@@ -187,16 +179,17 @@ class LayerNormLinear(NormModule):
         return norm, linears[""] if list(linears) == [""] else linears
 
     def _linear_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]]:
-        parts = self.parameters_split
+        prefixes = list(self.parameters_split)
         return (
-            [getattr(self, f"{prefix}weight") for prefix in parts],
-            [getattr(self, f"{prefix}bias") for prefix in parts],
+            [getattr(self, f"{prefix}weight") for prefix in prefixes],
+            [getattr(self, f"{prefix}bias") for prefix in prefixes],
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
         self._forget_before_swap()
         # PyTorch's own has no annotations.
-        return cast(LayerNormLinear, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
+        apply: Any = super()._apply
+        return cast(LayerNormLinear, apply(*args, **kwargs))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._forget_before_swap()
@@ -243,14 +236,14 @@ class LayerNormLinear(NormModule):
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
         has_bias = self._linear_parameters()[1][0] is not None
-        parts = {prefix.removesuffix("_"): n for prefix, n in self.parameters_split.items()}
+        split = {prefix.removesuffix("_"): n for prefix, n in self.parameters_split.items()}
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"{self._norm_repr()}, "
             f"elementwise_affine={self.layer_norm_weight is not None}, "
             f"layer_norm_bias={self.layer_norm_bias is not None}, bias={has_bias}"
             + (f", activation={self.activation!r}" if self.activation else "")
-            + (f", parameters_split={parts}" if len(parts) > 1 else "")
+            + (f", parameters_split={split}" if len(split) > 1 else "")
         )
 
 

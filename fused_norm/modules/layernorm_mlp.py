@@ -8,20 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.composition import is_gate
-from fused_norm.functional import family_call
-from fused_norm.modules.parts import (
-    NormModule,
-    empty,
-    linear_of,
-    require_features,
-    require_known,
-    require_norm,
-    require_plain,
-    reset_linear,
-)
+from fused_norm.modules import parts
+from fused_norm.ops.family import family_call
 
 
-class LayerNormMLP(NormModule):
+class LayerNormMLP(parts.NormModule):
     """A norm over the last dimension and the two Linear layers of an MLP, as one op.
 
     Takes the place of `nn.Sequential(nn.LayerNorm(hidden_size), nn.Linear(hidden_size,
@@ -78,21 +69,21 @@ class LayerNormMLP(NormModule):
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, True, True, **kind)
-        require_known(activation)
+        parts.require_known(activation)
         self.activation = activation
         self.recompute = recompute
         outputs = ffn_hidden_size * (2 if is_gate(activation) else 1)
-        self.fc1_weight = empty(outputs, hidden_size, **kind)
-        self.fc1_bias = empty(outputs, **kind) if bias else None
-        self.fc2_weight = empty(hidden_size, ffn_hidden_size, **kind)
-        self.fc2_bias = empty(hidden_size, **kind) if bias else None
+        self.fc1_weight = parts.empty(outputs, hidden_size, **kind)
+        self.fc1_bias = parts.empty(outputs, **kind) if bias else None
+        self.fc2_weight = parts.empty(hidden_size, ffn_hidden_size, **kind)
+        self.fc2_bias = parts.empty(hidden_size, **kind) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize the parameters as PyTorch's norms and `nn.Linear` do."""
         self._reset_norm()
-        reset_linear(self.fc1_weight, self.fc1_bias, self.hidden_size)
-        reset_linear(self.fc2_weight, self.fc2_bias, self.ffn_hidden_size)
+        parts.reset_linear(self.fc1_weight, self.fc1_bias, self.hidden_size)
+        parts.reset_linear(self.fc2_weight, self.fc2_bias, self.ffn_hidden_size)
 
     @classmethod
     def from_modules(
@@ -117,11 +108,11 @@ class LayerNormMLP(NormModule):
             ValueError: If shapes do not fit each other, one Linear has a bias and the other none,
                 or one has hooks or parametrizations, which the new module would not run.
         """
-        normalization = require_norm("ln", ln)
-        require_plain("fc1", fc1, nn.Linear)
-        require_plain("fc2", fc2, nn.Linear)
-        require_features("ln", ln, "fc1", fc1.in_features)
-        require_known(activation)
+        normalization = parts.require_norm("ln", ln)
+        parts.require_plain("fc1", fc1, nn.Linear)
+        parts.require_plain("fc2", fc2, nn.Linear)
+        parts.require_features("ln", ln, "fc1", fc1.in_features)
+        parts.require_known(activation)
         halves = 2 if is_gate(activation) else 1
         wanted = (fc1.out_features // halves, fc1.in_features)
         if (fc2.in_features, fc2.out_features) != wanted or fc1.out_features % halves:
@@ -156,8 +147,8 @@ class LayerNormMLP(NormModule):
         """
         return (
             self._norm_module(self.hidden_size),
-            linear_of(self.fc1_weight, self.fc1_bias, self.training),
-            linear_of(self.fc2_weight, self.fc2_bias, self.training),
+            parts.linear_of(self.fc1_weight, self.fc1_bias, self.training),
+            parts.linear_of(self.fc2_weight, self.fc2_bias, self.training),
         )
 
     def forward(self, x: Tensor, residual_out: Tensor | None = None) -> Tensor:

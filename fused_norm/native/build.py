@@ -3,8 +3,8 @@
 An extension is one file of this folder, compiled with `mojo build --emit shared-lib`
 for one dtype and one target. A wheel brings those for what most people have. Others are built where
 the compiler is installed, and kept under a key of everything that they depend on: the
-Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
-extension first builds it.
+Mojo sources, the toolchain, the host CPU and the GPU architecture. The first process that needs a
+missing extension builds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
-LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
+# By their numbers in the record.
+NORMS = ("layer_norm", "rms_norm")
+LAYER_NORM = NORMS[0]
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     if target.endswith("sm_90a"):
         found += [
             Extension(HOPPER_EXTENSION, dtype, vendor + target, norm=norm)
-            for norm in (LAYER_NORM, RMS_NORM)
+            for norm in NORMS
             for dtype in kept
         ]
     return found
@@ -192,7 +194,7 @@ def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
     return _is_at_hand(device.type, device.index, dtype)
 
 
-# It would trace on into the looking for files. See cpu_features.py.
+# The compiler would otherwise trace into the search for files. See cpu_features.py.
 is_at_hand.__dict__["_dynamo_marked_constant"] = True
 
 

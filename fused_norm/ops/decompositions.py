@@ -1,4 +1,4 @@
-"""What the ops come down to, for programs that are to run where this package is not."""
+"""What the ops decompose into, for programs that run without this package."""
 
 from __future__ import annotations
 

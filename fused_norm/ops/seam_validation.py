@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
+from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.composition import Operands, Seam, is_gate
-from fused_norm.ops.validation import LONGEST_ROW, is_strided, serves_now
+from fused_norm.ops.validation import is_strided, serves_now
 
-# A GPU's grid has no more blocks in the direction that groups take.
-_MOST_GROUPS = 65535
-# Products (M K N) from which on a call pays, in inference and in training: half a millisecond of an
+# Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
 # H200 in bfloat16, and a quarter of one of a thread of a Xeon in float32 (bench, "launch", "wall").
 _GPU_PRODUCTS = (2 * 10**10, 6 * 10**10)
 _CPU_PRODUCTS = (5 * 10**6, 10**7)
@@ -63,9 +62,9 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
 
 
 def is_host_bound(t: Operands) -> bool:
-    """Return whether PyTorch's ops finish a call sooner: one that takes the host most of its time.
+    """Return whether PyTorch's ops finish a call sooner: one whose time is mostly the host's.
 
-    A call of ours takes Python longer than it takes PyTorch's ops, which are called from C++. That
+    A call of ours spends more time in Python than PyTorch's ops do, which are called from C++. That
     is hidden where kernels take longer still, and in CUDA graphs, which cost the host nothing.
 
     Args:
@@ -86,7 +85,7 @@ def is_host_bound(t: Operands) -> bool:
 
 
 def is_small(products: int, device: torch.device, follows: bool) -> bool:
-    """Return whether a call of some products is over on a device sooner than Python starts it.
+    """Return whether a device takes less time for so many products than Python takes to start.
 
     Args:
         products: M K N, of all layers together.
@@ -157,7 +156,7 @@ def fits(kind: Seam, t: Operands) -> bool:
 
 
 def _with_groups(t: Operands) -> Operands | None:
-    """Return the call with one scale and shift a group of neighboring rows, None where not so."""
+    """Return the call with one scale and shift per group of neighboring rows, None for others."""
     x = t.x
     K = x.shape[-1]
     given = [v for v in (t.scale, t.shift) if v is not None]
@@ -167,13 +166,13 @@ def _with_groups(t: Operands) -> Operands | None:
     shape = (1,) * (x.dim() - len(shape)) + tuple(shape)
     if any(size not in (1, whole) for size, whole in zip(shape, x.shape, strict=True)):
         return None
-    # Rows of a group share a vector; where they are no neighbors, each row gets its own.
+    # Rows of a group share a vector; where they are not neighbors, each row gets its own.
     prefix = x.dim() - 1
     while prefix and shape[prefix - 1] == 1:
         prefix -= 1
     if shape[:prefix] != tuple(x.shape[:prefix]):
         prefix = x.dim() - 1
-    if math.prod(x.shape[:prefix]) > _MOST_GROUPS:
+    if math.prod(x.shape[:prefix]) > MOST_GROUPS:
         return None
     whole = (*x.shape[:prefix], *(1,) * (x.dim() - 1 - prefix), K)
     scale, shift = (v if v is None else v.expand(whole) for v in (t.scale, t.shift))

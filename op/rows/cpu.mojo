@@ -1,6 +1,6 @@
 """Runs a row program on a CPU: SIMD along the row, rows shared among PyTorch's threads.
 
-A row is read again in each pass: it is in the cache, and the stages cost less than storing what they return.
+A row is read again in each pass: it is in the cache, and running the stages costs less than storing what they return.
 """
 
 from std.math import ceildiv
@@ -59,7 +59,7 @@ def run_rows[
 def _job[
     P: RowProgram, dtype: DType
 ](operands: Operands[accumulator[dtype]()]) -> _Job[accumulator[dtype]()]:
-    """Divides the rows of each group into parts, not depending on the number of threads."""
+    """Divides the rows of each group into parts, whatever the number of threads."""
     var rows = Int(operands.rows)
     var length = Int(operands.length)
     var no_sums = Sums(Addresses(fill=0), 0)
@@ -73,7 +73,7 @@ def _job[
         var bytes = all_rows * length * size_of[dtype]()
         comptime for k in range(P.outputs):
             comptime is_half = k >= P.first_half_output
-            # the first half reaches over the second
+            # the first half covers the second
             if operands.outputs[k] != 0 and k <= P.first_half_output:
                 prefer_large_pages(
                     Int(operands.outputs[k]), bytes * (2 if is_half else 1)
