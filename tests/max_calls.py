@@ -14,6 +14,7 @@ from torch import Tensor
 from fused_norm import composition, graphs
 from fused_norm.backends import seams
 from fused_norm.composition import Operands, Seam
+from fused_norm.native.cpu_features import has_tiles
 from fused_norm.ops import norm_linear
 from fused_norm.reference import widened
 
@@ -78,7 +79,7 @@ def models(is_quick: bool, device: str) -> dict[str, Any]:
         is_quick: Whether of KINDS, or of MORE_KINDS.
         device: Where they run.
     """
-    from max.driver import CPU, Accelerator
+    from max.driver import CPU, Accelerator, set_virtual_cpu_target
     from max.engine import InferenceSession
     from max.graph import DeviceRef
 
@@ -86,7 +87,12 @@ def models(is_quick: bool, device: str) -> dict[str, Any]:
     kinds = [k for k in (KINDS if is_quick else MORE_KINDS) if not (is_gpu and "float64" in k)]
     module = max_graphs.build(kinds, DeviceRef.GPU() if is_gpu else DeviceRef.CPU())
     session = InferenceSession(devices=[CPU(), Accelerator()] if is_gpu else [CPU()])
-    return session.load_all(module, custom_extensions=[graphs.sources()])
+    # LLVM takes a masked model for an older one, without the tile registers of PyTorch's door.
+    set_virtual_cpu_target("sapphirerapids" if has_tiles() else "")
+    try:
+        return session.load_all(module, custom_extensions=[graphs.sources()])
+    finally:
+        set_virtual_cpu_target("")
 
 
 def run(part: str, kind: Kind, tensors: Tensors) -> Tensors:

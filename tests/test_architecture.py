@@ -25,7 +25,7 @@ PYTHON_LAYERS = [
     ["ops"],
     ["functional", "composed", "trainable_eps"],
     ["modules", "models"],
-    ["doctor", "bench"],
+    ["doctor", "bench", "graphs"],
     ["__main__"],
 ]
 MOJO_LAYERS = [

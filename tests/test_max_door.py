@@ -6,10 +6,12 @@ PyTorch's products, and everything on a GPU, errs at most twice as much as PyTor
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,7 @@ SIZES = [
     (1, 1023, 14),
     (300, 257, 130),  # more rows than the few that share packed panels
 ]
+PAGE = Path(__file__).parents[1] / "docs/max.md"
 pytestmark = pytest.mark.usefixtures("cross_compiled")
 
 
@@ -193,6 +196,17 @@ def test_refuses_a_weight_without_rows(device: str) -> None:
     t["weight"] = t["weight"][:0]
     with pytest.raises(ValueError, match="linear_weight must have at least 1 row and 1 column"):
         run("plain", KINDS[0], t)
+
+
+def test_page_builds() -> None:
+    """The graph of docs/max.md; whether it computes is the other tests' business."""
+    block = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert block is not None
+    code, compiles = block[1].rsplit("model = ", 1)
+    assert compiles.endswith(".load(graph)\n")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert [str(dim) for dim in names["y"].shape] == ["M", "K"]
 
 
 def test_cross_compiles(cross_compiled: tuple[subprocess.Popen[str], Path]) -> None:
