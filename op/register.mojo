@@ -1,5 +1,6 @@
 """All that MAX graphs and `CustomOpLibrary` find here; each struct names its op beside its signature."""
 
+from .max.linear_add import FusedNormLinearAdd, FusedNormLinearAddBackward
 from .max.norm_linear import (
     FusedNormLayerNormLinear,
     FusedNormLayerNormLinearBackward,
@@ -13,5 +14,9 @@ from .max.rows import (
     TrainableEpsLayerNorm,
     TrainableEpsLayerNormBackward,
 )
-from .max.seam import FusedNormNormLinear
+from .max.seam import (
+    FusedNormNormLinear,
+    FusedNormNormLinearBackward,
+    FusedNormNormLinearKnown,
+)
 from .puzzle.register import LayerNormLinear, LayerNormLinearBackward

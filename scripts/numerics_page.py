@@ -66,8 +66,8 @@ zeros gives.
 - **Hopper, float32**, where PyTorch may use tf32 (`torch.backends.cuda.matmul.fp32_precision`):
   normalized rows and weights are rounded to tf32, to nearest, on their way to the tensor cores,
   and summed in float32. x itself is never rounded: at mean/std = 1000 nothing would be left.
-- **MAX graphs**: on a CPU the same kernels and the same bits; on a GPU the same LayerNorm kernels
-  around the vendor's BLAS, without TF32.
+- **MAX graphs**: on a CPU the same kernels and the same bits, with tile registers (AMX) where MAX
+  is [told of them](max.md); on a GPU the same row passes around the vendor's BLAS, without TF32.
 
 ## The same bits every time
 

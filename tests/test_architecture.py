@@ -27,7 +27,7 @@ PYTHON_LAYERS = [
     ["ops"],
     ["functional", "composed", "trainable_eps"],
     ["modules", "models"],
-    ["doctor", "bench"],
+    ["doctor", "bench", "graphs"],
     ["__main__"],
 ]
 MOJO_LAYERS = [

@@ -7,15 +7,17 @@ from ..rows.operands import accumulator
 
 
 def clear(tensor: ManagedTensorSlice, ctx: DeviceContext) raises:
-    """Writes the zeros that a sum over no rows is.
+    """Writes the zeros that a sum over no rows is, if it is wanted.
 
     Args:
-        tensor: Where to.
+        tensor: Where to; without elements, nowhere.
         ctx: The device.
 
     Raises:
         If it cannot be queued.
     """
+    if tensor.size() == 0:
+        return
     ctx.enqueue_memset(
         DeviceBuffer[tensor.dtype](
             ctx, tensor.unsafe_ptr(), tensor.size(), owning=False

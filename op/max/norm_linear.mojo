@@ -15,6 +15,7 @@ from max.gpu.host import DeviceContext
 from . import norm_linear_cpu, norm_linear_gpu
 from .checks import address, clear, require_dtypes, require_sizes
 from ..call import Call
+from ..norms.layer_norm import LayerNorm
 
 
 @register("fused_norm_layernorm_linear")
@@ -51,7 +52,7 @@ struct FusedNormLayerNormLinear:
         if M == 0:
             return
         comptime if target == "cpu":
-            norm_linear_cpu.forward[dtype](call)
+            norm_linear_cpu.forward[dtype, LayerNorm](call)
         else:
             norm_linear_gpu.forward[dtype, ln_dtype](call, ctx)
 
@@ -102,7 +103,7 @@ struct FusedNormLayerNormLinearBackward:
             clear(dlinear_bias, ctx)
             return
         comptime if target == "cpu":
-            norm_linear_cpu.backward[dtype](call)
+            norm_linear_cpu.backward[dtype, LayerNorm](call)
         else:
             norm_linear_gpu.backward[dtype, ln_dtype](call, ctx)
 

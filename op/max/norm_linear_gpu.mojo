@@ -12,25 +12,23 @@ from max.gpu.host import DeviceContext
 from ..call import Call
 from ..device import Gpu
 from ..passes.gpu import GpuRunner
-from ..gemm.activation import GATED
-from ..passes.normalize import normalize_bytes, run_normalize
+from ..passes.normalize import run_normalize
 from ..passes.normalize_backward import workspace
-from ..passes.passes import activate, normalize, normalize_backward_of
+from ..passes.passes import normalize_backward_of
 from ..rows.operands import accumulator
 
 
 def forward[
-    dtype: DType, norm_dtype: DType, *, is_family: Bool = False
+    dtype: DType, norm_dtype: DType
 ](call: Call, ctx: DeviceContext) raises:
-    """Computes y, the sum if there is a residual, mean and rstd.
+    """Computes y, mean and rstd.
 
     Parameters:
         dtype: The type of x.
         norm_dtype: The type of the norm's parameters.
-        is_family: Whether there may be a modulation or an activation.
 
     Args:
-        call: The forward, without workspace or a place for z.
+        call: The forward, without a place for z.
         ctx: The device.
 
     Raises:
@@ -39,64 +37,10 @@ def forward[
     var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
     var placed = call
     placed.z = Int(z.unsafe_ptr())
-    var runner = _runner[dtype](ctx)
-    comptime if is_family:
-        var scratch = ctx.enqueue_create_buffer[DType.uint8](
-            max(normalize_bytes[dtype](call), 1)
-        )
-        placed.workspace = Int(scratch.unsafe_ptr())
-        normalize[dtype](runner, placed)
-        _ = scratch^
-    else:
-        run_normalize[dtype, norm_dtype](runner, placed)
-
-    comptime if is_family:
-        if call.activation != 0:
-            var columns = call.N * (2 if call.activation >= GATED else 1)
-            var product = ctx.enqueue_create_buffer[dtype](
-                0 if call.h != 0 else call.M * columns
-            )
-            if call.h == 0:
-                placed.h = Int(product.unsafe_ptr())
-            _multiply_and_add[dtype](ctx, placed, placed.h, columns)
-            placed.a = call.y
-            activate[dtype](runner, placed)
-            _ = product^
-            _ = z^
-            return
-    _multiply_and_add[dtype](ctx, placed, call.y, call.N)
+    run_normalize[dtype, norm_dtype](gpu_runner[dtype](ctx), placed)
+    placed.x = placed.z
+    linear[dtype](placed, ctx)
     _ = z^
-
-
-def _multiply_and_add[
-    dtype: DType
-](ctx: DeviceContext, call: Call, product: Int, N: Int) raises:
-    """Writes z W^T + b, added to the bias before it is rounded."""
-    if call.bias != 0:
-        var target = _elements[dtype](product)
-        var bias = _elements[dtype](call.bias)
-
-        def copy_bias[
-            width: Int, alignment: Int = 1
-        ](index: Coord) {var N, var target, var bias}:
-            var row = Int(index[0].value())
-            var column = Int(index[1].value())
-            target.unsafe_offset(row * N + column).unsafe_store(
-                bias.unsafe_offset(column).unsafe_load()
-            )
-
-        elementwise[1, target="gpu"](copy_bias, (call.M, N), ctx)
-    _multiply[dtype](
-        ctx,
-        product,
-        call.z,
-        call.weight,
-        call.M,
-        call.K,
-        N,
-        transpose_b=True,
-        beta=Float32(1) if call.bias != 0 else Float32(0),
-    )
 
 
 def backward[
@@ -115,13 +59,9 @@ def backward[
     Raises:
         If a launch fails, and for float32 on an AMD GPU.
     """
-    comptime if dtype == DType.float32:
-        # The binding gives rocBLAS a wrong stride for a transposed left operand.
-        if ctx.api() == "hip":
-            raise Error("no float32 backward in MAX graphs on AMD GPUs")
     # dz = dy @ weight, in whose place z comes for dy^T @ z
     var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
-    var runner = _runner[dtype](ctx)
+    var runner = gpu_runner[dtype](ctx)
     var scratch = ctx.enqueue_create_buffer[DType.uint8](
         workspace[dtype, dtype](runner, call).bytes
     )
@@ -129,27 +69,112 @@ def backward[
     placed.z = Int(z.unsafe_ptr())
     placed.dz = placed.z
     placed.workspace = Int(scratch.unsafe_ptr())
-    _multiply[dtype](
-        ctx, placed.dz, call.dy, call.weight, call.M, call.N, call.K
-    )
+    var product = placed
+    product.dx = placed.dz
+    product.dweight = 0
+    linear_backward[dtype](product, ctx)
     normalize_backward_of[dtype, norm_dtype, dtype](runner, placed)
+    product.x = placed.z
+    product.dx = 0
+    product.dweight = call.dweight
+    linear_backward[dtype](product, ctx)
+    _ = z^
+    _ = scratch^
+
+
+def linear[dtype: DType](call: Call, ctx: DeviceContext) raises:
+    """Computes y = x W^T + bias, added to the bias before it is rounded.
+
+    Parameters:
+        dtype: The type of x.
+
+    Args:
+        call: A forward that names these.
+        ctx: The device.
+
+    Raises:
+        If a launch fails.
+    """
+    if call.bias != 0:
+        var target = _elements[dtype](call.y)
+        var bias = _elements[dtype](call.bias)
+        var N = call.N
+
+        def copy_bias[
+            width: Int, alignment: Int = 1
+        ](index: Coord) {var N, var target, var bias}:
+            var row = Int(index[0].value())
+            var column = Int(index[1].value())
+            target.unsafe_offset(row * N + column).unsafe_store(
+                bias.unsafe_offset(column).unsafe_load()
+            )
+
+        elementwise[1, target="gpu"](copy_bias, (call.M, N), ctx)
+    _multiply[dtype](
+        ctx,
+        call.y,
+        call.x,
+        call.weight,
+        call.M,
+        call.K,
+        call.N,
+        transpose_b=True,
+        beta=Float32(1) if call.bias != 0 else Float32(0),
+    )
+
+
+def linear_backward[dtype: DType](call: Call, ctx: DeviceContext) raises:
+    """Computes which of dx = dy W and dweight = dy^T x are wanted.
+
+    Parameters:
+        dtype: The type of x.
+
+    Args:
+        call: A backward that names these.
+        ctx: The device.
+
+    Raises:
+        If a launch fails, and for dweight in float32 on an AMD GPU.
+    """
+    if call.dx != 0:
+        _multiply[dtype](
+            ctx, call.dx, call.dy, call.weight, call.M, call.N, call.K
+        )
+    if call.dweight == 0:
+        return
+    comptime if dtype == DType.float32:
+        # The binding gives rocBLAS a wrong stride for a transposed left operand.
+        if ctx.api() == "hip":
+            raise Error("no float32 backward in MAX graphs on AMD GPUs")
     _multiply[dtype](
         ctx,
         call.dweight,
         call.dy,
-        placed.z,
+        call.x,
         call.N,
         call.M,
         call.K,
         transpose_a=True,
     )
-    _ = z^
-    _ = scratch^
 
 
-def _runner[
+def gpu_runner[
     dtype: DType
 ](ctx: DeviceContext) raises -> GpuRunner[accumulator[dtype]()]:
+    """Returns what runs passes on the stream of a context.
+
+    Parameters:
+        dtype: The type of x.
+
+    Args:
+        ctx: The device.
+
+    Returns:
+        The runner.
+
+    Raises:
+        If the device does not answer.
+    """
     return GpuRunner[accumulator[dtype]()](Gpu(ctx, ctx.stream()))
 
 

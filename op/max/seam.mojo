@@ -1,23 +1,23 @@
 """Registers norm + Linear with what comes before and after for MAX: any norm, a residual, a modulation, an activation.
 
 A tensor without elements stands for one that is not there, or not wanted. Several Linear layers on one norm are one
-whose weight is theirs below one another; an MLP goes on with a product of MAX's. Shapes are dynamic.
+whose weight is theirs below one another. Shapes are dynamic.
 """
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from . import norm_linear_cpu, norm_linear_gpu
-from .checks import address, optional, require_dtypes, require_sizes
-from ..call import Call
-from ..gemm.activation import (
-    GATED,
-    GELU,
-    GELU_TANH,
-    NOTHING,
-    QUICK_GELU,
-    RELU,
-    SILU,
+from ..norms.layer_norm import LayerNorm
+from ..norms.rms_norm import RmsNorm
+from .checks import address, clear, optional, require_dtypes
+from .device import Device
+from .family import backward, forward, forward_around_product
+from .norm_call import (
+    name_norm_gradients,
+    name_norm_results,
+    name_statistics,
+    norm_call,
+    products,
 )
 
 
@@ -59,78 +59,138 @@ struct FusedNormNormLinear:
     ) raises:
         require_dtypes[target, dtype, ln_dtype, accum]()
         comptime op = "fused_norm_norm_linear"
-        comptime kind = _number_of[activation]()
-        comptime halves = 2 if kind >= GATED else 1
-        comptime assert (
-            normalization == "layer_norm" or normalization == "rms_norm"
-        ), "normalization must be layer_norm or rms_norm"
-        comptime assert kind >= 0, "activation is not known"
-        var call = Call()
-        var M, K = x.dim_size(0), x.dim_size(1)
-        var columns = linear_weight.dim_size(0)
-        require_sizes[op](K, columns)
-        if columns % halves != 0:
-            raise Error(op, ": a gate needs an even number of outputs")
-        call.M, call.K, call.N = M, K, columns // halves
+        var call = norm_call[op, normalization, activation](
+            x, ln_weight, ln_bias, scale, shift, linear_weight, weight_offset
+        )
         call.eps = eps
-        call.weight_offset = weight_offset
-        call.normalization = 1 if normalization == "rms_norm" else 0
-        call.activation = kind
-        call.norm_is_float32 = Int(ln_dtype != dtype)
-        call.x = address[op, "x"](x, M, K)
-        call.y = address[op, "y"](y, M, call.N)
-        call.weight = address[op, "linear_weight"](linear_weight, columns, K)
-        call.bias = optional[op, "linear_bias"](linear_bias, columns)
-        call.gamma = optional[op, "ln_weight"](ln_weight, K)
-        call.beta = optional[op, "ln_bias"](ln_bias, K)
-        call.residual = optional[op, "residual"](residual, M, K)
-        call.sum = optional[op, "total"](total, M, K)
-        if M != 0 and (call.sum == 0) != (call.residual == 0):
-            raise Error(
-                op, ": total is wanted beside a residual, and only then"
-            )
-        var groups = max(scale.dim_size(0), shift.dim_size(0))
-        call.scale = optional[op, "scale"](scale, groups, K)
-        call.shift = optional[op, "shift"](shift, groups, K)
-        if (call.scale | call.shift) != 0:
-            call.groups = groups
-            if M % groups != 0:
-                raise Error(op, ": ", M, " rows are no ", groups, " groups")
-        call.mean = optional[op, "mean"](mean, M)
-        if call.mean != 0 and call.normalization != 0:
-            raise Error(op, ": rms_norm has no mean")
-        call.rstd = optional[op, "rstd"](rstd, M)
-        if kind != 0:
-            call.h = optional[op, "product"](product, M, columns)
-        if M == 0:
+        call.y = address[op, "y"](y, call.M, call.N)
+        call.bias = optional[op, "linear_bias"](linear_bias, products(call))
+        name_norm_results[op](
+            call,
+            residual,
+            total,
+            mean,
+            rstd,
+            product,
+        )
+        if call.M != 0:
+            comptime if normalization == "rms_norm":
+                forward[target, dtype, RmsNorm](Device[target](ctx), call)
+            else:
+                forward[target, dtype, LayerNorm](Device[target](ctx), call)
+
+
+@register("fused_norm_norm_linear_known")
+struct FusedNormNormLinearKnown:
+    """From x [M, K] and the statistics of its rows to y [M, N], and the product before its activation.
+
+    All is as in `fused_norm_norm_linear`, but that statistics are not found: `fused_norm_linear_add` leaves them.
+    """
+
+    @doc_hidden
+    @staticmethod
+    def execute[
+        target: StaticString,
+        dtype: DType,
+        ln_dtype: DType,
+        accum: DType,
+        normalization: StaticString,
+        activation: StaticString,
+    ](
+        y: OutputTensor[dtype=dtype, rank=2, ...],
+        product: OutputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        ln_weight: InputTensor[dtype=ln_dtype, rank=1, ...],
+        ln_bias: InputTensor[dtype=ln_dtype, rank=1, ...],
+        scale: InputTensor[dtype=dtype, rank=2, ...],
+        shift: InputTensor[dtype=dtype, rank=2, ...],
+        mean: InputTensor[dtype=accum, rank=1, ...],
+        rstd: InputTensor[dtype=accum, rank=1, ...],
+        linear_weight: InputTensor[dtype=dtype, rank=2, ...],
+        linear_bias: InputTensor[dtype=dtype, rank=1, ...],
+        weight_offset: Float64,
+        ctx: DeviceContext,
+    ) raises:
+        require_dtypes[target, dtype, ln_dtype, accum]()
+        comptime op = "fused_norm_norm_linear_known"
+        var call = norm_call[op, normalization, activation](
+            x, ln_weight, ln_bias, scale, shift, linear_weight, weight_offset
+        )
+        name_statistics[op](call, mean, rstd)
+        call.has_statistics = 1
+        call.y = address[op, "y"](y, call.M, call.N)
+        call.bias = optional[op, "linear_bias"](linear_bias, products(call))
+        if call.activation != 0:
+            call.h = optional[op, "product"](product, call.M, products(call))
+        if call.M != 0:
+            forward_around_product[target, dtype](Device[target](ctx), call)
+
+
+@register("fused_norm_norm_linear_backward")
+struct FusedNormNormLinearBackward:
+    """From dy [M, N], the gradient of the sum besides, what the forward took and left to the gradients.
+
+    The last result is the activation once more, for the gradient of a second Linear layer. x is the sum where there was a residual, whose gradient is dx too. Gradients without elements are not computed.
+    """
+
+    @doc_hidden
+    @staticmethod
+    def execute[
+        target: StaticString,
+        dtype: DType,
+        ln_dtype: DType,
+        accum: DType,
+        normalization: StaticString,
+        activation: StaticString,
+    ](
+        dx: OutputTensor[dtype=dtype, rank=2, ...],
+        dln_weight: OutputTensor[dtype=ln_dtype, rank=1, ...],
+        dln_bias: OutputTensor[dtype=ln_dtype, rank=1, ...],
+        dscale: OutputTensor[dtype=dtype, rank=2, ...],
+        dshift: OutputTensor[dtype=dtype, rank=2, ...],
+        dlinear_weight: OutputTensor[dtype=dtype, rank=2, ...],
+        dlinear_bias: OutputTensor[dtype=dtype, rank=1, ...],
+        activated: OutputTensor[dtype=dtype, rank=2, ...],
+        dy: InputTensor[dtype=dtype, rank=2, ...],
+        dtotal: InputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        ln_weight: InputTensor[dtype=ln_dtype, rank=1, ...],
+        ln_bias: InputTensor[dtype=ln_dtype, rank=1, ...],
+        scale: InputTensor[dtype=dtype, rank=2, ...],
+        shift: InputTensor[dtype=dtype, rank=2, ...],
+        mean: InputTensor[dtype=accum, rank=1, ...],
+        rstd: InputTensor[dtype=accum, rank=1, ...],
+        linear_weight: InputTensor[dtype=dtype, rank=2, ...],
+        product: InputTensor[dtype=dtype, rank=2, ...],
+        weight_offset: Float64,
+        ctx: DeviceContext,
+    ) raises:
+        require_dtypes[target, dtype, ln_dtype, accum]()
+        comptime op = "fused_norm_norm_linear_backward"
+        var call = norm_call[op, normalization, activation](
+            x, ln_weight, ln_bias, scale, shift, linear_weight, weight_offset
+        )
+        call.dy = address[op, "dy"](dy, call.M, call.N)
+        name_statistics[op](call, mean, rstd)
+        if call.activation != 0:
+            call.h = address[op, "product"](product, call.M, products(call))
+            call.a = optional[op, "activated"](activated, call.M, call.N)
+        name_norm_gradients[op](
+            call, dtotal, dx, dln_weight, dln_bias, dscale, dshift
+        )
+        call.dweight = optional[op, "dlinear_weight"](
+            dlinear_weight, products(call), call.K
+        )
+        call.dbias = optional[op, "dlinear_bias"](dlinear_bias, products(call))
+        if call.M == 0:
+            clear(dln_weight, ctx)
+            clear(dln_bias, ctx)
+            clear(dscale, ctx)
+            clear(dshift, ctx)
+            clear(dlinear_weight, ctx)
+            clear(dlinear_bias, ctx)
             return
-        comptime if target == "cpu":
-            norm_linear_cpu.forward[dtype](call)
+        comptime if normalization == "rms_norm":
+            backward[target, dtype, RmsNorm](Device[target](ctx), call)
         else:
-            norm_linear_gpu.forward[dtype, ln_dtype, is_family=True](call, ctx)
-
-
-def _number_of[name: StaticString]() -> Int:
-    """Returns the number of an activation, -1 if none has that name."""
-    comptime if name == "none":
-        return Int(NOTHING)
-    elif name == "relu":
-        return Int(RELU)
-    elif name == "gelu":
-        return Int(GELU)
-    elif name == "gelu_tanh":
-        return Int(GELU_TANH)
-    elif name == "quick_gelu":
-        return Int(QUICK_GELU)
-    elif name == "silu":
-        return Int(SILU)
-    elif name == "reglu":
-        return GATED + Int(RELU)
-    elif name == "geglu":
-        return GATED + Int(GELU)
-    elif name == "geglu_tanh":
-        return GATED + Int(GELU_TANH)
-    elif name == "swiglu":
-        return GATED + Int(SILU)
-    else:
-        return -1
+            backward[target, dtype, LayerNorm](Device[target](ctx), call)

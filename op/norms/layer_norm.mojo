@@ -8,6 +8,8 @@ struct LayerNorm(Norm):
 
     comptime has_mean = True
     """The mean is taken off."""
+    comptime has_rstd = True
+    """Rows are divided by their standard deviation."""
 
     @doc_hidden
     @staticmethod

@@ -20,6 +20,8 @@ trait Norm:
 
     comptime has_mean: Bool
     """Whether rows are centered. If not, mean and c0 are 0 and nobody has to find them."""
+    comptime has_rstd: Bool
+    """Whether rows are divided by anything. If not, rstd is 1 and nobody has to find it."""
 
     @staticmethod
     def variance[

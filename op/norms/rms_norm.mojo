@@ -8,6 +8,8 @@ struct RmsNorm(Norm):
 
     comptime has_mean = False
     """Nothing is taken off."""
+    comptime has_rstd = True
+    """Rows are divided by the root of their mean square."""
 
     @doc_hidden
     @staticmethod

@@ -8,6 +8,7 @@ Tiles 0 to 3 hold sums of 32 rows and 32 columns, 4 and 5 the rows, 6 and 7 the 
 a configuration of its own, which PyTorch's own products set as well, so it is put back.
 """
 
+from std.ffi import external_call
 from std.memory import stack_allocation
 from std.sys import llvm_intrinsic
 
@@ -24,10 +25,29 @@ comptime TILE_BYTES = 64
 comptime TILES_ROWS = 2 * TILE_ROWS
 """Rows, and columns, of sums in tile registers."""
 
+comptime _ARCH_PRCTL = 158
+comptime _REQUEST_PERMISSION = 0x1023
+comptime _TILE_DATA = 18
+"""arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
+
 comptime _CONFIG_BYTES = 64
 comptime _ROW_BYTES = 16
 comptime _ROWS = 48
 """Where the bytes and the number of rows of each register stand in a configuration."""
+
+
+def permits_tiles() -> Bool:
+    """Asks Linux for the tile registers, which it gives to processes that ask.
+
+    Returns:
+        Whether this process may use them.
+    """
+    return (
+        external_call["syscall", Int](
+            _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA
+        )
+        == 0
+    )
 
 
 def set_tile_rows(rows: Int):

@@ -37,13 +37,22 @@ def backward[dtype: DType](call: CallPointer):
     # On the heap: the compiler might keep a local in registers, where those who
     # know its address alone would not find it.
     var calls: List[Call] = [before_activation(call[])]
-    with_norm[dtype, _backward](
+    with_norm[dtype, backward_of](
         CallPointer(unsafe_from_address=Int(calls.unsafe_ptr()))
     )
     _ = calls^
 
 
-def _backward[dtype: DType, ThisNorm: Norm](call: CallPointer):
+def backward_of[dtype: DType, ThisNorm: Norm](call: CallPointer):
+    """Does the same where the norm is known, without an activation.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        call: The tensors, and a workspace as `plan_backward` asked for it.
+    """
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     var plan = BackwardPlan[dtype](call[])
     var workspace = align_up(

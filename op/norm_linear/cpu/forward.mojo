@@ -47,10 +47,19 @@ def forward[dtype: DType](call: CallPointer):
     Args:
         call: The tensors, and a workspace as `plan_forward` asked for it.
     """
-    with_norm[dtype, _forward](call)
+    with_norm[dtype, forward_of](call)
 
 
-def _forward[dtype: DType, ThisNorm: Norm](call: CallPointer):
+def forward_of[dtype: DType, ThisNorm: Norm](call: CallPointer):
+    """Does the same where the norm is known.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        call: The tensors, and a workspace as `plan_forward` asked for it.
+    """
     var room = stack_allocation[STACK_BYTES, DType.uint8]()
     var plan = ForwardPlan[dtype](call[])
     var workspace = align_up(

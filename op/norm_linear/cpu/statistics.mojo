@@ -53,6 +53,8 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
         Returns:
             The statistics.
         """
+        comptime if not Self.ThisNorm.has_rstd:
+            return {0, 1, 0, 0}
         comptime B = Self.B
         comptime Lanes = SIMD[B.accum, B.width]
         comptime unroll = 4
@@ -123,6 +125,8 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
         Returns:
             The statistics.
         """
+        comptime if not Self.ThisNorm.has_rstd:
+            return {0, 1, 0, 0}
         comptime accum = Self.B.accum
         var rstd = buffer[accum](call[].rstd).unsafe_offset(row).unsafe_load()
         comptime if not Self.ThisNorm.has_mean:
