@@ -35,13 +35,26 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
 
 def _second_linear(a: Tensor, t: Operands) -> Tensor:
     assert t.out_weight is not None
-    if t.out_residual is not None and a.is_cuda:
-        y = sm90.linear_add(*dense(a, t.out_weight, t.out_bias, t.out_residual))
+    if t.out_residual is None:
+        return F.linear(a, t.out_weight, t.out_bias)
+    return linear_add(a, t.out_weight, t.out_bias, t.out_residual)
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """Return a Linear layer's result with a residual added: on Hopper by the product itself.
+
+    Args:
+        x: Of shape `[..., K]`, not empty.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        residual: Of shape `[..., N]`.
+    """
+    if x.is_cuda and not lies_transposed(weight):
+        y = sm90.linear_add(*dense(x, weight, bias, residual))
         if y is not None:
             return y
-    y = F.linear(a, t.out_weight, t.out_bias)
-    if t.out_residual is not None:
-        y += t.out_residual
+    y = F.linear(x, weight, bias)
+    y += residual
     return y
 
 

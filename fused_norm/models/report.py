@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fused_norm.models.backend import backend
-from fused_norm.models.sites import Site
+from fused_norm.models.sites import RESIDUAL, Site
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: The norms, in the order of the graph.
+        sites: The norms in the order of the graph, then the sums that products before them add.
         graphs: How many graphs Dynamo made of the model.
     """
 
@@ -29,9 +29,14 @@ class Report:
     graphs: int = 0
 
     @property
+    def norms(self) -> list[Site]:
+        """The norms."""
+        return [site for site in self.sites if site.kind != RESIDUAL]
+
+    @property
     def fused(self) -> list[Site]:
-        """Those that are part of a call of ours."""
-        return [site for site in self.sites if site.fused]
+        """Norms that are part of a call of ours."""
+        return [site for site in self.norms if site.fused]
 
     @property
     def bytes_saved(self) -> int:
@@ -49,7 +54,7 @@ class Report:
         from rich.table import Table
 
         table = Table(
-            "norm", "", "kind", "shape", "fused with, or why not", "way", title=self._title()
+            "norm or sum", "", "kind", "shape", "fused with, or why not", "way", title=self._title()
         )
         for path, sites in _alike(self.sites).items():
             site = sites[0]
@@ -65,8 +70,10 @@ class Report:
     def _title(self) -> str:
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
+        sums = len(self.sites) - len(self.norms)
+        added = f", {sums} sums added by products" if sums else ""
         return (
-            f"{len(self.fused)} of {len(self.sites)} norms fused in {self.graphs} graphs: "
+            f"{len(self.fused)} of {len(self.norms)} norms fused in {self.graphs} graphs{added}: "
             f"{before} ops become {after} launches, a forward writes "
             f"{self.bytes_saved / 2**20:.1f} MiB less"
         )
