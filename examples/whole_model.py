@@ -28,7 +28,7 @@ def step(model: nn.Module, run: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the output and the gradients of the parameters, zeros where there is none."""
     y = output_of(run, inputs)
     dy = torch.linspace(-1, 1, y.numel()).view_as(y)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     found = torch.autograd.grad(y, parameters, dy, allow_unused=True, materialize_grads=True)
     return [y.detach(), *found]
 

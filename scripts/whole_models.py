@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import gc
 import importlib
 import json
@@ -34,7 +35,8 @@ from fused_norm.bench.environment import describe
 from fused_norm.bench.memory import is_out_of_memory, peak
 from fused_norm.bench.report import size as bytes_in_words
 from fused_norm.bench.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
-from fused_norm.models import backend, explain
+from fused_norm.models import Site, backend
+from fused_norm.models.sites import RESIDUAL
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -138,10 +140,14 @@ def measure(
         **{"model": name, "mode": mode, "size": options.size, "batch": batch},
         **{"unit": example.UNIT, "count": example.count(inputs)},
         "parameters": sum(p.numel() for p in model.parameters()),
-        "fused": _fused(model, inputs, mode),
+        "fused": "",
     }
+    sites: list[Site] = []
     with torch.set_grad_enabled(mode == "train"):
-        found["results"] = _results(model, inputs, mode, options)
+        found["results"] = _results(model, inputs, mode, options, sites)
+    norms = [site for site in sites if site.kind != RESIDUAL]
+    if norms:
+        found["fused"] = f"{sum(site.fused for site in norms)} of {len(norms)} norms"
     del model, inputs
     gc.collect()
     if device.type == "cuda":
@@ -149,18 +155,11 @@ def measure(
     return found
 
 
-def _fused(model: nn.Module, inputs: dict[str, Tensor], mode: str) -> str:
-    with torch.set_grad_enabled(mode == "train"):
-        report = explain(model, **inputs)
-    torch.compiler.reset()
-    return f"{len(report.fused)} of {len(report.norms)} norms"
-
-
 def _results(
-    model: nn.Module, inputs: dict[str, Tensor], mode: str, options: Any
+    model: nn.Module, inputs: dict[str, Tensor], mode: str, options: Any, sites: list[Site]
 ) -> dict[str, Any]:
-    """Return results by provider: those that are exact, timed in turns."""
-    parameters = list(model.parameters())
+    """Return results by provider: those that are exact, timed in turns; add what was fused."""
+    parameters = trained(model)
     output_of = importlib.import_module("whole_model").output_of
 
     def bound(run: Any, own: Sequence[Tensor], given: dict[str, Tensor]) -> Step:
@@ -176,10 +175,10 @@ def _results(
 
     wide = copy.deepcopy(model).float()
     given = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    exact = [t.cpu() for t in bound(wide, list(wide.parameters()), given)()]
+    exact = [t.cpu() for t in bound(wide, trained(wide), given)()]
     del wide
     asked = ["eager", *(p for p in options.provider or PROVIDERS if p != "eager")]
-    steps = {p: bound(_provided(p, model, options.then), parameters, inputs) for p in asked}
+    steps = {p: bound(_provided(p, model, options.then, sites), parameters, inputs) for p in asked}
     results: dict[str, Any] = {}
     for provider, step in steps.items():
         results[provider] = _checked(step, exact, results.get("eager"))
@@ -202,13 +201,22 @@ def _results(
     return results
 
 
-def _provided(provider: str, model: nn.Module, then: str) -> Any:
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that get a gradient.
+
+    Args:
+        model: The model.
+    """
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _provided(provider: str, model: nn.Module, then: str, sites: list[Site]) -> Any:
     if provider == "eager":
         return model
     if provider == "compile":
         return torch.compile(model)
-    # Code objects are shared with the other way to compile.
-    return torch.compile(model, backend=backend, options={"then": then})
+    ours: Any = functools.partial(backend, options={"then": then}, sites=sites)
+    return torch.compile(model, backend=ours)
 
 
 def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fused_norm.models.apart import take_apart
 from fused_norm.models.attention import write_out_attention
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
@@ -103,6 +104,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     flow = Flow(graph)
     write_out_attention(graph, Emitter(graph, flow))
     flow = Flow(graph)
+    take_apart(graph, flow, Emitter(graph, flow))
     inputs = _fused_inputs(graph)
     sums = {s.total for s in find_sums(graph, flow, functools.partial(_adds, options))}
     rewriter = Rewriter(

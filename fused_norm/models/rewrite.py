@@ -199,7 +199,11 @@ class Rewriter:
                     call.norm = node
                     return
         kinds = sorted({name_of(user) for user, _ in readers.others})
-        raise Left(f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}")
+        views = sorted({name_of(view) for call in calls for view in call.reading.views})
+        raise Left(
+            f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}"
+            + (f"; they read what {', '.join(views)} makes of it" if views else "")
+        )
 
     def _total(self, norm: Norm) -> tuple[Node, Node, Node] | None:
         """Return both summands and the node of the sum that a norm reads, if a call may add."""

@@ -197,6 +197,22 @@ def test_report_says_why_not() -> None:
     assert "left: output read by no Linear: tanh" in str(report)
 
 
+def test_fast_path_of_pytorch_has_no_norms() -> None:
+    """In inference PyTorch's encoder layer is one op, which can be switched off."""
+    layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True, norm_first=True).eval()
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        assert fn.explain(layer, x).sites == []
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert len(fn.explain(layer, x).fused) == 2
+            compiled = torch.compile(layer, backend="fused_norm", options={"then": "eager"})
+            torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_exported_program(dynamic: bool, tmp_path: Path) -> None:
     model, x = Model().eval(), torch.randn(4, 9, 32)

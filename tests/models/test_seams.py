@@ -298,6 +298,31 @@ def test_two_modulations_of_one_norm() -> None:
     assert site.calls == ["norm_linear: modulation, 1 Linear"] * 2
 
 
+def test_two_streams_through_one_mlp() -> None:
+    """Concatenated for it and taken apart again: each goes by itself."""
+
+    def function(x, r, g, b, w, c, o, e):
+        z = torch.cat([normed(x, g, b), normed(r[:, :2], g, b)], 1)
+        h = F.linear(F.dropout(F.gelu(F.linear(z, w, c)), 0.0), o, e)
+        return x + h[:, :5], h[:, 5:]
+
+    sites = fused(function, parameters())
+    assert [site.calls for site in sites] == [
+        ["norm_mlp: gelu, residual after"],
+        ["norm_mlp: gelu"],
+    ]
+
+
+def test_two_streams_that_stay_together() -> None:
+    def function(x, r, g, b, w, c, o, e):
+        z = torch.cat([normed(x, g, b), normed(r[:, :2], g, b)], 1)
+        h = F.linear(F.gelu(F.linear(z, w, c)), o, e)
+        return h[:, :5], h[:, 4:]
+
+    sites = fused(function, parameters())
+    assert all("read it among rows of others" in site.reason for site in sites)
+
+
 def test_dynamic_shapes() -> None:
     p = parameters()
     sites: list[Site] = []
