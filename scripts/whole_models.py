@@ -175,7 +175,7 @@ def _results(
 
     wide = copy.deepcopy(model).float()
     given = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    exact = [t.cpu() for t in bound(wide, trained(wide), given)()]
+    exact = bound(wide, trained(wide), given)()
     del wide
     asked = ["eager", *(p for p in options.provider or PROVIDERS if p != "eager")]
     steps = {p: bound(_provided(p, model, options.then, sites), parameters, inputs) for p in asked}
@@ -223,7 +223,7 @@ def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> d
     """Return how far a provider is off, and whether it may be timed."""
     try:
         found = step()
-        off = [(a.float().cpu() - b).norm() for a, b in zip(found, exact, strict=True)]
+        off = [(a.float() - b).norm() for a, b in zip(found, exact, strict=True)]
     except Exception as error:
         return _failed(error)
     # Of all gradients together: some, as of a bias that a softmax takes out, are rounding alone.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -62,7 +63,7 @@ def _take_apart(
         for part in parts:
             now = {whole: part}
             for node in chain:
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n, now=now: now.get(n, n))
+                args, kwargs = map_arg((node.args, node.kwargs), partial(_now, now))
                 target: Any = node.target
                 now[node] = emitter.put(target, args, kwargs, node)
             results.append(now[chain[-1]])
@@ -71,6 +72,10 @@ def _take_apart(
         graph.erase_node(piece)
     for node in (*reversed(chain), whole):
         graph.erase_node(node)
+
+
+def _now(now: dict[Node, Node], node: Node) -> Node:
+    return now.get(node, node)
 
 
 def _chain(node: Node) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import re
@@ -100,8 +101,9 @@ def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
         report.graphs += 1
         return backend(module, example_inputs, options={"then": "eager"}, sites=report.sites)
 
-    # Its own entries, so that what the user compiled is neither thrown away nor counted.
-    apart: Any = {"isolate_recompiles": True}
+    # Its own entries where PyTorch keeps such: what the user compiled is not thrown away for them.
+    name = "isolate_recompiles"
+    apart: Any = {name: True} if name in inspect.signature(torch.compile).parameters else {}
     torch.compile(model, backend=reporting, **apart)(*args, **kwargs)
     return report
 

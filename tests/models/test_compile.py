@@ -151,6 +151,20 @@ def test_checkpointing(then: str) -> None:
     assert_alike(model, torch.compile(model, backend="fused_norm", options={"then": then}))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_cuda_graph_trees() -> None:
+    """Small calls are fused, too: a graph starts them at no cost. Replays see new inputs."""
+    model = Model().cuda()
+    compiled = torch.compile(model, backend="fused_norm", mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(2, 9, 32, device="cuda")
+        for ours, own in zip(step(model, compiled, x), step(model, model, x), strict=True):
+            torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference(mode: Any) -> None:
     model, x = Model().eval(), torch.randn(2, 9, 32)
