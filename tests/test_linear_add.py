@@ -68,7 +68,9 @@ def test_registration(device: str) -> None:
 
 
 @pytest.mark.usefixtures("_added")
-def test_what_is_wrong_pytorch_says(device: str) -> None:
+def test_what_is_wrong_pytorch_says(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it broadcasts or promotes, it does: kernels read as many elements as they write."""
+    monkeypatch.setattr(ops, "_op", None)
     x, weight, bias, residual = (t.detach() for t in leaves(device))
     for call, words in (
         ((x, weight[:, 1:], bias, residual), "cannot be multiplied"),
@@ -79,6 +81,10 @@ def test_what_is_wrong_pytorch_says(device: str) -> None:
             fn.linear_add(*call, normalization=None)
     wide = fn.linear_add(x, weight, bias, residual.double(), normalization=None)[0]
     assert wide.dtype is torch.float64
+    row = residual[0, 0].requires_grad_()
+    total = fn.linear_add(x, weight, bias, row, normalization=None)[0]
+    dy = torch.randn_like(total)
+    torch.testing.assert_close(torch.autograd.grad(total, row, dy)[0], dy.sum((0, 1)))
 
 
 @pytest.mark.gpu

@@ -168,8 +168,8 @@ def _refuse(norm: Norm, readers: Readers) -> None:
     """
     if readers.beyond and not readers.readings:
         if all(is_rows for _, is_rows in readers.beyond):
-            raise Left("Linear layers read it among rows of others, or would return them apart")
-        raise Left("Linear layers read it in one row with features of others")
+            raise Left("Linear layers read its rows in one tensor with those of others")
+        raise Left("Linear layers read it in one row with other features")
     if not readers.readings:
         names = sorted({name(user) for user, _ in readers.others})
         raise Left(f"output read by no Linear: {', '.join(names) or 'nothing'}")

@@ -326,7 +326,7 @@ def test_two_streams_that_stay_together() -> None:
         return h[:, :5], h[:, 4:]
 
     sites = fused(function, parameters())
-    assert all("read it among rows of others" in site.reason for site in sites)
+    assert all("its rows in one tensor with those of others" in site.reason for site in sites)
 
 
 def test_dynamic_shapes() -> None:
@@ -394,8 +394,8 @@ def product_of_activations(x, g, b, r):
         (rows_written, "written in place"),
         (other_axis, None),
         (unbiased, None),
-        (beside_other_rows, "read it among rows of others"),
-        (beside_other_features, "in one row with features of others"),
+        (beside_other_rows, "its rows in one tensor with those of others"),
+        (beside_other_features, "in one row with other features"),
         (no_linear, "output read by no Linear: sin"),
         (product_of_activations, "output read by no Linear: matmul"),
     ],
