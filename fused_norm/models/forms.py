@@ -209,6 +209,11 @@ def value(node: Any) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor, or None, is no subclass with ops of its own."""
+    return type(tensor).__name__ in ("FakeTensor", "Tensor", "Parameter", "NoneType")
+
+
 def is_sharded(tensor: Any) -> bool:
     """Return whether a tensor is a DTensor."""
     return type(tensor).__name__ == "DTensor"

@@ -21,6 +21,7 @@ from fused_norm.models.forms import (
     above,
     dtype,
     form,
+    is_plain,
     is_sharded,
     is_tensor,
     value,
@@ -158,9 +159,8 @@ class Rewriter:
         norms = [norm.x, norm.gamma, norm.beta, *((m.scale, m.shift) if m else ())]
         linears = [v for p in reading.products for v in (p.weight, p.bias)]
         for node in (*norms, *linears):
-            kind = type(value(node)).__name__
-            if kind not in ("FakeTensor", "Tensor", "Parameter", "NoneType", "DTensor"):
-                raise Left(f"weight is a subclass: {kind}")
+            if not (is_plain(value(node)) or is_sharded(value(node))):
+                raise Left(f"weight is a subclass: {type(value(node)).__name__}")
         entries = [view for view in reading.views if form(view).kind == "from_local"]
         of_norm, of_linears = (
             {is_sharded(value(node)) for node in nodes if is_tensor(node)}

@@ -13,7 +13,7 @@ from fused_norm.functional import linear_add
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, dtype, form, shape, value, written
+from fused_norm.models.forms import above, dtype, form, is_plain, shape, value, written
 from fused_norm.models.norms import module_path
 from fused_norm.models.readers import Product, find_product, residual_of
 from fused_norm.models.sites import RESIDUAL, Site
@@ -73,6 +73,7 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
         if (
             all(set(node.users) <= inner for node in inner - {total})
             and {dtype(v) for v in operands} == {dtype(total)}
+            and all(is_plain(value(v)) for v in operands)
             and len(shape(x)) > 1
             and flow.are_under_same_modes([start, total])
             and not flow.is_written(operands, start, total)

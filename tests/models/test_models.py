@@ -18,7 +18,7 @@ COUNTED = {row["model"]: row for row in CENSUS["models"]}
 # One of each family and form: Conv1D, gamma around zero, experts, post-norm, views, AdaLN; a ViT,
 # LLaMA, Whisper and DiT are the examples'.
 SOME = [
-    *("GPT-2", "GPT-J", "Gemma 2", "Mixtral", "BERT", "torchvision ViT", "T5", "timm ConvNeXt"),
+    *("GPT-2", "GPT-J", "Gemma 2", "Mixtral", "BERT", "T5", "timm ConvNeXt"),
     *("nn.TransformerEncoder post-LN", "Flux"),
 ]
 # Of the models' own.
