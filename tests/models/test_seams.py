@@ -526,18 +526,19 @@ class Int8Tensor(Tensor):
         return function(*map(plain, args), **(kwargs or {}))
 
 
-def test_subclasses_are_left() -> None:
+def test_subclasses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_norm.models.fuse.adds_in_product", lambda x, weight: True)
     values = torch.randint(-9, 9, (N, K), dtype=torch.int8)
     sites: list[Site] = []
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x, w: F.linear(F.layer_norm(x, (K,)), w),
+        lambda x, w, r: r + F.linear(F.layer_norm(x, (K,)), w),
         backend=functools.partial(backend, options={"then": "eager"}, sites=sites),
     )
-    x = torch.randn(3, K)
-    y = compiled(x, Int8Tensor(values))
-    assert sites[0].reason == "weight is a subclass: Int8Tensor"
-    torch.testing.assert_close(y, F.linear(F.layer_norm(x, (K,)), values.float()))
+    x, r = torch.randn(3, K), torch.randn(3, N)
+    y = compiled(x, Int8Tensor(values), r)
+    assert [site.reason for site in sites] == ["weight is a subclass: Int8Tensor"]
+    torch.testing.assert_close(y, r + F.linear(F.layer_norm(x, (K,)), values.float()))
 
 
 def test_small_calls_can_be_left() -> None:
