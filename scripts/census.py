@@ -95,8 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: Those of the command line.
     """
-    module = importlib.import_module("zoo")
-    zoo = module.ZOO
+    zoo = importlib.import_module("zoo").ZOO
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "models", nargs="*", default=list(zoo), help="some of the zoo's (default: all)"

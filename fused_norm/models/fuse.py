@@ -105,8 +105,10 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     write_out_attention(graph, Emitter(graph, flow))
     flow = Flow(graph)
     take_apart(graph, flow, Emitter(graph, flow))
-    inputs = _fused_inputs(graph)
-    sums = {s.total for s in find_sums(graph, flow, functools.partial(_adds, options))}
+    inputs, layers = _fused_inputs(graph)
+    found = find_sums(graph, flow, functools.partial(_adds, options))
+    # Layers on norms become part of other calls.
+    sums = {s.total for s in found if s.product.node not in layers}
     rewriter = Rewriter(
         graph,
         flow,
@@ -123,14 +125,15 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     return sites + [site for site in added if site is not None]
 
 
-def _fused_inputs(graph: Graph) -> set[Node]:
-    """Return what the norms read that Linear layers read."""
-    found = set()
+def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
+    """Return what the norms read that Linear layers read, and those layers."""
+    inputs, layers = set(), set()
     for node in candidates(graph):
         norm = find_norm(node)
-        if norm is not None and find_readers(norm).readings:
-            found.add(above(norm.x))
-    return found
+        if norm is not None and (readings := find_readers(norm).readings):
+            inputs.add(above(norm.x))
+            layers |= {product.node for reading in readings for product in reading.products}
+    return inputs, layers
 
 
 def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:

@@ -568,6 +568,11 @@ def of_two_layers(x, w, c, o, e):
     return F.linear(F.linear(x, w, c), o) + F.linear(F.linear(x, w), o, e)
 
 
+def layer_on_a_norm(x, r, g, b, w, c, o):
+    s = torch.cat([r, r], -1)[..., :N] + F.linear(normed(x, g, b), w, c)
+    return F.linear(F.layer_norm(s, (N,)), o), s
+
+
 def written_before_the_sum(x, w, r):
     a = (x * 1.5).detach()
     h = F.linear(a, w.detach())
@@ -586,6 +591,7 @@ def written_before_the_sum(x, w, r):
         (sum_in_place, 1, []),
         (layer_read_twice, 0, []),
         (of_two_layers, 1, []),
+        (layer_on_a_norm, 0, ["norm_linear: 1 Linear", "norm_linear: residual, 1 Linear"]),
         (written_before_the_sum, 0, []),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
