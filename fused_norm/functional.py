@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function
 
 from fused_norm.composition import ACTIVATIONS, is_gate
 from fused_norm.ops import compiled
+from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops import seam as seam_ops
 from fused_norm.ops.family import (
@@ -271,24 +272,26 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     *,
-    normalization: str = "layer_norm",
+    normalization: str | None = "layer_norm",
     eps: float | None = 1e-5,
-) -> tuple[Tensor, Statistics]:
+) -> tuple[Tensor, Statistics | None]:
     """Apply a Linear layer, add a residual, and find the statistics for the norm that follows.
 
     Equivalent to `s = residual + F.linear(x, weight, bias)`. Statistics have no gradient of their
-    own: `norm_linear(s, ..., statistics=statistics)` gives x the whole one.
+    own: `norm_linear(s, ..., statistics=statistics)` gives x the whole one. Without them the
+    product itself adds, and rounds once, where a device can: on Hopper in bfloat16 and float16,
+    where the norm after it finds statistics on its way.
 
     Args:
         x: Input of shape `[..., K]`.
         weight: Shape `[N, K]`.
         bias: Shape `[N]`, or None.
         residual: Shape `[..., N]`.
-        normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`.
+        normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`; None for none.
         eps: Its eps.
 
     Returns:
-        The sum, shape `[..., N]`, and its statistics.
+        The sum, shape `[..., N]`, and its statistics, None if there are to be none.
 
     Raises:
         ValueError: If the normalization is not known.
@@ -303,6 +306,8 @@ def linear_add(
             normalization=normalization,
             eps=eps,
         )
+    if normalization is None:
+        return linear_add_ops.linear_add(x, weight, bias, residual), None
     y = torch.nn.functional.linear(x, weight, bias)
     exact = checked_eps(normalization, None, eps, y)
     total, mean, rstd = add_statistics(y, residual, normalization, exact)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_norm.backends import cpu, cpu_seam, passes, sm90
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import dense, empty_statistics
+from fused_norm.call.memory import dense, empty_statistics, lies_transposed
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
 
 
@@ -175,7 +175,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         bias: Of shape `[N]`, or None.
         residual: Of shape `[..., N]`.
     """
-    if x.is_cuda:
+    if x.is_cuda and not lies_transposed(weight):
         y = sm90.linear_add(*dense(x, weight, bias, residual))
         if y is not None:
             return y

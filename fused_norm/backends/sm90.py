@@ -156,21 +156,57 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         bias: Dense `[N]`, or None.
         residual: Dense `[..., N]`.
     """
-    if x.dtype not in LOW_PRECISION or not is_hopper(x.device.index):
+    M, (N, K) = x.numel() // x.shape[-1], weight.shape
+    if not may_add(x, N, K):
         return None
-    device = x.device.index
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels, context = launcher(extension(x.dtype, 0), device, stream, is_alone())
     y = torch.empty_like(residual)
-    call = Call(context=context, M=x.numel() // x.shape[-1])
-    call.N, call.K = weight.shape
-    call.x, call.weight, call.bias = x.data_ptr(), weight.data_ptr(), address(bias)
+    call = Call(M=M, N=N, K=K, x=x.data_ptr(), weight=weight.data_ptr(), bias=address(bias))
     call.residual, call.y = residual.data_ptr(), y.data_ptr()
-    kernels.plan_linear_add(ctypes.addressof(call))
+    kernels = _planned_add(call, x)
     if call.way == DECLINED:
         return None
     kernels.linear_add(ctypes.addressof(call))
     return y
+
+
+def may_add(x: Tensor, N: int, K: int) -> bool:
+    """Return whether a product of x may add a residual on its way, as far as its plan agrees.
+
+    Args:
+        x: Of shape `[..., K]`.
+        N: Outputs of the product.
+        K: Length of its sums.
+    """
+    if not x.is_cuda or x.dtype not in LOW_PRECISION or not is_hopper(x.device.index or 0):
+        return False
+    elements = ALIGNMENT // x.dtype.itemsize
+    return not (N % elements or K % elements)
+
+
+def adds(x: Tensor, M: int, N: int, K: int) -> bool:
+    """Return whether a product of tensors that lie as they should adds a residual on its way.
+
+    Args:
+        x: Of the dtype and on the device, of whatever shape.
+        M: Rows of the product.
+        N: Outputs of the product.
+        K: Length of its sums.
+    """
+    if not may_add(x, N, K):
+        return False
+    places = dict.fromkeys(("x", "weight", "bias", "residual", "y"), ALIGNMENT)
+    call = Call(M=M, N=N, K=K, **places)
+    _planned_add(call, x)
+    return bool(call.way != DECLINED)
+
+
+def _planned_add(call: Call, x: Tensor) -> ModuleType:
+    """Have the way of a sum planned; return the kernels."""
+    device = x.device.index or 0
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernels, call.context = launcher(extension(x.dtype, 0), device, stream, is_alone())
+    kernels.plan_linear_add(ctypes.addressof(call))
+    return kernels
 
 
 def _plan(

@@ -25,6 +25,10 @@ def is_hopper(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+# For PyTorch's compiler, which traces no question to the driver.
+is_hopper.__wrapped__.__dict__["_dynamo_marked_constant"] = True
+
+
 def launcher_of(parameters: Parameters, stream: int) -> tuple[ModuleType, int]:
     """Return the kernels for some parameters, and the context of their calls on a stream."""
     alone = is_alone()

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fused_norm.functional import norm_linear, norm_mlp
+from fused_norm.models.calls import CALLS
 from fused_norm.models.forms import value
 from fused_norm.models.fuse import Options, fuse_graph
 
@@ -43,7 +43,7 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
-            if node.target in (norm_linear, norm_mlp):
+            if node.target in (*CALLS, torch.t, torch.permute):
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
         module.graph.lint()

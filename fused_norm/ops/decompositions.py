@@ -45,6 +45,10 @@ def _add_statistics(*arguments: Any) -> list[Tensor]:
     return [result for result in add_by_pytorch(*arguments) if result is not None]
 
 
+def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return residual + torch.nn.functional.linear(x, weight, bias)
+
+
 def _row_op(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *tensors: by_pytorch_widened(formula, *tensors)
 
@@ -53,6 +57,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "layernorm_linear": _layernorm_linear,
     "seam_forward": _seam_forward,
     "add_statistics": _add_statistics,
+    "linear_add": _linear_add,
     "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
     "composed_mean": _row_op(reference.mean),
     "composed_norm": _row_op(reference.norm),

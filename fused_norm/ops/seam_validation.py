@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.backends import sm90
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.composition import Operands, Seam, is_gate
@@ -95,6 +96,31 @@ def is_small(products: int, device: torch.device, follows: bool) -> bool:
     if device.type == "cuda":
         return products < _GPU_PRODUCTS[follows] and not torch.cuda.is_current_stream_capturing()
     return products < _CPU_PRODUCTS[follows] * torch.get_num_threads()
+
+
+def adds_in_product(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a Linear layer's product is to add a residual, rather than what follows it.
+
+    On Hopper it does so at no cost. Elsewhere PyTorch's products add nothing on their way, and a
+    norm that follows reads both summands sooner than a pass of its own would.
+
+    Args:
+        x: Of shape `[..., K]`, on its device; without values, sizes are those traced with.
+        weight: Of shape `[N, K]`.
+    """
+    if not x.is_cuda or not weight.is_contiguous():
+        return False
+    N, K = map(hint, weight.shape)
+    rows = math.prod(map(hint, x.shape[:-1]))
+    return bool(rows and N and K) and sm90.adds(x, rows, N, K)
+
+
+def hint(size: Any) -> int:
+    """Return a size, of one that is dynamic the one traced with."""
+    if isinstance(size, int):
+        return size
+    found = getattr(size.node, "hint", None)
+    return 1 if found is None else int(found)
 
 
 def _are_tensors(t: Operands) -> bool:
