@@ -7,9 +7,9 @@
 
 A step is compared with float64 first, at its sizes and at ragged ones, and is timed only if it is
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
-replays, in which the step, `torch.mm` and PyTorch eager take turns in random order, over inputs that
-do not fit the cache. Every step writes its times to benchmarks/h200-worklog.json as soon as it has
-them. One that fails says why, and the next one goes on. Without a Hopper GPU all of it is SKIPPED.
+replays, in which the step, `torch.mm` and PyTorch eager take turns in random order, over inputs
+that do not fit the cache. Every step writes its times to benchmarks/h200-worklog.json as soon as it
+has them. One that fails says why, and the next one goes on. Without a Hopper GPU all is SKIPPED.
 """
 
 from __future__ import annotations

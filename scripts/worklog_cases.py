@@ -1,4 +1,4 @@
-"""What a step of the worklog runs on a Hopper GPU, and what stands beside it: cuBLAS, PyTorch eager, float64."""
+"""What a step of the worklog runs on a Hopper GPU, with cuBLAS, eager and float64 beside it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
 
 
 def runs(step: Step, inputs: Inputs) -> dict[str, Run]:
-    """Return the step, cuBLAS and PyTorch eager on the same inputs, to be run on the current stream.
+    """Return the step, cuBLAS and PyTorch eager on the same inputs, for the current stream.
 
     Args:
         step: The step.
@@ -202,7 +202,7 @@ def training_step(inputs: Inputs, alone: bool) -> Outputs:
             the kernel of its first product.
     """
     known = parameters.of(*inputs.leaves[1:])
-    with mock.patch.object(sm90, "_is_alone", lambda: alone):
+    with mock.patch.object(sm90, "_is_alone", return_value=alone):
         found = sm90.forward(inputs.x, known, EPS, True) or gpu.forward(inputs.x, known, EPS, True)
         y, mean, rstd = found
         assert rstd is not None

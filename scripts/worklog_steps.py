@@ -1,4 +1,4 @@
-"""The steps of docs/worklog.md, in order: what each computes, where its code is, what it is timed at."""
+"""The steps of docs/worklog.md: what each computes, where its code is, what it is timed at."""
 
 from __future__ import annotations
 

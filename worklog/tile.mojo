@@ -10,11 +10,11 @@ from max.gpu.compute.mma import (
     wgmma_fence_aligned,
 )
 from max.gpu.host.nvidia.tma import TMADescriptor
-from std.sys import inlined_assembly
+from std.sys import inlined_assembly, is_defined
 
 from op.device import Gpu
 from op.gemm.sm90.tensor_map import tensor_map
-from op.gemm.sm90.wgmma import K_BLOCK, ROW_BYTES, SLICE_BYTES
+from op.gemm.sm90.wgmma import K_BLOCK, ROW_BYTES
 
 from door import Task
 
@@ -28,6 +28,9 @@ comptime B_BYTES = COLUMNS * ROW_BYTES
 """Bytes of a tile's k block of b."""
 comptime SUMS = COLUMNS // 2
 """Sums of a thread: 64 by 256 over 128 threads."""
+
+comptime ROLLED = is_defined["rolled_store"]()
+"""Whether sums are stored by an ordinary loop: what step 6 shows the cost of."""
 
 comptime Sums = SIMD[DType.float32, SUMS]
 """The sums of a thread."""
@@ -108,6 +111,25 @@ def _store_pair(address: Int, first: Float32, second: Float32):
 
 
 @always_inline
+def _store_group(
+    sums: Sums, group: Int, c: Int, m: Int, n: Int, upper: Int, first: Int
+):
+    """Stores what a lane has of one group of eight columns."""
+    var at = first + group * 8
+    if at < n:
+        if upper < m:
+            _store_pair(
+                c + (upper * n + at) * 2, sums[4 * group], sums[4 * group + 1]
+            )
+        if upper + 8 < m:
+            _store_pair(
+                c + ((upper + 8) * n + at) * 2,
+                sums[4 * group + 2],
+                sums[4 * group + 3],
+            )
+
+
+@always_inline
 def store(sums: Sums, c: Int, m: Int, n: Int, row: Int, column: Int, lane: Int):
     """Stores what a warp has of a tile: 16 rows of 256 columns.
 
@@ -125,18 +147,9 @@ def store(sums: Sums, c: Int, m: Int, n: Int, row: Int, column: Int, lane: Int):
     """
     var upper = row + lane // 4
     var first = column + lane % 4 * 2
-    comptime for group in range(COLUMNS // 8):
-        var at = first + group * 8
-        if at < n:
-            if upper < m:
-                _store_pair(
-                    c + (upper * n + at) * 2,
-                    sums[4 * group],
-                    sums[4 * group + 1],
-                )
-            if upper + 8 < m:
-                _store_pair(
-                    c + ((upper + 8) * n + at) * 2,
-                    sums[4 * group + 2],
-                    sums[4 * group + 3],
-                )
+    comptime if ROLLED:
+        for group in range(COLUMNS // 8):
+            _store_group(sums, group, c, m, n, upper, first)
+    else:
+        comptime for group in range(COLUMNS // 8):
+            _store_group(sums, group, c, m, n, upper, first)
