@@ -1,15 +1,14 @@
-"""The figures of docs/worklog.md that show how a kernel works: drawn by the kernels' own arithmetic."""
+"""The figures of docs/worklog.md that show how a kernel works, by the kernel's own arithmetic."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from worklog_steps import HEADLINE
-from worklog_style import FAINT, GRID, INK, OURS, THEIRS, THIRD, axes, canvas, new_figure
+from worklog_style import FAINT, GRID, INK, OURS, THIRD, axes, canvas, new_figure
 
 # Cycles of a k block of a 128 x 256 tile: its FLOP over those of an SM's tensor cores in a cycle.
 MULTIPLY = 2 * 128 * 256 * 64 // 4096
@@ -20,7 +19,7 @@ CLUSTERS = 66
 
 def naive(data: dict[str, Any]) -> Figure:
     """Show what one thread reads, and what its neighbor reads again."""
-    figure = new_figure(2.6)
+    figure = new_figure(2.0)
     ax = canvas(figure)
     size = 12
     for left, label, rows, columns in (
@@ -43,7 +42,7 @@ def naive(data: dict[str, Any]) -> Figure:
         "for each product 2 + 2 bytes and 2 FLOP",
         (45.5, size / 2), va="center", fontsize=9,
     )  # fmt: skip
-    ax.set_xlim(-0.5, 68)
+    ax.set_xlim(-0.5, 80)
     ax.set_ylim(-0.5, size + 2)
     return figure
 
@@ -66,10 +65,12 @@ def swizzle(data: dict[str, Any]) -> Figure:
                     color="white" if chunk < 5 else INK,
                 )  # fmt: skip
         ax.set_title(title, fontsize=9, loc="left")
-        ax.annotate("eight rows of 128 bytes; numbers are the 16-byte columns of the matrix",
-                    (0, -0.7), fontsize=7)  # fmt: skip
         ax.set_xlim(-0.2, 8.2)
-        ax.set_ylim(-1, 8.2)
+        ax.set_ylim(-0.2, 8.2)
+    figure.text(
+        0.5, 0.04, "eight rows of 128 bytes, in 16-byte groups of banks; a number is the column of "
+        "the matrix that lies there", ha="center", fontsize=8,
+    )  # fmt: skip
     return figure
 
 
@@ -78,7 +79,7 @@ def ring(data: dict[str, Any]) -> Figure:
     figure = new_figure(3.3)
     ax = figure.add_axes((0.06, 0.12, 0.52, 0.74))
     for top, slots in ((3.4, 1), (1.1, 4)):
-        copies, products = schedule(slots, 7)
+        copies, products = schedule(slots, 5)
         for lane, spans, color in ((0.75, copies, FAINT), (0, products, OURS)):
             for block, (start, end) in enumerate(spans):
                 # Copies that are under way together lie beside each other.
@@ -86,8 +87,9 @@ def ring(data: dict[str, Any]) -> Figure:
                 at = top + lane + (0 if lane == 0 else (block % slots) * 0.62 / slots)
                 ax.add_patch(Rectangle((start, at), end - start, height, fc=color, ec="white"))
         ax.annotate(f"{slots} slot{'s' if slots > 1 else ''}", (0, top + 1.5), fontsize=9)
-    ax.annotate("copies", (14200, 4.45), fontsize=8, ha="right", va="center")
-    ax.annotate("products", (14200, 3.7), fontsize=8, ha="right", va="center", color=OURS)
+    for place, text, color in ((4200, "copies", FAINT), (6600, "products", OURS)):
+        ax.add_patch(Rectangle((place, 4.93), 350, 0.25, fc=color))
+        ax.annotate(text, (place + 500, 4.92), fontsize=8)
     ax.set_xlim(0, 14200)
     ax.set_ylim(0.6, 5.3)
     ax.set_yticks([])
@@ -138,7 +140,7 @@ def schedule(slots: int, blocks: int) -> tuple[Spans, Spans]:
 
 def bands(data: dict[str, Any]) -> Figure:
     """Show the tiles of c that are computed at one time, row by row and in bands."""
-    figure = new_figure(3.3)
+    figure = new_figure(2.6)
     rows, columns = HEADLINE.M // 256, HEADLINE.N // 256
     for index, band in enumerate((1, 8)):
         ax = canvas(figure, (1, 2, index + 1))
@@ -149,15 +151,17 @@ def bands(data: dict[str, Any]) -> Figure:
                 ax.add_patch(_square(row, columns - 1 - column, color))
         count = len({row for row, _ in first}) + len({column for _, column in first})
         megabytes = count * 256 * HEADLINE.K * 2 / 1e6
-        name = "row by row" if band == 1 else "in bands of 8 rows"
+        name = "row by row" if band == 1 else "in bands of 8"
         ax.set_title(
             f"{name}: {CLUSTERS} clusters need {megabytes:.0f} MB of a and b",
             fontsize=9, loc="left",
         )  # fmt: skip
         ax.set_xlim(-0.3, rows + 0.3)
-        ax.set_ylim(-2.2, columns + 0.3)
-        ax.annotate(f"{rows} tiles of 256 rows of c; {columns} of its columns, upwards down",
-                    (0, -1.5), fontsize=7)  # fmt: skip
+        ax.set_ylim(-0.3, columns + 0.3)
+    figure.text(
+        0.5, 0.06, f"across: {rows} tiles of 256 rows of c; down: {columns} of 256 columns; "
+        "filled: what runs first", ha="center", fontsize=8,
+    )  # fmt: skip
     return figure
 
 
@@ -179,6 +183,3 @@ def tile(index: int, rows: int, columns: int, band: int) -> tuple[int, int]:
 
 def _square(x: float, y: float, color: Any) -> Rectangle:
     return Rectangle((x, y), 1, 1, fc=color, ec=GRID if color == "white" else "white", lw=0.8)
-
-
-__all__ = ["THEIRS", "Axes", "bands", "naive", "ring", "schedule", "swizzle", "tile"]

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from worklog_diagrams import bands, naive, ring, swizzle
 from worklog_steps import HEADLINE, LARGE, STEPS, Sizes, work
-from worklog_style import FAINT, GRID, INK, OURS, THEIRS, THIRD, axes, new_figure
+from worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, new_figure
 
 Data = dict[str, Any]
 Draw = Callable[[Data], Figure]
@@ -61,15 +61,15 @@ def bars(
         places = [i + (index - (len(series) - 1) / 2) * width for i in range(len(groups))]
         ax.bar(places, values, width * 0.92, color=color, label=label)
         for place, value in zip(places, values, strict=True):
-            digits = 0 if value >= 100 else 1 if value >= 5 else 2
             ax.annotate(
-                f"{value:.{digits}f}",
+                f"{value:g}" if value >= 5 else f"{value:.2f}",
                 (place, value),
                 (0, 2),
                 textcoords="offset points",
                 ha="center",
                 fontsize=7,
                 color=INK,
+                bbox={"fc": "white", "ec": "none", "pad": 0.3, "alpha": 0.85},
             )
     ax.set_xticks(range(len(groups)), [group.replace(",", " × ") for group in groups])
     ax.grid(axis="x", visible=False)
@@ -128,27 +128,29 @@ def roofline(data: Data) -> Figure:
     peak = data["ceiling"]["flops_per_second"] / 1e12
     rate = data["ceiling"]["bytes_per_second"] / 1e12
     ridge = peak / rate
-    places = [0.3, ridge, 6000]
+    places = [0.3, ridge, 40000]
     ax.loglog(places, [min(peak, rate * place) for place in places], color=INK, lw=1.6)
-    ax.annotate(f"{rate:.2f} TB/s", (3, rate * 3), (-6, 8), textcoords="offset points",
-                rotation=33, fontsize=8)  # fmt: skip
-    ax.annotate(f"{peak:.0f} TFLOP/s", (900, peak), (0, 4), textcoords="offset points", fontsize=8)
-    wanted = {
-        "LayerNorm alone": (8 / 4, OURS),
-        f"product, {_shape(Sizes(64, 4096, 4096))}": (_intensity(Sizes(64, 4096, 4096)), THIRD),
-        f"product, {_shape(LARGE[3])}": (_intensity(LARGE[3]), THEIRS),
-        f"product, {_shape(HEADLINE)}": (_intensity(HEADLINE), THEIRS),
-    }
-    for offset, (label, (intensity, color)) in enumerate(wanted.items()):
+    ax.annotate(
+        f"{rate:.2f} TB/s", (3, rate * 3), (-6, 8), textcoords="offset points", rotation=33,
+        fontsize=8,
+    )  # fmt: skip
+    ax.annotate(f"{peak:.0f} TFLOP/s", (6000, peak), (0, 4), textcoords="offset points", fontsize=8)
+    few, narrow = Sizes(64, 4096, 4096), LARGE[3]
+    for label, intensity, color, side, height in (
+        ("LayerNorm alone", 8 / 4, OURS, "left", 1.3),
+        (f"product, {_shape(few)}", _intensity(few), THIRD, "right", 4),
+        (f"product, {_shape(narrow)}", _intensity(narrow), THEIRS, "right", 1.3),
+        (f"product, {_shape(HEADLINE)}", _intensity(HEADLINE), THEIRS, "left", 12),
+    ):
         top = min(peak, rate * intensity)
         ax.plot([intensity, intensity], [0.8, top], color=color, lw=1, ls=":")
         ax.plot([intensity], [top], "o", color=color, ms=5)
         ax.annotate(
-            f"{label}\n{intensity:.0f} FLOP a byte", (intensity, (1.4, 1.4, 12, 1.4)[offset]),
-            (4 if offset < 3 else -4, 0), textcoords="offset points", fontsize=8, color=color,
-            ha="left" if offset < 3 else "right" if offset == 2 else "left",
+            f"{label}\n{intensity:.0f} FLOP a byte", (intensity, height),
+            (4 if side == "left" else -4, 0), textcoords="offset points", fontsize=8, color=color,
+            ha=side,
         )  # fmt: skip
-    ax.set_xlim(0.3, 12000)
+    ax.set_xlim(0.3, 40000)
     ax.set_ylim(0.8, 1800)
     ax.set_xlabel("FLOP for each byte that has to cross the memory bus")
     ax.set_ylabel("TFLOP/s")
@@ -173,8 +175,11 @@ def tiled(data: Data) -> Figure:
     ax.bar(range(len(tiles)), values, 0.7, color=[OURS if i in (3, 4, 5) else FAINT
                                                   for i in range(len(tiles))])  # fmt: skip
     for place, value in enumerate(values):
-        ax.annotate(f"{value:.3g}", (place, value), (0, 2), textcoords="offset points",
-                    ha="center", fontsize=8)  # fmt: skip
+        inside = value > 1
+        ax.annotate(
+            f"{value:.3g}", (place, value), (0, -11 if inside else 2), ha="center", fontsize=8,
+            textcoords="offset points", color="white" if inside else INK,
+        )  # fmt: skip
     ceiling = data["ceiling"]
     ridge = ceiling["flops_per_second"] / ceiling["bytes_per_second"]
     ax.axhline(ridge, color=INK, lw=1, ls="--")
@@ -192,6 +197,7 @@ def tiled(data: Data) -> Figure:
 def spills(data: Data) -> Figure:
     """Show how many instructions a k block takes, and what they are."""
     figure = new_figure(2.8)
+    figure.subplots_adjust(left=0.22)
     ax = axes(figure)
     steps = {
         name: found
@@ -211,7 +217,7 @@ def spills(data: Data) -> Figure:
         ax.annotate(text, (len(steps[name]["loop"]), place), (4, 0), textcoords="offset points",
                     va="center", fontsize=8)  # fmt: skip
     ax.invert_yaxis()
-    ax.set_xlim(0, max(map(len, (f["loop"] for f in steps.values()))) * 2.1)
+    ax.set_xlim(0, max(map(len, (f["loop"] for f in steps.values()))) * 2.4)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("instructions of the main loop, for one k block of 64")
     legend(ax)
@@ -255,8 +261,7 @@ def statistics(data: Data) -> Figure:
         for place, value in enumerate(values):
             ax.annotate(f"{value:g} µs", (place, value), (0, 2), textcoords="offset points",
                         ha="center", fontsize=8)  # fmt: skip
-        names = [name.replace(" of ", "\nof ").replace(", by", ",\nby").replace(" tile of", " tile\nof")
-                 for name in trial["rows"]]  # fmt: skip
+        names = [name.replace(" of ", "\nof ").replace(", by", ",\nby") for name in trial["rows"]]
         ax.set_xticks(range(len(values)), names, fontsize=8)
         ax.set_ylim(0, max(values) * 1.15)
         ax.set_title(shape.replace(",", " × "), loc="left", fontsize=10)
@@ -280,7 +285,7 @@ def numerics(data: Data) -> Figure:
                 color=color, lw=1.4, ms=4, label=name,
             )  # fmt: skip
         ax.set_yscale("log")
-        ax.set_ylim(1e-3, 3)
+        ax.set_ylim(1e-3, 12)
         ax.set_xticks(range(len(by_mean)), list(by_mean))
         ax.set_xlabel("mean of a row / its standard deviation")
         ax.set_title(f"weights of {'both signs' if kind == 'signed' else 'one sign'}",
@@ -301,12 +306,13 @@ def few_rows(data: Data) -> Figure:
     bars(ax, [f"{n} rows" if n != "1" else "1 row" for n in trial["rows_of_x"]], rows,
          (FAINT, "#b9c3cb", THIRD, OURS))  # fmt: skip
     floor = float(trial["weight alone"])
-    ax.axhline(floor, color=INK, lw=1, ls="--")
-    ax.annotate(f"reading the weight once: {floor} µs", (2.42, floor), (0, 3), ha="right",
-                textcoords="offset points", fontsize=8)  # fmt: skip
+    ax.axhline(
+        floor, color=INK, lw=1, ls="--", label=f"reading the weight once: {floor} µs"
+    )  # fmt: skip
     ax.set_ylabel("a forward, µs")
     ax.set_ylim(0, 54)
-    legend(ax, ncols=4)
+    legend(ax, ncols=3)
+    figure.subplots_adjust(top=0.84)
     return figure
 
 
@@ -328,7 +334,7 @@ def backward(data: Data) -> Figure:
     )
     ax.axhline(1, color=INK, lw=0.8)
     ax.set_ylabel("a training step, of eager's")
-    ax.set_ylim(0, 1.15)
+    ax.set_ylim(0, 1.2)
     legend(ax)
     return figure
 
@@ -401,4 +407,3 @@ FIGURES: dict[str, tuple[Draw, tuple[str, ...]]] = {
     "activation": (activation, ("trials",)),
 }
 assert set(FIGURES) == {"ladder", "roofline", *(step.name for step in STEPS)}
-__all__ = ["DIGEST", "FIGURES", "GRID", "digest", "draw"]

@@ -205,7 +205,8 @@ def machine(data: Data) -> str:
 def sizes(data: Data) -> str:
     """Return all that `poe worklog` measured, at every size."""
     lines = [
-        "| step | M, K, N | µs | TFLOP/s | % of cuBLAS | % of cuBLAS + LayerNorm | error (PyTorch's) |",
+        "| step | M, K, N | µs | TFLOP/s | % of cuBLAS | % of cuBLAS + LayerNorm "
+        "| error (PyTorch's) |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for step in STEPS:
@@ -226,7 +227,8 @@ def sizes(data: Data) -> str:
 def resources(data: Data) -> str:
     """Return what the kernels of the products take."""
     lines = [
-        "| kernel | registers | stack, bytes | instructions | in the main loop | products | memory |",
+        "| kernel | registers | stack, bytes | instructions | in the main loop | products "
+        "| memory |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, found in data["sass"]["kernels"].items():
