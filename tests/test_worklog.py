@@ -17,11 +17,12 @@ from fused_norm.native import build
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-import worklog  # noqa: E402
 import worklog_diagrams  # noqa: E402
 import worklog_figures  # noqa: E402
 import worklog_page  # noqa: E402
 import worklog_steps  # noqa: E402
+
+import worklog  # noqa: E402
 
 # What was asked for, in this order.
 TOPICS = [
@@ -153,6 +154,14 @@ def test_a_step_that_fails_does_not_stop_the_others(
     assert content["naive"]["measured"][0]["errors"] == {"step": 1e-3, "peer": 1e-3}
     assert worklog.main(["--step", "5", "--out", str(out)]) == 0
     assert list(json.loads(out.read_text())["steps"]) == ["naive", "tensor-cores", "clusters"]
+
+
+def test_steps_import_the_library_and_what_lies_beside_them() -> None:
+    beside = {path.stem for path in (ROOT / "worklog").glob("*.mojo")}
+    for path in (ROOT / "worklog").glob("*.mojo"):
+        imported = set(re.findall(r"^from (\w+)", path.read_text(), re.M))
+        assert imported <= {"op", "max", "std", *beside}, path
+        assert not (imported & beside) - {"door", "tile"}, path
 
 
 @pytest.mark.parametrize("band", [1, 3, 8])
