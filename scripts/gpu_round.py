@@ -132,8 +132,8 @@ def run(options: argparse.Namespace) -> int:
     for wheel in (options.folder / "wheels").glob("*.whl"):
         with zipfile.ZipFile(wheel) as content:
             content.extractall(site)
-    # Stands for the compiler that built the kernels: their key has its version, where it is installed.
-    (site / "mojo").mkdir()
+    # Stands for the compiler: where one is installed, its version is part of a kernel's key.
+    (site / "mojo").mkdir(exist_ok=True)
     (site / "mojo" / "__init__.py").touch()
     # A copy: loading a kernel locks its file, and the folder may be read-only.
     shutil.copytree(options.folder / "kernels", site / "kernels")
