@@ -19,7 +19,7 @@ from fused_norm.backends import gpu, sm90
 from fused_norm.bench.case import EPS
 from fused_norm.call import parameters, record
 from fused_norm.call.folds import Fold
-from fused_norm.call.parameters import Kind as Parts
+from fused_norm.call.parameters import Parameters
 from fused_norm.native import build
 
 FOLDER = Path(__file__).resolve().parent.parent / "worklog"
@@ -89,6 +89,7 @@ def runs(step: Step, inputs: Inputs) -> dict[str, Run]:
             "cublas": _three_products(inputs),
             "eager": functools.partial(eager_training_step, inputs),
         }
+    own: Run
     if step.kind == "product":
         own = functools.partial(product, step, inputs)
     elif step.extension:
@@ -201,7 +202,7 @@ def training_step(inputs: Inputs, alone: bool) -> Outputs:
         alone: Whether no collective runs beside: only then may the backward's pass over rows run in
             the kernel of its first product.
     """
-    known = parameters.of(*inputs.leaves[1:])
+    known = _known(inputs)
     with mock.patch.object(sm90, "_is_alone", return_value=alone):
         found = sm90.forward(inputs.x, known, EPS, True) or gpu.forward(inputs.x, known, EPS, True)
         y, mean, rstd = found
@@ -220,8 +221,7 @@ def folded(inputs: Inputs, way: int, activation: int) -> Run:
         way: KEPT_FOLD or NEW_FOLD.
         activation: The activation's number, 0 for none.
     """
-    parts: Parts = (0, 0.0, activation)
-    known = parameters.of(*inputs.leaves[1:], parts)
+    known = _known(inputs, activation)
     kernels, context = _launcher(build.HOPPER_EXTENSION)
     fold = Fold(())
     sm90._make(fold, known, kernels, context)
@@ -242,6 +242,11 @@ def folded(inputs: Inputs, way: int, activation: int) -> Run:
     return run
 
 
+def _known(inputs: Inputs, activation: int = 0) -> Parameters:
+    _, gamma, beta, weight, bias = inputs.leaves
+    return parameters.of(gamma, beta, weight, bias, (0, 0.0, activation))
+
+
 def product(step: Step, inputs: Inputs) -> Outputs:
     """Return x w^T by the kernel of a step."""
     assert step.extension
@@ -255,7 +260,7 @@ def product(step: Step, inputs: Inputs) -> Outputs:
 def _epilogue(step: Step, inputs: Inputs) -> Run:
     """Return the forward on a kept fold, with statistics by a kernel before the product."""
     assert step.extension
-    known = parameters.of(*inputs.leaves[1:])
+    known = _known(inputs)
     kernels, context = _launcher(step.extension)
     fold = Fold(())
     sm90._make(fold, known, *_launcher(build.HOPPER_EXTENSION))
