@@ -9,7 +9,8 @@ A step is compared with float64 first, at its sizes and at ragged ones, and is t
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
 replays, in which the step, `torch.mm` and PyTorch eager take turns in random order, over inputs
 that do not fit the cache. Every step writes its times to benchmarks/h200-worklog.json as soon as it
-has them. One that fails says why, and the next one goes on. Without a Hopper GPU all is SKIPPED.
+has them. Of several, each runs in a process of its own: one that fails, or hangs, says so, and the next
+one begins with a GPU in order. Without a Hopper GPU all is SKIPPED.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="write the page anew, measure nothing")
     parser.add_argument("--check", action="store_true", help="compare with float64, time nothing")
     parser.add_argument("--seconds", type=float, default=0.15, help="for each provider and size")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for a step (of several)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="where there is no checkout to ask")
     options = parser.parse_args(arguments)
@@ -79,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("SKIPPED: needs a Hopper GPU")
         return 0
-    failed = [step.name for step in steps if not _run(step, options)]
+    run = _run if len(steps) == 1 else _run_apart
+    failed = [step.name for step in steps if not run(step, options)]
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
@@ -90,6 +94,19 @@ def _step(text: str) -> Step:
         return find(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _run_apart(step: Step, options: argparse.Namespace) -> bool:
+    """Check and time a step in another process, and return whether all went well."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--step", step.name]
+    command += ["--seconds", str(options.seconds), "--out", str(options.out)]
+    command += ["--check"] if options.check else []
+    command += ["--commit", options.commit] if options.commit else []
+    try:
+        return subprocess.run(command, check=False, timeout=options.limit).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"  FAILED: {step.name} took more than {options.limit:.0f} s", flush=True)
+        return False
 
 
 def _run(step: Step, options: argparse.Namespace) -> bool:
@@ -111,7 +128,7 @@ def _run(step: Step, options: argparse.Namespace) -> bool:
                 found.append(_measured(step, sizes, budget) | {"errors": errors})
                 print(f"  {line(step.kind, found[-1])}", flush=True)
                 write(options.out, step, found, options.commit)
-    # Whatever goes wrong with one step, the others are worth their times.
+    # Whatever goes wrong, the sizes before it are worth their times.
     except Exception:
         traceback.print_exc()
         print(f"  FAILED: {step.name}", flush=True)

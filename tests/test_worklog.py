@@ -139,13 +139,21 @@ def test_a_step_that_fails_does_not_stop_the_others(
     def measured(step: Any, sizes: worklog_steps.Sizes, budget: Any) -> dict[str, Any]:
         return {**sizes._asdict(), "us": {"step": 400.0, "cublas": 400.0, "eager": 440.0}}
 
+    def run(command: list[str], *, timeout: float, **options: Any) -> Any:
+        assert command[:2] == [sys.executable, str(ROOT / "scripts/worklog.py")]
+        if "ring" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, worklog.main(command[2:]))
+
     monkeypatch.setattr(worklog_cases, "check", check)
     monkeypatch.setattr(worklog, "_measured", measured)
+    monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "new" / "results.json"
-    steps = ["--step", "3", "--step", "tiled", "--step", "naive"]
+    steps = ["--step", "3", "--step", "tiled", "--step", "ring", "--step", "naive"]
     assert worklog.main([*steps, "--out", str(out), "--commit", "abc"]) == 1
     said = capsys.readouterr()
-    assert "failed: tiled" in said.out
+    assert "failed: tiled, ring" in said.out
+    assert "FAILED: ring took more than 120 s" in said.out
     assert "ValueError: wrong" in said.err
     content = json.loads(out.read_text())["steps"]
     # In the order of the page, whatever the order on the command line.
