@@ -79,7 +79,7 @@ def ring(data: dict[str, Any]) -> Figure:
     figure = new_figure(3.3)
     ax = figure.add_axes((0.06, 0.12, 0.52, 0.74))
     for top, slots in ((3.4, 1), (1.1, 4)):
-        copies, products = schedule(slots, 5)
+        copies, products = schedule(slots, 5 if slots == 1 else 10)
         for lane, spans, color in ((0.75, copies, FAINT), (0, products, OURS)):
             for block, (start, end) in enumerate(spans):
                 # Copies that are under way together lie beside each other.
