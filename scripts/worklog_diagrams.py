@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from worklog_steps import HEADLINE
 from worklog_style import FAINT, GRID, INK, OURS, THIRD, axes, canvas, new_figure
 
+Spans = list[tuple[int, int]]
 # Cycles of a k block of a 128 x 256 tile: its FLOP over those of an SM's tensor cores in a cycle.
 MULTIPLY = 2 * 128 * 256 * 64 // 4096
 # How long a copy takes from its start to its end in the drawing; not a measurement.
@@ -116,9 +117,6 @@ def ring(data: dict[str, Any]) -> Figure:
     beside.set_title("measured: time, of cuBLAS's", fontsize=9, loc="left")
     beside.legend(loc="upper right", frameon=False, fontsize=7.5, ncols=2, handlelength=1)
     return figure
-
-
-Spans = list[tuple[int, int]]
 
 
 def schedule(slots: int, blocks: int) -> tuple[Spans, Spans]:

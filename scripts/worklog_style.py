@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -50,3 +52,23 @@ def canvas(figure: Figure, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
     ax.set_axis_off()
     ax.set_aspect("equal")
     return ax
+
+
+def legend(ax: Axes, **options: Any) -> None:
+    """Put the legend above the axes.
+
+    Args:
+        ax: The axes.
+        options: For matplotlib.
+    """
+    ax.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=options.pop("ncols", 3),
+        frameon=False,
+        fontsize=8,
+        handlelength=1.2,
+        columnspacing=1.2,
+        borderaxespad=0.2,
+        **options,
+    )
