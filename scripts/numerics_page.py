@@ -44,8 +44,8 @@ one of the size of the variance; in float32, from mean/std = 4096 on, nothing is
 - **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, namely the average
   of the row's first elements.
 
-In the first two, a constant row has deviations of exactly zero and gives exactly what a row of zeros
-gives.
+In the first two, a constant row has deviations of exactly zero and gives exactly what a row of
+zeros gives.
 
 ## Products and sums
 

@@ -34,8 +34,8 @@ The oldest PyTorch tested is 2.11, on an H200, and the newest is 2.15, on a CPU.
 
 ## What was tried
 
-Each parametrization counts as one test; most check the output and five gradients. Tests that need a
-GPU are counted, and skipped without one.
+Each parametrization counts as one test; most check the output and five gradients. Tests that need
+a GPU are counted, and skipped without one.
 """
 
 # Where, and what is tried there; a name after :: is one test with its parametrizations.
@@ -46,7 +46,7 @@ TRIED = {
     "tests/reliability/test_peer_cases.py": "shapes and tolerances of the tests of "
     "TransformerEngine, Liger, Apex, FLA and quack",
     "tests/reliability/test_properties.py": "hypothesis, 60 examples a test: shift and scale "
-    "invariance, rows that are independent of each other (bit for bit, dx too), linearity in W and b, "
+    "invariance, independent rows (bit for bit, dx too), linearity in W and b, "
     "gradient identities, any strides; CPU = GPU, fused = composed",
     "tests/reliability/test_numbers.py": "mean/std to 1e6, scales of 1e-30 to 1e17, subnormal "
     "rows, sums and variances that overflow, NaN and infinity in each tensor, eps of 0, negative, "
@@ -84,8 +84,8 @@ MENDED = """
 `test_one_wrong_argument[ln_weight-sparse]` |
 | fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
 `validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
-| quack's long rows, on an H200 | in tiles of 64 columns with few k blocks, an output box was filled \
-again before TMA had read it: with few rows, 8 outputs and 32768 features or more, \
+| quack's long rows, on an H200 | in tiles of 64 columns with few k blocks, an output box was \
+filled again before TMA had read it: with few rows, 8 outputs and 32768 features or more, \
 a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
 | `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
@@ -93,10 +93,10 @@ way chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 
-On one H200 and on two, the GPU tests pass whichever way the forward is forced to take. The sanitizers
-report nothing in our kernels: racecheck names a kernel of cuBLAS, and initcheck, which does not see
-what TMA writes, runs on kernels without TMA only. With PyTorch 2.11 the tests ran with the backward
-in Python and in C++.
+On one H200 and on two, the GPU tests pass whichever way the forward is forced to take. The
+sanitizers report nothing in our kernels: racecheck names a kernel of cuBLAS, and initcheck, which
+does not see what TMA writes, runs on kernels without TMA only. With PyTorch 2.11 the tests ran with
+the backward in Python and in C++.
 
 On a CPU, the properties, the edges of numbers and sizes, memory and concurrency found no error of
 ours. They found three things about PyTorch. With a NaN in one row, its bfloat16 product on a CPU

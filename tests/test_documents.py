@@ -62,9 +62,7 @@ def blocks(language: str) -> list[Block]:
 
 def cases(language: str) -> list[Any]:
     return [
-        pytest.param(
-            block, id=str(block), marks=[pytest.mark.slow] if block.note == "slow" else []
-        )
+        pytest.param(block, id=str(block), marks=[pytest.mark.slow] if block.note == "slow" else [])
         for block in blocks(language)
     ]
 
@@ -150,7 +148,9 @@ def pages_of_repository() -> list[Path]:
 def test_links_lead_somewhere() -> None:
     missing = []
     for page in pages_of_repository():
-        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(
+            r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+        )
         for target in (a or b for a, b in LINK.findall(text)):
             if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists():
                 missing.append(f"{page.relative_to(ROOT)}: {target}")

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
-    """Return an exported program with its seams fused; the one given stays as it is.
+    """Return a copy of an exported program with its seams fused.
 
-    Inputs, outputs, parameters and their names are the same. The result holds ops of this package:
-    where it is loaded, `import fused_norm` comes first.
+    Inputs, outputs, parameters and their names stay the same. The result holds ops of this package,
+    so `import fused_norm` before loading it.
 
     Args:
-        program: Of `torch.export.export`, dynamic shapes or not.
-        rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
+        program: A result of `torch.export.export`, with dynamic shapes or without.
+        rounding: `"once"`, or `"model"` to keep the roundings that a model makes in between.
 
     Returns:
-        A program, for `torch._inductor.aoti_compile_and_package`, `torch.export.save` or a call of
-        its `.module()`.
+        A program for `torch._inductor.aoti_compile_and_package`, for `torch.export.save`, or to be
+        called as `.module()`.
 
     Raises:
-        ValueError: If the rounding is not known.
+        ValueError: If the rounding is unknown.
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
