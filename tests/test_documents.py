@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from fused_norm.bench.png import description, digest
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
 FENCE = re.compile(
@@ -191,3 +193,12 @@ def test_troubleshooting_has_the_messages_of_the_code() -> None:
         given = len(re.sub(r"<[^>]*>", "", message))
         found = [p for p, letters in known if p.fullmatch(message) and letters > 0.5 * given]
         assert found, f"the code says nothing like {message!r}"
+
+
+def test_figures_are_those_of_the_script() -> None:
+    """`python scripts/tutorial_figures.py` draws them again."""
+    images = sorted((ROOT / "docs/images").glob("tutorial-*.png"))
+    page = (ROOT / "docs/tutorial.md").read_text()
+    assert {image.name for image in images} == set(re.findall(r"images/(tutorial-\S+?\.png)", page))
+    wanted = digest(ROOT / "scripts/tutorial_figures.py")
+    assert {description(image) for image in images} == {wanted}
