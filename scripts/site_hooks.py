@@ -16,11 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = "repository"
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+NOT_IN_NAV = InclusionLevel.NOT_IN_NAV
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(
     r'<picture>.*?srcset="(?P<dark>[^"]+)".*?'
@@ -51,10 +52,11 @@ def on_files(files: Files, config: Any) -> Files:
             uri = path and _uri(path)
             if path is None or uri is None or files.get_file_from_path(uri):
                 continue
-            content = (ROOT / path).read_text()
-            files.append(File.generated(config, uri, content=content))
+            source = str(ROOT / path)
+            added = File.generated(config, uri, abs_src_path=source, inclusion=NOT_IN_NAV)
+            files.append(added)
             if uri.endswith(".md"):
-                waiting.append((path, content))
+                waiting.append((path, (ROOT / path).read_text()))
     return files
 
 
