@@ -21,7 +21,7 @@ from fused_norm.bench.png import digest
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 # Rows, features and outputs of the first figure.
-M, K, N = 2048, 768, 768
+M, K, N = 2048, 768, 3072
 # Features of a row, and a block's rows in time, in the others.
 FEATURES, BLOCKS = 12, 5
 
@@ -79,7 +79,8 @@ def jacobian(theme: Theme) -> Figure:
     panels = {"what the puzzle's text says: the diagonal": whole.diag().diag(), "what it is": whole}
     for place, (title, matrix) in enumerate(panels.items()):
         axes = figure.add_axes((0.06 + 0.5 * place, 0.04, 0.38, 0.7))
-        most = float(whole.abs().max())
+        # Small ones show, too.
+        most = 0.4 * float(whole.abs().max())
         axes.imshow(matrix.numpy(), cmap=colors, vmin=-most, vmax=most)
         axes.set_title(title, fontsize=9.5, loc="left", color=theme.ink)
         _bare(axes, theme)
@@ -89,10 +90,10 @@ def jacobian(theme: Theme) -> Figure:
 
 def race(theme: Theme) -> Figure:
     """Draw the race between a block that clears and blocks that add, and its mend."""
-    figure = _figure(theme, 3.3, "Zeros that arrive late erase what was added")
+    figure = _figure(theme, 3.1, "Zeros that arrive late erase what was added")
     starts = (2.1, 0.2, 0.9, 1.5, 0.5)
     for place, title in enumerate(("cleared by block (0, 0)", "cleared before the launch")):
-        axes = figure.add_axes((0.085 + 0.475 * place, 0.19, 0.42, 0.56))
+        axes = figure.add_axes((0.115 + 0.455 * place, 0.2, 0.41, 0.57))
         shift = 1.1 * place
         clear = (starts[0], 0) if place == 0 else (0.1, None)
         for block in range(BLOCKS):
