@@ -85,6 +85,8 @@ class Notebook:
     def run(self, block: Block) -> None:
         for each in blocks("python"):
             if each.page == block.page and each.line <= block.line and each not in self.done:
+                if each.note == "slow" and each != block:
+                    continue
                 self.done.add(each)
                 if each.note != "not run":
                     self._run(each)

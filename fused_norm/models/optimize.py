@@ -37,6 +37,7 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
+    before = _outputs(module.graph)
     for node in list(module.graph.nodes):
         # What was known at export reads every tensor, those that are to vanish too.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -48,7 +49,17 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
-    return program._update(module, program.graph_signature)
+    signature = copy.deepcopy(program.graph_signature)
+    for old, new in zip(before, _outputs(module.graph), strict=True):
+        if old != new:
+            signature.replace_all_uses(old, new)
+    return program._update(module, signature)
+
+
+def _outputs(graph: Graph) -> list[str]:
+    """Return the names of what a graph returns, which the signature of a program repeats."""
+    results: Any = graph.output_node().args[0]
+    return [getattr(each, "name", "") for each in results]
 
 
 def _lower(graph: Graph, node: Node) -> None:
