@@ -85,7 +85,7 @@ class Extension:
         if found := self.prebuilt:
             return found
         target = (self.accelerator or "cpu").replace(":", "_")
-        key = _key(self.accelerator, self.features)
+        key = _key(self.accelerator, self.features, self.folder)
         return cache_dir() / f"{self.stem}-{self.dtype}-{target}-{key}.so"
 
     @property
@@ -261,7 +261,7 @@ def gomp_parallel() -> int:
 
 
 @functools.cache
-def _key(accelerator: str | None, features: tuple[str, ...]) -> str:
+def _key(accelerator: str | None, features: tuple[str, ...], folder: Path | None = None) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
@@ -271,6 +271,9 @@ def _key(accelerator: str | None, features: tuple[str, ...]) -> str:
         parts = set(source.relative_to(root).parts)
         if not {"puzzle", "max", "register.mojo"} & parts:
             digest.update(source.read_bytes())
+    # One outside of the package may import what lies beside it.
+    for source in sorted(folder.glob("*.mojo")) if folder else ():
+        digest.update(source.read_bytes())
     digest.update((compiler.version() or "").encode())
     digest.update((compiler.portable_cpu() if accelerator else _host_cpu()).encode())
     digest.update(",".join(features).encode())
