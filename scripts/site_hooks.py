@@ -1,7 +1,7 @@
 """What mkdocs does to the pages of docs/ beyond Markdown, so that GitHub shows the same files.
 
 - Links out of docs/ lead to files of the repository: Markdown becomes a page of the site, other
-  files are copied as text.
+  files are copied as text, and a folder becomes a list of its files.
 - `<picture>` becomes a picture for each color scheme, of which the theme shows one.
 - `<!-- ::: name -->` becomes mkdocstrings' directive, which GitHub would print.
 - Formulas between dollar signs become MathML, which needs no script.
@@ -20,6 +20,8 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = "repository"
+# Stands for the list of a folder's files.
+FOLDER = "index.md"
 NOT_IN_NAV = InclusionLevel.NOT_IN_NAV
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
@@ -52,9 +54,13 @@ def on_files(files: Files, config: Any) -> Files:
             uri = path and _uri(path)
             if path is None or uri is None or files.get_file_from_path(uri):
                 continue
+            if path.name == FOLDER:
+                text = _listed(path.parent)
+                files.append(File.generated(config, uri, content=text, inclusion=NOT_IN_NAV))
+                waiting.append((path, text))
+                continue
             source = str(ROOT / path)
-            added = File.generated(config, uri, abs_src_path=source, inclusion=NOT_IN_NAV)
-            files.append(added)
+            files.append(File.generated(config, uri, abs_src_path=source, inclusion=NOT_IN_NAV))
             if uri.endswith(".md"):
                 waiting.append((path, (ROOT / path).read_text()))
     return files
@@ -115,11 +121,24 @@ def _schemes(match: re.Match[str]) -> str:
 
 
 def _resolved(page: PurePosixPath, target: str) -> PurePosixPath | None:
-    """Return the file of the repository that a link leads to, None if it leads elsewhere."""
+    """Return the file of the repository that a link leads to, None if it leads elsewhere.
+
+    A folder is its README, or a list that does not exist as a file.
+    """
     if re.match(r"[a-z]+:", target):
         return None
     path = PurePosixPath(os.path.normpath(page.parent / target))
-    return path if path.parts[0] != ".." and (ROOT / path).is_file() else None
+    if path.parts[0] == "..":
+        return None
+    if (ROOT / path).is_dir():
+        has_readme = (ROOT / path / "README.md").is_file()
+        return path / ("README.md" if has_readme else FOLDER)
+    return path if (ROOT / path).is_file() or path.name == FOLDER else None
+
+
+def _listed(folder: PurePosixPath) -> str:
+    names = sorted(each.name for each in (ROOT / folder).iterdir() if each.is_file())
+    return f"# {folder}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
 
 
 def _outside(page: PurePosixPath, target: str) -> PurePosixPath | None:

@@ -14,7 +14,7 @@ comptime NARROWEST_GATE = 128
 comptime MOST_FEW_ROWS = 64
 """Rows that it takes."""
 
-# Columns that the time between two tiles is worth.
+# Fixed cost per tile, in columns.
 comptime _TILE_OVERHEAD = 16
 # Of the SMs' time, what a product has to use to be worth launching.
 comptime _FULL_PERCENT = 80
