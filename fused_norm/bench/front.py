@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -68,6 +68,9 @@ def draw(run: Run, theme: Theme) -> Figure:
             found = [m for m in run.measurements if m.mode == mode]
             _rows(axes, run, found, theme)
             axes.set_title(title, fontsize=10, color=theme.ink, loc="left", pad=6)
+            # Both columns over the same range, so that they compare.
+            ratios = [r.vs_eager["graph"] for m in run.measurements for r in m.results]
+            axes.set_xlim(min(ratios) - 0.04, max(ratios) + 0.03)
         title = "Whole transformer blocks: time over PyTorch eager"
         figure.text(0.012, 0.955, title, fontsize=13, fontweight="bold", va="top")
         where = f"{run.environment.gpu}, bfloat16, device time. Left is faster; eager is 1."
@@ -122,7 +125,6 @@ def _rows(axes: Any, run: Run, measurements: Sequence[Measurement], theme: Theme
     titles = [EVERY[m.op].title for m in measurements]
     axes.set_yticks(range(len(titles)), titles, fontsize=9.5)
     axes.set_ylim(len(titles) - 0.5, -0.75)
-    axes.set_xlim(0.53, 1.07)
     axes.xaxis.set_major_locator(MultipleLocator(0.1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.1f}"))
     axes.set_facecolor("none")
@@ -165,7 +167,7 @@ def table(root: Path) -> str:
 
     def only(run: Run, op: str, dtype: str) -> Run:
         kept = [m for m in run.measurements if (m.op, m.dtype) == (op, dtype)]
-        return Run(**{**vars(run), "measurements": kept})
+        return replace(run, measurements=kept)
 
     pair = "layernorm_linear"
     gpu = f"{ops.environment.gpu.removeprefix('NVIDIA ')}"
