@@ -1,4 +1,4 @@
-"""What users call: a norm and the Linear layers on it, with what comes before and after, as one."""
+"""What users call: a norm, the Linear layers on it, and what comes before and after, as one op."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _GATES = frozenset(filter(is_gate, ACTIVATIONS))
 
 
 class Statistics(NamedTuple):
-    """What `linear_add` leaves for the norm after it.
+    """The statistics that `linear_add` returns for the norm after it.
 
     Attributes:
         mean: Mean of each row, shape `[...]`; None for RMSNorm.
         rstd: Reciprocal standard deviation of each row, for RMSNorm reciprocal root mean square.
         normalization: The norm that they are for.
-        eps: The eps that is in them.
+        eps: The eps that `rstd` contains.
     """
 
     mean: Tensor | None
@@ -55,8 +55,8 @@ def fused_layernorm_linear(
 
     Equivalent to `F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), linear_weight,
     linear_bias)`, with the same broadcasting, autocast behavior and errors. Statistics and sums
-    use float32 (float64 for float64). For the backward only the inputs and the mean and rstd of
-    each row are kept; its sums run in a fixed order, so every run gives the same bits.
+    are computed in float32 (float64 for float64). The backward saves the inputs and the mean and
+    rstd of each row, nothing else. Sums run in a fixed order, so every run gives the same bits.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -71,9 +71,9 @@ def fused_layernorm_linear(
         Tensor of shape `[..., N]` with the dtype of `x` (of autocast, under autocast).
 
     Raises:
-        RuntimeError: As `F.layer_norm` and `F.linear` do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
-        NotImplementedError: As they do, for a dtype that has no LayerNorm.
+        RuntimeError: As in `F.layer_norm` and `F.linear`, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
+        NotImplementedError: As in PyTorch, for a dtype that has no LayerNorm.
     """
     if is_traced(x, linear_weight, None):
         return handle_torch_function(
@@ -114,40 +114,40 @@ def norm_linear(
 
     Equivalent to that composition of PyTorch's ops (`F.layer_norm` or `F.rms_norm`, `F.linear`, the
     activation), with its broadcasting, autocast behavior and errors. Statistics, modulation and
-    activations are computed in float32 (float64 for float64) and rounded once where a tensor
-    leaves. For the backward x (the sum, where there is a residual), the parameters, mean and rstd
-    are kept and, before an activation, h. Sums run in a fixed order: every run gives the same bits.
+    activations are computed in float32 (float64 for float64) and rounded once, where a tensor
+    leaves. The backward saves x (the sum, where there is a residual), the parameters, mean and rstd
+    and, before an activation, h. Sums run in a fixed order, so every run gives the same bits.
 
     Args:
         x: Input of shape `[..., K]`.
-        weight: Weight of shape `[N, K]` in the dtype of `x`; or several, all on one norm.
-        bias: Bias of shape `[N]`, or None; for several weights a bias or None each, or None.
+        weight: Weight of shape `[N, K]` in the dtype of `x`, or a sequence of them on one norm.
+        bias: Bias of shape `[N]`, or None. For several weights, a bias or None for each, or None.
         normalization: `"layer_norm"` or `"rms_norm"`.
         norm_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 beside
             bfloat16 and float16.
         norm_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `norm_weight`.
-        eps: Added to the variance, for RMSNorm to the mean square. None, for RMSNorm alone, is
-            the dtype's own, as `F.rms_norm` has it.
-        weight_offset: Added to `norm_weight`: 1.0 where gamma is kept around zero.
+        eps: Added to the variance, or to the mean square for RMSNorm. None, for RMSNorm only,
+            means the dtype's own eps, as in `F.rms_norm`.
+        weight_offset: Added to `norm_weight`: 1.0 for a gamma that is kept around zero.
         scale: AdaLN's scale, broadcast against `x`.
         shift: AdaLN's shift, broadcast against `x`.
-        residual: Added to `x` before the norm, in its shape.
+        residual: Added to `x` before the norm; of its shape.
         activation: None, `"relu"`, `"gelu"`, `"gelu_tanh"`, `"quick_gelu"` or `"silu"`; or a gate,
-            `"swiglu"`, `"geglu"`, `"geglu_tanh"` or `"reglu"`, on one weight `[2N, K]`, the gate's
-            half first, or on a pair (gate, up).
-        statistics: Those of the sum, as `linear_add` left them, so that they are not found again.
+            `"swiglu"`, `"geglu"`, `"geglu_tanh"` or `"reglu"`, on one weight `[2N, K]` with the
+            gate's half first, or on a pair (gate, up).
+        statistics: Of the sum, as `linear_add` returned them, so that they are not computed again.
         return_sum: Whether to return `x + residual` as well, in the dtype of `x`.
         return_norm: Whether to return the normalized rows as well.
 
     Returns:
-        Tensor of shape `[..., N]`; for several weights, but for a gate, a tuple of them. With
-        `return_sum` or `return_norm` a tuple: that, the sum, the normalized rows.
+        Tensor of shape `[..., N]`, or for several weights, except with a gate, a tuple of them.
+        With `return_sum` or `return_norm`, a tuple of that, the sum and the normalized rows.
 
     Raises:
-        ValueError: If the normalization or the activation is not known, a gate has more weights
-            than two, or statistics are for another norm.
-        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
+        ValueError: If the normalization or the activation is unknown, a gate has more than two
+            weights, or the statistics are for another norm.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
     gated = activation in _GATES
@@ -214,19 +214,19 @@ def norm_mlp(
 
         h = norm(x + residual) W1^T + b1;  y = activation(h) W2^T + b2 + residual_out
 
-    For the backward x (the sum, where there is a residual), the parameters, mean, rstd and h are
-    kept, with `recompute=True` not even h.
+    The backward saves x (the sum, where there is a residual), the parameters, mean, rstd and h;
+    with `recompute=True`, h is computed again instead.
 
     Args:
         x: Input of shape `[..., K]`.
-        fc1_weight: Shape `[N, K]`; before a gate `[2N, K]`, the gate's half first, or a pair.
-        fc1_bias: Shape `[N]`, or None; before a gate `[2N]` or a pair.
+        fc1_weight: Shape `[N, K]`; before a gate `[2N, K]` with the gate's half first, or a pair.
+        fc1_bias: Shape `[N]`, or None; before a gate `[2N]`, or a pair.
         fc2_weight: Shape `[K2, N]`.
         fc2_bias: Shape `[K2]`, or None.
         activation: As in `norm_linear`.
         residual_out: Added at the end, shape `[..., K2]`, or None.
-        recompute: Whether the backward computes h again instead of keeping it.
-        normalization: As in `norm_linear`, like the arguments after it.
+        recompute: Whether the backward computes h again instead of saving it.
+        normalization: As in `norm_linear`, and so are the arguments after it.
         norm_weight: Gamma, shape `[K]`, or None.
         norm_bias: Beta, shape `[K]`, or None.
         eps: Added to the variance, or to the mean square.
@@ -234,17 +234,17 @@ def norm_mlp(
         scale: AdaLN's scale, broadcast against `x`.
         shift: AdaLN's shift, broadcast against `x`.
         residual: Added to `x` before the norm, in its shape.
-        statistics: Those of the sum, as `linear_add` left them.
+        statistics: Of the sum, as `linear_add` returned them.
         return_sum: Whether to return `x + residual` as well.
         return_norm: Whether to return the normalized rows as well.
 
     Returns:
-        Tensor of shape `[..., K2]`; with `return_sum` or `return_norm` a tuple that begins with it.
+        Tensor of shape `[..., K2]`; with `return_sum` or `return_norm`, a tuple starting with it.
 
     Raises:
-        ValueError: As `norm_linear` does.
-        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
+        ValueError: As in `norm_linear`.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
@@ -275,12 +275,12 @@ def linear_add(
     normalization: str | None = "layer_norm",
     eps: float | None = 1e-5,
 ) -> tuple[Tensor, Statistics | None]:
-    """Apply a Linear layer, add a residual, and find the statistics for the norm that follows.
+    """Apply a Linear layer, add a residual, and compute the statistics for the norm that follows.
 
-    Equivalent to `s = residual + F.linear(x, weight, bias)`. Statistics have no gradient of their
-    own: `norm_linear(s, ..., statistics=statistics)` gives x the whole one. Without them the
-    product itself adds, and rounds once, where a device can: on Hopper in bfloat16 and float16,
-    where the norm after it finds statistics on its way.
+    Equivalent to `s = residual + F.linear(x, weight, bias)`. The statistics carry no gradient;
+    `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. Without
+    statistics, the product itself adds the residual and rounds once, where a device can: on Hopper
+    in bfloat16 and float16, where the norm after it finds statistics on its way.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -291,12 +291,12 @@ def linear_add(
         eps: Its eps.
 
     Returns:
-        The sum, shape `[..., N]`, and its statistics, None if there are to be none.
+        The sum, shape `[..., N]`, and its statistics, None if none were asked for.
 
     Raises:
-        ValueError: If the normalization is not known.
-        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
+        ValueError: If the normalization is unknown.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     if is_traced(x, weight, residual):
         return handle_torch_function(

@@ -2,8 +2,8 @@
 
     poe check
 
-Formatting and lint (ruff, mblack), types (mypy) and Mojo docstrings (mojo doc). The exit status
-is the number of checks that failed.
+Formatting and lint (ruff, mblack), types (mypy), Mojo docstrings (mojo doc), and the site of docs/
+with its links (mkdocs). The exit status is the number of checks that failed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CHECKS = {
         *("mojo", "doc", "--diagnose-missing-doc-strings", "--Werror"),
         *("-o", "/dev/null", "op"),
     ],
+    "documentation": ["mkdocs", "build", "--strict", "--quiet"],
 }
 
 

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("train"))
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoints")
+    parser.add_argument("--resume", action="store_true", help="from the checkpoints in the folder")
     parser.add_argument(
         "--deterministic", action="store_true", help="have PyTorch's own GPU ops repeat their bits"
     )

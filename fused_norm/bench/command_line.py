@@ -85,19 +85,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="CHECKOUT",
         help="also measure the package of another checkout, as provider 'before'",
     )
-    what.add_argument("--list", action="store_true", help="list ops, providers and shapes, and end")
+    what.add_argument("--list", action="store_true", help="list ops, providers and shapes")
     how = found.add_argument_group("how")
     how.add_argument(
-        "--quick", action="store_true", help="few shapes and dtypes, under a minute on 2 cores"
+        "--quick", action="store_true", help="a few shapes and dtypes: under a minute on 2 cores"
     )
     how.add_argument("--seconds", type=float, help="time for each provider in each measurement")
-    how.add_argument("--time-limit", type=float, metavar="S", help="begin no case after S seconds")
+    how.add_argument("--time-limit", type=float, metavar="S", help="start no case after S seconds")
     how.add_argument("--threads", type=int, help="CPU threads")
     how.add_argument("--tf32", action="store_true", help="allow TF32 in float32 products")
     how.add_argument(
-        "--warm", action="store_true", help="one set of inputs, in the cache, not many past it"
+        "--warm", action="store_true", help="one set of inputs, which stays in the cache"
     )
-    how.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    how.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     how.add_argument("--seed", type=int, default=0)
     out = found.add_argument_group("output")
     out.add_argument("--json", type=Path, metavar="FILE", help="results, kept up to date")
@@ -109,13 +109,13 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--csv", type=Path, metavar="FILE")
     out.add_argument("--plot", type=Path, metavar="DIR", help="PNG plots (needs matplotlib)")
     out.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="an earlier --json: print what moved"
+        "--baseline", type=Path, metavar="FILE", help="an earlier --json: print what changed"
     )
     out.add_argument(
         "--max-ratio", type=float, metavar="R", help="exit 1 if ours exceeds R times eager anywhere"
     )
-    out.add_argument("--commit", help="git commit to name, where there is no checkout to ask")
-    out.add_argument("--schema", action="store_true", help="print the JSON's schema, and end")
+    out.add_argument("--commit", help="git commit to record, if there is no checkout to ask")
+    out.add_argument("--schema", action="store_true", help="print the JSON's schema")
     return found
 
 

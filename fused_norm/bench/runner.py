@@ -15,7 +15,7 @@ from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.results import SCHEMA, Measurement, Run
 from fused_norm.bench.roster import Roster
 
-# A run can be resumed where these are unchanged.
+# A run is resumed only if these have not changed.
 SAME_TO_GO_ON = ("device", "cpu", "threads", "gpu", "driver", "tf32", "torch", "mojo", "commit")
 
 
@@ -69,7 +69,7 @@ class Runner:
         for name in SAME_TO_GO_ON:
             if getattr(now, name) != getattr(then, name):
                 raise ValueError(
-                    f"the earlier run cannot be gone on with: its {name} is "
+                    f"the earlier run cannot be resumed: its {name} is "
                     f"{getattr(then, name)}, and now it is {getattr(now, name)}"
                 )
         self.run.providers = earlier.providers

@@ -33,11 +33,11 @@ class Fold:
 
 @contextmanager
 def frozen_parameters() -> Iterator[None]:
-    """Take parameters as final, so that CUDA graphs captured within read their folded weights.
+    """Promise not to change the weights, so that CUDA graphs captured inside read folded ones.
 
-    A captured call otherwise folds the weights in every replay, or does without, because they may
-    have changed by then. Call what is captured twice before, within as well, as a warm-up does
-    anyway. A parameter that changes afterwards has no effect on the graphs.
+    Otherwise a captured call folds the weights in every replay, or takes another way, because they
+    may have changed by then. Before the capture, call what is captured twice inside the context, as
+    a warm-up does anyway. A parameter that changes afterwards has no effect on the graphs.
     """
     before = _state.frozen
     _state.frozen = True

@@ -19,24 +19,25 @@ if TYPE_CHECKING:
 
 
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
-    """Return an exported program with its seams fused; the one given stays as it is.
+    """Return a copy of an exported program with its seams fused.
 
-    Inputs, outputs, parameters and their names are the same. The result holds ops of this package:
-    where it is loaded, `import fused_norm` comes first.
+    Inputs, outputs, parameters and their names stay the same. The result holds ops of this package,
+    so `import fused_norm` before loading it.
 
     Args:
-        program: Of `torch.export.export`, dynamic shapes or not.
-        rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
+        program: A result of `torch.export.export`, with dynamic shapes or without.
+        rounding: `"once"`, or `"model"` to keep the roundings that a model makes in between.
 
     Returns:
-        A program, for `torch._inductor.aoti_compile_and_package`, `torch.export.save` or a call of
-        its `.module()`.
+        A program for `torch._inductor.aoti_compile_and_package`, for `torch.export.save`, or to be
+        called as `.module()`.
 
     Raises:
-        ValueError: If the rounding is not known.
+        ValueError: If the rounding is unknown.
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
+    before = _outputs(module.graph)
     for node in list(module.graph.nodes):
         # What was known at export reads every tensor, those that are to vanish too.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -48,7 +49,17 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
-    return program._update(module, program.graph_signature)
+    signature = copy.deepcopy(program.graph_signature)
+    for old, new in zip(before, _outputs(module.graph), strict=True):
+        if old != new:
+            signature.replace_all_uses(old, new)
+    return program._update(module, signature)
+
+
+def _outputs(graph: Graph) -> list[str]:
+    """Return the names of what a graph returns, which the signature of a program repeats."""
+    results: Any = graph.output_node().args[0]
+    return [getattr(each, "name", "") for each in results]
 
 
 def _lower(graph: Graph, node: Node) -> None:

@@ -41,7 +41,7 @@ class Report:
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of tensors that a forward does not write any more."""
+        """Bytes of tensors that a forward no longer writes."""
         return sum(site.bytes_saved for site in self.sites)
 
     def to_json(self) -> str:
@@ -81,16 +81,16 @@ class Report:
 
 
 def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Run a model once with its seams fused, and tell what became of each of its norms.
+    """Run a model once with its seams fused, and report what became of each of its norms.
 
-    The model runs as it is called, in its own mode and with its own parameters; nothing of it
-    changes but what a forward changes. Gradients are those of the context: under `torch.no_grad()`
-    the report is that of inference.
+    The model runs as it is called, in its own mode and with its own parameters, and changes only as
+    a forward changes it. Under `torch.no_grad()` the report describes inference, otherwise
+    training.
 
     Args:
         model: A model, or a function.
-        args: What it is called with.
-        kwargs: Likewise, by name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
 
     Returns:
         A report to print, with `.sites` and `.to_json()`.

@@ -20,32 +20,32 @@ class LayerNormLinear(parts.NormModule):
     """A norm over the last dimension, then a Linear layer, as one op.
 
     Takes the place of `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features,
-    out_features))` and is initialized as those are. Names of options and parameters follow
+    out_features))` and is initialized as they are. Options and parameters are named as in
     TransformerEngine's module of this name.
 
     Args:
         in_features: K, the size of the last dimension of the input.
-        out_features: N, the size of the last dimension of the Linear layer's output. A gate halves
-            it.
-        eps: Added to the variance before the square root, for RMSNorm to the mean square; None,
-            for RMSNorm alone, is the dtype's own, as in `nn.RMSNorm`.
-        elementwise_affine: Whether the norm has a weight and, a LayerNorm, a bias.
+        out_features: N, the size of the last dimension of the Linear layer's output, which a gate
+            halves.
+        eps: Added to the variance before the square root, or to the mean square for RMSNorm. None,
+            for RMSNorm only, means the dtype's own eps, as in `nn.RMSNorm`.
+        elementwise_affine: Whether the norm has a weight and, for LayerNorm, a bias.
         bias: Whether the Linear layer has a bias.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         layer_norm_bias: Whether the LayerNorm has a bias beside its weight.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
-        zero_centered_gamma: Whether the norm's weight is kept around zero: 1 is added to it.
-        activation: What follows, as in `norm_linear`; None for nothing.
-        parameters_split: Names of equal parts of the weight and the bias, or a dictionary of
-            their numbers of outputs: each part is a parameter of its own, `query_weight` and
-            `query_bias` for `"query"`. The output is one tensor all the same.
+        zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
+        activation: Applied to the output, as in `norm_linear`; None for none.
+        parameters_split: Names of equal parts of the weight and the bias, or a dictionary from
+            names to numbers of outputs. Each part is a parameter of its own, `query_weight` and
+            `query_bias` for `"query"`. The output is still one tensor.
         return_layernorm_output: Whether to return the normalized rows as well.
         fuse_wgrad_accumulation: Whether the backward adds the gradient of `weight` to
-            `weight.main_grad`, which the caller has made (float32, in the weight's shape), and
-            leaves `weight.grad` alone: TransformerEngine's option of this name. Where the weight
-            has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a tensor
-            of no meaning.
+            `weight.main_grad`, which the caller creates (float32, in the weight's shape), and
+            leaves `weight.grad` alone, as TransformerEngine's option of this name does. If the
+            weight has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a
+            meaningless tensor.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[in_features]`, or None.
@@ -54,7 +54,7 @@ class LayerNormLinear(parts.NormModule):
         bias: Bias of the Linear layer, shape `[out_features]`, or None, if not split.
 
     Raises:
-        ValueError: If the normalization or the activation is not known, or the parts do not add up
+        ValueError: If the normalization or the activation is unknown, or the parts do not add up
             to `out_features`.
     """
 
@@ -124,14 +124,14 @@ class LayerNormLinear(parts.NormModule):
         """Return a module that shares the Parameters of a norm and of the Linear layer after it.
 
         Args:
-            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes the last dimension alone.
-            linear: Takes what `ln` returns; or several that do, by the names of their parts.
-            activation: What follows, as in `norm_linear`.
+            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes only the last dimension.
+            linear: The Linear layer on `ln`'s output, or several by the names of their parts.
+            activation: Applied to the output, as in `norm_linear`.
 
         Raises:
-            TypeError: If either is another kind of module, a subclass with a `forward` of its own
-                included: adapters, quantized layers.
-            ValueError: If `ln` normalizes another shape than `(linear.in_features,)`, or if either
+            TypeError: If either is another kind of module, or a subclass with a `forward` of its
+                own, such as an adapter or a quantized layer.
+            ValueError: If `ln` does not normalize the shape `(linear.in_features,)`, or if either
                 has hooks or parametrizations, which the new module would not run.
         """
         linears = dict(linear) if isinstance(linear, Mapping) else {"": linear}
@@ -162,12 +162,12 @@ class LayerNormLinear(parts.NormModule):
         return layer
 
     def to_modules(self) -> tuple[nn.Module, Any]:
-        """Return a norm and a Linear that share this module's Parameters, a dictionary if split.
+        """Return a norm and a Linear layer, or a dictionary of them, on this module's Parameters.
 
         Raises:
-            ValueError: If gamma is kept around zero, which no norm of PyTorch's does; or if this
-                module has hooks or parametrizations, as pruning and weight norm leave, which the
-                others would not run.
+            ValueError: If gamma is kept around zero, which PyTorch's norms cannot express, or if
+                this module has hooks or parametrizations, which pruning and weight norm leave and
+                the new modules would not run.
         """
         norm = self._norm_module(self.in_features)
         linears = {
@@ -202,8 +202,8 @@ class LayerNormLinear(parts.NormModule):
     def forward(self, x: Tensor) -> Any:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`.
 
-        Half as many features after a gate; and a tuple of that and the normalized rows with
-        `return_layernorm_output`.
+        After a gate, half as many features. With `return_layernorm_output`, a tuple of that and
+        the normalized rows.
         """
         if self._is_plain:
             tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)

@@ -17,21 +17,21 @@ class LayerNormMLP(parts.NormModule):
 
     Takes the place of `nn.Sequential(nn.LayerNorm(hidden_size), nn.Linear(hidden_size,
     ffn_hidden_size), nn.GELU(), nn.Linear(ffn_hidden_size, hidden_size))` and is initialized as
-    those are. Names of options and parameters follow TransformerEngine's module of this name; its
-    activations are those of `norm_linear` (`"gelu"` is exact here).
+    they are. Options and parameters are named as in TransformerEngine's module of this name; the
+    activations are those of `norm_linear`, where `"gelu"` is the exact one.
 
     Args:
         hidden_size: Size of the last dimension of input and output.
         ffn_hidden_size: Size between the two Linear layers, after a gate.
-        eps: Added to the variance before the square root, for RMSNorm to the mean square; None,
-            for RMSNorm alone, is the dtype's own.
+        eps: Added to the variance before the square root, or to the mean square for RMSNorm. None,
+            for RMSNorm only, means the dtype's own eps.
         bias: Whether the Linear layers have biases.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         activation: As in `norm_linear`.
-        zero_centered_gamma: Whether the norm's weight is kept around zero: 1 is added to it.
-        recompute: Whether the backward computes the first product again instead of keeping it.
+        zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
+        recompute: Whether the backward computes the first product again instead of saving it.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[hidden_size]`.
@@ -97,15 +97,15 @@ class LayerNormMLP(parts.NormModule):
         """Return a module that shares the Parameters of a norm and of the two Linear layers.
 
         Args:
-            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes the last dimension alone.
-            fc1: Takes what `ln` returns; before a gate, its first half of outputs is the gate's.
-            fc2: Takes what the activation returns.
+            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes only the last dimension.
+            fc1: The Linear layer on `ln`'s output. Before a gate, the first half of its outputs is
+                the gate's.
+            fc2: The Linear layer on the activation's output.
             activation: As in `norm_linear`.
 
         Raises:
-            TypeError: If one is another kind of module, a subclass with a `forward` of its own
-                included.
-            ValueError: If shapes do not fit each other, one Linear has a bias and the other none,
+            TypeError: If one is another kind of module, or a subclass with a `forward` of its own.
+            ValueError: If shapes do not match, one Linear layer has a bias and the other has none,
                 or one has hooks or parametrizations, which the new module would not run.
         """
         normalization = parts.require_norm("ln", ln)
@@ -141,9 +141,9 @@ class LayerNormMLP(parts.NormModule):
         """Return a norm and two Linear layers that share this module's Parameters.
 
         Raises:
-            ValueError: If gamma is kept around zero, which no norm of PyTorch's does; or if this
-                module has hooks or parametrizations, as pruning and weight norm leave, which the
-                others would not run.
+            ValueError: If gamma is kept around zero, which PyTorch's norms cannot express, or if
+                this module has hooks or parametrizations, which pruning and weight norm leave and
+                the new modules would not run.
         """
         return (
             self._norm_module(self.hidden_size),

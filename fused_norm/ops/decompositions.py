@@ -1,4 +1,4 @@
-"""What the ops decompose into, for programs that run without this package."""
+"""The ops in terms of PyTorch's, for programs that run where this package is not installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fused_norm.ops.validation import by_pytorch_widened
 
 
 def decompositions() -> Any:
-    """Return PyTorch's default decompositions, and those of this package's ops into PyTorch's ops.
+    """Return PyTorch's default decompositions, and those of this package's ops into PyTorch's.
 
-    An exported program holds the ops of this package, so that whoever runs it has its kernels; it
-    can be loaded where the package has been imported. `program.run_decompositions(
-    fused_norm.decompositions())` is one that can be loaded anywhere.
+    An exported program holds this package's ops, so that it runs on the kernels; it loads only
+    after the package has been imported. `program.run_decompositions(fused_norm.decompositions())`
+    loads anywhere.
     """
     table = torch.export.default_decompositions()
     for name, formula in _FORMULAS.items():
