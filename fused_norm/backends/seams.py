@@ -52,7 +52,7 @@ def _by_product(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     is_one = len(t.weights) == 1
     if t.x.is_cpu:
         return cpu_seam.forward(kind, t, keeps) if is_one and t.rstd is None else None
-    # There a product finds statistics on its way sooner than a pass applies those given.
+    # On a GPU a product finds statistics on its way sooner than a pass applies given ones.
     is_bare = t.residual is None and t.scale is None and t.shift is None
     if not is_bare or not (is_one or _is_pair(kind, t)):
         return None

@@ -85,8 +85,8 @@ inline Tensor normalized(
   return z;
 }
 
-// Whether an extension's own product is to be asked: on a GPU between a norm and nothing else. There
-// it finds statistics on its way sooner than a pass applies those given.
+// Whether to ask an extension's own product: on a GPU only where nothing else comes with the norm.
+// There it finds statistics on its way sooner than a pass applies given ones.
 inline bool has_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
   if (!kernels.product.forward || kind.returns_norm) return false;
