@@ -1,7 +1,7 @@
 """The production ops in MAX graphs, of every size by one compile, held to PyTorch's front door.
 
-On a CPU both doors run the same kernels, so the bits have to agree; on one with tile registers (AMX)
-MAX is told to use them, as PyTorch's door does. What that leaves to PyTorch's products, and
+On a CPU both doors run the same kernels, so the bits have to agree; where it has tile registers
+(AMX), MAX is told to use them, as PyTorch's door does. What that leaves to PyTorch's products, and
 everything on a GPU, errs at most twice as much as PyTorch does.
 """
 
