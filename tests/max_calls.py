@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import max_graphs
@@ -11,7 +15,7 @@ import torch.nn.functional as F
 from max_graphs import EPS, GATES, INPUTS, OFFSET, Kind
 from torch import Tensor
 
-from fused_norm import composition, graphs
+from fused_norm import composition
 from fused_norm.backends import seams
 from fused_norm.composition import Operands, Seam
 from fused_norm.native.cpu_features import has_tiles
@@ -19,12 +23,10 @@ from fused_norm.ops import norm_linear
 from fused_norm.reference import widened
 
 Tensors = dict[str, Tensor]
-KINDS = [
-    Kind("float32", "float32", "layer_norm", "gelu"),
-    Kind("bfloat16", "float32", "rms_norm", "swiglu"),
-]
-# MAX compiles these for minutes.
+KINDS = [Kind("float32", "float32", "layer_norm", "gelu")]
+# MAX compiles each of these for two minutes of a core.
 MORE_KINDS = [
+    Kind("bfloat16", "float32", "rms_norm", "swiglu"),
     Kind("bfloat16", "bfloat16", "layer_norm", "none"),
     Kind("bfloat16", "float32", "layer_norm", "geglu_tanh"),
     Kind("float16", "float16", "layer_norm", "silu"),
@@ -72,6 +74,14 @@ def _dtype(name: str, kind: Kind) -> torch.dtype:
 
 
 @functools.cache
+def package() -> Path:
+    """Return the ops, precompiled once in a process."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return max_graphs.precompile(folder)
+
+
+@functools.cache
 def models(is_quick: bool, device: str) -> dict[str, Any]:
     """Return the compiled graphs of some kinds, by name.
 
@@ -85,12 +95,12 @@ def models(is_quick: bool, device: str) -> dict[str, Any]:
 
     is_gpu = device == "cuda"
     kinds = [k for k in (KINDS if is_quick else MORE_KINDS) if not (is_gpu and "float64" in k)]
-    module = max_graphs.build(kinds, DeviceRef.GPU() if is_gpu else DeviceRef.CPU())
+    module = max_graphs.build(kinds, DeviceRef.GPU() if is_gpu else DeviceRef.CPU(), package())
     session = InferenceSession(devices=[CPU(), Accelerator()] if is_gpu else [CPU()])
     # LLVM takes a masked model for an older one, without the tile registers of PyTorch's door.
     set_virtual_cpu_target("sapphirerapids" if has_tiles() else "")
     try:
-        return session.load_all(module, custom_extensions=[graphs.sources()])
+        return session.load_all(module, custom_extensions=[package()])
     finally:
         set_virtual_cpu_target("")
 

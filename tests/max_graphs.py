@@ -2,7 +2,7 @@
 
 A graph takes MAX minutes to compile, so one module holds all.
 
-python tests/max_graphs.py OUT.mef    # compiles one for an H100 or H200, attached or not
+python tests/max_graphs.py OUT.mef op.mojoc    # compiles one for an H100, attached or not
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from max.driver import (
@@ -24,6 +25,7 @@ from max.graph import DeviceRef, Graph, KernelLibrary, Module, TensorType, ops
 
 from fused_norm import graphs
 from fused_norm.graphs import Norm, Saved
+from fused_norm.native import compiler
 
 EPS, OFFSET = 1e-5, 1.0
 GATES = ("reglu", "geglu", "geglu_tanh", "swiglu")
@@ -67,15 +69,16 @@ def name_of(part: str, kind: Kind) -> str:
     return "_".join([part, *kind[: 2 if part == "plain" else 4]])
 
 
-def build(kinds: Sequence[Kind], device: DeviceRef) -> Module:
+def build(kinds: Sequence[Kind], device: DeviceRef, package: Path) -> Module:
     """Return a module of the graphs of some kinds.
 
     Args:
         kinds: The kinds.
         device: Where to run.
+        package: The ops, as `precompile` leaves them.
     """
     library = KernelLibrary()
-    library.load_paths([graphs.sources()])
+    library.load_paths([package])
     module = Module()
     for kind in kinds:
         for part, make in (("forward", _forward), ("backward", _backward), ("plain", _plain)):
@@ -184,22 +187,36 @@ def _type(name: str, kind: Kind, device: DeviceRef) -> TensorType:
     return TensorType(dtype_of(name, kind), sizes, device)
 
 
-def compile_for_gpu(kinds: Sequence[Kind], path: str) -> None:
+def precompile(folder: Path) -> Path:
+    """Return the ops in a form that every module can share: reading them takes MAX half a minute.
+
+    Args:
+        folder: Where to write it.
+    """
+    package = folder / "op.mojoc"
+    compiler.run("op", ["precompile", str(graphs.sources())], package)
+    return package
+
+
+def compile_for_gpu(kinds: Sequence[Kind], path: str, package: Path) -> None:
     """Compile for a GPU that need not be there, and leave this process.
 
     Args:
         kinds: What to compile.
         path: Where to write it.
+        package: The ops.
     """
     set_virtual_device_api("cuda")
     set_virtual_device_target_arch("sm_90")
     set_virtual_device_count(1)
     session = InferenceSession(devices=[Accelerator()])
-    module = build(kinds, DeviceRef.GPU())
-    session.compile(module, custom_extensions=[graphs.sources()]).export_mef(path)
+    module = build(kinds, DeviceRef.GPU(), package)
+    session.compile(module, custom_extensions=[package]).export_mef(path)
     # MAX now and then aborts on the way out, while threads of its compiler still run.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    compile_for_gpu([Kind("bfloat16", "float32", "layer_norm", "swiglu")], sys.argv[1])
+    compile_for_gpu(
+        [Kind("bfloat16", "float32", "layer_norm", "swiglu")], sys.argv[1], Path(sys.argv[2])
+    )
