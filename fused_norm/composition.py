@@ -152,6 +152,9 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
         gamma = gamma + kind.weight_offset
     features = _features(x, gamma, t.weights[0] if t.weights else None)
     if kind.normalization == "layer_norm":
+        if gamma is None and beta is not None:
+            # PyTorch's second derivative of a bias without a weight drops a term.
+            gamma = torch.ones_like(beta)
         z = F.layer_norm(rows, features, gamma, beta, kind.eps)
     else:
         z = F.rms_norm(rows, features, gamma, kind.eps)

@@ -89,19 +89,12 @@ inline Tensor normalized(
   return z;
 }
 
-// Whether PyTorch's product of so few rows is faster, which need not be packed.
-inline bool are_few_rows(const Tensor& x, const Sizes& sizes) {
-  constexpr int64_t fewest_rows = 4, least_weight = 1 << 15;
-  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) &&
-      sizes.M < fewest_rows && sizes.K * sizes.N >= least_weight;
-}
-
 // Whether an extension's own product is to be asked: on a GPU between a norm and nothing else. There
 // it finds statistics on its way sooner than a pass applies those given.
 inline bool has_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
   if (!kernels.product.forward || kind.returns_norm) return false;
-  if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined() && !are_few_rows(t[X], sizes);
+  if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined();
   return t.is_bare() && (t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair()));
 }
 

@@ -168,7 +168,9 @@ struct _Gradient(Stage):
         dtype, width
     ]:
         var xhat = _xhat(row, v[1])
-        var dx = LayerNorm.dx(v[0] * v[2], xhat, row.saved[1], c[0], c[1])
+        # Rounded, as it was for its mean: nothing may be left of a row of one feature.
+        var g = v[0].fma(v[2], 0)
+        var dx = LayerNorm.dx(g, xhat, row.saved[1], c[0], c[1])
         return {dx, xhat * v[2] + v[3], v[0] * xhat, v[0]}
 
 
