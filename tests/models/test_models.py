@@ -41,10 +41,9 @@ def test_model(name: str) -> None:
 
 def test_census_is_of_all_models() -> None:
     assert COUNTED.keys() == ZOO.keys()
-    deep = [row["true depth"] for row in COUNTED.values()]
-    for total, rows in ((CENSUS["total"], COUNTED.values()), (CENSUS["true depth"], deep)):
-        assert total["models"] == len(ZOO)
-        assert total["fused"] == sum(row["fused"] for row in rows)
+    deep = {name: row["true depth"] for name, row in COUNTED.items() if "true depth" in row}
+    for total, rows in ((CENSUS["total"], COUNTED), (CENSUS["true depth"], deep)):
+        assert total["models"] == len(rows)
+        assert total["fused"] == sum(row["fused"] for row in rows.values())
         assert total["fused"] >= 0.95 * total["read by Linear"]
-    # What is fused in two layers is fused in all.
-    assert all(d["norms"] >= row["norms"] for d, row in zip(deep, COUNTED.values(), strict=True))
+    assert all(row["norms"] >= COUNTED[name]["norms"] for name, row in deep.items())
