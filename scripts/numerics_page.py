@@ -73,9 +73,10 @@ zeros gives.
 
 No sum of the library's kernels is taken with atomic additions; the order is decided by the shape.
 On a CPU neither the number of threads nor the other rows of a batch change a bit of what our
-products make, but the instruction set does. PyTorch's products, which take calls of several weights,
-choose by the number of rows. On a GPU the products around our kernels are PyTorch's: the same call
-gives the same bits, but the number of rows decides which of its kernels runs.
+products make, but the instruction set does. PyTorch's products, which take calls of several weights
+and sizes at which they are faster, choose by the number of rows. On a GPU the products around our
+kernels are PyTorch's: the same call gives the same bits, but the number of rows decides which of its
+kernels runs.
 
 ## What the tests ask for
 
