@@ -44,15 +44,14 @@ def on_files(files: Files, config: Any) -> Files:
         config: Of mkdocs.
     """
     waiting = [
-        (PurePosixPath("docs") / file.src_uri, Path(file.abs_src_path).read_text())
+        (PurePosixPath("docs") / file.src_uri, file.content_string)
         for file in files.documentation_pages()
     ]
     while waiting:
         page, text = waiting.pop()
         for match in LINK.finditer(FENCED.sub("", text)):
             path = _outside(page, match["target"])
-            uri = path and _uri(path)
-            if path is None or uri is None or files.get_file_from_path(uri):
+            if path is None or files.get_file_from_path(uri := _uri(path)):
                 continue
             if path.name == FOLDER:
                 text = _listed(path.parent)

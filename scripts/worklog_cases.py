@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from worklog_steps import Sizes, Step
 
-from fused_norm.backends import gpu, sm90
+from fused_norm.backends import gpu, sm90, sm90_kernels
 from fused_norm.bench.case import EPS
 from fused_norm.call import parameters, record
 from fused_norm.call.folds import Fold
@@ -282,4 +282,4 @@ def _launcher(name: str) -> tuple[ModuleType, int]:
     extension = build.Extension(name, build.DTYPES[DTYPE], "nvidia:sm_90a", folder)
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return sm90.launcher(extension, device, stream, True)
+    return sm90_kernels.launcher(extension, device, stream, True)

@@ -106,8 +106,8 @@ def ring(data: dict[str, Any]) -> Figure:
         values = [float(value) for value in trial["rows"][name]]
         places = [i + (offset - 0.5) * 0.4 for i in range(len(values))]
         beside.bar(places, values, 0.36, color=color, label=name.split(",")[0])
-        for place, value in zip(places, values, strict=True):
-            beside.annotate(f"{value:.2f}", (place, value), (0, 2), textcoords="offset points",
+        for middle, value in zip(places, values, strict=True):
+            beside.annotate(f"{value:.2f}", (middle, value), (0, 2), textcoords="offset points",
                             ha="center", fontsize=6.5)  # fmt: skip
     beside.axhline(1, color=INK, lw=0.8)
     shapes = [shape.replace(",", "\n") for shape in trial["shapes"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ Data = dict[str, Any]
 
 
 def bars(
-    ax: Axes, groups: Sequence[str], series: dict[str, Sequence[float]], colors: Sequence[str]
+    ax: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colors: Sequence[str]
 ) -> None:
     """Draw groups of bars, with the value over each."""
     width = 0.8 / len(series)
@@ -89,7 +89,9 @@ def few_rows(data: Data) -> Figure:
     figure = new_figure(3.0)
     ax = axes(figure)
     trial = data["trials"]["few rows"]
-    rows = {name: [float(v) for v in values] for name, values in trial["rows"].items()}
+    rows: dict[str, list[float]] = {
+        name: [float(v) for v in values] for name, values in trial["rows"].items()
+    }
     bars(ax, [f"{n} rows" if n != "1" else "1 row" for n in trial["rows_of_x"]], rows,
          (FAINT, "#b9c3cb", THIRD, OURS))  # fmt: skip
     floor = float(trial["weight alone"])

@@ -66,7 +66,7 @@ class _Backward:
         self.main_grads = main_grads or [None] * self.count
         self.rows = t.x.numel() // t.x.shape[-1]
         self.found: Found = [None] * len(wanted)
-        self.das = [
+        self.das: Found = [
             None if g is None else dense(g)[0].view(self.rows, g.shape[-1]) for g in grad_outputs
         ]
         self.dnorm = self.das.pop() if kind.returns_norm else None
@@ -151,7 +151,7 @@ class _Backward:
         if not any(wanted):
             return True
         if t.x.is_cpu:
-            found = None
+            found: Sequence[Tensor | None] | None = None
             if main_grad is None:
                 found = cpu_seam.backward(kind, t, dh, self.dsum, wanted)
         else:

@@ -7,7 +7,6 @@ compares.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,10 +234,11 @@ def _filled(text: str, fragments: dict[str, str]) -> str:
     """
     for name, fragment in fragments.items():
         marks = f"<!-- figures {name} -->\n", f"<!-- end {name} -->"
-        pattern = re.compile(f"({re.escape(marks[0])}).*?({re.escape(marks[1])})", re.DOTALL)
-        text, count = pattern.subn(lambda m, new=fragment: m[1] + new + m[2], text)
-        if count != 1:
+        count = text.count(marks[0])
+        if count != 1 or marks[1] not in text:
             raise ValueError(f"expected the marks of {name!r} once, found them {count} times")
+        before, rest = text.split(marks[0])
+        text = before + marks[0] + fragment + marks[1] + rest.split(marks[1], 1)[1]
     return text
 
 
