@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ Data = dict[str, Any]
 
 
 def bars(
-    ax: Axes, groups: Sequence[str], series: dict[str, Sequence[float]], colors: Sequence[str]
+    ax: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]], colors: Sequence[str]
 ) -> None:
     """Draw groups of bars, with the value over each."""
     width = 0.8 / len(series)
