@@ -88,9 +88,9 @@ def ring(data: dict[str, Any]) -> Figure:
                 at = top + lane + (0 if lane == 0 else (block % slots) * 0.62 / slots)
                 ax.add_patch(Rectangle((start, at), end - start, height, fc=color, ec="white"))
         ax.annotate(f"{slots} slot{'s' if slots > 1 else ''}", (0, top + 1.5), fontsize=9)
-    for place, text, color in ((4200, "copies", FAINT), (6600, "products", OURS)):
-        ax.add_patch(Rectangle((place, 4.93), 350, 0.25, fc=color))
-        ax.annotate(text, (place + 500, 4.92), fontsize=8)
+    for left, text, color in ((4200, "copies", FAINT), (6600, "products", OURS)):
+        ax.add_patch(Rectangle((left, 4.93), 350, 0.25, fc=color))
+        ax.annotate(text, (left + 500, 4.92), fontsize=8)
     ax.set_xlim(0, 14200)
     ax.set_ylim(0.6, 5.3)
     ax.set_yticks([])
