@@ -42,7 +42,8 @@ CASES: dict[str, tuple[set[str], int, int]] = {
     "plain": ({"norm_weight", "norm_bias", "bias"}, 0, 33),
 }
 OPTIONAL = CASES["all"][0]
-NAMES = (*Operands._fields[:-2], "weight", "bias")
+_AFFINE = {"gamma": "norm_weight", "beta": "norm_bias"}
+NAMES = (*(_AFFINE.get(name, name) for name in Operands._fields[:-2]), "weight", "bias")
 
 
 def make_tensors(

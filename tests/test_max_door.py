@@ -170,7 +170,7 @@ def test_no_rows(kind: Kind, device: str) -> None:
         ("backward", "norm_linear_backward", "dy", (33, 7), "1 of dy must be 34, got 7"),
         ("backward", "norm_linear_backward", "product", (33, 7), "1 of product must be 34, got 7"),
         ("backward", "norm_linear", "rstd", (7,), "0 of rstd must be 33, got 7"),
-        ("backward", "linear_add_backward", "a", (33, 7), "1 of x must be 34, got 7"),
+        ("backward", "linear_add_backward", "a", (33, 7), "1 of dx must be 34, got 7"),
     ],
 )
 def test_refuses_shapes_that_disagree(
