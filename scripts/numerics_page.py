@@ -82,7 +82,7 @@ None of the library's kernels adds with atomic operations; the shape decides the
 
 On a CPU, neither the number of threads nor the other rows of a batch change a bit of what our
 products compute, but the instruction set does. PyTorch's products, which serve calls with several
-weights, choose their kernel by the number of rows.
+weights and sizes at which they are faster, choose their kernel by the number of rows.
 
 On a GPU, the same call gives the same bits. The number of rows decides which kernel runs: PyTorch's
 where its products run between our kernels, and on Hopper, with our own products, which tile and
