@@ -44,16 +44,16 @@ def on_files(files: Files, config: Any) -> Files:
         config: Of mkdocs.
     """
     waiting = [
-        (PurePosixPath("docs") / file.src_uri, Path(file.abs_src_path).read_text())
+        (PurePosixPath("docs") / file.src_uri, file.content_string)
         for file in files.documentation_pages()
     ]
     while waiting:
         page, text = waiting.pop()
         for match in LINK.finditer(FENCED.sub("", text)):
             path = _outside(page, match["target"])
-            uri = path and _uri(path)
-            if path is None or uri is None or files.get_file_from_path(uri):
+            if path is None or files.get_file_from_path(_uri(path)):
                 continue
+            uri = _uri(path)
             if path.name == FOLDER:
                 text = _listed(path.parent)
                 files.append(File.generated(config, uri, content=text, inclusion=NOT_IN_NAV))

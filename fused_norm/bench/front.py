@@ -236,10 +236,14 @@ def _filled(text: str, fragments: dict[str, str]) -> str:
     for name, fragment in fragments.items():
         marks = f"<!-- figures {name} -->\n", f"<!-- end {name} -->"
         pattern = re.compile(f"({re.escape(marks[0])}).*?({re.escape(marks[1])})", re.DOTALL)
-        text, count = pattern.subn(lambda m, new=fragment: m[1] + new + m[2], text)
+        text, count = pattern.subn(rf"\g<1>{_escaped(fragment)}\g<2>", text)
         if count != 1:
             raise ValueError(f"expected the marks of {name!r} once, found them {count} times")
     return text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\")
 
 
 def write(root: Path) -> list[Path]:
