@@ -51,8 +51,9 @@ def on_files(files: Files, config: Any) -> Files:
         page, text = waiting.pop()
         for match in LINK.finditer(FENCED.sub("", text)):
             path = _outside(page, match["target"])
-            if path is None or files.get_file_from_path(uri := _uri(path)):
+            if path is None or files.get_file_from_path(_uri(path)):
                 continue
+            uri = _uri(path)
             if path.name == FOLDER:
                 text = _listed(path.parent)
                 files.append(File.generated(config, uri, content=text, inclusion=NOT_IN_NAV))
