@@ -66,7 +66,7 @@ class _Backward:
         self.main_grads = main_grads or [None] * self.count
         self.rows = t.x.numel() // t.x.shape[-1]
         self.found: Found = [None] * len(wanted)
-        self.das = [
+        self.das: Found = [
             None if g is None else dense(g)[0].view(self.rows, g.shape[-1]) for g in grad_outputs
         ]
         self.dnorm = self.das.pop() if kind.returns_norm else None
@@ -150,12 +150,12 @@ class _Backward:
         wanted = [self.wanted[place] and self.found[place] is None for place in places]
         if not any(wanted):
             return True
+        found: Found | None = None
         if t.x.is_cpu:
-            found = None
             if main_grad is None:
                 found = cpu_seam.backward(kind, t, dh, self.dsum, wanted)
-        else:
-            found = None if self.dsum is not None else self._on_hopper(dh, wanted, main_grad)
+        elif self.dsum is None:
+            found = self._on_hopper(dh, wanted, main_grad)
         if found is None:
             return False
         for place, gradient in zip(places, found, strict=True):
@@ -163,9 +163,7 @@ class _Backward:
                 self.found[place] = gradient
         return True
 
-    def _on_hopper(
-        self, dh: Tensor, wanted: list[bool], main_grad: Tensor | None
-    ) -> Sequence[Tensor | None] | None:
+    def _on_hopper(self, dh: Tensor, wanted: list[bool], main_grad: Tensor | None) -> Found | None:
         kind, t = self.kind, self.t
         x, mean, rstd = dense(t.x, t.mean, t.rstd)
         norm = (*norm_of(kind), 0)
