@@ -150,12 +150,12 @@ class _Backward:
         wanted = [self.wanted[place] and self.found[place] is None for place in places]
         if not any(wanted):
             return True
+        found: Found | None = None
         if t.x.is_cpu:
-            found: Sequence[Tensor | None] | None = None
             if main_grad is None:
                 found = cpu_seam.backward(kind, t, dh, self.dsum, wanted)
-        else:
-            found = None if self.dsum is not None else self._on_hopper(dh, wanted, main_grad)
+        elif self.dsum is None:
+            found = self._on_hopper(dh, wanted, main_grad)
         if found is None:
             return False
         for place, gradient in zip(places, found, strict=True):
@@ -163,9 +163,7 @@ class _Backward:
                 self.found[place] = gradient
         return True
 
-    def _on_hopper(
-        self, dh: Tensor, wanted: list[bool], main_grad: Tensor | None
-    ) -> Sequence[Tensor | None] | None:
+    def _on_hopper(self, dh: Tensor, wanted: list[bool], main_grad: Tensor | None) -> Found | None:
         kind, t = self.kind, self.t
         x, mean, rstd = dense(t.x, t.mean, t.rstd)
         norm = (*norm_of(kind), 0)
