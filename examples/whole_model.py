@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +19,18 @@ TOLERANCE = 1e-4
 def output_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the first tensor of what a model returns."""
     result = model(**inputs)
-    found: Tensor = result if isinstance(result, Tensor) else next(iter(result.values()))
-    return found
+    if isinstance(result, Tensor):
+        return result
+    return next(v for v in result.values() if isinstance(v, Tensor))
 
 
 def step(model: nn.Module, run: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """Return the output and the gradients of the parameters."""
+    """Return the output and the gradients of the parameters, zeros where there is none."""
     y = output_of(run, inputs)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
-    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    dy = torch.linspace(-1, 1, y.numel()).view_as(y)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(y, parameters, dy, allow_unused=True, materialize_grads=True)
+    return [y.detach(), *found]
 
 
 def compare(model: nn.Module, inputs: dict[str, Any]) -> int:
@@ -44,3 +49,13 @@ def compare(model: nn.Module, inputs: dict[str, Any]) -> int:
     worst = max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)) / largest
     print(f"output and {len(found) - 1} gradients differ by up to {worst:.1e} of the largest value")
     return 0 if worst < TOLERANCE else 1
+
+
+def main(build: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Compare a model and exit: with 0 if all is the same as without.
+
+    Args:
+        build: Returns the model and what it is called with.
+    """
+    torch.manual_seed(0)
+    sys.exit(compare(*build()))

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fused_norm", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="say what this machine has and what is missing")
+    commands.add_parser("doctor", help="report what this machine has and what is missing")
     build = commands.add_parser("build", help="build the kernels ahead of their first use")
     build.add_argument(
         "--target",
@@ -30,11 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=list(native.DTYPES.values()),
         help="default: all; may be repeated",
     )
-    build.add_argument("--force", action="store_true", help="build again what is already built")
+    build.add_argument("--force", action="store_true", help="rebuild what is already built")
     build.add_argument(
         "--autograd",
         action="store_true",
-        help="compile training steps' C++, and nothing else: less time on the host",
+        help="compile only the C++ node, which takes Python out of training steps",
     )
     commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
     options, rest = parser.parse_known_args(arguments)

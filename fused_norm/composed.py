@@ -1,7 +1,7 @@
 """LayerNorm composed of three ops: `div(v, norm(v))` of `v = mean(x)`.
 
-Each op has its own forward and backward kernel, and each reads and writes whole tensors: the
-composition to measure the fused `trainable_eps_layer_norm` by. Named after the Spiral language's.
+Each op has its own forward and backward kernel, and each reads and writes whole tensors. The fused
+`trainable_eps_layer_norm` is measured against it. The names are the Spiral language's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fused_norm.ops.validation import by_pytorch_widened, div_by_pytorch, has_ro
 
 
 def mean(x: Tensor) -> Tensor:
-    """Take the mean of each row away from it.
+    """Subtract the mean of each row from it.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -32,7 +32,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 def norm(v: Tensor) -> Tensor:
-    """Return the root of the mean square of each row, for each of its elements.
+    """Return the root mean square of each row, once for each of its elements.
 
     Args:
         v: Input of shape `[..., K]`.
@@ -46,7 +46,7 @@ def norm(v: Tensor) -> Tensor:
 
 
 def div(a: Tensor, b: Tensor) -> Tensor:
-    """Divide element by element. Nothing is broadcast.
+    """Divide element by element, without broadcasting.
 
     Args:
         a: The dividend.
@@ -70,7 +70,7 @@ def layer_norm(x: Tensor) -> Tensor:
         x: Input of shape `[..., K]`.
 
     Returns:
-        Tensor of the shape and dtype of `x`; NaN in rows without variance.
+        Tensor of the shape and dtype of `x`, with NaN in constant rows.
     """
     v = mean(x)
     return div(v, norm(v))

@@ -31,7 +31,8 @@ def _quick_gelu(h: Tensor) -> Tensor:
     return h * torch.sigmoid(1.702 * h)
 
 
-# By the numbers that op/gemm/activation.mojo knows them by; a gate's is 8 more.
+GATED = 8
+# By the numbers that op/gemm/activation.mojo knows them by; a gate's is GATED more.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "relu": (1, F.relu),
     "gelu": (2, F.gelu),
@@ -47,7 +48,7 @@ ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 
 def is_gate(activation: str) -> bool:
     """Return whether an activation takes two halves, of which one gates the other."""
-    return activation != "" and ACTIVATIONS[activation][0] > 8
+    return activation != "" and ACTIVATIONS[activation][0] >= GATED
 
 
 class Seam(NamedTuple):
@@ -152,6 +153,9 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
         gamma = gamma + kind.weight_offset
     features = _features(x, gamma, t.weights[0] if t.weights else None)
     if kind.normalization == "layer_norm":
+        if gamma is None and beta is not None:
+            # PyTorch's second derivative of a bias without a weight drops a term.
+            gamma = torch.ones_like(beta)
         z = F.layer_norm(rows, features, gamma, beta, kind.eps)
     else:
         z = F.rms_norm(rows, features, gamma, kind.eps)
@@ -220,8 +224,8 @@ def gradients(
         return tuple(r for r, g in zip(results, grad_outputs, strict=True) if g is not None)
 
     values = [tensors[i] for i in chosen]
-    # PyTorch's annotations have a third result, which is there only if asked for.
-    _, pull = torch.func.vjp(function, *values)  # type: ignore[misc]
+    # Not unpacked: PyTorch's annotations have a third result, which is there only if asked for.
+    pull = torch.func.vjp(function, *values)[1]
     found = iter(pull(tuple(g for g in grad_outputs if g is not None)))
     return [next(found) if w else None for w in wanted]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from fused_norm.native import build, cache, compiler, node, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
-# That the kernels are written for.
+# The version that the kernels are written for.
 COMPILER = "1.2.0"
 # CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
 OLDEST_NVIDIA_DRIVER = 525

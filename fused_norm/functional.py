@@ -1,4 +1,4 @@
-"""What users call: a norm and the Linear layers on it, with what comes before and after, as one."""
+"""What users call: a norm, the Linear layers on it, and what comes before and after, as one op."""
 
 from __future__ import annotations
 
@@ -7,27 +7,34 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
-from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
+from fused_norm.composition import ACTIVATIONS, is_gate
 from fused_norm.ops import compiled
+from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops import seam as seam_ops
+from fused_norm.ops.family import (
+    by_python,
+    checked_eps,
+    is_traced,
+    named,
+    parameters_of,
+    tensors_of,
+)
 from fused_norm.ops.statistics import add_statistics
 
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _GATES = frozenset(filter(is_gate, ACTIVATIONS))
 
 
 class Statistics(NamedTuple):
-    """What `linear_add` leaves for the norm after it.
+    """The statistics that `linear_add` returns for the norm after it.
 
     Attributes:
         mean: Mean of each row, shape `[...]`; None for RMSNorm.
         rstd: Reciprocal standard deviation of each row, for RMSNorm reciprocal root mean square.
         normalization: The norm that they are for.
-        eps: The eps that is in them.
+        eps: The eps that `rstd` contains.
     """
 
     mean: Tensor | None
@@ -48,8 +55,8 @@ def fused_layernorm_linear(
 
     Equivalent to `F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), linear_weight,
     linear_bias)`, with the same broadcasting, autocast behavior and errors. Statistics and sums
-    use float32 (float64 for float64). For the backward only the inputs and the mean and rstd of
-    each row are kept; its sums run in a fixed order, so every run gives the same bits.
+    are computed in float32 (float64 for float64). The backward saves the inputs and the mean and
+    rstd of each row, nothing else. Sums run in a fixed order, so every run gives the same bits.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -64,9 +71,9 @@ def fused_layernorm_linear(
         Tensor of shape `[..., N]` with the dtype of `x` (of autocast, under autocast).
 
     Raises:
-        RuntimeError: As `F.layer_norm` and `F.linear` do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
-        NotImplementedError: As they do, for a dtype that has no LayerNorm.
+        RuntimeError: As in `F.layer_norm` and `F.linear`, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
+        NotImplementedError: As in PyTorch, for a dtype that has no LayerNorm.
     """
     if is_traced(x, linear_weight, None):
         return handle_torch_function(
@@ -107,62 +114,56 @@ def norm_linear(
 
     Equivalent to that composition of PyTorch's ops (`F.layer_norm` or `F.rms_norm`, `F.linear`, the
     activation), with its broadcasting, autocast behavior and errors. Statistics, modulation and
-    activations are computed in float32 (float64 for float64) and rounded once where a tensor
-    leaves. For the backward x (the sum, where there is a residual), the parameters, mean and rstd
-    are kept and, before an activation, h. Sums run in a fixed order: every run gives the same bits.
+    activations are computed in float32 (float64 for float64) and rounded once, where a tensor
+    leaves. The backward saves x (the sum, where there is a residual), the parameters, mean and rstd
+    and, before an activation, h. Sums run in a fixed order, so every run gives the same bits.
 
     Args:
         x: Input of shape `[..., K]`.
-        weight: Weight of shape `[N, K]` in the dtype of `x`; or several, all on one norm.
-        bias: Bias of shape `[N]`, or None; for several weights a bias or None each, or None.
+        weight: Weight of shape `[N, K]` in the dtype of `x`, or a sequence of them on one norm.
+        bias: Bias of shape `[N]`, or None. For several weights, a bias or None for each, or None.
         normalization: `"layer_norm"` or `"rms_norm"`.
         norm_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 beside
             bfloat16 and float16.
         norm_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `norm_weight`.
-        eps: Added to the variance, for RMSNorm to the mean square. None, for RMSNorm alone, is
-            the dtype's own, as `F.rms_norm` has it.
-        weight_offset: Added to `norm_weight`: 1.0 where gamma is kept around zero.
+        eps: Added to the variance, or to the mean square for RMSNorm. None, for RMSNorm only,
+            means the dtype's own eps, as in `F.rms_norm`.
+        weight_offset: Added to `norm_weight`: 1.0 for a gamma that is kept around zero.
         scale: AdaLN's scale, broadcast against `x`.
         shift: AdaLN's shift, broadcast against `x`.
-        residual: Added to `x` before the norm, in its shape.
+        residual: Added to `x` before the norm; of its shape.
         activation: None, `"relu"`, `"gelu"`, `"gelu_tanh"`, `"quick_gelu"` or `"silu"`; or a gate,
-            `"swiglu"`, `"geglu"`, `"geglu_tanh"` or `"reglu"`, on one weight `[2N, K]`, the gate's
-            half first, or on a pair (gate, up).
-        statistics: Those of the sum, as `linear_add` left them, so that they are not found again.
+            `"swiglu"`, `"geglu"`, `"geglu_tanh"` or `"reglu"`, on one weight `[2N, K]` with the
+            gate's half first, or on a pair (gate, up).
+        statistics: Of the sum, as `linear_add` returned them, so that they are not computed again.
         return_sum: Whether to return `x + residual` as well, in the dtype of `x`.
         return_norm: Whether to return the normalized rows as well.
 
     Returns:
-        Tensor of shape `[..., N]`; for several weights, but for a gate, a tuple of them. With
-        `return_sum` or `return_norm` a tuple: that, the sum, the normalized rows.
+        Tensor of shape `[..., N]`, or for several weights, except with a gate, a tuple of them.
+        With `return_sum` or `return_norm`, a tuple of that, the sum and the normalized rows.
 
     Raises:
-        ValueError: If the normalization or the activation is not known, a gate has more weights
-            than two, or statistics are for another norm.
-        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
+        ValueError: If the normalization or the activation is unknown, a gate has more than two
+            weights, or the statistics are for another norm.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
     gated = activation in _GATES
     rest = (activation, statistics, return_sum, return_norm)
+    options = (*norm, *rest)
     if type(x) is Tensor and x.is_cuda and all(v is None for v in norm[5:]) and not any(rest):
         y = seam_ops.inference_again(x, weight, bias, *norm[:5])
         if y is not None:
             return y
-    found = compiled.forward(x, weight, bias, *norm, *rest, joined=gated)
+    found = compiled.forward(x, weight, bias, options, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
-    options: dict[str, Any] = {
-        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
-        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
-        **{"residual": residual, "activation": activation, "statistics": statistics},
-        **{"return_sum": return_sum, "return_norm": return_norm},
-    }
     if is_traced(x, weight, residual):
-        return handle_torch_function(
-            norm_linear, _tensors_of(x, weight), x, weight, bias, **options
-        )
-    weights, biases = _parameters(weight, bias)
+        tensors = tensors_of(x, weight)
+        return handle_torch_function(norm_linear, tensors, x, weight, bias, **named(options))
+    weights, biases = parameters_of(weight, bias)
     is_plain = (
         normalization == "layer_norm"
         and len(weights) == 1
@@ -173,7 +174,7 @@ def norm_linear(
         y = norm_linear_ops.by_python(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
         results = [y, x] if return_sum else [y]
     else:
-        results = _family_call(x, weights, biases, (None, None, None), gated, False, **options)
+        results = by_python(x, weights, biases, (None, None, None), gated, False, options)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
     return _grouped(tuple(results), weight)
@@ -213,19 +214,19 @@ def norm_mlp(
 
         h = norm(x + residual) W1^T + b1;  y = activation(h) W2^T + b2 + residual_out
 
-    For the backward x (the sum, where there is a residual), the parameters, mean, rstd and h are
-    kept, with `recompute=True` not even h.
+    The backward saves x (the sum, where there is a residual), the parameters, mean, rstd and h;
+    with `recompute=True`, h is computed again instead.
 
     Args:
         x: Input of shape `[..., K]`.
-        fc1_weight: Shape `[N, K]`; before a gate `[2N, K]`, the gate's half first, or a pair.
-        fc1_bias: Shape `[N]`, or None; before a gate `[2N]` or a pair.
+        fc1_weight: Shape `[N, K]`; before a gate `[2N, K]` with the gate's half first, or a pair.
+        fc1_bias: Shape `[N]`, or None; before a gate `[2N]`, or a pair.
         fc2_weight: Shape `[K2, N]`.
         fc2_bias: Shape `[K2]`, or None.
         activation: As in `norm_linear`.
         residual_out: Added at the end, shape `[..., K2]`, or None.
-        recompute: Whether the backward computes h again instead of keeping it.
-        normalization: As in `norm_linear`, like the arguments after it.
+        recompute: Whether the backward computes h again instead of saving it.
+        normalization: As in `norm_linear`, and so are the arguments after it.
         norm_weight: Gamma, shape `[K]`, or None.
         norm_bias: Beta, shape `[K]`, or None.
         eps: Added to the variance, or to the mean square.
@@ -233,41 +234,35 @@ def norm_mlp(
         scale: AdaLN's scale, broadcast against `x`.
         shift: AdaLN's shift, broadcast against `x`.
         residual: Added to `x` before the norm, in its shape.
-        statistics: Those of the sum, as `linear_add` left them.
+        statistics: Of the sum, as `linear_add` returned them.
         return_sum: Whether to return `x + residual` as well.
         return_norm: Whether to return the normalized rows as well.
 
     Returns:
-        Tensor of shape `[..., K2]`; with `return_sum` or `return_norm` a tuple that begins with it.
+        Tensor of shape `[..., K2]`; with `return_sum` or `return_norm`, a tuple starting with it.
 
     Raises:
-        ValueError: As `norm_linear` does.
-        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
+        ValueError: As in `norm_linear`.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
-    rest = (activation, statistics, return_sum, return_norm)
-    found = compiled.forward(x, fc1_weight, fc1_bias, *norm, *rest, second, True, recompute)
+    options = (*norm, activation, statistics, return_sum, return_norm)
+    found = compiled.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
     if found is not None:
         return found
-    options: dict[str, Any] = {
-        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
-        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
-        **{"residual": residual, "activation": activation, "statistics": statistics},
-        **{"return_sum": return_sum, "return_norm": return_norm},
-    }
     if is_traced(x, fc1_weight, residual):
         return handle_torch_function(
             norm_mlp,
-            _tensors_of(x, fc1_weight),
+            tensors_of(x, fc1_weight),
             *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
             residual_out=residual_out,
             recompute=recompute,
-            **options,
+            **named(options),
         )
-    weights, biases = _parameters(fc1_weight, fc1_bias)
-    results = _family_call(x, weights, biases, second, True, recompute, **options)
+    weights, biases = parameters_of(fc1_weight, fc1_bias)
+    results = by_python(x, weights, biases, second, True, recompute, options)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -277,208 +272,43 @@ def linear_add(
     bias: Tensor | None,
     residual: Tensor,
     *,
-    normalization: str = "layer_norm",
+    normalization: str | None = "layer_norm",
     eps: float | None = 1e-5,
-) -> tuple[Tensor, Statistics]:
-    """Apply a Linear layer, add a residual, and find the statistics for the norm that follows.
+) -> tuple[Tensor, Statistics | None]:
+    """Apply a Linear layer, add a residual, and compute the statistics for the norm that follows.
 
-    Equivalent to `s = residual + F.linear(x, weight, bias)`. Statistics have no gradient of their
-    own: `norm_linear(s, ..., statistics=statistics)` gives x the whole one.
+    Equivalent to `s = residual + F.linear(x, weight, bias)`. The statistics carry no gradient;
+    `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. Without
+    statistics, the product itself adds the residual and rounds once, where a device can: on Hopper
+    in bfloat16 and float16, where the norm after it finds statistics on its way.
 
     Args:
         x: Input of shape `[..., K]`.
         weight: Shape `[N, K]`.
         bias: Shape `[N]`, or None.
         residual: Shape `[..., N]`.
-        normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`.
+        normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`; None for none.
         eps: Its eps.
 
     Returns:
-        The sum, shape `[..., N]`, and its statistics.
+        The sum, shape `[..., N]`, and its statistics, None if none were asked for.
 
     Raises:
-        ValueError: If the normalization is not known.
-        RuntimeError: As PyTorch's ops do, where shapes, dtypes or devices disagree.
-        TypeError: As they do, for an argument that is not a tensor.
+        ValueError: If the normalization is unknown.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     if is_traced(x, weight, residual):
         return handle_torch_function(
             linear_add,
-            _tensors_of(x, weight),
+            tensors_of(x, weight),
             *(x, weight, bias, residual),
             normalization=normalization,
             eps=eps,
         )
+    if normalization is None:
+        return linear_add_ops.linear_add(x, weight, bias, residual), None
     y = torch.nn.functional.linear(x, weight, bias)
-    exact = _checked(normalization, None, eps, y)
+    exact = checked_eps(normalization, None, eps, y)
     total, mean, rstd = add_statistics(y, residual, normalization, exact)
     return total, Statistics(mean, rstd, normalization, exact)
-
-
-def family_call(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    second: tuple[Tensor | None, Tensor | None, Tensor | None],
-    joined: bool,
-    recompute: bool,
-    *,
-    normalization: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    activation: str | None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
-    statistics: Statistics | None = None,
-    return_sum: bool = False,
-    return_norm: bool = False,
-    owners: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """Return the outputs, the sum and the normalized rows of a call, as far as asked for.
-
-    Args:
-        x: Input of shape `[..., K]`.
-        weights: Of the Linear layers on the norm.
-        biases: One for each weight, or None.
-        second: Weight and bias of a Linear layer after the activation, and what is added to it.
-        joined: Whether the products of all weights are one output, side by side.
-        recompute: Whether the backward computes h again.
-        normalization: As in `norm_linear`, like all that follow.
-        norm_weight: Gamma.
-        norm_bias: Beta.
-        eps: Added to the variance, or to the mean square.
-        weight_offset: Added to gamma.
-        activation: What follows the product.
-        scale: AdaLN's scale.
-        shift: AdaLN's shift.
-        residual: Added to x before the norm.
-        statistics: Those of the sum.
-        return_sum: Whether the sum is a result.
-        return_norm: Whether the normalized rows are.
-        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
-    """
-    options: dict[str, Any] = {
-        **{"normalization": normalization, "norm_weight": norm_weight, "norm_bias": norm_bias},
-        **{"eps": eps, "weight_offset": weight_offset, "scale": scale, "shift": shift},
-        **{"residual": residual, "activation": activation, "statistics": statistics},
-        **{"return_sum": return_sum, "return_norm": return_norm},
-    }
-    if is_traced(x, weights, residual):
-        return handle_torch_function(
-            family_call,
-            _tensors_of(x, weights),
-            *(x, weights, biases, second, joined, recompute),
-            **options,
-            owners=owners,
-        )
-    if owners is None:
-        norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
-        rest = (activation, statistics, return_sum, return_norm)
-        found = compiled.forward(x, weights, biases, *norm, *rest, second, joined, recompute)
-        if found is not None:
-            return [found] if isinstance(found, Tensor) else list(found)
-    return _family_call(x, weights, biases, second, joined, recompute, **options, owners=owners)
-
-
-def _family_call(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    second: tuple[Tensor | None, Tensor | None, Tensor | None],
-    joined: bool,
-    recompute: bool,
-    *,
-    normalization: str,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    statistics: Statistics | None,
-    return_sum: bool,
-    return_norm: bool,
-    owners: Sequence[Tensor | None] | None = None,
-) -> list[Tensor]:
-    """Do the same in Python."""
-    exact = _checked(normalization, activation, eps, x)
-    if len(weights) > 2 and activation is not None and is_gate(activation):
-        raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
-    mean = rstd = None
-    if statistics is not None:
-        mean, rstd, of, found_with = statistics
-        if (of, found_with) != (normalization, exact):
-            raise ValueError(
-                f"statistics are for normalization={of!r} and eps={found_with}, "
-                f"but got normalization={normalization!r} and eps={exact}"
-            )
-    kind = Seam(
-        normalization,
-        activation or "",
-        exact,
-        float(weight_offset),
-        joined,
-        return_sum and residual is not None,
-        return_norm,
-        recompute,
-    )
-    norm = (norm_weight, norm_bias, scale, shift, mean, rstd)
-    results = seam_ops.call(kind, Operands(x, residual, *norm, *second, weights, biases), owners)
-    if return_sum and residual is None:
-        results.insert(len(results) - return_norm, x)
-    return results
-
-
-def _parameters(weight: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the weights and a bias, or None, for each."""
-    if not isinstance(weight, (list, tuple)):
-        return [weight], [bias]
-    biases = [None] * len(weight) if bias is None else list(bias)
-    if not weight or len(biases) != len(weight):
-        raise ValueError(
-            f"expected one or more weights and as many biases, got {len(weight)} and {len(biases)}"
-        )
-    return list(weight), biases
-
-
-def _checked(normalization: str, activation: str | None, eps: float | None, x: Any) -> float:
-    """Return eps, of the dtype where it is None.
-
-    Raises:
-        ValueError: If the normalization or the activation is not known.
-        TypeError: If eps is None beside LayerNorm.
-    """
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
-        )
-    if eps is None:
-        if normalization == "layer_norm":
-            raise TypeError("layer_norm needs an eps, got None")
-        return torch.finfo(x.dtype).eps
-    return float(eps)
-
-
-def _tensors_of(x: Any, weight: Any) -> tuple[Any, ...]:
-    return (x, *weight) if isinstance(weight, (list, tuple)) else (x, weight)
-
-
-def is_traced(x: Any, weight: Any, residual: Any) -> bool:
-    """Return whether a tracer of `torch.fx` stands behind an argument, and is to record the call.
-
-    Args:
-        x: The input.
-        weight: A weight, or several.
-        residual: Added to x, or None.
-    """
-    arguments = (*_tensors_of(x, weight), residual)
-    return not _ORDINARY.issuperset(map(type, arguments)) and any(
-        isinstance(each, Proxy) for each in arguments
-    )

@@ -19,22 +19,23 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
     """Apply layer normalization over the last dimension, with a trained scalar squared as eps.
 
     `v = x - mean(x)`, `y = v / sqrt(o * o + mean(v * v))`: equivalent to
-    `F.layer_norm(x, (K,), eps=o * o)`, and has a gradient for `o`. Statistics and sums use float32
-    (float64 for float64). Only the inputs are kept for the backward; its sums run in a fixed order,
-    so every run gives the same bits.
+    `F.layer_norm(x, (K,), eps=o * o)`, with a gradient for `o`. Statistics and sums are computed in
+    float32 (float64 for float64). The backward saves only the inputs; its sums run in a fixed
+    order, so every run gives the same bits.
 
-    A row without variance is 0 / 0, so NaN, where `o` is 0. There the gradient of `o` is 0 as well.
+    Where `o` is 0, a constant row is 0 / 0 and gives NaN; without constant rows, the gradient of
+    `o` is 0 there.
 
     Args:
         x: Input of shape `[..., K]`.
-        o: Tensor of one element. In the dtype of `x`, or float32 beside bfloat16 and float16.
+        o: Tensor of one element, in the dtype of `x`, or float32 beside bfloat16 and float16.
 
     Returns:
         Tensor of the shape and dtype of `x`.
 
     Raises:
-        RuntimeError: If `o` has not one element, and as PyTorch's ops do.
-        TypeError: As they do, for an argument that is not a tensor.
+        RuntimeError: If `o` does not have one element, and as in PyTorch's ops.
+        TypeError: As in PyTorch, if an argument is not a tensor.
     """
     if (found := compiled.trainable_eps(x, o)) is not None:
         return found
@@ -53,8 +54,8 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
 class TrainableEpsLayerNorm(nn.Module):
     """Layer normalization over the last dimension, with a trained scalar squared as eps.
 
-    The scalar begins at 0, as in the Spiral language's LayerNorm. There its own gradient is 0,
-    since eps is its square: to train it, give it another value, `nn.init.constant_(layer.o, 0.01)`.
+    The scalar starts at 0, as in the Spiral language's LayerNorm. Its gradient is 0 there, because
+    eps is its square. To train it, give it another value: `nn.init.constant_(layer.o, 0.01)`.
 
     Args:
         device: Device of the scalar.

@@ -1,12 +1,11 @@
 """Asks for large pages where a kernel is about to write a large tensor for the first time.
 
 Fresh memory costs a page fault for every 4 KiB written, more than the kernel itself where it is bound by
-memory. Linux gives 2 MiB at once to those who ask, and the kernel asks for pages that it will fill: none is
+memory. Linux gives 2 MiB at once on request, and requests are for pages that the kernel will fill: none is
 larger than what is used.
 """
 
 from std.ffi import external_call
-from std.memory import OpaquePointer
 from std.sys import CompilationTarget
 
 comptime _PAGE = 1 << 21
@@ -15,7 +14,7 @@ comptime _MADV_HUGEPAGE = 14
 
 
 def prefer_large_pages(address: Int, bytes: Int):
-    """Asks for large pages wherever they lie in the given memory as a whole.
+    """Asks for large pages wherever whole ones fit in the given memory.
 
     It is advice: nothing depends on whether the system follows it.
 

@@ -5,7 +5,7 @@ What is registered with `def_py_c_function` takes what CPython passes, and retur
 """
 
 from std.python import Python
-from std.python._cpython import Py_ssize_t, PyObjectPtr
+from std.python._cpython import PyObjectPtr
 
 comptime Values = Pointer[PyObjectPtr, MutUntrackedOrigin]
 """The arguments of a call as CPython passes them."""

@@ -2,7 +2,7 @@
 
 PyTorch's OpenMP workers spin for a while after each parallel region, so a second thread pool on the same
 cores slows both. A kernel is therefore written as `part i of n`; the workers of PyTorch's own team take parts
-from a shared counter until none is left. Without that team (no libgomp, or a MAX graph) Mojo's pool serves.
+from a shared counter until none is left. Without that team (no libgomp, or a MAX graph) Mojo's pool is used.
 """
 
 from max.algorithm import sync_parallelize

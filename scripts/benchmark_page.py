@@ -1,50 +1,56 @@
-"""Write docs/benchmarks.md and its plots from the committed results.
+"""Write docs/benchmarks.md, its plots, and the README's picture and figures from committed results.
 
     poe bench-page            write them
     poe bench-page --check    exit 1 if they are not what the results give
 
-Every number on the page comes from benchmarks/results/*.json, which `poe bench --json` made.
+Every number comes from a file in benchmarks/, which `poe bench --json` made.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_norm.bench import plots, report, results
+from fused_norm.bench import front, plots, report, results
 from fused_norm.bench.blocks import EVERY
 from fused_norm.bench.case import MODE_DESCRIPTIONS
+from fused_norm.bench.png import description, digest
 from fused_norm.bench.results import Measurement, Run
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = "images/benchmarks"
+SEAMS = {front.BLOCKS: "Whole blocks", front.FAMILY: "The family"}
+PROVIDERS = {"ours": ("fused_norm",), "floor": ("floor", "linear"), "compile": ("compile",)}
+SEAM_COLUMNS = [
+    *(("graph", "ours"), ("launch", "ours"), ("graph", "floor")),
+    *(("graph", "compile"), ("launch", "compile")),
+]
 INTRODUCTION = """\
 # Benchmarks
 
-Made by `poe bench-page` from the files in `benchmarks/results/`, which `poe bench` wrote; do not
-edit. The same on your machine, for your shapes: `uv run poe bench --shape 2048,768,3072`.
+`poe bench-page` writes this page from the files in `benchmarks/`, which `poe bench` wrote; do not
+edit it. To measure your shapes on your machine: `uv run poe bench --shape 2048,768,3072`.
 
 How it is measured:
 
-- Every provider is compared with float64 first, the output and all gradients. One that errs more
-  than three times as much as PyTorch eager is reported and not timed.
-- All providers of a row are timed in the same rounds, in a new random order each round, so each
-  call runs between other providers' calls. Times are medians of the rounds.
-- Inputs are random, and calls rotate through sets of them that together exceed the last-level cache
-  twice over. Small shapes cannot: those rows are marked *in cache*.
-- On a GPU, *graph* is device time of calls replayed in a CUDA graph, *launch* is the time of a call
-  among calls made one by one from Python, and *host* is the part of that before the call returns.
-  Ratios compare like with like. `torch.compile` runs without CUDA graphs of its own.
-- Ratios are to PyTorch eager, `F.linear(F.layer_norm(x))`, in the same run: below 1 is faster.
-  `linear` is the bare `F.linear` without the LayerNorm: what a perfect fusion could reach by hiding
-  the LayerNorm behind PyTorch's own matrix product.
-- Weights do not change between calls, as in inference and within one step of training. A CUDA graph
-  of `fused_norm` would see a change all the same; `fused_norm-frozen` was captured under
-  `frozen_parameters`, on the word that there is none, and reads weights that were folded before.
+- Every provider is first compared with float64: the output and all gradients. One whose error is
+  more than three times PyTorch eager's is reported and not timed.
+- All providers of a row are timed in the same rounds, in a new random order each round, so that
+  each call runs between other providers' calls. Times are medians over the rounds.
+- Inputs are random, and calls rotate through sets of them that together exceed twice the
+  last-level cache. Small shapes cannot; those rows are marked *in cache*.
+- On a GPU, *graph* is the device time of calls replayed in a CUDA graph, *launch* is the time of a
+  call among calls made one by one from Python, and *host* is the part of that before the call
+  returns. Ratios compare like with like. `torch.compile` runs without CUDA graphs of its own.
+- Ratios are to PyTorch eager in the same run; below 1 is faster. `linear` is the bare `F.linear`
+  without the LayerNorm: what a perfect fusion would reach by hiding the LayerNorm behind PyTorch's
+  own matrix product. The floor of a block is its products and its attention alone.
+- Weights do not change between calls, as in inference and within one training step. A CUDA graph
+  of `fused_norm` would notice a change; `fused_norm-frozen` was captured under
+  `frozen_parameters`, where the caller promises not to change the weights, and reads weights
+  folded beforehand.
 - `uv run poe bench --schema` documents every field of the JSON.
 - What the numbers do not show: a whole model, several streams, several GPUs, other clocks.
 """
@@ -54,26 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the page and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--docs", type=Path, help="where to write; the README is left alone then")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it is stale")
     options = parser.parse_args(arguments)
+    docs, is_ours = options.docs or ROOT / "docs", options.docs is None
     files = sorted(options.results.glob("*.json"))
     if not files:
         print(f"no results in {options.results}", file=sys.stderr)
         return 1
     if options.check:
-        stale = check(files, options.docs)
+        stale = check(files, docs) + (front.stale(ROOT) if is_ours else [])
         for problem in stale:
             print(problem, file=sys.stderr)
         return 1 if stale else 0
     for path in files:
-        folder = options.docs / IMAGES
+        folder = docs / IMAGES
         for old in folder.glob(f"{path.stem}-*.png"):
             old.unlink()
         plots.write(results.load(path), folder, f"{path.stem}-", digest(path))
-    page = options.docs / "benchmarks.md"
-    page.write_text(render(files, options.docs))
-    print(f"wrote {page}")
+    page = docs / "benchmarks.md"
+    page.write_text(render(files, docs))
+    written = [page, *(front.write(ROOT) if is_ours else [])]
+    print(f"wrote {', '.join(map(str, written))}")
     return 0
 
 
@@ -100,27 +108,6 @@ def check(files: Sequence[Path], docs: Path) -> list[str]:
     return stale
 
 
-def digest(path: Path) -> str:
-    """Return what names the content of a file of results inside the plots drawn from it."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def description(image: Path) -> str:
-    """Return the text that a PNG file keeps under `Description`, or an empty string.
-
-    Args:
-        image: The file.
-    """
-    data, position = image.read_bytes(), 8
-    while position < len(data):
-        length, kind = struct.unpack(">I4s", data[position : position + 8])
-        body = data[position + 8 : position + 8 + length]
-        if kind == b"tEXt" and body.startswith(b"Description\0"):
-            return body.partition(b"\0")[2].decode("latin-1")
-        position += length + 12
-    return ""
-
-
 def render(files: Sequence[Path], docs: Path) -> str:
     """Return the page.
 
@@ -129,6 +116,8 @@ def render(files: Sequence[Path], docs: Path) -> str:
         docs: The folder of the page, which has the plots.
     """
     parts = [INTRODUCTION]
+    for name, title in SEAMS.items():
+        parts += _seams(ROOT / name, title)
     for path in files:
         run = results.load(path)
         parts += _machine(path, run)
@@ -159,6 +148,34 @@ def _machine(path: Path, run: Run) -> list[str]:
         f"## {title}\n",
         f"From `benchmarks/results/{path.name}`, made by `{e.command}`.\n",
         _markdown(["", ""], rows),
+    ]
+
+
+def _seams(path: Path, title: str) -> list[str]:
+    """Return a run of blocks or of the family's members as one table."""
+    run = results.load(path)
+    header = ["what", "MxKxN", "mode", "eager", *(f"{role}, {m}" for m, role in SEAM_COLUMNS)]
+    rows = []
+    for m in run.measurements:
+        eager = m.of("eager")
+        cells = [EVERY[m.op].title, _shape(m), m.mode]
+        cells.append(report.duration(eager.timings["graph"].median) if eager else "-")
+        for metric, role in SEAM_COLUMNS:
+            name = PROVIDERS[role]
+            result = next((r for r in m.results if r.provider.startswith(name)), None)
+            found = result.vs_eager.get(metric) if result else None
+            text = "-" if found is None else f"{found:.2f}"
+            cells.append(f"**{text}**" if role == "ours" else text)
+        rows.append(cells)
+    if all(row[-1] == "-" for row in rows):
+        header, rows = header[:-2], [row[:-2] for row in rows]
+    return [
+        f"## {title}\n",
+        f"{run.environment.gpu}, torch {run.environment.torch}, bfloat16, {run.environment.date}. "
+        "Times of eager are device times; the rest are ratios to eager, on the device (*graph*) "
+        f"and launched one by one (*launch*).\nFrom `{path.relative_to(ROOT)}`, made by "
+        f"`{run.environment.command}`.\n",
+        _markdown(header, rows, right=len(header) - 3),
     ]
 
 
@@ -264,7 +281,7 @@ def _interference(run: Run) -> list[str]:
     header += ["ours vs itself", "ours vs eager"]
     return [
         "### PyTorch's `F.linear` after another op\n",
-        "How much a PyTorch op between our calls is slowed.\n",
+        "How much our calls slow a PyTorch op that runs between them.\n",
         _markdown(header, rows, right=5),
     ]
 

@@ -22,11 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measured_table
 import torch
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm.backends import gpu, sm90
+from fused_norm.backends import gpu, sm90, sm90_kernels
 from fused_norm.bench import environment
 from fused_norm.bench.case import EPS
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
@@ -109,46 +110,22 @@ HOST = {"kept": 13.0, "anew": 19.0, "composed": 15.0, "torch": 22.0}
 # What the record calls them.
 NAMES = {"kept": "KEPT_FOLD", "anew": "NEW_FOLD", "composed": "FUSED", "torch": "DECLINED"}
 
-MOJO = '''"""Which way of the forward is fastest on Hopper at the sizes that were measured.
+ABOUT = """Which way of the forward is fastest on Hopper at the sizes that were measured.
 
 Written by scripts/dispatch.py, which measured benchmarks/h200-dispatch.json as well:
 `python scripts/dispatch.py --table` writes it anew from there. Where a call is
 DECLINED, our norm around PyTorch's product is faster, which takes the host longer
 to launch.
 """
-
-from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
-
-
-@fieldwise_init
-struct Measured(TrivialRegisterPassable):
-    """Sizes, and the fastest way there: launched one by one or replayed in a CUDA
+EACH = """Sizes, and the fastest way there: launched one by one or replayed in a CUDA
     graph, where a fold may be kept or not."""
-
-    var K: Int
-    """Features."""
-    var N: Int
-    """Outputs."""
-    var M: Int
-    """Rows."""
-    var launched_kept: Int
-    """Launched, and a fold may be kept."""
-    var launched: Int
-    """Launched, and none may."""
-    var graph_kept: Int
-    """In a graph, and a fold may be kept."""
-    var graph: Int
-    """In a graph, and none may."""
-
-
-# fmt: off
-comptime MEASURED = [
-    #        K      N      M      launched: kept, none  graph: kept, none
-{rows}
-]
-"""The measurements, by weight and then by rows."""
-# fmt: on
-'''
+COLUMNS = {
+    **{"K": "Features.", "N": "Outputs.", "M": "Rows."},
+    "launched_kept": "Launched, and a fold may be kept.",
+    "launched": "Launched, and none may.",
+    "graph_kept": "In a graph, and a fold may be kept.",
+    "graph": "In a graph, and none may.",
+}
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -162,8 +139,16 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         sizes = [f"{measured[size]}," for size in "KNM"]
         ways = [f"{NAMES[way]}," for way in fastest(measured["us"])]
         *columns, last = [f"{size:6}" for size in sizes] + [f"{way:10}" for way in ways]
-        rows.append(f"    Measured({' '.join(columns)} {last.rstrip(' ,')}),")
-    return MOJO.replace("{rows}", "\n".join(rows))
+        rows.append(f"{' '.join(columns)} {last.rstrip(' ,')}")
+    return measured_table.text(
+        ABOUT,
+        "DECLINED, FUSED, KEPT_FOLD, NEW_FOLD",
+        EACH,
+        COLUMNS,
+        "K      N      M      launched: kept, none  graph: kept, none",
+        rows,
+        "weight and then by rows",
+    )
 
 
 def fastest(times: dict[str, float]) -> list[str]:
@@ -201,7 +186,8 @@ def run(way: str, inputs: Inputs, known: Parameters, kept: Fold) -> Tensor:
 def _kernels() -> tuple[Any, int]:
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return sm90.launcher(sm90._extension(torch.bfloat16, 0), device, stream, True)
+    kernels = sm90_kernels.extension(torch.bfloat16, 0)
+    return sm90_kernels.launcher(kernels, device, stream, True)
 
 
 def _inputs(rows: int, features: int, outputs: int) -> Inputs:

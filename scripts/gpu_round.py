@@ -5,10 +5,11 @@
 
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
-place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), a
-training on all GPUs (`--only train`), wrong edits (`--only mutate`). Each ends in time (`--limit`).
-The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one, that of the family
-with OUT/NAME-OP.json or FOLDER/NAME-OP.json.
+place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), the
+steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), wrong edits
+(`--only mutate`). Each ends in time (`--limit`). The benchmark goes on with OUT/NAME.json or
+FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json or
+FOLDER/NAME-OP.json.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
-    running.add_argument("--only", choices=("tests", "bench", "family", "train", "mutate"))
+    kinds = ("tests", "bench", "family", "train", "mutate", "worklog")
+    running.add_argument("--only", choices=kinds)
     running.add_argument("--op", action="append", choices=FAMILY, help="of --only family")
     running.add_argument("--no-compile", action="store_true", help="in --only family")
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
@@ -130,6 +132,9 @@ def run(options: argparse.Namespace) -> int:
     for wheel in (options.folder / "wheels").glob("*.whl"):
         with zipfile.ZipFile(wheel) as content:
             content.extractall(site)
+    # Stands for the compiler: where one is installed, its version is part of a kernel's key.
+    (site / "mojo").mkdir(exist_ok=True)
+    (site / "mojo" / "__init__.py").touch()
     # A copy: loading a kernel locks its file, and the folder may be read-only.
     shutil.copytree(options.folder / "kernels", site / "kernels")
     environment = os.environ | {
@@ -155,6 +160,12 @@ def run(options: argparse.Namespace) -> int:
         if _logged(command, environment, options.out / "mutate.log", options.limit - 30):
             failed.append("mutate")
         shutil.copy(ROOT / "docs" / "mutations.json", options.out)
+    if options.only == "worklog":
+        command = [sys.executable, "scripts/worklog.py", "--out"]
+        command += [str(options.out.resolve() / "h200-worklog.json")]
+        command += ["--commit", (options.folder / "commit").read_text().strip()]
+        if _logged(command, environment, options.out / "worklog.log", options.limit - 30):
+            failed.append("worklog")
     if options.only in (None, "tests"):
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
         command += _tests_beyond_this_machine()
@@ -247,7 +258,7 @@ def _stage(command: Sequence[str], environment: dict[str, str], log: Path, end: 
 
 
 def _build_for_tests(kernels: Path, target: str) -> int:
-    """Build what only the tests need: float64 on GPUs, row programs, doors to single kernels."""
+    """Build what only tests and the worklog need: float64, row programs, doors, its steps."""
     sys.path.insert(0, str(ROOT))
     from fused_norm.native import build, cache
 
@@ -258,6 +269,8 @@ def _build_for_tests(kernels: Path, target: str) -> int:
         folder = ROOT / "tests" / "mojo"
         for name in ("row_programs", "sm90_doors"):
             wanted.append(build.Extension(name, dtype, accelerator, folder))
+    for source in sorted((ROOT / "worklog").glob("step*.mojo")):
+        wanted.append(build.Extension(source.stem, "bfloat16", accelerator, source.parent))
     try:
         for extension in wanted:
             build.build(extension)

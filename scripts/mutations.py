@@ -181,9 +181,9 @@ MUTATIONS = (
     Mutation(
         "the gradient that reaches the sum is lost",
         "cpu",
-        "fused_norm/backends/seams.py",
-        "    dsum = dys.pop() if kind.returns_sum else None",
-        "    dsum = dys.pop() and None if kind.returns_sum else None",
+        "fused_norm/backends/seam_backward.py",
+        "        self.dsum = self.das.pop() if kind.returns_sum else None",
+        "        self.dsum = self.das.pop() and None if kind.returns_sum else None",
         FAMILY,
     ),
     Mutation(
@@ -197,7 +197,7 @@ MUTATIONS = (
     Mutation(
         "statistics of another norm are taken",
         "cpu",
-        "fused_norm/functional.py",
+        "fused_norm/ops/family.py",
         "if (of, found_with) != (normalization, exact):",
         "if False:",
         ("tests/test_family.py", "-k", "test_linear_add"),
@@ -317,7 +317,7 @@ MUTATIONS = (
     Mutation(
         "no mean in the epilogue",
         "gpu",
-        "op/gemm/epilogue.mojo",
+        "op/gemm/epilogues.mojo",
         "column_terms[1].fma(Some(-row_terms.offset), sums)",
         "column_terms[1].fma(Some(0), sums)",
         HOPPER,

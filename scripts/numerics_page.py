@@ -27,62 +27,72 @@ EPS = 1e-5
 INTRODUCTION = """\
 # Numerics
 
-`scripts/numerics_page.py` writes this page and measures its tables; do not edit.
+`scripts/numerics_page.py` writes this page and measures its tables; do not edit it.
 
-Statistics, products and sums are float32, and float64 for float64. mean and rstd are kept for the
-backward in that type; a result is rounded once, to the dtype of its tensor.
+Statistics, products and sums are computed in float32, for float64 in float64. The mean and rstd are
+saved for the backward in that type. A result is rounded once, to the dtype of its tensor.
 
 ## A row's mean and variance
 
-$E[x^2] - E[x]^2$ is not used: it subtracts two numbers of the size of the squared mean to find one
-of the size of the variance, and in float32 nothing is left of it from mean/std = 4096 on.
+No kernel uses $E[x^2] - E[x]^2$. It subtracts two numbers of the size of the squared mean to find
+one of the size of the variance; in float32, from mean/std = 4096 on, nothing is left of it.
 
-- **CPU**: two passes over a row in cache. The first finds a center, from differences to the row's
-  first element; the second sums the deviations from the center and their squares. The sum of the
-  deviations corrects both the mean and the variance.
-- **GPU**: the same, on a row that stays in registers, or is read again where it is too long.
-- **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, the average of the
-  row's first elements.
+- **CPU**: two passes over a row that is in cache. The first finds a center from the differences to
+  the row's first element. The second sums the deviations from the center, and their squares. The
+  sum of the deviations corrects both the mean and the variance.
+- **GPU**: the same, on a row that stays in registers, or is read again if it is too long for them.
+- **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, namely the average
+  of the row's first elements.
 
-On the first two a constant row has deviations of exactly zero, and gives exactly what a row of
+In the first two, a constant row has deviations of exactly zero and gives exactly what a row of
 zeros gives.
 
 ## Products and sums
 
-- **CPU, forward**: normalized rows enter the product in float32, and in bfloat16 where the CPU
+- **CPU, forward**: normalized rows enter the product in float32, or in bfloat16 if the CPU
   multiplies bfloat16 itself (AVX-512 BF16, AMX). 128 products (512 with AVX-512 BF16) are summed
-  before they join the total, which keeps the error of long sums small; on AMX tiles 32 at a time
-  join one sum, with subnormal numbers as zeros.
-- **CPU, backward**: the product of dy and the normalized rows before `ln_weight` gives the
-  gradients of `ln_weight` and `linear_weight`. Up to 192 rows, that of dy and `linear_weight`,
-  which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`, and normalized
-  rows enter the product for `linear_weight` after both. dy is summed over rows in float64.
+  before they join the total, which keeps the error of long sums small. On AMX tiles, 32 at a time
+  join one sum, and subnormal numbers count as zeros.
+- **CPU, backward**: the product of dy and the normalized rows, before `ln_weight` is applied, gives
+  the gradients of `ln_weight` and `linear_weight`. Up to 192 rows, the product of dy and
+  `linear_weight`, which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`
+  instead, and the rows that enter the product for `linear_weight` have both applied. dy is summed
+  over rows in float64.
 - **GPU**: normalized rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
-  products. For the gradients of `ln_weight` and `ln_bias` each block sums some rows, and a second
+  products. For the gradients of `ln_weight` and `ln_bias`, each block sums some rows, and a second
   kernel adds those sums in a fixed order.
-- **Hopper, bfloat16**, where the fused way is taken: not the normalized rows are rounded, but
-  `linear_weight` times `ln_weight`, less each row's mean. rstd, mean and biases are applied to
-  float32 sums. The backward is that of any GPU.
-- **Hopper, float32**, where PyTorch may use tf32 (`torch.backends.cuda.matmul.fp32_precision`):
-  normalized rows and weights are rounded to tf32, to nearest, on their way to the tensor cores,
-  and summed in float32. x itself is never rounded: at mean/std = 1000 nothing would be left.
-- **MAX graphs**: on a CPU the same kernels and the same bits, with tile registers (AMX) where MAX
-  is [told of them](max.md); on a GPU the same row passes around the vendor's BLAS, without TF32.
+- **Hopper, bfloat16, forward**, with a fold: instead of the normalized rows, `linear_weight` times
+  `ln_weight`, less each row's mean, is rounded. rstd, mean and biases are applied to float32 sums.
+- **Hopper, bfloat16 and float16, backward**: our own products of dy and `linear_weight`, and of dy
+  and the normalized rows. The first is rounded to the dtype of x before the norm's backward reads
+  it; so are the normalized rows, which are computed again. Each product sums in float32. Sums over
+  rows, `linear_bias`'s too, stay in registers and are added in a fixed order.
+- **Hopper, float16, forward**, with our product: normalized rows are rounded to float16, as in
+  PyTorch.
+- **Hopper, float32, forward**, if PyTorch may use tf32
+  (`torch.backends.cuda.matmul.fp32_precision`): normalized rows and weights are rounded to tf32, to
+  nearest, on their way to the tensor cores, and summed in float32. x itself is never rounded: at
+  mean/std = 1000 nothing would be left of it. The backward is that of any GPU.
+- **MAX graphs**: on a CPU the same kernels and the same bits, with tile registers (AMX) if MAX
+  is [told of them](max.md); on a GPU the same row passes around the vendor's BLAS, without tf32.
 
 ## The same bits every time
 
-No sum of the library's kernels is taken with atomic additions; the order is decided by the shape.
-On a CPU neither the number of threads nor the other rows of a batch change a bit of what our
-products make, but the instruction set does. PyTorch's products, which take calls of several weights
-and, in float32 and float64, of less than four rows, choose by the number of rows. On a GPU the
-products around our kernels are PyTorch's: the same call gives the same bits, but the number of rows
-decides which of its kernels runs.
+None of the library's kernels adds with atomic operations; the shape decides the order of every sum.
+
+On a CPU, neither the number of threads nor the other rows of a batch change a bit of what our
+products compute, but the instruction set does. PyTorch's products, which serve calls with several
+weights and sizes at which they are faster, choose their kernel by the number of rows.
+
+On a GPU, the same call gives the same bits. The number of rows decides which kernel runs: PyTorch's
+where its products run between our kernels, and on Hopper, with our own products, which tile and
+which way.
 
 ## What the tests ask for
 
 For every dtype and shape, the error of the output and of each gradient is at most twice the sum of
-PyTorch's own in that dtype and half a unit in the last place. The error is the Frobenius norm of
-the difference to float64, computed from the same rounded inputs.
+PyTorch's own error in that dtype and half a unit in the last place. The error is the Frobenius norm
+of the difference to float64, computed from the same rounded inputs.
 
 """
 
@@ -100,8 +110,8 @@ def page() -> str:
     rows, features, outputs = SIZES
     text = INTRODUCTION + (
         f"## Measured on a CPU\n\n{rows} rows, {features} features, {outputs} outputs. Each cell "
-        "holds the error of our kernels,\nwhichever is faster, and then PyTorch's "
-        "(`F.linear(F.layer_norm(x))`), relative to float64.\n"
+        "holds the error of our kernels\nand then PyTorch's (`F.linear(F.layer_norm(x))`), both "
+        "relative to float64.\n"
     )
     for dtype in DTYPES:
         text += f"\n### {str(dtype).removeprefix('torch.')}\n\n"

@@ -19,26 +19,26 @@ MUTATIONS = ROOT / "docs" / "mutations.json"
 INTRODUCTION = """\
 # Reliability
 
-`scripts/reliability_page.py` writes this page and counts its tests; do not edit.
+`scripts/reliability_page.py` writes this page and counts its tests; do not edit it.
 
 ```bash
 uv run poe test                                    # all but the slow tests
 uv run poe test --all                              # every test that this machine can run
 uv run pytest tests/reliability                    # what the first table lists
-uv run pytest tests/reliability -m gpu --all       # its GPU part, with the sanitizers
+uv run pytest tests/reliability -m gpu --all       # the GPU part of it, with the sanitizers
 uv run pytest -m gpu --forward-way folded          # one way of Hopper's forward at every size
 uv run poe mutate                                  # wrong edits, one at a time
 ```
 
-PyTorch 2.11 is the oldest version that is tested, on an H200, and 2.15 the newest, on a CPU.
+The oldest PyTorch tested is 2.11, on an H200, and the newest is 2.15, on a CPU.
 
 ## What was tried
 
-A test stands for one parametrisation; most hold the output and five gradients. Tests for a GPU
-count, and are skipped without one.
+Each parametrization counts as one test; most check the output and five gradients. Tests that need
+a GPU are counted, and skipped without one.
 """
 
-# Where, and what is tried there; a name after :: is one test with its parametrisations.
+# Where, and what is tried there; a name after :: is one test with its parametrizations.
 TRIED = {
     "tests/reliability/test_pytorch_cases.py": "PyTorch's OpInfo samples of `layer_norm`, "
     "`native_layer_norm` and `linear`, and module_db's modules, each paired with its other half: "
@@ -46,7 +46,7 @@ TRIED = {
     "tests/reliability/test_peer_cases.py": "shapes and tolerances of the tests of "
     "TransformerEngine, Liger, Apex, FLA and quack",
     "tests/reliability/test_properties.py": "hypothesis, 60 examples a test: shift and scale "
-    "invariance, rows that do not know each other (bit for bit, dx too), linearity in W and b, "
+    "invariance, independent rows (bit for bit, dx too), linearity in W and b, "
     "gradient identities, any strides; CPU = GPU, fused = composed",
     "tests/reliability/test_numbers.py": "mean/std to 1e6, scales of 1e-30 to 1e17, subnormal "
     "rows, sums and variances that overflow, NaN and infinity in each tensor, eps of 0, negative, "
@@ -54,13 +54,13 @@ TRIED = {
     "tests/reliability/test_sizes.py": "more than 2^31 and 2^32 elements of x, y and W; batches "
     "beyond 65535; rows of 262144; one output; every M, K, N to 40",
     "tests/reliability/test_memory.py": "inputs between NaNs; 3,000 (`--all`: 100,000) calls of "
-    "changing shape; modules let go; an input freed on a side stream; out of memory; "
+    "changing shape; modules deleted; an input freed on a side stream; out of memory; "
     "compute-sanitizer's four tools",
     "tests/reliability/test_concurrency.py": "16 threads, fork, spawn, forkserver, DataLoader "
     "workers, Ctrl-C at any moment, stalled streams, two devices",
     "tests/reliability/test_bad_input.py": "a fuzzer: 36 changes of each argument alone, of all "
     "alike, and of several in 2,000 calls; 1,000 wrong inputs and parameters after right ones; the "
-    "exception is PyTorch's, word for word, and no kernel is reached",
+    "exception is PyTorch's, word for word, and no kernel runs",
     "tests/reliability/test_install.py": "a wheel installed, used, upgraded, uninstalled",
     "tests/test_native.py": "building: full, damaged and unwritable caches, two processes at once, "
     "an interrupted build, a missing compiler",
@@ -70,11 +70,11 @@ TRIED = {
 }
 
 MENDED = """
-## What failed and was mended
+## What failed and was fixed
 
-| found by | what | mended in | held by |
+| found by | what | fixed in | held by |
 |---|---|---|---|
-| OpInfo, forward mode | tangents were dropped without a word: jvp gave zeros, a Hessian raised | \
+| OpInfo, forward mode | tangents were silently dropped: jvp gave zeros, a Hessian raised | \
 `validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
 | the same | a backward inside forward mode dropped the tangent of its grad_output | \
 `norm_linear.py`, `rows.py` | `test_tangents_of_gradients` |
@@ -84,24 +84,25 @@ MENDED = """
 `test_one_wrong_argument[ln_weight-sparse]` |
 | fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
 `validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
-| quack's long rows, on an H200 | in tiles of 64 columns and few k blocks an output box was filled \
-again before TMA had read it: with 8 outputs and 32768 features or more, and rows few, \
-a tenth of dx was another column's | `store.mojo` | `test_quack`, `test_sm90.py`, \
+| quack's long rows, on an H200 | in tiles of 64 columns with few k blocks, an output box was \
+filled again before TMA had read it: with few rows, 8 outputs and 32768 features or more, \
+a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
-| `poe mutate` there | a CUDA graph captured in a process that had used no cuBLAS failed: the way \
-chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
-| packing kernels for that H200 | a relative `FUSED_NORM_CACHE_DIR` could not be built into | \
+| `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
+way chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
+| packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 
-On an H200 (and two) the GPU tests pass, whichever way the forward is made to go, and the sanitizers
-report nothing of ours; racecheck names a kernel of cuBLAS, and initcheck, which does not see what
-TMA writes, is kept to kernels without it. In PyTorch 2.11 the tests ran with the
-backward in Python and as a C++ node.
+On one H200 and on two, the GPU tests pass whichever way the forward is forced to take. The
+sanitizers report nothing in our kernels: racecheck names a kernel of cuBLAS, and initcheck, which
+does not see what TMA writes, runs on kernels without TMA only. With PyTorch 2.11 the tests ran with
+the backward in Python and in C++.
 
-The properties, the edges of numbers and sizes, memory and concurrency found nothing on a CPU.
-PyTorch's own: with a NaN in one row, its bfloat16 product on a CPU loses a second row to it (40 x
-100 by 100 x 30); the library's loses one. A row of 8.5e37 is NaN there and the bias here. A program
-that ends while daemon threads compute aborts, with PyTorch's ops as with ours.
+On a CPU, the properties, the edges of numbers and sizes, memory and concurrency found no error of
+ours. They found three things about PyTorch. With a NaN in one row, its bfloat16 product on a CPU
+(40 x 100 by 100 x 30) turns a second row into NaN; ours does not. A row of 8.5e37 gives NaN in
+PyTorch and the bias here. A program that ends while daemon threads compute aborts, with PyTorch's
+ops as with ours.
 
 ## Wrong edits that a test must notice
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("train"))
     parser.add_argument("--checkpoint-every", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoints")
+    parser.add_argument("--resume", action="store_true", help="from the checkpoints in the folder")
     parser.add_argument(
         "--deterministic", action="store_true", help="have PyTorch's own GPU ops repeat their bits"
     )
@@ -93,8 +94,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Every kernel writes all of its results; PyTorch's types lack the setting.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        # Every kernel writes all of its results. PyTorch's annotations lack the setting.
+        settings: Any = torch.utils.deterministic
+        settings.fill_uninitialized_memory = False
     size = SIZES[options.size]
     return Settings(
         size=replace(size, steps=options.steps or size.steps, batch=options.batch or size.batch),

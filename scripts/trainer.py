@@ -70,7 +70,7 @@ class Settings:
     every: int
 
     def fixed(self, text: Tensor) -> dict[str, object]:
-        """Return what a checkpoint must have been made with to be gone on from."""
+        """Return the settings that a run must share with the checkpoint that it resumes."""
         sizes = asdict(self.size)
         del sizes["steps"]
         return sizes | {"dtype": str(self.dtype), "seed": self.seed, "characters": len(text)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,6 +61,16 @@ def as_float64(inputs: list[Tensor | None]) -> list[Tensor | None]:
 def as_copies(inputs: list[Tensor | None]) -> list[Tensor | None]:
     """Return detached copies that require the same gradients."""
     return [t if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+
+
+def gradients(
+    function: Callable[..., Tensor], inputs: list[Tensor], grad_output: Tensor
+) -> list[Tensor]:
+    """Return the result of a function on copies of its inputs, and all of their gradients."""
+    copies = as_copies(inputs)
+    y = function(*copies)
+    y.backward(grad_output)
+    return [y.detach(), *(t.grad for t in copies)]
 
 
 def assert_within_budget(

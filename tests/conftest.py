@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -91,7 +92,25 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the CPU's kernels run in bfloat16 where PyTorch's ops are faster, too."""
-    monkeypatch.setattr("fused_norm.ops.validation.bfloat16_product", lambda: None)
+    monkeypatch.setattr("fused_norm.backends.cpu.bfloat16_product", lambda: None)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[tuple[Any, ...]]]:
+    """Returns what keeps the arguments of every call of a module's function."""
+
+    def watched(module: ModuleType, name: str) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+        function = getattr(module, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, call)
+        return calls
+
+    return watched
 
 
 @pytest.fixture(autouse=True)

@@ -49,4 +49,6 @@ MEMBER_CASES = [f"{member}; {layout}" for member in MEMBERS for layout in LAYOUT
 TENSOR_PARALLEL = [
     f"tensor parallel; {place}{how}" for how in ("", "; compiled") for place in ("R", "S(1)")
 ]
-NAMES = [*MEMBER_CASES, *TENSOR_PARALLEL, "DDP", "FSDP2", "linear_add", "mixed"]
+# A model that knows nothing of us, by torch.compile's backend.
+BACKEND = ["backend; R", "backend; S(1)"]
+NAMES = [*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, "DDP", "FSDP2", "linear_add", "mixed"]

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from distributed_cases import LAYOUTS, MEMBER_CASES, MEMBERS, NAMES, TENSOR_PARALLEL
+from distributed_cases import BACKEND, LAYOUTS, MEMBER_CASES, MEMBERS, NAMES, TENSOR_PARALLEL
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm as fn
 from fused_norm import composition
+from fused_norm.models import backend
 from fused_norm.ops import seam
 
 CASES: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -190,6 +191,45 @@ for name_ in TENSOR_PARALLEL:
     CASES[name_] = functools.partial(
         check_tensor_parallel, PLACES[place_], compiled=bool(compiled_)
     )
+
+
+def check_backend(place: Any, mesh: DeviceMesh) -> None:
+    """`parallelize_module` on a model of PyTorch's modules, whose seams the backend fuses."""
+    torch.manual_seed(5)
+    theirs = Block(False).double()
+    mine = copy.deepcopy(theirs)
+    columns = {n: ColwiseParallel(input_layouts=place) for n in ("q", "k", "v", "gate", "up")}
+    rows = {n: RowwiseParallel(output_layouts=place) for n in ("o", "down")}
+    norms = {n: SequenceParallel() for n in ("norm", "norm2")} if place.is_shard() else {}
+    parallelize_module(mine, mesh, {**columns, **rows, **norms})
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    whole, local = x.clone().requires_grad_(), x.clone()
+    if place.is_shard():
+        local = local.chunk(2, place.dim)[mesh.get_local_rank()].contiguous()
+    local.requires_grad_()
+    sites: list[Any] = []
+    options = {"then": "eager"}
+    compiled = torch.compile(
+        mine, fullgraph=True, backend=functools.partial(backend, options=options, sites=sites)
+    )
+    y, expected = compiled(local), theirs(whole)
+    assert [site.calls for site in sites] == [["norm_linear: 3 Linear"], ["norm_linear: 2 Linear"]]
+    dy = torch.sin(torch.arange(float(x.numel()), dtype=x.dtype)).view_as(x)
+    expected.backward(dy)
+    if place.is_shard():
+        expected, dy, grad = (
+            t.chunk(2, place.dim)[mesh.get_local_rank()] for t in (expected, dy, whole.grad)
+        )
+    else:
+        grad = whole.grad
+    y.backward(dy)
+    found = {name: p.grad for name, p in mine.named_parameters()} | {"y": y, "x": local.grad}
+    wanted = {n: p.grad for n, p in theirs.named_parameters()}
+    assert_same(found, wanted | {"y": expected, "x": grad})
+
+
+for name_ in BACKEND:
+    CASES[name_] = functools.partial(check_backend, PLACES[name_.split("; ")[1]])
 
 
 class Model(nn.Module):

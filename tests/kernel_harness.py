@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 
 from fused_norm.native import build
 
 ROOT = Path(__file__).resolve().parent.parent
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ],
+    ),
+]
+"""Parametrize a test that has no fixture for it."""
 
 GUARD = 7.0
 """Fills the memory around a tensor."""

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from fused_norm import composition
 from fused_norm.call import record
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/native/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
+ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
 
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
@@ -74,6 +76,16 @@ def test_ways_are_the_same_in_three_languages() -> None:
     names = [name.strip() for name in enum[1].split(",")]
     assert mojo == {name: str(number) for number, name in enumerate(names)}
     assert {name: str(getattr(record, name)) for name in names} == mojo
+
+
+def test_limits_are_the_same_in_every_language() -> None:
+    found: dict[str, int] = {}
+    for names in re.findall(r"^constexpr int64_t (.*?);", CALL_H, re.M):
+        found |= {n: int(v) for n, v in (part.split(" = ") for part in names.split(", "))}
+    limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT")
+    gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
+    assert found == {name: getattr(record, name) for name in limits} | {"GATED": gated}
+    assert gated == composition.GATED
 
 
 def python_imports() -> dict[str, set[str]]:

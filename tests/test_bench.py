@@ -28,6 +28,7 @@ from fused_norm.bench import (
     baseline,
     check,
     cli,
+    command_line,
     memory,
     plots,
     providers,
@@ -606,12 +607,22 @@ def test_work_of_several_inputs_and_outputs_is_counted() -> None:
 
 def test_quick_is_for_two_ops() -> None:
     def ops(*arguments: str) -> list[str]:
-        made = cli._plan(cli._parser().parse_args([*arguments, "--device", "cpu"]))
+        made = command_line.plan_of(
+            command_line.parser().parse_args([*arguments, "--device", "cpu"])
+        )
         return list(dict.fromkeys(case.op.name for case in made.cases))
 
     assert ops("--quick") == ["layernorm_linear", "layer_norm"]
     assert ops("--quick", "--op", "norm_mlp") == ["norm_mlp"]
     assert ops() == list(OPS)
+
+
+def test_every_dtype_comes_before_the_next_shape() -> None:
+    made = command_line.plan_of(command_line.parser().parse_args(["--quick", "--device", "cpu"]))
+    cases = [case for case in made.cases if case.op.name == "layernorm_linear"]
+    dtypes = [getattr(torch, name) for name in command_line.QUICK_DTYPES]
+    expected = [(s, d) for s in command_line.QUICK_SHAPES["layernorm_linear"] for d in dtypes]
+    assert [(tuple(case.shape), case.dtype) for case in cases] == expected
 
 
 def test_peak_memory_counts_what_a_call_holds(device: str) -> None:
@@ -649,7 +660,7 @@ SHORT = ("layernorm_linear", "layer_norm", "residual_rms_norm_linear", "norm_swi
 )
 def test_every_installed_provider_of_this_machine_is_right(op: str, device: str) -> None:
     """All that can be imported here and needs no compiler, on a shape where nothing divides."""
-    names = [name for name in providers.NAMES if name not in cli.SLOW]
+    names = [name for name in providers.NAMES if name not in command_line.SLOW]
     for shape in (Shape(37, 50, 65), Shape(24, 32, 40)):
         made = Runner(
             plan(shape, op=op, device=device, names=names, measures_memory=False), Listener()
@@ -699,8 +710,8 @@ def test_quick_run(tmp_path: Path) -> None:
     assert run.interference
     for name in ("cpu", "software", "LayerNorm + Linear, forward, float32", "fused_norm"):
         assert name in done.stdout
-    # On a busy machine the limit leaves out the other dtypes.
-    assert {m.dtype for m in run.measurements} <= set(cli.QUICK_DTYPES)
+    # A busy machine's time limit leaves out the larger shape.
+    assert {m.dtype for m in run.measurements} == set(command_line.QUICK_DTYPES)
     # No control characters where nobody looks at a terminal.
     assert "\x1b" not in done.stdout + done.stderr
     assert len(list((tmp_path / "plots").glob("*.png"))) >= 3
@@ -842,7 +853,7 @@ def test_round_of_the_family_measures_every_seam(
     options.op, options.no_compile, options.seconds = None, True, 0.2
     options.out.mkdir()
     assert script._family(options, {}, 600.0) == 0
-    made = [cli._parser().parse_args(command[4:]) for command in commands]
+    made = [command_line.parser().parse_args(command[4:]) for command in commands]
     assert {op for each in made for op in each.op} == set(OPS) - {"layernorm_linear", "layer_norm"}
     for each in made:
         assert each.json == options.out / f"h200-{each.op[0]}.json"

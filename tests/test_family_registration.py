@@ -113,7 +113,7 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(seam, "_seam_forward", noted("seam_forward", seam._seam_forward))
     monkeypatch.setattr(statistics, "_op", noted("add_statistics", statistics._op))
 
-    kernels = seam.seams.backward
+    kernels = seam.seam_backward.backward
 
     def backward(kind: Any, t: Any, *others: Any) -> Any:
         products, grads, wanted, *_ = others
@@ -121,7 +121,7 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
         calls.append((torch.ops.fused_norm.seam_backward.default, arguments))
         return kernels(kind, t, *others)
 
-    monkeypatch.setattr(seam.seams, "backward", backward)
+    monkeypatch.setattr(seam.seam_backward, "backward", backward)
     call = Call(member, device)
     gradients(call, call.inputs)
     with torch.no_grad():
@@ -132,6 +132,23 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
         # Autograd is above these ops, which see no tensor that requires a gradient.
         detached = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, arguments)
         torch.library.opcheck(op, detached)
+
+
+def test_given_statistics_are_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Hopper's product finds them anew, and they came back in the place of h."""
+    from fused_norm.backends import seams
+    from fused_norm.composition import Operands, Results, Seam
+
+    rows, width = torch.empty(5, 8, device="meta"), torch.empty(5, device="meta")
+    y, mean, rstd, h = (torch.empty_like(v) for v in (rows, width, width, rows))
+    monkeypatch.setattr(seams.sm90, "accepts", lambda *_: True)
+    monkeypatch.setattr(seams.sm90, "product", lambda *_: (y, mean, rstd, h))
+    kind = Seam(activation="gelu")
+    t = Operands(rows, mean=width, rstd=width, weights=[rows.new_empty(8, 8)], biases=[None])
+    results = Results.unflat(seams.forward(kind, t, True).flat(), kind, t, True)
+    assert results.products[0] is h
+    assert results.mean is None
+    assert results.rstd is None
 
 
 @pytest.mark.parametrize("member", LONG)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accuracy import eager, make_inputs
+from processes import assert_same_after_a_fork
 
 import fused_norm as fn
 from fused_norm.__main__ import main
@@ -262,28 +263,15 @@ def test_importing_does_nothing() -> None:
 
 def test_works_after_fork() -> None:
     """Regression: a child that waits for the parent's OpenMP workers waits for ever."""
-    script = """
-    import os, sys, torch, fused_norm as fn
-    torch.set_num_threads(2)
+    setup = """
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
     grad_output = torch.randn(512, 128)
 
-    def run():
+    def step():
         y = fn.fused_layernorm_linear(x, None, None, w)
-        tensors = [y, *torch.autograd.grad(y, (x, w), grad_output)]
-        # As bytes: PyTorch's own parallel ops would hang in the child.
-        return [t.detach().numpy().tobytes() for t in tensors]
-
-    expected = run()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if run() == expected else 3)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return [y, *torch.autograd.grad(y, (x, w), grad_output)]
     """
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], timeout=60, check=False
-    )
-    assert result.returncode == 0
+    assert_same_after_a_fork(setup, "step()")
 
 
 def test_threads_share_the_op() -> None:

@@ -20,17 +20,9 @@ NAMES = {"norm_linear": "NormLinearBackward", "norm_mlp": "NormMlpBackward"}
 
 
 @pytest.fixture
-def python_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def python_forwards(watch: Callable[..., list[Any]]) -> list[Any]:
     """See the calls whose forward is Python's."""
-    calls: list[Any] = []
-    run = seam.call
-
-    def call(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return run(*arguments)
-
-    monkeypatch.setattr(seam, "call", call)
-    return calls
+    return watch(seam, "call")
 
 
 def is_dense(case: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_harness import Guarded, address, assert_as_exact, error, extension
+from kernel_harness import DEVICES, Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
 from fused_norm.call.record import Call
@@ -21,16 +21,6 @@ DTYPES = [
     # the other two of each width
     pytest.param(torch.float16, marks=pytest.mark.slow),
     pytest.param(torch.float64, marks=pytest.mark.slow),
-]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-        ],
-    ),
 ]
 SHAPES = [(1, 1), (3, 7), (5, 257), (33, 1000), (2, 9000)]
 ACTIVATIONS = ["", "relu", "gelu", "gelu_tanh", "quick_gelu", "silu"]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
-from accuracy import NAMES, as_copies, as_float64, assert_within_budget, eager, make_inputs
+from accuracy import (
+    NAMES,
+    as_copies,
+    as_float64,
+    assert_within_budget,
+    eager,
+    gradients,
+    make_inputs,
+)
+from processes import assert_is_captured
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,19 +67,12 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradgradcheck(fn.fused_layernorm_linear, inputs)
 
 
-def _gradients(function: object, inputs: list[Tensor], grad_output: Tensor) -> list[Tensor]:
-    copies = as_copies(inputs)
-    y = function(*copies)
-    y.backward(grad_output)
-    return [y.detach(), *(t.grad for t in copies)]
-
-
 def test_compile_full_graph(device: str) -> None:
     inputs = make_inputs((3, 7), 24, 10, device=device, requires_grad=True)
     grad_output = torch.randn(3, 7, 10, device=device)
     compiled = torch.compile(fn.fused_layernorm_linear, fullgraph=True)
-    expected = _gradients(fn.fused_layernorm_linear, inputs, grad_output)
-    for mine, theirs in zip(_gradients(compiled, inputs, grad_output), expected, strict=True):
+    expected = gradients(fn.fused_layernorm_linear, inputs, grad_output)
+    for mine, theirs in zip(gradients(compiled, inputs, grad_output), expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -87,8 +86,8 @@ def test_one_compile_for_many_sizes(device: str) -> None:
     for rows in (4, 6, 33, 100):
         inputs = make_inputs(rows, 24, 10, device=device, requires_grad=True)
         grad_output = torch.randn(rows, 10, device=device)
-        expected = _gradients(fn.fused_layernorm_linear, inputs, grad_output)
-        for mine, theirs in zip(_gradients(compiled, inputs, grad_output), expected, strict=True):
+        expected = gradients(fn.fused_layernorm_linear, inputs, grad_output)
+        for mine, theirs in zip(gradients(compiled, inputs, grad_output), expected, strict=True):
             assert torch.equal(mine, theirs)
         counts.append(counter.frame_count)
     assert counts[0] > 0
@@ -230,8 +229,8 @@ def test_batched_gradients(name: str, device: str) -> None:
 def test_checkpointing(reentrant: bool, device: str) -> None:
     inputs = make_inputs(6, 8, 5, device=device, requires_grad=True)
     grad_output = torch.randn(6, 5, device=device)
-    expected = _gradients(fn.fused_layernorm_linear, inputs, grad_output)
-    results = _gradients(
+    expected = gradients(fn.fused_layernorm_linear, inputs, grad_output)
+    results = gradients(
         lambda *a: checkpoint(fn.fused_layernorm_linear, *a, use_reentrant=reentrant),
         inputs,
         grad_output,
@@ -420,24 +419,7 @@ class TestStreams:
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
     def test_cuda_graph_of_nothing_else(self) -> None:
         """Warmed up as PyTorch asks, in a process without another product of matrices."""
-        script = """
-        import torch, fused_norm as fn
-        layer = fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)
-        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                layer(x).sum().backward()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, stream=side):
-            layer(x).sum().backward()
-        graph.replay()
-        torch.cuda.synchronize()
-        """
-        command = [sys.executable, "-c", textwrap.dedent(script)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
+        assert_is_captured('fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)')
 
     # Of the graph that PyTorch captures to have a memory pool.
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")

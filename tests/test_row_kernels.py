@@ -10,22 +10,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_harness import GUARD, ROOT, Guarded, address, assert_as_exact, error, extension
+from kernel_harness import (
+    DEVICES,
+    GUARD,
+    ROOT,
+    Guarded,
+    address,
+    assert_as_exact,
+    error,
+    extension,
+)
 from torch import Tensor
 
 from fused_norm.call import rows as record
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-        ],
-    ),
-]
 # widths around the limits of each way through a kernel; multiples of no vector
 SHAPES = [
     *((1, 1), (3, 1), (5, 7), (37, 64), (130, 129), (64, 769), (37, 1024), (70001, 8)),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_copies, as_float64, assert_within_budget
+from processes import assert_same_after_a_fork
 from row_ops import OPS, SCALE, Op
 from torch import Tensor
 
@@ -278,26 +276,15 @@ def test_threads_do_not_change_bits(op: Op, count: int) -> None:
 
 def test_after_a_fork() -> None:
     """A child has no threads but its own, whatever PyTorch's setting says."""
-    script = """
-    import os, sys, torch, fused_norm as fn
-    torch.set_num_threads(2)
+    setup = """
     x, o = torch.randn(512, 256, requires_grad=True), torch.ones(1, requires_grad=True)
     grad_output = torch.randn(512, 256)
 
-    def run():
+    def step():
         y = fn.trainable_eps_layer_norm(x, o)
-        tensors = [y, *torch.autograd.grad(y, (x, o), grad_output), fn.composed.layer_norm(x)]
-        # As bytes: PyTorch's own parallel ops would hang in the child.
-        return [t.detach().numpy().tobytes() for t in tensors]
-
-    expected = run()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if run() == expected else 3)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        return [y, *torch.autograd.grad(y, (x, o), grad_output), fn.composed.layer_norm(x)]
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+    assert_same_after_a_fork(setup, "step()")
 
 
 _X = torch.randn(4, 8)

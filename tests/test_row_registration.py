@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from accuracy import as_copies
+from accuracy import gradients
 from row_ops import OPS, SCALE, Op
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -61,20 +61,13 @@ def test_gradcheck(op: Op) -> None:
     assert torch.autograd.gradgradcheck(op.call, inputs)
 
 
-def _gradients(function: object, inputs: list[Tensor], grad_output: Tensor) -> list[Tensor]:
-    copies = as_copies(inputs)
-    y = function(*copies)
-    y.backward(grad_output)
-    return [y.detach(), *(t.grad for t in copies)]
-
-
 def test_compile_full_graph(op: Op, device: str) -> None:
     torch.compiler.reset()
     inputs = op.inputs((3, 7, 24), device=device, requires_grad=True)
     grad_output = torch.randn(3, 7, 24, device=device)
     compiled = torch.compile(op.call, fullgraph=True)
-    expected = _gradients(op.call, inputs, grad_output)
-    for mine, theirs in zip(_gradients(compiled, inputs, grad_output), expected, strict=True):
+    expected = gradients(op.call, inputs, grad_output)
+    for mine, theirs in zip(gradients(compiled, inputs, grad_output), expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -86,8 +79,8 @@ def test_one_compile_for_many_sizes(op: Op, device: str) -> None:
     for rows in (4, 6, 33, 100):
         inputs = op.inputs((rows, 24), device=device, requires_grad=True)
         grad_output = torch.randn(rows, 24, device=device)
-        expected = _gradients(op.call, inputs, grad_output)
-        for mine, theirs in zip(_gradients(compiled, inputs, grad_output), expected, strict=True):
+        expected = gradients(op.call, inputs, grad_output)
+        for mine, theirs in zip(gradients(compiled, inputs, grad_output), expected, strict=True):
             assert torch.equal(mine, theirs)
         counts.append(counter.frame_count)
     assert counts[0] > 0
@@ -161,10 +154,10 @@ def test_checkpointing(reentrant: bool, device: str) -> None:
     inputs = OPS["trainable_eps"].inputs((6, 8), device=device, requires_grad=True)
     grad_output = torch.randn(6, 8, device=device)
     function = fn.trainable_eps_layer_norm
-    results = _gradients(
+    results = gradients(
         lambda *a: checkpoint(function, *a, use_reentrant=reentrant), inputs, grad_output
     )
-    for mine, theirs in zip(results, _gradients(function, inputs, grad_output), strict=True):
+    for mine, theirs in zip(results, gradients(function, inputs, grad_output), strict=True):
         assert torch.equal(mine, theirs)
 
 

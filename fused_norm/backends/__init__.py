@@ -11,8 +11,8 @@ A backend is a module with three functions:
         there is a main_grad [N, K] in the type of sums, the weight's gradient is added to it
         instead.
 
-x is dense and not empty, but for the last one, PyTorch's own ops, which declines nothing. None
-calls another. What the C++ node runs itself, it asks of `compiled`.
+x is dense and not empty, except for the last one, PyTorch's own ops, which declines nothing. No
+backend calls another. What the C++ node runs itself, it learns from `compiled`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, mean and rstd from the first backend that does not decline.
 
-    Of a norm that has no mean, None stands for that.
+    The mean is None for a norm that has none.
     """
     for backend in of(x, parameters):
         result: tuple[Tensor, Tensor, Tensor] | None

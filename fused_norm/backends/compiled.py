@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu, gpu, sm90
+from fused_norm.backends import cpu, gpu, sm90_kernels
 from fused_norm.native import build
-from fused_norm.native.cpu_features import bfloat16_product
 
 
-def kernels(x: Tensor, is_rms_norm: bool, is_alone: bool) -> tuple[str, int, str, int]:
+def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, str, int]:
     """Return the files of a norm's product and of the passes, each with its calls' context.
 
     Args:
         x: A tensor of the dtype, on the device, whose current stream is meant.
-        is_rms_norm: Which norm.
+        norm: The number of the norm.
         is_alone: Whether no collective runs beside.
 
     Returns:
@@ -23,11 +22,10 @@ def kernels(x: Tensor, is_rms_norm: bool, is_alone: bool) -> tuple[str, int, str
     """
     if x.is_cpu:
         context = build.gomp_parallel()
-        is_pytorchs = x.dtype is torch.bfloat16 and bfloat16_product() is not None
-        product = "" if is_pytorchs else cpu.library("norm_linear_cpu", x.dtype)
+        product = "" if cpu.is_left_to_pytorch(x) else cpu.library("norm_linear_cpu", x.dtype)
         return product, context, cpu.library("passes_cpu", x.dtype), context
     return (
-        *sm90.library(x, int(is_rms_norm), is_alone),
+        *sm90_kernels.library(x, norm, is_alone),
         gpu.library("passes_gpu", x),
         gpu.launcher("passes_gpu", x)[1],
     )
@@ -35,4 +33,4 @@ def kernels(x: Tensor, is_rms_norm: bool, is_alone: bool) -> tuple[str, int, str
 
 def conditions() -> tuple[bool, bool]:
     """Return whether no collective runs beside our kernels, and whether a graph captures them."""
-    return not torch.distributed.is_initialized(), torch.cuda.is_current_stream_capturing()
+    return sm90_kernels.is_alone(), torch.cuda.is_current_stream_capturing()

@@ -14,17 +14,22 @@ from torch import Tensor
 from fused_norm import reference
 from fused_norm.call.memory import address, dense, empty_gradients, empty_statistics, workspace
 from fused_norm.call.parameters import Parameters
-from fused_norm.call.record import DECLINED, MEAN, RSTD, WORKSPACE, Call, X, Y
+from fused_norm.call.record import DECLINED, MEAN, MOST_KEPT, RSTD, WORKSPACE, Call, X, Y
 from fused_norm.native import build
+from fused_norm.native.cpu_features import bfloat16_product
 
 _forked = False
 _kept = threading.local()
-_KEPT_BYTES = 1 << 25
 
 
 def accepts(x: Tensor, parameters: Parameters) -> bool:
     """Return whether x is on a CPU, in the dtype of the weight."""
     return x.is_cpu and x.dtype is parameters.dtype
+
+
+def is_left_to_pytorch(x: Tensor) -> bool:
+    """Return whether PyTorch's own product is faster than ours on a CPU, whatever the sizes."""
+    return x.dtype is torch.bfloat16 and x.is_cpu and bfloat16_product() is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,7 +149,7 @@ def scratch(size: int) -> Tensor:
     if kept is not None and kept.numel() >= size:
         return kept
     memory = workspace(size, torch.device("cpu"))
-    if size <= _KEPT_BYTES:
+    if size <= MOST_KEPT:
         _kept.memory = memory
     return memory
 

@@ -35,14 +35,13 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     y = x.new_empty(*x.shape[:-1], call.N)
     call.weight, call.bias, call.y, call.h = map(address, (weight, bias, y, h))
     call.residual, call.sum = address(residual), address(total)
+    call.mean, call.rstd = address(mean), address(rstd)
     call.activation = passes.number_of(kind.activation)
     call.way = cpu.asked_way()
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
     if call.way != FUSED:
         return None
-    # Only now: the plan was asked about a forward alone, since the backward is not this kernels'.
-    call.mean, call.rstd = address(mean), address(rstd)
     size: int = call.workspace_bytes
     scratch = cpu.scratch(size) if size else None
     call.workspace = address(scratch)
@@ -59,20 +58,16 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
 
 
 def backward(
-    kind: Seam,
-    t: Operands,
-    dh: Tensor,
-    dsum: Tensor | None,
-    gradients: Sequence[Tensor | None],
-) -> bool:
-    """Write the gradients of a norm and one Linear layer; return False where that is declined.
+    kind: Seam, t: Operands, dh: Tensor, dsum: Tensor | None, wanted: Sequence[bool]
+) -> list[Tensor | None] | None:
+    """Return the gradients of a norm and one Linear layer; None where that is declined.
 
     Args:
         kind: What was computed.
         t: The tensors, x being the sum where there was a residual, statistics included.
         dh: Gradient of the product, of shape `[M, N]`.
         dsum: Gradient that reaches the sum besides, or None.
-        gradients: Those of x, gamma, beta, the weight and the bias to write, None for others.
+        wanted: Whether those of x, gamma, beta, the weight and the bias are.
     """
     x, weight, mean, rstd, dsum = dense(t.x, t.weights[0], t.mean, t.rstd, dsum)
     call, kept = passes.norm_call(kind, t, x, x.dtype)
@@ -80,14 +75,20 @@ def backward(
     call.N = weight.shape[0]
     call.weight, call.mean, call.rstd = map(address, (weight, mean, rstd))
     call.dy, call.dsum = dh.data_ptr(), address(dsum)
-    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
+    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
+    call.way = cpu.asked_way()
     place = ctypes.addressof(call)
     kernels.plan_backward(place)
     if call.way != FUSED:
-        return False
+        return None
+    gradients = [
+        torch.empty_like(like, memory_format=torch.contiguous_format) if wants else None
+        for like, wants in zip((x, t.gamma, t.beta, weight, t.biases[0]), wanted, strict=True)
+    ]
+    call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
     size: int = call.workspace_bytes
     scratch = cpu.scratch(size) if size else None
     call.workspace = address(scratch)
     kernels.backward(place)
     del kept
-    return True
+    return gradients

@@ -3,8 +3,8 @@
 Under autocast x may be float32 beside narrower Linear parameters: normalized rows are then rounded
 once, to the type of the product.
 
-All runs on PyTorch's current stream. Nothing here synchronizes, and all memory comes from PyTorch's
-allocator, so calls can be captured in CUDA graphs.
+Everything runs on PyTorch's current stream. Nothing here synchronizes, and all memory comes from
+PyTorch's allocator, so calls can be captured in CUDA graphs.
 """
 
 from __future__ import annotations

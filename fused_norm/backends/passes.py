@@ -33,7 +33,7 @@ def normalize(
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
 ) -> None:
-    """Write which are given of x + residual, its normalized rows and their statistics.
+    """Write whichever are given of x + residual, its normalized rows and their statistics.
 
     Args:
         kind: Which norm.
@@ -65,33 +65,39 @@ def normalize_backward(
     *,
     dsum: Tensor | None = None,
     z: Tensor | None = None,
+    dy: Tensor | None = None,
     dx: Tensor | None = None,
     dgamma: Tensor | None = None,
     dbeta: Tensor | None = None,
     dscale: Tensor | None = None,
     dshift: Tensor | None = None,
+    dbias: Tensor | None = None,
 ) -> None:
-    """Write which are given of the gradients and, once more, the normalized rows.
+    """Write whichever are given of the gradients and, once more, the normalized rows.
 
     Args:
         kind: Which norm.
         t: Its parameters, its statistics, and for x the sum that was normalized.
         dz: Gradient of the normalized rows, in the dtype of x; not needed for z alone.
         dsum: Gradient that reaches the sum besides, added to dx.
-        z: Receives the normalized rows, in its own dtype; may be dz if that is the same.
+        z: Receives the normalized rows, in the dtype of the weights; may be dz if that is the same.
+        dy: Gradient of a product, in the dtype of the weights; needed for dbias.
         dx: Receives the gradient of the sum.
         dgamma: Receives that of gamma.
         dbeta: Receives that of beta.
         dscale: Receives that of the scale.
         dshift: Receives that of the shift.
+        dbias: Receives the sum over the rows of dy.
     """
     x, mean, rstd = dense(t.x, t.mean, t.rstd)
-    call, parameters = norm_call(kind, t, x, x.dtype if z is None else z.dtype)
+    call, parameters = norm_call(kind, t, x, t.weights[0].dtype)
     kernels = _kernels(x)
     call.mean, call.rstd, call.dz, call.dsum = map(address, (mean, rstd, dz, dsum))
     call.z, call.dx = address(z), address(dx)
     call.dgamma, call.dbeta = address(dgamma), address(dbeta)
     call.dscale, call.dshift = address(dscale), address(dshift)
+    if dy is not None:
+        call.N, call.dy, call.dbias = dy.shape[-1], dy.data_ptr(), address(dbias)
     _run(kernels.plan_normalize_backward, kernels.normalize_backward, call, x)
     del parameters
 
@@ -119,7 +125,7 @@ def activate_backward(
     a: Tensor | None = None,
     dbias: Tensor | None = None,
 ) -> None:
-    """Write which are given of the gradient of h, its activation once more, and sums over rows.
+    """Write whichever are given of the gradient of h, its activation once more, and sums over rows.
 
     Args:
         activation: One of ACTIVATIONS; or `""`, for the sums over the rows of da alone.

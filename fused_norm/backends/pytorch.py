@@ -49,7 +49,3 @@ def backward(
         kept[3] = None
         reference.add_weight_gradient(main_grad, grad_output, x, gamma, beta, eps)
     return kept
-
-
-def native(parameters: Parameters) -> None:
-    """Return None: C++ has Python call PyTorch's ops."""

@@ -9,22 +9,28 @@ dW = dy^T z with db on its way, in one call.
 
 float32 is multiplied here where PyTorch may do so in tf32, and normalized before: rounding x as it
 is to tf32 would lose a row whose mean is far from zero. In IEEE float32 PyTorch's product takes
-nearly all of the time, and no tensor core helps. The backward needs transposed operands, which
-there are not in tf32: both are declined. So is every call whose sizes op/norm_linear/sm90/plan.mojo
-finds faster with PyTorch's products, or whose matrices TMA cannot read.
+nearly all of the time, and no tensor core helps. The backward needs transposed operands, which tf32
+does not have. Both are declined, and so is every call that op/norm_linear/sm90/plan.mojo expects to
+be faster with PyTorch's products, or whose matrices TMA cannot read.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import threading
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_norm.backends.sm90_kernels import (
+    extension,
+    is_alone,
+    is_hopper,
+    launcher,
+    launcher_of,
+    prepare_products,
+)
 from fused_norm.call.folds import Fold, kept
 from fused_norm.call.memory import (
     LOW_PRECISION,
@@ -52,7 +58,6 @@ from fused_norm.call.record import (
     X,
     Y,
 )
-from fused_norm.native import build, runtime
 
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
@@ -68,46 +73,40 @@ def accepts(x: Tensor, parameters: Parameters) -> bool:
         return False
     elements = ALIGNMENT // x.element_size()
     fits = not (parameters.N % elements or parameters.K % elements)
-    return fits and _is_hopper(x.device.index)
+    return fits and is_hopper(x.device.index)
 
 
 def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Return y, and mean and rstd if asked for; None where PyTorch's product is faster."""
-    found = _forward(x, parameters, eps, statistics, False)
+    found = product(x, parameters, eps, statistics, False)
     return found and found[:3]
 
 
-def activated(
-    x: Tensor, parameters: Parameters, eps: float, keeps: bool, keeps_h: bool
+def product(
+    x: Tensor, parameters: Parameters, eps: float, statistics: bool, keeps_h: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None:
-    """Return a product as its epilogue activates it, what else is kept, and what it was before.
+    """Return a product, which its epilogue activates if the parameters say so, and what is kept.
 
     Args:
         x: Dense, of a type and on a device that `accepts` takes.
-        parameters: With an activation.
+        parameters: Its norm, its weights and its activation.
         eps: Added to the variance.
-        keeps: Whether mean and rstd are asked for.
+        statistics: Whether mean and rstd are asked for.
         keeps_h: Whether the product before its activation is.
 
     Returns:
-        a `[..., N]`, mean, rstd and h, None for what is not asked for; or None where our passes
-        around a product are faster.
+        y `[..., N]`, mean, rstd and h, None for what is not asked for; or None where our passes
+        around PyTorch's product are faster.
     """
-    return _forward(x, parameters, eps, keeps, keeps_h)
-
-
-def _forward(
-    x: Tensor, parameters: Parameters, eps: float, statistics: bool, keeps_h: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None:
     if parameters.dtype is torch.float32 and not _may_use_tf32():
         return None
     device = parameters.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels, context = _launcher(parameters, device, stream, _is_alone())
+    kernels, context = launcher_of(parameters, stream)
     in_graph = torch.cuda.is_current_stream_capturing()
-    _prepare_products(device, in_graph)
+    prepare_products(device, in_graph)
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
     may_keep = not statistics and parameters.dtype is torch.bfloat16
     start = x.data_ptr()
@@ -157,20 +156,57 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         bias: Dense `[N]`, or None.
         residual: Dense `[..., N]`.
     """
-    if x.dtype not in LOW_PRECISION or not _is_hopper(x.device.index):
+    M, (N, K) = x.numel() // x.shape[-1], weight.shape
+    if not may_add(x, N, K):
         return None
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    kernels, context = launcher(_extension(x.dtype, 0), x.device.index, stream, _is_alone())
     y = torch.empty_like(residual)
-    call = Call(context=context, M=x.numel() // x.shape[-1])
-    call.N, call.K = weight.shape
-    call.x, call.weight, call.bias = x.data_ptr(), weight.data_ptr(), address(bias)
+    call = Call(M=M, N=N, K=K, x=x.data_ptr(), weight=weight.data_ptr(), bias=address(bias))
     call.residual, call.y = residual.data_ptr(), y.data_ptr()
-    kernels.plan_linear_add(ctypes.addressof(call))
+    kernels = _planned_add(call, x)
     if call.way == DECLINED:
         return None
     kernels.linear_add(ctypes.addressof(call))
     return y
+
+
+def may_add(x: Tensor, N: int, K: int) -> bool:
+    """Return whether a product of x may add a residual on its way, as far as its plan agrees.
+
+    Args:
+        x: Of shape `[..., K]`.
+        N: Outputs of the product.
+        K: Length of its sums.
+    """
+    if not x.is_cuda or x.dtype not in LOW_PRECISION or not is_hopper(x.device.index or 0):
+        return False
+    elements = ALIGNMENT // x.dtype.itemsize
+    return not (N % elements or K % elements)
+
+
+def adds(x: Tensor, M: int, N: int, K: int) -> bool:
+    """Return whether a product of tensors that lie as they should adds a residual on its way.
+
+    Args:
+        x: Of the dtype and on the device, of whatever shape.
+        M: Rows of the product.
+        N: Outputs of the product.
+        K: Length of its sums.
+    """
+    if not may_add(x, N, K):
+        return False
+    places = dict.fromkeys(("x", "weight", "bias", "residual", "y"), ALIGNMENT)
+    call = Call(M=M, N=N, K=K, **places)
+    _planned_add(call, x)
+    return bool(call.way != DECLINED)
+
+
+def _planned_add(call: Call, x: Tensor) -> ModuleType:
+    """Have the way of a sum planned; return the kernels."""
+    device = x.device.index or 0
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernels, call.context = launcher(extension(x.dtype, 0), device, stream, is_alone())
+    kernels.plan_linear_add(ctypes.addressof(call))
+    return kernels
 
 
 def _plan(
@@ -212,11 +248,11 @@ def backward(
         return None
     dy, x = dense(grad_output, x)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    kernels, context = _launcher(parameters, x.device.index, stream, _is_alone())
+    kernels, context = launcher_of(parameters, stream)
     call = parameters.call(x, eps)
     place = ctypes.addressof(call)
     call.context, call.in_graph = context, torch.cuda.is_current_stream_capturing()
-    _prepare_products(x.device.index, call.in_graph)
+    prepare_products(x.device.index, call.in_graph)
     call.accumulate = accumulates
     call.dy, call.mean, call.rstd = dy.data_ptr(), address(mean), rstd.data_ptr()
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
@@ -253,25 +289,6 @@ def asked_way(may_keep: bool) -> int:
     return 0
 
 
-def library(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int]:
-    """Return the file of the kernels, and the context of their calls on the current stream.
-
-    No file where they serve no call like x: in float32, whose products are PyTorch's, and on other
-    GPUs than Hopper's.
-
-    Args:
-        x: A tensor of the dtype, on the device.
-        norm: The number of the norm.
-        is_alone: Whether no collective runs beside.
-    """
-    device: int = x.device.index
-    if x.dtype not in LOW_PRECISION or not _is_hopper(device):
-        return "", 0
-    extension = _extension(x.dtype, norm)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return str(extension.path), launcher(extension, device, stream, is_alone)[1]
-
-
 def _scratch(call: Call, x: Tensor) -> Tensor | None:
     """Give a call its workspace."""
     size: int = call.workspace_bytes
@@ -295,74 +312,11 @@ def _make(fold: Fold, parameters: Parameters, kernels: ModuleType, context: int)
     kernels.fold(ctypes.addressof(call))
 
 
-class _Thread(threading.local):
-    prepared: frozenset[int] = frozenset()
-
-
-_thread = _Thread()
-
-
-def _prepare_products(device: int, in_graph: bool) -> None:
-    """Have PyTorch's products ready in this thread, before a graph that chooses them needs them.
-
-    Their library cannot begin within a capture, and calls made to warm up may all choose ours.
-    """
-    if device not in _thread.prepared and not in_graph:
-        with torch.cuda.device(device):
-            torch.cuda.current_blas_handle()
-        _thread.prepared |= {device}
-
-
 def _may_use_tf32() -> bool:
     """Return whether PyTorch may multiply float32 in tf32, however it was told so.
 
     It may be told otherwise before the next call. `allow_tf32` raises an error where both of
-    PyTorch's settings were used.
+    PyTorch's settings have been used.
     """
     precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
     return precision == "tf32"
-
-
-def _is_alone() -> bool:
-    """Return whether no collective, which waits for other GPUs, runs beside our kernels."""
-    return not torch.distributed.is_initialized()
-
-
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _launcher(
-    parameters: Parameters, device: int, stream: int, alone: bool
-) -> tuple[ModuleType, int]:
-    """Return the kernels, and their context: a device, a stream, and whether they are alone."""
-    found: tuple[ModuleType, int] | None = parameters.launchers.get((stream, alone))
-    if found is None:
-        extension = _extension(parameters.dtype, parameters.norm[0])
-        found = parameters.launchers[stream, alone] = launcher(extension, device, stream, alone)
-    return found
-
-
-@functools.cache
-def launcher(
-    extension: build.Extension, device: int, stream: int, alone: bool
-) -> tuple[ModuleType, int]:
-    """Return an extension's module, and the context of its calls on a stream.
-
-    Args:
-        extension: The extension.
-        device: Index of the device.
-        stream: Of PyTorch's, raw.
-        alone: Whether no collective runs beside.
-    """
-    kernels = build.load(extension)
-    return kernels, runtime.new_launcher(kernels, device, stream, alone)
-
-
-@functools.cache
-def _extension(dtype: torch.dtype, norm: int) -> build.Extension:
-    norms = build.LAYER_NORM, build.RMS_NORM
-    return build.Extension(
-        build.HOPPER_EXTENSION, build.DTYPES[dtype], "nvidia:sm_90a", norm=norms[norm]
-    )

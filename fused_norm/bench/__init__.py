@@ -5,7 +5,7 @@ One file for each idea: `shapes`, `case` and `ops` say what is measured, `provid
 it is measured, `interference` what it costs the ops around it, `environment` on which machine,
 `results` what is kept of it, `report`, `baseline` and `plots` how it is shown.
 
-A run: `cli` makes a `plan`, and `runner` carries it out. For each case it asks the `roster` who
-takes part, `admission` who of them is right, and `measuring` how long they take. What one of them
-raises is kept in its result by `failures`, and the others go on.
+A run: `command_line` makes a `plan` of what `cli` was asked for, and `runner` carries it out. For
+each case it asks the `roster` who takes part, `admission` who of them is right, and `measuring` how
+long they take. What one of them raises is kept in its result by `failures`, and the others go on.
 """

@@ -66,7 +66,7 @@ def admit(
         memory.require(case, len(chosen))
         inputs, grad_outputs = case.inputs(plan.seed), case.grad_outputs(plan.seed)
     except (RuntimeError, MemoryError) as error:
-        # Memory does not suffice: the case is skipped, and said to be.
+        # There is not enough memory: the case is skipped, and its results say so.
         for admission in admissions.values():
             for provider, _ in chosen:
                 result = Result(provider.name, "ok")
@@ -84,16 +84,14 @@ def admit(
                 result.status, result.message = "unsupported", reason
                 continue
             formula = provider.formula or case.op.reference
-            try:
+            with failures.kept(result):
                 if formula not in truths:
                     truths[formula] = check.truth(formula, case, inputs, grad_outputs)
                 bind = bind or provider.prepare(loaded, case)
                 result.errors = check.errors(
                     bind, inputs, grad_outputs, truths[formula], gradients=gradients
                 )
-            except Exception as error:
-                # A provider may raise whatever it likes: its words are kept, the others go on.
-                failures.record(result, error)
+            if bind is None or result.status != "ok":
                 continue
             admission.eager = admission.eager or result.errors
             if wrong := check.verdict(result.errors, admission.eager, case.dtype):

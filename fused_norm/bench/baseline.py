@@ -1,4 +1,4 @@
-"""Compares a run with an earlier one: what moved by more than the noise of the two."""
+"""Compares a run with an earlier one: what changed by more than the noise of both."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def moves(before: Run, after: Run) -> list[Move]:
 
 
 def show(before: Run, after: Run, console: Console) -> list[Move]:
-    """Print what moved by more than the noise, and return it.
+    """Print what changed by more than the noise, and return it.
 
     Args:
         before: The earlier run.

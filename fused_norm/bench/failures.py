@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fused_norm.bench import memory
 from fused_norm.bench.results import Result
 
@@ -15,6 +18,21 @@ def record(result: Result, error: BaseException) -> None:
     """
     result.status = "oom" if memory.is_out_of_memory(error) else "failed"
     result.message = f"{type(error).__name__}: {first_line(error)}"
+
+
+@contextmanager
+def kept(result: Result) -> Iterator[None]:
+    """Keep in a result what its provider raises within, so that the run goes on.
+
+    Args:
+        result: Of the provider.
+    """
+    try:
+        yield
+    except Exception as error:
+        # A provider may be another project's, on compilers and drivers of its own: any of them may
+        # raise whatever it likes.
+        record(result, error)
 
 
 def first_line(error: BaseException) -> str:

@@ -65,7 +65,7 @@ def fill(
         inputs = [case.inputs(seed) for seed in seeds]
         gradients = [case.grad_outputs(seed) for seed in seeds]
     except (RuntimeError, MemoryError) as error:
-        # Memory does not suffice: nobody is timed, and the run goes on.
+        # There is not enough memory: no provider is timed, and the run goes on.
         for prepared in ready:
             failures.record(results[prepared.provider.name], error)
         return
@@ -81,20 +81,18 @@ def fill(
             stream = None
             if side is not None:
                 stream = side if provider.capturable else torch.cuda.current_stream()
-            try:
-                with torch.cuda.stream(stream):
-                    steps = [
-                        _step(prepared.bind(tensors), mode, grad_outputs)
-                        for tensors, grad_outputs in zip(inputs, gradients, strict=True)
-                    ]
-                    # What the first calls keep, a folded weight say, is no call's memory.
-                    for _ in range(3):
-                        steps[0]()
-                    if plan.measures_memory:
-                        result.peak_bytes = memory.peak(steps[0], case.device)
-            except Exception as error:
-                # A provider may raise whatever it likes: its words are kept, the others go on.
-                failures.record(result, error)
+            steps: list[Step] = []
+            with failures.kept(result), torch.cuda.stream(stream):
+                steps += [
+                    _step(prepared.bind(tensors), mode, grad_outputs)
+                    for tensors, grad_outputs in zip(inputs, gradients, strict=True)
+                ]
+                # What the first calls keep, a folded weight say, is no call's memory.
+                for _ in range(3):
+                    steps[0]()
+                if plan.measures_memory:
+                    result.peak_bytes = memory.peak(steps[0], case.device)
+            if result.status != "ok":
                 continue
             timers[provider.name] = (
                 CpuTimer(steps)

@@ -29,7 +29,7 @@ class Plan:
         measures_memory: Whether to measure memory.
         time_limit: Seconds after which no further measurement begins.
         commit: The git commit, where there is no checkout to ask.
-        earlier: A run to go on with: what it has measured is kept and not measured again.
+        earlier: A run to resume: what it has measured is kept and not measured again.
     """
 
     cases: Sequence[Case]

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from fused_norm.bench.blocks import EVERY
@@ -287,9 +288,8 @@ def _finish(figure: Figure, group: _Group, title: str, subtitle: str, height: fl
     # Inches for the two lines above and the legend below, as shares of the height.
     top, bottom = 0.55 / height, 0.35 / height
     layout = figure.get_layout_engine()
-    assert layout is not None
-    # Which engine it is, the figure's type does not say.
-    layout.set(rect=(0, bottom, 1, 1 - top - bottom), wspace=0.06)  # type: ignore[call-arg]
+    assert isinstance(layout, ConstrainedLayoutEngine)
+    layout.set(rect=(0, bottom, 1, 1 - top - bottom), wspace=0.06)
     figure.text(0.012, 1 - 0.06 / height, title, fontsize=12, fontweight="bold", va="top")
     where = f"{subtitle} \u00b7 {group.dtype} \u00b7 {group.machine}"
     figure.text(0.012, 1 - 0.31 / height, where, fontsize=8, color=FAINT, va="top")

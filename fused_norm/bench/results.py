@@ -99,7 +99,7 @@ class Measurement:
 
 @dataclass
 class Interference:
-    """How long a PyTorch op takes by what runs between its calls (CPU)."""
+    """How long a PyTorch op takes depending on what runs between its calls (CPU)."""
 
     dtype: Annotated[str, "Dtype."]
     shape: Annotated[list[int], "M, K, N of both."]

@@ -15,7 +15,7 @@ from fused_norm.bench.plan import Listener, Plan
 from fused_norm.bench.results import SCHEMA, Measurement, Run
 from fused_norm.bench.roster import Roster
 
-# A run is gone on with where these are what they were.
+# A run is resumed only if these have not changed.
 SAME_TO_GO_ON = ("device", "cpu", "threads", "gpu", "driver", "tf32", "torch", "mojo", "commit")
 
 
@@ -69,7 +69,7 @@ class Runner:
         for name in SAME_TO_GO_ON:
             if getattr(now, name) != getattr(then, name):
                 raise ValueError(
-                    f"the earlier run cannot be gone on with: its {name} is "
+                    f"the earlier run cannot be resumed: its {name} is "
                     f"{getattr(then, name)}, and now it is {getattr(now, name)}"
                 )
         self.run.providers = earlier.providers
@@ -104,7 +104,7 @@ class Runner:
         self._listener.skipped(len(self._plan.modes) - len(modes))
         if not modes:
             return
-        # The memory of the case before is free by now: nothing of it is referenced any more.
+        # The memory of the case before is free by now: nothing refers to it anymore.
         _forget_compiled()
         chosen = self._roster.of_case(case)
         admissions = admit(case, chosen, self._plan, self._listener)
@@ -135,12 +135,10 @@ class Runner:
         if case.device.type != "cpu" or case.op.name != "layernorm_linear":
             return
         self._listener.doing(f"PyTorch's ops beside ours on {case}")
-        try:
+        # What was timed stands, whatever is raised here.
+        with failures.kept(ours):
             sets, plan = measurement.input_sets, self._plan
             self.run.interference.append(interference.measure(case, sets, plan.budget, plan.seed))
-        except Exception as error:
-            # Whatever ours raises is kept with it: what was timed stands, and the run goes on.
-            failures.record(ours, error)
 
 
 def _forget_compiled() -> None:

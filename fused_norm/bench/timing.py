@@ -22,7 +22,7 @@ import torch
 from fused_norm.bench.results import Timing
 
 Step = Callable[[], object]
-# A CPU sample of one call as short as this would be half timer.
+# A CPU sample of one call as short as this would be half the timer's own time.
 SHORTEST_SAMPLE = 50e-6
 # Calls in a CUDA graph: enough for the gaps between replays not to count.
 CALLS_IN_GRAPH = 16
@@ -40,7 +40,7 @@ class Timer(Protocol):
         """Run for a while, and learn how long a call takes."""
 
     def sample(self) -> dict[str, float]:
-        """Return seconds a call, by metric."""
+        """Return seconds per call, by metric."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,12 @@ class GpuTimer:
                 count += len(self._steps)
             took = (time.perf_counter() - start) / count
         if self._context is not None:
-            # Anything may be raised by what others run; the provider is then timed without a graph.
             try:
                 with self._context():
                     self._capture(took)
             except Exception as error:
+                # What is captured may be another project's, which may raise whatever it likes; it
+                # is then timed without a graph.
                 self._graph = None
                 self.problem = f"no CUDA graph: {type(error).__name__}: {error}"
                 torch.cuda.synchronize()
@@ -248,10 +249,10 @@ class Rounds:
             self._samples[name].setdefault(metric, []).append(seconds)
 
     def _guarded(self, name: str, action: Callable[[Timer], None]) -> None:
-        # Whatever one provider raises is recorded with it, and the others go on.
         try:
             action(self._timers[name])
         except Exception as error:
+            # Another project's call may raise whatever it likes; the others go on.
             self.failures[name] = error
             del self._timers[name]
 

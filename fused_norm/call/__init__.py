@@ -1,1 +1,1 @@
-"""A call as kernels see it: its record, and parameters that are known again."""
+"""A call as kernels see it: its record, and parameters that are recognized."""

@@ -1,4 +1,4 @@
-"""Weights folded for the way on Hopper: how long they are kept, and when they are out of date."""
+"""Weights folded for Hopper: how long they are kept, and when they are out of date."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Fold:
 
 @contextmanager
 def frozen_parameters() -> Iterator[None]:
-    """Take parameters as final, so that CUDA graphs captured within read their folded weights.
+    """Promise not to change the weights, so that CUDA graphs captured inside read folded ones.
 
-    A captured call otherwise folds the weights in every replay, or does without, because they may
-    have changed by then. Call what is captured twice before, within as well, as a warm-up does
-    anyway. A parameter that changes afterwards has no effect on the graphs.
+    Otherwise a captured call folds the weights in every replay, or takes another way, because they
+    may have changed by then. Before the capture, call what is captured twice inside the context, as
+    a warm-up does anyway. A parameter that changes afterwards has no effect on the graphs.
     """
     before = _state.frozen
     _state.frozen = True
@@ -55,10 +55,10 @@ _state = _State()
 
 
 def kept(parameters: Parameters, stream: int, in_graph: bool) -> Fold | None:
-    """Return the fold of parameters that a stream meets again as they were, None at first sight.
+    """Return the fold of parameters that a stream has met before as they are, None the first time.
 
     It has no tensors the first time, and the caller makes them. Folds are kept per stream, whose
-    order makes them ready before their use. They go with the first of their parameters that does.
+    order makes them ready before their use. They are freed with the first of their parameters.
 
     Args:
         parameters: Of a call.

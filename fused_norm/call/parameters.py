@@ -1,4 +1,4 @@
-"""The parameters of a call as kernels see them: checked once, and known again while they last."""
+"""The parameters of a call as kernels see them: checked once, and recognized while they last."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import Tensor
 
 from fused_norm.call.memory import address, dense
 from fused_norm.call.record import Call, Planned
+from fused_norm.composition import GATED
 
 # What a product is part of: the number of its norm, what is added to gamma, and the number of the
 # activation in its epilogue.
 Kind = tuple[int, float, int]
 LAYER_NORM: Kind = (0, 0.0, 0)
-# Numbers above are those of gates.
-_GATED = 8
-# More shapes than a model has; a server of any length may see more.
+# More shapes than a model has; a server of prompts of any length may see more.
 _MOST_PLANS = 1024
 
 
@@ -84,7 +83,7 @@ class Parameters:
     @property
     def is_gate(self) -> bool:
         """Whether the first half of the products gates the other."""
-        return self.norm[2] > _GATED
+        return self.norm[2] >= GATED
 
     @property
     def products(self) -> int:
@@ -148,7 +147,7 @@ class Parameters:
         )
 
     def keep(self) -> Parameters:
-        """Have these parameters known until the first of their tensors goes, and return them.
+        """Keep these parameters known until the first of their tensors is freed, and return them.
 
         Copies in dense memory are not kept: nothing would tell when they are out of date.
         """
@@ -185,7 +184,7 @@ def of_saved(
     weight: Tensor,
     norm: Kind = LAYER_NORM,
 ) -> Parameters:
-    """Return the same for a backward, which has no use for the bias nor for an activation."""
+    """Return the same for a backward, which needs neither the bias nor an activation."""
     kept = _kept.get(id(weight))
     ids = (id(gamma), id(beta), id(weight))
     is_same = kept is not None and kept._ids[:3] == ids and kept.norm[:2] == norm[:2]
@@ -201,8 +200,8 @@ def known(
 ) -> Parameters | None:
     """Return what is known of these parameters, None where they are new.
 
-    They are new as well after an assignment to their `data`, which may have brought another memory,
-    dtype or shape. Their values may have changed.
+    They are new as well after an assignment to their `data`, which may have brought other memory,
+    another dtype or shape. Their values may have changed.
     """
     tensors = (gamma, beta, weight, bias)
     parameters = met(*tensors, norm, *up)
@@ -214,7 +213,7 @@ def known(
 def met(
     gamma: Any, beta: Any, weight: Any, bias: Any, norm: Kind = LAYER_NORM, *up: Any
 ) -> Parameters | None:
-    """Return what was known of these tensors, which may since have got other memory."""
+    """Return what was known of these tensors, which may have been given other memory since."""
     parameters = _kept.get(id(weight))
     ids = (id(gamma), id(beta), id(weight), id(bias), *map(id, up))
     if parameters is None or parameters._ids != ids:
@@ -223,7 +222,7 @@ def met(
 
 
 def forget_before_swap(weight: Tensor) -> None:
-    """Let go of what is known of a weight if PyTorch is set to swap the tensors of modules.
+    """Forget what is known of a weight if PyTorch is set to swap the tensors of modules.
 
     It swaps only tensors that nobody refers to. Otherwise what is known stays, and with it the
     folds that captured graphs read.

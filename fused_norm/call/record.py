@@ -30,6 +30,11 @@ FOLD_WEIGHT, FOLD_SUMS, FOLD_CONSTANTS = range(
 # The ways of op/norm_linear/plan.mojo.
 DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)
 
+# What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
+LONGEST_ROW, MOST_GROUPS = 2147483647, 65535
+# Memory of up to so many bytes is kept by a thread on a CPU for the calls after.
+MOST_KEPT = 33554432
+
 
 class Call(ctypes.Structure):
     """A forward or a backward, for the native extensions: addresses, sizes and conditions.

@@ -23,27 +23,28 @@ def backend(
     options: Mapping[str, Any] | None = None,
     sites: list[Site] | None = None,
 ) -> Callable[..., Any]:
-    """Rewrite a graph that Dynamo traced, and compile it with what comes after.
+    """Rewrite a graph that Dynamo traced, and compile it with the backend that follows.
 
-    Reached by `torch.compile(model, backend="fused_norm")`.
+    `torch.compile(model, backend="fused_norm")` calls this.
 
     Args:
         module: The graph.
-        example_inputs: Its inputs, fake ones.
-        mode: One of `torch.compile`, for Inductor.
-        options: `then`: `"inductor"` (the default), `"eager"` for the graph as it is, or another
+        example_inputs: Its inputs, as fake tensors.
+        mode: A mode of `torch.compile`, for Inductor.
+        options: `then`: `"inductor"` (the default), `"eager"` to run the graph as it is, or another
             backend's name. `rounding`: `"once"` (the default) computes norm, modulation and
-            activation in float32 and rounds once; `"model"` leaves what a model rounds in between.
-            `small`: whether to fuse calls, too, that are over before Python has started one of
-            ours; by default not before Inductor, but in CUDA graphs, which start them at no cost.
-            All others are Inductor's.
-        sites: Gets what became of each norm.
+            activation in float32 and rounds once; `"model"` keeps a model's roundings in between.
+            `small`: whether to fuse even calls that PyTorch finishes before Python has started one
+            of ours. By default they are not fused before Inductor, except in CUDA graphs, which
+            start them at no cost. All other options are Inductor's.
+        sites: Receives what became of each norm.
 
     Returns:
-        What computes the graph.
+        A function that computes the graph.
 
     Raises:
-        ValueError: If an option of ours has a value that is not known, or Inductor gets none.
+        ValueError: If one of these options has an unknown value, or Inductor does not know one of
+            the others.
     """
     given = dict(options or {})
     then = given.pop("then", "inductor")

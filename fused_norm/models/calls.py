@@ -7,8 +7,12 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from fused_norm.functional import linear_add, norm_linear, norm_mlp
 from fused_norm.models.activations import Activated
 from fused_norm.models.readers import Reading
+
+CALLS = (norm_linear, norm_mlp, linear_add)
+"""What is put into graphs."""
 
 
 class Left(Exception):
@@ -24,14 +28,14 @@ class Call:
         activated: The activation and what follows, or None.
         total: The node of the sum that is normalized, where the call adds, and what it adds.
         returns_sum: Whether the sum is read elsewhere.
-        returns_norm: Whether the normalized rows are.
+        norm: The node whose place the normalized rows take that others read, or None.
     """
 
     reading: Reading
     activated: Activated | None = None
     total: tuple[Node, Node, Node] | None = None
     returns_sum: bool = False
-    returns_norm: bool = False
+    norm: Node | None = None
 
     def inner(self) -> set[Node]:
         """Return the nodes that the call stands for, the norm left out."""

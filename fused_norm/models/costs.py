@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
 from fused_norm.models.forms import form, is_noop, value
+from fused_norm.ops.seam_validation import hint
 
 _VIEWS = {
     *("view", "permute", "transpose", "t", "getitem", "select", "slice", "expand", "chunk"),
     "split",
 }
-
-
-def hint(size: Any) -> int:
-    """Return a size, of one that is dynamic the one traced with."""
-    if isinstance(size, int):
-        return size
-    found = getattr(size.node, "hint", None)
-    return 1 if found is None else int(found)
 
 
 def count(tensor: Tensor) -> int:

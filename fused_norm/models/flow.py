@@ -14,7 +14,7 @@ from fused_norm.models.forms import form, value, written
 # Their results may share memory with their first argument.
 _ALIASES = {
     *("view", "expand", "permute", "transpose", "t", "getitem", "select", "slice"),
-    *("chunk", "split", "contiguous", "cast", "dropout"),
+    *("chunk", "split", "contiguous", "cast", "dropout", "from_local", "redistribute", "to_local"),
 }
 _OTHER_ALIASES = {
     *("unbind", "narrow", "movedim", "detach", "real", "imag", "view_as_complex", "alias"),

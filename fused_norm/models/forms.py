@@ -58,6 +58,9 @@ _SIGNATURES: dict[str, str] = {
     "cat": "tensors dim",
     "pad": "input pad",
     "attention": "query key value",
+    "from_local": "input device_mesh placements",
+    "redistribute": "input device_mesh placements",
+    "to_local": "input",
 }
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "linear": (F.linear, torch._C._nn.linear),
@@ -161,9 +164,18 @@ def _kind(node: Any) -> str:
             return ""
         name = node.target.overloadpacket.__name__
     else:
-        return _KINDS.get(node.target, "")
+        return _KINDS.get(node.target) or _kind_of_sharding(node.target)
     kind = _NAMES.get(name, name)
     return kind if kind in _SIGNATURES else ""
+
+
+def _kind_of_sharding(target: Any) -> str:
+    """Return the kind of a function on DTensors: as itself, or closed over where tensors lie."""
+    name = str(getattr(target, "__qualname__", "")).rpartition(".")
+    if name[2] == "from_local" and name[0].endswith("DTensor"):
+        return "from_local"
+    kind = name[2].removeprefix("prim_")
+    return kind if name[2] != kind in ("from_local", "redistribute", "to_local") else ""
 
 
 def written(node: Node) -> Any:
@@ -195,6 +207,16 @@ def value(node: Any) -> Any:
     if not isinstance(node, Node):
         return None
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor, or None, is no subclass with ops of its own."""
+    return type(tensor).__name__ in ("FakeTensor", "Tensor", "Parameter", "NoneType")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return type(tensor).__name__ == "DTensor"
 
 
 def is_tensor(node: Any) -> bool:
@@ -287,6 +309,8 @@ def is_noop(node: Any) -> bool:
         return bool(one and a.dtype is b.dtype)
     if kind == "cast":
         return bool(a.dtype is b.dtype and a.device == b.device)
+    if kind == "redistribute":
+        return bool(a.placements == b.placements and a.dtype is b.dtype)
     if kind == "getitem":
         index = f["index"] if isinstance(f["index"], tuple) else (f["index"],)
         whole = all(i is Ellipsis or (isinstance(i, slice) and i.step in (None, 1)) for i in index)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fused_norm.models.apart import take_apart
 from fused_norm.models.attention import write_out_attention
 from fused_norm.models.calls import Left
-from fused_norm.models.costs import count, hint
+from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, is_noop, name, value
@@ -20,7 +21,8 @@ from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
-from fused_norm.ops.seam_validation import is_small
+from fused_norm.models.sums import add_in_product, find_sums
+from fused_norm.ops.seam_validation import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
 
 log = logging.getLogger("fused_norm.models")
@@ -62,6 +64,8 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
         sites += fuse_graph(module.graph, options)
         module.graph.lint()
     except Exception as error:
+        # A model that was not foreseen may break a rewrite in any way: it runs as it was, and a
+        # warning says so.
         module.graph = before
         _say_failed(f"{type(error).__name__}: {error}")
         return []
@@ -102,29 +106,36 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     flow = Flow(graph)
     write_out_attention(graph, Emitter(graph, flow))
     flow = Flow(graph)
-    inputs = _fused_inputs(graph)
+    take_apart(graph, flow, Emitter(graph, flow))
+    inputs, layers = _fused_inputs(graph)
+    found = find_sums(graph, flow, functools.partial(_adds, options))
+    # Layers on norms become part of other calls.
+    sums = {s.total for s in found if s.product.node not in layers}
     rewriter = Rewriter(
         graph,
         flow,
         options.rounding == "model",
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
+        sums,
     )
     sites = []
     for node in candidates(graph):
         norm = None if node._erased else find_norm(node)
         if norm is not None:
             sites.append(_site(norm, rewriter, options))
-    return sites
+    added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
+    return sites + [site for site in added if site is not None]
 
 
-def _fused_inputs(graph: Graph) -> set[Node]:
-    """Return what the norms read that Linear layers read."""
-    found = set()
+def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
+    """Return what the norms read that Linear layers read, and those layers."""
+    inputs, layers = set(), set()
     for node in candidates(graph):
         norm = find_norm(node)
-        if norm is not None and find_readers(norm).readings:
-            found.add(above(norm.x))
-    return found
+        if norm is not None and (readings := find_readers(norm).readings):
+            inputs.add(above(norm.x))
+            layers |= {product.node for reading in readings for product in reading.products}
+    return inputs, layers
 
 
 def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
@@ -161,13 +172,25 @@ def _refuse(norm: Norm, readers: Readers) -> None:
         Left: If no Linear layer reads it, or there is no kernel.
     """
     if readers.beyond and not readers.readings:
-        raise Left("read by Linear layers through a concatenation")
+        if all(is_rows for _, is_rows in readers.beyond):
+            raise Left("Linear layers read its rows in one tensor with those of others")
+        raise Left("Linear layers read it in one row with other features")
     if not readers.readings:
         names = sorted({name(user) for user, _ in readers.others})
         raise Left(f"output read by no Linear: {', '.join(names) or 'nothing'}")
     x, weight = value(norm.x), value(readers.readings[0].products[0].weight)
     if not serves(x, weight.dtype):
         raise Left(f"no kernel for {weight.dtype} on {x.device.type}")
+
+
+def _adds(options: Options, x: Any, weight: Any) -> bool:
+    """Return whether a Linear layer's product is to add a residual."""
+    if options.rounding == "model" and x.dtype.itemsize < 4:
+        return False
+    if not serves(x, weight.dtype) or not adds_in_product(x, weight):
+        return False
+    follows = torch.is_grad_enabled() and weight.requires_grad
+    return options.small or not is_small(count(x) * hint(weight.shape[0]), x.device, follows)
 
 
 def _is_small(norm: Norm, readers: Readers) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fused_norm.functional import norm_linear, norm_mlp
+from fused_norm.models.calls import CALLS
 from fused_norm.models.forms import value
 from fused_norm.models.fuse import Options, fuse_graph
 
@@ -19,36 +19,47 @@ if TYPE_CHECKING:
 
 
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
-    """Return an exported program with its seams fused; the one given stays as it is.
+    """Return a copy of an exported program with its seams fused.
 
-    Inputs, outputs, parameters and their names are the same. The result holds ops of this package:
-    where it is loaded, `import fused_norm` comes first.
+    Inputs, outputs, parameters and their names stay the same. The result holds ops of this package,
+    so `import fused_norm` before loading it.
 
     Args:
-        program: Of `torch.export.export`, dynamic shapes or not.
-        rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
+        program: A result of `torch.export.export`, with dynamic shapes or without.
+        rounding: `"once"`, or `"model"` to keep the roundings that a model makes in between.
 
     Returns:
-        A program, for `torch._inductor.aoti_compile_and_package`, `torch.export.save` or a call of
-        its `.module()`.
+        A program for `torch._inductor.aoti_compile_and_package`, for `torch.export.save`, or to be
+        called as `.module()`.
 
     Raises:
-        ValueError: If the rounding is not known.
+        ValueError: If the rounding is unknown.
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
+    before = _outputs(module.graph)
     for node in list(module.graph.nodes):
         # What was known at export reads every tensor, those that are to vanish too.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
-            if node.target in (norm_linear, norm_mlp):
+            if node.target in (*CALLS, torch.t, torch.permute):
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
-    return program._update(module, program.graph_signature)
+    signature = copy.deepcopy(program.graph_signature)
+    for old, new in zip(before, _outputs(module.graph), strict=True):
+        if old != new:
+            signature.replace_all_uses(old, new)
+    return program._update(module, signature)
+
+
+def _outputs(graph: Graph) -> list[str]:
+    """Return the names of what a graph returns, which the signature of a program repeats."""
+    results: Any = graph.output_node().args[0]
+    return [getattr(each, "name", "") for each in results]
 
 
 def _lower(graph: Graph, node: Node) -> None:
@@ -60,7 +71,8 @@ def _lower(graph: Graph, node: Node) -> None:
     def run(*tensors: Any) -> Any:
         given = dict(zip(inputs, tensors, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        target: Any = node.target
+        return target(*args, **kwargs)
 
     values = [value(v) for v in inputs]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)

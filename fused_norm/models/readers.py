@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
 from fused_norm.models.forms import (
@@ -25,10 +24,10 @@ from fused_norm.models.forms import (
     written,
 )
 from fused_norm.models.norms import Norm
+from fused_norm.models.views import VIEWS, column_after
 
 _SHAPE_ONLY = {"size", "dim", "numel", "new_zeros", "new_ones", "new_empty", "new_full"}
 _SHAPE_ONLY |= {"zeros_like", "ones_like", "empty_like"}
-_VIEWS = ("view", "permute", "transpose", "getitem", "select", "slice", "roll", "expand")
 
 
 @dataclass
@@ -94,13 +93,13 @@ class Readers(NamedTuple):
         readings: By Linear layers.
         others: Nodes that read it otherwise, each with what it reads, a node between included.
         shapes: Nodes that need its shape alone, likewise.
-        beyond: Linear layers that read it as a part of concatenated rows.
+        beyond: Linear layers that read it as a part of a concatenation, and whether of rows.
     """
 
     readings: list[Reading]
     others: list[tuple[Node, Node]]
     shapes: list[tuple[Node, Node]]
-    beyond: list[Product]
+    beyond: list[tuple[Product, bool]]
 
 
 def find_readers(norm: Norm) -> Readers:
@@ -112,7 +111,7 @@ def find_readers(norm: Norm) -> Readers:
     found: dict[tuple[Any, ...], Reading] = {}
     others: list[tuple[Node, Node]] = []
     shapes: list[tuple[Node, Node]] = []
-    beyond: list[Product] = []
+    beyond: list[tuple[Product, bool]] = []
 
     def walk(reading: Reading, key: tuple[Any, ...], column: int) -> bool:
         """Follow the readers of one node; features are at `column` of its dimensions.
@@ -144,14 +143,15 @@ def find_readers(norm: Norm) -> Readers:
                 through = _beyond(reading, end, inner)
                 through.modulation = modulation
                 arrives = walk(through, (*key, end), column)
-            elif (after := _column(user, source, column)) is not None:
+            elif (after := column_after(user, source, column)) is not None:
                 through = _beyond(reading, user, {user})
                 through.views = (*reading.views, user)
                 how = (user.target, str(user.args[1:]), str(user.kwargs))
                 arrives = walk(through, (*key, how), after)
             if form(user).kind == "cat" and is_tensor(user):
                 layers = [find_product(each, user) for each in user.users]
-                beyond.extend(layer for layer in layers if layer is not None)
+                is_rows = form(user).args.get("dim", 0) % value(user).dim() != column
+                beyond.extend((layer, is_rows) for layer in layers if layer is not None)
             if not arrives:
                 del others[mark[0] :], shapes[mark[1] :]
                 is_shape = getattr(user.target, "__name__", user.target) in _SHAPE_ONLY
@@ -233,7 +233,7 @@ def find_modulation(node: Node, source: Node) -> tuple[Modulation, Node, set[Nod
     if f.kind != "mul" or not are_same(shape(node), shape(source)):
         return None
     scale, views = other(node, source), []
-    while form(scale).kind in _VIEWS and not is_noop(scale):
+    while form(scale).kind in VIEWS and not is_noop(scale):
         views.append(scale)
         scale = form(scale)["input"]
     if not is_plain_sum(scale) or not _spreads(other(node, source), source):
@@ -258,57 +258,6 @@ def _spreads(node: Any, source: Node) -> bool:
         return False
     leading = zip(own[::-1], rows[::-1], strict=False)
     return all(are_same(size, 1) or are_same(size, whole) for size, whole in leading)
-
-
-def _column(node: Node, source: Node, column: int) -> int | None:
-    """Return where a view puts the features; None where it is none, or rows do not stay rows."""
-    f = form(node)
-    if f.kind not in _VIEWS or f["input"] is not source or not is_tensor(node):
-        return None
-    before, after = shape(source), shape(node)
-    last = len(after) - 1
-    if f.kind in ("permute", "transpose"):
-        return _permuted(node, column, len(before))
-    if f.kind == "roll":
-        dims = f["dims"] if isinstance(f["dims"], (tuple, list)) else (f["dims"],)
-        keeps = all(d is not None and d % len(before) != column for d in dims)
-        return column if keeps else None
-    if column != len(before) - 1 or last < 0 or not are_same(after[-1], before[-1]):
-        return None
-    if f.kind == "getitem" and not _keeps_features(f["index"], column):
-        return None
-    if f.kind in ("select", "slice") and f.args.get("dim", 0) % len(before) == column:
-        return None
-    return last
-
-
-def _permuted(node: Node, column: int, rank: int) -> int:
-    f = form(node)
-    if f.kind == "transpose":
-        a, b = f["dim0"] % rank, f["dim1"] % rank
-        return b if column == a else a if column == b else column
-    dims: Any = f["dims"] if isinstance(f["dims"], (tuple, list)) else node.args[1:]
-    return [d % rank for d in dims].index(column)
-
-
-def _keeps_features(index: Any, column: int) -> bool:
-    """Return whether an index picks rows, whole ones."""
-    index = index if isinstance(index, tuple) else (index,)
-    picked = [i for i in index if i is not None]
-    if len(picked) == column + 1 and picked[-1] == slice(None):
-        picked = picked[:-1]
-    if len(picked) > column:
-        return False
-    tensors = [i for i in picked if isinstance(i, Node)]
-    if tensors:
-        return len(tensors) == len(picked) and all(
-            is_tensor(i) and value(i).dtype is not torch.bool for i in tensors
-        )
-    return all(
-        isinstance(i, int)
-        or (isinstance(i, slice) and not any(isinstance(p, Node) for p in (i.start, i.stop)))
-        for i in picked
-    )
 
 
 def residual_of(x: Node) -> tuple[Node, Node, Node] | None:

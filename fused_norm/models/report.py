@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import re
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from fused_norm.models.backend import backend
-from fused_norm.models.sites import Site
+from fused_norm.models.sites import RESIDUAL, Site
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: The norms, in the order of the graph.
+        sites: The norms in the order of the graph, then the sums that products before them add.
         graphs: How many graphs Dynamo made of the model.
     """
 
@@ -29,13 +30,18 @@ class Report:
     graphs: int = 0
 
     @property
+    def norms(self) -> list[Site]:
+        """The norms."""
+        return [site for site in self.sites if site.kind != RESIDUAL]
+
+    @property
     def fused(self) -> list[Site]:
-        """Those that are part of a call of ours."""
-        return [site for site in self.sites if site.fused]
+        """Norms that are part of a call of ours."""
+        return [site for site in self.norms if site.fused]
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of tensors that a forward does not write any more."""
+        """Bytes of tensors that a forward no longer writes."""
         return sum(site.bytes_saved for site in self.sites)
 
     def to_json(self) -> str:
@@ -49,7 +55,7 @@ class Report:
         from rich.table import Table
 
         table = Table(
-            "norm", "", "kind", "shape", "fused with, or why not", "way", title=self._title()
+            "norm or sum", "", "kind", "shape", "fused with, or why not", "way", title=self._title()
         )
         for path, sites in _alike(self.sites).items():
             site = sites[0]
@@ -65,24 +71,26 @@ class Report:
     def _title(self) -> str:
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
+        sums = len(self.sites) - len(self.norms)
+        added = f", {sums} sums added by products" if sums else ""
         return (
-            f"{len(self.fused)} of {len(self.sites)} norms fused in {self.graphs} graphs: "
+            f"{len(self.fused)} of {len(self.norms)} norms fused in {self.graphs} graphs{added}: "
             f"{before} ops become {after} launches, a forward writes "
             f"{self.bytes_saved / 2**20:.1f} MiB less"
         )
 
 
 def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Run a model once with its seams fused, and tell what became of each of its norms.
+    """Run a model once with its seams fused, and report what became of each of its norms.
 
-    The model runs as it is called, in its own mode and with its own parameters; nothing of it
-    changes but what a forward changes. Gradients are those of the context: under `torch.no_grad()`
-    the report is that of inference.
+    The model runs as it is called, in its own mode and with its own parameters, and changes only as
+    a forward changes it. Under `torch.no_grad()` the report describes inference, otherwise
+    training.
 
     Args:
         model: A model, or a function.
-        args: What it is called with.
-        kwargs: Likewise, by name.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
 
     Returns:
         A report to print, with `.sites` and `.to_json()`.
@@ -93,8 +101,9 @@ def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
         report.graphs += 1
         return backend(module, example_inputs, options={"then": "eager"}, sites=report.sites)
 
-    # Its own entries, so that what the user compiled is neither thrown away nor counted.
-    apart: Any = {"isolate_recompiles": True}
+    # Its own entries where PyTorch keeps such: what the user compiled is not thrown away for them.
+    name = "isolate_recompiles"
+    apart: Any = {name: True} if name in inspect.signature(torch.compile).parameters else {}
     torch.compile(model, backend=reporting, **apart)(*args, **kwargs)
     return report
 

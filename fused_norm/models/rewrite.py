@@ -6,33 +6,32 @@ stand for, their results are held against it, and only then take its place.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
-from fused_norm.functional import norm_linear, norm_mlp
 from fused_norm.models.activations import Activated, find_activated, with_second
-from fused_norm.models.calls import Call, Left, Rewritten
+from fused_norm.models.calls import CALLS, Call, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import (
     above,
-    are_same,
     dtype,
     form,
+    is_plain,
+    is_sharded,
     is_tensor,
-    shape,
     value,
     written,
 )
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
-from fused_norm.models.readers import Product, Readers, Reading, residual_of
+from fused_norm.models.put import put_call
+from fused_norm.models.readers import Readers, Reading, residual_of
+from fused_norm.models.views import is_permutation
 
 # More layers than this normalize once and multiply by themselves as well.
 _MOST_PRODUCTS = 8
@@ -49,12 +48,14 @@ class Rewriter:
         flow: What is known of it.
         keeps_rounding: Whether rounding that a model does in between is kept.
         is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
+        sums: Sums that the product before them is to add, and no norm.
     """
 
     graph: Graph
     flow: Flow
     keeps_rounding: bool = False
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
+    sums: AbstractSet[Node] = frozenset()
     emitter: Emitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Rewriter:
                     raise
         gone = self._swap(norm, readers, calls, swaps, dead)
         launches = sum(call.launches() for call in calls)
-        put = [node for node in self.emitter.made if node.target not in (norm_linear, norm_mlp)]
+        put = [node for node in self.emitter.made if node.target not in CALLS]
         saved = bytes_written(gone) - bytes_written(put)
         return Rewritten(calls, saved, count_ops(gone), count_ops(put) - len(calls) + launches)
 
@@ -103,6 +104,8 @@ class Rewriter:
             self.emitter.forget()
             raise
         except Exception as error:
+            # The calls run on fake tensors, where any op may raise whatever it likes: this norm
+            # stays as it is.
             self.emitter.forget()
             raise Left(f"{type(error).__name__}: {error}") from error
         return calls, dead, swaps
@@ -123,7 +126,7 @@ class Rewriter:
             calls.append(call)
         first = calls[0]
         if readers.others:
-            self._expose(readers, calls)
+            self._expose(norm, readers, calls)
         if less < _MOST_SIMPLER and not any(call.reading.views for call in calls):
             first.total = self._total(norm)
         activated = first.activated
@@ -149,34 +152,60 @@ class Rewriter:
         m = reading.modulation
         if m is not None and any(view > m.start for view in reading.views):
             raise Left("a view lies between the modulation and the Linear layer")
-        for tensor in (norm.x, norm.gamma, norm.beta, *(p.weight for p in products)):
-            kind = type(value(tensor))
-            if kind.__name__ not in ("FakeTensor", "Tensor", "Parameter", "NoneType"):
-                raise Left(f"weight is a subclass: {kind.__name__}")
+        self._check_types(norm, reading)
+
+    @staticmethod
+    def _check_types(norm: Norm, reading: Reading) -> None:
+        """Refuse subclasses of tensors, but for DTensors that belong together."""
+        m = reading.modulation
+        norms = [norm.x, norm.gamma, norm.beta, *((m.scale, m.shift) if m else ())]
+        linears = [v for p in reading.products for v in (p.weight, p.bias)]
+        for node in (*norms, *linears):
+            if not (is_plain(value(node)) or is_sharded(value(node))):
+                raise Left(f"weight is a subclass: {type(value(node)).__name__}")
+        entries = [view for view in reading.views if form(view).kind == "from_local"]
+        of_norm, of_linears = (
+            {is_sharded(value(node)) for node in nodes if is_tensor(node)}
+            for nodes in (norms, linears)
+        )
+        if len(of_norm) > 1 or of_linears != ({True} if entries else of_norm):
+            raise Left("weight is a subclass: DTensor, beside tensors that are none")
+        for view in entries:
+            if not all(place.is_replicate() for place in value(view).placements):
+                raise Left("the norm is computed of this process's rows: its gradients are local")
 
     def _activated(self, norm: Norm, reading: Reading) -> Activated | None:
         products = reading.products
         found = find_activated(products)
         if found is None or not self.flow.are_under_same_modes([norm.anchor, *found.inner]):
             return None
-        more = with_second(found, lambda total: not self.is_summed_by_norm(total))
+        more = with_second(found, self._adds)
         is_same = self.flow.are_under_same_modes([norm.anchor, *more.inner])
         return more if is_same else found
 
-    def _expose(self, readers: Readers, calls: list[Call]) -> None:
+    def _adds(self, total: Node) -> bool:
+        """Return whether a call may end in a sum: where no norm is better off with adding it."""
+        return total in self.sums or not self.is_summed_by_norm(total)
+
+    def _expose(self, norm: Norm, readers: Readers, calls: list[Call]) -> None:
         """Have one call return the normalized rows, which others read, too."""
         for user, _ in readers.others:
             if written(user) is not None:
                 raise Left("the normalized rows are written in place")
+        wanted = {above(source, casts=False) for _, source in readers.others}
         for call in calls:
-            if all(
-                above(source, casts=False) is above(call.reading.source, casts=False)
-                for _, source in readers.others
-            ):
-                call.returns_norm = True
-                return
+            reading = call.reading
+            is_turned = reading.modulation is None and all(map(is_permutation, reading.views))
+            for node in (reading.source, *([norm.out] if is_turned else [])):
+                if wanted == {above(node, casts=False)}:
+                    call.norm = node
+                    return
         kinds = sorted({name_of(user) for user, _ in readers.others})
-        raise Left(f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}")
+        views = sorted({name_of(view) for call in calls for view in call.reading.views})
+        raise Left(
+            f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}"
+            + (f"; they read what {', '.join(views)} makes of it" if views else "")
+        )
 
     def _total(self, norm: Norm) -> tuple[Node, Node, Node] | None:
         """Return both summands and the node of the sum that a norm reads, if a call may add."""
@@ -184,6 +213,8 @@ class Rewriter:
         if found is None:
             return None
         total = found[2]
+        if total in self.sums:
+            return None
         target = written(total)
         if target is not None and self.flow.is_seen_after(target, total):
             return None
@@ -210,7 +241,7 @@ class Rewriter:
         replaced = call.results() + ([] if total is None else [total[2]] * call.returns_sum)
         place = self._place(norm, call, nodes, replaced, dead)
         with self.graph.inserting_before(place):
-            return self._emit(norm, call, x)
+            return put_call(self.emitter, norm, call, x)
 
     def _place(
         self, norm: Norm, call: Call, nodes: list[Node], replaced: list[Node], dead: set[Node]
@@ -218,8 +249,8 @@ class Rewriter:
         """Return the node before which the call can stand."""
         first = min(product.node for product in call.reading.products)
         readers = {u for r in replaced for u in r.users if u not in dead}
-        if call.returns_norm:
-            readers |= {u for u in call.reading.source.users if u not in dead}
+        if call.norm is not None:
+            readers |= {u for u in call.norm.users if u not in dead}
         earliest = min([first, *readers])
         late = [node for node in nodes if node >= earliest]
         if late:
@@ -240,87 +271,6 @@ class Rewriter:
             else max(call.activated.inner | {product.node for product in call.reading.products})
         )
 
-    def _emit(self, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
-        reading, activated = call.reading, call.activated
-        like = norm.anchor
-
-        def put(target: Any, *args: Any, **kwargs: Any) -> Node:
-            return self.emitter.put(target, args, kwargs, like)
-
-        def again(view: Node, on: Node) -> Node:
-            # What was a view of contiguous rows may not be one of x.
-            target = "reshape" if view.target == "view" else view.target
-            if target is torch.ops.aten.view.default:
-                target = torch.ops.aten.reshape.default
-            return put(target, on, *view.args[1:], **view.kwargs)
-
-        def upright(product: Product) -> Node:
-            return put("t", product.weight) if product.is_transposed else product.weight
-
-        residual = None
-        if call.total is not None:
-            x, residual = call.total[:2]
-        for view in reading.views:
-            x = again(view, x)
-        options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
-        options |= {"norm_weight": norm.gamma, "norm_bias": norm.beta, "residual": residual}
-        options |= {"weight_offset": norm.offset, "activation": activated and activated.name}
-        options |= {"return_sum": call.returns_sum, "return_norm": call.returns_norm}
-        if reading.modulation is not None:
-            scale = reading.modulation.scale
-            for view in reading.modulation.scale_views:
-                scale = again(view, scale)
-            options |= {"scale": scale, "shift": reading.modulation.shift}
-        products = reading.products if activated is None else activated.products
-        weight: Any = [upright(product) for product in products]
-        bias: Any = [product.bias for product in products]
-        if activated is not None and activated.is_swapped:
-            half = shape(weight[0])[0] // 2
-            parts = slice(half, None), slice(None, half)
-            weight = [put(operator.getitem, weight[0], part) for part in parts]
-            bias = [b and put(operator.getitem, b, part) for b in bias for part in parts]
-        if len(weight) == 1:
-            weight, bias = weight[0], bias[0]
-        target: Callable[..., Any] = norm_linear
-        arguments = [x, weight, bias]
-        if activated is not None and activated.second is not None:
-            second = activated.second
-            target = norm_mlp
-            arguments += [upright(second), second.bias]
-            options["residual_out"] = activated.residual
-        defaults = {"normalization": "layer_norm", "weight_offset": 0.0}
-        kwargs = {
-            name: each
-            for name, each in options.items()
-            if not (each is None or each is False or each == defaults.get(name))
-            or (name == "eps" and each is None)
-        }
-        result = put(target, *arguments, **kwargs)
-        old = call.results()
-        extras = [call.total[2]] * call.returns_sum if call.total is not None else []
-        extras += [reading.source] * call.returns_norm
-        rest: list[Node] = []
-        if extras:
-            first = put(operator.getitem, result, 0)
-            rest = [put(operator.getitem, result, i + 1) for i in range(len(extras))]
-            result = first
-        new = [result]
-        if len(old) > 1:
-            new = [put(operator.getitem, result, i) for i in range(len(old))]
-        return [
-            (node, self._fitting(node, by, put))
-            for node, by in zip([*old, *extras], [*new, *rest], strict=True)
-        ]
-
-    @staticmethod
-    def _fitting(old: Node, new: Node, put: Callable[..., Node]) -> Node:
-        """Return what takes the place of a node: the same shape and dtype."""
-        if not is_tensor(new) or dtype(new) is not dtype(old):
-            raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
-        if not are_same(tuple(shape(old)), tuple(shape(new))):
-            raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
-        return new
-
     def _swap(
         self,
         norm: Norm,
@@ -330,7 +280,7 @@ class Rewriter:
         dead: set[Node],
     ) -> list[Node]:
         """Have the results of calls take the place of what they stand for; return what goes."""
-        sources = {call.reading.source for call in calls if call.returns_norm}
+        sources = {call.norm for call in calls if call.norm is not None}
         totals = [call.total for call in calls if call.total is not None]
         like = totals[0][0] if totals else norm.x
         for user, source in readers.shapes:

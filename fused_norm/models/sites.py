@@ -1,20 +1,22 @@
-"""What became of each norm of a model: the record that `explain` prints."""
+"""What became of each norm of a model, and of sums: the record that `explain` prints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+RESIDUAL = "residual"
+
 
 @dataclass
 class Site:
-    """A norm of a model.
+    """A norm of a model, or a residual sum that the product before it adds.
 
     Attributes:
-        path: Path of the module that it is, or is written in.
-        kind: `"layer_norm"` or `"rms_norm"`.
-        shape: Of what is normalized; sizes that are dynamic by their names.
+        path: Path of the module that it is, or is written in; of a sum that of the Linear layer.
+        kind: `"layer_norm"`, `"rms_norm"` or `"residual"`.
+        shape: Of what is normalized or multiplied; sizes that are dynamic by their names.
         dtype: Its dtype.
-        linears: How many Linear layers read it.
+        linears: How many Linear layers read it; of a sum 1, the layer's own.
         fused: Whether it is part of calls of ours.
         calls: Those in words, as `"norm_mlp: residual, swiglu"`.
         way: Which way they run.

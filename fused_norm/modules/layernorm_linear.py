@@ -10,50 +10,42 @@ from torch import Tensor, nn
 
 from fused_norm.call.memory import statistics_dtype
 from fused_norm.call.parameters import forget_before_swap
-from fused_norm.functional import family_call, fused_layernorm_linear, is_traced
-from fused_norm.modules.parts import (
-    NormModule,
-    empty,
-    linear_of,
-    require_features,
-    require_known,
-    require_norm,
-    require_plain,
-    reset_linear,
-)
+from fused_norm.functional import fused_layernorm_linear
+from fused_norm.modules import parts
 from fused_norm.ops import norm_linear
+from fused_norm.ops.family import family_call, is_traced
 
 
-class LayerNormLinear(NormModule):
+class LayerNormLinear(parts.NormModule):
     """A norm over the last dimension, then a Linear layer, as one op.
 
     Takes the place of `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features,
-    out_features))` and is initialized as those are. Names of options and parameters follow
+    out_features))` and is initialized as they are. Options and parameters are named as in
     TransformerEngine's module of this name.
 
     Args:
         in_features: K, the size of the last dimension of the input.
-        out_features: N, the size of the last dimension of the Linear layer's output. A gate halves
-            it.
-        eps: Added to the variance before the square root, for RMSNorm to the mean square; None,
-            for RMSNorm alone, is the dtype's own, as in `nn.RMSNorm`.
-        elementwise_affine: Whether the norm has a weight and, a LayerNorm, a bias.
+        out_features: N, the size of the last dimension of the Linear layer's output, which a gate
+            halves.
+        eps: Added to the variance before the square root, or to the mean square for RMSNorm. None,
+            for RMSNorm only, means the dtype's own eps, as in `nn.RMSNorm`.
+        elementwise_affine: Whether the norm has a weight and, for LayerNorm, a bias.
         bias: Whether the Linear layer has a bias.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         layer_norm_bias: Whether the LayerNorm has a bias beside its weight.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
-        zero_centered_gamma: Whether the norm's weight is kept around zero: 1 is added to it.
-        activation: What follows, as in `norm_linear`; None for nothing.
-        parameters_split: Names of equal parts of the weight and the bias, or a dictionary of
-            their numbers of outputs: each part is a parameter of its own, `query_weight` and
-            `query_bias` for `"query"`. The output is one tensor all the same.
+        zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
+        activation: Applied to the output, as in `norm_linear`; None for none.
+        parameters_split: Names of equal parts of the weight and the bias, or a dictionary from
+            names to numbers of outputs. Each part is a parameter of its own, `query_weight` and
+            `query_bias` for `"query"`. The output is still one tensor.
         return_layernorm_output: Whether to return the normalized rows as well.
         fuse_wgrad_accumulation: Whether the backward adds the gradient of `weight` to
-            `weight.main_grad`, which the caller has made (float32, in the weight's shape), and
-            leaves `weight.grad` alone: TransformerEngine's option of this name. Where the weight
-            has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a tensor
-            of no meaning.
+            `weight.main_grad`, which the caller creates (float32, in the weight's shape), and
+            leaves `weight.grad` alone, as TransformerEngine's option of this name does. If the
+            weight has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a
+            meaningless tensor.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[in_features]`, or None.
@@ -62,7 +54,7 @@ class LayerNormLinear(NormModule):
         bias: Bias of the Linear layer, shape `[out_features]`, or None, if not split.
 
     Raises:
-        ValueError: If the normalization or the activation is not known, or the parts do not add up
+        ValueError: If the normalization or the activation is unknown, or the parts do not add up
             to `out_features`.
     """
 
@@ -100,14 +92,14 @@ class LayerNormLinear(NormModule):
             layer_norm_bias,
             **kind,
         )
-        require_known(activation, out_features)
+        parts.require_known(activation, out_features)
         self.activation = activation
         self.return_layernorm_output = return_layernorm_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parameters_split = _parts(parameters_split, out_features)
         for prefix, size in self.parameters_split.items():
-            self.register_parameter(f"{prefix}weight", empty(size, in_features, **kind))
-            self.register_parameter(f"{prefix}bias", empty(size, **kind) if bias else None)
+            self.register_parameter(f"{prefix}weight", parts.empty(size, in_features, **kind))
+            self.register_parameter(f"{prefix}bias", parts.empty(size, **kind) if bias else None)
         self._is_plain = (
             normalization == "LayerNorm"
             and not (zero_centered_gamma or activation or return_layernorm_output)
@@ -119,7 +111,7 @@ class LayerNormLinear(NormModule):
         """Initialize the parameters as PyTorch's norms and `nn.Linear` do."""
         self._reset_norm()
         for weight, bias in zip(*self._linear_parameters(), strict=True):
-            reset_linear(weight, bias, self.in_features)
+            parts.reset_linear(weight, bias, self.in_features)
 
     @classmethod
     def from_modules(
@@ -132,21 +124,21 @@ class LayerNormLinear(NormModule):
         """Return a module that shares the Parameters of a norm and of the Linear layer after it.
 
         Args:
-            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes the last dimension alone.
-            linear: Takes what `ln` returns; or several that do, by the names of their parts.
-            activation: What follows, as in `norm_linear`.
+            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes only the last dimension.
+            linear: The Linear layer on `ln`'s output, or several by the names of their parts.
+            activation: Applied to the output, as in `norm_linear`.
 
         Raises:
-            TypeError: If either is another kind of module, a subclass with a `forward` of its own
-                included: adapters, quantized layers.
-            ValueError: If `ln` normalizes another shape than `(linear.in_features,)`, or if either
+            TypeError: If either is another kind of module, or a subclass with a `forward` of its
+                own, such as an adapter or a quantized layer.
+            ValueError: If `ln` does not normalize the shape `(linear.in_features,)`, or if either
                 has hooks or parametrizations, which the new module would not run.
         """
         linears = dict(linear) if isinstance(linear, Mapping) else {"": linear}
-        normalization = require_norm("ln", ln)
+        normalization = parts.require_norm("ln", ln)
         for each in linears.values():
-            require_plain("linear", each, nn.Linear)
-            require_features("ln", ln, "linear", each.in_features)
+            parts.require_plain("linear", each, nn.Linear)
+            parts.require_features("ln", ln, "linear", each.in_features)
         biases = {each.bias is not None for each in linears.values()}
         if len(biases) > 1:
             raise ValueError("either all of the Linear layers have a bias, or none has")
@@ -170,16 +162,16 @@ class LayerNormLinear(NormModule):
         return layer
 
     def to_modules(self) -> tuple[nn.Module, Any]:
-        """Return a norm and a Linear that share this module's Parameters, a dictionary if split.
+        """Return a norm and a Linear layer, or a dictionary of them, on this module's Parameters.
 
         Raises:
-            ValueError: If gamma is kept around zero, which no norm of PyTorch's does; or if this
-                module has hooks or parametrizations, as pruning and weight norm leave, which the
-                others would not run.
+            ValueError: If gamma is kept around zero, which PyTorch's norms cannot express, or if
+                this module has hooks or parametrizations, which pruning and weight norm leave and
+                the new modules would not run.
         """
         norm = self._norm_module(self.in_features)
         linears = {
-            prefix.removesuffix("_"): linear_of(weight, bias, self.training)
+            prefix.removesuffix("_"): parts.linear_of(weight, bias, self.training)
             for prefix, weight, bias in zip(
                 self.parameters_split, *self._linear_parameters(), strict=True
             )
@@ -187,16 +179,17 @@ class LayerNormLinear(NormModule):
         return norm, linears[""] if list(linears) == [""] else linears
 
     def _linear_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter | None]]:
-        parts = self.parameters_split
+        prefixes = list(self.parameters_split)
         return (
-            [getattr(self, f"{prefix}weight") for prefix in parts],
-            [getattr(self, f"{prefix}bias") for prefix in parts],
+            [getattr(self, f"{prefix}weight") for prefix in prefixes],
+            [getattr(self, f"{prefix}bias") for prefix in prefixes],
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
         self._forget_before_swap()
         # PyTorch's own has no annotations.
-        return cast(LayerNormLinear, super()._apply(*args, **kwargs))  # type: ignore[no-untyped-call]
+        apply: Any = super()._apply
+        return cast(LayerNormLinear, apply(*args, **kwargs))
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._forget_before_swap()
@@ -209,8 +202,8 @@ class LayerNormLinear(NormModule):
     def forward(self, x: Tensor) -> Any:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`.
 
-        Half as many features after a gate; and a tuple of that and the normalized rows with
-        `return_layernorm_output`.
+        After a gate, half as many features. With `return_layernorm_output`, a tuple of that and
+        the normalized rows.
         """
         if self._is_plain:
             tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
@@ -243,14 +236,14 @@ class LayerNormLinear(NormModule):
     def extra_repr(self) -> str:
         """Return what `print` shows of the module."""
         has_bias = self._linear_parameters()[1][0] is not None
-        parts = {prefix.removesuffix("_"): n for prefix, n in self.parameters_split.items()}
+        split = {prefix.removesuffix("_"): n for prefix, n in self.parameters_split.items()}
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"{self._norm_repr()}, "
             f"elementwise_affine={self.layer_norm_weight is not None}, "
             f"layer_norm_bias={self.layer_norm_bias is not None}, bias={has_bias}"
             + (f", activation={self.activation!r}" if self.activation else "")
-            + (f", parameters_split={parts}" if len(parts) > 1 else "")
+            + (f", parameters_split={split}" if len(split) > 1 else "")
         )
 
 

@@ -8,39 +8,30 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.composition import is_gate
-from fused_norm.functional import family_call
-from fused_norm.modules.parts import (
-    NormModule,
-    empty,
-    linear_of,
-    require_features,
-    require_known,
-    require_norm,
-    require_plain,
-    reset_linear,
-)
+from fused_norm.modules import parts
+from fused_norm.ops.family import family_call
 
 
-class LayerNormMLP(NormModule):
+class LayerNormMLP(parts.NormModule):
     """A norm over the last dimension and the two Linear layers of an MLP, as one op.
 
     Takes the place of `nn.Sequential(nn.LayerNorm(hidden_size), nn.Linear(hidden_size,
     ffn_hidden_size), nn.GELU(), nn.Linear(ffn_hidden_size, hidden_size))` and is initialized as
-    those are. Names of options and parameters follow TransformerEngine's module of this name; its
-    activations are those of `norm_linear` (`"gelu"` is exact here).
+    they are. Options and parameters are named as in TransformerEngine's module of this name; the
+    activations are those of `norm_linear`, where `"gelu"` is the exact one.
 
     Args:
         hidden_size: Size of the last dimension of input and output.
         ffn_hidden_size: Size between the two Linear layers, after a gate.
-        eps: Added to the variance before the square root, for RMSNorm to the mean square; None,
-            for RMSNorm alone, is the dtype's own.
+        eps: Added to the variance before the square root, or to the mean square for RMSNorm. None,
+            for RMSNorm only, means the dtype's own eps.
         bias: Whether the Linear layers have biases.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         activation: As in `norm_linear`.
-        zero_centered_gamma: Whether the norm's weight is kept around zero: 1 is added to it.
-        recompute: Whether the backward computes the first product again instead of keeping it.
+        zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
+        recompute: Whether the backward computes the first product again instead of saving it.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[hidden_size]`.
@@ -78,21 +69,21 @@ class LayerNormMLP(NormModule):
         self.hidden_size = hidden_size
         self.ffn_hidden_size = ffn_hidden_size
         self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, True, True, **kind)
-        require_known(activation)
+        parts.require_known(activation)
         self.activation = activation
         self.recompute = recompute
         outputs = ffn_hidden_size * (2 if is_gate(activation) else 1)
-        self.fc1_weight = empty(outputs, hidden_size, **kind)
-        self.fc1_bias = empty(outputs, **kind) if bias else None
-        self.fc2_weight = empty(hidden_size, ffn_hidden_size, **kind)
-        self.fc2_bias = empty(hidden_size, **kind) if bias else None
+        self.fc1_weight = parts.empty(outputs, hidden_size, **kind)
+        self.fc1_bias = parts.empty(outputs, **kind) if bias else None
+        self.fc2_weight = parts.empty(hidden_size, ffn_hidden_size, **kind)
+        self.fc2_bias = parts.empty(hidden_size, **kind) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialize the parameters as PyTorch's norms and `nn.Linear` do."""
         self._reset_norm()
-        reset_linear(self.fc1_weight, self.fc1_bias, self.hidden_size)
-        reset_linear(self.fc2_weight, self.fc2_bias, self.ffn_hidden_size)
+        parts.reset_linear(self.fc1_weight, self.fc1_bias, self.hidden_size)
+        parts.reset_linear(self.fc2_weight, self.fc2_bias, self.ffn_hidden_size)
 
     @classmethod
     def from_modules(
@@ -106,22 +97,22 @@ class LayerNormMLP(NormModule):
         """Return a module that shares the Parameters of a norm and of the two Linear layers.
 
         Args:
-            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes the last dimension alone.
-            fc1: Takes what `ln` returns; before a gate, its first half of outputs is the gate's.
-            fc2: Takes what the activation returns.
+            ln: An `nn.LayerNorm` or `nn.RMSNorm` that normalizes only the last dimension.
+            fc1: The Linear layer on `ln`'s output. Before a gate, the first half of its outputs is
+                the gate's.
+            fc2: The Linear layer on the activation's output.
             activation: As in `norm_linear`.
 
         Raises:
-            TypeError: If one is another kind of module, a subclass with a `forward` of its own
-                included.
-            ValueError: If shapes do not fit each other, one Linear has a bias and the other none,
+            TypeError: If one is another kind of module, or a subclass with a `forward` of its own.
+            ValueError: If shapes do not match, one Linear layer has a bias and the other has none,
                 or one has hooks or parametrizations, which the new module would not run.
         """
-        normalization = require_norm("ln", ln)
-        require_plain("fc1", fc1, nn.Linear)
-        require_plain("fc2", fc2, nn.Linear)
-        require_features("ln", ln, "fc1", fc1.in_features)
-        require_known(activation)
+        normalization = parts.require_norm("ln", ln)
+        parts.require_plain("fc1", fc1, nn.Linear)
+        parts.require_plain("fc2", fc2, nn.Linear)
+        parts.require_features("ln", ln, "fc1", fc1.in_features)
+        parts.require_known(activation)
         halves = 2 if is_gate(activation) else 1
         wanted = (fc1.out_features // halves, fc1.in_features)
         if (fc2.in_features, fc2.out_features) != wanted or fc1.out_features % halves:
@@ -150,14 +141,14 @@ class LayerNormMLP(NormModule):
         """Return a norm and two Linear layers that share this module's Parameters.
 
         Raises:
-            ValueError: If gamma is kept around zero, which no norm of PyTorch's does; or if this
-                module has hooks or parametrizations, as pruning and weight norm leave, which the
-                others would not run.
+            ValueError: If gamma is kept around zero, which PyTorch's norms cannot express, or if
+                this module has hooks or parametrizations, which pruning and weight norm leave and
+                the new modules would not run.
         """
         return (
             self._norm_module(self.hidden_size),
-            linear_of(self.fc1_weight, self.fc1_bias, self.training),
-            linear_of(self.fc2_weight, self.fc2_bias, self.training),
+            parts.linear_of(self.fc1_weight, self.fc1_bias, self.training),
+            parts.linear_of(self.fc2_weight, self.fc2_bias, self.training),
         )
 
     def forward(self, x: Tensor, residual_out: Tensor | None = None) -> Tensor:

@@ -3,8 +3,8 @@
 An extension is one file of this folder, compiled with `mojo build --emit shared-lib`
 for one dtype and one target. A wheel brings those for what most people have. Others are built where
 the compiler is installed, and kept under a key of everything that they depend on: the
-Mojo sources, the toolchain, the host CPU and the GPU architecture. Whoever needs a missing
-extension first builds it.
+Mojo sources, the toolchain, the host CPU and the GPU architecture. The first process that needs a
+missing extension builds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
-LAYER_NORM, RMS_NORM = "layer_norm", "rms_norm"
+# By their numbers in the record.
+NORMS = ("layer_norm", "rms_norm")
+LAYER_NORM = NORMS[0]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Extension:
         if found := self.prebuilt:
             return found
         target = (self.accelerator or "cpu").replace(":", "_")
-        key = _key(self.accelerator, self.features)
+        key = _key(self.accelerator, self.features, self.folder)
         return cache_dir() / f"{self.stem}-{self.dtype}-{target}-{key}.so"
 
     @property
@@ -135,7 +137,7 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     if target.endswith("sm_90a"):
         found += [
             Extension(HOPPER_EXTENSION, dtype, vendor + target, norm=norm)
-            for norm in (LAYER_NORM, RMS_NORM)
+            for norm in NORMS
             for dtype in kept
         ]
     return found
@@ -192,7 +194,7 @@ def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
     return _is_at_hand(device.type, device.index, dtype)
 
 
-# It would trace on into the looking for files. See cpu_features.py.
+# The compiler would otherwise trace into the search for files. See cpu_features.py.
 is_at_hand.__dict__["_dynamo_marked_constant"] = True
 
 
@@ -261,7 +263,7 @@ def gomp_parallel() -> int:
 
 
 @functools.cache
-def _key(accelerator: str | None, features: tuple[str, ...]) -> str:
+def _key(accelerator: str | None, features: tuple[str, ...], folder: Path | None = None) -> str:
     """Return a digest of the sources, the toolchain and the host CPU that a build depends on."""
     digest = hashlib.sha256()
     root = source_root()
@@ -271,6 +273,9 @@ def _key(accelerator: str | None, features: tuple[str, ...]) -> str:
         parts = set(source.relative_to(root).parts)
         if not {"puzzle", "max", "register.mojo"} & parts:
             digest.update(source.read_bytes())
+    # One outside of the package may import what lies beside it.
+    for source in sorted(folder.glob("*.mojo")) if folder else ():
+        digest.update(source.read_bytes())
     digest.update((compiler.version() or "").encode())
     digest.update((compiler.portable_cpu() if accelerator else _host_cpu()).encode())
     digest.update(",".join(features).encode())

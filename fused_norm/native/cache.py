@@ -1,7 +1,7 @@
-"""The folder of what is built on this machine: each file built once, and whole or not there.
+"""The folder of what is built on this machine: each file built once, and complete or absent.
 
-Whoever builds holds a file lock, so that several processes build a file once. A checksum beside it
-tells a whole file from a damaged one, which counts as missing.
+A process that builds holds a file lock, so that several build a file only once. A checksum beside
+the file tells an intact one from a damaged one, which counts as missing.
 """
 
 from __future__ import annotations

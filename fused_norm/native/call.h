@@ -35,6 +35,13 @@ struct Call {
 // The ways of op/norm_linear/plan.mojo.
 enum Way : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
 
+// What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
+constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
+// Memory of up to so many bytes is kept by a thread on a CPU for the calls after.
+constexpr int64_t MOST_KEPT = 33554432;
+// An activation from this number on is a gate.
+constexpr int64_t GATED = 8;
+
 // What stands for the address of a result that a plan is asked about.
 inline void* const WANTED = reinterpret_cast<void*>(1);
 

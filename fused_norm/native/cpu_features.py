@@ -11,11 +11,11 @@ from pathlib import Path
 
 # Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
-# What tile products need, by Linux's names and by LLVM's, which takes a masked model for an older.
+# What tile products need, by Linux's names and LLVM's, which takes a masked model for an older one.
 _TILE_FEATURES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "avx512_bf16": "avx512bf16"}
 # PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours, without tiles, as float32.
 _BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
-# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux gives tile registers to who asks.
+# arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux grants tile registers on request.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
@@ -79,8 +79,8 @@ def bfloat16_product() -> str | None:
     return None if has_tiles() else _first_flag(_BFLOAT16_PRODUCTS)
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler: it would trace on into
-# the reading of the flags.
+# As torch.compiler.assume_constant_result does, which imports the compiler: otherwise that would
+# trace into the reading of the flags.
 bfloat16_product.__dict__["_dynamo_marked_constant"] = True
 
 

@@ -80,11 +80,10 @@ inline int64_t threads() {
 // Gives a call the workspace that its plan asks for. On a CPU it is that of the thread's calls
 // before, if it is large enough: fresh memory would cost a page fault for every 4 KiB.
 inline Tensor workspace_of(Call& call, const Tensor& like) {
-  constexpr int64_t most_kept = 1 << 25;
   thread_local Tensor kept;
   Tensor workspace;
   if (call.workspace_bytes > 0) {
-    const bool may_keep = like.is_cpu() && call.workspace_bytes <= most_kept;
+    const bool may_keep = like.is_cpu() && call.workspace_bytes <= MOST_KEPT;
     if (may_keep && kept.defined() && kept.numel() >= call.workspace_bytes) {
       workspace = kept;
     } else {

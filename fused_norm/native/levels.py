@@ -1,4 +1,4 @@
-"""Levels of CPUs that kernels are built for ahead: the flags that each needs, how it is compiled.
+"""Levels of CPUs that kernels are prebuilt for: the flags that each needs, how it is compiled.
 
 A machine takes the first level whose flags it has, whatever its model's name.
 """
@@ -20,7 +20,7 @@ class Level(NamedTuple):
     """A set of instructions.
 
     Attributes:
-        name: What its files are called by.
+        name: What its files are named after.
         machine: The architecture, as `platform.machine` names it.
         flags: What Linux lists of a CPU that has it.
         arguments: What the compiler is told.

@@ -1,8 +1,8 @@
 // The op family without Python: its forward, and its backward as a node of PyTorch's graph.
 //
 // Both passes ask the kernels' plan, allocate their results and call C functions of the kernels'
-// libraries, PyTorch's products between them. Whatever is not plain (a second derivative, a compiler
-// or a mode that watches, a tensor of another layout) goes back to Python.
+// libraries, with PyTorch's products between them. Whatever is not plain (a second derivative, a
+// compiler or a mode that watches, a tensor of another layout) goes back to Python.
 
 #include <pthread.h>
 
@@ -21,21 +21,21 @@ namespace {
 using namespace fused_norm;
 namespace py = fused_norm::python;
 
-// kernels(x, is_rms_norm, is_alone) and conditions(), of backends/compiled.py.
+// kernels(x, normalization, is_alone) and conditions(), of backends/compiled.py.
 PyObject *python_kernels = nullptr, *python_conditions = nullptr;
 
 // The kernels of each dtype, device, stream and norm, found by Python once.
 class KernelsOf {
  public:
-  static const Kernels& find(const Tensor& x, bool is_rms_norm, bool is_alone) {
+  static const Kernels& find(const Tensor& x, int normalization, bool is_alone) {
     const auto stream = current_stream(x.device());
-    const Key key{x.scalar_type(), stream, is_rms_norm, is_alone};
+    const Key key{x.scalar_type(), stream, normalization, is_alone};
     static std::deque<std::pair<Key, Kernels>> known;
     for (const auto& [of, kernels] : known) {
       if (of == key) return kernels;
     }
     const auto found = py::checked(PyObject_CallFunction(
-        python_kernels, "Nii", THPVariable_Wrap(x), is_rms_norm, is_alone));
+        python_kernels, "Nii", THPVariable_Wrap(x), normalization, is_alone));
     const char *product, *passes;
     long long product_context, passes_context;
     if (!PyArg_ParseTuple(
@@ -51,7 +51,8 @@ class KernelsOf {
   struct Key {
     at::ScalarType dtype;
     std::optional<c10::Stream> stream;
-    bool is_rms_norm, is_alone;
+    int normalization;
+    bool is_alone;
     bool operator==(const Key&) const = default;
   };
 };
@@ -76,7 +77,7 @@ c10::SmallVector<PyObject*, 4> items_of(PyObject* object) {
   return items;
 }
 
-// Nothing where an argument is no ordinary tensor.
+// Nothing where an argument is not an ordinary tensor.
 std::optional<Operands> operands_of(PyObject* const* named, PyObject* weight, PyObject* bias) {
   const auto weights = items_of(weight), biases = items_of(bias);
   const bool has_biases = bias != Py_None;
@@ -105,18 +106,18 @@ double epsilon_of(at::ScalarType dtype) {
 
 // Where the arguments of `forward` stand after the tensors by name.
 enum Argument {
-  WEIGHT = NAMED, BIAS, IS_RMS_NORM, ACTIVATION, EPS, OFFSET, IS_JOINED, RETURN_SUM, RETURN_NORM, RECOMPUTE,
-  ARGUMENTS
+  WEIGHT = NAMED, BIAS, NORMALIZATION, ACTIVATION, EPS, OFFSET, IS_JOINED, RETURN_SUM, RETURN_NORM,
+  RECOMPUTE, ARGUMENTS
 };
 
 // What is to be computed; nothing where an argument has another type.
 std::optional<Seam> seam_of(PyObject* const* arguments, const Operands& t) {
   Seam kind;
-  kind.is_rms_norm = arguments[IS_RMS_NORM] == Py_True;
+  kind.normalization = static_cast<int>(PyLong_AsLong(arguments[NORMALIZATION]));
   kind.activation = static_cast<int>(PyLong_AsLong(arguments[ACTIVATION]));
   if (PyFloat_CheckExact(arguments[EPS])) {
     kind.eps = PyFloat_AsDouble(arguments[EPS]);
-  } else if (arguments[EPS] == Py_None && kind.is_rms_norm && t[X].defined()) {
+  } else if (arguments[EPS] == Py_None && !kind.has_mean() && t[X].defined()) {
     kind.eps = epsilon_of(t[X].scalar_type());
   } else {
     return std::nullopt;
@@ -189,7 +190,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const Tensor& x = (*t)[X];
   if (is_watched(x) || is_first_of_thread(current_stream(x.device()))) Py_RETURN_NONE;
   const Conditions conditions(x);
-  const Kernels& kernels = KernelsOf::find(x, kind->is_rms_norm, conditions.is_alone);
+  const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
   if (is_left(*kind, *t, *sizes, keeps, conditions.is_captured, kernels)) Py_RETURN_NONE;
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
@@ -254,8 +255,8 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 
 PyMethodDef methods[] = {
     {"forward", fast(forward), METH_FASTCALL,
-     "forward(*tensors by name, weight, bias, is_rms_norm, activation, eps, weight_offset, joined, "
-     "return_sum, return_norm, recompute)"},
+     "forward(*tensors by name, weight, bias, normalization, activation, eps, weight_offset, "
+     "joined, return_sum, return_norm, recompute)"},
     {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
     {"set_python", fast(set_python), METH_FASTCALL,
      "set_python(kernels, conditions, backward, row_kernels, row_backward)"},

@@ -1,8 +1,8 @@
 """A training step in C++, the backward as a node: from the wheel, or compiled on request.
 
-A training step on a small shape is spent on the host, a good part of it on Python, in the backward
-as well. `node.cpp` is what is left without it. A build serves one minor version of PyTorch and, as
-it asks nothing but the stable ABI of Python, every version of that. A wheel brings builds for some;
+A training step on a small shape is mostly time of the host, and much of that is Python's, in the
+backward as well. `node.cpp` does without. A build serves one minor version of PyTorch and, as it
+uses only the stable ABI of Python, every version of that. A wheel brings builds for some;
 nothing compiles another unasked: `python -m fused_norm build --autograd` does.
 """
 
@@ -113,7 +113,7 @@ def load() -> ModuleType | None:
     try:
         module = import_from(found)
     except ImportError:
-        # A PyTorch that its makers have changed.
+        # A PyTorch that somebody has modified.
         return None
     return module if _minor_version() == module.TORCH else None
 

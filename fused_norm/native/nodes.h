@@ -23,7 +23,7 @@ namespace py = fused_norm::python;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// PyTorch's pointer to a node: a std::shared_ptr until nodes came to count references themselves.
+// PyTorch's pointer to a node: a std::shared_ptr where nodes do not count references themselves.
 using NodePointer = std::decay_t<decltype(std::declval<Tensor>().grad_fn())>;
 
 template <class Pointer>
@@ -35,13 +35,20 @@ Pointer own(torch::autograd::Node* node) {
   }
 }
 
+// Runs PyTorch's hooks on a new node, where it has such.
+inline void tell_of([[maybe_unused]] const NodePointer& node) {
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+  torch::autograd::fire_node_creation_hooks(node);
+#endif
+}
+
 inline std::optional<c10::Stream> current_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// The first call of a thread on a GPU is Python's, which makes PyTorch's products ready there: a
-// captured graph may choose them later, and they cannot begin within a capture.
+// The first call of a thread on a GPU is Python's, which initializes PyTorch's products there: a
+// captured graph may choose them later, and they cannot be initialized within a capture.
 inline bool is_first_of_thread(const std::optional<c10::Stream>& stream) {
   thread_local c10::DeviceIndex ready = -1;
   return stream && std::exchange(ready, stream->device_index()) != stream->device_index();

@@ -1,4 +1,4 @@
-"""What comes with a wheel: kernels built ahead, C++ nodes, and the Mojo runtime that they load.
+"""What comes with a wheel: prebuilt kernels, C++ nodes, and the Mojo runtime that they load.
 
 `scripts/wheel.py` fills the folder; a checkout and an install from source have none. pip checks the
 files as it installs them.
@@ -55,8 +55,8 @@ def file_name(stem: str, dtype: str, target: str) -> str:
 def compatible(accelerator: str) -> list[str]:
     """Return the architectures whose code a GPU runs, its own first.
 
-    A GPU of NVIDIA's runs code for an earlier one of its generation (8.6 that for 8.0), unless that
-    is bound to its architecture, as the a of sm_90a says.
+    An NVIDIA GPU runs code for an earlier one of its generation (8.6 that for 8.0), unless that is
+    bound to its architecture, as the a of sm_90a says.
 
     Args:
         accelerator: As Mojo names it.

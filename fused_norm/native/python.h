@@ -1,6 +1,6 @@
 // Python's objects in C++, by functions of its stable ABI alone: one build of a node serves every
-// version of Python. Classes have the names that pybind11 gives them, whose own code, and macros such
-// as PyTuple_GET_ITEM, read objects as one version of Python lays them out.
+// version of Python. Classes have pybind11's names. Its own code, and macros such as
+// PyTuple_GET_ITEM, read objects as one version of Python lays them out.
 
 #pragma once
 
@@ -32,11 +32,6 @@ class object {
  private:
   PyObject* pointer_ = nullptr;
 };
-
-template <class Object>
-object reinterpret_steal(PyObject* pointer) {
-  return Object(pointer);
-}
 
 // Raises in C++ what Python has raised.
 [[noreturn]] inline void throw_error() {
@@ -90,7 +85,7 @@ struct gil_scoped_acquire {
   ~gil_scoped_acquire() { PyGILState_Release(state); }
 };
 
-// Lets go of it.
+// Releases it.
 struct gil_scoped_release {
   PyThreadState* state = PyEval_SaveThread();
   gil_scoped_release() = default;

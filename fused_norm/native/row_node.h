@@ -44,7 +44,7 @@ struct RowKernels {
     return known.emplace_back(x.scalar_type(), kernels).second;
   }
 
-  // With Python's lock, which the kernels let go of where that pays.
+  // With Python's lock, which the kernels release where that pays.
   static void run(PyObject* function, RowCall& call) {
     py::checked(PyObject_CallFunction(
         function, "L", static_cast<long long>(reinterpret_cast<intptr_t>(&call))));
@@ -62,18 +62,11 @@ inline RowCall row_call(const Tensor& x, const Tensor& o, int64_t context) {
   return call;
 }
 
-// Whether x is rows of a CPU's that kernels take as they stand, and o a scalar beside them.
+// Whether kernels can take x as it stands, as rows on a CPU, and o as a scalar beside them.
 inline bool are_rows_with_scalar(const Tensor& x, const Tensor& o) {
-  constexpr int64_t longest_row = (int64_t{1} << 31) - 1;
   const Plain is_plain(x);
-  if (!is_plain.is_kind(x) || !x.is_cpu() || !x.dim() || !x.numel() || x.size(-1) > longest_row ||
-      !is_plain.is(x) || !is_plain.is(o) || o.numel() != 1) {
-    return false;
-  }
-  const auto dtype = x.scalar_type(), other = o.scalar_type();
-  const bool is_narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
-  return (is_narrow || dtype == at::kFloat || dtype == at::kDouble) &&
-      (other == dtype || (is_narrow && other == at::kFloat));
+  return is_plain.is_kind(x) && x.is_cpu() && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW &&
+      is_plain.is(x) && is_plain.is(o) && o.numel() == 1 && has_kernel(x, o.scalar_type());
 }
 
 class TrainableEpsLayerNormBackward : public torch::autograd::Node {
@@ -173,9 +166,7 @@ inline void set_node(const Tensor& x, const Tensor& o, const Tensor& y, const Ro
   auto* node = new TrainableEpsLayerNormBackward(x, o, kernels);
   const auto owner = own<NodePointer>(node);
   torch::autograd::set_history(y, owner);
-#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
-  torch::autograd::fire_node_creation_hooks(owner);
-#endif
+  tell_of(owner);
 }
 
 }  // namespace fused_norm

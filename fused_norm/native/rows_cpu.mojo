@@ -9,7 +9,7 @@ from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.python import Arguments, Values, failure, integer
+from op.python import Arguments, Values, integer
 from op.rows.op import OPS, RowCall, RowOp
 from op.rows.op_cpu import run_op
 from op.team import Team

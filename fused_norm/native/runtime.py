@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-# Set to anything, it stands for a compiler of PTX, and Mojo's runtime takes drivers before 580.
+# Set to anything, it names a compiler of PTX, and Mojo's runtime accepts drivers before 580.
 _PTX_COMPILER = "MODULAR_NVPTX_COMPILER_PATH"
 _CUDA_13 = 13000
 

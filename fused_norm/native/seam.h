@@ -14,15 +14,18 @@ namespace fused_norm {
 
 using Tensors = c10::SmallVector<Tensor, 16>;
 
-// As `Seam` in composition.py; an activation is its number in the record.
+// As `Seam` in composition.py; a norm and an activation are their numbers in the record.
 struct Seam {
-  bool is_rms_norm = false;
-  int activation = 0;
+  int normalization = 0, activation = 0;
   double eps = 0, weight_offset = 0;
   bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false;
 
+  // A LayerNorm's rows have a mean.
+  bool has_mean() const {
+    return normalization == 0;
+  }
   bool is_gated() const {
-    return activation > 8;
+    return activation >= GATED;
   }
 };
 
@@ -56,12 +59,9 @@ struct Operands {
   bool has_modulation() const {
     return flat[SCALE].defined() || flat[SHIFT].defined();
   }
-  // Whether a call begins as a norm and Linear layers, and nothing before or between.
+  // Whether nothing comes before the norm, or between it and the Linear layers.
   bool is_bare() const {
     return !flat[RESIDUAL].defined() && !has_modulation();
-  }
-  bool is_one_product() const {
-    return count() == 1 && is_bare();
   }
   // Whether there are two weights of a size, of which one may gate the other.
   bool is_pair() const {
@@ -80,7 +80,18 @@ inline at::ScalarType statistics_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Tells ordinary tensors of a device, with their values in dense memory.
+inline bool is_narrow(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// Whether kernels have rows of a dtype, with parameters of a norm in that or another.
+inline bool has_kernel(const Tensor& x, at::ScalarType norm) {
+  const auto dtype = x.scalar_type();
+  return (is_narrow(dtype) || dtype == at::kFloat || (dtype == at::kDouble && x.is_cpu())) &&
+      (norm == dtype || (is_narrow(dtype) && norm == at::kFloat));
+}
+
+// Recognizes ordinary tensors of a device, whose values are in dense memory.
 class Plain {
  public:
   explicit Plain(const Tensor& x)
@@ -96,7 +107,7 @@ class Plain {
   bool is(const Tensor& v) const {
     return is_kind(v) && is_dense(v);
   }
-  // The same wherever its values are.
+  // The same, wherever its values are.
   bool is_kind(const Tensor& v) const {
     return is_there_ && backend(v) == keys_ && v.device() == device_ &&
         !torch::autograd::isFwGradDefined(v);
@@ -120,7 +131,7 @@ class Plain {
   bool is_there_;
 };
 
-// How many groups of neighboring rows have a modulation of their own: 0 where it has not that form.
+// How many groups of neighboring rows have a modulation of their own: 0 if it has another form.
 inline int64_t groups_of(const Tensor& modulation, at::IntArrayRef x) {
   const auto shape = modulation.sizes();
   const int64_t missing = static_cast<int64_t>(x.size()) - static_cast<int64_t>(shape.size());
@@ -137,22 +148,17 @@ inline int64_t groups_of(const Tensor& modulation, at::IntArrayRef x) {
 
 // The sizes of a call that kernels can take as it stands; nothing for others.
 inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
-  constexpr int64_t most_groups = 65535, longest_row = (int64_t{1} << 31) - 1;
   const Tensor& x = t[X];
   if (!x.defined()) return std::nullopt;
   const Plain is_plain(x);
   if (!is_plain.is_kind(x) || !x.dim() || !x.numel()) return std::nullopt;
   const auto dtype = x.scalar_type(), wide = statistics_dtype(dtype);
-  const bool is_narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
-  if (!is_narrow && dtype != at::kFloat && !(dtype == at::kDouble && x.is_cpu())) {
-    return std::nullopt;
-  }
   const auto norm = t.affine().defined() ? t.affine().scalar_type() : dtype;
   const auto shape = x.sizes(), rows = shape.slice(0, shape.size() - 1);
   Sizes sizes{0, shape.back(), 0, 0};
   const int64_t K = sizes.K;
   sizes.M = x.numel() / K;
-  if (K > longest_row || !is_plain.is(x) || (norm != dtype && !(is_narrow && norm == at::kFloat)) ||
+  if (K > LONGEST_ROW || !is_plain.is(x) || !has_kernel(x, norm) ||
       !is_plain.may_be(t[RESIDUAL], shape, dtype) || !is_plain.may_be(t[GAMMA], K, norm) ||
       !is_plain.may_be(t[BETA], K, norm) || !is_plain.may_be(t[MEAN], rows, wide) ||
       !is_plain.may_be(t[RSTD], rows, wide)) {
@@ -163,7 +169,7 @@ inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
     if (!v.defined()) continue;
     if (!is_plain.is(v)) return std::nullopt;
     const auto groups = groups_of(v, shape);
-    if (!groups || groups > most_groups || (sizes.groups && sizes.groups != groups) ||
+    if (!groups || groups > MOST_GROUPS || (sizes.groups && sizes.groups != groups) ||
         v.scalar_type() != dtype) {
       return std::nullopt;
     }
@@ -203,7 +209,7 @@ inline Call norm_call(const Seam& kind, const Operands& t, const Sizes& sizes, i
   call.context = context;
   call.threads = threads();
   call.x = address(t[X]);
-  call.normalization = kind.is_rms_norm;
+  call.normalization = kind.normalization;
   call.weight_offset = kind.weight_offset;
   call.gamma = address(t[GAMMA]);
   call.beta = address(t[BETA]);
@@ -214,7 +220,17 @@ inline Call norm_call(const Seam& kind, const Operands& t, const Sizes& sizes, i
   return call;
 }
 
-// A tensor's last size is another one.
+// The record of a pass over rows of N elements that no norm is part of.
+inline Call rows_call(int64_t M, int64_t N, const Passes& passes) {
+  Call call{};
+  call.M = M;
+  call.N = N;
+  call.context = passes.context;
+  call.threads = threads();
+  return call;
+}
+
+// A tensor like another, whose rows have another length.
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
   c10::DimVector shape(x.sizes().begin(), x.sizes().end());
   shape.back() = last;

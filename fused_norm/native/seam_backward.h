@@ -10,7 +10,7 @@
 
 namespace fused_norm {
 
-// What a gradient is to be had of, by place; x stands for the residual, too.
+// Which gradients are wanted, by place; that of x stands for the residual's, too.
 using Wanted = c10::SmallVector<bool, 16>;
 
 // Computes gradients by place, once. Those of the residuals are those of x and of the output.
@@ -62,15 +62,6 @@ class Backward {
     return at::zeros({N}, t_[X].options());
   }
 
-  Call rows_call(int64_t N) const {
-    Call call{};
-    call.M = sizes_.M;
-    call.N = N;
-    call.context = kernels_.passes.context;
-    call.threads = threads();
-    return call;
-  }
-
   void activate_backward(Call& call) const {
     fused_norm::run(
         kernels_.passes.plan_activate_backward, kernels_.passes.activate_backward, call, t_[X]);
@@ -78,7 +69,7 @@ class Backward {
 
   Tensor sum_of_rows(const Tensor& rows) const {
     const auto sum = at::empty({rows.size(1)}, rows.options());
-    auto call = rows_call(rows.size(1));
+    auto call = rows_call(sizes_.M, rows.size(1), kernels_.passes);
     call.da = address(rows);
     call.dbias = address(sum);
     activate_backward(call);
@@ -114,7 +105,7 @@ class Backward {
       const auto h = as_rows(products_[i]);
       const auto dh = at::empty(h.sizes(), h.options());
       const auto dbias = wants_bias ? at::empty({h.size(1)}, h.options()) : Tensor();
-      auto call = rows_call(da.size(1));
+      auto call = rows_call(sizes_.M, da.size(1), kernels_.passes);
       call.activation = kind_.activation;
       call.da = address(da);
       call.h = address(h);
@@ -203,7 +194,7 @@ class Backward {
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_);
       z = may_replace ? dz : at::empty({sizes_.M, sizes_.K}, x.options());
     }
-    // Where no activation has found them: those of one weight on the way, others one by one.
+    // Gradients of biases that no activation has found: one weight's on the way, others one by one.
     Tensor sum;
     for (size_t i = 0; i < count; ++i) {
       auto& dbias = found_[NAMED + count + i];

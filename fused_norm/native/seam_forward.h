@@ -23,11 +23,7 @@ inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes)
   if (!kind.activation) return h;
   const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
   const auto a = empty_rows(h, N);
-  Call call{};
-  call.M = h.numel() / h.size(-1);
-  call.N = N;
-  call.context = passes.context;
-  call.threads = threads();
+  auto call = rows_call(h.numel() / h.size(-1), N, passes);
   call.activation = kind.activation;
   call.h = address(h);
   call.a = address(a);
@@ -89,23 +85,16 @@ inline Tensor normalized(
   return z;
 }
 
-// Whether PyTorch's product of so few rows is faster, which need not be packed.
-inline bool are_few_rows(const Tensor& x, const Sizes& sizes) {
-  constexpr int64_t fewest_rows = 4, least_weight = 1 << 15;
-  return x.is_cpu() && (x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble) &&
-      sizes.M < fewest_rows && sizes.K * sizes.N >= least_weight;
-}
-
-// Whether an extension's own product is to be asked: on a GPU between a norm and nothing else. There
-// it finds statistics on its way sooner than a pass applies those given.
+// Whether to ask an extension's own product: on a GPU only where nothing else comes with the norm.
+// There it finds statistics on its way sooner than a pass applies given ones.
 inline bool has_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
   if (!kernels.product.forward || kind.returns_norm) return false;
-  if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined() && !are_few_rows(t[X], sizes);
+  if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined();
   return t.is_bare() && (t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair()));
 }
 
-// Computes up to the activation in one native call, or past it; false where the plan declines.
+// Computes up to the activation, or past it, in one native call; false where the plan declines.
 inline bool forward_by_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
     bool activates, Results& results) {
@@ -150,7 +139,7 @@ inline bool forward_by_product(
   return true;
 }
 
-// The same in whichever way there is: an activation may have no place in the product.
+// The same either way: the product may have no place for the activation.
 inline bool forward_by_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
     Results& results) {
@@ -190,14 +179,14 @@ inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& k
   return y;
 }
 
-// Whether a call takes longer than it takes to begin.
+// Whether a call takes longer to run than to start.
 inline bool is_large(const Sizes& sizes) {
   constexpr int64_t most_products = 1 << 18;
   return sizes.M * sizes.K * sizes.N > most_products;
 }
 
-// Computes a call whose sizes are known; nothing where PyTorch's own product is to do so on a CPU,
-// and how is left to Python.
+// Computes a call whose sizes are known; nothing where PyTorch's own product is faster on a CPU:
+// that is left to Python.
 inline std::optional<Results> forward(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels) {
   const Tensor& x = t[X];
@@ -205,13 +194,14 @@ inline std::optional<Results> forward(
   if (keeps && !t[RSTD].defined()) {
     const auto wide = x.options().dtype(statistics_dtype(x.scalar_type()));
     const auto shape = x.sizes().slice(0, x.dim() - 1);
-    if (!kind.is_rms_norm) results.mean = at::empty(shape, wide);
+    if (kind.has_mean()) results.mean = at::empty(shape, wide);
     results.rstd = at::empty(shape, wide);
   }
   if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, kernels, results)) {
-    if (x.is_cpu() && kernels.product.forward && x.scalar_type() == at::kBFloat16 && is_large(sizes)) {
+    if (x.is_cpu() && kernels.product.forward && x.scalar_type() == at::kBFloat16 &&
+        is_large(sizes)) {
       return std::nullopt;
     }
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);

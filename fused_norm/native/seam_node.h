@@ -15,7 +15,8 @@ inline PyObject* python_backward = nullptr;
 class SeamBackward : public torch::autograd::Node {
  public:
   SeamBackward(const Seam& kind, const Operands& t, const Kernels& kernels)
-      : kind_(kind), kernels_(kernels), stream_(current_stream(t[X].device())), edges_(t.flat.size()) {
+      : kind_(kind), kernels_(kernels), stream_(current_stream(t[X].device())),
+        edges_(t.flat.size()) {
     torch::autograd::edge_list edges;
     for (size_t place = 0; place < t.flat.size(); ++place) {
       edges_[place] = -1;
@@ -76,9 +77,10 @@ class SeamBackward : public torch::autograd::Node {
     for (const int edge : edges_) args.collect(static_cast<int64_t>(edge));
     args.collect(kind_.eps);
     args.collect(kind_.weight_offset);
+    args.collect(static_cast<int64_t>(kind_.normalization));
     args.collect(static_cast<int64_t>(kind_.activation));
-    for (const bool flag : {kind_.is_rms_norm, kind_.is_joined, kind_.returns_sum,
-                            kind_.returns_norm, kind_.recompute}) {
+    for (const bool flag :
+         {kind_.is_joined, kind_.returns_sum, kind_.returns_norm, kind_.recompute}) {
       args.collect(flag);
     }
   }
@@ -144,7 +146,7 @@ class SeamBackward : public torch::autograd::Node {
         current_stream(x.device()) != stream_) {
       return std::nullopt;
     }
-    // Tensors may have got another memory since the forward, by an assignment to their `data`.
+    // Tensors may have been given other memory since the forward, by an assignment to their `data`.
     const auto sizes = sizes_of(kind_, t);
     if (!sizes) return std::nullopt;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -167,7 +169,7 @@ class SeamBackward : public torch::autograd::Node {
     py::list mask;
     for (const bool flag : wanted) mask.append(py::cast(flag));
     const auto kind = py::make_tuple(
-        kind_.is_rms_norm, kind_.activation, kind_.eps, kind_.weight_offset, kind_.is_joined,
+        kind_.normalization, kind_.activation, kind_.eps, kind_.weight_offset, kind_.is_joined,
         kind_.returns_sum, kind_.returns_norm, kind_.recompute);
     const auto tensors = wrap_all(t.flat), kept = wrap_all(products), grads = wrap_all(gradients);
     const auto found = py::checked(PyObject_CallFunctionObjArgs(
@@ -195,9 +197,7 @@ inline void set_node(
   if (kind.returns_sum) torch::autograd::set_history(results.sum, owner);
   if (kind.returns_norm) torch::autograd::set_history(results.norm, owner);
   node->save(t, results);
-#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
-  torch::autograd::fire_node_creation_hooks(owner);
-#endif
+  tell_of(owner);
 }
 
 }  // namespace fused_norm

@@ -1,4 +1,4 @@
-"""The op family in C++, where that is built: one call from Python forward, none backward."""
+"""The op family in C++, where that is built: one call from Python forward, and none backward."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from fused_norm.native.cache import BuildError
 from fused_norm.ops.rows import trainable_eps_gradients
 from fused_norm.ops.seam import gradients
 
-_IS_RMS_NORM = {name: number == 1 for number, name in enumerate(NORMALIZATIONS)}
+_NORMS = {name: number for number, name in enumerate(NORMALIZATIONS)}
 _NUMBERS: dict[Any, int] = {None: 0, **{name: number for name, (number, _) in ACTIVATIONS.items()}}
 _NAMED = Operands._fields[:-2]
 _OUT_BIAS = _NAMED.index("out_bias")
+# The options of `norm_linear` in their order, and what they are if not given.
+OPTIONS: dict[str, Any] = {
+    **{"normalization": NORMALIZATIONS[0], "norm_weight": None, "norm_bias": None, "eps": 1e-5},
+    **{"weight_offset": 0.0, "scale": None, "shift": None, "residual": None, "activation": None},
+    **{"statistics": None, "return_sum": False, "return_norm": False},
+}
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 
 
@@ -33,7 +39,7 @@ def module() -> Any:
 
 
 def tell(found: Any) -> None:
-    """Give the compiled module what it calls of Python."""
+    """Give the compiled module the Python functions that it calls."""
     found.set_python(
         compiled.kernels,
         compiled.conditions,
@@ -63,18 +69,7 @@ def forward(
     x: Any,
     weight: Any,
     bias: Any,
-    normalization: Any = NORMALIZATIONS[0],
-    gamma: Any = None,
-    beta: Any = None,
-    eps: Any = 1e-5,
-    offset: Any = 0.0,
-    scale: Any = None,
-    shift: Any = None,
-    residual: Any = None,
-    activation: Any = None,
-    statistics: Any = None,
-    return_sum: bool = False,
-    return_norm: bool = False,
+    options: Sequence[Any],
     second: tuple[Any, Any, Any] = (None, None, None),
     joined: bool = False,
     recompute: bool = False,
@@ -85,37 +80,28 @@ def forward(
         x: As `functional.norm_linear` takes it, like all that is not listed.
         weight: A weight, or several.
         bias: A bias or None, or as many.
-        normalization: The norm.
-        gamma: Its weight.
-        beta: Its bias.
-        eps: Added to the variance.
-        offset: Added to gamma.
-        scale: AdaLN's scale.
-        shift: AdaLN's shift.
-        residual: Added to x.
-        activation: What follows the product.
-        statistics: Those of the sum.
-        return_sum: Whether the sum is a result.
-        return_norm: Whether the normalized rows are.
+        options: Those of `norm_linear`, in the order of OPTIONS.
         second: Weight and bias of a Linear layer after the activation, and what is added to it.
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
     if torch.compiler.is_compiling() or (run := module()) is None:
         return None
+    normalization, gamma, beta, eps, offset, scale, shift, residual, *rest = options
+    activation, statistics, return_sum, return_norm = rest
     mean = rstd = None
     if statistics is not None:
         mean, rstd, of, found_with = statistics
         if of != normalization or found_with != eps:
             return None
     try:
-        is_rms_norm, number = _IS_RMS_NORM[normalization], _NUMBERS[activation]
+        norm, number = _NORMS[normalization], _NUMBERS[activation]
     except (KeyError, TypeError):
         return None
     try:
         return run.forward(
             *(x, residual, gamma, beta, scale, shift, mean, rstd, *second, weight, bias),
-            *(is_rms_norm, number, eps, offset, joined, return_sum, return_norm, recompute),
+            *(norm, number, eps, offset, joined, return_sum, return_norm, recompute),
         )
     except BuildError:
         # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
@@ -138,8 +124,8 @@ def backward(
         grad_outputs: Those of the results.
         wanted: Which are.
     """
-    is_rms_norm, activation, *options = kind
-    seam = Seam(NORMALIZATIONS[is_rms_norm], _NAMES[activation], *options)
+    norm, activation, *options = kind
+    seam = Seam(NORMALIZATIONS[norm], _NAMES[activation], *options)
     return gradients(seam, None, _with_biases(tensors, wanted), products, grad_outputs, wanted)
 
 

@@ -1,4 +1,4 @@
-"""What the ops come down to, for programs that are to run where this package is not."""
+"""The ops in terms of PyTorch's, for programs that run where this package is not installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fused_norm.ops.validation import by_pytorch_widened
 
 
 def decompositions() -> Any:
-    """Return PyTorch's default decompositions, and those of this package's ops into PyTorch's ops.
+    """Return PyTorch's default decompositions, and those of this package's ops into PyTorch's.
 
-    An exported program holds the ops of this package, so that whoever runs it has its kernels; it
-    can be loaded where the package has been imported. `program.run_decompositions(
-    fused_norm.decompositions())` is one that can be loaded anywhere.
+    An exported program holds this package's ops, so that it runs on the kernels; it loads only
+    after the package has been imported. `program.run_decompositions(fused_norm.decompositions())`
+    loads anywhere.
     """
     table = torch.export.default_decompositions()
     for name, formula in _FORMULAS.items():
@@ -45,6 +45,10 @@ def _add_statistics(*arguments: Any) -> list[Tensor]:
     return [result for result in add_by_pytorch(*arguments) if result is not None]
 
 
+def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    return residual + torch.nn.functional.linear(x, weight, bias)
+
+
 def _row_op(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *tensors: by_pytorch_widened(formula, *tensors)
 
@@ -53,6 +57,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "layernorm_linear": _layernorm_linear,
     "seam_forward": _seam_forward,
     "add_statistics": _add_statistics,
+    "linear_add": _linear_add,
     "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
     "composed_mean": _row_op(reference.mean),
     "composed_norm": _row_op(reference.norm),

@@ -1,7 +1,7 @@
 """Tells PyTorch's FlopCounterMode what the ops' products take.
 
-It asks a registry that it copies as it is made. Its module brings Triton along, a quarter of a
-second that an import of this package does not spend: formulas are registered once it is there.
+It asks a registry that it copies as it is made. Its module imports Triton, which takes a quarter of
+a second. Importing this package does not: formulas are registered once that module is there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def count_flops(name: str, formula: Callable[..., int]) -> None:
 
 
 def tell_counters() -> None:
-    """Register the formulas, also with the counters that are under way."""
+    """Register the formulas, also with the counters that are running."""
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return

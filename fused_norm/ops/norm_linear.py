@@ -10,10 +10,11 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from fused_norm import backends, reference
+from fused_norm.backends import cpu
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics, lies_transposed
 from fused_norm.call.parameters import Parameters
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import NORMALIZATIONS, Operands, Seam
 from fused_norm.ops import compiled, seam
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
@@ -30,12 +31,13 @@ from fused_norm.ops.sharding import has_dtensor, over_shards
 from fused_norm.ops.validation import (
     by_pytorch,
     has_kernel,
-    is_left_to_pytorch,
     is_slower_here,
     straight_by_pytorch,
 )
 
 _Results = tuple[Tensor, Tensor, Tensor]
+# The options after eps that a call of the op does not have.
+_PLAIN = tuple(compiled.OPTIONS.values())[4:]
 # Gamma, beta, the weight and the bias.
 _Parameters = tuple[Any, Any, Any, Any]
 
@@ -118,7 +120,7 @@ count_flops("layernorm_linear_backward", _backward_flops)
 
 
 class LayerNormLinear(torch.autograd.Function):
-    """Gradients of the op. Saved for the backward: the input, the parameters, mean and rstd.
+    """Gradients of the op. The forward saves the input, the parameters, mean and rstd.
 
     The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
     gradient for the weight; and what is known of the parameters where nothing watches the call.
@@ -208,7 +210,7 @@ _with_gradients = differentiable(LayerNormLinear)
 
 
 def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) -> Tensor:
-    """Compute a call of the op: what no kernel serves, a wrong call included, by PyTorch's ops.
+    """Compute a call of the op; PyTorch's ops take what no kernel serves, wrong calls included.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -219,7 +221,7 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
     if owner is None:
         gamma, beta, weight, bias = tensors
         y: Tensor | None
-        y = compiled.forward(x, weight, bias, gamma=gamma, beta=beta, eps=eps)
+        y = compiled.forward(x, weight, bias, (NORMALIZATIONS[0], gamma, beta, eps, *_PLAIN))
         if y is not None:
             return y
     return by_python(x, tensors, eps, owner)
@@ -239,14 +241,14 @@ def by_python(
         tensors: Gamma, beta, the weight and the bias.
         eps: Added to the variance.
         owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
-        is_recorded: Whether a profiler that is under way has been told.
+        is_recorded: Whether a running profiler has been told.
     """
     if not is_recorded and is_profiled():
         with record_function("fused_norm::norm_linear"):
             return by_python(x, tensors, eps, owner, True)
     autocast = torch._C._is_any_autocast_enabled()
     if not autocast:
-        if owner is None and type(x) is Tensor and x.is_cpu and is_left_to_pytorch(x):
+        if owner is None and type(x) is Tensor and x.is_cpu and cpu.is_left_to_pytorch(x):
             return straight_by_pytorch(x, *tensors, eps)
         if not is_watched():
             if owner is None and type(x) is Tensor and x.is_cpu:
@@ -261,10 +263,10 @@ def by_python(
     inputs, cast = tensors, False
     if autocast and _is_autocast(x):
         if x.is_cpu and x.dtype in LOW_PRECISION:
-            # As autocast has it on a GPU, where a norm is float32's.
+            # As under autocast on a GPU, where a norm computes in float32.
             x = x.float()
         inputs, cast = _autocast(x, tensors)
-    if owner is None and isinstance(x, Tensor) and x.is_cpu and (cast or is_left_to_pytorch(x)):
+    if owner is None and isinstance(x, Tensor) and x.is_cpu and (cast or cpu.is_left_to_pytorch(x)):
         return by_pytorch(x, *tensors, eps)
     operands = _operands(x, tensors)
     if has_dtensor(operands):

@@ -82,7 +82,7 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
         backward = function.backward
 
     Eager.__name__ = Eager.__qualname__ = f"Eager{function.__name__}"
-    # What `Eager.apply` comes down to where no transform is active, 3 us sooner.
+    # What `Eager.apply` comes down to where no transform is active, 3 us faster.
     eager = super(torch.autograd.Function, Eager).apply
 
     def apply(*arguments: Any) -> Any:
@@ -144,8 +144,8 @@ def _batched(name: str, rows: int) -> Callable[..., Any]:
 def is_watched() -> bool:
     """Return whether a compiler, a tracer, a transform or a mode would see PyTorch's own ops.
 
-    PyTorch's dispatcher lets them see ours too. It costs as much as a small kernel, so a call that
-    nothing watches goes round it.
+    PyTorch's dispatcher lets them see ours, too. It costs as much as a small kernel, so a call that
+    nothing watches bypasses it.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -157,7 +157,7 @@ def is_watched() -> bool:
 
 
 def is_profiled() -> bool:
-    """Return whether a profiler is under way."""
+    """Return whether a profiler is running."""
     return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from fused_norm import backends, composition
-from fused_norm.backends import seams
+from fused_norm.backends import seam_backward, seams
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import lies_transposed, statistics_dtype
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
@@ -26,7 +26,7 @@ from fused_norm.ops.registration import (
 from fused_norm.ops.seam_validation import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.sharding import has_dtensor, over_shards
 
-# Of the first eleven operands, those that an op's schema lists one by one.
+# The operands that an op's schema lists one by one: all but the weights and the biases.
 _NAMED = Operands._fields[:-2]
 _KIND = (
     "str normalization, str activation, float eps, float weight_offset, bool joined, "
@@ -80,7 +80,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if is_empty(t):
         found = composition.gradients(kind, t, grad_outputs, wanted)
     else:
-        found = seams.backward(kind, t, products, grad_outputs, wanted)
+        found = seam_backward.backward(kind, t, products, grad_outputs, wanted)
     return [g for g, w in zip(found, wanted, strict=True) if w and g is not None]
 
 
@@ -107,7 +107,7 @@ def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
 
 
 def _empty_forward(kind: Seam, t: Operands, keeps: bool) -> list[Tensor]:
-    """Return results without elements, or of inputs without features, by PyTorch's ops."""
+    """Return the results of a call without rows, features or outputs, by PyTorch's ops."""
     outputs = composition.seam(kind, t)
     kept = _fake_forward(*t, *kind, keeps)
     given = len(outputs) - kind.returns_sum - kind.returns_norm
@@ -168,7 +168,7 @@ count_flops("seam_backward", _backward_flops)
 
 
 class SeamFunction(torch.autograd.Function):
-    """Gradients of the family. Saved for the backward: x or the sum, parameters, statistics, h.
+    """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
 
     The first two arguments are the kind, and the Parameters whose `main_grad` is added to in place
     of a gradient, for each weight, or None. The others are tensors in the order of `flat`.
@@ -241,7 +241,7 @@ def gradients(
     plain = (*(v for v in tensors if v is not None), *(g for g in grad_outputs if g is not None))
     if not is_watched() and are_plain(plain) and not is_empty(t):
         main_grads = [o if o is None else o.main_grad for o in owners] if owners else ()
-        return seams.backward(kind, t, products, grad_outputs, wanted, main_grads)
+        return seam_backward.backward(kind, t, products, grad_outputs, wanted, main_grads)
     results = iter(_seam_backward(*t, *kind, list(products), list(grad_outputs), wanted))
     return [next(results) if w else None for w in wanted]
 
@@ -258,7 +258,7 @@ def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
     )
 
 
-# What `apply` comes down to where no transform is active, 3 us sooner.
+# What `apply` comes down to where no transform is active, 3 us faster.
 _apply = super(torch.autograd.Function, SeamFunction).apply
 
 
@@ -272,7 +272,7 @@ def inference_again(
     eps: Any,
     offset: Any,
 ) -> Tensor | None:
-    """Return what a norm and a Linear layer give that kernels served before; None if in doubt.
+    """Return the result of a norm and a Linear layer that kernels served before; None if in doubt.
 
     Args:
         x: Input of shape `[..., K]` on a GPU.
@@ -298,13 +298,13 @@ def inference_again(
 
 
 def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
-    """Compute a call: what no kernel serves, a wrong one included, by PyTorch's ops.
+    """Compute a call; PyTorch's ops take what no kernel serves, wrong calls included.
 
     Args:
         kind: What to compute.
         t: The tensors.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None.
-        is_recorded: Whether a profiler that is under way has been told.
+        is_recorded: Whether a running profiler has been told.
     """
     if not is_recorded and is_profiled():
         name = "norm_linear" if t.out_weight is None else "norm_mlp"

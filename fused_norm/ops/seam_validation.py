@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.backends import sm90
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
+from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.composition import Operands, Seam, is_gate
-from fused_norm.ops.validation import LONGEST_ROW, is_strided, serves_now
+from fused_norm.ops.validation import is_strided, serves_now
 
-# A GPU's grid has no more blocks in the direction that groups take.
-_MOST_GROUPS = 65535
-# Products (M K N) from which on a call pays, in inference and in training: half a millisecond of an
+# Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
 # H200 in bfloat16, and a quarter of one of a thread of a Xeon in float32 (bench, "launch", "wall").
 _GPU_PRODUCTS = (2 * 10**10, 6 * 10**10)
 _CPU_PRODUCTS = (5 * 10**6, 10**7)
@@ -63,9 +63,9 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
 
 
 def is_host_bound(t: Operands) -> bool:
-    """Return whether PyTorch's ops finish a call sooner: one that takes the host most of its time.
+    """Return whether PyTorch's ops finish a call sooner: one whose time is mostly the host's.
 
-    A call of ours takes Python longer than it takes PyTorch's ops, which are called from C++. That
+    A call of ours spends more time in Python than PyTorch's ops do, which are called from C++. That
     is hidden where kernels take longer still, and in CUDA graphs, which cost the host nothing.
 
     Args:
@@ -86,7 +86,7 @@ def is_host_bound(t: Operands) -> bool:
 
 
 def is_small(products: int, device: torch.device, follows: bool) -> bool:
-    """Return whether a call of some products is over on a device sooner than Python starts it.
+    """Return whether a device takes less time for so many products than Python takes to start.
 
     Args:
         products: M K N, of all layers together.
@@ -96,6 +96,31 @@ def is_small(products: int, device: torch.device, follows: bool) -> bool:
     if device.type == "cuda":
         return products < _GPU_PRODUCTS[follows] and not torch.cuda.is_current_stream_capturing()
     return products < _CPU_PRODUCTS[follows] * torch.get_num_threads()
+
+
+def adds_in_product(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a Linear layer's product is to add a residual, rather than what follows it.
+
+    On Hopper it does so at no cost. Elsewhere PyTorch's products add nothing on their way, and a
+    norm that follows reads both summands sooner than a pass of its own would.
+
+    Args:
+        x: Of shape `[..., K]`, on its device; without values, sizes are those traced with.
+        weight: Of shape `[N, K]`.
+    """
+    if not x.is_cuda or not weight.is_contiguous():
+        return False
+    N, K = map(hint, weight.shape)
+    rows = math.prod(map(hint, x.shape[:-1]))
+    return bool(rows and N and K) and sm90.adds(x, rows, N, K)
+
+
+def hint(size: Any) -> int:
+    """Return a size, of one that is dynamic the one traced with."""
+    if isinstance(size, int):
+        return size
+    found = getattr(size.node, "hint", None)
+    return 1 if found is None else int(found)
 
 
 def _are_tensors(t: Operands) -> bool:
@@ -157,7 +182,7 @@ def fits(kind: Seam, t: Operands) -> bool:
 
 
 def _with_groups(t: Operands) -> Operands | None:
-    """Return the call with one scale and shift a group of neighboring rows, None where not so."""
+    """Return the call with one scale and shift per group of neighboring rows, None for others."""
     x = t.x
     K = x.shape[-1]
     given = [v for v in (t.scale, t.shift) if v is not None]
@@ -167,13 +192,13 @@ def _with_groups(t: Operands) -> Operands | None:
     shape = (1,) * (x.dim() - len(shape)) + tuple(shape)
     if any(size not in (1, whole) for size, whole in zip(shape, x.shape, strict=True)):
         return None
-    # Rows of a group share a vector; where they are no neighbors, each row gets its own.
+    # Rows of a group share a vector; where they are not neighbors, each row gets its own.
     prefix = x.dim() - 1
     while prefix and shape[prefix - 1] == 1:
         prefix -= 1
     if shape[:prefix] != tuple(x.shape[:prefix]):
         prefix = x.dim() - 1
-    if math.prod(x.shape[:prefix]) > _MOST_GROUPS:
+    if math.prod(x.shape[:prefix]) > MOST_GROUPS:
         return None
     whole = (*x.shape[:prefix], *(1,) * (x.dim() - 1 - prefix), K)
     scale, shift = (v if v is None else v.expand(whole) for v in (t.scale, t.shift))

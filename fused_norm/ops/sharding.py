@@ -85,7 +85,7 @@ def over_shards(
 
 
 def cast_dtensor(tensor: Any) -> Any:
-    """Return a DTensor as what has its attributes."""
+    """Return a DTensor without a type, which would not know its attributes."""
     return tensor
 
 

@@ -20,14 +20,11 @@ from torch.nn import Parameter
 from fused_norm import reference
 from fused_norm.backends import cpu
 from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.call.record import LONGEST_ROW
 from fused_norm.native import build, compiler
-from fused_norm.native.cpu_features import bfloat16_product
 from fused_norm.ops.registration import is_forward_mode
 
-# Kernels count the elements of a row in 32 bits.
-LONGEST_ROW = 2**31 - 1
-
-# The tensors of PyTorch's compiler, and those that a collective will have written.
+# The tensors of PyTorch's compiler, and those that a collective is still to write.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
 # Tensor's own, and that of a class which has none.
 _TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
@@ -93,11 +90,6 @@ def has_kernel(
         if not (affine.dtype is x.dtype or mixed):
             return False
     return serves_now(x, dtype)
-
-
-def is_left_to_pytorch(x: Tensor) -> bool:
-    """Return whether PyTorch's own ops are faster than the kernels, whatever the sizes."""
-    return x.dtype is torch.bfloat16 and x.is_cpu and bfloat16_product() is not None
 
 
 def is_slower_here(x: Tensor, weight: Any, follows: bool) -> bool:
@@ -175,7 +167,7 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
 
 
 def surely_has_trainable_eps_kernel(x: Any, o: Any) -> bool:
-    """Return whether the kernels serve ordinary tensors that nothing watches, in a few fast looks.
+    """Return whether the kernels serve ordinary tensors that nothing watches, in a few fast checks.
 
     True is certain; False leaves it to be found out.
 
@@ -257,7 +249,7 @@ def is_strided(tensor: Tensor) -> bool:
 def _is_known(kind: Any) -> bool:
     """Return whether tensors of a type take any op, as far as their class says.
 
-    Quantized and distributed tensors know PyTorch's ops alone: their class has them.
+    Quantized and distributed tensors take only PyTorch's ops, which their classes define.
     """
     if kind is Tensor or kind is Parameter:
         return True
@@ -301,7 +293,7 @@ _say_no_kernel.__dict__["_dynamo_marked_constant"] = True
 
 
 def is_onnx_export() -> bool:
-    """Return whether a model is on its way to ONNX, which knows PyTorch's ops alone."""
+    """Return whether a model is being exported to ONNX, which knows only PyTorch's ops."""
     if not (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
         return False
     return torch.onnx.is_in_onnx_export()

@@ -1,10 +1,10 @@
-"""Activations as formulas of single elements, which of them being a number known when they run.
+"""Activations as formulas of single elements, chosen by a number at run time.
 
 With a = act(h): relu max(h, 0); gelu h Phi(h); gelu_tanh, quick_gelu and silu h s(z), where s(z) = 1 / (1 + e^-z),
 z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become what PyTorch makes of them.
 
-On a GPU, what is rounded to 16 bits right after is computed to some bits more than those: divisions by the hardware's
-reciprocal, and Phi(h) as s(h p(h^2)) by a cubic p, within 1.8e-3 of itself for |h| < 4 and 1.4e-4 of 1.
+On a GPU, what is rounded to 16 bits next is computed to only a few bits more: divisions by the hardware's reciprocal,
+ and Phi(h) as s(h p(h^2)) by a cubic p, within 1.8e-3 of itself for |h| < 4 and 1.4e-4 of 1.
 """
 
 from std.math import erf, exp, fma
@@ -24,7 +24,7 @@ comptime QUICK_GELU = Int32(4)
 comptime SILU = Int32(5)
 """Also called swish."""
 comptime GATED = 8
-"""Added to one of these: half of what comes is a gate, a = act(gate) h."""
+"""Added to one of these: half of the product is a gate, a = act(gate) h."""
 
 comptime _SQRT_HALF = 0.70710678118654752440
 comptime _INVERSE_SQRT_TAU = 0.39894228040143267794
@@ -128,7 +128,7 @@ struct Backward[dtype: DType, width: Int, narrow: Bool = False](
 def _argument[
     dtype: DType, width: Int, //
 ](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns what the logistic function is taken of."""
+    """Returns the argument of the logistic function."""
     comptime Lanes = SIMD[dtype, width]
     if kind == QUICK_GELU:
         return h * _QUICK
@@ -141,7 +141,7 @@ def _argument[
 def _narrow_argument[
     dtype: DType, width: Int, //
 ](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns the same, of the normal distribution too."""
+    """Returns the same, for the normal distribution as well."""
     if kind != GELU:
         return _argument(kind, h)
     comptime Lanes = SIMD[dtype, width]
@@ -183,7 +183,7 @@ def _reciprocal[
 struct _Logistic[dtype: DType, width: Int, narrow: Bool = False](
     TrivialRegisterPassable
 ):
-    """1 / (1 + e^-z) and what is left of it to 1, both to their last bits."""
+    """1 / (1 + e^-z) and 1 minus that, both to their last bits."""
 
     var share: SIMD[Self.dtype, Self.width]
     var rest: SIMD[Self.dtype, Self.width]
@@ -286,7 +286,7 @@ def _exponential[
     var power = Lanes(1)
     comptime for i in range(terms):
         power = fma(power * r, Lanes(1.0 / Float64(terms - i)), Lanes(1))
-    # in two factors: 2^n may be no number where e^x is one
+    # in two factors: 2^n may overflow where e^x does not
     comptime Bits = SIMD[bits, width]
     var half = n.cast[bits]() >> Bits(1)
     var rest = n.cast[bits]() - half
@@ -311,5 +311,5 @@ def error_function[
     Returns:
         Their error function.
     """
-    comptime assert dtype.is_floating_point(), "has to be a number"
+    comptime assert dtype.is_floating_point(), "must be a floating-point type"
     return erf(x)

@@ -1,6 +1,7 @@
-"""What can be done with the rows of a product beside multiplying them.
+"""What can be done with the rows of a product besides multiplying them.
 
-A hook may gather sums of each row of a, from which it makes the terms that the epilogue needs. The finished rows of c may be taken on by warps with nothing to multiply.
+A hook may gather sums of each row of a, from which it makes the terms that the epilogue needs. Warps with nothing to
+multiply may take the finished rows of c further.
 """
 
 from .epilogue import RowTerms
@@ -21,7 +22,7 @@ trait Gathering(TrivialRegisterPassable):
 
         Args:
             tile: Where a kernel has 64 rows of the block.
-            thread: Thread of those that share them.
+            thread: Which of the threads that share them.
         """
         ...
 
@@ -51,9 +52,9 @@ trait RowHook(TrivialRegisterPassable):
     comptime name: StaticString = ""
     """Tells kernels apart."""
     comptime gathers: Bool = False
-    """Whether the epilogue's terms are found on the way, of the rows of a."""
+    """Whether the epilogue's terms are found on the way, from the rows of a."""
     comptime passes_on: Bool = False
-    """Whether the finished rows of c are taken on."""
+    """Whether the finished rows of c are taken further."""
     comptime Sums: RowSums
     """What a thread gathers."""
 
@@ -105,7 +106,7 @@ trait RowHook(TrivialRegisterPassable):
 
     @always_inline
     def take_on[dtype: DType](self, lane: UInt32):
-        """Takes finished rows on until there are none left.
+        """Takes finished rows further until there are none left.
 
         Parameters:
             dtype: Type of c.

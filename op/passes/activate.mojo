@@ -2,7 +2,7 @@
 
     a = act(h);  dh from da and h;  dbias = sum over rows dh
 
-Before a gate, h [M, 2N] is a gate and what it is for: a = act(gate) up.
+Before a gate, h [M, 2N] is the gate and what it gates: a = act(gate) up.
 """
 
 from std.sys import size_of

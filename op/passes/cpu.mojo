@@ -14,7 +14,7 @@ comptime _PART_ELEMENTS = 1 << 12
 
 @fieldwise_init
 struct CpuRunner(Runner):
-    """Runs all at once, sums included."""
+    """Runs everything at once, sums included."""
 
     var team: Team
     """The threads."""

@@ -14,7 +14,7 @@ def from_python[
 ](module: PyObjectPtr, values: Values, count: Py_ssize_t) abi(
     "C"
 ) -> PyObjectPtr:
-    """Is what `def_py_c_function` registers: returns 0, or raises a RuntimeError.
+    """Runs a pass as a function to register with `def_py_c_function`: returns 0, or raises a RuntimeError.
 
     Parameters:
         does: The pass.
@@ -36,7 +36,7 @@ def from_python[
 
 
 def from_c[does: Pass](call: CallPointer) -> Int:
-    """Is what an exported function returns.
+    """Runs a pass as the body of an exported function.
 
     Parameters:
         does: The pass.

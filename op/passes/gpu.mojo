@@ -22,7 +22,7 @@ comptime _THREADS = 256
 
 
 struct GpuRunner[sum_type: DType](Runner):
-    """Queues all of it; what is left to add up is added up together.
+    """Queues a pass; partial sums that it leaves are added up together.
 
     Parameters:
         sum_type: The type of sums.

@@ -5,7 +5,7 @@
 
 and back, from the sums over a group's rows dG = sum dz xhat and dT = sum dz:
 
-    dscale = dG g + dT beta;  dshift = dT;  dgamma = sum over groups dG (1 + scale);  dbeta = the same of dT
+    dscale = dG g + dT beta;  dshift = dT;  dgamma = sum over groups dG (1 + scale);  dbeta = the same for dT
 """
 
 from max.gpu.memory import AddressSpace
@@ -18,7 +18,7 @@ from ..rows.types import code_of, load_as, store_as
 
 
 struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
-    """The vectors of one direction of it, by address: [groups, K] but for gamma and beta.
+    """The vectors of a modulation, forward or backward, by address: [groups, K] except for gamma and beta.
 
     Parameters:
         accum: The type computed in, and of G, T, dG and dT.
@@ -28,7 +28,7 @@ struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
     """What the kernel sees."""
 
     var is_backward: Bool
-    """Whether it goes back."""
+    """Whether it is the backward's."""
     var groups: Int32
     """The number of groups."""
     var length: Int32
@@ -38,7 +38,7 @@ struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
     var norm_type: Int32
     """That of gamma and beta."""
     var offset: Scalar[Self.accum]
-    """Added to gamma, where there is one."""
+    """Added to gamma, if there is one."""
     var gamma: Int64
     """Weight of the norm [K], or 0."""
     var beta: Int64
@@ -52,9 +52,9 @@ struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
     var dshift: Int64
     """The gradient of the shift, or 0."""
     var G: Int64
-    """G; going back dG, in whose place dG (1 + scale) comes."""
+    """G; in the backward dG, replaced by dG (1 + scale)."""
     var T: Int64
-    """T; going back dT, in whose place dT (1 + scale) comes."""
+    """T; in the backward dT, replaced by dT (1 + scale)."""
 
     def __init__(
         out self, call: Call, type: Int32, folded: Int, is_backward: Bool
@@ -65,7 +65,7 @@ struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
             call: The call.
             type: The type of x.
             folded: Address of G, and of T behind it, or of dG and dT.
-            is_backward: Whether it goes back.
+            is_backward: Whether it is the backward's.
         """
         self.is_backward = is_backward
         self.groups = Int32(call.groups)
@@ -88,7 +88,7 @@ struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
     def at[
         space: AddressSpace = AddressSpace.GENERIC
     ](self, group: Int, column: Int):
-        """Does what there is to do at one element.
+        """Computes one element of each vector.
 
         Parameters:
             space: Where the vectors are.

@@ -119,6 +119,6 @@ def set_saved(mut rows: Operands, call: Call):
         rows: The operands.
         call: The tensors.
     """
-    # a row program reads all that it has; what a norm has no use for may be anything
+    # a row program reads every vector it has; one that a norm does not use may be any
     rows.saved[0] = Int64(call.rstd if rows.kind == RMS_NORM else call.mean)
     rows.saved[1] = Int64(call.rstd)

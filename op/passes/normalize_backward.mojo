@@ -19,22 +19,22 @@ from .runner import Runner
 
 @fieldwise_init
 struct Workspace(TrivialRegisterPassable):
-    """Where the parts of the workspace begin, from G and T at its start on."""
+    """Where the parts of the workspace begin, after G and T at its start."""
 
     var over_rows: Bool
     """Whether there are sums over rows."""
     var unfolds: Bool
-    """Whether dG and dT are needed to make several gradients of them."""
+    """Whether dG and dT are needed for several gradients."""
     var partial: Int
     """Partial sums of the norm's gradients."""
     var gradients: Int
-    """Those dG and dT."""
+    """DG and dT."""
     var over_groups: Int
     """Partial sums of dgamma and dbeta over the groups."""
     var dbias: Int
     """Partial sums of dbias."""
     var bytes: Int
-    """The size of it all."""
+    """The whole size."""
 
 
 def workspace[
@@ -57,7 +57,7 @@ def workspace[
     comptime accum = accumulator[dtype]()
     var over_rows = (call.dgamma | call.dbeta | call.dscale | call.dshift) != 0
     var over_groups = (call.dgamma | call.dbeta) != 0
-    # without gamma and beta, dG and dT are the gradients themselves
+    # without gamma and beta, dG and dT are themselves the gradients
     var unfolds = (
         call.groups != 0
         and over_rows

@@ -1,7 +1,7 @@
 """The passes, each planned and then run: what the doors of passes_cpu and passes_gpu lead to.
 
-A build serves one type of x, whose norm's parameters are of that type or float32, and whose products are of that
-type or narrower. A plan writes the size of the workspace, and nothing else: any runner can run any call.
+A build serves one type of x. The norm's parameters are of that type or float32, products of that type or narrower.
+A plan writes the size of the workspace, and nothing else: any runner can run any call.
 """
 
 from ..call import Call

@@ -1,4 +1,4 @@
-"""Computes all five gradients in one kernel, one thread a sequence position.
+"""Computes all five gradients in one kernel, one thread per sequence position.
 
 The gradients of the parameters are sums over positions, so positions add to them
 with atomic operations; they must be zero before the first position starts.

@@ -2,7 +2,7 @@
 
 The partial sums are [columns, groups, parts, K]. Either the blocks of `row_kernel` write them on the way, or
 `column_kernel` does, where a row is too long for its sums to stay in a block's registers or where nothing else is
-wanted, or `panel_kernel`, where nothing is reduced over a row. `total_kernel` adds them, for all that there is to sum in one launch.
+wanted, or `panel_kernel`, where nothing is reduced over a row. `total_kernel` adds them all in one launch.
 """
 
 from max.gpu import (
@@ -41,7 +41,7 @@ def column_kernel[
     """Sums a program's columns over a part of the rows of a group.
 
     Each thread adds up `width` columns in every COLUMN_WARPS-th of the rows; the sums of the warps are then
-    added in their order. So a thread's sums stay in registers however long a row is.
+    added in their order. A thread's sums thus stay in registers however long a row is.
 
     Grid: (K / (WARP_SIZE width), parts, groups).
 
@@ -49,7 +49,7 @@ def column_kernel[
         P: The row program.
         dtype: The type of inputs.
         ftype: The type of the features.
-        shape: Says how wide loads are; the rest of it is not used.
+        shape: Says how wide loads are; its other fields are not used.
 
     Args:
         operands: The tensors.
@@ -89,10 +89,9 @@ def _take_columns[
     comptime accum = accumulator[dtype]()
     comptime width = shape.width
     comptime Reader = RowReader[P, dtype, ftype, shape]
-    # what is stored is computed in registers besides
+    # outputs to store take registers as well
     comptime at_once = max(1, (4 if stores else 8) // P.inputs)
     comptime block_columns = WARP_SIZE * width
-    comptime threads = COLUMN_WARPS * WARP_SIZE
     var rows = Int(operands.rows)
     var left = block_idx.x * block_columns
     var column = Int32(left + lane_id() * width)

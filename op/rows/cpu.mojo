@@ -1,6 +1,6 @@
 """Runs a row program on a CPU: SIMD along the row, rows shared among PyTorch's threads.
 
-A row is read again in each pass: it is in the cache, and the stages cost less than storing what they return.
+A row is read again in each pass: it is in the cache, and running the stages costs less than storing what they return.
 """
 
 from std.math import ceildiv
@@ -9,7 +9,7 @@ from std.sys import size_of
 from op.pages import prefer_large_pages
 from op.team import Data, Team
 
-from .cpu_row import Place, _pointer, _take_row
+from .cpu_row import Place, _Pointer, _pointer, _take_row
 from .operands import Addresses, Operands, Sums, accumulator
 from .program import RowProgram
 from .types import store_as
@@ -17,6 +17,9 @@ from .types import store_as
 comptime _PART_ELEMENTS = 1 << 15
 comptime _MAX_PARTS = 64
 comptime _FINISH_COLUMNS = 512
+comptime _CHAIN_ROWS = 32
+"""Rows that are added one after the other before their sum joins the total: rounding errors stay those of
+short sums."""
 
 
 @fieldwise_init
@@ -56,7 +59,7 @@ def run_rows[
 def _job[
     P: RowProgram, dtype: DType
 ](operands: Operands[accumulator[dtype]()]) -> _Job[accumulator[dtype]()]:
-    """Divides the rows of each group into parts, not depending on the number of threads."""
+    """Divides the rows of each group into parts, whatever the number of threads."""
     var rows = Int(operands.rows)
     var length = Int(operands.length)
     var no_sums = Sums(Addresses(fill=0), 0)
@@ -70,7 +73,7 @@ def _job[
         var bytes = all_rows * length * size_of[dtype]()
         comptime for k in range(P.outputs):
             comptime is_half = k >= P.first_half_output
-            # the first half reaches over the second
+            # the first half covers the second
             if operands.outputs[k] != 0 and k <= P.first_half_output:
                 prefer_large_pages(
                     Int(operands.outputs[k]), bytes * (2 if is_half else 1)
@@ -99,7 +102,7 @@ def column_sums_bytes[
     """
     var operands = Operands[accumulator[dtype]()](rows, length, groups)
     var parts = _job[P, dtype](operands).all_parts()
-    return P.columns * parts * length * size_of[accumulator[dtype]()]()
+    return P.columns * parts * 2 * length * size_of[accumulator[dtype]()]()
 
 
 def run_rows_and_columns[
@@ -138,15 +141,30 @@ def _finish_columns[columns: Int, accum: DType](data: Data, part: Int):
         var output = job.sums.outputs[c]
         if output == 0:
             continue
-        var partial = _pointer[accum](job.operands.column_sums).unsafe_offset(
-            (c * groups + group) * job.parts * length
+        var totals = _totals(
+            job.operands, c, job.all_parts(), group * job.parts
         )
         for column in range(first, min(first + _FINISH_COLUMNS, length)):
-            var sum = Scalar[accum](0)
+            var sum = Float64(0)
             for i in range(job.parts):
-                sum += partial.unsafe_offset(i * length + column).unsafe_load()
+                sum += (
+                    totals.unsafe_offset(2 * i * length + column)
+                    .unsafe_load()
+                    .cast[DType.float64]()
+                )
             var place = group * length + column
-            store_as(job.sums.type, output, place, sum)
+            store_as(job.sums.type, output, place, sum.cast[accum]())
+
+
+def _totals[
+    accum: DType
+](operands: Operands[accum], column: Int, parts: Int, part: Int) -> _Pointer[
+    accum
+]:
+    """Finds a part's sums of a column program; those of its last rows lie just before them."""
+    return _pointer[accum](operands.column_sums).unsafe_offset(
+        (2 * (column * parts + part) + 1) * Int(operands.length)
+    )
 
 
 def _part[P: RowProgram, dtype: DType, ftype: DType](data: Data, part: Int):
@@ -157,15 +175,24 @@ def _part[P: RowProgram, dtype: DType, ftype: DType](data: Data, part: Int):
     var length = Int(operands.length)
     var rows = Int(operands.rows)
     comptime for c in range(P.columns):
-        var sums = _pointer[accum](operands.column_sums).unsafe_offset(
-            (c * job.all_parts() + part) * length
-        )
-        for i in range(length):
+        var sums = _totals(operands, c, job.all_parts(), part)
+        for i in range(-length, length):
             sums.unsafe_offset(i).unsafe_store(Scalar[accum](0))
     var group = part // job.parts
     var first = part % job.parts * job.part_rows
-    for row in range(first, min(first + job.part_rows, rows)):
-        _take_row[P, dtype, ftype](
-            operands,
-            Place(group * rows + row, group, job.all_parts(), part),
-        )
+    var last = min(first + job.part_rows, rows)
+    var place = Place(0, group, 2 * job.all_parts(), 2 * part)
+    for row in range(first, last):
+        place.row = group * rows + row
+        _take_row[P, dtype, ftype](operands, place)
+        comptime if P.columns > 0:
+            if (row - first + 1) % _CHAIN_ROWS == 0 or row + 1 == last:
+                comptime for c in range(P.columns):
+                    var sums = _totals(operands, c, job.all_parts(), part)
+                    for i in range(length):
+                        var chain = sums.unsafe_offset(i - length)
+                        sums.unsafe_offset(i).unsafe_store(
+                            sums.unsafe_offset(i).unsafe_load()
+                            + chain.unsafe_load()
+                        )
+                        chain.unsafe_store(Scalar[accum](0))

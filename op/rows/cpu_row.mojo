@@ -1,6 +1,6 @@
 """Takes one row through a program on a CPU.
 
-Long sums are made of sums of blocks, so that rounding errors stay those of short ones.
+Long sums are made of sums of blocks, so that their rounding errors are those of short ones.
 """
 
 from std.sys import simd_width_of
@@ -42,7 +42,7 @@ def _take_row[
     """Takes a row through all passes."""
     comptime accum = accumulator[dtype]()
     comptime width = simd_width_of[accum]()
-    # what reduces nothing has no chains of sums to run side by side
+    # without a reduction there are no chains of sums to run side by side
     comptime unroll = _UNROLL if P.passes > 0 else 1
     comptime step = width * unroll
     var length = Int(operands.length)

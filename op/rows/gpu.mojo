@@ -1,13 +1,13 @@
 """Runs a row program on a GPU: one warp or one block a row.
 
-Rows up to some thousand elements are read once and stay in registers, packed as they came; each pass takes
-them through the stages again, which is cheaper than the memory the GPU waits for. Longer rows are read
-again in each pass, mostly from cache. Loads and stores are of `width` elements: 16 bytes where all
+Rows of up to some thousand elements are read once and stay in registers, packed as they came; each pass
+takes them through the stages again, which costs less than the memory that the GPU waits for. Longer rows are
+read again in each pass, mostly from cache. Loads and stores are of `width` elements: 16 bytes where all
 addresses allow, one element otherwise.
 
 Grid: a block for each row of a group or, where each warp has a row, for as many rows as it has warps; groups.
 Persistent kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block
-fills an SM, nobody else has work while it waits, so it loads the next row while it computes one.
+fills an SM, no other has work while it waits, so it loads the next row while it computes one.
 """
 
 from max.gpu import (
@@ -237,8 +237,8 @@ def _long_row[
 ):
     """Takes a row of any length through all passes, reading it in each.
 
-    What is read together is added up by itself first: in one long sum, roundings of numbers of few digits are
-    no longer random.
+    What is read together is added up by itself first: in one long sum, the roundings of numbers of few digits
+    would no longer be random.
     """
     comptime accum = accumulator[dtype]()
     var row = _row[P, dtype](operands, index)

@@ -8,7 +8,7 @@ from std.utils import StaticTuple
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .types import code_of
-from .values import Redo, Row, Terms, Values
+from .values import Row, Terms, Values
 
 comptime GlobalPointer[dtype: DType] = Pointer[
     Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
@@ -30,7 +30,7 @@ struct Shape(TrivialRegisterPassable):
     var width: Int
     """Elements of one load."""
     var tile: Int
-    """Loads of a thread that are under way together, per input."""
+    """Loads of a thread that are in flight together, per input."""
     var whole_block: Bool
     """Whether a block works on a row, or each warp on its own."""
     var resident: Bool
@@ -40,7 +40,7 @@ struct Shape(TrivialRegisterPassable):
     var threads: Int
     """The most threads of a block."""
     var blocks: Int
-    """How many such blocks the registers of an SM must suffice for."""
+    """How many such blocks must fit into the registers of an SM."""
 
 
 @always_inline
@@ -49,7 +49,7 @@ def _row[
 ](operands: Operands[accumulator[dtype]()], index: Int) -> Row[
     accumulator[dtype]()
 ]:
-    """Reads what the stages may know of a row; what they do not ask for is never loaded."""
+    """Reads what the stages may know of a row; what they do not use is never loaded."""
     comptime accum = accumulator[dtype]()
     var row = Row[accum](
         operands.n,
@@ -322,7 +322,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
     ):
         """Takes the elements through a pass: adds their terms or, in the last pass, stores their outputs.
 
-        The terms of one load are reduced before the test for the row's end: that costs one selection instead
+        The terms of one load are reduced before the test for the row's end: that takes one selection instead
         of one for each element, and no branch keeps the compiler from sharing work between passes.
 
         Parameters:

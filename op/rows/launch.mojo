@@ -98,11 +98,11 @@ def _launch_rows[
     P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
     """Takes the smallest shape that holds a row: a warp, a block, a larger block, or a row read in parts."""
-    # what a thread holds of each of several inputs has to fit the same registers
+    # what a thread holds of several inputs has to fit into the same registers
     comptime block_tile = tile if P.inputs == 1 else tile // 2
     comptime threads = 256 if P.inputs == 1 else 512
-    # features larger than the inputs take twice the registers, a residual some, and fewer blocks are better than
-    # spilled ones
+    # features wider than the inputs take twice the registers, a residual some, and fewer blocks are better than
+    # spilled registers
     comptime is_wide = P.features > 0 and size_of[ftype]() > size_of[dtype]()
     comptime spare = 1 if is_wide or P.has_residual else 0
     var rows = Int(operands.rows)

@@ -32,25 +32,25 @@ from .operands import Operands, Sums, accumulator
 from .program import RowProgram
 
 # Enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum.
-comptime _BLOCKS_AN_SM = 4
+comptime _BLOCKS_PER_SM = 4
 comptime _FEWEST_PART_ROWS = 4 * COLUMN_WARPS
-# Blocks that store have the registers of a third of an SM each. They come in waves of so many: one block beyond a
-# wave would take as long as all of another.
-comptime _STORING_BLOCKS_AN_SM = 3
+# Blocks that store have the registers of a third of an SM each. They run in waves of so many: one block beyond a
+# wave would take as long as a whole wave.
+comptime _STORING_BLOCKS_PER_SM = 3
 comptime _WAVES = 2
-# Where nothing is summed, parts cost nothing, and small ones end at one time.
+# Where nothing is summed, parts cost nothing, and small ones end at the same time.
 comptime _STORING_PART_ROWS = 8 * COLUMN_WARPS
-# a GPU takes no more blocks in that direction
+# A grid has no more blocks in that direction.
 comptime _MOST_PARTS = 65535
 
 
 def _tiles(width: Int) -> List[Int]:
-    """Returns how many loads a thread of a persistent block has of a row, the fewest for which it is short enough."""
+    """Returns how many loads of a row a thread of a persistent block may have, fewest first."""
     return [1, 2] if width > 1 else [8]
 
 
 def _blocks(tile: Int) -> Int:
-    """Returns how many persistent blocks of PERSISTENT_THREADS the registers of an SM suffice for."""
+    """Returns how many persistent blocks of PERSISTENT_THREADS fit into the registers of an SM."""
     return 2 if tile == 1 else 1
 
 
@@ -69,12 +69,12 @@ def _column_parts[
     )
     comptime if not _stores[P]():
         return min(
-            ceildiv(_BLOCKS_AN_SM * gpu.processors, across),
+            ceildiv(_BLOCKS_PER_SM * gpu.processors, across),
             ceildiv(rows, _FEWEST_PART_ROWS),
         )
     comptime if P.columns == 0:
         return min(ceildiv(rows, _STORING_PART_ROWS), _MOST_PARTS)
-    var waves = _WAVES * _STORING_BLOCKS_AN_SM * gpu.processors
+    var waves = _WAVES * _STORING_BLOCKS_PER_SM * gpu.processors
     return max(1, min(waves // across, ceildiv(rows, _FEWEST_PART_ROWS)))
 
 
@@ -124,9 +124,9 @@ def launch_rows_and_columns[
     sums: Sums,
     mut totals: Totals,
 ) raises:
-    """Launches a program with columns, of which none may be wanted.
+    """Launches a program with columns, even if none is wanted.
 
-    Rows whose sums fit the registers of a block are read once. Longer rows are read by two kernels. An
+    Rows whose sums fit into the registers of a block are read once. Longer rows are read by two kernels. An
     output may take the place of an input.
 
     Parameters:
@@ -245,7 +245,7 @@ def _launch_column_kernel[
         parts,
         Int(operands.groups),
     )
-    comptime blocks = _STORING_BLOCKS_AN_SM
+    comptime blocks = _STORING_BLOCKS_PER_SM
     comptime shape = Shape(width, 1, True, True, False, threads, blocks)
     comptime if _stores[P]():
         comptime kernel = panel_kernel[P, dtype, ftype, shape]
@@ -265,7 +265,7 @@ def _launch_column_kernel[
 def _add_totals[
     accum: DType, //, P: RowProgram
 ](operands: Operands[accum], parts: Int, sums: Sums, mut totals: Totals):
-    """Notes down the sums of a program's columns that are wanted."""
+    """Notes the sums of a program's columns that are wanted."""
     var column = Int(operands.groups) * parts * Int(operands.length)
     comptime for c in range(P.columns):
         totals.add(

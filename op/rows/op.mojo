@@ -1,4 +1,4 @@
-"""The ops that are row programs, by the names that they have behind every door.
+"""The ops that are row programs, by their names behind every door.
 
 An entry here is all that a CPU and a GPU need (fused_norm/native/rows_cpu.mojo, rows_gpu.mojo). PyTorch's schema
 and gradient stand in fused_norm/ops/rows.py, the typed signature of a MAX graph in op/max/rows.mojo.
@@ -19,7 +19,7 @@ trait RowOp:
     """An op that takes tensors [M, K] row by row through a program."""
 
     comptime name: StaticString
-    """What it is called by."""
+    """Its name."""
     comptime Rows: RowProgram
     """The program; its inputs and outputs are those of the op, in order."""
     comptime has_parameter_gradient: Bool
@@ -34,13 +34,13 @@ struct Entry[
     """An op.
 
     Parameters:
-        name_: What it is called by.
+        name_: Its name.
         Rows_: The program.
         has_parameter_gradient_: Whether the program's result is a share of the parameter's gradient.
     """
 
     comptime name = Self.name_
-    """What it is called by."""
+    """Its name."""
     comptime Rows = Self.Rows_
     """The program."""
     comptime has_parameter_gradient = Self.has_parameter_gradient_
@@ -59,7 +59,7 @@ comptime OPS = TypeList.of[
     Entry["composed_div", Div],
     Entry["composed_div_backward", DivBackward],
 ]()
-"""All of them."""
+"""All of the ops."""
 
 
 struct RowCall(TrivialRegisterPassable):

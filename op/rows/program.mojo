@@ -6,7 +6,7 @@ reduces over the row, and then maps the values again, with the totals at hand:
     totals = finish(row, redo over the row of map_in(row, values), totals)
     values = map_out(row, values, totals)
 
-`finish` is for what needs to be done once a row, such as a division or a root.
+`finish` is for what is done once per row, such as a division or a root.
 
 Stages are pure, so a skeleton may run them again from the inputs in each pass over the row instead of
 keeping what they return. That is what lets one program serve rows in registers and rows of any length.

@@ -7,7 +7,7 @@ trait Stage:
     """One {map_in, redo, map_out} of a row program."""
 
     comptime terms: Int = 1
-    """How many terms are reduced together; 0 makes a stage that only maps, and does not broadcast."""
+    """How many terms are reduced together; a stage with 0 only maps, and does not broadcast."""
     comptime redo: Redo = Redo.ADD
     """How they are reduced."""
     comptime broadcast: Bool = True

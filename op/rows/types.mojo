@@ -1,4 +1,4 @@
-"""Types by number, where only a running program knows which one it is."""
+"""Types by number, for those known only at run time."""
 
 from max.gpu.memory import AddressSpace
 
@@ -36,7 +36,7 @@ def code_of[dtype: DType]() -> Int32:
 def store_as[
     dtype: DType, space: AddressSpace = AddressSpace.GENERIC
 ](code: Int32, address: Int64, index: Int, value: Scalar[dtype]):
-    """Stores a number in a type known when it runs.
+    """Stores a number in a type known only at run time.
 
     Parameters:
         dtype: The type of the number.
@@ -71,7 +71,7 @@ def _store[
 def load_as[
     dtype: DType, space: AddressSpace = AddressSpace.GENERIC
 ](code: Int32, address: Int64, index: Int) -> Scalar[dtype]:
-    """Loads a number of a type known when it runs.
+    """Loads a number of a type known only at run time.
 
     Parameters:
         dtype: The type to return.

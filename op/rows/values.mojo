@@ -98,7 +98,7 @@ struct Row[dtype: DType](TrivialRegisterPassable):
     var inverse_n: Scalar[Self.dtype]
     """One over the number of elements."""
     var first: Values[Self.dtype, 1]
-    """The row's first element of each input: a shift that sums of large numbers can be taken about."""
+    """The row's first element of each input: a shift about which sums of large numbers can be taken."""
     var saved: Values[Self.dtype, 1]
     """The row's saved numbers, such as its mean."""
     var number: Scalar[Self.dtype]

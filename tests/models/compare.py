@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,10 +26,10 @@ class Comparison(NamedTuple):
         return [site for site in self.sites if site.linears]
 
 
-def load(name: str) -> tuple[nn.Module, Any]:
+def load(name: str, deep: bool = False) -> tuple[nn.Module, Any]:
     """Return a model of the zoo with parameters that hide nothing, ready to train, and inputs."""
     torch.manual_seed(0)
-    model, inputs = ZOO[name][1]()
+    model, inputs = ZOO[name][1](deep)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
@@ -105,6 +104,21 @@ def compare(
     return Comparison(sites, len(graphs), output_error, gradient_error)
 
 
+def look(name: str, deep: bool) -> tuple[list[Site], int]:
+    """Return what becomes of a model's norms in training, and how many graphs there are of it."""
+    model, inputs = load(name, deep)
+    sites: list[Site] = []
+    graphs = []
+
+    def counted(module: Any, example_inputs: Any) -> Any:
+        graphs.append(module)
+        return backend(module, example_inputs, options={"then": "eager"}, sites=sites)
+
+    torch._dynamo.reset()
+    call(torch.compile(model.train(), backend=counted), inputs)
+    return sites, len(graphs)
+
+
 def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
     """Return the largest difference, relative to the largest value of each tensor.
 
@@ -121,6 +135,3 @@ def error(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
         if t.numel()
     ]
     return max(errors, default=0.0)
-
-
-quick = functools.partial(compare, trains=False)

@@ -151,6 +151,20 @@ def test_checkpointing(then: str) -> None:
     assert_alike(model, torch.compile(model, backend="fused_norm", options={"then": then}))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_cuda_graph_trees() -> None:
+    """Small calls are fused, too: a graph starts them at no cost. Replays see new inputs."""
+    model = Model().cuda()
+    compiled = torch.compile(model, backend="fused_norm", mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(2, 9, 32, device="cuda")
+        for ours, own in zip(step(model, compiled, x), step(model, model, x), strict=True):
+            torch.testing.assert_close(ours, own, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference(mode: Any) -> None:
     model, x = Model().eval(), torch.randn(2, 9, 32)
@@ -195,6 +209,22 @@ def test_report_says_why_not() -> None:
     report = fn.explain(nn.Sequential(nn.LayerNorm(8), nn.Tanh()), torch.randn(2, 8))
     assert report.sites[0].reason == "output read by no Linear: tanh"
     assert "left: output read by no Linear: tanh" in str(report)
+
+
+def test_fast_path_of_pytorch_has_no_norms() -> None:
+    """In inference PyTorch's encoder layer is one op, which can be switched off."""
+    layer = nn.TransformerEncoderLayer(32, 2, 48, 0.0, batch_first=True, norm_first=True).eval()
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        assert fn.explain(layer, x).sites == []
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert len(fn.explain(layer, x).fused) == 2
+            compiled = torch.compile(layer, backend="fused_norm", options={"then": "eager"})
+            torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -61,11 +61,15 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def trained(model: nn.Module, path: Path) -> list[torch.Tensor]:
+def trainer(model: nn.Module, path: Path, **options: Any) -> Any:
     arguments = transformers.TrainingArguments(
-        str(path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+        str(path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, **options
     )
-    transformers.Trainer(model=model, args=arguments, train_dataset=Rows()).train()
+    return transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
+
+
+def trained(model: nn.Module, path: Path) -> list[torch.Tensor]:
+    trainer(model, path).train()
     return [p.detach() for p in model.parameters()]
 
 
@@ -73,7 +77,9 @@ def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="uv sync --group models")
     model = llama()
     twin = copy.deepcopy(model)
-    # `torch_compile_backend` takes names of accelerate's own list alone, so that the model is told.
+    # Names of accelerate's own list alone, so that the model is told.
+    with pytest.raises(ValueError, match="'FUSED_NORM' is not a valid DynamoBackend"):
+        trainer(model, tmp_path, torch_compile_backend="fused_norm")
     twin.compile(backend="fused_norm", options=EAGER)
     for a, b in zip(trained(model, tmp_path), trained(twin, tmp_path), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,8 @@
 """Models that others wrote, from their configurations with random weights: narrow, and not deep.
 
 Each entry builds a model and the inputs of one forward. Widths are tiny, since what a graph looks
-like does not hang on them; depths are a few layers, where layers are alike.
+like does not hang on them; depths are a few layers, where layers are alike, or true: those of the
+model as it was published, its configuration's default where nothing else is said.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from torch import nn
 VOCABULARY = 97
 Inputs = dict[str, Any] | tuple[Any, ...]
 Built = tuple[nn.Module, Inputs]
-ZOO: dict[str, tuple[str, Callable[[], Built]]] = {}
+# Called with whether the model is to have its true depth.
+Build = Callable[[bool], Built]
+ZOO: dict[str, tuple[str, Build]] = {}
+# Options that say how many layers there are.
+_DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "depths"}
+_DEPTHS |= {"encoder_layers", "decoder_layers"}
 
 TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WIDTH = {"hidden_size": 64, "num_attention_heads": 4}
@@ -30,8 +36,8 @@ def tokens(length: int = 7, batch: int = 2) -> torch.Tensor:
     return torch.randint(5, VOCABULARY - 5, (batch, length))
 
 
-def entry(name: str, family: str) -> Callable[[Callable[[], Built]], Callable[[], Built]]:
-    def add(build: Callable[[], Built]) -> Callable[[], Built]:
+def entry(name: str, family: str) -> Callable[[Build], Build]:
+    def add(build: Build) -> Build:
         ZOO[name] = (family, build)
         return build
 
@@ -39,15 +45,25 @@ def entry(name: str, family: str) -> Callable[[Callable[[], Built]], Callable[[]
 
 
 def transformers(
-    family: str, name: str, model: str, config: str, inputs: Any, **options: Any
+    family: str,
+    name: str,
+    model: str,
+    config: str,
+    inputs: Any,
+    true: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    """Add a model of transformers; `inputs` makes those of a forward."""
+    """Add a model of transformers; `inputs` makes those of a forward, `true` options of depth."""
 
     @entry(name, family)
-    def build() -> Built:
+    def build(deep: bool) -> Built:
         import transformers
 
-        made = getattr(transformers, config)(**options)
+        kind = getattr(transformers, config)
+        depths: dict[str, Any] = {}
+        if deep:
+            depths = {key: getattr(kind(), key) for key in _DEPTHS & options.keys()}
+        made = kind(**{**options, **depths, **(true or {} if deep else {})})
         # Caches of past keys are no part of one forward.
         made.use_cache = False
         return getattr(transformers, model)(made), inputs()
@@ -71,6 +87,7 @@ decoder(
     *("GPT-Neo", "GPTNeo"),
     **{"hidden_size": 64, "num_heads": 4, "num_layers": 2, **MLP},
     attention_types=[[["global", "local"], 1]],
+    true={"num_layers": 24, "attention_types": [[["global", "local"], 12]]},
 )
 decoder("CodeGen", "CodeGen", **GPT, rotary_dim=8)
 decoder("Phi-2", "Phi", **BLOCK)
@@ -86,7 +103,7 @@ decoder(
 decoder("Falcon-40b", "Falcon", **FALCON, new_decoder_architecture=True, num_kv_heads=2)
 decoder("StarCoder", "GPTBigCode", **GPT)
 decoder("StarCoder2", "Starcoder2", **BLOCK, **GROUPED)
-decoder("BLOOM", "Bloom", hidden_size=64, n_head=4, n_layer=2)
+decoder("BLOOM", "Bloom", hidden_size=64, n_head=4, n_layer=2, true={"n_layer": 24})
 decoder("MPT", "Mpt", d_model=64, n_heads=4, n_layers=2)
 decoder(
     *("OPT", "OPT"),
@@ -169,6 +186,7 @@ vision(
     *("Swin", "SwinForImageClassification", "SwinConfig", (2, 3, 56, 56)),
     **{"image_size": 56, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2]},
     window_size=7,
+    true={"image_size": 56, "depths": [2, 2, 6, 2], "num_heads": [1, 2, 2, 4]},
 )
 STAGES = {"hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 2, 1]}
 vision("ConvNeXt", "ConvNextForImageClassification", "ConvNextConfig", **STAGES)
@@ -182,10 +200,11 @@ TEXT = {**TOKENS, **BLOCK}
 
 
 @entry("CLIP", "vision")
-def _clip() -> Built:
+def _clip(deep: bool) -> Built:
     import transformers
 
-    config = transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=32)
+    text, image = ({**sizes, "num_hidden_layers": 12 if deep else 2} for sizes in (TEXT, IMAGE))
+    config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=32)
     return transformers.CLIPModel(config), {
         "input_ids": tokens(),
         "pixel_values": torch.randn(2, 3, 64, 64),
@@ -193,11 +212,12 @@ def _clip() -> Built:
 
 
 @entry("SigLIP", "vision")
-def _siglip() -> Built:
+def _siglip(deep: bool) -> Built:
     import transformers
 
+    text, image = ({**sizes, "num_hidden_layers": 12 if deep else 2} for sizes in (TEXT, IMAGE))
     config = transformers.SiglipConfig(
-        text_config={**TEXT, "projection_size": 64}, vision_config=IMAGE
+        text_config={**text, "projection_size": 64}, vision_config=image
     )
     return transformers.SiglipModel(config), {
         "input_ids": tokens(),
@@ -210,17 +230,19 @@ vision(
     **{**WIDTH, **DEEP, "image_size": 128, "patch_size": 16, "window_size": 4, "mlp_dim": 128},
     global_attn_indexes=[1],
     output_channels=32,
+    true={"num_hidden_layers": 12, "global_attn_indexes": [2, 5, 8, 11]},
 )
 
 
 @entry("DETR", "vision")
-def _detr() -> Built:
+def _detr(deep: bool) -> Built:
     import transformers
 
+    sides = {**_SIDES, "layers": 6 if deep else 2}
     stages = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
     config = transformers.DetrConfig(
         d_model=64,
-        **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _SIDES.items()},
+        **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sides.items()},
         use_pretrained_backbone=False,
         use_timm_backbone=False,
         backbone=None,
@@ -235,11 +257,12 @@ _SIDES = {"attention_heads": 4, "ffn_dim": 128, "layers": 2}
 
 
 @entry("Qwen2-VL vision", "vision")
-def _qwen2_vl() -> Built:
+def _qwen2_vl(deep: bool) -> Built:
     from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_vl
 
     config = configuration_qwen2_vl.Qwen2VLVisionConfig(
-        depth=2, embed_dim=64, hidden_size=64, num_heads=4, patch_size=4, mlp_ratio=2
+        depth=32 if deep else 2,
+        **{"embed_dim": 64, "hidden_size": 64, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2},
     )
     rows = torch.randn(64, 3 * 2 * 4 * 4)
     model = modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(config)
@@ -252,6 +275,7 @@ transformers(
     *("audio", "Whisper", "WhisperForConditionalGeneration", "WhisperConfig"),
     lambda: {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": tokens()},
     **{**PAIR, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20},
+    true={"encoder_layers": 32, "decoder_layers": 32},
 )
 WAVES = {
     **{**BLOCK, "vocab_size": VOCABULARY, "conv_dim": (16,) * 7, "apply_spec_augment": False},
@@ -289,12 +313,15 @@ for _name, _model, _config, _options in [
 
 def timm(name: str, model: str, size: int, **options: Any) -> None:
     @entry(name, "timm")
-    def build() -> Built:
+    def build(deep: bool) -> Built:
         import timm
 
-        return timm.create_model(model, pretrained=False, **options), (
-            torch.randn(1, 3, size, size),
-        )
+        given = options
+        if deep:
+            # Stages that are fewer than in the model have their own widths and heads.
+            whole = {} if options == STAGED else options
+            given = {key: option for key, option in whole.items() if key not in _DEPTHS}
+        return timm.create_model(model, pretrained=False, **given), (torch.randn(1, 3, size, size),)
 
 
 TINY = {"embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -311,10 +338,11 @@ timm("timm ConvNeXt", "convnext_tiny", 64, depths=(1, 1, 2, 1), dims=(16, 32, 48
 
 
 @entry("timm Mixer", "timm")
-def _mixer() -> Built:
+def _mixer(deep: bool) -> Built:
     from timm.models.mlp_mixer import MlpMixer
 
-    return MlpMixer(100, img_size=64, num_blocks=2, embed_dim=48), (torch.randn(1, 3, 64, 64),)
+    model = MlpMixer(100, img_size=64, num_blocks=12 if deep else 2, embed_dim=48)
+    return model, (torch.randn(1, 3, 64, 64),)
 
 
 timm("timm CaiT", "cait_s24_224", 224, **TINY)
@@ -333,25 +361,29 @@ timm("timm CrossViT", "crossvit_small_240", 240)
 
 
 @entry("torchvision ViT", "torch")
-def _torchvision_vit() -> Built:
+def _torchvision_vit(deep: bool) -> Built:
     from torchvision.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(64, 16, 2, 4, 64, 128), (torch.randn(2, 3, 64, 64),)
+    model = VisionTransformer(64, 16, 12 if deep else 2, 4, 64, 128)
+    return model, (torch.randn(2, 3, 64, 64),)
 
 
 @entry("torchvision Swin", "torch")
-def _torchvision_swin() -> Built:
+def _torchvision_swin(deep: bool) -> Built:
     from torchvision.models.swin_transformer import SwinTransformer
 
-    return SwinTransformer([4, 4], 16, [2, 2], [1, 2], [7, 7]), (torch.randn(1, 3, 56, 56),)
+    depths, heads = ([2, 2, 6, 2], [1, 2, 2, 4]) if deep else ([2, 2], [1, 2])
+    return SwinTransformer([4, 4], 16, depths, heads, [7, 7]), (torch.randn(1, 3, 56, 56),)
 
 
 @entry("open_clip ViT", "torch")
-def _open_clip() -> Built:
+def _open_clip(deep: bool) -> Built:
     import open_clip
 
-    text = {"context_length": 16, "vocab_size": VOCABULARY, "width": 64, "heads": 4, "layers": 2}
-    image = {"image_size": 64, "layers": 2, "width": 64, "patch_size": 16, "head_width": 16}
+    layers = 12 if deep else 2
+    text = {"context_length": 16, "vocab_size": VOCABULARY, "width": 64, "heads": 4}
+    text["layers"] = layers
+    image = {"image_size": 64, "layers": layers, "width": 64, "patch_size": 16, "head_width": 16}
     model = open_clip.model.CLIP(embed_dim=64, vision_cfg=image, text_cfg=text)
     return model, (torch.randn(2, 3, 64, 64), tokens(16))
 
@@ -362,18 +394,20 @@ for _name, _first in [
 ]:
 
     @entry(_name, "torch")
-    def _encoder(first: bool = _first) -> Built:
+    def _encoder(deep: bool, first: bool = _first) -> Built:
         layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=first)
-        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        model = nn.TransformerEncoder(layer, 6 if deep else 2, enable_nested_tensor=False)
         return model, (torch.randn(2, 7, 64),)
 
 
-def diffusers(name: str, model: str, inputs: Callable[[], Inputs], **options: Any) -> None:
+def diffusers(
+    name: str, model: str, inputs: Callable[[], Inputs], true: dict[str, Any], **options: Any
+) -> None:
     @entry(name, "diffusers")
-    def build() -> Built:
+    def build(deep: bool) -> Built:
         import diffusers
 
-        return getattr(diffusers, model)(**options), inputs()
+        return getattr(diffusers, model)(**{**options, **(true if deep else {})}), inputs()
 
 
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 16}
@@ -383,6 +417,7 @@ noise = torch.randn
 diffusers(
     *("DiT", "DiTTransformer2DModel"),
     lambda: {"hidden_states": noise(2, 4, 8, 8), "timestep": STEPS, "class_labels": STEPS},
+    true={"num_layers": 28},
     **{**HEADS, **PATCHES, "out_channels": 8, "num_embeds_ada_norm": 10},
     norm_elementwise_affine=False,
 )
@@ -392,6 +427,7 @@ diffusers(
         **{"hidden_states": noise(2, 4, 8, 8), "encoder_hidden_states": noise(2, 5, 32)},
         **{"pooled_projections": noise(2, 32), "timestep": STEPS},
     },
+    true={"num_layers": 24},
     **{**HEADS, **PATCHES, "joint_attention_dim": 32, "caption_projection_dim": 64},
     **{"pooled_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 16},
 )
@@ -402,6 +438,7 @@ diffusers(
         **{"pooled_projections": noise(1, 32), "timestep": torch.tensor([1.0])},
         **{"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3), "guidance": None},
     },
+    true={"num_layers": 19, "num_single_layers": 38},
     **{**HEADS, "patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 2},
     **{"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6)},
 )
@@ -411,6 +448,7 @@ diffusers(
         **{"hidden_states": noise(2, 4, 8, 8), "encoder_hidden_states": noise(2, 5, 32)},
         **{"timestep": STEPS, "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
     },
+    true={"num_layers": 28},
     **{**HEADS, **PATCHES, "out_channels": 8, "cross_attention_dim": 64, "caption_channels": 32},
     **{"norm_type": "ada_norm_single", "norm_elementwise_affine": False},
     use_additional_conditions=False,
@@ -421,6 +459,7 @@ diffusers(
         **{"hidden_states": noise(1, 4, 2, 8, 8), "timestep": torch.tensor([1])},
         "encoder_hidden_states": noise(1, 5, 32),
     },
+    true={"num_layers": 30},
     **{**HEADS, "patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 32},
     **{"freq_dim": 16, "ffn_dim": 128, "num_layers": 2, "cross_attn_norm": True},
 )
@@ -430,6 +469,7 @@ diffusers(
         **{"hidden_states": noise(1, 2, 4, 8, 8), "encoder_hidden_states": noise(1, 5, 32)},
         "timestep": torch.tensor([1]),
     },
+    true={"num_layers": 30},
     **{**HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": 32},
     **{"num_layers": 2, "sample_width": 8, "sample_height": 8, "sample_frames": 5},
     **{"patch_size": 2, "max_text_seq_length": 5, "temporal_compression_ratio": 4},
@@ -445,6 +485,12 @@ def _unet_inputs() -> Inputs:
 
 diffusers(
     *("SDXL", "UNet2DConditionModel", _unet_inputs),
+    true={
+        **{"layers_per_block": 2, "block_out_channels": (32, 64, 64)},
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        **{"transformer_layers_per_block": [1, 2, 10], "attention_head_dim": [2, 4, 4]},
+    },
     **{"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1},
     down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
     up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -453,6 +499,11 @@ diffusers(
 )
 diffusers(
     *("SD1.5", "UNet2DConditionModel", _unet_inputs),
+    true={
+        **{"layers_per_block": 2, "block_out_channels": (32, 32, 64, 64)},
+        "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
+    },
     **{"sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1},
     down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
     up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),

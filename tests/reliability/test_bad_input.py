@@ -130,17 +130,9 @@ def compare(arguments: list[Any]) -> bool:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def launches(watch: Callable[..., list[Any]]) -> list[Any]:
     """What was handed to kernels."""
-    seen: list[object] = []
-    of = backends.of
-
-    def watched(*call: object) -> object:
-        seen.append(call)
-        return of(*call)
-
-    monkeypatch.setattr(backends, "of", watched)
-    return seen
+    return watch(backends, "of")
 
 
 def called_with(changes: dict[str, str], eps: Any = 1e-5) -> list[Any]:

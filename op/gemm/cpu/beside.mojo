@@ -1,6 +1,15 @@
 """What is done beside a product on tiles, a little in each of its steps: memory works while tiles do."""
 
-from .memory import Buffer, Matrix, store_first
+from std.math import align_up, ceildiv
+
+from .memory import (
+    Buffer,
+    CACHE_LINE,
+    Matrix,
+    buffer,
+    prefetch_for_read,
+    store_first,
+)
 
 comptime _WIDTH = 32
 
@@ -21,6 +30,37 @@ struct Nothing(Beside):
     def step(mut self):
         """Does nothing."""
         pass
+
+
+struct Fetch(Beside):
+    """Brings memory into the second cache, which the processor does not do by itself for so many rows."""
+
+    var next: Int
+    """Address of the next line."""
+    var end: Int
+    """The end of the memory."""
+    var bytes: Int
+    """Bytes to fetch in a step."""
+
+    def __init__(out self, address: Int, bytes: Int, steps: Int):
+        """Divides memory among steps.
+
+        Args:
+            address: Where it begins.
+            bytes: Its size; none below 1.
+            steps: Steps that there will be, at least 1.
+        """
+        self.next = address
+        self.end = address + bytes
+        self.bytes = align_up(ceildiv(max(bytes, 0), steps), CACHE_LINE)
+
+    @always_inline
+    def step(mut self):
+        """Starts to fetch some lines."""
+        var end = min(self.next + self.bytes, self.end)
+        while self.next < end:
+            prefetch_for_read(buffer[DType.uint8](self.next))
+            self.next += CACHE_LINE
 
 
 struct StoreRows[dtype: DType](Beside):

@@ -1,4 +1,4 @@
-"""What is added to the sums of a tile, a tensor of c's shape and type: it comes through the ring, and they start with it.
+"""What is added to the sums of a tile: a tensor of c's shape and type. It comes through the ring, and sums start with it.
 """
 
 from std.collections.string.string_span import (
@@ -11,7 +11,7 @@ from .wgmma import Accumulator, row_elements
 
 comptime BOX_COLUMNS = row_elements[DType.bfloat16]()
 """Columns of a box, of 16 bits each."""
-# Matrices of eight columns that one instruction loads, beside as many eight rows below.
+# Pairs of groups of eight columns: one instruction loads 16 rows of a pair.
 comptime _PAIRS = BOX_COLUMNS // 16
 
 
@@ -52,7 +52,7 @@ def load_accumulator[
 ](boxes: StaticTuple[UInt32, n // BOX_COLUMNS], lane: UInt32) -> Accumulator[
     n // 2
 ]:
-    """Loads a warp's rows of a tile as the sums lie.
+    """Loads a warp's rows of a tile in the layout of its sums.
 
     Parameters:
         dtype: Type of the elements, bfloat16 or float16.
@@ -70,7 +70,7 @@ def load_accumulator[
     comptime text = get_static_string[_text[dtype](count)]()
     comptime constraints = get_static_string[_constraints(count)]()
     comptime Sums = Accumulator[n // 2]
-    # Rows of eight are swizzled: chunks of 16 bytes change places by the row.
+    # Rows of eight are swizzled: chunks of 16 bytes are permuted by the row.
     var places = StaticTuple[UInt32, _PAIRS]()
     comptime for pair in range(_PAIRS):
         places[pair] = ((UInt32(2 * pair) + (lane >> 4)) ^ (lane & 7)) << 4

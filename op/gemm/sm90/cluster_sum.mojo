@@ -2,8 +2,8 @@
 
 Each block has multiplied its own part of the k blocks, and so has sums for the
 whole tile. It hands each block, itself included, a share of the columns; each
-adds up what it has received in the order of the ranks. The ring is used up by
-then, and takes what is handed over.
+adds up what it has received in the order of the ranks. The ring is free by
+then, and holds what is handed over.
 """
 
 from std.sys import _RegisterPackType, inlined_assembly

@@ -134,13 +134,13 @@ struct Config(Equatable, TrivialRegisterPassable):
         """Counts the boxes of a tile's rows, of 128 bytes each, that a slot holds.
 
         Returns:
-            The boxes: that of a, and what fits that of b.
+            The boxes: one in the place of a, the others in that of b.
         """
         return 1 + self.b_bytes() // self.a_bytes()
 
     @always_inline
     def addend_slots(self) -> Int:
-        """Counts the slots that a tile takes of what is added to c, in 16 bits.
+        """Counts the slots for what is added to a tile of c, in 16 bits.
 
         Returns:
             The slots.

@@ -1,7 +1,6 @@
 """The warpgroups that multiply, finish and store."""
 
 from std.memory import OpaquePointer
-from std.sys import size_of
 from max.gpu.primitives import warp
 
 from ..epilogue import Epilogue, RowTerms
@@ -204,7 +203,7 @@ def consume[
             var together = ClusterSum[config](
                 shared, rank, consumer * 128 + thread
             )
-            # Nobody's ring is in use any more.
+            # No block's ring is in use anymore.
             meet_cluster()
             together.send(own)
             if sums_here:

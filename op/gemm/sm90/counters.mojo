@@ -1,4 +1,4 @@
-"""Counters in global memory, by which blocks of a grid tell each other how far they are."""
+"""Counters in global memory, by which blocks of a grid tell each other how far they have come."""
 
 from std.sys import inlined_assembly
 
@@ -9,15 +9,15 @@ comptime Counter = Pointer[UInt32, MutUntrackedOrigin]
 comptime SLICE_ROWS = 64
 """Rows that share a counter: those of a warpgroup in a tile."""
 comptime SLICE_WARPS = 4
-"""How many count a slice, once for each tile column."""
+"""Warps that count a slice, each once for every tile column."""
 
 
 @doc_hidden
 @always_inline
 def await_counter(counter: Counter, least: UInt32):
-    """Waits until a counter has come far enough.
+    """Waits until a counter has reached a number.
 
-    What was written before it came so far is seen from then on.
+    What was written before that is visible from then on.
     """
     while (
         inlined_assembly[
@@ -27,7 +27,7 @@ def await_counter(counter: Counter, least: UInt32):
         ](counter)
         < least
     ):
-        # Acquiring empties the first cache: not over and over.
+        # Each acquire empties the L1 cache, so polling does without.
         while (
             inlined_assembly[
                 "ld.relaxed.gpu.global.u32 $0, [$1];",
@@ -63,18 +63,18 @@ def take_one(counter: Counter) -> UInt32:
 
 @doc_hidden
 struct Progress[enabled: Bool](TrivialRegisterPassable):
-    """What a warp has stored and not yet told."""
+    """What a warp has stored and not yet reported."""
 
     var counters: Counter
     """Counters of the slices."""
     var slice: Int32
-    """Slice of the last tile; -1 if there is nothing to tell."""
+    """Slice of the last tile; -1 if there is nothing to report."""
     var tells: Bool
     """Whether this is the thread that stores for its warp."""
 
     @always_inline
     def __init__(out self, counters: Counter, lane: UInt32):
-        """Has nothing to tell."""
+        """Has nothing to report."""
         self.counters = counters
         self.slice = -1
         self.tells = lane == 0
@@ -87,7 +87,7 @@ struct Progress[enabled: Bool](TrivialRegisterPassable):
 
     @always_inline
     def tell(mut self):
-        """Tells of what has been noted, once it is in memory."""
+        """Reports what has been noted, once it is in memory."""
         comptime if Self.enabled:
             if self.slice >= 0 and self.tells:
                 store_wait_all()

@@ -2,9 +2,8 @@
 
 B is the operand of 64 rows and a the one of few columns, so that no part of a
 product is wasted. K is split over the two blocks of a cluster; the second one
-hands its sums to the first, which adds them in that order. What a hook gathers
-of the rows of a, every cluster gathers for itself: b comes from memory no
-faster.
+hands its sums to the first, which adds them in that order. Every cluster
+gathers for itself what a hook wants of the rows of a, while it waits for b.
 """
 
 from std.memory import AddressSpace
@@ -104,7 +103,7 @@ def few_rows_kernel[
     Args:
         b_map: Tensor map of b, boxes of 64 by a k block.
         a_map: Tensor map of a [M, K], boxes of rows by a k block.
-        c: Receives c [M, N], [M, N / 2] of a gate.
+        c: Receives c [M, N], for a gate [M, N / 2].
         product: Sizes, K more than one k block; and what goes with the matrices.
     """
     var m = product.m
@@ -136,7 +135,7 @@ def few_rows_kernel[
     comptime if not E.has_row_terms or H.gathers:
         wait_on_earlier_grids()
     let_later_grids_start()
-    # Also tells that the neighbor has started, whose memory is written below.
+    # Also makes sure that the neighbor runs: its memory is written below.
     meet_cluster()
 
     comptime k_block = row_elements[dtype]()
@@ -195,7 +194,7 @@ def few_rows_kernel[
         )
         wait_previous()
         comptime if H.gathers:
-            # Reads of a slot do not end together, as its products do.
+            # Reads of a slot, unlike its products, do not end together.
             named_barrier_sync(1, 128)
         if thread == 0:
             mbarrier_arrive(empty + previous * 8)
@@ -230,8 +229,8 @@ def few_rows_kernel[
     if rank == 1:
         return
 
-    # All at once, and so of rows that there may not be: a lane's columns of the
-    # product are the rows group * 8 + lane % 4 * 2 + side of a.
+    # All are loaded at once, even for rows that do not exist. A lane's columns of
+    # the product are the rows group * 8 + lane % 4 * 2 + side of a.
     var terms = StaticTuple[RowTerms[], registers // 2](RowTerms[](1, 0))
     comptime if H.gathers:
         if thread < UInt32(rows):

@@ -2,8 +2,8 @@
 
 One thread copies tiles of a and b into a ring of shared-memory slots; two
 warpgroups multiply them. The ring runs on across output tiles, so the copies
-for the next tile start while the last one is being finished. Where the finished
-rows are taken on, the other warps do that.
+for the next tile start while the last one is being finished. Where finished
+rows are taken further, the other warps do that.
 """
 
 from std.memory import AddressSpace
@@ -122,14 +122,14 @@ def matrix_kernel[
             prefetch_tensor_map(address_of(c_map))
         comptime if E.activates:
             prefetch_tensor_map(address_of(more_map))
-    # Anyone may have written the operands just now; but the kernel that makes
+    # An earlier grid may still be writing the operands. But a kernel that makes
     # the terms of rows has itself waited for all earlier ones, and so has the
-    # one that this one follows.
+    # grid that this one follows.
     comptime if not E.has_row_terms or H.gathers:
         if not (config.split and product.follows != 0):
             wait_on_earlier_grids()
     let_later_grids_start()
-    # No block may reach for its neighbor's barriers before they are made.
+    # No block may use its neighbor's barriers before they are initialized.
     comptime if cluster > 1:
         meet_cluster()
     else:
@@ -151,8 +151,8 @@ def matrix_kernel[
         blocks = (rank + 1) * blocks // UInt32(cluster) - first_block
 
     if warp_in_block < 4:
-        # Where those that do not produce have work of their own, registers
-        # suffice as they are shared out.
+        # Where the other warps have work of their own, registers stay as they
+        # are.
         comptime if not H.passes_on:
             registers_lower[24]()
         if thread == 0:

@@ -35,13 +35,13 @@ comptime BAND = 8
 """Cluster tiles in a band of the walk: 2048 rows of a, about as much as the
 columns of b that the other clusters of a wave then need."""
 
-# Rows that kernels for few rows are made for.
+# Most rows of each kernel for few rows.
 comptime _FEW = [16, MOST_FEW_ROWS]
 
 
 def beside_earlier() -> List[LaunchAttribute]:
     """Launches by PDL: a grid may start while the one before it ends, and has to
-    wait by itself.
+    do its own waiting.
 
     Returns:
         The attributes of the launch.
@@ -77,7 +77,7 @@ def launch_matrix[
 
     Args:
         gpu: Where to run.
-        c: Address of c [M, N], [M, N / 2] of a gate; not used where c is added to.
+        c: Address of c [M, N], for a gate [M, N / 2]; not used where c is added to.
         a: Address of a [M, K] or [K, M].
         b: Address of b [N, K] or [K, N].
         product: Sizes, and what goes with the matrices.
@@ -199,7 +199,7 @@ def launch_product[
     Args:
         gpu: Where to run.
         tiling: The choice.
-        c: Address of c [M, N], [M, N / 2] of a gate.
+        c: Address of c [M, N], for a gate [M, N / 2].
         a: Address of a [M, K].
         b: Address of b [N, K] or [K, N].
         m: Rows of a, at least 1.

@@ -21,7 +21,7 @@ from .wgmma import (
 )
 
 
-# K blocks that take longer than the stores of a tile.
+# After so many k blocks, the stores of the tile before are complete.
 comptime _STORED = 4
 
 

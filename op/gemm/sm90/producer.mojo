@@ -28,7 +28,7 @@ def _load[
     row: Int32,
     k: Int32,
 ):
-    """Copies rows of an operand's k block, into all of a number of blocks."""
+    """Copies rows of an operand's k block into this block, or into each of several."""
     comptime boxes = rows // 64 if transposed else 1
     comptime for box in range(boxes):
         var at = tile + UInt32(box * SLICE_BYTES)

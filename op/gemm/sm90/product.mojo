@@ -1,4 +1,4 @@
-"""What the kernels take beside their three matrices."""
+"""What the kernels take besides their three matrices."""
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 

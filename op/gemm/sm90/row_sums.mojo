@@ -1,8 +1,8 @@
 """Sums of the rows of a transposed a, taken while its tiles are multiplied.
 
-A gradient of a bias comes this way: a is then the transposed gradient of the output. In
-a tile of 64 rows of K by 64 rows of a, a thread adds up 8 neighboring rows of
-a over every sixteenth row of K; the 16 threads that share them add up in a
+The gradient of a bias is such a sum: a is then the transposed gradient of the
+output. In a tile of 64 rows of K by 64 rows of a, a thread adds up 8 neighboring
+rows of a over every sixteenth row of K; the 16 threads that share them add up in a
 fixed order at the end.
 """
 

@@ -1,6 +1,6 @@
 """A product with long sums and few tiles, both of its operands transposed; and sums of the rows of a.
 
-A weight's gradient is such a product, the bias's the sums of its rows. Where
+The gradient of a weight is such a product, that of the bias such sums. Where
 its tiles are few, the two blocks of a cluster share the k blocks of a tile; and
 where even those fill less than half of the device, two grids share them, of
 which the second starts beside the first and adds what that one has left in
@@ -31,11 +31,11 @@ def _config(split: Bool, adds: Bool = False) -> Config:
     )
 
 
-# Lengths of sums that are multiplied while their products are stored.
+# Up to this length, sums take no longer than storing the products does.
 comptime _SHORT = 512
-# Length of a part that outweighs adding it up.
+# From this length on, a part takes longer than adding it up does.
 comptime _LONG = 2048
-# In k blocks: the time between two tiles, and that of each doubling of parts.
+# Fixed cost per tile, and per doubling of the parts, in k blocks.
 comptime _TILE_OVERHEAD = 4
 comptime _SPLIT_OVERHEAD = 3
 

@@ -157,7 +157,7 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         column: Int32,
         fours: StaticTuple[SIMD[DType.float32, 4], groups],
     ):
-        """Stores every so manieth of some groups of eight columns as a box."""
+        """Stores groups of eight columns, `stride` apart, as a box."""
         # The store before the last was from this box.
         if self.lane == 0:
             store_wait_read[1]()
@@ -186,8 +186,8 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         h_map: OpaquePointer[ImmUntrackedOrigin],
         n: UInt32,
     ):
-        """Finishes, activates and stores the rows, and what they were before if
-        somebody asks for it. A gate's c has n columns."""
+        """Finishes, activates and stores the rows, and h if it is wanted. A gate's
+        c has n columns."""
         comptime stride = 2 if Self.E.is_gate else 1
         comptime box_columns = row_elements[dtype]()
         comptime box_groups = box_columns // 8
@@ -232,8 +232,8 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         var lane = self.lane
         comptime for box in range(columns // box_columns):
             var box_address = boxes + UInt32((box & 1) * BOX_BYTES)
-            # The last store from this box has read it: the one before the last,
-            # but where a tile has only one box, the last.
+            # Until the last store from this box has read it: the one before the
+            # last, or the last where a tile has only one box.
             if lane == 0:
                 store_wait_read[1 if columns > box_columns else 0]()
             warp_sync()

@@ -29,7 +29,7 @@ def tensor_map[
 
     Parameters:
         dtype: Type of the elements.
-        kind: What TMA takes them for.
+        kind: How TMA treats them.
 
     Args:
         ctx: The device.
@@ -79,8 +79,8 @@ def operand_map[
 ) raises -> TMADescriptor:
     """Describes an operand of a product, in the boxes it is copied in.
 
-    TMA rounds float32 to tf32, of which tensor cores would drop the
-    lower bits.
+    TMA rounds float32 to tf32, where tensor cores would drop the lower
+    bits.
 
     Parameters:
         dtype: Type of the elements.

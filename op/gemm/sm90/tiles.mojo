@@ -7,10 +7,9 @@ struct Tiles(TrivialRegisterPassable):
     """A cluster's way through the grid of output tiles.
 
     Two walks. In bands, all clusters together take tiles down a band of tile
-    rows before the next tile column, so that what is being computed at one
-    time shares rows of a and of b in the L2 cache. In runs, each
-    cluster takes consecutive tiles of a tile row, so that it meets the same
-    rows of a again and again.
+    rows before the next tile column, so that what is being computed at the same
+    time shares rows of a and of b in the L2 cache. In runs, each cluster takes
+    consecutive tiles of a tile row, and so reads the same rows of a repeatedly.
     """
 
     var rows: UInt32

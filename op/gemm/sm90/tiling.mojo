@@ -9,14 +9,14 @@ comptime TILE_COLUMNS = [256, 128, 64]
 """Shapes of the matrix kernel, by the columns of a tile."""
 comptime FEW_ROWS = 0
 """In place of those, the kernel for few rows."""
-comptime NARROWEST_GATE = 128
-"""Columns that a tile has at least where a gate halves them."""
 comptime MOST_FEW_ROWS = 64
-"""Rows that it takes."""
+"""Most rows that this kernel takes."""
+comptime NARROWEST_GATE = 128
+"""Fewest columns of a tile where a gate halves them."""
 
-# Columns that the time between two tiles is worth.
+# Fixed cost per tile, in columns.
 comptime _TILE_OVERHEAD = 16
-# Of the SMs' time, what a product has to use to be worth launching.
+# Percentage of the SMs' time that a product has to use to be worth launching.
 comptime _FULL_PERCENT = 80
 
 
@@ -71,7 +71,7 @@ struct Tiling(TrivialRegisterPassable):
             n: Columns of the product.
             k: Length of the sums.
             processors: SMs of the device.
-            narrowest: Columns that a tile has at least.
+            narrowest: Fewest columns of a tile.
 
         Returns:
             The choice.

@@ -6,14 +6,13 @@
   cache it becomes dx.
 """
 
-from std.math import ceildiv
+from std.math import align_up, ceildiv
 
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
 from ...gemm.cpu.microkernel import multiply_block
-from ...gemm.cpu.pack import pack_panel, pack_panels, pack_rows
+from ...gemm.cpu.pack import pack_panels, pack_rows
 from ...gemm.cpu.pack_left import pack_left_panels
-from ...gemm.cpu.product import Packed, multiply_panel
 from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
@@ -22,6 +21,9 @@ from .job import Job
 from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
 from .plan import BackwardPlan, SUM_ROWS, TileRoom
+
+comptime PANELS_AT_ONCE = 8
+"""Panels of the weight that are packed together: a row's columns lie beside each other."""
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -56,35 +58,57 @@ def run_many_rows[
 
 
 def _packs[dtype: DType](job: _Job[dtype]) -> Int:
-    """Counts the panels of the weight to pack."""
-    return job.plan.panels if job.plan.input_tasks > 0 else 0
+    """Counts the parts in which the weight is packed: blocks of its rows, some panels across."""
+    if job.plan.input_tasks == 0:
+        return 0
+    return ceildiv(job.call[].N, Blocking[dtype].depth) * ceildiv(
+        job.plan.panels, PANELS_AT_ONCE
+    )
 
 
-def _packed[
+def _block_steps[dtype: DType](job: _Job[dtype], n: Int) -> Int:
+    """Counts the steps of a packed block that begins at a row of the weight."""
+    comptime B = Blocking[dtype]
+    return align_up(min(B.depth, job.call[].N - n), B.step)
+
+
+def _weight_block[
     dtype: DType
-](job: _Job[dtype], panel: Int) -> Buffer[Blocking[dtype].operand]:
+](job: _Job[dtype], n: Int, panel: Int) -> Buffer[Blocking[dtype].operand]:
+    """Finds a panel of a packed block: panels of a block lie one behind the other, as they are used."""
     comptime B = Blocking[dtype]
     return job.at[B.operand](job.plan.packed_weight).unsafe_offset(
-        panel * B.panel_size(job.call[].N)
+        (n * job.plan.panels + _block_steps(job, n) * panel) * B.tile_n
+    )
+
+
+def _pack_weight[dtype: DType](job: _Job[dtype], index: Int):
+    """Packs some panels of a block of the weight."""
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    var across = ceildiv(job.plan.panels, PANELS_AT_ONCE)
+    var n = index // across * B.depth
+    var panel = index % across * PANELS_AT_ONCE
+    var column = panel * B.tile_n
+    pack_panels[dtype, width=B.width, vectors=B.tile_vectors](
+        _weight_block(job, n, panel),
+        _block_steps(job, n) * B.tile_n,
+        Matrix[dtype](call.weight, call.K),
+        n,
+        column,
+        min(B.depth, call.N - n),
+        min(PANELS_AT_ONCE * B.tile_n, call.K - column),
     )
 
 
 def _prepare_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
-    """Packs a panel of the weight, sums a chunk of the columns of dy, or packs a chunk of dy or x_hat."""
+    """Packs a part of the weight, sums a chunk of the columns of dy, or packs a chunk of dy or x_hat."""
     ref job = data.unsafe_bitcast[_Job[dtype]]()[]
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var packs = _packs(job)
     if index < packs:
-        var column = index * B.tile_n
-        pack_panel[dtype, ahead=8](
-            _packed(job, index),
-            Matrix[dtype](call.weight, call.K),
-            0,
-            column,
-            call.N,
-            min(B.tile_n, call.K - column),
-        )
+        _pack_weight(job, index)
         return
     var left = index - packs
     var across = ceildiv(call.N, CHUNK)
@@ -279,32 +303,34 @@ def _slab_task[
     ref call = job.call[]
     ref plan = job.plan
     var arena = Arena(own)
-    var dy_stride = B.row_stride(call.N)
-    var dy = Matrix[B.operand](
-        arena.take[B.operand](plan.slab_rows * dy_stride), dy_stride
+    var room = Matrix[B.operand](
+        arena.take[B.operand](plan.slab_rows * B.row_stride(B.depth)),
+        B.row_stride(B.depth),
     )
     var h = Matrix[B.accum](arena.next, plan.panels * B.tile_n)
     var first = plan.slabs.first(slab)
     var count = plan.slabs.first(slab + 1) - first
-    if B.has_tiles and call.N % B.step == 0:
-        # Rows as they are make tiles.
-        dy = Matrix[B.operand](
-            Int(Matrix[dtype](call.dy, call.N).at(first)), call.N
-        )
-    else:
-        pack_rows[dtype](
-            dy, Matrix[dtype](call.dy, call.N), first, count, call.N
-        )
-    for panel in range(plan.panels):
-        var column = panel * B.tile_n
-        multiply_panel[dtype, a_is_panel=False](
-            h.part(0, column),
-            dy,
-            Packed[dtype, True](_packed(job, panel)),
-            count,
-            min(B.tile_n, call.K - column),
-            call.N,
-        )
+    var rows = Matrix[dtype](call.dy, call.N).part(first, 0)
+    for n in range(0, call.N, B.depth):
+        var steps = min(B.depth, call.N - n)
+        var dy = room
+        if B.has_tiles and call.N % B.step == 0:
+            # Rows as they are make tiles.
+            dy = Matrix[B.operand](Int(rows.at(0, n)), call.N)
+        else:
+            pack_rows[dtype](room, rows.part(0, n), 0, count, steps)
+        for panel in range(plan.panels):
+            var column = panel * B.tile_n
+            multiply_block[dtype, a_is_panel=False](
+                h.part(0, column),
+                dy,
+                _weight_block(job, n, panel),
+                count,
+                min(B.tile_n, call.K - column),
+                steps,
+                n > 0,
+                next_follows=True,
+            )
     for i in range(count):
         finish_input_gradient[dtype, ThisNorm](
             job.call, first + i, h.at(i), job.gamma

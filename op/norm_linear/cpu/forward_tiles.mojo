@@ -8,8 +8,9 @@
 """
 
 from std.math import ceildiv
+from std.sys import size_of
 
-from ...gemm.cpu.beside import Beside, Nothing, StoreRows
+from ...gemm.cpu.beside import Beside, Fetch, Nothing, StoreRows
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Arena, Buffer, Matrix
 from ...gemm.cpu.pack_transposed import pack_transposed
@@ -101,12 +102,15 @@ def _columns_part[dtype: DType](data: Data, worker: Int):
         var end = min(call.N, begin + plan.task_columns)
         for column in range(begin, end, TILES_ROWS):
             var columns = min(TILES_ROWS, end - column)
+            var left = end - column - columns
             var half = room.half(call, 0, column, columns, 0)
-            _multiply_weight(job, own, half, column, columns)
+            _multiply_weight(job, own, half, column, columns, left)
             var other = half
             if plan.halves > 1:
                 other = room.half(call, 1, column, columns, 1)
-                _multiply_weight(job, own, other, call.N + column, columns)
+                _multiply_weight(
+                    job, own, other, call.N + column, columns, left
+                )
             finish_columns(call, 0, column, call.M, columns, half, other)
 
 
@@ -118,11 +122,18 @@ def _multiply_weight[
     half: Half[dtype],
     n: Int,
     outputs: Int,
+    left: Int,
 ):
-    """Multiplies up to 32 rows of the weight by all rows."""
+    """Multiplies up to 32 rows of the weight by all rows; `left` more follow."""
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var weight = Matrix[dtype](call.weight, call.K).part(n, 0)
+    var row_bytes = call.K * size_of[dtype]()
+    var fetch = Fetch(
+        Int(weight.at(outputs)),
+        min(TILES_ROWS, left) * row_bytes,
+        ceildiv(call.M, TILES_ROWS) * max(1, call.K // B.step),
+    )
     var nothing = Nothing()
     var panel_bytes = B.row_panel_size(call.K) * 2
     var shared = job.workspace + job.plan.shared
@@ -142,7 +153,7 @@ def _multiply_weight[
                 call.M - m,
                 steps,
                 k > 0,
-                nothing,
+                fetch,
             )
     if whole * B.step < call.K:
         own.copy_rest(weight, outputs, whole * B.step, call.K)

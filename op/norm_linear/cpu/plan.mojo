@@ -316,7 +316,7 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
             M,
             B.tile_m,
             self.workers,
-            N * size_of[B.operand]() + K * size_of[B.accum](),
+            min(N, B.depth) * size_of[B.operand]() + K * size_of[B.accum](),
         )
         self.slab_rows = self.slabs.most_rows()
         var needs_affine = call.dgamma != 0 or call.dbeta != 0
@@ -420,7 +420,9 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
                 self.packed_weight = arena.take[B.operand](
                     self.panels * B.panel_size(N)
                 )
-                _ = input_room.take[B.operand](self.slab_rows * B.row_stride(N))
+                _ = input_room.take[B.operand](
+                    self.slab_rows * B.row_stride(B.depth)
+                )
                 _ = input_room.take[B.accum](
                     self.slab_rows * self.panels * B.tile_n
                 )

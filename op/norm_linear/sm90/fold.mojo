@@ -13,10 +13,10 @@ from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
 from ...norms.norm import Norm
 
-# Warps, and so rows, of one block.
+# Warps of one block, each of which takes a row.
 comptime _WARPS = 8
 comptime _WIDTH = 8
-# Loads under way at once; the second pass finds the row in the L2 cache, which
+# Loads in flight at once; the second pass finds the row in the L2 cache, which
 # costs less than the registers that would hold it.
 comptime _UNROLL = 4
 comptime _Vector = SIMD[DType.float32, _WIDTH]
@@ -123,15 +123,15 @@ def fold_kernel[
         gamma: Scale of the normalized features [K].
         beta: Shift of the normalized features [K].
         bias: Bias of the linear layer [N].
-        up: What the weight gates, as much again, if it does.
+        up: The weight that the first one gates, of the same size, if it is a gate.
         up_bias: Bias of that.
-        gates: Whether it does: then eight rows of the weight and eight of what it gates take turns.
+        gates: Whether it is one: eight rows of the weight and eight of the other then alternate.
         n: Rows of the folded weight.
         k: Columns of the weight, a multiple of 8.
-        has_gamma: Whether gamma is there; without it, ones.
-        has_beta: Whether beta is there.
-        has_bias: Whether the bias is there.
-        offset: Added to gamma, where it is there.
+        has_gamma: Whether there is a gamma; ones stand for none.
+        has_beta: Whether there is a beta.
+        has_bias: Whether there is a bias.
+        offset: Added to gamma, if there is one.
     """
     var index = Int(block_idx.x) * _WARPS + Int(thread_idx.x) // 32
     if index >= Int(n):
@@ -194,7 +194,7 @@ def fold_kernel[
 
 
 def products(call: Call) -> Int:
-    """Counts the rows of all that is multiplied by the norm's rows.
+    """Counts the rows of all weights that multiply the norm's rows.
 
     Args:
         call: The call.
@@ -218,7 +218,7 @@ def launch_fold[
         gpu: Where to run.
         call: The parameters; K is a multiple of 8, and weight, gamma and beta
             start at multiples of 16 bytes.
-        folded: Address of the folded weight [N, K]; [2N, K] before a gate, as all.
+        folded: Address of the folded weight [N, K]; before a gate all sizes are of 2N.
         sums: Address of its row sums [N].
         constants: Address of the columns' constants [N].
 

@@ -10,14 +10,8 @@ Few rows and tiles of the largest kind gather the statistics of x while they mul
 from ...call import Call
 from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
-from ...gemm.epilogue import (
-    Activated,
-    Added,
-    Bias,
-    Epilogue,
-    Plain,
-    ScaleAndCorrect,
-)
+from ...gemm.epilogue import Epilogue, Plain
+from ...gemm.epilogues import Activated, Added, Bias, ScaleAndCorrect
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch import (
     launch_few_rows,
@@ -158,14 +152,14 @@ def _launch_product[
             gpu, call.y, call.x, plan.fold_weight, product
         )
     else:
-        # In runs: each cluster meets the same rows again and again.
+        # In runs: each cluster takes tiles of the same rows one after another.
         launch_matrix[dtype, Config.of(256)](
             gpu, call.y, call.x, plan.fold_weight, product
         )
 
 
 def linear_add[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues y = x weight^T + bias + residual, of whose norm nothing is said.
+    """Queues y = x weight^T + bias + residual, which no norm is part of.
 
     Parameters:
         dtype: Type of all: bfloat16 or float16.

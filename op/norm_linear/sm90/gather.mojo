@@ -1,7 +1,7 @@
 """Row statistics taken from the tiles of x while they are multiplied.
 
 K must be a multiple of the k block: TMA pads the last one with zeros, which
-sums may ignore but a variance may not. Two neighboring lanes share a row: each
+change no sum but do change a variance. Two neighboring lanes share a row: each
 reads half of its 64 elements of a k block from shared memory. A warp gathers
 the same 16 rows whose sums its accumulators hold, so that the results need only
 a shuffle to reach them.
@@ -24,7 +24,7 @@ struct Moments[N: Norm](RowSums):
     """Sums over the elements one lane has seen of its row."""
 
     var shift: Float32
-    """What distances are taken to, the same in both lanes."""
+    """What distances are measured from, the same in both lanes."""
     var sum: Float32
     """Sum of the distances."""
     var squares: Float32

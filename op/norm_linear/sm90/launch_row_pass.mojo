@@ -1,7 +1,7 @@
 """Launch of dz = dy W and the pass over its rows as one kernel.
 
-Its warps wait for rows that other blocks make. So all blocks have to run at one
-time, which the launch asks for: two such grids on two streams could otherwise
+Its warps wait for rows that other blocks make, so all blocks have to run at the
+same time. The launch asks for that: two such grids on two streams could otherwise
 each keep the other's blocks from starting.
 """
 
@@ -33,10 +33,9 @@ from .row_pass import RowPass
 comptime _CONFIG = Config.of(256, b_transposed=True)
 # Cluster tiles in a band of the walk: rows wait for those of the same band.
 comptime _BAND = 4
-# A product that takes as long as the pass over its rows.
+# From so many outputs on, a product takes as long as the pass over its rows.
 comptime _FEWEST_OUTPUTS = 2048
-# Halves of as many rows as are made at one time: the pass over the last ones is
-# not hidden.
+# Halves of a wave of rows: the pass over the last wave is not hidden.
 comptime _FEWEST_HALVES = 9
 comptime _PREPARE_THREADS = 256
 
@@ -109,7 +108,7 @@ def prepare_kernel[
     length: Int32,
     offset: Float32,
 ):
-    """Sets counters to zero, and brings gamma and beta to float32.
+    """Sets counters to zero, and converts gamma and beta to float32.
 
     Parameters:
         norm_dtype: Type of gamma and beta.
@@ -121,7 +120,7 @@ def prepare_kernel[
         gamma: Address of the norm's weight [length]; 0 stands for ones.
         beta: Address of the norm's bias [length]; 0 stands for zeros.
         length: K.
-        offset: Added to gamma, where it is there.
+        offset: Added to gamma, if there is one.
     """
     wait_on_earlier_grids()
     let_later_grids_start()
@@ -232,7 +231,7 @@ def launch_row_pass[
 
 
 def _rows_of_wave(processors: Int, k: Int) -> Int:
-    """Counts the rows of the tiles that are computed at one time."""
+    """Counts the rows of the tiles that are computed at the same time."""
     var together = ceildiv(
         processors // _CONFIG.cluster, ceildiv(k, _CONFIG.columns)
     )

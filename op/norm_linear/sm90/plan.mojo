@@ -24,9 +24,9 @@ from .fold import products
 from .launch_row_pass import RowPassLayout, pays
 from .measured import MEASURED
 
-# A box that TMA copies starts at a multiple of so many bytes, and so does every row.
+# Boxes that TMA copies, and every row, start at multiples of so many bytes.
 comptime _ALIGNMENT = 16
-# Every part of the workspace does so.
+# Every part of the workspace starts at a multiple of so many.
 comptime _PART = 256
 
 # A tile of y in float32 takes twice as long to store: where many tiles have short sums, that shows
@@ -37,14 +37,14 @@ comptime _MANY_OUTPUTS = 1 << 24
 # Columns of a box.
 comptime _BOX = 64
 
-# Up to so many products, what counts is how soon one kernel of the backward has begun after another: in a graph on
-# the device, else, with some tens of microseconds of work, on the host.
+# Up to so many products, the time goes into starting one kernel of the backward after another: on the device in a
+# graph, otherwise on the host, where that takes some tens of microseconds.
 comptime _FEW_PRODUCTS = 500_000_000
 comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000
 
 
 def fastest(m: Int, k: Int, n: Int, in_graph: Bool, may_keep: Bool) -> Int:
-    """Finds the way that was fastest at the measured sizes next to some.
+    """Finds the way that was fastest at the nearest sizes that were measured.
 
     Args:
         m: Rows.
@@ -98,7 +98,7 @@ def _has_kernels[dtype: DType](call: Call) -> Bool:
 def _fold_pays(call: Call) -> Bool:
     """Tells whether a fold made anew costs less than passes over x, before PyTorch's product, and h, after it.
 
-    Of their elements' times 8, 5 and 2, in a unit that does not matter (docs/hopper-log.md, "Activations").
+    An element of each takes 8, 5 and 2 units of time (docs/hopper-log.md, "Activations").
     """
     var n = products(call)
     return 8 * n * call.K < (5 * call.K + 2 * n) * call.M
@@ -111,7 +111,7 @@ def choose_forward[dtype: DType](call: Call) -> Int:
         dtype: Type of x, the weight and y.
 
     Args:
-        call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or one that is asked for.
+        call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or the one to take.
 
     Returns:
         FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
@@ -146,7 +146,7 @@ def choose_forward[dtype: DType](call: Call) -> Int:
             # Only an epilogue of a fold activates.
             var pays = call.way == 0 and folds and _fold_pays(call)
             way = NEW_FOLD if pays else DECLINED
-    # Only the norm's own kernel reads x, which may lie anywhere.
+    # x may start anywhere: only the norm's own kernel reads it.
     if way == FUSED and (call.weight | call.bias) % _ALIGNMENT != 0:
         return DECLINED
     return way
@@ -198,7 +198,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             NARROWEST_GATE if call.activation >= GATED else 0,
         )
         self.folds = way == NEW_FOLD
-        # A variance may not ignore the zeros that fill up a k block.
+        # The zeros that fill up a k block would change a variance.
         self.gathers = (
             way != FUSED
             and k % K_BLOCK == 0
@@ -214,7 +214,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         if way == FUSED:
             end += m * k * size
         else:
-            # Nobody may ask for the statistics, but the product does.
+            # The product needs the statistics even if the caller does not.
             if self.mean == 0:
                 self.mean = _part(end, 4 * m)
             if self.rstd == 0:
@@ -284,7 +284,7 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
     var split: SplitK
     """How the sums of dW = dy^T z are shared."""
     var passes_on: Bool
-    """Whether the rows of dz pass in the kernel that makes them."""
+    """Whether the kernel that makes the rows of dz passes over them as well."""
     var partial: Int
     """Offset in the workspace of partial sums and what else the passes need, after dz."""
     var workspace_bytes: Int
@@ -302,7 +302,7 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
         self.tiling = Tiling.best(m, k, n, gpu.processors)
         self.split = SplitK.best(n, k, m, gpu.processors)
         var wants_weight = call.dweight != 0
-        # The kernel makes z and dx; its grid waits until all of its blocks run, and so would for a collective.
+        # The kernel makes z and dx. Its grid waits until all of its blocks run, so it would wait for a collective, too.
         self.passes_on = (
             launcher.alone
             and call.dx != 0

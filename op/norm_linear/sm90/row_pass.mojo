@@ -3,15 +3,16 @@
     g = dz gamma;  dx = rstd (g - mean(g) - xhat mean(g xhat));  z = xhat gamma + beta, in place of dz
     dgamma = sum over rows dz xhat;  dbeta = sum over rows dz
 
-The matrix kernel makes dz. Three warps of a block have no part in that, and take the rows of dz as soon as
-they are in memory, most of them still in the L2 cache; the others join when they have no tile left. Rows go
-in slices of 64, those that one warpgroup makes in a tile, and twice: first some units of work find the sums
-of a few rows each, then some finish a few columns each. So sums over rows stay in the registers of a warp,
-and whoever takes a unit, they are added in one order.
+The matrix kernel makes dz. Three warps of a block take no part in that: they take the rows of dz as soon as
+these are in memory, most of them still in the L2 cache; the others join when they have no tile left. Rows
+are taken in slices of 64, as one warpgroup makes them in a tile, and twice: first units of work find the sums
+of a few rows each, then others finish a few columns each. Sums over rows thus stay in the registers of a
+warp, and are added in the same order whichever warp takes a unit.
 
 Units are handed out in the order of slices, but slices are finished some steps after they are summed, so
-that nobody waits for sums. The units of the last slices are smaller: by then all warps want one. No warp
-takes a unit before it is done with the one before, or others would wait for what nobody has begun.
+that no warp waits for sums. The units of the last slices are smaller: by then all warps want one. A warp
+takes a unit only when it is done with the one before; otherwise others would wait for work that nobody has
+begun.
 """
 
 from std.math import ceildiv
@@ -37,7 +38,7 @@ comptime _Four = SIMD[DType.float32, 4]
 # Rows that are summed together, and how many times a large unit does that.
 comptime _PAIR = 2
 comptime _PAIRS = 4
-# Loads of a row that are under way together, each of a whole warp.
+# Loads of a row that are in flight together, each by a whole warp.
 comptime _LOADS = 4
 comptime _LOAD_COLUMNS = 32 * _WIDTH
 # Columns that are finished together, by eight lanes in each of four rows, and
@@ -46,7 +47,7 @@ comptime _COLUMN_LANES = 8
 comptime _COLUMNS = _COLUMN_LANES * _WIDTH
 comptime _ROW_LANES = 32 // _COLUMN_LANES
 comptime _TIMES = 4
-# Rows that a lane has under way together.
+# Rows that a lane has in flight together.
 comptime _ROWS = 8
 # Slices that are summed before the first of them is finished.
 comptime _LAG = UInt32(32)
@@ -54,7 +55,7 @@ comptime _LAG = UInt32(32)
 
 @fieldwise_init
 struct RowPass[N: Norm](RowHook):
-    """Takes the rows of dz on to dx and z; tensors by address, all of them dense.
+    """Turns the rows of dz into dx and z; tensors by address, all of them dense.
 
     Parameters:
         N: The norm.
@@ -63,7 +64,7 @@ struct RowPass[N: Norm](RowHook):
     comptime name = StaticString("_passes_on")
     """Tells kernels apart."""
     comptime passes_on = True
-    """It takes rows on."""
+    """It takes finished rows."""
     comptime Sums = NoSums
     """None."""
 
@@ -72,7 +73,7 @@ struct RowPass[N: Norm](RowHook):
     var length: Int32
     """K, a multiple of 8."""
     var early: Int32
-    """Rows that are there before the last tiles, a multiple of 64."""
+    """Rows that are finished before the last tiles, a multiple of 64."""
     var tile_columns: Int32
     """Tiles that a row of dz comes from."""
     var z: Int64
@@ -91,7 +92,7 @@ struct RowPass[N: Norm](RowHook):
     """For each slice of 64 rows, what has been stored of it; zero at first, as
     are the other counters."""
     var summed: Counter
-    """For each slice, of how many rows the sums have been found."""
+    """For each slice, the number of rows whose sums have been found."""
     var ticket: Counter
     """How many units have been taken."""
     var factors: Int64
@@ -178,8 +179,8 @@ def _sum_rows[
     var along_one = StaticTuple[_Eight, _PAIR](fill=0)
     var along_x = StaticTuple[_Eight, _PAIR](fill=0)
     for base in range(0, length, _LOADS * _LOAD_COLUMNS):
-        # No branch keeps the loads from being under way together: beyond the
-        # end of a row, they are of its last elements.
+        # No branch keeps the loads from being in flight together: past the
+        # end of a row, they read its last elements.
         var dz = Loads()
         var x = Loads()
         var gamma = StaticTuple[_Eight, _LOADS]()
@@ -222,8 +223,7 @@ def _finish_columns[
 ](its: RowPass[N], slice: Int, slices: Int, left: Int, lane: Int):
     """Finishes some columns of a slice, and sums over its rows.
 
-    Where they are a `whole` block of rows and columns, nothing is asked about
-    its ends.
+    A `whole` block of rows and columns needs no checks of its bounds.
     """
     comptime together = _ROWS if whole else 1
     var length = Int(its.length)

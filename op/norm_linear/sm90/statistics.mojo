@@ -15,7 +15,7 @@ from ...gemm.sm90.launch import beside_earlier
 from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
 from ...norms.norm import Norm, part_rstd
 
-# Warps of one block, and blocks that fit an SM.
+# Warps of one block, and blocks that fit on an SM.
 comptime _WARPS = 8
 comptime _BLOCKS = 4
 comptime _WIDTH = 8
@@ -78,7 +78,7 @@ def row_statistics_kernel[
     if index >= m:
         return
 
-    # One batch of loads is always under way, across rows too.
+    # One batch of loads is always in flight, across rows too.
     var row = x.unsafe_offset(Int(index) * Int(k))
     var ahead = StaticTuple[SIMD[dtype, _WIDTH], _UNROLL]()
     comptime for i in range(_UNROLL):

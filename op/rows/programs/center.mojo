@@ -1,8 +1,7 @@
 """Centers a row in two stages, so that rows far from zero lose nothing.
 
 The first mean is that of x less the row's first element: a constant row gives exactly zero. It is rounded to
-its type; the mean of what is left after it is small, and is taken off in a second stage or in the stage that
-follows.
+its type; the mean of what is left is small, and is subtracted in a second stage or in the stage that follows.
 """
 
 from ..stage import Stage
@@ -41,7 +40,7 @@ struct _Center(Stage):
 
 
 struct _Recenter(Stage):
-    """(v, ...) -> (v - mean(v), ...): takes off what the rounding of a mean has left."""
+    """(v, ...) -> (v - mean(v), ...): subtracts what the rounding of a mean has left."""
 
     @staticmethod
     @always_inline

@@ -1,14 +1,14 @@
 """Writes norms, forward and backward, as row programs.
 
-Before a norm a residual may be added, and its backward may be joined by another gradient. The backward can
-write z on its way, for who needs it again and has not kept it.
+Before a norm a residual may be added, and another gradient may join its backward. The backward can write z
+on its way, for those who need it again and have not kept it.
 
 LayerNorm's mean is found twice. First as the mean of x less the row's first element, so that a constant row
-gives exactly zero. What its rounding leaves is the mean of v, and is taken off v and off the variance: rows far
-from zero lose nothing.
+gives exactly zero. What its rounding leaves is the mean of v, which is subtracted from v and from the variance:
+rows far from zero lose nothing.
 
-RMSNorm's formulas are LayerNorm's with a mean of 0. So one kernel serves both, and `Row.kind` tells it which: that
-costs RMSNorm a reduction more, of what is in registers, where the kernel waits for memory.
+RMSNorm's formulas are LayerNorm's with a mean of 0. So one kernel serves both, and `Row.kind` tells it which. That
+costs RMSNorm one more reduction of what is in registers, while the kernel waits for memory.
 """
 
 from ...norms.layer_norm import LayerNorm
@@ -17,10 +17,8 @@ from ..stage import Stage
 from ..values import Row, Values
 from .center import _Center
 
-comptime LAYER_NORM = Int32(0)
-"""The `Row.kind` of rows that are centered."""
 comptime RMS_NORM = Int32(1)
-"""The `Row.kind` of rows whose mean counts as 0."""
+"""The `Row.kind` of rows whose mean counts as 0; any other's are centered."""
 
 
 @always_inline
@@ -168,7 +166,9 @@ struct _Gradient(Stage):
         dtype, width
     ]:
         var xhat = _xhat(row, v[1])
-        var dx = LayerNorm.dx(v[0] * v[2], xhat, row.saved[1], c[0], c[1])
+        # Rounded, as it was for its mean: nothing may be left of a row of one feature.
+        var g = v[0].fma(v[2], 0)
+        var dx = LayerNorm.dx(g, xhat, row.saved[1], c[0], c[1])
         return {dx, xhat * v[2] + v[3], v[0] * xhat, v[0]}
 
 

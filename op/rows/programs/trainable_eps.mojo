@@ -49,7 +49,7 @@ struct _CenterBoth(Stage):
 struct _Gradient(Stage):
     """(centered dy, v) -> dx, where s = sqrt(o o + mean(v v)); the result is -o sum(dy v) / s^3.
 
-    What centering left of the means of dy and v is taken off here.
+    What centering left of the means of dy and v is subtracted here.
     """
 
     comptime terms = 4

@@ -1,4 +1,4 @@
-"""Computes LayerNorm and Linear in one kernel, one thread a sequence position.
+"""Computes LayerNorm and Linear in one kernel, one thread per sequence position.
 
 Nothing is stored between the two: a normalized value is computed again for each
 output that needs it.

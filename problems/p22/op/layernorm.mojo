@@ -1,4 +1,4 @@
-"""Normalizes the rows of a tensor, one block a row and one thread an element."""
+"""Normalizes the rows of a tensor, one block per row and one thread per element."""
 
 from layout.tile_layout import TensorLayout
 from layout.tile_tensor import TileTensor

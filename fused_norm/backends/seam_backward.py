@@ -1,0 +1,262 @@
+"""The backward of the op family by kernels: native/seam_backward.h in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_norm.backends import cpu_seam, passes, sm90
+from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
+from fused_norm.call import parameters as known_parameters
+from fused_norm.call.memory import LOW_PRECISION, dense, lies_transposed
+from fused_norm.composition import Operands, Seam
+
+Found = list[Tensor | None]
+
+# Where the gradients of the tensors by name stand, in the order of `composition.flat`.
+_X, _, _GAMMA, _BETA, _SCALE, _SHIFT, _MEAN, _, _OUT_WEIGHT, _OUT_BIAS, _, _NAMED = range(12)
+
+
+def backward(
+    kind: Seam,
+    t: Operands,
+    products: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    main_grads: Sequence[Tensor | None] = (),
+) -> Found:
+    """Return the gradients that are wanted, in the order of `composition.flat`.
+
+    Those of the residuals are left out: they are those of x and of the output.
+
+    Args:
+        kind: What was computed.
+        t: The tensors, x being the sum where there was a residual, statistics included.
+        products: What the forward kept of this name.
+        grad_outputs: Those of the outputs, the sum and the normalized rows, None for zeros.
+        wanted: Which are.
+        main_grads: What is added to in place of a gradient, for each weight, or None.
+    """
+    return _Backward(kind, t, products, grad_outputs, wanted, main_grads).run()
+
+
+class _Backward:
+    """Finds gradients, each once.
+
+    Attributes:
+        found: Those found, by place.
+        das: Gradients of the activations, in rows.
+        dhs: Gradients of each weight's product.
+    """
+
+    def __init__(
+        self,
+        kind: Seam,
+        t: Operands,
+        products: Sequence[Tensor],
+        grad_outputs: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+        main_grads: Sequence[Tensor | None],
+    ) -> None:
+        self.kind, self.t, self.products, self.wanted = kind, t, products, wanted
+        self.count = len(t.weights)
+        self.biases = _NAMED + self.count
+        self.main_grads = main_grads or [None] * self.count
+        self.rows = t.x.numel() // t.x.shape[-1]
+        self.found: Found = [None] * len(wanted)
+        self.das: Found = [
+            None if g is None else dense(g)[0].view(self.rows, g.shape[-1]) for g in grad_outputs
+        ]
+        self.dnorm = self.das.pop() if kind.returns_norm else None
+        self.dsum = self.das.pop() if kind.returns_sum else None
+        self.dhs: Found = []
+        self.wants_norm = any(wanted[:_MEAN])
+        self.wants_weight = any(wanted[_NAMED : self.biases])
+        self.wants_bias = any(wanted[self.biases :])
+
+    def run(self) -> Found:
+        kind, t = self.kind, self.t
+        if kind.activation and not self.products:
+            self.products = recomputed(kind, t)
+        dout = self._second_linear() if t.out_weight is not None else None
+        a = self._before_activation(needs_a=dout is not None and self.wanted[_OUT_WEIGHT])
+        if dout is not None and a is not None:
+            self.found[_OUT_WEIGHT] = torch.mm(dout.t(), a)
+        if not self._by_product():
+            self._around_products()
+        for place, bias in enumerate(t.biases, self.biases):
+            if self.wanted[place] and self.found[place] is None and bias is not None:
+                self.found[place] = torch.zeros_like(bias)
+        return self.found
+
+    def _second_linear(self) -> Tensor | None:
+        """Put the gradient of the activation in the place of the output's, and return that."""
+        t, dout = self.t, self.das[0]
+        assert t.out_weight is not None
+        if dout is None:
+            for place, like in ((_OUT_WEIGHT, t.out_weight), (_OUT_BIAS, t.out_bias)):
+                if self.wanted[place] and like is not None:
+                    self.found[place] = torch.zeros_like(like)
+            return None
+        if self.wanted[_OUT_BIAS]:
+            self.found[_OUT_BIAS] = _sum_of_rows(dout)
+        is_passed_on = self.wants_norm or self.wants_weight or self.wants_bias
+        self.das[0] = torch.mm(dout, t.out_weight) if is_passed_on else None
+        return dout
+
+    def _before_activation(self, needs_a: bool) -> Tensor | None:
+        """Find the gradient of each product, and of each bias where no kernel after it does.
+
+        Returns the activations, in rows, where they are needed once more.
+        """
+        kind, a = self.kind, None
+        needs_dh = self.wants_norm or self.wants_weight
+        dbiases: Found = []
+        for i, da in enumerate(self.das):
+            wants_bias = self.wants_bias if kind.is_joined else self.wanted[self.biases + i]
+            dh, dbias = None if kind.activation else da, None
+            if da is not None and kind.activation and (needs_dh or wants_bias):
+                h = self.products[i].flatten(0, -2)
+                dh = torch.empty_like(h) if needs_dh else None
+                dbias = h.new_empty(h.shape[-1]) if wants_bias else None
+                a = torch.empty_like(da) if needs_a else None
+                passes.activate_backward(kind.activation, h, da, dh=dh, a=a, dbias=dbias)
+            elif dh is not None and wants_bias and len(self.das) < self.count:
+                dbias = _sum_of_rows(dh)
+            self.dhs.append(dh)
+            dbiases.append(dbias)
+        if needs_a and a is None:
+            a = activated(kind, self.products[0]).flatten(0, -2)
+        if kind.is_joined and self.count > 1:
+            sizes = [weight.shape[0] for weight in self.t.weights]
+            self.dhs, dbiases = _split(self.dhs[0], sizes, -1), _split(dbiases[0], sizes, 0)
+            # Each has memory of its own, so that whoever keeps one keeps no more.
+            dbiases = [None if d is None else d.clone() for d in dbiases]
+        for place, dbias in enumerate(dbiases, self.biases):
+            self.found[place] = dbias if self.wanted[place] else None
+        return a
+
+    def _by_product(self) -> bool:
+        """Run the kernels that have both products; return False where they decline."""
+        kind, t, dh, main_grad = self.kind, self.t, self.dhs[0], self.main_grads[0]
+        has_modulation = t.scale is not None or t.shift is not None
+        if self.count > 1 or has_modulation or self.dnorm is not None or dh is None:
+            return False
+        if not has_product(t):
+            return False
+        places = (_X, _GAMMA, _BETA, _NAMED, self.biases)
+        wanted = [self.wanted[place] and self.found[place] is None for place in places]
+        if not any(wanted):
+            return True
+        if t.x.is_cpu:
+            found: Sequence[Tensor | None] | None = None
+            if main_grad is None:
+                found = cpu_seam.backward(kind, t, dh, self.dsum, wanted)
+        else:
+            found = None if self.dsum is not None else self._on_hopper(dh, wanted, main_grad)
+        if found is None:
+            return False
+        for place, gradient in zip(places, found, strict=True):
+            if gradient is not None:
+                self.found[place] = gradient
+        return True
+
+    def _on_hopper(
+        self, dh: Tensor, wanted: list[bool], main_grad: Tensor | None
+    ) -> Sequence[Tensor | None] | None:
+        kind, t = self.kind, self.t
+        x, mean, rstd = dense(t.x, t.mean, t.rstd)
+        norm = (*norm_of(kind), 0)
+        parameters = known_parameters.of_saved(t.gamma, t.beta, t.weights[0], norm)
+        if not sm90.accepts(x, parameters):
+            return None
+        dy = dh.view(*x.shape[:-1], dh.shape[-1])
+        return sm90.backward(dy, x, parameters, mean, rstd, kind.eps, wanted, main_grad)
+
+    def _around_products(self) -> None:
+        """Find the other gradients by row passes around PyTorch's products."""
+        t = self.t
+        dz = self._gradient_of_norm() if self.wants_norm else None
+        z = None
+        if self.wants_weight:
+            # The pass over x writes the normalized rows again, over dz: it needs that last of all.
+            dtype = t.weights[0].dtype
+            may_replace = dz is not None and dz is not self.dnorm and dz.dtype is dtype
+            z = dz if may_replace else t.x.new_empty(self.rows, t.x.shape[-1], dtype=dtype)
+        # Where no activation has found them: that of one weight on the way, others one by one.
+        on_the_way = None
+        for place, dh in enumerate(self.dhs, self.biases):
+            if not self.wanted[place] or self.found[place] is not None or dh is None:
+                continue
+            if self.count == 1 and (dz is not None or z is not None):
+                on_the_way = self.found[place] = dh.new_empty(dh.shape[-1])
+            else:
+                self.found[place] = _sum_of_rows(dh)
+        if dz is not None or z is not None:
+            self._norm_backward(dz, z, on_the_way)
+        weights = zip(self.dhs, t.weights, self.main_grads, strict=True)
+        for place, (dh, weight, main_grad) in enumerate(weights, _NAMED):
+            if self.wanted[place]:
+                self.found[place] = _dweight(dh, z, weight, main_grad)
+
+    def _gradient_of_norm(self) -> Tensor:
+        """Return the gradient of the normalized rows, in the dtype of x."""
+        x, dz = self.t.x, self.dnorm
+        for dh, weight in zip(self.dhs, self.t.weights, strict=True):
+            if dh is None:
+                continue
+            if dh.dtype is not x.dtype:
+                # Autocast: the product is narrower than the rows.
+                product = torch.mm(dh, weight, out_dtype=x.dtype) if dh.is_cuda else dh @ weight
+                dz = product.to(x.dtype) if dz is None else dz + product
+            elif dz is None:
+                dz = torch.mm(dh, weight)
+            elif dz is self.dnorm:
+                dz = torch.addmm(dz, dh, weight)
+            else:
+                dz.addmm_(dh, weight)
+        return x.new_zeros(self.rows, x.shape[-1]) if dz is None else dz
+
+    def _norm_backward(self, dz: Tensor | None, z: Tensor | None, dbias: Tensor | None) -> None:
+        """Find the gradients of x and of the norm's parameters, and write z and dbias."""
+        t = self.t
+        places = {"dx": _X, "dgamma": _GAMMA, "dbeta": _BETA, "dscale": _SCALE, "dshift": _SHIFT}
+        tensors = (t.x, t.gamma, t.beta, t.scale, t.shift)
+        results: dict[str, Tensor] = {}
+        for (name, place), like in zip(places.items(), tensors, strict=True):
+            if dz is not None and self.wanted[place] and like is not None:
+                found = torch.empty_like(like, memory_format=torch.contiguous_format)
+                results[name] = self.found[place] = found
+        dy = None if dbias is None else self.dhs[0]
+        passes.normalize_backward(
+            self.kind, t, dz, dsum=self.dsum, z=z, dy=dy, dbias=dbias, **results
+        )
+
+
+def _split(rows: Tensor | None, sizes: list[int], dim: int) -> Found:
+    return [None] * len(sizes) if rows is None else list(rows.split(sizes, dim))
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    total = rows.new_empty(rows.shape[-1])
+    passes.activate_backward("", None, rows, dbias=total)
+    return total
+
+
+def _dweight(
+    dh: Tensor | None, z: Tensor | None, weight: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the gradient of a weight, None if it was added to what there was."""
+    if dh is None:
+        return torch.zeros_like(weight) if main_grad is None else None
+    assert z is not None
+    if main_grad is None:
+        return torch.mm(z.t(), dh).t() if lies_transposed(weight) else torch.mm(dh.t(), z)
+    if dh.is_cuda and dh.dtype in LOW_PRECISION:
+        # Tensor cores multiply what they are given and add up in float32.
+        torch.addmm(main_grad, dh.t(), z, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        main_grad.addmm_(dh.t().to(main_grad.dtype), z.to(main_grad.dtype))
+    return None

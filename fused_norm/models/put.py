@@ -1,0 +1,120 @@
+"""Puts a call of the op family into a graph, with the nodes that bring its operands into shape."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fused_norm.functional import norm_linear, norm_mlp
+from fused_norm.models.calls import Call, Left
+from fused_norm.models.emit import Emitter
+from fused_norm.models.forms import are_same, dtype, form, is_tensor, shape, value
+from fused_norm.models.norms import Norm
+from fused_norm.models.readers import Product
+from fused_norm.models.views import inverse
+
+
+def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
+    """Put a call into a graph where it inserts; return what it stands for, each with its result.
+
+    Args:
+        emitter: Puts nodes into the graph.
+        norm: The norm.
+        call: What stands for it and what reads it.
+        x: What is normalized.
+
+    Raises:
+        Left: If a result is another than what it is to replace.
+    """
+    reading, activated = call.reading, call.activated
+    like = norm.anchor
+
+    def put(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return emitter.put(target, args, kwargs, like)
+
+    def again(view: Node, on: Node) -> Node:
+        # What was a view of contiguous rows may not be one of x.
+        target = "reshape" if view.target == "view" else view.target
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
+        return put(target, on, *view.args[1:], **view.kwargs)
+
+    def upright(product: Product) -> Node:
+        return put(torch.t, product.weight) if product.is_transposed else product.weight
+
+    residual = None
+    if call.total is not None:
+        x, residual = call.total[:2]
+    for view in reading.views:
+        x = again(view, x)
+    options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
+    options |= {"norm_weight": norm.gamma, "norm_bias": norm.beta, "residual": residual}
+    options |= {"weight_offset": norm.offset, "activation": activated and activated.name}
+    options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
+    for view in reading.views:
+        if form(view).kind == "from_local":
+            for name in ("norm_weight", "norm_bias"):
+                options[name] = options[name] and again(view, options[name])
+    if reading.modulation is not None:
+        scale = reading.modulation.scale
+        for view in reading.modulation.scale_views:
+            scale = again(view, scale)
+        options |= {"scale": scale, "shift": reading.modulation.shift}
+    products = reading.products if activated is None else activated.products
+    weight: Any = [upright(product) for product in products]
+    bias: Any = [product.bias for product in products]
+    if activated is not None and activated.is_swapped:
+        half = shape(weight[0])[0] // 2
+        parts = slice(half, None), slice(None, half)
+        weight = [put(operator.getitem, weight[0], part) for part in parts]
+        bias = [b and put(operator.getitem, b, part) for b in bias for part in parts]
+    if len(weight) == 1:
+        weight, bias = weight[0], bias[0]
+    target: Callable[..., Any] = norm_linear
+    arguments = [x, weight, bias]
+    if activated is not None and activated.second is not None:
+        second = activated.second
+        target = norm_mlp
+        arguments += [upright(second), second.bias]
+        options["residual_out"] = activated.residual
+    defaults = {"normalization": "layer_norm", "weight_offset": 0.0}
+    kwargs = {
+        name: each
+        for name, each in options.items()
+        if not (each is None or each is False or each == defaults.get(name))
+        or (name == "eps" and each is None)
+    }
+    result = put(target, *arguments, **kwargs)
+    old = call.results()
+    extras = [call.total[2]] * call.returns_sum if call.total is not None else []
+    extras += [] if call.norm is None else [call.norm]
+    rest: list[Node] = []
+    if extras:
+        first = put(operator.getitem, result, 0)
+        rest = [put(operator.getitem, result, i + 1) for i in range(len(extras))]
+        result = first
+        if call.norm is not None and call.norm is not reading.source:
+            for view in reversed(reading.views):
+                rest[-1] = put(torch.permute, rest[-1], inverse(view))
+    new = [result]
+    if len(old) > 1:
+        new = [put(operator.getitem, result, i) for i in range(len(old))]
+    return [
+        (node, _fitting(node, by)) for node, by in zip([*old, *extras], [*new, *rest], strict=True)
+    ]
+
+
+def _fitting(old: Node, new: Node) -> Node:
+    """Return what takes the place of a node: the same shape and dtype."""
+    if not is_tensor(new) or dtype(new) is not dtype(old):
+        raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
+    places = [getattr(value(node), "placements", None) for node in (old, new)]
+    if places[0] != places[1]:
+        raise Left(f"would be placed {places[1]} where the model has {places[0]}")
+    if not are_same(tuple(shape(old)), tuple(shape(new))):
+        raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
+    return new

@@ -1,0 +1,114 @@
+"""Residual sums right behind Linear layers, which the layers' own products can add."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fused_norm.functional import linear_add
+from fused_norm.models.costs import bytes_written, count_ops
+from fused_norm.models.emit import Emitter
+from fused_norm.models.flow import Flow
+from fused_norm.models.forms import above, dtype, form, is_plain, shape, value, written
+from fused_norm.models.norms import module_path
+from fused_norm.models.readers import Product, find_product, residual_of
+from fused_norm.models.sites import RESIDUAL, Site
+
+
+@dataclass
+class Sum:
+    """A sum that a Linear layer's product can add.
+
+    Attributes:
+        total: Its node.
+        x: What the layer reads.
+        product: The layer.
+        residual: What is added.
+        inner: All nodes that are the layer and the sum.
+    """
+
+    total: Node
+    x: Node
+    product: Product
+    residual: Node
+    inner: set[Node]
+
+
+def find_sums(graph: Graph, flow: Flow, pays: Callable[[Any, Any], bool]) -> list[Sum]:
+    """Return the sums of a graph that products are to add, in its order.
+
+    Args:
+        graph: The graph.
+        flow: What is known of it.
+        pays: Called with fake tensors, what a layer reads and its weight.
+    """
+    found = [_find_sum(node, flow) for node in graph.nodes if form(node).kind == "add"]
+    return [s for s in found if s and pays(value(s.x), value(s.product.weight))]
+
+
+def _find_sum(total: Node, flow: Flow) -> Sum | None:
+    """Return the sum that a node is, None where a call in its place would not do the same."""
+    summands = residual_of(total)
+    if summands is None or summands[2] is not total:
+        return None
+    target = written(total)
+    if target is not None and flow.is_seen_after(target, total):
+        return None
+    # The later layer adds the result of the earlier one.
+    for end, residual in sorted((summands[:2], summands[1::-1]), reverse=True):
+        start = above(end, casts=False)
+        x = form(start)["input"]
+        product = find_product(start, x) if isinstance(x, Node) else None
+        if product is None or product.out is not start or product.is_transposed:
+            continue
+        inner = {total, start}
+        while end is not start:
+            inner.add(end)
+            end = form(end)["input"]
+        operands = [v for v in (x, product.weight, product.bias, residual) if isinstance(v, Node)]
+        if (
+            all(set(node.users) <= inner for node in inner - {total})
+            and {dtype(v) for v in operands} == {dtype(total)}
+            and all(is_plain(value(v)) for v in operands)
+            and len(shape(x)) > 1
+            and flow.are_under_same_modes([start, total])
+            and not flow.is_written(operands, start, total)
+        ):
+            return Sum(total, x, product, residual, inner)
+    return None
+
+
+def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> Site | None:
+    """Have a product add; return what became of the sum, None where it stays.
+
+    Args:
+        total: The node of a sum that was found before others were rewritten.
+        graph: The graph.
+        flow: What is known of it.
+        emitter: Puts nodes into it.
+    """
+    found = None if total._erased else _find_sum(total, flow)
+    if found is None:
+        return None
+    product = found.product
+    emitter.made.clear()
+    with graph.inserting_before(total):
+        arguments = (found.x, product.weight, product.bias, found.residual)
+        pair = emitter.put(linear_add, arguments, {"normalization": None}, product.node)
+        result = emitter.put(operator.getitem, (pair, 0), {}, product.node)
+    x = value(found.x)
+    site = Site(
+        module_path(product.node), RESIDUAL, tuple(map(str, x.shape)), str(x.dtype).split(".")[1]
+    )
+    site.linears, site.fused, site.calls, site.way = 1, True, ["linear_add"], "kernels"
+    total.replace_all_uses_with(result)
+    gone = sorted(found.inner, reverse=True)
+    site.ops_before, site.ops_after = count_ops(gone), 1
+    site.bytes_saved = bytes_written(gone) - bytes_written([result])
+    for node in gone:
+        graph.erase_node(node)
+    return site

@@ -1,0 +1,171 @@
+"""A call of the family with its users' options: checked, and computed in C++ or in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Proxy
+from torch.overrides import handle_torch_function
+
+from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
+from fused_norm.ops import compiled
+from fused_norm.ops import seam as seam_ops
+
+# Weight and bias of a Linear layer after the activation, and what is added to it.
+Second = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def named(options: Sequence[Any]) -> dict[str, Any]:
+    """Return options by their names."""
+    return dict(zip(compiled.OPTIONS, options, strict=True))
+
+
+def family_call(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    second: Second,
+    joined: bool,
+    recompute: bool,
+    *,
+    owners: Sequence[Tensor | None] | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Return the outputs, the sum and the normalized rows of a call, as far as asked for.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        weights: Of the Linear layers on the norm.
+        biases: One for each weight, or None.
+        second: Weight and bias of a Linear layer after the activation, and what is added to it.
+        joined: Whether the products of all weights are one output, side by side.
+        recompute: Whether the backward computes h again.
+        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
+        options: Those of `norm_linear` that are not as it has them if not given.
+    """
+    if is_traced(x, weights, options.get("residual")):
+        return handle_torch_function(
+            family_call,
+            tensors_of(x, weights),
+            *(x, weights, biases, second, joined, recompute),
+            owners=owners,
+            **options,
+        )
+    values = tuple([options.get(name, default) for name, default in compiled.OPTIONS.items()])
+    if owners is None:
+        found = compiled.forward(x, weights, biases, values, second, joined, recompute)
+        if found is not None:
+            return [found] if isinstance(found, Tensor) else list(found)
+    return by_python(x, weights, biases, second, joined, recompute, values, owners)
+
+
+def by_python(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    second: Second,
+    joined: bool,
+    recompute: bool,
+    options: Sequence[Any],
+    owners: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """Do the same without C++.
+
+    Args:
+        x: As `family_call` takes it, like all that is not listed.
+        weights: Of the Linear layers on the norm.
+        biases: One for each weight, or None.
+        second: A Linear layer after the activation.
+        joined: Whether all products are one output.
+        recompute: Whether the backward computes h again.
+        options: All of them, in their order.
+        owners: Parameters that have a `main_grad`.
+
+    Raises:
+        ValueError: If an option is not known, does not go with the weights, or statistics are for
+            another norm.
+    """
+    normalization, gamma, beta, eps, offset, scale, shift, residual, *rest = options
+    activation, statistics, return_sum, return_norm = rest
+    exact = checked_eps(normalization, activation, eps, x)
+    if len(weights) > 2 and activation is not None and is_gate(activation):
+        raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
+    mean = rstd = None
+    if statistics is not None:
+        mean, rstd, of, found_with = statistics
+        if (of, found_with) != (normalization, exact):
+            raise ValueError(
+                f"statistics are for normalization={of!r} and eps={found_with}, "
+                f"but got normalization={normalization!r} and eps={exact}"
+            )
+    kind = Seam(
+        normalization,
+        activation or "",
+        exact,
+        float(offset),
+        joined,
+        return_sum and residual is not None,
+        return_norm,
+        recompute,
+    )
+    norm = (gamma, beta, scale, shift, mean, rstd)
+    results = seam_ops.call(kind, Operands(x, residual, *norm, *second, weights, biases), owners)
+    if return_sum and residual is None:
+        results.insert(len(results) - return_norm, x)
+    return results
+
+
+def parameters_of(weight: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the weights and a bias, or None, for each."""
+    if not isinstance(weight, (list, tuple)):
+        return [weight], [bias]
+    biases = [None] * len(weight) if bias is None else list(bias)
+    if not weight or len(biases) != len(weight):
+        raise ValueError(
+            f"expected one or more weights and as many biases, got {len(weight)} and {len(biases)}"
+        )
+    return list(weight), biases
+
+
+def checked_eps(normalization: str, activation: str | None, eps: float | None, x: Any) -> float:
+    """Return eps, of the dtype where it is None.
+
+    Raises:
+        ValueError: If the normalization or the activation is not known.
+        TypeError: If eps is None beside LayerNorm.
+    """
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
+        )
+    if eps is None:
+        if normalization == "layer_norm":
+            raise TypeError("layer_norm needs an eps, got None")
+        return torch.finfo(x.dtype).eps
+    return float(eps)
+
+
+def tensors_of(x: Any, weight: Any) -> tuple[Any, ...]:
+    """Return x and the weight, or the weights, in one tuple."""
+    return (x, *weight) if isinstance(weight, (list, tuple)) else (x, weight)
+
+
+def is_traced(x: Any, weight: Any, residual: Any) -> bool:
+    """Return whether a tracer of `torch.fx` stands behind an argument, and is to record the call.
+
+    Args:
+        x: The input.
+        weight: A weight, or several.
+        residual: Added to x, or None.
+    """
+    arguments = (*tensors_of(x, weight), residual)
+    return not _ORDINARY.issuperset(map(type, arguments)) and any(
+        isinstance(each, Proxy) for each in arguments
+    )

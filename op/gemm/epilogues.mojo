@@ -1,0 +1,226 @@
+"""What products are finished with: a bias, a fold's scale and correction, an activation or a gate, a tensor added."""
+
+from .activation import activate
+from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
+
+
+@fieldwise_init
+struct Bias[bias_dtype: DType](Epilogue):
+    """Sums + bias.
+
+    Parameters:
+        bias_dtype: Type of the bias.
+    """
+
+    comptime name = StaticString("bias")
+    """Tells kernels apart."""
+    comptime vectors = 1
+    """The bias."""
+    comptime vector_dtype = Self.bias_dtype
+    """Its type."""
+
+    var bias: Int64
+    """Address of the bias [N]."""
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[Self.bias_dtype]:
+        return {unsafe_from_address = Int(self.bias)}
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return sums + column_terms[0]
+
+
+@fieldwise_init
+struct ScaleAndCorrect[corrects: Bool = True](Epilogue):
+    """Row scale * (sums - row offset * column correction) + column constant.
+
+    Parameters:
+        corrects: Whether there is an offset and a correction.
+    """
+
+    comptime name = StaticString(
+        "scale_and_correct"
+    ) if Self.corrects else StaticString("scale")
+    """Tells kernels apart."""
+    comptime vectors = 2 if Self.corrects else 1
+    """The constants, then the corrections."""
+    comptime has_row_terms = True
+    """Scale and offset."""
+
+    var scales: Vector[DType.float32]
+    """Scales of the rows [M]."""
+    var offsets: Vector[DType.float32]
+    """Offsets of the rows [M]."""
+    var constants: Vector[DType.float32]
+    """Constants of the columns [N]."""
+    var corrections: Vector[DType.float32]
+    """Corrections of the columns [N]."""
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[DType.float32]:
+        comptime if i == 0:
+            return self.constants
+        else:
+            return self.corrections
+
+    @doc_hidden
+    @always_inline
+    def row_terms(self, row: Int) -> RowTerms[]:
+        var terms = RowTerms[](self.scales.unsafe_offset(row).unsafe_load(), 0)
+        comptime if Self.corrects:
+            terms.offset = self.offsets.unsafe_offset(row).unsafe_load()
+        return terms
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        comptime Some = SIMD[dtype, width]
+        var corrected = sums
+        comptime if Self.corrects:
+            corrected = column_terms[1].fma(Some(-row_terms.offset), sums)
+        return corrected.fma(Some(row_terms.scale), column_terms[0])
+
+
+@fieldwise_init
+struct Activated[E: Epilogue, gates: Bool](Epilogue):
+    """What another epilogue finishes, activated.
+
+    Parameters:
+        E: The other.
+        gates: Whether half of it gates the rest.
+    """
+
+    comptime name = StaticString("gate") if Self.gates else StaticString(
+        "activate"
+    )
+    """Tells kernels apart."""
+    comptime vectors = Self.E.vectors
+    """The other's."""
+    comptime vector_dtype = Self.E.vector_dtype
+    """Their type."""
+    comptime has_row_terms = Self.E.has_row_terms
+    """The other's."""
+    comptime activates = True
+    """It does."""
+    comptime is_gate = Self.gates
+    """Whether half gates the rest."""
+
+    var before: Self.E
+    """The other."""
+    var pre_activation: Int64
+    """Address of h [M, N], 0 if nobody asks for it; [M, 2N] before a gate."""
+    var kind: Int32
+    """Which activation."""
+
+    @doc_hidden
+    @always_inline
+    def h(self) -> Int:
+        return Int(self.pre_activation)
+
+    @doc_hidden
+    @always_inline
+    def activated[
+        width: Int
+    ](
+        self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
+    ) -> SIMD[DType.float32, width]:
+        var a = activate[narrow=True](self.kind, h)
+        comptime if Self.gates:
+            return a * other
+        else:
+            return a
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[Self.vector_dtype]:
+        return self.before.vector[i]()
+
+    @doc_hidden
+    @always_inline
+    def row_terms(self, row: Int) -> RowTerms[]:
+        return self.before.row_terms(row)
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return self.before.finish(sums, row_terms, column_terms, row, column)
+
+
+@fieldwise_init
+struct Added[E: Epilogue](Epilogue):
+    """What another epilogue finishes, plus a tensor.
+
+    Parameters:
+        E: The other, which adds what is the same in each row.
+    """
+
+    comptime name = StaticString("add_bias") if Self.E.vectors > 0 else (
+        StaticString("add")
+    )
+    """Tells kernels apart."""
+    comptime vectors = Self.E.vectors
+    """The other's."""
+    comptime vector_dtype = Self.E.vector_dtype
+    """Their type."""
+    comptime adds = True
+    """It does."""
+
+    var before: Self.E
+    """The other."""
+    var tensor: Int64
+    """Address of what is added [M, N]."""
+
+    @doc_hidden
+    @always_inline
+    def addend(self) -> Int:
+        return Int(self.tensor)
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[Self.vector_dtype]:
+        return self.before.vector[i]()
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return self.before.finish(sums, row_terms, column_terms, row, column)
