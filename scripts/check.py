@@ -25,7 +25,7 @@ CHECKS = {
         *("mojo", "doc", "--diagnose-missing-doc-strings", "--Werror"),
         *("-o", "/dev/null", "op"),
     ],
-    "documentation": ["mkdocs", "build", "--strict", "--quiet"],
+    "documentation": ["mkdocs", "build", "--strict"],
 }
 
 
