@@ -47,7 +47,7 @@ MOST_PRODUCTS = 5 * 10**9
 # Below this share of eager's time our product is chosen: what is measured varies by as much.
 LIMIT = 1.0
 # What a step takes in Python above one of our compiled autograd, whichever way it goes.
-STEP_US = 70
+STEP_US = 250
 EPS = 1e-5
 FEWEST = 5
 # An odd number, so that each of two ways meets every set.

@@ -16,7 +16,7 @@ from max_graphs import EPS, GATES, INPUTS, OFFSET, Kind
 from torch import Tensor
 
 from fused_norm import composition
-from fused_norm.backends import seams
+from fused_norm.backends import seam_backward, seams
 from fused_norm.composition import Operands, Seam
 from fused_norm.native.cpu_features import has_tiles
 from fused_norm.ops import norm_linear
@@ -213,7 +213,7 @@ def by_native_door(kind: Kind, t: Tensors) -> Tensors:
     saved = o._replace(x=x, residual=None, mean=results.mean, rstd=results.rstd)
     grads = [t["dy"], t["dtotal"]] if o.residual is not None else [t["dy"]]
     wanted = [value is not None for value in composition.flat(o._replace(residual=None))]
-    gradients = seams.backward(what, saved, results.products, grads, wanted)
+    gradients = seam_backward.backward(what, saved, results.products, grads, wanted)
     found = {"y": results.outputs[0], "total": results.sum, "mean": results.mean}
     found |= {"rstd": results.rstd, "product": (*results.products, None)[0]}
     return {name: v for name, v in found.items() if v is not None} | _gradients(gradients)

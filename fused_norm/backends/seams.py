@@ -180,8 +180,11 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         if y is not None:
             return y
     if bias is None:
-        y = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
-        return y.view(residual.shape)
+        # Not a view of the product: FSDP2 warns of modules that return one.
+        y = residual.new_empty(residual.shape)
+        rows = y.view(-1, y.shape[-1])
+        torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t(), out=rows)
+        return y
     y = F.linear(x, weight, bias)
     y += residual
     return y
