@@ -225,6 +225,7 @@ def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> d
         found = step()
         off = [(a.float() - b).norm() for a, b in zip(found, exact, strict=True)]
     except Exception as error:
+        # A model, a compiler or a driver of others may raise whatever it likes; the rest goes on.
         return _failed(error)
     # Of all gradients together: some, as of a bias that a softmax takes out, are rounding alone.
     result: dict[str, Any] = {"status": "ok"}

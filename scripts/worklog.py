@@ -128,8 +128,8 @@ def _run(step: Step, options: argparse.Namespace) -> bool:
                 found.append(_measured(step, sizes, budget) | {"errors": errors})
                 print(f"  {line(step.kind, found[-1])}", flush=True)
                 write(options.out, step, found, options.commit)
-    # Whatever goes wrong, the sizes before it are worth their times.
     except Exception:
+        # Whatever a kernel's build or launch raises, the sizes before it are worth their times.
         traceback.print_exc()
         print(f"  FAILED: {step.name}", flush=True)
         return False

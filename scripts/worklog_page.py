@@ -69,11 +69,12 @@ def rendered(text: str, data: Data) -> str:
         data: As `load` returns it.
     """
     for name, make in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.S)
-        block = make(data)
-        text, count = pattern.subn(lambda found: f"{found[1]}{block}{found[2]}", text)  # noqa: B023
-        if count != 1:
+        begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
+        count = text.count(begin)
+        if count != 1 or end not in text:
             raise ValueError(f"{PAGE.name} has {count} places for {name}")
+        before, rest = text.split(begin)
+        text = before + begin + make(data) + end + rest.split(end, 1)[1]
     return text
 
 
