@@ -31,7 +31,7 @@ comptime _INVERSE_SQRT_TAU = 0.39894228040143267794
 comptime _TANH_LINEAR = 1.5957691216057307117
 comptime _TANH_CUBIC = _TANH_LINEAR * 0.044715
 comptime _QUICK = 1.702
-# p(t) for t = h^2 up to the last: minimax of the relative error of Phi(-h) for h < 4, weighted less and less to 6.5.
+# p(t) for t = h^2 up to the last: minimax of the relative error of Phi(-h) for h < 4, and with ever less weight to 6.5.
 comptime _CDF = [1.59387106, 0.0754147883, -0.000949938622, 8.08569757e-06]
 comptime _CDF_END = 42.25
 
@@ -158,7 +158,7 @@ def _narrow_argument[
 def _share[
     dtype: DType, width: Int, //
 ](z: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns 1 / (1 + e^-z) on a GPU, to within its last bit or two."""
+    """Returns 1 / (1 + e^-z) on a GPU, to its last bits but one or two."""
     return _reciprocal(1 + exponential(-z))
 
 
