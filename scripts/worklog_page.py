@@ -179,8 +179,8 @@ def machine(data: Data) -> str:
     steps = data["results"].get("steps", {})
     if not steps:
         return (
-            "`uv run poe worklog` has not run on a Hopper GPU yet; every number above is from one "
-            "of the other two files.\n"
+            "`uv run poe worklog` has not run on a Hopper GPU yet; every number above comes from "
+            "the runs that † and ‡ mark.\n"
         )
     groups: dict[tuple[str, ...], list[str]] = {}
     fields = ("gpu", "driver", "torch", "mojo", "commit", "date")
