@@ -66,7 +66,7 @@ def epilogue(data: Data) -> Figure:
         ],
     }
     shapes = [row["shape"] for row in rows]
-    return beside_one(shapes, series, (THIRD, OURS, THEIRS), "time, of cuBLAS's product", 2.1)
+    return beside_one(shapes, series, (THIRD, OURS, THEIRS), "time / cuBLAS's product", 2.1)
 
 
 def statistics(data: Data) -> Figure:
@@ -87,7 +87,7 @@ def statistics(data: Data) -> Figure:
         ax.set_title(shape.replace(",", " × "), loc="left", fontsize=10)
         ax.grid(axis="x", visible=False)
         if index == 0:
-            ax.set_ylabel("a forward, µs")
+            ax.set_ylabel("forward, µs")
     figure.subplots_adjust(bottom=0.2)
     return figure
 
@@ -106,7 +106,7 @@ def few_rows(data: Data) -> Figure:
     ax.axhline(
         floor, color=INK, lw=1, ls="--", label=f"reading the weight once: {floor} µs"
     )  # fmt: skip
-    ax.set_ylabel("a forward, µs")
+    ax.set_ylabel("forward, µs")
     ax.set_ylim(0, 54)
     legend(ax, ncols=3)
     figure.subplots_adjust(top=0.84)
@@ -114,7 +114,7 @@ def few_rows(data: Data) -> Figure:
 
 
 def backward(data: Data) -> Figure:
-    """Show a training step of eager's time, and what three products alone would take."""
+    """Show a training step over eager's, and what three products alone would take."""
     trial = data["trials"]["training"]
     rows = {name: [float(v) for v in values] for name, values in trial["rows"].items()}
     series = {
@@ -123,7 +123,7 @@ def backward(data: Data) -> Figure:
         "three products alone": rows["three products alone"],
     }
     colors = (THEIRS, OURS, FAINT)
-    return beside_one(trial["shapes"], series, colors, "a training step, of eager's", 1.2)
+    return beside_one(trial["shapes"], series, colors, "training step / eager's", 1.2)
 
 
 def hidden_pass(data: Data) -> Figure:
@@ -152,7 +152,7 @@ def hidden_pass(data: Data) -> Figure:
 
 
 def activation(data: Data) -> Figure:
-    """Show what an activation in the epilogue costs, of eager's time."""
+    """Show what an activation in the epilogue costs, over eager's time."""
     trial = data["trials"]["activation"]
     names = {
         "no activation": "none",
@@ -161,4 +161,4 @@ def activation(data: Data) -> Figure:
         "a gate (SwiGLU)": "SwiGLU (kept)",
     }
     rows = {names[name]: [float(v) for v in values] for name, values in trial["rows"].items()}
-    return beside_one(trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD), "time, of eager's", 1.25)
+    return beside_one(trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD), "time / eager's", 1.25)
