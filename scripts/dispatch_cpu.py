@@ -203,7 +203,7 @@ def waited() -> float:
 
 
 def ratio(us: dict[str, float]) -> float:
-    """Return ours of eager's."""
+    """Return our time over eager's."""
     return us["fused"] / us["eager"]
 
 

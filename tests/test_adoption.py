@@ -334,7 +334,7 @@ def test_transformers_leaves_the_weight_alone(make: Callable[[], nn.Module]) -> 
 
 
 def test_trainer_and_weight_decay(tmp_path: Path) -> None:
-    """It chooses by names, which `layer_norm_weight` is not like: they can be overridden."""
+    """It knows norms by name, and `layer_norm_weight` is not one: the names can be changed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
 

@@ -219,7 +219,7 @@ def test_any_subset_of_gradients(
 
 
 def test_gradients_asked_for_alone(python_calls: list[Tensor], device: str) -> None:
-    """Of tensors that all require a gradient, `autograd.grad` wants some."""
+    """`autograd.grad` asks for some of the tensors, all of which require a gradient."""
     inputs = inputs_for(device)
     y = fn.fused_layernorm_linear(*inputs)
     grad_output = torch.randn_like(y)
@@ -527,7 +527,7 @@ def test_memory_does_not_grow(python_calls: list[Tensor]) -> None:
 
 
 def test_fork(library: Path) -> None:
-    """A child that waits for the parent's OpenMP workers waits for ever."""
+    """A child that waits for the parent's OpenMP workers waits forever."""
     script = """
     import os, sys, torch, fused_norm as fn
     from pathlib import Path
