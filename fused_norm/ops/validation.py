@@ -26,7 +26,7 @@ from fused_norm.ops.registration import is_exporting, is_forward_mode
 
 # The tensors of PyTorch's compiler, and those that a collective is still to write.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
-# Tensor's own, and that of a class which has none.
+# Tensor's own, and what a class without one has.
 _TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
@@ -301,7 +301,7 @@ def is_onnx_export() -> bool:
 
 @functools.cache
 def _say_once(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
-    how = f". `{compiler.INSTALL}` brings what builds it" if can_be_built else ""
+    how = f". `{compiler.INSTALL}` installs what builds it" if can_be_built else ""
     warnings.warn(
         f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it{how}",
         stacklevel=5,
