@@ -18,6 +18,7 @@ from .ptx import (
     meet_cluster,
     store_wait_read,
     wait_on_earlier_grids,
+    warp_sync,
 )
 from .row_sums import TransposedSums
 from .store import Accumulators, Boxes, Sums, TileRows
@@ -72,6 +73,22 @@ def _loaded_terms[
     if row < UInt32(product.m):
         return product.epilogue.row_terms(Int(row))
     return {0, 0}
+
+
+@always_inline
+def _load_terms[
+    E: Epilogue, H: RowHook, halves: Int, //
+](
+    product: Product[E, H],
+    row: UInt32,
+    mut upper: StaticTuple[RowTerms[], halves],
+    mut lower: StaticTuple[RowTerms[], halves],
+):
+    """Loads the terms of a thread's rows."""
+    comptime for half in range(halves):
+        var its_row = row + UInt32(64 * half)
+        upper[half] = _loaded_terms(product, its_row)
+        lower[half] = _loaded_terms(product, its_row + 8)
 
 
 @always_inline
@@ -207,13 +224,10 @@ def consume[
         else:
             gathers = H.gathers and place[0] != known
             known = place[0]
-        # Where consumers take turns, the other one has found the terms of these rows
-        # if it had the tile before.
-        var are_there = not H.gathers
         comptime if config.takes_turns:
-            if gathers and not is_first and before == place[0]:
-                gathers = False
-                are_there = True
+            # The other consumer has found the terms of these rows if it had the tile
+            # before.
+            gathers = gathers and (is_first or before != place[0])
         if gathers:
             comptime if config.a_transposed:
                 accumulator = multiplier.start[config.sums_rows](
@@ -231,8 +245,9 @@ def consume[
                     var own = product.hook.terms(
                         gathered.of[half]().part(count), count
                     )
-                    upper[half] = _terms_of_row(own, lane >> 2)
-                    lower[half] = _terms_of_row(own, (lane >> 2) + 8)
+                    comptime if not config.takes_turns:
+                        upper[half] = _terms_of_row(own, lane >> 2)
+                        lower[half] = _terms_of_row(own, (lane >> 2) + 8)
                     var its_row = Int(row + (lane >> 1)) + 64 * half
                     if (
                         (place[1] == 0 or config.takes_turns)
@@ -242,6 +257,10 @@ def consume[
                         product.hook.keep(its_row, own)
                 if index - tiles.step < tiles.end:
                     multiplier.pass_turn()
+                comptime if config.takes_turns:
+                    # No registers are left to hold them from tile to tile.
+                    warp_sync()
+                    _load_terms(product, row + (lane >> 2), upper, lower)
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
         else:
@@ -257,11 +276,7 @@ def consume[
                 # that makes them may have been running beside this one so far.
                 comptime if not H.gathers:
                     wait_on_earlier_grids()
-                if are_there:
-                    comptime for half in range(halves):
-                        var its_row = row + (lane >> 2) + UInt32(64 * half)
-                        upper[half] = _loaded_terms(product, its_row)
-                        lower[half] = _loaded_terms(product, its_row + 8)
+                _load_terms(product, row + (lane >> 2), upper, lower)
             accumulator = wait_all[registers](accumulator)
             multiplier.release[False](previous)
 
