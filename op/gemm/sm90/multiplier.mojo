@@ -141,11 +141,12 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         var accumulator: Accumulator[
         Self.config.columns // 2 * Self.config.halves()
     ]
+        # A slot may also be full with what came into it a round before: only now can
+        # that not be.
+        self._await_turn(waits)
         comptime if Self.adds:
             accumulator = self._addend(at)
-            self._await_turn(waits)
         else:
-            self._await_turn(waits)
             mbarrier_wait(self.shared.full(at.slot), at.parity)
             accumulator = multiply_first[
                 Self.dtype,
