@@ -1,13 +1,10 @@
-"""An extension of products by one shape of Hopper's matrix kernel, with each epilogue, for tests and measurements.
-
-Which shape is defined as it is built: `columns` of a tile, and whether consumers take `turns`.
-"""
+"""An extension of products by Hopper's matrix kernel whose consumers take turns, with each epilogue."""
 
 from std.os import abort
 from std.python import PythonObject
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
-from std.sys import get_defined_dtype, get_defined_int
+from std.sys import get_defined_dtype
 
 from op.device import Gpu, Launcher, new_launcher
 from op.gemm.epilogue import Epilogue, Plain
@@ -21,9 +18,6 @@ from op.norms.layer_norm import LayerNorm
 from op.python import Arguments, Values, failure, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
-comptime COLUMNS = get_defined_int["columns", 128]()
-comptime TURNS = get_defined_int["turns", 1]() != 0
-comptime BOXES = get_defined_int["boxes", 2]()
 
 
 def _launch[
@@ -40,7 +34,7 @@ def _launch[
     hook: H,
 ) raises:
     comptime config = Config.of(
-        COLUMNS, takes_turns=TURNS, boxes=BOXES, b_transposed=b_transposed
+        128, takes_turns=True, b_transposed=b_transposed
     )
     var product = Product(m, n, k, epilogue, hook)
     comptime if not H.gathers:
@@ -69,7 +63,7 @@ def product(
     var rstd = arguments.integer()
     var h = arguments.integer()
     var activation = Int32(arguments.integer())
-    var b_ = Bias[DTYPE](Int64(bias))
+    var plus = Bias[DTYPE](Int64(bias))
     var scale = ScaleAndCorrect(
         {unsafe_from_address = rstd},
         {unsafe_from_address = mean},
@@ -79,32 +73,24 @@ def product(
     var finds = Statistics[LayerNorm](
         1e-5, {unsafe_from_address = mean}, {unsafe_from_address = rstd}
     )
-    comptime gates = COLUMNS % 128 == 0
     try:
         if kind == 0:
-            comptime if COLUMNS % 128 == 0:
-                _launch[True](gpu, c, a, b, m, n, k, Plain(), NoHook())
+            _launch[True](gpu, c, a, b, m, n, k, Plain(), NoHook())
         elif kind == 1:
-            _launch(gpu, c, a, b, m, n, k, b_, NoHook())
+            _launch(gpu, c, a, b, m, n, k, plus, NoHook())
         elif kind == 2:
-            var e = Activated[Bias[DTYPE], False](b_, Int64(h), activation)
+            var e = Activated[Bias[DTYPE], False](plus, Int64(h), activation)
             _launch(gpu, c, a, b, m, n, k, e, NoHook())
         elif kind == 3:
-            comptime if gates:
-                var e = Activated[Bias[DTYPE], True](b_, Int64(h), activation)
-                _launch(gpu, c, a, b, m, n, k, e, NoHook())
+            var e = Activated[Bias[DTYPE], True](plus, Int64(h), activation)
+            _launch(gpu, c, a, b, m, n, k, e, NoHook())
         elif kind == 4:
-            var e = Added[Bias[DTYPE]](b_, Int64(added))
+            var e = Added[Bias[DTYPE]](plus, Int64(added))
             _launch(gpu, c, a, b, m, n, k, e, NoHook())
         elif kind == 5:
             _launch(gpu, c, a, b, m, n, k, scale, NoHook())
         elif kind == 6:
             _launch(gpu, c, a, b, m, n, k, scale, finds)
-        elif kind == 7:
-            var e = Activated[ScaleAndCorrect[], False](
-                scale, Int64(h), activation
-            )
-            _launch(gpu, c, a, b, m, n, k, e, finds)
         return integer(0)
     except error:
         return failure(error)

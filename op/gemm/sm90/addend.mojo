@@ -56,8 +56,8 @@ def load_accumulator[
 
     Parameters:
         dtype: Type of the elements, bfloat16 or float16.
-        n: Columns of the tile: 64, 128, 192 or 256.
-        halves: How many times 16 rows the warp has, 1 or 2.
+        n: Columns of the tile: 64, 128 or 256.
+        halves: How many times 16 rows the warp has: 1, or 2 of 64 or 128 columns.
 
     Args:
         boxes: Shared addresses of the lane's row of 16, in each box of 64 columns; then
@@ -78,26 +78,7 @@ def load_accumulator[
         places[pair] = ((UInt32(2 * pair) + (lane >> 4)) ^ (lane & 7)) << 4
     comptime assembly = _get_kgen_string[text]()
     comptime asked = _get_kgen_string[constraints]()
-    comptime if count == 6:
-        return __mlir_op.`pop.inline_asm`[
-            _type=Sums,
-            assembly=assembly,
-            constraints=asked,
-            hasSideEffects=True.__mlir_i1__(),
-            isStackAligned=False.__mlir_i1__(),
-        ](
-            boxes[0],
-            boxes[1],
-            boxes[2],
-            boxes[3],
-            boxes[4],
-            boxes[5],
-            places[0],
-            places[1],
-            places[2],
-            places[3],
-        )
-    elif count == 4:
+    comptime if count == 4:
         return __mlir_op.`pop.inline_asm`[
             _type=Sums,
             assembly=assembly,

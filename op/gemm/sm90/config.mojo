@@ -38,8 +38,6 @@ struct Config(Equatable, TrivialRegisterPassable):
     var takes_turns: Bool
     """Whether each consumer has whole tiles, so that one stores while another
     multiplies; otherwise all of them share each tile."""
-    var boxes: Int
-    """Output boxes that a warp alternates between."""
 
     @staticmethod
     def of(
@@ -51,7 +49,6 @@ struct Config(Equatable, TrivialRegisterPassable):
         split: Bool = False,
         adds: Bool = False,
         takes_turns: Bool = False,
-        boxes: Int = 2,
     ) -> Self:
         """Fills the shared memory for tiles of a width.
 
@@ -60,25 +57,20 @@ struct Config(Equatable, TrivialRegisterPassable):
         once and no block shares it.
 
         Args:
-            columns: Columns of a tile: 256, 128 or 64; where consumers take turns,
-                192 or 128.
+            columns: Columns of a tile: 256, 128 or 64; 128 where consumers take turns.
             a_transposed: Whether a is stored as [K, M].
             b_transposed: Whether b is stored as [K, N].
             sums_rows: Whether the rows of a are summed.
             split: Whether a cluster shares a tile.
             adds: Whether c is float32 beside narrower operands.
             takes_turns: Whether each consumer has whole tiles.
-            boxes: Output boxes of a warp, 1 or 2.
 
         Returns:
             The choices.
         """
-        var stages = 4 if columns == 256 else 6 if columns == 128 else 8
-        if columns == 192:
-            stages = 5 if boxes == 1 else 4
         return Self(
             columns=columns,
-            stages=stages,
+            stages=4 if columns == 256 else 6 if columns == 128 else 8,
             cluster=2 if columns > 64 else 1,
             a_transposed=a_transposed,
             b_transposed=b_transposed,
@@ -86,7 +78,6 @@ struct Config(Equatable, TrivialRegisterPassable):
             split=split,
             adds=adds,
             takes_turns=takes_turns,
-            boxes=boxes,
         )
 
     def name(self) -> String:
@@ -108,7 +99,6 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_split" if self.split else "",
             "_adds" if self.adds else "",
             "_turns" if self.takes_turns else "",
-            "_one_box" if self.boxes == 1 else "",
         )
 
     @always_inline
@@ -213,7 +203,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         """
         return (
             self.stages * (self.a_bytes() + self.b_bytes())
-            + CONSUMER_WARPS * self.boxes * BOX_BYTES
+            + CONSUMER_WARPS * 2 * BOX_BYTES
             + self.tiles_at_once() * self.vector_bytes()
             + (2 * self.stages + 2 * self.tiles_at_once()) * 8
         )
@@ -250,10 +240,8 @@ struct Shared[config: Config](TrivialRegisterPassable):
 
     @always_inline
     def boxes(self, warp: UInt32) -> UInt32:
-        """Locates the output boxes of a consumer warp."""
-        return self.b_tile(UInt32(Self.config.stages)) + warp * UInt32(
-            Self.config.boxes * BOX_BYTES
-        )
+        """Locates the two output boxes of a consumer warp."""
+        return self.b_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
 
     @always_inline
     def vectors(self, tile: UInt32 = 0) -> UInt32:

@@ -153,8 +153,7 @@ def consume[
     h_map: OpaquePointer[ImmUntrackedOrigin],
     product: Product[E, H],
 ):
-    """Computes this warpgroup's half of all tiles of this block, or half of the tiles.
-    """
+    """Computes this warpgroup's half of all tiles of this block, or half of the tiles."""
     comptime columns = config.columns
     comptime halves = config.halves()
     comptime registers = columns // 2 * halves
@@ -179,7 +178,7 @@ def consume[
         empty,
         thread < UInt32(config.sharers()),
     )
-    var boxes = Boxes[config.boxes](shared.boxes(consumer * 4 + warp_in_group))
+    var boxes = Boxes(shared.boxes(consumer * 4 + warp_in_group))
 
     var progress = Progress[H.passes_on](
         {unsafe_from_address = product.hook.counters()}, lane

@@ -85,9 +85,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
     @always_inline
     def _addend(
         self, mut at: RingPlace
-    ) -> Accumulator[
-        Self.config.columns // 2 * Self.config.halves()
-    ]:
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
         """Takes what is added to a tile out of the ring, as sums to start with."""
         comptime count = Self.config.columns // BOX_COLUMNS
         comptime slots = Self.config.addend_slots()
@@ -130,17 +128,15 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         mut progress: Progress[Self.passes_on],
         blocks: UInt32,
         waits: Bool,
-    ) -> Accumulator[
-        Self.config.columns // 2 * Self.config.halves()
-    ]:
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
         """Starts the products of a tile, for which this may have to wait for its turn;
         the last ones still run on return."""
         comptime columns = Self.config.columns
         comptime a_step = UInt32(Self.config.a_bytes())
         comptime b_step = UInt32(Self.config.b_bytes() // 16)
         var accumulator: Accumulator[
-        Self.config.columns // 2 * Self.config.halves()
-    ]
+            Self.config.columns // 2 * Self.config.halves()
+        ]
         # A slot may also be full with what came into it a round before: only now can
         # that not be.
         self._await_turn(waits)

@@ -56,25 +56,24 @@ struct Accumulators[count: Int, first: Int = 0](Sums):
 
 @doc_hidden
 @fieldwise_init
-struct Boxes[count: Int](TrivialRegisterPassable):
-    """The places in shared memory that a warp stores from, in turn."""
+struct Boxes(TrivialRegisterPassable):
+    """The two places in shared memory that a warp stores from, in turn."""
 
     var next: UInt32
     """The next one."""
     var other: UInt32
-    """The other one, if there are two."""
+    """The other one."""
 
     @always_inline
     def __init__(out self, first: UInt32):
         """Starts with the first place."""
-        comptime assert Self.count <= 2
-        self = Self(first, first + UInt32((Self.count - 1) * BOX_BYTES))
+        self = Self(first, first + BOX_BYTES)
 
     @always_inline
     def take(mut self, lane: UInt32) -> UInt32:
         """Takes the next place, once the last store from it has read it."""
         if lane == 0:
-            store_wait_read[Self.count - 1]()
+            store_wait_read[1]()
         warp_sync()
         var place = self.next
         swap(self.next, self.other)
@@ -199,12 +198,12 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
 
     @always_inline
     def store_activated[
-        S: Sums, count: Int, //, dtype: DType, columns: Int
+        S: Sums, //, dtype: DType, columns: Int
     ](
         self,
         sums: S,
         vectors: UInt32,
-        mut boxes: Boxes[count],
+        mut boxes: Boxes,
         c_map: OpaquePointer[ImmUntrackedOrigin],
         h_map: OpaquePointer[ImmUntrackedOrigin],
         n: UInt32,
@@ -250,12 +249,12 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
 
     @always_inline
     def store[
-        S: Sums, count: Int, //, dtype: DType, columns: Int
+        S: Sums, //, dtype: DType, columns: Int
     ](
         self,
         sums: S,
         vectors: UInt32,
-        mut boxes: Boxes[count],
+        mut boxes: Boxes,
         c_map: OpaquePointer[ImmUntrackedOrigin],
     ):
         """Finishes and stores the rows."""
