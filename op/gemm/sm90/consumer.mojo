@@ -1,11 +1,9 @@
 """The warpgroups that multiply, finish and store."""
 
 from std.memory import OpaquePointer
-from std.utils import StaticTuple
-from max.gpu.primitives import warp
 
-from ..epilogue import Epilogue, RowTerms
-from ..row_hook import Gathering, RowHook, RowSums
+from ..epilogue import Epilogue
+from ..row_hook import RowHook
 from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config, RingPlace, Shared
 from .counters import Progress
@@ -21,74 +19,16 @@ from .ptx import (
     warp_sync,
 )
 from .row_sums import TransposedSums
+from .row_terms import Halves, ThreadTerms
 from .store import Accumulators, Boxes, Sums, TileRows
 from .store_float32 import Float32Rows
 from .tiles import Tiles
 from .wgmma import (
     ROW_BYTES,
-    SLICE_BYTES,
     Accumulator,
     operand_descriptor,
     wait_all,
 )
-
-
-@doc_hidden
-@fieldwise_init
-struct _Halves[S: RowSums, count: Int](Gathering):
-    """What a thread gathers of several times 64 rows of a."""
-
-    var each: StaticTuple[Self.S, Self.count]
-
-    @always_inline
-    def __init__(out self):
-        self.each = StaticTuple[Self.S, Self.count](fill=Self.S())
-
-    @always_inline
-    def of[half: Int](self) -> Self.S:
-        return self.each[half]
-
-    @always_inline
-    def add[dtype: DType, first: Bool](mut self, tile: UInt32, thread: UInt32):
-        comptime for half in range(Self.count):
-            var sums = self.each[half]
-            sums.add[dtype, first](tile + UInt32(half * SLICE_BYTES), thread)
-            self.each[half] = sums
-
-
-@always_inline
-def _terms_of_row(own: RowTerms[], row: UInt32) -> RowTerms[]:
-    """Fetches the terms of one of the warp's 16 rows, where lane l has those of
-    row l / 2."""
-    return RowTerms[](
-        warp.shuffle_idx(own.scale, row * 2),
-        warp.shuffle_idx(own.offset, row * 2),
-    )
-
-
-@always_inline
-def _loaded_terms[
-    E: Epilogue, H: RowHook
-](product: Product[E, H], row: UInt32) -> RowTerms[]:
-    if row < UInt32(product.m):
-        return product.epilogue.row_terms(Int(row))
-    return {0, 0}
-
-
-@always_inline
-def _load_terms[
-    E: Epilogue, H: RowHook, halves: Int, //
-](
-    product: Product[E, H],
-    row: UInt32,
-    mut upper: StaticTuple[RowTerms[], halves],
-    mut lower: StaticTuple[RowTerms[], halves],
-):
-    """Loads the terms of a thread's rows."""
-    comptime for half in range(halves):
-        var its_row = row + UInt32(64 * half)
-        upper[half] = _loaded_terms(product, its_row)
-        lower[half] = _loaded_terms(product, its_row + 8)
 
 
 @always_inline
@@ -185,9 +125,7 @@ def consume[
     )
     var at = RingPlace(0, 0)
     var parity = UInt32(0)
-    var upper = StaticTuple[RowTerms[], halves](fill=RowTerms[](1, 0))
-    var lower = StaticTuple[RowTerms[], halves](fill=RowTerms[](1, 0))
-    var known = ~UInt32(0)
+    var terms = ThreadTerms[halves]()
     var index = tiles.first
     var slots_of_tile = blocks
     comptime if E.adds:
@@ -199,10 +137,9 @@ def consume[
     while index < tiles.end:
         var place = tiles.at(index)
         var is_first = index == tiles.first
-        var before = place[0]
+        # Whether this block has had no tile of these rows before.
+        var is_new = is_first or tiles.at(index - tiles.step)[0] != place[0]
         comptime if config.takes_turns:
-            if not is_first:
-                before = tiles.at(index - tiles.step)[0]
             index += tiles.step
         index += tiles.step
         var first_row = place[0] * UInt32(config.cluster_rows()) + down
@@ -211,7 +148,7 @@ def consume[
         var row = first_row + warp_in_group * 16
         var column = place[1] * UInt32(columns)
         var previous = UInt32(0)
-        var gathered = _Halves[H.Sums, halves]()
+        var gathered = Halves[H.Sums, halves]()
         var sums = TransposedSums(0)
         var accumulator: Accumulator[registers]
         var row_sum = Float32(0)
@@ -221,12 +158,7 @@ def consume[
                 config.sums_rows and place[1] == 0 and product.row_sums != 0
             )
         else:
-            gathers = H.gathers and place[0] != known
-            known = place[0]
-        comptime if config.takes_turns:
-            # The other consumer has found the terms of these rows if it had the tile
-            # before.
-            gathers = gathers and (is_first or before != place[0])
+            gathers = H.gathers and is_new
         if gathers:
             comptime if config.a_transposed:
                 accumulator = multiplier.start[config.sums_rows](
@@ -242,24 +174,16 @@ def consume[
                 var count = Float32(product.k)
                 comptime for half in range(halves):
                     var own = product.hook.terms(
-                        gathered.of[half]().part(count), count
+                        gathered.each[half].part(count), count
                     )
-                    comptime if not config.takes_turns:
-                        upper[half] = _terms_of_row(own, lane >> 2)
-                        lower[half] = _terms_of_row(own, (lane >> 2) + 8)
+                    # Memory hands them on: to the other lanes, and to the other consumer.
                     var its_row = Int(row + (lane >> 1)) + 64 * half
-                    if (
-                        (place[1] == 0 or config.takes_turns)
-                        and (lane & 1) == 0
-                        and its_row < Int(product.m)
-                    ):
+                    if (lane & 1) == 0 and its_row < Int(product.m):
                         product.hook.keep(its_row, own)
+                warp_sync()
                 if index - tiles.step < tiles.end:
                     multiplier.pass_turn()
-                comptime if config.takes_turns:
-                    # No registers are left to hold them from tile to tile.
-                    warp_sync()
-                    _load_terms(product, row + (lane >> 2), upper, lower)
+                terms.load(product, row + (lane >> 2))
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
         else:
@@ -268,14 +192,12 @@ def consume[
             )
             if index - tiles.step < tiles.end:
                 multiplier.pass_turn()
-            comptime if E.has_row_terms and (
-                not H.gathers or config.takes_turns
-            ):
+            comptime if E.has_row_terms:
                 # The last products still run while these are fetched. The grid
                 # that makes them may have been running beside this one so far.
                 comptime if not H.gathers:
                     wait_on_earlier_grids()
-                _load_terms(product, row + (lane >> 2), upper, lower)
+                terms.load(product, row + (lane >> 2))
             accumulator = wait_all[registers](accumulator)
             multiplier.release[False](previous)
 
@@ -311,7 +233,12 @@ def consume[
                 ](totals, product.accumulate != 0)
             else:
                 TileRows(
-                    product.epilogue, upper[0], lower[0], row, its_column, lane
+                    product.epilogue,
+                    terms.upper[0],
+                    terms.lower[0],
+                    row,
+                    its_column,
+                    lane,
                 ).store[dtype, together.columns](
                     totals, shared.vectors(), boxes, c_map
                 )
@@ -328,8 +255,8 @@ def consume[
                 ](accumulator)
                 var rows_of_tile = TileRows(
                     product.epilogue,
-                    upper[half],
-                    lower[half],
+                    terms.upper[half],
+                    terms.lower[half],
                     row + UInt32(64 * half),
                     column,
                     lane,
