@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import ITS_OWN_WARNINGS
 from processes import assert_is_captured
 from torch import Tensor, nn
 
@@ -14,10 +15,7 @@ import fused_norm as fn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    *ITS_OWN_WARNINGS,
 ]
 
 K, N = 256, 128

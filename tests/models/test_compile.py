@@ -202,7 +202,7 @@ def test_report() -> None:
     assert data["graphs"] == 1
     assert data["sites"][1]["calls"] == ["norm_mlp: residual, swiglu"]
     text = str(report)
-    assert "4 of 4 norms fused in 1 graphs" in text
+    assert "4 of 4 norms fused in 1 graph:" in text
     assert "blocks.0.norm1" in text
 
 
