@@ -39,7 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASUREMENTS = ROOT / "benchmarks/h200-dispatch.json"
 TABLE = ROOT / "op/norm_linear/sm90/measured.mojo"
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-WEIGHTS = ((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288))
+WEIGHTS = (
+    *((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288)),
+    *((2048, 2048), (1024, 4096), (1280, 5120)),
+)
 CACHE = 150e6
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -48,28 +48,30 @@ def _constraints(boxes: Int) -> String:
 
 @always_inline
 def load_accumulator[
-    dtype: DType, n: Int
-](boxes: StaticTuple[UInt32, n // BOX_COLUMNS], lane: UInt32) -> Accumulator[
-    n // 2
-]:
+    dtype: DType, n: Int, halves: Int
+](
+    boxes: StaticTuple[UInt32, halves * (n // BOX_COLUMNS)], lane: UInt32
+) -> Accumulator[n // 2 * halves]:
     """Loads a warp's rows of a tile in the layout of its sums.
 
     Parameters:
         dtype: Type of the elements, bfloat16 or float16.
         n: Columns of the tile: 64, 128 or 256.
+        halves: How many times 16 rows the warp has: 1, or 2 of 64 or 128 columns.
 
     Args:
-        boxes: Shared addresses of the lane's row of 16, in each box of 64 columns.
+        boxes: Shared addresses of the lane's row of 16, in each box of 64 columns; then
+            those of the other 16.
         lane: Lane of the thread.
 
     Returns:
         The elements, as float32.
     """
     comptime assert dtype != DType.float32
-    comptime count = n // BOX_COLUMNS
+    comptime count = halves * (n // BOX_COLUMNS)
     comptime text = get_static_string[_text[dtype](count)]()
     comptime constraints = get_static_string[_constraints(count)]()
-    comptime Sums = Accumulator[n // 2]
+    comptime Sums = Accumulator[n // 2 * halves]
     # Rows of eight are swizzled: chunks of 16 bytes are permuted by the row.
     var places = StaticTuple[UInt32, _PAIRS]()
     comptime for pair in range(_PAIRS):

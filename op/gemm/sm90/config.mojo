@@ -35,6 +35,9 @@ struct Config(Equatable, TrivialRegisterPassable):
     cluster has one tile; otherwise they share a tile of b."""
     var adds: Bool
     """Whether c is float32 beside narrower operands, and may be added to."""
+    var takes_turns: Bool
+    """Whether each consumer has whole tiles, so that one stores while another
+    multiplies; otherwise all of them share each tile."""
 
     @staticmethod
     def of(
@@ -45,6 +48,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         sums_rows: Bool = False,
         split: Bool = False,
         adds: Bool = False,
+        takes_turns: Bool = False,
     ) -> Self:
         """Fills the shared memory for tiles of a width.
 
@@ -53,12 +57,13 @@ struct Config(Equatable, TrivialRegisterPassable):
         once and no block shares it.
 
         Args:
-            columns: Columns of a tile: 256, 128 or 64.
+            columns: Columns of a tile: 256, 128 or 64; 128 where consumers take turns.
             a_transposed: Whether a is stored as [K, M].
             b_transposed: Whether b is stored as [K, N].
             sums_rows: Whether the rows of a are summed.
             split: Whether a cluster shares a tile.
             adds: Whether c is float32 beside narrower operands.
+            takes_turns: Whether each consumer has whole tiles.
 
         Returns:
             The choices.
@@ -72,6 +77,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             sums_rows=sums_rows,
             split=split,
             adds=adds,
+            takes_turns=takes_turns,
         )
 
     def name(self) -> String:
@@ -79,7 +85,8 @@ struct Config(Equatable, TrivialRegisterPassable):
 
         Returns:
             Layout of a and b, rows and columns of a tile, whether rows of a are
-            summed, whether tiles are split and whether c is added to.
+            summed, whether tiles are split, whether c is added to and whether
+            consumers take turns.
         """
         return String(
             "t" if self.a_transposed else "n",
@@ -91,7 +98,35 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_sums" if self.sums_rows else "",
             "_split" if self.split else "",
             "_adds" if self.adds else "",
+            "_turns" if self.takes_turns else "",
         )
+
+    @always_inline
+    def halves(self) -> Int:
+        """Counts the times 64 rows of a tile that one consumer has.
+
+        Returns:
+            The halves.
+        """
+        return 2 if self.takes_turns else 1
+
+    @always_inline
+    def consumers_of_tile(self) -> Int:
+        """Counts the consumers that share a tile.
+
+        Returns:
+            The consumers.
+        """
+        return 1 if self.takes_turns else CONSUMERS
+
+    @always_inline
+    def tiles_at_once(self) -> Int:
+        """Counts the tiles that a block works on.
+
+        Returns:
+            The tiles.
+        """
+        return CONSUMERS if self.takes_turns else 1
 
     @always_inline
     def sharers(self) -> Int:
@@ -150,11 +185,13 @@ struct Config(Equatable, TrivialRegisterPassable):
 
     @always_inline
     def vector_bytes(self) -> Int:
-        """Counts the bytes of the vectors of the epilogue.
+        """Counts the bytes of the vectors of the epilogue of one tile.
 
         Returns:
             The bytes: two values for each column, or one for each row and warp.
         """
+        if self.takes_turns:
+            return 2 * self.columns * 4
         return max(2 * self.columns, 4 * TILE_ROWS) * 4
 
     @always_inline
@@ -167,8 +204,8 @@ struct Config(Equatable, TrivialRegisterPassable):
         return (
             self.stages * (self.a_bytes() + self.b_bytes())
             + CONSUMER_WARPS * 2 * BOX_BYTES
-            + self.vector_bytes()
-            + (2 * self.stages + 2) * 8
+            + self.tiles_at_once() * self.vector_bytes()
+            + (2 * self.stages + 2 * self.tiles_at_once()) * 8
         )
 
 
@@ -207,14 +244,17 @@ struct Shared[config: Config](TrivialRegisterPassable):
         return self.b_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
 
     @always_inline
-    def vectors(self) -> UInt32:
-        """Locates the vectors of the epilogue; or sums of rows."""
-        return self.boxes(CONSUMER_WARPS)
+    def vectors(self, tile: UInt32 = 0) -> UInt32:
+        """Locates the vectors of the epilogue of one of the tiles worked on; or
+        sums of rows."""
+        return self.boxes(CONSUMER_WARPS) + tile * UInt32(
+            Self.config.vector_bytes()
+        )
 
     @always_inline
     def full(self, slot: UInt32) -> UInt32:
         """Locates the barrier that completes when a slot is filled."""
-        return self.vectors() + UInt32(Self.config.vector_bytes()) + slot * 8
+        return self.vectors(UInt32(Self.config.tiles_at_once())) + slot * 8
 
     @always_inline
     def empty(self, slot: UInt32) -> UInt32:
@@ -222,14 +262,15 @@ struct Shared[config: Config](TrivialRegisterPassable):
         return self.full(UInt32(Self.config.stages)) + slot * 8
 
     @always_inline
-    def vectors_full(self) -> UInt32:
-        """Locates the barrier that completes when the vectors are there."""
-        return self.empty(UInt32(Self.config.stages))
+    def vectors_full(self, tile: UInt32) -> UInt32:
+        """Locates the barrier that completes when the vectors of one of the tiles
+        worked on are there."""
+        return self.empty(UInt32(Self.config.stages)) + tile * 16
 
     @always_inline
-    def vectors_empty(self) -> UInt32:
-        """Locates the barrier that completes when the vectors are used up."""
-        return self.vectors_full() + 8
+    def vectors_empty(self, tile: UInt32) -> UInt32:
+        """Locates the barrier that completes when they are used up."""
+        return self.vectors_full(tile) + 8
 
 
 @doc_hidden
@@ -249,3 +290,10 @@ struct RingPlace(TrivialRegisterPassable):
         if self.slot == UInt32(stages):
             self.slot = 0
             self.parity ^= 1
+
+    @always_inline
+    def skip[stages: Int](mut self, slots: UInt32):
+        """Moves over slots."""
+        var last = self.slot + slots
+        self.slot = last % UInt32(stages)
+        self.parity ^= (last // UInt32(stages)) & 1

@@ -1,9 +1,8 @@
 """The warpgroups that multiply, finish and store."""
 
 from std.memory import OpaquePointer
-from max.gpu.primitives import warp
 
-from ..epilogue import Epilogue, RowTerms
+from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config, RingPlace, Shared
@@ -17,31 +16,19 @@ from .ptx import (
     meet_cluster,
     store_wait_read,
     wait_on_earlier_grids,
+    warp_sync,
 )
 from .row_sums import TransposedSums
-from .store import Accumulators, Sums, TileRows
+from .row_terms import Halves, ThreadTerms
+from .store import Accumulators, Boxes, Sums, TileRows
 from .store_float32 import Float32Rows
 from .tiles import Tiles
-from .wgmma import Accumulator, SLICE_BYTES, operand_descriptor, wait_all
-
-
-@always_inline
-def _terms_of_row(own: RowTerms[], row: UInt32) -> RowTerms[]:
-    """Fetches the terms of one of the warp's 16 rows, where lane l has those of
-    row l / 2."""
-    return RowTerms[](
-        warp.shuffle_idx(own.scale, row * 2),
-        warp.shuffle_idx(own.offset, row * 2),
-    )
-
-
-@always_inline
-def _loaded_terms[
-    E: Epilogue, H: RowHook
-](product: Product[E, H], row: UInt32) -> RowTerms[]:
-    if row < UInt32(product.m):
-        return product.epilogue.row_terms(Int(row))
-    return {0, 0}
+from .wgmma import (
+    ROW_BYTES,
+    Accumulator,
+    operand_descriptor,
+    wait_all,
+)
 
 
 @always_inline
@@ -106,11 +93,18 @@ def consume[
     h_map: OpaquePointer[ImmUntrackedOrigin],
     product: Product[E, H],
 ):
-    """Computes this warpgroup's half of all tiles of this block."""
+    """Computes this warpgroup's half of all tiles of this block, or half of the tiles."""
     comptime columns = config.columns
-    comptime registers = columns // 2
+    comptime halves = config.halves()
+    comptime registers = columns // 2 * halves
     var lane = thread & 31
-    var rows = shared.a_tile(0) + consumer * UInt32(SLICE_BYTES)
+    # Which of the tiles worked on is this warpgroup's, and its first row in that.
+    var tile = UInt32(0)
+    var down = consumer * 64
+    comptime if config.takes_turns:
+        tile = consumer
+        down = 0
+    var rows = shared.a_tile(0) + down * UInt32(ROW_BYTES)
     var empty = shared.empty(0)
     comptime if config.sharers() > 1:
         empty = map_to_rank(empty, thread & UInt32(config.sharers() - 1))
@@ -124,27 +118,37 @@ def consume[
         empty,
         thread < UInt32(config.sharers()),
     )
-    var boxes = shared.boxes(consumer * 4 + warp_in_group)
+    var boxes = Boxes(shared.boxes(consumer * 4 + warp_in_group))
 
     var progress = Progress[H.passes_on](
         {unsafe_from_address = product.hook.counters()}, lane
     )
     var at = RingPlace(0, 0)
     var parity = UInt32(0)
-    var upper = RowTerms[](1, 0)
-    var lower = RowTerms[](1, 0)
-    var known = ~UInt32(0)
+    var terms = ThreadTerms[halves]()
     var index = tiles.first
+    var slots_of_tile = blocks
+    comptime if E.adds:
+        slots_of_tile += UInt32(config.addend_slots())
+    comptime if config.takes_turns:
+        if consumer > 0:
+            index += tiles.step
+            at.skip[config.stages](slots_of_tile)
     while index < tiles.end:
         var place = tiles.at(index)
+        var is_first = index == tiles.first
+        # Whether this block has had no tile of these rows before.
+        var is_new = is_first or tiles.at(index - tiles.step)[0] != place[0]
+        comptime if config.takes_turns:
+            index += tiles.step
         index += tiles.step
-        var first_row = place[0] * UInt32(config.cluster_rows()) + consumer * 64
+        var first_row = place[0] * UInt32(config.cluster_rows()) + down
         comptime if config.sharers() > 1:
             first_row += rank * UInt32(TILE_ROWS)
         var row = first_row + warp_in_group * 16
         var column = place[1] * UInt32(columns)
         var previous = UInt32(0)
-        var gathered = H.Sums()
+        var gathered = Halves[H.Sums, halves]()
         var sums = TransposedSums(0)
         var accumulator: Accumulator[registers]
         var row_sum = Float32(0)
@@ -154,43 +158,46 @@ def consume[
                 config.sums_rows and place[1] == 0 and product.row_sums != 0
             )
         else:
-            gathers = H.gathers and place[0] != known
+            gathers = H.gathers and is_new
         if gathers:
             comptime if config.a_transposed:
                 accumulator = multiplier.start[config.sums_rows](
-                    at, previous, sums, progress, blocks
+                    at, previous, sums, progress, blocks, False
                 )
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
                 row_sum = sums.finish(shared.vectors(), consumer, thread)
             else:
                 accumulator = multiplier.start[H.gathers](
-                    at, previous, gathered, progress, blocks
+                    at, previous, gathered, progress, blocks, not is_first
                 )
-                known = place[0]
                 var count = Float32(product.k)
-                var own = product.hook.terms(gathered.part(count), count)
-                upper = _terms_of_row(own, lane >> 2)
-                lower = _terms_of_row(own, (lane >> 2) + 8)
-                var its_row = Int(row + (lane >> 1))
-                if (
-                    place[1] == 0
-                    and (lane & 1) == 0
-                    and its_row < Int(product.m)
-                ):
-                    product.hook.keep(its_row, own)
+                comptime for half in range(halves):
+                    var own = product.hook.terms(
+                        gathered.each[half].part(count), count
+                    )
+                    # Memory hands them on: to the other lanes, and to the other consumer.
+                    var its_row = Int(row + (lane >> 1)) + 64 * half
+                    if (lane & 1) == 0 and its_row < Int(product.m):
+                        product.hook.keep(its_row, own)
+                warp_sync()
+                if index - tiles.step < tiles.end:
+                    multiplier.pass_turn()
+                terms.load(product, row + (lane >> 2))
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
         else:
             accumulator = multiplier.start[False](
-                at, previous, gathered, progress, blocks
+                at, previous, gathered, progress, blocks, not is_first
             )
-            comptime if E.has_row_terms and not H.gathers:
+            if index - tiles.step < tiles.end:
+                multiplier.pass_turn()
+            comptime if E.has_row_terms:
                 # The last products still run while these are fetched. The grid
                 # that makes them may have been running beside this one so far.
-                wait_on_earlier_grids()
-                upper = _loaded_terms(product, row + (lane >> 2))
-                lower = _loaded_terms(product, row + (lane >> 2) + 8)
+                comptime if not H.gathers:
+                    wait_on_earlier_grids()
+                terms.load(product, row + (lane >> 2))
             accumulator = wait_all[registers](accumulator)
             multiplier.release[False](previous)
 
@@ -226,7 +233,12 @@ def consume[
                 ](totals, product.accumulate != 0)
             else:
                 TileRows(
-                    product.epilogue, upper, lower, row, its_column, lane
+                    product.epilogue,
+                    terms.upper[0],
+                    terms.lower[0],
+                    row,
+                    its_column,
+                    lane,
                 ).store[dtype, together.columns](
                     totals, shared.vectors(), boxes, c_map
                 )
@@ -236,30 +248,41 @@ def consume[
             )
         else:
             comptime if E.vectors > 0:
-                mbarrier_wait(shared.vectors_full(), parity)
-            var rows_of_tile = TileRows(
-                product.epilogue, upper, lower, row, column, lane
-            )
-            comptime if E.activates:
-                rows_of_tile.store_activated[dtype, columns](
-                    own,
-                    shared.vectors(),
-                    boxes,
-                    c_map,
-                    h_map,
-                    UInt32(product.n) // 2,
+                mbarrier_wait(shared.vectors_full(tile), parity)
+            comptime for half in range(halves):
+                var sums_of_half = Accumulators[
+                    registers, half * (columns // 2)
+                ](accumulator)
+                var rows_of_tile = TileRows(
+                    product.epilogue,
+                    terms.upper[half],
+                    terms.lower[half],
+                    row + UInt32(64 * half),
+                    column,
+                    lane,
                 )
-            else:
-                rows_of_tile.store[dtype, columns](
-                    own, shared.vectors(), boxes, c_map
-                )
+                comptime if E.activates:
+                    rows_of_tile.store_activated[dtype, columns](
+                        sums_of_half,
+                        shared.vectors(tile),
+                        boxes,
+                        c_map,
+                        h_map,
+                        UInt32(product.n) // 2,
+                    )
+                else:
+                    rows_of_tile.store[dtype, columns](
+                        sums_of_half, shared.vectors(tile), boxes, c_map
+                    )
             comptime if E.vectors > 0:
                 if lane == 0:
-                    mbarrier_arrive(shared.vectors_empty())
+                    mbarrier_arrive(shared.vectors_empty(tile))
         progress.stored(first_row)
         if sums_here:
             _store_row_sum[dtype, config](product, row_sum, first_row + thread)
         parity ^= 1
+        comptime if config.takes_turns:
+            at.skip[config.stages](slots_of_tile)
     progress.tell()
     if lane == 0:
         store_wait_read[0]()

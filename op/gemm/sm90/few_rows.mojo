@@ -179,7 +179,7 @@ def few_rows_kernel[
     var a_descriptor = operand_descriptor[False](a_tiles)
     var at = RingPlace(0, 0)
     mbarrier_wait(full, 0)
-    var accumulator = multiply_first[dtype, rows, b_transposed, False](
+    var accumulator = multiply_first[dtype, rows, 1, b_transposed, False](
         b_descriptor, a_descriptor
     )
     var sums = H.Sums()
@@ -190,7 +190,7 @@ def few_rows_kernel[
     at.advance[_STAGES]()
     for _ in range(first + 1, last):
         mbarrier_wait(full + at.slot * 8, at.parity)
-        accumulator = multiply_next[dtype, rows, b_transposed, False](
+        accumulator = multiply_next[dtype, rows, 1, b_transposed, False](
             accumulator,
             b_descriptor + at.slot * (_B_BYTES // 16),
             a_descriptor + at.slot * UInt32(a_bytes // 16),

@@ -1,9 +1,10 @@
 """The persistent, warp-specialized matrix kernel: c = epilogue(a @ b^T).
 
 One thread copies tiles of a and b into a ring of shared-memory slots; two
-warpgroups multiply them. The ring runs on across output tiles, so the copies
-for the next tile start while the last one is being finished. Where finished
-rows are taken further, the other warps do that.
+warpgroups multiply them: both of them each tile, or each its own tiles, in turn,
+so that one stores while the other multiplies. The ring runs on across output
+tiles, so the copies for the next tile start while the last one is being finished.
+Where finished rows are taken further, the other warps do that.
 """
 
 from std.memory import AddressSpace
@@ -16,13 +17,7 @@ from max.gpu.primitives import warp
 
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
-from .config import (
-    CONSUMERS,
-    CONSUMER_WARPS,
-    THREADS,
-    Config,
-    Shared,
-)
+from .config import THREADS, Config, Shared
 from .consumer import consume
 from .producer import produce
 from .product import Product
@@ -93,6 +88,10 @@ def matrix_kernel[
         product: What goes with the matrices.
     """
     comptime assert not config.sums_rows or config.a_transposed
+    comptime assert not H.gathers or config.takes_turns
+    comptime assert not config.takes_turns or not (
+        config.a_transposed or config.split or config.adds or H.passes_on
+    )
     comptime cluster = config.cluster
     comptime sharers = config.sharers()
     var shared = Shared[config](
@@ -115,10 +114,14 @@ def matrix_kernel[
             mbarrier_init(shared.full(stage), 1)
             mbarrier_init(
                 shared.empty(stage),
-                Int32(CONSUMERS * sharers),
+                Int32(config.consumers_of_tile() * sharers),
             )
-        mbarrier_init(shared.vectors_full(), 1)
-        mbarrier_init(shared.vectors_empty(), CONSUMER_WARPS)
+        comptime for tile in range(config.tiles_at_once()):
+            mbarrier_init(shared.vectors_full(UInt32(tile)), 1)
+            mbarrier_init(
+                shared.vectors_empty(UInt32(tile)),
+                Int32(4 * config.consumers_of_tile()),
+            )
         fence_barrier_init()
         prefetch_tensor_map(address_of(a_map))
         prefetch_tensor_map(address_of(b_map))

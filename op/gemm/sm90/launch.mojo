@@ -26,7 +26,7 @@ from .tiling import (
     FEW_ROWS,
     MOST_FEW_ROWS,
     NARROWEST_GATE,
-    TILE_COLUMNS,
+    SHAPES,
     Tiling,
     count_tiles,
 )
@@ -215,9 +215,17 @@ def launch_product[
         launch_few_rows[dtype, b_transposed](gpu, c, a, b, product)
         return
     product.band = BAND
-    comptime for i in range(len(TILE_COLUMNS)):
-        comptime config = Config.of(TILE_COLUMNS[i], b_transposed=b_transposed)
+    comptime for i in range(len(SHAPES)):
+        comptime shape = SHAPES[i]
+        comptime config = Config.of(
+            shape.columns,
+            b_transposed=b_transposed,
+            takes_turns=shape.takes_turns,
+        )
         # A box of a gate's c takes twice its columns.
         comptime if not (E.is_gate and config.columns < NARROWEST_GATE):
-            if tiling.columns == config.columns:
+            if (
+                tiling.columns == config.columns
+                and tiling.takes_turns == config.takes_turns
+            ):
                 launch_matrix[dtype, config](gpu, c, a, b, product)

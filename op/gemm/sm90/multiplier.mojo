@@ -10,10 +10,12 @@ from .ptx import (
     mbarrier_arrive,
     mbarrier_arrive_cluster,
     mbarrier_wait,
+    named_barrier_arrive,
     named_barrier_sync,
 )
 from .wgmma import (
     ROW_BYTES,
+    SLICE_BYTES,
     Accumulator,
     multiply_first,
     multiply_next,
@@ -23,6 +25,9 @@ from .wgmma import (
 
 # After so many k blocks, the stores of the tile before are complete.
 comptime _STORED = 4
+# The first of the block's barriers at which consumers wait for their turn; those before
+# are for the threads of each consumer.
+comptime _TURNS = Int32(3)
 
 
 @doc_hidden
@@ -65,30 +70,49 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
                 mbarrier_arrive(self.empty + slot * 8)
 
     @always_inline
+    def _await_turn(self, waits: Bool):
+        """Waits until the other consumer has started its last products."""
+        comptime if Self.config.takes_turns:
+            if waits:
+                named_barrier_sync(_TURNS + Int32(self.consumer), 256)
+
+    @always_inline
+    def pass_turn(self):
+        """Lets the other consumer start its products."""
+        comptime if Self.config.takes_turns:
+            named_barrier_arrive(_TURNS + 1 - Int32(self.consumer), 256)
+
+    @always_inline
     def _addend(
         self, mut at: RingPlace
-    ) -> Accumulator[Self.config.columns // 2]:
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
         """Takes what is added to a tile out of the ring, as sums to start with."""
         comptime count = Self.config.columns // BOX_COLUMNS
         comptime slots = Self.config.addend_slots()
+        comptime halves = Self.config.halves()
         var lane = self.thread & 31
-        var row = (
-            self.consumer * 64 + (self.thread >> 5) * 16 + (lane & 15)
-        ) * ROW_BYTES
-        var boxes = StaticTuple[UInt32, count]()
+        var row = (self.thread >> 5) * 16 + (lane & 15)
+        comptime if not Self.config.takes_turns:
+            row += self.consumer * 64
+        row *= ROW_BYTES
+        var boxes = StaticTuple[UInt32, halves * count]()
         var used = StaticTuple[UInt32, slots]()
         comptime for slot in range(slots):
             mbarrier_wait(self.shared.full(at.slot), at.parity)
             used[slot] = at.slot
             comptime for i in range(count):
                 comptime if i // Self.config.boxes_of_slot() == slot:
-                    boxes[i] = row + self.shared.box_in_slot(
+                    var box = row + self.shared.box_in_slot(
                         at.slot, i % Self.config.boxes_of_slot()
                     )
+                    comptime for half in range(halves):
+                        boxes[half * count + i] = box + UInt32(
+                            half * SLICE_BYTES
+                        )
             at.advance[Self.config.stages]()
-        var sums = load_accumulator[Self.dtype, Self.config.columns](
-            boxes, lane
-        )
+        var sums = load_accumulator[
+            Self.dtype, Self.config.columns, Self.config.halves()
+        ](boxes, lane)
         comptime for slot in range(slots):
             self.release[True](used[slot])
         return sums
@@ -103,12 +127,19 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         mut gathered: G,
         mut progress: Progress[Self.passes_on],
         blocks: UInt32,
-    ) -> Accumulator[Self.config.columns // 2]:
-        """Starts the products of a tile; the last ones still run on return."""
+        waits: Bool,
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
+        """Starts the products of a tile, for which this may have to wait for its turn;
+        the last ones still run on return."""
         comptime columns = Self.config.columns
         comptime a_step = UInt32(Self.config.a_bytes())
         comptime b_step = UInt32(Self.config.b_bytes() // 16)
-        var accumulator: Accumulator[columns // 2]
+        var accumulator: Accumulator[
+            Self.config.columns // 2 * Self.config.halves()
+        ]
+        # A slot may also be full with what came into it a round before: only now can
+        # that not be.
+        self._await_turn(waits)
         comptime if Self.adds:
             accumulator = self._addend(at)
         else:
@@ -116,6 +147,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             accumulator = multiply_first[
                 Self.dtype,
                 columns,
+                Self.config.halves(),
                 Self.config.a_transposed,
                 Self.config.b_transposed,
             ](
@@ -136,6 +168,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             accumulator = multiply_next[
                 Self.dtype,
                 columns,
+                Self.config.halves(),
                 Self.config.a_transposed,
                 Self.config.b_transposed,
             ](

@@ -63,6 +63,7 @@ def produce[
     comptime b_rows = columns // sharers
     var at = RingPlace(0, 1)
     var parity = UInt32(1)
+    var turn = UInt32(0)
     var index = tiles.first
     while index < tiles.end:
         var place = tiles.at(index)
@@ -111,21 +112,23 @@ def produce[
             )
             at.advance[config.stages]()
 
-        # By now the consumers are past the tile before, whose vectors these
-        # replace.
+        # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
             comptime size = size_of[E.vector_dtype]()
             var bytes = min(Int32(columns), product.n - column) * Int32(size)
-            var full = shared.vectors_full()
-            mbarrier_wait(shared.vectors_empty(), parity)
-            parity ^= 1
+            var full = shared.vectors_full(turn)
+            mbarrier_wait(shared.vectors_empty(turn), parity)
             mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
             comptime for i in range(E.vectors):
                 load_bytes(
-                    shared.vectors() + UInt32(i * columns * size),
+                    shared.vectors(turn) + UInt32(i * columns * size),
                     Int(
                         product.epilogue.vector[i]().unsafe_offset(Int(column))
                     ),
                     bytes,
                     full,
                 )
+            comptime if config.takes_turns:
+                turn ^= 1
+            if turn == 0:
+                parity ^= 1

@@ -1,8 +1,8 @@
 """From sums to c: finish, round, store by TMA.
 
-Each warp owns 16 rows of a tile and stores them by itself, in boxes of 128
-bytes of each row that alternate between two places in shared memory, so that no
-warp waits for another one.
+Each warp owns 16 rows of a tile, or twice as many, and stores them by itself, in
+boxes of 128 bytes of each row that alternate between places in shared memory, so
+that no warp waits for another one.
 """
 
 from std.memory import OpaquePointer
@@ -42,8 +42,8 @@ trait Sums(TrivialRegisterPassable):
 
 @doc_hidden
 @fieldwise_init
-struct Accumulators[count: Int](Sums):
-    """Sums as the tensor cores leave them."""
+struct Accumulators[count: Int, first: Int = 0](Sums):
+    """Sums as the tensor cores leave them, from one of them on."""
 
     var values: Accumulator[Self.count]
     """The sums."""
@@ -51,13 +51,39 @@ struct Accumulators[count: Int](Sums):
     @always_inline
     def at[i: Int](self) -> Float32:
         """Returns a sum."""
-        return rebind[Float32](self.values[i])
+        return rebind[Float32](self.values[Self.first + i])
+
+
+@doc_hidden
+@fieldwise_init
+struct Boxes(TrivialRegisterPassable):
+    """The two places in shared memory that a warp stores from, in turn."""
+
+    var next: UInt32
+    """The next one."""
+    var other: UInt32
+    """The other one."""
+
+    @always_inline
+    def __init__(out self, first: UInt32):
+        """Starts with the first place."""
+        self = Self(first, first + BOX_BYTES)
+
+    @always_inline
+    def take(mut self, lane: UInt32) -> UInt32:
+        """Takes the next place, once the last store from it has read it."""
+        if lane == 0:
+            store_wait_read[1]()
+        warp_sync()
+        var place = self.next
+        swap(self.next, self.other)
+        return place
 
 
 @doc_hidden
 @fieldwise_init
 struct TileRows[E: Epilogue](TrivialRegisterPassable):
-    """A warp's 16 rows of a tile of c, as one of its threads sees them."""
+    """16 rows of a warp of a tile of c, as one of its threads sees them."""
 
     var epilogue: Self.E
     """Finishes them."""
@@ -158,10 +184,6 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         fours: StaticTuple[SIMD[DType.float32, 4], groups],
     ):
         """Stores groups of eight columns, `stride` apart, as a box."""
-        # The store before the last was from this box.
-        if self.lane == 0:
-            store_wait_read[1]()
-        warp_sync()
         comptime for group in range(0, row_elements[dtype]() // 8, 2):
             self._put[dtype, group](
                 box,
@@ -181,7 +203,7 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         self,
         sums: S,
         vectors: UInt32,
-        boxes: UInt32,
+        mut boxes: Boxes,
         c_map: OpaquePointer[ImmUntrackedOrigin],
         h_map: OpaquePointer[ImmUntrackedOrigin],
         n: UInt32,
@@ -191,8 +213,6 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         comptime stride = 2 if Self.E.is_gate else 1
         comptime box_columns = row_elements[dtype]()
         comptime box_groups = box_columns // 8
-        var place = boxes
-        var other = boxes + BOX_BYTES
         comptime for box in range(columns // stride // box_columns):
             var column = Int32(self.column) // Int32(stride) + Int32(
                 box * box_columns
@@ -206,9 +226,11 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
             if self.epilogue.h() != 0:
                 comptime for part in range(stride):
                     self._store_box[dtype, stride, part](
-                        h_map, place, column + Int32(part) * Int32(n), fours
+                        h_map,
+                        boxes.take(self.lane),
+                        column + Int32(part) * Int32(n),
+                        fours,
                     )
-                    swap(place, other)
             # All of a box in one call, so that their special functions overlap.
             var h = SIMD[DType.float32, 4 * box_groups]()
             var gated = SIMD[DType.float32, 4 * box_groups]()
@@ -221,8 +243,9 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
             var activated = StaticTuple[SIMD[DType.float32, 4], box_groups]()
             comptime for group in range(box_groups):
                 activated[group] = a.slice[4, offset=4 * group]()
-            self._store_box[dtype, 1, 0](c_map, place, column, activated)
-            swap(place, other)
+            self._store_box[dtype, 1, 0](
+                c_map, boxes.take(self.lane), column, activated
+            )
 
     @always_inline
     def store[
@@ -231,19 +254,14 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         self,
         sums: S,
         vectors: UInt32,
-        boxes: UInt32,
+        mut boxes: Boxes,
         c_map: OpaquePointer[ImmUntrackedOrigin],
     ):
         """Finishes and stores the rows."""
         comptime box_columns = row_elements[dtype]()
         var lane = self.lane
         comptime for box in range(columns // box_columns):
-            var box_address = boxes + UInt32((box & 1) * BOX_BYTES)
-            # Until the last store from this box has read it: the one before the
-            # last, or the last where a tile has only one box.
-            if lane == 0:
-                store_wait_read[1 if columns > box_columns else 0]()
-            warp_sync()
+            var box_address = boxes.take(lane)
             comptime for group in range(0, box_columns // 8, 2):
                 var fours = StaticTuple[SIMD[DType.float32, 4], 2]()
                 comptime for half in range(2):

@@ -5,17 +5,30 @@ from std.math import ceildiv
 from .config import Config
 from .wgmma import K_BLOCK
 
-comptime TILE_COLUMNS = [256, 128, 64]
-"""Shapes of the matrix kernel, by the columns of a tile."""
+
+@fieldwise_init
+struct Shape(Equatable, TrivialRegisterPassable):
+    """A shape of the matrix kernel."""
+
+    var columns: Int
+    """Columns of a tile."""
+    var takes_turns: Bool
+    """Whether each consumer has whole tiles, in turn."""
+
+
+comptime SHAPES = [Shape(128, True), Shape(128, False), Shape(64, False)]
+"""Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
 comptime FEW_ROWS = 0
-"""In place of those, the kernel for few rows."""
+"""In place of a tile's columns, the kernel for few rows."""
 comptime MOST_FEW_ROWS = 64
 """Most rows that this kernel takes."""
 comptime NARROWEST_GATE = 128
 """Fewest columns of a tile where a gate halves them."""
 
-# Fixed cost per tile, in columns.
-comptime _TILE_OVERHEAD = 16
+# Cycles in which a warpgroup stores 128 rows of 128 columns.
+comptime _STORE = 4400
+# Percentage of the cycles of products that tiles of 64 columns take: the tensor cores wait for shared memory.
+comptime _NARROW_PERCENT = 115
 # Percentage of the SMs' time that a product has to use to be worth launching.
 comptime _FULL_PERCENT = 80
 
@@ -51,12 +64,26 @@ def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
     return 100 * m * n >= _FULL_PERCENT * waves * clusters * area
 
 
+def _cycles(config: Config, m: Int, n: Int, k: Int, processors: Int) -> Int:
+    """Estimates the cycles that a product takes."""
+    var waves = ceildiv(count_tiles(config, m, n), processors // config.cluster)
+    var products = ceildiv(k, 16) * config.columns
+    if config.takes_turns:
+        # One consumer stores while the other multiplies, but for the last tile.
+        return waves * max(products, (products + _STORE) // 2) + _STORE
+    if config.columns == 64:
+        products = products * _NARROW_PERCENT // 100
+    return waves * (products + _STORE * config.columns // 256)
+
+
 @fieldwise_init
 struct Tiling(TrivialRegisterPassable):
     """A kernel for products of some sizes."""
 
     var columns: Int
     """Columns of a tile, or `FEW_ROWS`."""
+    var takes_turns: Bool
+    """Whether each consumer has whole tiles."""
     var fills: Bool
     """Whether it keeps the device busy, or the rows are few."""
 
@@ -64,7 +91,7 @@ struct Tiling(TrivialRegisterPassable):
     def best(
         m: Int, n: Int, k: Int, processors: Int, narrowest: Int = 0
     ) -> Self:
-        """Chooses the shape whose longest-working cluster has the least to do.
+        """Chooses the shape that takes the fewest cycles.
 
         Args:
             m: Rows of the product.
@@ -78,17 +105,23 @@ struct Tiling(TrivialRegisterPassable):
         """
         # The kernel for few rows shares the sums between two blocks.
         if m <= MOST_FEW_ROWS and k > K_BLOCK:
-            return Self(FEW_ROWS, True)
-        var best = Self(0, False)
+            return Self(FEW_ROWS, False, True)
+        var best = Self(0, False, False)
         var least = Int.MAX
-        comptime for i in range(len(TILE_COLUMNS)):
-            comptime config = Config.of(TILE_COLUMNS[i])
+        comptime for i in range(len(SHAPES)):
+            comptime shape = SHAPES[i]
+            comptime config = Config.of(
+                shape.columns, takes_turns=shape.takes_turns
+            )
             if config.columns < narrowest:
                 continue
-            var clusters = processors // config.cluster
-            var waves = ceildiv(count_tiles(config, m, n), clusters)
-            var cost = waves * (config.columns + _TILE_OVERHEAD)
-            if cost < least:
-                least = cost
-                best = Self(config.columns, fills(config, m, n, clusters))
+            var cycles = _cycles(config, m, n, k, processors)
+            if cycles < least:
+                least = cycles
+                var clusters = processors // config.cluster
+                best = Self(
+                    config.columns,
+                    config.takes_turns,
+                    fills(config, m, n, clusters),
+                )
         return best

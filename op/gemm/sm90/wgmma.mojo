@@ -85,8 +85,10 @@ def _list(prefix: String, first: Int, count: Int) -> String:
 
 def _multiply_text[
     dtype: DType
-](n: Int, a_transposed: Bool, b_transposed: Bool, tied: Bool,) -> String:
-    var count = n // 2
+](
+    n: Int, halves: Int, a_transposed: Bool, b_transposed: Bool, tied: Bool
+) -> String:
+    var count = n // 2 * halves
     # Operands: outputs, tied inputs, then the descriptors' low halves.
     var first = 2 * count if tied else count
     comptime is_tf32 = dtype == DType.float32
@@ -110,12 +112,15 @@ def _multiply_text[
             _DESCRIPTOR_HIGH,
             "};\n}\n",
         )
-        text += String("wgmma.mma_async.sync.aligned.m64n", n, kind, " {")
-        text += _list("$", 0, count)
-        text += String("}, a, b, ", 1 if tied or step > 0 else 0, ", 1, 1")
-        comptime if not is_tf32:
-            text += String(", ", Int(a_transposed), ", ", Int(b_transposed))
-        text += ";\n"
+        for half in range(halves):
+            if half > 0:
+                text += String("add.s64 a, a, ", SLICE_BYTES >> 4, ";\n")
+            text += String("wgmma.mma_async.sync.aligned.m64n", n, kind, " {")
+            text += _list("$", half * (n // 2), n // 2)
+            text += String("}, a, b, ", 1 if tied or step > 0 else 0, ", 1, 1")
+            comptime if not is_tf32:
+                text += String(", ", Int(a_transposed), ", ", Int(b_transposed))
+            text += ";\n"
     text += "wgmma.commit_group.sync.aligned;\n}"
     return text
 
@@ -134,32 +139,35 @@ def _constraints(count: Int, tied: Bool, tail: String) -> String:
 def multiply_first[
     dtype: DType,
     n: Int,
+    halves: Int,
     a_transposed: Bool,
     b_transposed: Bool,
-](a: UInt32, b: UInt32) -> Accumulator[n // 2]:
+](a: UInt32, b: UInt32) -> Accumulator[n // 2 * halves]:
     """Starts the product of the first k block, as one group.
 
     Parameters:
         dtype: Type of the operands: bfloat16, float16, or float32 as tf32.
         n: Columns of the product.
+        halves: How many times 64 rows of the left operand are multiplied, 1 or 2.
         a_transposed: Whether the rows of the left operand's tile run down K.
         b_transposed: Whether the rows of the right operand's tile run down K.
 
     Args:
-        a: Descriptor of the left operand, 64 rows of a k block.
+        a: Descriptor of the left operand, 64 rows of a k block; the next 64
+            follow.
         b: Descriptor of the right operand, n rows of a k block.
 
     Returns:
         The accumulators, defined once the group is complete.
     """
     comptime text = get_static_string[
-        _multiply_text[dtype](n, a_transposed, b_transposed, False)
+        _multiply_text[dtype](n, halves, a_transposed, b_transposed, False)
     ]()
     comptime constraints = get_static_string[
-        _constraints(n // 2, False, ",r,r,~{memory}")
+        _constraints(n // 2 * halves, False, ",r,r,~{memory}")
     ]()
     return __mlir_op.`pop.inline_asm`[
-        _type=Accumulator[n // 2],
+        _type=Accumulator[n // 2 * halves],
         assembly=_get_kgen_string[text](),
         constraints=_get_kgen_string[constraints](),
         hasSideEffects=True.__mlir_i1__(),
@@ -171,35 +179,38 @@ def multiply_first[
 def multiply_next[
     dtype: DType,
     n: Int,
+    halves: Int,
     a_transposed: Bool,
     b_transposed: Bool,
-](accumulator: Accumulator[n // 2], a: UInt32, b: UInt32) -> Accumulator[
-    n // 2
-]:
+](
+    accumulator: Accumulator[n // 2 * halves], a: UInt32, b: UInt32
+) -> Accumulator[n // 2 * halves]:
     """Starts adding the product of one more k block, as one group.
 
     Parameters:
         dtype: Type of the operands: bfloat16, float16, or float32 as tf32.
         n: Columns of the product.
+        halves: How many times 64 rows of the left operand are multiplied, 1 or 2.
         a_transposed: Whether the rows of the left operand's tile run down K.
         b_transposed: Whether the rows of the right operand's tile run down K.
 
     Args:
         accumulator: What the product is added to.
-        a: Descriptor of the left operand, 64 rows of a k block.
+        a: Descriptor of the left operand, 64 rows of a k block; the next 64
+            follow.
         b: Descriptor of the right operand, n rows of a k block.
 
     Returns:
         The accumulators, defined once the group is complete.
     """
     comptime text = get_static_string[
-        _multiply_text[dtype](n, a_transposed, b_transposed, True)
+        _multiply_text[dtype](n, halves, a_transposed, b_transposed, True)
     ]()
     comptime constraints = get_static_string[
-        _constraints(n // 2, True, ",r,r,~{memory}")
+        _constraints(n // 2 * halves, True, ",r,r,~{memory}")
     ]()
     return __mlir_op.`pop.inline_asm`[
-        _type=Accumulator[n // 2],
+        _type=Accumulator[n // 2 * halves],
         assembly=_get_kgen_string[text](),
         constraints=_get_kgen_string[constraints](),
         hasSideEffects=True.__mlir_i1__(),

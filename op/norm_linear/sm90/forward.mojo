@@ -4,7 +4,7 @@
     KEPT_FOLD, NEW_FOLD    y = rstd (x folded^T - mean s) + c: x is read once, and z never exists;
                            with an activation that is h, stored if asked for, and y = act(h)
 
-Few rows and tiles of the largest kind gather the statistics of x while they multiply it.
+Few rows, and tiles of few columns in all, gather the statistics of x while they multiply it.
 """
 
 from ...call import Call
@@ -152,10 +152,11 @@ def _launch_product[
             gpu, call.y, call.x, plan.fold_weight, product
         )
     else:
-        # In runs: each cluster takes tiles of the same rows one after another.
-        launch_matrix[dtype, Config.of(256)](
-            gpu, call.y, call.x, plan.fold_weight, product
-        )
+        comptime if not E.activates:
+            # In runs: each cluster takes tiles of the same rows one after another.
+            launch_matrix[dtype, Config.of(128, takes_turns=True)](
+                gpu, call.y, call.x, plan.fold_weight, product
+            )
 
 
 def linear_add[dtype: DType](launcher: Launcher, call: Call) raises:

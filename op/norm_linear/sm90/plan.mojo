@@ -34,6 +34,11 @@ comptime _PART = 256
 comptime _SHORT_SUMS = 1024
 comptime _MANY_OUTPUTS = 1 << 24
 
+# A tile that gathers statistics takes twice as long, and the walk from one to the next of the same rows reads more of
+# the weight; a kernel that only finds them reads x once more (docs/hopper-log.md, "Taking turns").
+comptime _FEW_OUTPUTS = 1024
+comptime _ROWS_PER_FEATURE = 8
+
 # Columns of a box.
 comptime _BOX = 64
 
@@ -202,7 +207,15 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         self.gathers = (
             way != FUSED
             and k % K_BLOCK == 0
-            and self.tiling.columns in (FEW_ROWS, 256)
+            and (
+                self.tiling.columns == FEW_ROWS
+                or (
+                    self.tiling.takes_turns
+                    and call.activation == 0
+                    and n <= _FEW_OUTPUTS
+                    and m >= _ROWS_PER_FEATURE * k
+                )
+            )
         )
         self.mean = call.mean
         self.rstd = call.rstd

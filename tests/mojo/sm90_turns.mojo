@@ -1,0 +1,119 @@
+"""An extension of products by Hopper's matrix kernel whose consumers take turns, with each epilogue."""
+
+from std.os import abort
+from std.python import PythonObject
+from std.python._cpython import Py_ssize_t, PyObjectPtr
+from std.python.bindings import PythonModuleBuilder
+from std.sys import get_defined_dtype
+
+from op.device import Gpu, Launcher, new_launcher
+from op.gemm.epilogue import Epilogue, Plain
+from op.gemm.epilogues import Activated, Added, Bias, ScaleAndCorrect
+from op.gemm.row_hook import NoHook, RowHook
+from op.gemm.sm90.config import Config
+from op.gemm.sm90.launch import BAND, launch_matrix
+from op.gemm.sm90.product import Product
+from op.norm_linear.sm90.gather import Statistics
+from op.norms.layer_norm import LayerNorm
+from op.python import Arguments, Values, failure, integer
+
+comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
+
+
+def _launch[
+    E: Epilogue, H: RowHook, //, b_transposed: Bool = False
+](
+    gpu: Gpu,
+    c: Int,
+    a: Int,
+    b: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    epilogue: E,
+    hook: H,
+) raises:
+    comptime config = Config.of(
+        128, takes_turns=True, b_transposed=b_transposed
+    )
+    var product = Product(m, n, k, epilogue, hook)
+    comptime if not H.gathers:
+        product.band = BAND
+    launch_matrix[DTYPE, config](gpu, c, a, b, product)
+
+
+def product(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Queues c = epilogue(a @ b^T)."""
+    var arguments = Arguments(values)
+    ref gpu = Launcher.at(arguments.integer())[].gpu
+    var kind = arguments.integer()
+    var c = arguments.integer()
+    var a = arguments.integer()
+    var b = arguments.integer()
+    var m = arguments.integer()
+    var n = arguments.integer()
+    var k = arguments.integer()
+    # The bias, or constants; what is added; corrections; means; rstd; h.
+    var bias = arguments.integer()
+    var added = arguments.integer()
+    var corrections = arguments.integer()
+    var mean = arguments.integer()
+    var rstd = arguments.integer()
+    var h = arguments.integer()
+    var activation = Int32(arguments.integer())
+    var plus = Bias[DTYPE](Int64(bias))
+    var scale = ScaleAndCorrect(
+        {unsafe_from_address = rstd},
+        {unsafe_from_address = mean},
+        {unsafe_from_address = bias},
+        {unsafe_from_address = corrections},
+    )
+    var finds = Statistics[LayerNorm](
+        1e-5, {unsafe_from_address = mean}, {unsafe_from_address = rstd}
+    )
+    try:
+        if kind == 0:
+            _launch[True](gpu, c, a, b, m, n, k, Plain(), NoHook())
+        elif kind == 1:
+            _launch(gpu, c, a, b, m, n, k, plus, NoHook())
+        elif kind == 2:
+            var e = Activated[Bias[DTYPE], False](plus, Int64(h), activation)
+            _launch(gpu, c, a, b, m, n, k, e, NoHook())
+        elif kind == 3:
+            var e = Activated[Bias[DTYPE], True](plus, Int64(h), activation)
+            _launch(gpu, c, a, b, m, n, k, e, NoHook())
+        elif kind == 4:
+            var e = Added[Bias[DTYPE]](plus, Int64(added))
+            _launch(gpu, c, a, b, m, n, k, e, NoHook())
+        elif kind == 5:
+            _launch(gpu, c, a, b, m, n, k, scale, NoHook())
+        elif kind == 6:
+            _launch(gpu, c, a, b, m, n, k, scale, finds)
+        return integer(0)
+    except error:
+        return failure(error)
+
+
+@export
+def PyInit_sm90_turns() abi("C") -> PythonObject:
+    """Makes the module."""
+    try:
+        var builder = PythonModuleBuilder("sm90_turns")
+        builder.def_py_c_function(
+            new_launcher,
+            "new_launcher",
+            docstring="new_launcher(device, stream, alone) -> address",
+        )
+        builder.def_py_c_function(
+            product,
+            "product",
+            docstring=(
+                "product(launcher, kind, c, a, b, m, n, k, bias, added,"
+                " corrections, mean, rstd, h, activation) -> 0"
+            ),
+        )
+        return builder.finalize()
+    except e:
+        abort(t"failed to create sm90_turns: {e}")
