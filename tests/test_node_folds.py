@@ -9,7 +9,7 @@ import gc
 import shutil
 import subprocess
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fused_norm.call import parameters as known_parameters
 from fused_norm.call.folds import Fold
 from fused_norm.call.parameters import Parameters
 from fused_norm.native import node
-from fused_norm.ops import compiled
+from fused_norm.ops import compiled, seam
 
 M, K, N = 6, 16, 8
 # y is the first element of the fold, or 0 where there is none.
@@ -225,6 +225,24 @@ def test_kept_by_python_alone(kept: Kept) -> None:
     assert kept.made[1]() is None
 
 
+def test_fold_is_there_once_it_is_queued(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: another thread could read a fold that no kernel had been queued to write."""
+    monkeypatch.undo()
+    _, *tensors = make()
+    parameters = known_parameters.of(*tensors)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    seen: list[tuple[Tensor, ...]] = []
+
+    class Kernels:
+        def fold(self, _: int) -> None:
+            seen.append(parameters.folds[7].tensors)
+
+    monkeypatch.setattr(sm90, "launcher_of", lambda *_: (Kernels(), 0))
+    assert sm90.kept_fold(parameters) is None
+    assert sm90.kept_fold(parameters) is not None
+    assert seen == [()]
+
+
 def test_fold_that_a_graph_reads(kept: Kept) -> None:
     """It outlives a change, but no call uses it."""
     inputs = make()
@@ -315,3 +333,82 @@ def test_error_of_python_is_raised(kept: Kept, monkeypatch: pytest.MonkeyPatch) 
     compiled.tell(compiled.module())
     with pytest.raises(ArithmeticError, match="no fold today"):
         kept.used(make())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "RMSNorm": {"normalization": "rms_norm"},
+    "activation": {"activation": "gelu"},
+    "gate": {"activation": "swiglu"},
+    "residual": {"residual": True, "return_sum": True},
+    "norm returned": {"return_norm": True},
+}
+HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper GPU on this machine",
+    ),
+]
+
+
+class TestOnHopper:
+    """Of inference, Python has the first call of a thread, and those that a graph captures."""
+
+    pytestmark = HOPPER
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("rows", [50, 400, 5000])
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "tf32"])
+    def test_same_bits_as_python(
+        self,
+        kind: str,
+        rows: int,
+        dtype: str,
+        watch: Callable[..., list[Any]],
+        python_calls: list[Tensor],
+    ) -> None:
+        options = dict(KINDS[kind])
+        if "residual" in options:
+            options["residual"] = torch.randn(rows, 256, device="cuda", dtype=precision(dtype))
+        x, gamma, beta, weight, bias = make_inputs(
+            rows, 256, 128, dtype=precision(dtype), device="cuda"
+        )
+
+        def run() -> Any:
+            return fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, **options)
+
+        setting = torch.backends.cuda.matmul
+        before = setting.fp32_precision
+        setting.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+        try:
+            run(), run()
+            calls = [watch(seam, "call"), watch(sm90, "product")]
+            mine = run()
+            assert calls == [[], []]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(compiled, "module", lambda: None)
+                other = run()
+        finally:
+            setting.fp32_precision = before
+        for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (mine, other)), strict=True):
+            assert torch.equal(a, b)
+
+    def test_graphs_are_pythons(
+        self, watch: Callable[..., list[Any]], python_calls: list[Tensor]
+    ) -> None:
+        inputs = make_inputs(50, 256, 128, dtype=torch.bfloat16, device="cuda")
+        for _ in range(3):
+            fn.fused_layernorm_linear(*inputs)
+        calls = watch(sm90, "product")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn.fused_layernorm_linear(*inputs)
+        assert len(calls) == 1
+        fn.fused_layernorm_linear(*inputs)
+        assert len(calls) == 1
+
+
+def precision(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, "float32" if name == "tf32" else name)
+    return found

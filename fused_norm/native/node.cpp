@@ -220,7 +220,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// trainable_eps(x, o): the norm of a trained eps on a CPU. None where that is left to Python.
+// trainable_eps(x, o): the norm of a trained eps. None where that is left to Python.
 PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 2, "trainable_eps takes 2 arguments");
