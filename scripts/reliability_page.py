@@ -90,6 +90,11 @@ a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90
 `test_sm90_backward.py` |
 | `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
 way chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
+| reading what puts a fold out of date, for C++ | a weight given other `data` twice between two \
+calls, whose memory began where the folded one's had, was multiplied by the old fold; so was an \
+inference tensor changed between two `frozen_parameters`; a second thread could read a fold \
+before it was queued | `folds.py`, `sm90.py` | `test_other_data_at_the_same_address`, \
+`test_promise_stands_for_a_version`, `test_fold_is_there_once_it_is_queued` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 

@@ -30,11 +30,11 @@ STABLE = frozenset(
     PyGILState_Ensure PyGILState_Release PyList_Append PyList_GetItem PyList_New PyList_Size
     PyLong_AsLong PyLong_AsLongLong PyLong_AsSize_t PyLong_FromLong PyLong_FromLongLong
     PyLong_FromSize_t PyLong_Type PyModule_AddStringConstant PyModule_Create2 PyObject_CallFunction
-    PyObject_CallFunctionObjArgs PyObject_CallNoArgs PyObject_GetAttrString PyObject_IsTrue
-    PyObject_Str PySequence_GetItem PyTuple_GetItem PyTuple_New PyTuple_SetItem PyTuple_Size
-    PyType_GetFlags PyUnicode_AsEncodedString PyUnicode_AsUTF8AndSize PyUnicode_FromString
-    PyUnicode_FromStringAndSize Py_DecRef Py_IncRef _Py_Dealloc _Py_FalseStruct _Py_NoneStruct
-    _Py_TrueStruct
+    PyObject_CallFunctionObjArgs PyObject_CallNoArgs PyObject_CallObject PyObject_GetAttrString
+    PyObject_IsTrue PyObject_Str PySequence_GetItem PyTuple_GetItem PyTuple_New PyTuple_SetItem
+    PyTuple_Size PyType_GetFlags PyUnicode_AsEncodedString PyUnicode_AsUTF8AndSize
+    PyUnicode_FromString PyUnicode_FromStringAndSize Py_DecRef Py_IncRef _Py_Dealloc
+    _Py_FalseStruct _Py_NoneStruct _Py_TrueStruct
     """.split()  # noqa: SIM905 - one name to a line would be forty lines
 )
 

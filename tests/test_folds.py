@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from fused_norm.backends import sm90
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.folds import Fold
 from fused_norm.call.parameters import Parameters
+from fused_norm.ops.family import family_call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +26,16 @@ pytestmark = [
         reason="no Hopper GPU on this machine",
     ),
 ]
+
+
+@pytest.fixture(autouse=True, params=["C++", "Python"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have calls served by the compiled node, and without it."""
+    if request.param == "C++":
+        request.getfixturevalue("python_calls")
+    else:
+        monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
+    known_parameters._kept.clear()
 
 
 @pytest.fixture
@@ -37,7 +49,6 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         make(fold, parameters, *others)
 
     monkeypatch.setattr(sm90, "_make", counted)
-    known_parameters._kept.clear()
     return made
 
 
@@ -186,3 +197,85 @@ def test_misaligned_tensors() -> None:
         shifted.append(room[1:].view_as(tensor).copy_(tensor))
     for _ in range(2):
         check([shifted[0], gamma, beta, shifted[1], bias])
+
+
+def test_inference_tensors_without_a_promise(folds: list[int]) -> None:
+    with torch.inference_mode():
+        tensors = [t.clone() for t in inputs()]
+        for _ in range(3):
+            check(tensors)
+        assert not folds
+        with fn.frozen_parameters():
+            for _ in range(3):
+                y = check(tensors)
+            assert len(folds) == 1
+            assert y.is_inference()
+        # Nothing tells of it.
+        tensors[3].mul_(2)
+        with fn.frozen_parameters():
+            for _ in range(3):
+                check(tensors)
+        assert len(folds) == 2
+        check(tensors)
+
+
+def test_beside_other_processes(folds: list[int]) -> None:
+    """Sharded training writes gathered parameters without counting a version."""
+    tensors = inputs()
+    for _ in range(3):
+        check(tensors)
+    assert len(folds) == 1
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        tensors[3].data.mul_(2)
+        for _ in range(3):
+            check(tensors)
+        assert len(folds) == 1
+        with fn.frozen_parameters():
+            tensors[3].add_(1)
+            for _ in range(3):
+                check(tensors)
+        assert len(folds) == 2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_each_stream_makes_its_own(folds: list[int]) -> None:
+    tensors = inputs()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for number in (1, 2):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    check(tensors)
+        assert len(folds) == 2 * number
+        torch.cuda.synchronize()
+        tensors[3].mul_(2)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("index", [1, 3, 5, 6], ids=["gamma", "gate", "up", "bias of up"])
+def test_pair_that_a_gate_joins(index: int, folds: list[int]) -> None:
+    x, gamma, beta, gate, bias = inputs()
+    tensors = [x, gamma, beta, gate, bias, torch.randn_like(gate) / 16, torch.randn_like(bias)]
+
+    def composed(*tensors: Tensor) -> Tensor:
+        x, gamma, beta, gate, bias, up, up_bias = tensors
+        z = F.layer_norm(x, (256,), gamma, beta)
+        return F.silu(F.linear(z, gate, bias)) * F.linear(z, up, up_bias)
+
+    for number in (1, 2, 3):
+        for _ in range(3):
+            x, gamma, beta, gate, bias, up, up_bias = tensors
+            (y,) = family_call(
+                *(x, [gate, up], [bias, up_bias], (None, None, None), True, False),
+                norm_weight=gamma,
+                norm_bias=beta,
+                activation="swiglu",
+            )
+            assert_within_budget("y", y, composed(*as_float64(tensors)), composed(*tensors))
+        assert len(folds) == number
+        tensors[index].mul_(1.25)

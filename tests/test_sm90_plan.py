@@ -140,7 +140,7 @@ def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
     monkeypatch.setattr(known, "dtype", torch.float32)
     for allowed in (True, False, True):
-        monkeypatch.setattr(sm90, "_may_use_tf32", lambda answer=allowed: answer)
+        monkeypatch.setattr(sm90, "may_use_tf32", lambda answer=allowed: answer)
         assert forward(record.KEPT_FOLD, record.FUSED) == ["fused" if allowed else "declined"]
 
 
@@ -151,13 +151,13 @@ def test_both_settings_for_tf32_are_read() -> None:
     try:
         for precision, allowed in (("high", True), ("highest", False), ("medium", True)):
             torch.set_float32_matmul_precision(precision)
-            assert sm90._may_use_tf32() == allowed
+            assert sm90.may_use_tf32() == allowed
         for allowed in (False, True):
             setting.allow_tf32 = allowed
-            assert sm90._may_use_tf32() == allowed
+            assert sm90.may_use_tf32() == allowed
         for precision, allowed in (("ieee", False), ("tf32", True)):
             setting.fp32_precision = precision
-            assert sm90._may_use_tf32() == allowed
+            assert sm90.may_use_tf32() == allowed
     finally:
         torch.set_float32_matmul_precision("highest")
         setting.fp32_precision = before

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu, gpu, sm90_kernels
+from fused_norm.backends import cpu, gpu, sm90, sm90_kernels
+from fused_norm.call import folds
+from fused_norm.call import parameters as known_parameters
 from fused_norm.native import build
 
 
@@ -31,6 +33,34 @@ def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, str, int]:
     )
 
 
-def conditions() -> tuple[bool, bool]:
-    """Return whether no collective runs beside our kernels, and whether a graph captures them."""
-    return sm90_kernels.is_alone(), torch.cuda.is_current_stream_capturing()
+def conditions() -> tuple[bool, int]:
+    """Return whether no collective runs beside our kernels, and the promise that holds, or 0."""
+    return not torch.distributed.is_initialized(), folds.promise()
+
+
+def fold(
+    norm: int,
+    weight_offset: float,
+    activation: int,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *up: Tensor | None,
+) -> tuple[Tensor, ...] | None:
+    """Return the fold that is kept of parameters in dense memory, in two tensors.
+
+    None where the current stream meets them for the first time, as they are.
+
+    Args:
+        norm: The number of the norm.
+        weight_offset: Added to gamma.
+        activation: The number of the activation in the epilogue.
+        gamma: Weight of the norm.
+        beta: Its bias.
+        weight: Of the Linear layer.
+        bias: Of the Linear layer.
+        up: Weight and bias that the others gate, if they are tensors of their own.
+    """
+    kind = (norm, weight_offset, activation)
+    return sm90.kept_fold(known_parameters.of(gamma, beta, weight, bias, kind, *up))

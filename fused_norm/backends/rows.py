@@ -46,11 +46,7 @@ def run(
         parameter_gradient: Its gradient to write, if it is wanted.
     """
     x = inputs[0]
-    if x.is_cpu:
-        kernel = _on_cpu(name, x.dtype)
-    else:
-        device = x.device.index
-        kernel = _on_gpu(name, x.dtype, device, torch._C._cuda_getCurrentRawStream(device))
+    kernel = _kernel(name, x)
     try:
         call, place = kernel.records.pop()
     except IndexError:
@@ -77,14 +73,21 @@ def run(
 
 
 def trainable_eps(x: Tensor) -> tuple[Callable[[int], int], Callable[[int], int], int]:
-    """Return the forward and the backward of the trained eps's norm on a CPU, and their context.
+    """Return the forward and the backward of the trained eps's norm, and their context.
 
     Args:
-        x: A tensor of the dtype.
+        x: A tensor of the dtype, on the device, whose current stream is meant.
     """
     name = "trainable_eps_layer_norm"
-    forward, backward = (_on_cpu(each, x.dtype) for each in (name, f"{name}_backward"))
+    forward, backward = (_kernel(each, x) for each in (name, f"{name}_backward"))
     return forward.run, backward.run, forward.context
+
+
+def _kernel(name: str, x: Tensor) -> _Kernel:
+    if x.is_cpu:
+        return _on_cpu(name, x.dtype)
+    device = x.device.index
+    return _on_gpu(name, x.dtype, device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The op family by kernels: a product of an extension's, or row passes around PyTorch's products.
 
 This is native/seam_forward.h in Python, for the calls that C++ leaves to Python: compiled graphs,
-`main_grad`, autocast, other layouts, on Hopper inference and CUDA graphs; and for all calls where
-the node is not built. Either asks the same plans which way is faster.
+`main_grad`, autocast, other layouts, on Hopper CUDA graphs; and for all calls where the node is
+not built. Either asks the same plans which way is faster.
 """
 
 from __future__ import annotations

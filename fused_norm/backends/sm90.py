@@ -29,6 +29,7 @@ from fused_norm.backends.sm90_kernels import (
     is_hopper,
     launcher,
     launcher_of,
+    may_use_tf32,
     prepare_products,
 )
 from fused_norm.call.folds import Fold, kept
@@ -100,7 +101,7 @@ def product(
         y `[..., N]`, mean, rstd and h, None for what is not asked for; or None where our passes
         around PyTorch's product are faster.
     """
-    if parameters.dtype is torch.float32 and not _may_use_tf32():
+    if parameters.dtype is torch.float32 and not may_use_tf32():
         return None
     device = parameters.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -145,6 +146,20 @@ def product(
     kernels.forward(place)
     planned.give_back(record)
     return y, mean, rstd, h
+
+
+def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
+    """Return Wc, and s and c, of parameters that the current stream has met before as they are.
+
+    None the first time. What is returned may be read until a parameter changes, or is freed.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
+    fold = kept(parameters, stream, False)
+    if fold is None:
+        return None
+    if not fold.tensors:
+        _make(fold, parameters, *launcher_of(parameters, stream))
+    return fold.tensors
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor | None:
@@ -304,19 +319,11 @@ def _make(fold: Fold, parameters: Parameters, kernels: ModuleType, context: int)
     weight = parameters.tensors()[2]
     folded = weight.new_empty(parameters.products, parameters.K)
     sums = weight.new_empty(2, parameters.products, dtype=torch.float32)
-    fold.tensors = folded, sums
-    fold.addresses = folded.data_ptr(), sums.data_ptr(), sums[1].data_ptr()
+    addresses = folded.data_ptr(), sums.data_ptr(), sums[1].data_ptr()
     call = parameters.call(weight, 0.0)
     call.context, call.activation = context, parameters.norm[2]
-    call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
+    call.fold_weight, call.fold_sums, call.fold_constants = addresses
     kernels.fold(ctypes.addressof(call))
-
-
-def _may_use_tf32() -> bool:
-    """Return whether PyTorch may multiply float32 in tf32, however it was told so.
-
-    It may be told otherwise before the next call. `allow_tf32` raises an error where both of
-    PyTorch's settings have been used.
-    """
-    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
-    return precision == "tf32"
+    # Only now may other threads read it. One of them may have made another in the meantime.
+    if not fold.tensors:
+        fold.addresses, fold.tensors = addresses, (folded, sums)

@@ -67,8 +67,8 @@ def extension(dtype: torch.dtype, norm: int) -> build.Extension:
 def library(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int]:
     """Return the file of the kernels, and the context of their calls on the current stream.
 
-    No file where they serve no call like x: in float32, whose products are PyTorch's, and on other
-    GPUs than Hopper's.
+    No file where they serve no call like x: in float32 that may not be multiplied in tf32, and on
+    other GPUs than Hopper's.
 
     Args:
         x: A tensor of the dtype, on the device.
@@ -76,11 +76,22 @@ def library(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int]:
         is_alone: Whether no collective runs beside.
     """
     device: int = x.device.index
-    if x.dtype not in LOW_PRECISION or not is_hopper(device):
+    has_kernels = x.dtype in LOW_PRECISION or (x.dtype is torch.float32 and may_use_tf32())
+    if not has_kernels or not is_hopper(device):
         return "", 0
     kernels = extension(x.dtype, norm)
     stream = torch._C._cuda_getCurrentRawStream(device)
     return str(kernels.path), launcher(kernels, device, stream, is_alone)[1]
+
+
+def may_use_tf32() -> bool:
+    """Return whether PyTorch may multiply float32 in tf32, however it was told so.
+
+    It may be told otherwise before the next call. `allow_tf32` raises an error where both of
+    PyTorch's settings have been used.
+    """
+    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return precision == "tf32"
 
 
 class _Thread(threading.local):

@@ -9,6 +9,7 @@
 #include <deque>
 #include <limits>
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <torch/version.h>
@@ -21,15 +22,16 @@ namespace {
 using namespace fused_norm;
 namespace py = fused_norm::python;
 
-// kernels(x, normalization, is_alone) and conditions(), of backends/compiled.py.
-PyObject *python_kernels = nullptr, *python_conditions = nullptr;
+// kernels(x, normalization, is_alone) and conditions(), of backends/compiled.py; and PyTorch's own
+// is_captured().
+PyObject *python_kernels = nullptr, *python_conditions = nullptr, *python_is_captured = nullptr;
 
 // The kernels of each dtype, device, stream and norm, found by Python once.
 class KernelsOf {
  public:
   static const Kernels& find(const Tensor& x, int normalization, bool is_alone) {
     const auto stream = current_stream(x.device());
-    const Key key{x.scalar_type(), stream, normalization, is_alone};
+    const Key key{x.scalar_type(), stream, normalization, is_alone, may_use_tf32(x)};
     static std::deque<std::pair<Key, Kernels>> known;
     for (const auto& [of, kernels] : known) {
       if (of == key) return kernels;
@@ -48,11 +50,18 @@ class KernelsOf {
   }
 
  private:
+  // Whether PyTorch may multiply float32 in tf32. It may be told otherwise before the next call.
+  static bool may_use_tf32(const Tensor& x) {
+    return x.is_cuda() && x.scalar_type() == at::kFloat &&
+        at::globalContext().float32Precision(
+            at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+  }
+
   struct Key {
     at::ScalarType dtype;
     std::optional<c10::Stream> stream;
     int normalization;
-    bool is_alone;
+    bool is_alone, may_use_tf32;
     bool operator==(const Key&) const = default;
   };
 };
@@ -136,17 +145,18 @@ bool is_watched(const Tensor& x) {
   return fused_norm::is_watched() || at::autocast::is_autocast_enabled(x.device().type());
 }
 
-// Where a call on a GPU is made: beside a collective, or in a graph.
+// Where a call is made: beside a collective, under a promise not to change parameters, or in a
+// CUDA graph. On a CPU none of it matters.
 struct Conditions {
   bool is_alone = true, is_captured = false;
+  int64_t promise = 0;
 
   explicit Conditions(const Tensor& x) {
     if (x.is_cpu()) return;
+    is_captured = py::checked(PyObject_CallNoArgs(python_is_captured)).ptr() == Py_True;
     const auto found = py::checked(PyObject_CallNoArgs(python_conditions));
-    int alone = 0, captured = 0;
-    if (!PyArg_ParseTuple(found.ptr(), "pp", &alone, &captured)) py::throw_error();
-    is_alone = alone;
-    is_captured = captured;
+    is_alone = PyTuple_GetItem(found.ptr(), 0) == Py_True;
+    promise = PyLong_AsLongLong(PyTuple_GetItem(found.ptr(), 1));
   }
 };
 
@@ -162,14 +172,14 @@ PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, b
 
 // Whether a call is left to Python.
 bool is_left(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool is_captured,
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool is_captured,
     const Kernels& kernels) {
   if (t[X].is_cpu()) {
     // PyTorch's own product is several times as fast as ours.
     return !kernels.product.forward && is_large(sizes);
   }
-  // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
-  return has_product(kind, t, sizes, kernels) && (is_captured || !keeps);
+  // Hopper's plan has other thresholds in a graph, which may read folds that Python keeps for it.
+  return has_product(kind, t, sizes, kernels) && is_captured;
 }
 
 // Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
@@ -191,7 +201,8 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (is_watched(x) || is_first_of_thread(current_stream(x.device()))) Py_RETURN_NONE;
   const Conditions conditions(x);
   const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
-  if (is_left(*kind, *t, *sizes, keeps, conditions.is_captured, kernels)) Py_RETURN_NONE;
+  if (is_left(*kind, *t, *sizes, conditions.is_captured, kernels)) Py_RETURN_NONE;
+  const auto folds = keeping(*t, keeps, conditions.is_alone, conditions.promise);
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
@@ -201,7 +212,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
         (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
     py::gil_scoped_release without_lock;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    results = fused_norm::forward(*kind, *t, *sizes, keeps, kernels);
+    results = fused_norm::forward(*kind, *t, *sizes, keeps, folds, kernels);
   }
   if (!results) Py_RETURN_NONE;
   if (keeps) set_node(*kind, *t, *results, kernels);
@@ -209,7 +220,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// trainable_eps(x, o): the norm of a trained eps on a CPU. None where that is left to Python.
+// trainable_eps(x, o): the norm of a trained eps. None where that is left to Python.
 PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 2, "trainable_eps takes 2 arguments");
@@ -234,12 +245,13 @@ PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-// set_python(kernels, conditions, backward, row_kernels, row_backward): what this module calls.
+// set_python(kernels, conditions, is_captured, fold, backward, row_kernels, row_backward): what this
+// module calls.
 PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   PyObject** const places[] = {
-      &python_kernels, &python_conditions, &python_backward, &python_row_kernels,
-      &python_row_backward};
+      &python_kernels, &python_conditions, &python_is_captured, &python_fold, &python_backward,
+      &python_row_kernels, &python_row_backward};
   TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
   for (Py_ssize_t i = 0; i < count; ++i) {
     Py_IncRef(arguments[i]);
@@ -259,7 +271,7 @@ PyMethodDef methods[] = {
      "joined, return_sum, return_norm, recompute)"},
     {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
     {"set_python", fast(set_python), METH_FASTCALL,
-     "set_python(kernels, conditions, backward, row_kernels, row_backward)"},
+     "set_python(kernels, conditions, is_captured, fold, backward, row_kernels, row_backward)"},
     {nullptr, nullptr, 0, nullptr}};
 #define AS_TEXT_(major, minor) #major "." #minor
 #define AS_TEXT(major, minor) AS_TEXT_(major, minor)

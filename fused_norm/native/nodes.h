@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <bitset>
+#include <limits>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -47,11 +49,13 @@ inline std::optional<c10::Stream> current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// The first call of a thread on a GPU is Python's, which initializes PyTorch's products there: a
+// The first call of a thread on each GPU is Python's, which initializes PyTorch's products there: a
 // captured graph may choose them later, and they cannot be initialized within a capture.
 inline bool is_first_of_thread(const std::optional<c10::Stream>& stream) {
-  thread_local c10::DeviceIndex ready = -1;
-  return stream && std::exchange(ready, stream->device_index()) != stream->device_index();
+  thread_local std::bitset<std::numeric_limits<c10::DeviceIndex>::max() + 1> ready;
+  if (!stream || ready[stream->device_index()]) return false;
+  ready.set(stream->device_index());
+  return true;
 }
 
 inline bool none_defined(const variable_list& gradients) {

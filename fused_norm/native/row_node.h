@@ -1,4 +1,4 @@
-// The norm of a trained eps on a CPU, and its backward as a node of PyTorch's graph.
+// The norm of a trained eps, and its backward as a node of PyTorch's graph.
 
 #pragma once
 
@@ -21,15 +21,17 @@ struct RowCall {
 // row_backward(grad_output, x, o, wanted) is what is left to Python.
 inline PyObject *python_row_kernels = nullptr, *python_row_backward = nullptr;
 
-// Python's functions of an extension's kernels, for a dtype.
+// Python's functions of an extension's kernels, for a dtype and a stream.
 struct RowKernels {
   PyObject *forward = nullptr, *backward = nullptr;
   int64_t context = 0;
 
   static const RowKernels& find(const Tensor& x) {
-    static std::deque<std::pair<at::ScalarType, RowKernels>> known;
-    for (const auto& [dtype, kernels] : known) {
-      if (dtype == x.scalar_type()) return kernels;
+    using Key = std::pair<at::ScalarType, std::optional<c10::Stream>>;
+    const Key key{x.scalar_type(), current_stream(x.device())};
+    static std::deque<std::pair<Key, RowKernels>> known;
+    for (const auto& [of, kernels] : known) {
+      if (of == key) return kernels;
     }
     const auto found = py::checked(PyObject_CallFunction(
         python_row_kernels, "N", THPVariable_Wrap(x)));
@@ -41,7 +43,7 @@ struct RowKernels {
     Py_IncRef(kernels.forward);
     Py_IncRef(kernels.backward);
     kernels.context = context;
-    return known.emplace_back(x.scalar_type(), kernels).second;
+    return known.emplace_back(key, kernels).second;
   }
 
   // With Python's lock, which the kernels release where that pays.
@@ -62,17 +64,17 @@ inline RowCall row_call(const Tensor& x, const Tensor& o, int64_t context) {
   return call;
 }
 
-// Whether kernels can take x as it stands, as rows on a CPU, and o as a scalar beside them.
+// Whether kernels can take x as it stands, as rows, and o as a scalar beside them.
 inline bool are_rows_with_scalar(const Tensor& x, const Tensor& o) {
   const Plain is_plain(x);
-  return is_plain.is_kind(x) && x.is_cpu() && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW &&
+  return is_plain.is_kind(x) && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW &&
       is_plain.is(x) && is_plain.is(o) && o.numel() == 1 && has_kernel(x, o.scalar_type());
 }
 
 class TrainableEpsLayerNormBackward : public torch::autograd::Node {
  public:
   TrainableEpsLayerNormBackward(const Tensor& x, const Tensor& o, const RowKernels& kernels)
-      : x_(x, false), o_(o, false), kernels_(kernels) {
+      : x_(x, false), o_(o, false), kernels_(kernels), stream_(current_stream(x.device())) {
     set_next_edges(torch::autograd::collect_next_edges(x, o));
   }
 
@@ -122,7 +124,7 @@ class TrainableEpsLayerNormBackward : public torch::autograd::Node {
     const Plain is_plain(x);
     if (at::GradMode::is_enabled() || is_watched() || !are_rows_with_scalar(x, o) ||
         !is_plain.is_kind(given) || given.sizes() != x.sizes() ||
-        given.scalar_type() != x.scalar_type()) {
+        given.scalar_type() != x.scalar_type() || current_stream(x.device()) != stream_) {
       return false;
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -158,6 +160,7 @@ class TrainableEpsLayerNormBackward : public torch::autograd::Node {
 
   SavedVariable x_, o_;
   RowKernels kernels_;
+  std::optional<c10::Stream> stream_;
   std::mutex mutex_;
 };
 

@@ -8,7 +8,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 
-#include "seam.h"
+#include "folds.h"
 
 namespace fused_norm {
 
@@ -96,8 +96,8 @@ inline bool has_product(
 
 // Computes up to the activation, or past it, in one native call; false where the plan declines.
 inline bool forward_by_product(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
-    bool activates, Results& results) {
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
+    const Kernels& kernels, bool activates, Results& results) {
   const Tensor& x = t[X];
   const bool keeps_h = activates && keeps && !kind.recompute;
   auto call = norm_call(kind, t, sizes, kernels.product.context);
@@ -119,16 +119,26 @@ inline bool forward_by_product(
   call.mean = address(results.mean);
   call.rstd = address(results.rstd);
   call.h = keeps_h ? WANTED : nullptr;
-  if (kernels.product.plan_forward(&call) != 0 || (call.way != FUSED && call.way != NEW_FOLD)) {
-    return false;
+  call.may_keep = keeping.is_allowed;
+  if (kernels.product.plan_forward(&call) != 0) return false;
+  std::optional<Fold> fold;
+  if (call.way == KEPT_FOLD) {
+    fold = kept_fold(kind, t, call, keeping.promise);
+    if (fold) {
+      fold->give(call);
+    } else {
+      call.may_keep = call.way = 0;
+      if (kernels.product.plan_forward(&call) != 0) return false;
+    }
   }
+  if (call.way == DECLINED) return false;
   const auto y = empty_rows(x, call.N);
   call.y = address(y);
   if (keeps_h) {
     results.products.push_back(empty_rows(x, sizes.N));
     call.h = address(results.products[0]);
   }
-  const auto workspace = workspace_of(call, x);
+  const auto workspace = fold ? scratch_of(call, x) : workspace_of(call, x);
   launch(kernels.product.forward, call, x);
   if (activates || !kind.activation) {
     results.outputs.push_back(y);
@@ -141,13 +151,13 @@ inline bool forward_by_product(
 
 // The same either way: the product may have no place for the activation.
 inline bool forward_by_product(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels,
-    Results& results) {
-  if (kind.activation && forward_by_product(kind, t, sizes, keeps, kernels, true, results)) {
-    return true;
-  }
-  return !(kind.activation && t[X].is_cpu()) && t.count() == 1 &&
-      forward_by_product(kind, t, sizes, keeps, kernels, false, results);
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
+    const Kernels& kernels, Results& results) {
+  const auto run = [&](bool activates) {
+    return forward_by_product(kind, t, sizes, keeps, keeping, kernels, activates, results);
+  };
+  if (kind.activation && run(true)) return true;
+  return !(kind.activation && t[X].is_cpu()) && t.count() == 1 && run(false);
 }
 
 // y = a W^T + b + residual.
@@ -188,7 +198,8 @@ inline bool is_large(const Sizes& sizes) {
 // Computes a call whose sizes are known; nothing where PyTorch's own product is faster on a CPU:
 // that is left to Python.
 inline std::optional<Results> forward(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels) {
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
+    const Kernels& kernels) {
   const Tensor& x = t[X];
   Results results;
   if (keeps && !t[RSTD].defined()) {
@@ -199,7 +210,7 @@ inline std::optional<Results> forward(
   }
   if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
   if (!has_product(kind, t, sizes, kernels) ||
-      !forward_by_product(kind, t, sizes, keeps, kernels, results)) {
+      !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
     if (x.is_cpu() && kernels.product.forward && x.scalar_type() == at::kBFloat16 &&
         is_large(sizes)) {
       return std::nullopt;

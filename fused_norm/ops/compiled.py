@@ -43,6 +43,9 @@ def tell(found: Any) -> None:
     found.set_python(
         compiled.kernels,
         compiled.conditions,
+        # Not there without CUDA. What PyTorch documents is a turn in Python around it.
+        getattr(torch._C, "_cuda_isCurrentStreamCapturing", None),
+        compiled.fold,
         backward,
         rows.trainable_eps,
         trainable_eps_gradients,
