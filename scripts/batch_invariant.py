@@ -166,7 +166,7 @@ def main() -> int:
     kept = json.loads(options.json.read_text()) if options.json.exists() else {}
     about = {"machine": name, "threads": machine.threads, "torch": machine.torch}
     about |= {"date": machine.date, "commit": machine.commit}
-    kept[device] = about | {"ratios": table}
+    kept[device] = about | {"metrics": METRICS[device], "ratios": table}
     options.json.write_text(json.dumps(kept, indent=1) + "\n")
     return 0 if held else 1
 

@@ -57,29 +57,37 @@ def _name(device: torch.device) -> str:
 _name.__dict__["_dynamo_marked_constant"] = True
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
-    """Return x weight^T + bias.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return x weight^T + bias + residual.
 
     Args:
         x: Of shape `[..., K]`, not empty.
         weight: Of shape `[N, K]`.
         bias: Of shape `[N]`, or None.
         invariant: Whether a row may depend on no other.
+        residual: Of shape `[..., N]`, or None.
     """
     if not invariant:
-        return F.linear(x, weight, bias)
-    x, weight, bias = aligned(*dense(x, weight, bias))
+        y = F.linear(x, weight, bias)
+        return y if residual is None else y.add_(residual)
+    x, weight, bias, residual = aligned(*dense(x, weight, bias, residual))
     if x.is_cuda:
-        y = sm90.linear_add(x, weight, bias, None, invariant=True)
-        assert y is not None
-        return y
+        added = sm90.linear_add(x, weight, bias, residual, invariant=True)
+        assert added is not None
+        return added
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     call = _call(x, weight)
     call.x, call.bias, call.y = x.data_ptr(), address(bias), y.data_ptr()
     kernels = cpu.extension("norm_linear_cpu", x.dtype)
     kernels.plan_forward(ctypes.addressof(call))
     _run(kernels.forward, call)
-    return y
+    return y if residual is None else y.add_(residual)
 
 
 def input_gradient(dy: Tensor, weight: Tensor, invariant: bool) -> Tensor:

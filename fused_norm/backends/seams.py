@@ -192,10 +192,8 @@ def linear_add(
         residual: Of shape `[..., N]`, or None.
         invariant: Whether a row's bits may not depend on the other rows.
     """
-    if residual is None:
-        return linear(x, weight, bias, invariant)
-    if invariant:
-        return linear(x, weight, bias, True).add_(residual)
+    if residual is None or invariant:
+        return linear(x, weight, bias, invariant, residual)
     if x.is_cuda and not lies_transposed(weight):
         y = sm90.linear_add(*dense(x, weight, bias, residual))
         if y is not None:
@@ -206,6 +204,4 @@ def linear_add(
         rows = y.view(-1, y.shape[-1])
         torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t(), out=rows)
         return y
-    y = linear(x, weight, bias, False)
-    y += residual
-    return y
+    return linear(x, weight, bias, False, residual)
