@@ -95,11 +95,11 @@ which way.
 
 ## Bits that do not depend on the batch
 
-In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever rows are
-beside it and however many. All products of rows are then ours: on a CPU as above; on Hopper of
-normalized rows, in tiles whose k blocks follow each other in every shape of a tile, so that the shape may still
-go by the number of rows, while the kernel for few rows, which shares a sum between two blocks, is not taken.
-The tests compare bits between batches of 1 to 16384 rows.
+In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever
+rows are beside it and however many. All products of rows are then ours: on a CPU as above; on
+Hopper of normalized rows, in tiles. In a tile of any shape one k block follows another, so that the
+shape may still go by the number of rows. The kernel for few rows, in which two blocks share a sum,
+is not taken. The tests compare bits between batches of 1 to 16384 rows.
 
 #COSTS#
 ## What the tests ask for
@@ -138,7 +138,7 @@ def page() -> str:
 
 
 def costs() -> str:
-    """Return tables of what `batch_invariant()` costs, as scripts/batch_invariant.py measured it."""
+    """Return tables of what `batch_invariant()` costs, from what was measured."""
     text = ""
     for kind, found in json.loads(COSTS.read_text()).items():
         metrics = found["metrics"]

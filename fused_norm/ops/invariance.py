@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 _mode = ContextVar("fused_norm.batch_invariant", default=False)
-# Until somebody enters the mode, nobody has to look whether they have: compilers least of all.
-_was_entered = False
+_lock = threading.Lock()
+_inside = 0
+# What compilers guard on, of which not all know context variables.
+_anyone_is_inside = False
 
 
 @contextmanager
@@ -30,23 +35,31 @@ def batch_invariant() -> Iterator[None]:
     the number of rows, compute nothing but the weights' gradients. docs/numerics.md has the cost.
 
     The mode is that of a thread, or of an asyncio task. It may be nested, and decorate a function.
-    A function that `torch.compile` compiles is compiled anew for a call in the mode; enter the mode
-    outside of what is compiled. What `torch.export` traces in the mode stays in it.
+    A function that `torch.compile` compiles is compiled anew for calls in the mode, which it asks
+    for all threads together: it is in the mode while any of them is. Enter the mode outside of what
+    is compiled. What `torch.export` traces in the mode stays in it.
 
     Raises:
         RuntimeError: From calls inside that nothing can compute this way: on another GPU, in
             another dtype, under a transform of `torch.func`, or on a DTensor; and from the backward
             where second derivatives are asked for.
     """
-    global _was_entered
-    _was_entered = True
+    _count(1)
     before = _mode.set(True)
     try:
         yield
     finally:
         _mode.reset(before)
+        _count(-1)
 
 
 def is_batch_invariant() -> bool:
-    """Return whether the caller is in the mode."""
-    return _was_entered and _mode.get()
+    """Return whether the caller is in the mode; of a function being compiled, whether anyone is."""
+    return _anyone_is_inside if torch.compiler.is_compiling() else _mode.get()
+
+
+def _count(change: int) -> None:
+    global _inside, _anyone_is_inside
+    with _lock:
+        _inside += change
+        _anyone_is_inside = _inside > 0
