@@ -52,7 +52,9 @@ class LinearAdd(torch.autograd.Function):
         rows = grad_output.flatten(0, -2)
         dx = None
         if wanted[0] and ctx.batch_invariant:
-            dx = linear_add(grad_output, weight.t().contiguous(), None, None, True)
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError("batch_invariant() has no derivatives of gradients")
+            dx = _op(grad_output, weight.t().contiguous(), None, None, True)
         elif wanted[0]:
             dx = grad_output @ weight
         return (
@@ -96,7 +98,7 @@ def linear_add(
         return y if residual is None else residual + y
     if invariant:
         require_invariant(x, x.dtype, [weight])
-    elif not _pays(x, weight):
+    elif residual is not None and not _pays(x, weight):
         return residual + F.linear(x, weight, bias)
     tensors = (x, weight, bias, residual)
     if may_follow() and any(v is not None and v.requires_grad for v in tensors):

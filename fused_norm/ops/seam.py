@@ -331,14 +331,14 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         return composition.seam(kind, t) if found is None else found
     ready = as_kernels_need(kind, t)
     if ready is None:
-        results = composition.seam(kind, t)
+        computed = composition.seam(kind, t)
         if kind.batch_invariant:
             # PyTorch's ops had nothing to say against it.
             raise RuntimeError(
                 f"batch_invariant() has no kernel for this call on a tensor of {t.x.dtype}: "
                 "another layout, a transform, mixed dtypes, or one that no kernel is built for"
             )
-        return results
+        return computed
     if kind.batch_invariant:
         require_invariant(ready.x, ready.weights[0].dtype, (*ready.weights, ready.out_weight))
         # Whoever gave statistics may have found them in any order.
