@@ -1,7 +1,7 @@
 """Measure our product against PyTorch's on a CPU, over rows: what its plan chooses by.
 
     python scripts/dispatch_cpu.py [--commit COMMIT]     measure, write benchmarks/cpu-dispatch.json
-    python scripts/dispatch_cpu.py --table               only write the table anew from there
+    python scripts/dispatch_cpu.py --table               only rewrite the table from there
 
 Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built with. Measured is
 the time of one call, in microseconds: medians of interleaved calls, of which those in which a
@@ -203,7 +203,7 @@ def waited() -> float:
 
 
 def ratio(us: dict[str, float]) -> float:
-    """Return ours of eager's."""
+    """Return our time over eager's."""
     return us["fused"] / us["eager"]
 
 
