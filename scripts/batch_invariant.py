@@ -165,6 +165,7 @@ def main() -> int:
                 print("  ", table[-1], flush=True)
     kept = json.loads(options.json.read_text()) if options.json.exists() else {}
     about = {"machine": name, "threads": machine.threads, "torch": machine.torch}
+    about["fused_norm"] = machine.fused_norm
     about |= {"date": machine.date, "commit": machine.commit}
     kept[device] = about | {"metrics": METRICS[device], "ratios": table}
     options.json.write_text(json.dumps(kept, indent=1) + "\n")

@@ -22,7 +22,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
 COSTS = PAGE.parent.parent / "benchmarks" / "batch-invariant.json"
 PASSES = ("forward", "training")
 METRICS = {"wall": "time", "graph": "in a CUDA graph", "launch": "launched"}
-DEVICES = {"cpu": "{threads} threads", "cuda": "PyTorch {torch}"}
+DEVICES = {"cpu": "{threads} threads, PyTorch {torch}", "cuda": "PyTorch {torch}"}
+NODE = {True: "through the C++ node", False: "in Python as well"}
 SIZES = (512, 768, 384)
 MEANS = (0, 1, 10, 100, 1000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,7 +146,8 @@ def costs() -> str:
         heads = [f"{name}, {METRICS[metric]}" for metric in metrics for name in PASSES]
         text += (
             f"What it costs on {found['machine']}, {DEVICES[kind].format(**found)}: time of "
-            f"LayerNorm + Linear in the mode over that without (`scripts/batch_invariant.py`).\n\n"
+            f"LayerNorm + Linear in the mode over that without, which goes "
+            f"{NODE['node' in found['fused_norm']]} (`scripts/batch_invariant.py`).\n\n"
             f"| dtype | K, N | rows | {' | '.join(heads)} |\n|---|---|---|{'---|' * len(heads)}\n"
         )
         for entry in found["ratios"]:
