@@ -14,6 +14,7 @@ from fused_norm.functional import (
 from fused_norm.models import explain, optimize
 from fused_norm.modules import LayerNormLinear, LayerNormMLP
 from fused_norm.ops.decompositions import decompositions
+from fused_norm.ops.invariance import batch_invariant
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "Statistics",
     "TrainableEpsLayerNorm",
     "__version__",
+    "batch_invariant",
     "composed",
     "decompositions",
     "explain",

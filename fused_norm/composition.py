@@ -63,6 +63,7 @@ class Seam(NamedTuple):
         returns_sum: Whether x + residual is a result.
         returns_norm: Whether the normalized rows are.
         recompute: Whether the backward computes h again instead of keeping it.
+        batch_invariant: Whether the bits of a row may not depend on the others.
     """
 
     normalization: str = "layer_norm"
@@ -73,6 +74,7 @@ class Seam(NamedTuple):
     returns_sum: bool = False
     returns_norm: bool = False
     recompute: bool = False
+    batch_invariant: bool = False
 
 
 class Operands(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from fused_norm.backends.sm90_kernels import is_hopper
 from fused_norm.native import build, cache, compiler, node, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
@@ -37,6 +38,7 @@ def report() -> int:
     table.add_row("cpu threads", _threads())
     table.add_row("cpu kernels", _cpu_dtypes())
     table.add_row("gpu", _gpus(advice))
+    table.add_row("batch_invariant", _batch_invariant())
     table.add_row("cache", _folder(advice))
     usable = not advice
     table.add_row("built", _built(advice))
@@ -121,6 +123,13 @@ def _gpus(advice: list[str]) -> str:
         names.append(f"{properties.name}, {memory:.0f} GiB, {build.accelerator_of(device)}")
     runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return "\n".join([*names, f"{runtime}, driver {driver or 'unknown'}"])
+
+
+def _batch_invariant() -> str:
+    """Return where calls in that mode are served."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    served = [torch.cuda.get_device_name(i) for i in range(count) if is_hopper(i)]
+    return "; ".join(["cpu, in every dtype", *(f"{name}, 16 bits" for name in served)])
 
 
 def _nvidia_driver() -> str | None:

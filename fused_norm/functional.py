@@ -22,6 +22,7 @@ from fused_norm.ops.family import (
     parameters_of,
     tensors_of,
 )
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.statistics import add_statistics
 
 _GATES = frozenset(filter(is_gate, ACTIVATIONS))
@@ -306,9 +307,13 @@ def linear_add(
             normalization=normalization,
             eps=eps,
         )
+    invariant = is_batch_invariant()
     if normalization is None:
-        return linear_add_ops.linear_add(x, weight, bias, residual), None
-    y = torch.nn.functional.linear(x, weight, bias)
+        return linear_add_ops.linear_add(x, weight, bias, residual, invariant), None
+    if invariant:
+        y = linear_add_ops.linear_add(x, weight, bias, None, True)
+    else:
+        y = torch.nn.functional.linear(x, weight, bias)
     exact = checked_eps(normalization, None, eps, y)
     total, mean, rstd = add_statistics(y, residual, normalization, exact)
     return total, Statistics(mean, rstd, normalization, exact)

@@ -25,6 +25,8 @@ struct Call(ImplicitlyCopyable, Movable):
     """Whether a fold of the weight may be kept for later calls."""
     var accumulate: Int
     """Whether dweight, and dbias beside it, are float32 and are added to."""
+    var invariant: Int
+    """Whether the bits of a row may not depend on the other rows, nor on how many there are."""
     # Its tensors.
     var x: Int
     """Input [M, K]."""
@@ -52,7 +54,7 @@ struct Call(ImplicitlyCopyable, Movable):
     """Gradient of the bias [N], of [2N] before a gate."""
     # What comes before the norm, with it and after the product.
     var normalization: Int
-    """The norm: 0 LayerNorm, 1 RMSNorm."""
+    """The norm: 0 LayerNorm, 1 RMSNorm, and 2 none, for a CPU's product alone."""
     var weight_offset: Float64
     """Added to gamma, where there is a gamma."""
     var has_statistics: Int
@@ -127,6 +129,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.in_graph = 0
         self.may_keep = 0
         self.accumulate = 0
+        self.invariant = 0
         self.x = 0
         self.y = 0
         self.mean = 0

@@ -5,6 +5,7 @@ python scripts/numerics_page.py
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,11 @@ from fused_norm.backends import cpu
 from fused_norm.call.record import FUSED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
+COSTS = PAGE.parent.parent / "benchmarks" / "batch-invariant.json"
+PASSES = ("forward", "training")
+METRICS = {"wall": "time", "graph": "in a CUDA graph", "launch": "launched"}
+DEVICES = {"cpu": "{threads} threads, PyTorch {torch}", "cuda": "PyTorch {torch}"}
+NODE = {True: "through the C++ node", False: "in Python as well"}
 SIZES = (512, 768, 384)
 MEANS = (0, 1, 10, 100, 1000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,6 +94,15 @@ On a GPU, the same call gives the same bits. The number of rows decides which ke
 where its products run between our kernels, and on Hopper, with our own products, which tile and
 which way.
 
+## Bits that do not depend on the batch
+
+In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever
+rows are beside it and however many. All products of rows are then ours: on a CPU as above; on
+Hopper of normalized rows, in tiles. In a tile of any shape one k block follows another, so that the
+shape may still go by the number of rows. The kernel for few rows, in which two blocks share a sum,
+is not taken. The tests compare bits between batches of 1 to 16384 rows.
+
+#COSTS#
 ## What the tests ask for
 
 For every dtype and shape, the error of the output and of each gradient is at most twice the sum of
@@ -108,7 +123,7 @@ def main() -> int:
 def page() -> str:
     """Return the page, with tables measured now."""
     rows, features, outputs = SIZES
-    text = INTRODUCTION + (
+    text = INTRODUCTION.replace("#COSTS#\n", costs()) + (
         f"## Measured on a CPU\n\n{rows} rows, {features} features, {outputs} outputs. Each cell "
         "holds the error of our kernels\nand then PyTorch's (`F.linear(F.layer_norm(x))`), both "
         "relative to float64.\n"
@@ -120,6 +135,26 @@ def page() -> str:
             ours, theirs = errors(dtype, mean)
             cells = (f"{mine:.1e}, {other:.1e}" for mine, other in zip(ours, theirs, strict=True))
             text += f"| {mean} | {' | '.join(cells)} |\n"
+    return text
+
+
+def costs() -> str:
+    """Return tables of what `batch_invariant()` costs, from what was measured."""
+    text = ""
+    for kind, found in json.loads(COSTS.read_text()).items():
+        metrics = found["metrics"]
+        heads = [f"{name}, {METRICS[metric]}" for metric in metrics for name in PASSES]
+        text += (
+            f"What it costs on {found['machine']}, {DEVICES[kind].format(**found)}: time of "
+            f"LayerNorm + Linear in the mode over that without, which goes "
+            f"{NODE['node' in found['fused_norm']]} (`scripts/batch_invariant.py`).\n\n"
+            f"| dtype | K, N | rows | {' | '.join(heads)} |\n|---|---|---|{'---|' * len(heads)}\n"
+        )
+        for entry in found["ratios"]:
+            cells = [f"{entry[name][metric]:.2f}" for metric in metrics for name in PASSES]
+            place = f"{entry['dtype']} | {entry['K']}, {entry['N']} | {entry['M']}"
+            text += f"| {place} | {' | '.join(cells)} |\n"
+        text += "\n"
     return text
 
 

@@ -282,7 +282,7 @@ BOTH = ("plan_forward", "plan_backward")
 @pytest.mark.parametrize(
     ("plans", "fields"),
     [
-        (BOTH, {"normalization": 2}),
+        (BOTH, {"normalization": 3}),
         (BOTH, {"activation": 6}),
         (BOTH, {"activation": GATED}),
         (BOTH, {"activation": 2 * GATED + 1}),

@@ -37,7 +37,7 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     call.residual, call.sum = address(residual), address(total)
     call.mean, call.rstd = address(mean), address(rstd)
     call.activation = passes.number_of(kind.activation)
-    call.way = cpu.asked_way()
+    call.way, call.invariant = cpu.asked_way(), kind.batch_invariant
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
     if call.way != FUSED:
@@ -76,7 +76,7 @@ def backward(
     call.weight, call.mean, call.rstd = map(address, (weight, mean, rstd))
     call.dy, call.dsum = dh.data_ptr(), address(dsum)
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
-    call.way = cpu.asked_way()
+    call.way, call.invariant = cpu.asked_way(), kind.batch_invariant
     place = ctypes.addressof(call)
     kernels.plan_backward(place)
     if call.way != FUSED:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fused_norm.backends import cpu_seam, passes, sm90
+from fused_norm.backends.products import input_gradient
 from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, dense, lies_transposed
+from fused_norm.call.memory import LOW_PRECISION, aligned, dense, lies_transposed
 from fused_norm.composition import Operands, Seam
 
 Found = list[Tensor | None]
@@ -60,6 +61,10 @@ class _Backward:
         wanted: Sequence[bool],
         main_grads: Sequence[Tensor | None],
     ) -> None:
+        if kind.batch_invariant:
+            # Passes read what lies otherwise in another order.
+            t = t._replace(x=aligned(*dense(t.x))[0])
+            grad_outputs = aligned(*dense(*grad_outputs))
         self.kind, self.t, self.products, self.wanted = kind, t, products, wanted
         self.count = len(t.weights)
         self.biases = _NAMED + self.count
@@ -103,7 +108,9 @@ class _Backward:
         if self.wanted[_OUT_BIAS]:
             self.found[_OUT_BIAS] = _sum_of_rows(dout)
         is_passed_on = self.wants_norm or self.wants_weight or self.wants_bias
-        self.das[0] = torch.mm(dout, t.out_weight) if is_passed_on else None
+        self.das[0] = None
+        if is_passed_on:
+            self.das[0] = input_gradient(dout, t.out_weight, self.kind.batch_invariant)
         return dout
 
     def _before_activation(self, needs_a: bool) -> Tensor | None:
@@ -144,7 +151,7 @@ class _Backward:
         has_modulation = t.scale is not None or t.shift is not None
         if self.count > 1 or has_modulation or self.dnorm is not None or dh is None:
             return False
-        if not has_product(t):
+        if not has_product(kind, t):
             return False
         places = (_X, _GAMMA, _BETA, _NAMED, self.biases)
         wanted = [self.wanted[place] and self.found[place] is None for place in places]
@@ -205,7 +212,10 @@ class _Backward:
         for dh, weight in zip(self.dhs, self.t.weights, strict=True):
             if dh is None:
                 continue
-            if dh.dtype is not x.dtype:
+            if self.kind.batch_invariant:
+                product = input_gradient(dh, weight, True).to(x.dtype)
+                dz = product if dz is None else dz + product
+            elif dh.dtype is not x.dtype:
                 # Autocast: the product is narrower than the rows.
                 product = torch.mm(dh, weight, out_dtype=x.dtype) if dh.is_cuda else dh @ weight
                 dz = product.to(x.dtype) if dz is None else dz + product

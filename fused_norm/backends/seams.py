@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm.backends import cpu, cpu_seam, passes, sm90
+from fused_norm.backends.products import linear
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import dense, empty_statistics, lies_transposed
+from fused_norm.call.memory import aligned, dense, empty_statistics, lies_transposed
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
 
 
@@ -30,24 +30,27 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
     results = _by_product(kind, t, keeps) or _around_products(kind, t, keeps)
     if t.out_weight is None:
         return results
-    return results._replace(outputs=[_second_linear(results.outputs[0], t)])
+    return results._replace(outputs=[_second_linear(kind, results.outputs[0], t)])
 
 
-def has_product(t: Operands) -> bool:
+def has_product(kind: Seam, t: Operands) -> bool:
     """Return whether an extension's product takes tensors of such types as they lie.
 
-    It would copy a weight that lies otherwise, such as a Conv1D's.
+    It would copy a weight that lies otherwise, such as a Conv1D's. On Hopper, its plans choose a
+    way by the number of rows.
     """
+    if kind.batch_invariant and not t.x.is_cpu:
+        return False
     return (
         t.x.dtype is t.weights[0].dtype
         and all(weight.is_contiguous() for weight in t.weights)
-        and not cpu.is_left_to_pytorch(t.x)
+        and (kind.batch_invariant or not cpu.is_left_to_pytorch(t.x))
     )
 
 
 def _by_product(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     """Compute a call but for its second Linear layer by a product; None where that is declined."""
-    if kind.returns_norm or not has_product(t):
+    if kind.returns_norm or not has_product(kind, t):
         return None
     is_one = len(t.weights) == 1
     if t.x.is_cpu:
@@ -94,8 +97,8 @@ def norm_of(kind: Seam) -> tuple[int, float]:
 
 
 def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
-    """Compute a call but for its second Linear layer by row passes around PyTorch's products."""
-    x, residual = dense(t.x, t.residual)
+    """Compute a call but for its second Linear layer by row passes around products."""
+    x, residual = _rows(kind, t.x, t.residual)
     z = torch.empty_like(x, dtype=t.weights[0].dtype)
     total = None if residual is None else torch.empty_like(x)
     mean = rstd = None
@@ -103,6 +106,12 @@ def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
         mean, rstd = empty_statistics(x, kind.normalization == "layer_norm")
     passes.normalize(kind, t, x, residual=residual, total=total, z=z, mean=mean, rstd=rstd)
     return _results(kind, products_of(kind, z, t), total, z, mean, rstd, keeps)
+
+
+def _rows(kind: Seam, *rows: Tensor | None) -> tuple[Tensor, ...]:
+    """Return rows as passes read them; as passes read them anywhere, if none may depend on that."""
+    found = dense(*rows)
+    return aligned(*found) if kind.batch_invariant else found
 
 
 def _results(
@@ -127,8 +136,11 @@ def _results(
 
 def products_of(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
     """Return the products of the normalized rows and each weight, or all in one tensor."""
-    if not kind.is_joined or len(t.weights) == 1:
-        return [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    if kind.batch_invariant or not kind.is_joined or len(t.weights) == 1:
+        products = [
+            linear(z, w, b, kind.batch_invariant) for w, b in zip(t.weights, t.biases, strict=True)
+        ]
+        return [torch.cat(products, -1)] if kind.is_joined and len(products) > 1 else products
     sizes = [weight.shape[0] for weight in t.weights]
     joined = z.new_empty(*z.shape[:-1], sum(sizes))
     rows = z.flatten(0, -2)
@@ -143,7 +155,7 @@ def products_of(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
 
 def recomputed(kind: Seam, t: Operands) -> Sequence[Tensor]:
     """Return the products of a call once more, from x or the sum and its statistics."""
-    (x,) = dense(t.x)
+    (x,) = _rows(kind, t.x)
     z = torch.empty_like(x, dtype=t.weights[0].dtype)
     passes.normalize(kind, t, x, z=z)
     return products_of(kind, z, t)
@@ -159,22 +171,29 @@ def activated(kind: Seam, h: Tensor) -> Tensor:
     return a
 
 
-def _second_linear(a: Tensor, t: Operands) -> Tensor:
+def _second_linear(kind: Seam, a: Tensor, t: Operands) -> Tensor:
     assert t.out_weight is not None
-    if t.out_residual is None:
-        return F.linear(a, t.out_weight, t.out_bias)
-    return linear_add(a, t.out_weight, t.out_bias, t.out_residual)
+    return linear_add(a, t.out_weight, t.out_bias, t.out_residual, kind.batch_invariant)
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    invariant: bool = False,
+) -> Tensor:
     """Return a Linear layer's result with a residual added: on Hopper by the product itself.
 
     Args:
         x: Of shape `[..., K]`, not empty.
         weight: Of shape `[N, K]`.
         bias: Of shape `[N]`, or None.
-        residual: Of shape `[..., N]`.
+        residual: Of shape `[..., N]`, or None.
+        invariant: Whether a row's bits may not depend on the other rows.
     """
+    if residual is None or invariant:
+        return linear(x, weight, bias, invariant, residual)
     if x.is_cuda and not lies_transposed(weight):
         y = sm90.linear_add(*dense(x, weight, bias, residual))
         if y is not None:
@@ -185,6 +204,4 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         rows = y.view(-1, y.shape[-1])
         torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t(), out=rows)
         return y
-    y = F.linear(x, weight, bias)
-    y += residual
-    return y
+    return linear(x, weight, bias, False, residual)

@@ -162,26 +162,47 @@ def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
     return fold.tensors
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor | None:
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    invariant: bool = False,
+) -> Tensor | None:
     """Return x weight^T + bias + residual by one product; None where PyTorch's ops are to do it.
 
     Args:
         x: Dense `[..., K]` on a GPU.
         weight: Dense `[N, K]`.
         bias: Dense `[N]`, or None.
-        residual: Dense `[..., N]`.
+        residual: Dense `[..., N]`, or None.
+        invariant: Whether a row's bits may not depend on the other rows.
     """
     M, (N, K) = x.numel() // x.shape[-1], weight.shape
     if not may_add(x, N, K):
         return None
-    y = torch.empty_like(residual)
+    y = x.new_empty(*x.shape[:-1], N)
     call = Call(M=M, N=N, K=K, x=x.data_ptr(), weight=weight.data_ptr(), bias=address(bias))
-    call.residual, call.y = residual.data_ptr(), y.data_ptr()
+    call.residual, call.y, call.invariant = address(residual), y.data_ptr(), invariant
     kernels = _planned_add(call, x)
     if call.way == DECLINED:
         return None
     kernels.linear_add(ctypes.addressof(call))
     return y
+
+
+def input_gradient(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
+    """Write dy weight to dx, in which no row depends on another.
+
+    Args:
+        dy: Dense `[M, N]` on a Hopper GPU, aligned like the others.
+        weight: Dense `[N, K]`.
+        dx: Dense `[M, K]`.
+    """
+    N, K = weight.shape
+    call = Call(M=dy.shape[0], N=N, K=K, weight=weight.data_ptr(), invariant=True)
+    call.dy, call.dx = dy.data_ptr(), dx.data_ptr()
+    _kernels(call, dy).input_gradient(ctypes.addressof(call))
 
 
 def may_add(x: Tensor, N: int, K: int) -> bool:
@@ -217,10 +238,16 @@ def adds(x: Tensor, M: int, N: int, K: int) -> bool:
 
 def _planned_add(call: Call, x: Tensor) -> ModuleType:
     """Have the way of a sum planned; return the kernels."""
+    kernels = _kernels(call, x)
+    kernels.plan_linear_add(ctypes.addressof(call))
+    return kernels
+
+
+def _kernels(call: Call, x: Tensor) -> ModuleType:
+    """Return the kernels of products without a norm, and have the call queued on x's stream."""
     device = x.device.index or 0
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernels, call.context = launcher(extension(x.dtype, 0), device, stream, is_alone())
-    kernels.plan_linear_add(ctypes.addressof(call))
     return kernels
 
 

@@ -38,6 +38,13 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
+def aligned(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return dense tensors, on a GPU copies of those that loads of 16 bytes cannot read."""
+    return tuple(
+        t.clone() if t is not None and t.is_cuda and t.data_ptr() % 16 else t for t in tensors
+    )
+
+
 def lies_transposed(weight: Tensor) -> bool:
     """Return whether a weight lies column by column, as that of a Conv1D seen as a Linear layer's.
 

@@ -6,7 +6,7 @@ import ctypes
 
 # The call's half, written for each pass.
 CALL_FIELDS = (
-    *("M", "eps", "context", "threads", "in_graph", "may_keep", "accumulate"),
+    *("M", "eps", "context", "threads", "in_graph", "may_keep", "accumulate", "invariant"),
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
@@ -26,6 +26,9 @@ FOLD_WEIGHT, FOLD_SUMS, FOLD_CONSTANTS = range(
     len(CALL_FIELDS) + PARAMETER_FIELDS.index("fold_weight"),
     len(CALL_FIELDS) + len(PARAMETER_FIELDS),
 )
+
+# The number that stands for no norm, in a CPU's products.
+NO_NORM = 2
 
 # The ways of op/norm_linear/plan.mojo.
 DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)

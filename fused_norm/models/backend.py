@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch.fx import GraphModule
 
 from fused_norm.models.fuse import Options, fuse
 from fused_norm.models.sites import Site
+from fused_norm.ops.invariance import is_batch_invariant
 
 log = logging.getLogger("fused_norm.models")
 _OWN = ("rounding", "small")
@@ -63,11 +65,32 @@ def backend(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
     if then == "eager":
-        return module.forward
+        return _in_its_mode(module.forward)
     from torch._dynamo.backends.registry import lookup_backend
 
     if then != "inductor":
-        return lookup_backend(then)(module, example_inputs, **given)
+        return _in_its_mode(lookup_backend(then)(module, example_inputs, **given))
     inductor: Any = lookup_backend("inductor")
     compiled: Callable[..., Any] = inductor(module, example_inputs, config_patches=patches)
-    return compiled
+    return _in_its_mode(compiled)
+
+
+def _in_its_mode(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a graph, but not in batch_invariant() if it was compiled outside.
+
+    Whether its calls are in that mode was decided when they were traced, and no guard asks again: a
+    model does not name the mode.
+    """
+    if is_batch_invariant():
+        return run
+
+    @functools.wraps(run)
+    def checked(*arguments: Any) -> Any:
+        if is_batch_invariant():
+            raise RuntimeError(
+                "this model was compiled outside of batch_invariant(): compile it inside, that is "
+                "call it there first, and call torch.compiler.reset() before if need be"
+            )
+        return run(*arguments)
+
+    return checked

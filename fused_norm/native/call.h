@@ -14,7 +14,7 @@ using at::Tensor;
 struct Call {
   int64_t M;
   double eps;
-  int64_t context, threads, in_graph, may_keep, accumulate;
+  int64_t context, threads, in_graph, may_keep, accumulate, invariant;
   void *x, *y, *mean, *rstd, *z, *dy, *dz, *dx, *dgamma, *dbeta, *dweight, *dbias;
   int64_t normalization;
   double weight_offset;

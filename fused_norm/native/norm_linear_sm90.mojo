@@ -14,7 +14,7 @@ from std.sys import get_defined_dtype, is_defined
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
 from op.passes.door import from_c, from_python
-from op.norm_linear.sm90.backward import backward
+from op.norm_linear.sm90.backward import backward, input_gradient
 from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward, linear_add
 from op.norm_linear.sm90.plan import (
@@ -72,6 +72,13 @@ def _linear_add(call: CallPointer) raises:
         raise Error("float32 sums are PyTorch's")
     else:
         linear_add[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _input_gradient(call: CallPointer) raises:
+    comptime if DTYPE == DType.float32:
+        raise Error("float32 has no backward here")
+    else:
+        input_gradient[DTYPE](Launcher.at(call[].context)[], call[])
 
 
 @export
@@ -155,6 +162,11 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             from_python[_linear_add],
             "linear_add",
             docstring="linear_add(call) -> 0; queues what was planned",
+        )
+        builder.def_py_c_function(
+            from_python[_input_gradient],
+            "input_gradient",
+            docstring="input_gradient(call) -> 0; queues dx = dy weight",
         )
         return builder.finalize()
     except e:

@@ -13,6 +13,7 @@ from fused_norm.backends import compiled, rows
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import node
 from fused_norm.native.cache import BuildError
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.rows import trainable_eps_gradients
 from fused_norm.ops.seam import gradients
 
@@ -88,7 +89,7 @@ def forward(
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
-    if torch.compiler.is_compiling() or (run := module()) is None:
+    if torch.compiler.is_compiling() or is_batch_invariant() or (run := module()) is None:
         return None
     normalization, gamma, beta, eps, offset, scale, shift, residual, *rest = options
     activation, statistics, return_sum, return_norm = rest

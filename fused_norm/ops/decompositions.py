@@ -45,8 +45,11 @@ def _add_statistics(*arguments: Any) -> list[Tensor]:
     return [result for result in add_by_pytorch(*arguments) if result is not None]
 
 
-def _linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    return residual + torch.nn.functional.linear(x, weight, bias)
+def _linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, _: bool = False
+) -> Tensor:
+    y = torch.nn.functional.linear(x, weight, bias)
+    return y if residual is None else residual + y
 
 
 def _row_op(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
 from fused_norm.ops import compiled
 from fused_norm.ops import seam as seam_ops
+from fused_norm.ops.invariance import is_batch_invariant
 
 # Weight and bias of a Linear layer after the activation, and what is added to it.
 Second = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -112,6 +113,7 @@ def by_python(
         return_sum and residual is not None,
         return_norm,
         recompute,
+        is_batch_invariant(),
     )
     norm = (gamma, beta, scale, shift, mean, rstd)
     results = seam_ops.call(kind, Operands(x, residual, *norm, *second, weights, biases), owners)

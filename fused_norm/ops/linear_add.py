@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm.backends import seams
+from fused_norm.backends.products import require_invariant
 from fused_norm.backends.sm90 import may_add
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import is_watched, may_follow, register
@@ -16,12 +17,13 @@ from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 _op = register(
-    "linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor",
+    "linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
+    "bool batch_invariant=False) -> Tensor",
     seams.linear_add,
     _fake,
 )
@@ -29,13 +31,17 @@ count_flops("linear_add", lambda x, weight, *_: 2 * x.numel() * weight.shape[0])
 
 
 class LinearAdd(torch.autograd.Function):
-    """Gradients of the sum. Saved for the backward: x and the weight, as a Linear layer does."""
+    """Gradients of the sum. Saved for the backward: x and the weight, as a Linear layer does.
+
+    The last argument is whether a row may depend on no other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
         """Return the sum."""
-        ctx.save_for_backward(*tensors[:2])
-        total: Tensor = _op(*tensors)
+        ctx.save_for_backward(*arguments[:2])
+        ctx.batch_invariant = arguments[-1]
+        total: Tensor = _op(*arguments)
         return total
 
     @staticmethod
@@ -44,38 +50,86 @@ class LinearAdd(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         rows = grad_output.flatten(0, -2)
+        dx = None
+        if wanted[0] and ctx.batch_invariant:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError("batch_invariant() has no derivatives of gradients")
+            dx = _op(grad_output, weight.t().contiguous(), None, None, True)
+        elif wanted[0]:
+            dx = grad_output @ weight
         return (
-            grad_output @ weight if wanted[0] else None,
+            dx,
             rows.t() @ x.flatten(0, -2) if wanted[1] else None,
             rows.sum(0) if wanted[2] else None,
             grad_output if wanted[3] else None,
+            None,
         )
 
 
 _apply = super(torch.autograd.Function, LinearAdd).apply
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    invariant: bool = False,
+) -> Tensor:
     """Return residual + x weight^T + bias: by one product where that is faster.
 
     Args:
         x: Of shape `[..., K]`.
         weight: Of shape `[N, K]`.
         bias: Of shape `[N]`, or None.
-        residual: Of shape `[..., N]`.
+        residual: Of shape `[..., N]`, or None where a row may depend on no other.
+        invariant: Whether a row may depend on no other.
+
+    Raises:
+        RuntimeError: If a row may depend on no other, and nothing can compute that.
     """
-    if not _is_ours(x, weight, bias, residual):
+    if invariant and _is_autocast(x):
+        return _under_autocast(x, weight, bias, residual)
+    if not _fits(x, weight, bias, residual):
+        y = F.linear(x, weight, bias)
+        if invariant and x.numel() and y.numel():
+            # PyTorch's ops had nothing to say against it.
+            raise RuntimeError("batch_invariant() has no product for tensors that are not plain")
+        return y if residual is None else residual + y
+    if invariant:
+        require_invariant(x, x.dtype, [weight])
+    elif residual is not None and not _pays(x, weight):
         return residual + F.linear(x, weight, bias)
     tensors = (x, weight, bias, residual)
     if may_follow() and any(v is not None and v.requires_grad for v in tensors):
-        total: Tensor = (LinearAdd.apply if is_watched() else _apply)(*tensors)
+        total: Tensor = (LinearAdd.apply if is_watched() else _apply)(*tensors, invariant)
     else:
-        total = _op(*tensors)
+        total = _op(*tensors, invariant)
     return total
 
 
-def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
-    """Return whether one product is to add; what is wrong with a call, PyTorch's ops say."""
+def _is_autocast(x: Any) -> bool:
+    return (
+        torch._C._is_any_autocast_enabled()
+        and isinstance(x, Tensor)
+        and torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _under_autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """Return the same in autocast's dtype, as autocast treats a Linear layer, and then the sum."""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    x, weight = x.to(dtype), weight.to(dtype)
+    bias = bias if bias is None else bias.to(dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        y = linear_add(x, weight, bias, None, True)
+    return y if residual is None else residual + y
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Return whether kernels may take a call; what is wrong with others, PyTorch's ops say."""
     tensors = [v for v in (x, weight, bias, residual) if v is not None]
     if torch._C._are_functorch_transforms_active():
         return False
@@ -86,11 +140,18 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -
     if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return False
     outputs = weight.shape[0]
-    if residual.shape != (*x.shape[:-1], outputs) or not x.numel() or not outputs:
+    if residual is not None and residual.shape != (*x.shape[:-1], outputs):
+        return False
+    if not x.numel() or not outputs:
         return False
     if bias is not None and bias.shape != (outputs,):
         return False
-    if not (serves_now(x, x.dtype) and may_add(x, *weight.shape)):
+    return serves_now(x, x.dtype)
+
+
+def _pays(x: Tensor, weight: Tensor) -> bool:
+    """Return whether one product is to add."""
+    if not may_add(x, *weight.shape):
         return False
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return is_watched() or not is_small(x.numel() * outputs, x.device, follows)
+    return is_watched() or not is_small(x.numel() * weight.shape[0], x.device, follows)

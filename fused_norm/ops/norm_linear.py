@@ -17,6 +17,7 @@ from fused_norm.call.parameters import Parameters
 from fused_norm.composition import NORMALIZATIONS, Operands, Seam
 from fused_norm.ops import compiled, seam
 from fused_norm.ops.flops import count_flops
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.registration import (
     are_plain,
     differentiable,
@@ -246,6 +247,10 @@ def by_python(
     if not is_recorded and is_profiled():
         with record_function("fused_norm::norm_linear"):
             return by_python(x, tensors, eps, owner, True)
+    if is_batch_invariant():
+        kind = Seam(eps=float(eps), batch_invariant=True)
+        owners = None if owner is None else [owner]
+        return seam.call(kind, _operands(x, tensors), owners, is_recorded=True)[0]
     autocast = torch._C._is_any_autocast_enabled()
     if not autocast:
         if owner is None and type(x) is Tensor and x.is_cpu and cpu.is_left_to_pytorch(x):

@@ -11,10 +11,12 @@ from torch.autograd.profiler import record_function
 
 from fused_norm import backends, composition
 from fused_norm.backends import seam_backward, seams
+from fused_norm.backends.products import require_invariant
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import lies_transposed, statistics_dtype
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
 from fused_norm.ops.flops import count_flops
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.registration import (
     are_plain,
     is_forward_mode,
@@ -30,7 +32,7 @@ from fused_norm.ops.sharding import has_dtensor, over_shards
 _NAMED = Operands._fields[:-2]
 _KIND = (
     "str normalization, str activation, float eps, float weight_offset, bool joined, "
-    "bool returns_sum, bool returns_norm, bool recompute"
+    "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
 )
 _TENSORS = (
     "Tensor x, " + "".join(f"Tensor? {n}, " for n in _NAMED[1:]) + "Tensor[] weights, "
@@ -237,6 +239,10 @@ def gradients(
     """
     t = unflat(tensors)
     if not torch.compiler.is_compiling() and (_may_be_derived(grad_outputs) or not fits(kind, t)):
+        if kind.batch_invariant:
+            raise RuntimeError(
+                "batch_invariant() has no derivatives of gradients, nor many at once"
+            )
         return composition.gradients(kind, t, grad_outputs, wanted)
     plain = (*(v for v in tensors if v is not None), *(g for g in grad_outputs if g is not None))
     if not is_watched() and are_plain(plain) and not is_empty(t):
@@ -288,6 +294,8 @@ def inference_again(
         return None
     if normalization not in NORMALIZATIONS or is_watched() or is_profiled():
         return None
+    if is_batch_invariant():
+        return None
     if torch._C._is_any_autocast_enabled() or isinstance(weight, (list, tuple)):
         return None
     norm = (NORMALIZATIONS.index(normalization), offset, 0)
@@ -310,16 +318,31 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         name = "norm_linear" if t.out_weight is None else "norm_mlp"
         with record_function(f"fused_norm::{name}"):
             return call(kind, t, owners, True)
-    if owners is None and not is_watched() and is_host_bound(t):
+    if owners is None and not (kind.batch_invariant or is_watched()) and is_host_bound(t):
         return composition.seam(kind, t)
     if has_dtensor(t):
+        if kind.batch_invariant:
+            raise RuntimeError(
+                "batch_invariant() does not reach the sums over processes of DTensors"
+            )
         if owners is not None:
             raise NotImplementedError("no main_grad is added to beside DTensors")
         found = over_shards(call, kind, t)
         return composition.seam(kind, t) if found is None else found
     ready = as_kernels_need(kind, t)
     if ready is None:
-        return composition.seam(kind, t)
+        computed = composition.seam(kind, t)
+        if kind.batch_invariant:
+            # PyTorch's ops had nothing to say against it.
+            raise RuntimeError(
+                f"batch_invariant() has no kernel for this call on a tensor of {t.x.dtype}: "
+                "another layout, a transform, mixed dtypes, or one that no kernel is built for"
+            )
+        return computed
+    if kind.batch_invariant:
+        require_invariant(ready.x, ready.weights[0].dtype, (*ready.weights, ready.out_weight))
+        # Whoever gave statistics may have found them in any order.
+        ready = ready._replace(mean=None, rstd=None)
     tensors = flat(ready)
     if may_follow() and any(v is not None and v.requires_grad for v in tensors):
         apply = SeamFunction.apply if is_watched() else _apply

@@ -5,7 +5,7 @@ from std.runtime import parallelism_level
 
 from . import norm_linear_cpu, norm_linear_gpu
 from ..call import Call
-from .no_norm import NoNorm
+from ..norms.no_norm import NoNorm
 from ..passes.activate import (
     activate_backward_bytes,
     run_activate,

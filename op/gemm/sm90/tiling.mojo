@@ -89,7 +89,13 @@ struct Tiling(TrivialRegisterPassable):
 
     @staticmethod
     def best(
-        m: Int, n: Int, k: Int, processors: Int, narrowest: Int = 0
+        m: Int,
+        n: Int,
+        k: Int,
+        processors: Int,
+        narrowest: Int = 0,
+        *,
+        invariant: Bool = False,
     ) -> Self:
         """Chooses the shape that takes the fewest cycles.
 
@@ -99,12 +105,14 @@ struct Tiling(TrivialRegisterPassable):
             k: Length of the sums.
             processors: SMs of the device.
             narrowest: Fewest columns of a tile.
+            invariant: Whether sums have to run in the same order for any m.
+                They do in tiles of every shape: k block after k block.
 
         Returns:
             The choice.
         """
         # The kernel for few rows shares the sums between two blocks.
-        if m <= MOST_FEW_ROWS and k > K_BLOCK:
+        if m <= MOST_FEW_ROWS and k > K_BLOCK and not invariant:
             return Self(FEW_ROWS, False, True)
         var best = Self(0, False, False)
         var least = Int.MAX

@@ -2,10 +2,11 @@
 
 from ...call import CallPointer
 from ...norms.layer_norm import LayerNorm
+from ...norms.no_norm import NoNorm
 from ...norms.norm import Norm
 from ...norms.rms_norm import RmsNorm
 
-comptime NORMS = 2
+comptime NORMS = 3
 """How many there are; `Call.normalization` is below."""
 
 
@@ -25,5 +26,7 @@ def with_norm[
     """
     if call[].normalization == 1:
         run[dtype, RmsNorm](call)
+    elif call[].normalization == 2:
+        run[dtype, NoNorm](call)
     else:
         run[dtype, LayerNorm](call)

@@ -74,7 +74,8 @@ def plan_forward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The forward; `way` and `workspace_bytes` are set. If its way is FUSED, speed does not matter.
+        call: The forward; `way` and `workspace_bytes` are set. If its way is FUSED, or it
+            is to be invariant, speed does not matter.
     """
     ref its = call[]
     var serves = (
@@ -93,7 +94,8 @@ def plan_backward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The backward; `way` and `workspace_bytes` are set. If its way is FUSED, speed does not matter.
+        call: The backward; `way` and `workspace_bytes` are set. If its way is FUSED, or it
+            is to be invariant, speed does not matter.
     """
     ref its = call[]
     var serves = its.groups == 0 and is_served(its.activation)
@@ -108,7 +110,11 @@ def _set[
     ref its = call[]
     var is_taken = (
         serves
-        and (its.way == FUSED or fastest[dtype](its, follows) == FUSED)
+        and (
+            its.way == FUSED
+            or its.invariant != 0
+            or fastest[dtype](its, follows) == FUSED
+        )
         and its.narrow == 0
         and its.accumulate == 0
         and its.normalization < NORMS

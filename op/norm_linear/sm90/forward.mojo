@@ -26,7 +26,7 @@ from ...passes.normalize import run_normalize
 from ..plan import FUSED
 from .fold import launch_fold, products
 from .gather import Statistics
-from .plan import ForwardPlan
+from .plan import ForwardPlan, linear_tiling
 from .statistics import launch_statistics
 
 
@@ -160,20 +160,20 @@ def _launch_product[
 
 
 def linear_add[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues y = x weight^T + bias + residual, which no norm is part of.
+    """Queues y = x weight^T + bias + residual, which no norm is part of, nor need a residual be.
 
     Parameters:
         dtype: Type of all: bfloat16 or float16.
 
     Args:
         launcher: Where to run.
-        call: A call that `plan_linear_add` did not decline; the residual is [M, N].
+        call: A call that `plan_linear_add` did not decline; the residual is [M, N], 0 for none.
 
     Raises:
         If the driver refuses.
     """
     ref gpu = launcher.gpu
-    var tiling = Tiling.best(call.M, call.N, call.K, gpu.processors)
+    var tiling = linear_tiling(call, gpu.processors)
     if call.bias == 0:
         _launch_added[dtype](gpu, call, tiling, Plain())
     else:
@@ -181,6 +181,17 @@ def linear_add[dtype: DType](launcher: Launcher, call: Call) raises:
 
 
 def _launch_added[
+    E: Epilogue, //, dtype: DType
+](gpu: Gpu, call: Call, tiling: Tiling, epilogue: E) raises:
+    if call.residual == 0:
+        _launch_linear[dtype](gpu, call, tiling, epilogue)
+    else:
+        _launch_linear[dtype](
+            gpu, call, tiling, Added[E](epilogue, Int64(call.residual))
+        )
+
+
+def _launch_linear[
     E: Epilogue, //, dtype: DType
 ](gpu: Gpu, call: Call, tiling: Tiling, epilogue: E) raises:
     launch_product[dtype](
@@ -192,5 +203,5 @@ def _launch_added[
         call.M,
         call.N,
         call.K,
-        Added[E](epilogue, Int64(call.residual)),
+        epilogue,
     )

@@ -264,6 +264,34 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
         ).workspace_bytes
 
 
+def linear_tiling(call: Call, processors: Int) -> Tiling:
+    """Chooses the kernel of y = x weight^T + bias + residual.
+
+    Args:
+        call: Sizes and conditions.
+        processors: SMs of the device.
+
+    Returns:
+        The choice.
+    """
+    return Tiling.best(
+        call.M, call.N, call.K, processors, invariant=call.invariant != 0
+    )
+
+
+def input_gradient_tiling(call: Call, processors: Int) -> Tiling:
+    """Chooses the kernel of dx = dy weight where a row's bits may depend on no other row.
+
+    Args:
+        call: Sizes.
+        processors: SMs of the device.
+
+    Returns:
+        The choice.
+    """
+    return Tiling.best(call.M, call.K, call.N, processors, invariant=True)
+
+
 def plan_linear_add[dtype: DType](launcher: Launcher, mut call: Call):
     """Chooses the way of y = x weight^T + bias + residual.
 
@@ -272,16 +300,15 @@ def plan_linear_add[dtype: DType](launcher: Launcher, mut call: Call):
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. If it is to be invariant,
+            speed does not matter.
     """
     call.way = DECLINED
     call.workspace_bytes = 0
     var tensors = call.x | call.weight | call.bias | call.residual | call.y
     if _has_kernels[dtype](call) and tensors % _ALIGNMENT == 0:
-        var tiling = Tiling.best(
-            call.M, call.N, call.K, launcher.gpu.processors
-        )
-        if tiling.fills:
+        var tiling = linear_tiling(call, launcher.gpu.processors)
+        if tiling.fills or call.invariant != 0:
             call.way = FUSED
 
 

@@ -1,6 +1,6 @@
 """No norm: rows stay as they are, so that what multiplies normalized rows is a product alone."""
 
-from ..norms.norm import Norm, Part
+from .norm import Norm, Part
 
 
 struct NoNorm(Norm):

@@ -1,0 +1,130 @@
+"""Products of rows and a weight: PyTorch's, or our own where rows may not depend on each other.
+
+PyTorch's choose their kernel, and with it the order of sums, by the number of rows. Ours take the
+products of a row in one order: on a CPU always, on Hopper in tiles of any shape, as long as no two
+blocks share a sum.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.backends import cpu, sm90
+from fused_norm.backends.sm90_kernels import is_hopper
+from fused_norm.call.memory import LOW_PRECISION, address, aligned, dense
+from fused_norm.call.record import FUSED, NO_NORM, Call
+from fused_norm.native import build
+
+_WHERE = "batch_invariant() needs a CPU, or a Hopper GPU with bfloat16 or float16"
+
+
+def require_invariant(x: Tensor, dtype: torch.dtype, weights: Iterable[Tensor | None]) -> None:
+    """Raise an error if there are no products whose rows do not depend on each other.
+
+    Args:
+        x: Rows, on their device.
+        dtype: That of the products.
+        weights: All that they multiply, None for none.
+
+    Raises:
+        RuntimeError: If there are none on this device, in this dtype or of such sizes.
+    """
+    if x.is_cpu or x.is_meta:
+        return
+    if not x.is_cuda or not is_hopper(x.device.index or 0):
+        raise RuntimeError(f"{_WHERE}, but got a tensor on {_name(x.device)}")
+    if dtype not in LOW_PRECISION:
+        raise RuntimeError(f"{_WHERE}, but got {dtype} on {_name(x.device)}")
+    elements = sm90.ALIGNMENT // dtype.itemsize
+    for weight in weights:
+        if weight is not None and any(size % elements for size in weight.shape):
+            raise RuntimeError(
+                f"batch_invariant() needs features and outputs that are multiples of {elements} "
+                f"on a GPU, but got a weight of shape {list(weight.shape)}"
+            )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+# For PyTorch's compiler, which traces no question to the driver.
+_name.__dict__["_dynamo_marked_constant"] = True
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return x weight^T + bias + residual.
+
+    Args:
+        x: Of shape `[..., K]`, not empty.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        invariant: Whether a row may depend on no other.
+        residual: Of shape `[..., N]`, or None.
+    """
+    if not invariant:
+        y = F.linear(x, weight, bias)
+        return y if residual is None else y.add_(residual)
+    x, weight, bias, residual = aligned(*dense(x, weight, bias, residual))
+    if x.is_cuda:
+        added = sm90.linear_add(x, weight, bias, residual, invariant=True)
+        assert added is not None
+        return added
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    call = _call(x, weight)
+    call.x, call.bias, call.y = x.data_ptr(), address(bias), y.data_ptr()
+    kernels = cpu.extension("norm_linear_cpu", x.dtype)
+    kernels.plan_forward(ctypes.addressof(call))
+    _run(kernels.forward, call)
+    return y if residual is None else y.add_(residual)
+
+
+def input_gradient(dy: Tensor, weight: Tensor, invariant: bool) -> Tensor:
+    """Return dy weight.
+
+    Args:
+        dy: Of shape `[M, N]`, not empty.
+        weight: Of shape `[N, K]`.
+        invariant: Whether a row may depend on no other.
+    """
+    if not invariant:
+        return torch.mm(dy, weight)
+    dy, weight = aligned(*dense(dy, weight))
+    dx = dy.new_empty(dy.shape[0], weight.shape[1])
+    if dy.is_cuda:
+        sm90.input_gradient(dy, weight, dx)
+        return dx
+    call = _call(dx, weight)
+    # Without a norm nothing comes of x, but it is read.
+    call.dy, call.dx, call.x = dy.data_ptr(), dx.data_ptr(), dx.data_ptr()
+    kernels = cpu.extension("norm_linear_cpu", dy.dtype)
+    kernels.plan_backward(ctypes.addressof(call))
+    _run(kernels.backward, call)
+    return dx
+
+
+def _call(x: Tensor, weight: Tensor) -> Call:
+    N, K = weight.shape
+    call = Call(M=x.numel() // K, K=K, N=N, weight=weight.data_ptr())
+    call.context, call.threads = build.gomp_parallel(), cpu.threads()
+    call.normalization, call.invariant = NO_NORM, True
+    return call
+
+
+def _run(run: Callable[[int], int], call: Call) -> None:
+    assert call.way == FUSED
+    size: int = call.workspace_bytes
+    memory = cpu.scratch(size) if size else None
+    call.workspace = address(memory)
+    run(ctypes.addressof(call))

@@ -1,0 +1,65 @@
+"""The mode in which a row's bits depend on no other row: how it is entered, and who is in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_mode = ContextVar("fused_norm.batch_invariant", default=False)
+_lock = threading.Lock()
+_inside = 0
+# What compilers guard on, of which not all know context variables.
+_anyone_is_inside = False
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Compute each row alike, whatever rows are beside it and however many.
+
+        with fn.batch_invariant():
+            y = fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta)
+
+    Inside, a row of y (of the sum and the normalized rows as well) has the same bits at any place
+    in a batch of any size; so does its row of the gradients of x and of the residual, when the
+    backward is run, be it outside. The order of a row's sums depends on the other sizes, the dtype,
+    the options, which gradients are wanted, and on the device: a CPU's bits are not a GPU's.
+    Gradients of parameters, of scale and of shift are sums over the rows, and not part of this.
+
+    It holds for `fused_layernorm_linear`, `norm_linear`, `norm_mlp`, `linear_add` and their
+    modules: on CPUs in every dtype that has kernels, on Hopper GPUs in bfloat16 and float16 with
+    features and outputs that are multiples of 8. PyTorch's own products, which choose a kernel by
+    the number of rows, compute nothing but the weights' gradients. docs/numerics.md has the cost.
+
+    The mode is that of a thread, or of an asyncio task. It may be nested, and decorate a function.
+    A function that `torch.compile` compiles is compiled anew for calls in the mode, which it asks
+    for all threads together: it is in the mode while any of them is. Enter the mode outside of what
+    is compiled. What `torch.export` traces in the mode stays in it.
+
+    Raises:
+        RuntimeError: From calls inside that nothing can compute this way: on another GPU, in
+            another dtype, under a transform of `torch.func`, or on a DTensor; and from the backward
+            where second derivatives are asked for.
+    """
+    _count(1)
+    before = _mode.set(True)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+        _count(-1)
+
+
+def is_batch_invariant() -> bool:
+    """Return whether the caller is in the mode; of a function being compiled, whether anyone is."""
+    return _anyone_is_inside if torch.compiler.is_compiling() else _mode.get()
+
+
+def _count(change: int) -> None:
+    global _inside, _anyone_is_inside
+    with _lock:
+        _inside += change
+        _anyone_is_inside = _inside > 0
