@@ -76,6 +76,9 @@ def fused_layernorm_linear(
         TypeError: As in PyTorch, if an argument is not a tensor.
         NotImplementedError: As in PyTorch, for a dtype that has no LayerNorm.
     """
+    y = compiled.layernorm_linear(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    if y is not None:
+        return y
     if is_traced(x, linear_weight, None):
         return handle_torch_function(
             fused_layernorm_linear,
@@ -87,7 +90,7 @@ def fused_layernorm_linear(
             linear_bias,
             eps,
         )
-    return norm_linear_ops.call(x, (ln_weight, ln_bias, linear_weight, linear_bias), eps)
+    return norm_linear_ops.by_python(x, (ln_weight, ln_bias, linear_weight, linear_bias), eps)
 
 
 def norm_linear(
@@ -154,13 +157,13 @@ def norm_linear(
     gated = activation in _GATES
     rest = (activation, statistics, return_sum, return_norm)
     options = (*norm, *rest)
+    found = compiled.forward(x, weight, bias, options, joined=gated)
+    if found is not None:
+        return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
     if type(x) is Tensor and x.is_cuda and all(v is None for v in norm[5:]) and not any(rest):
         y = seam_ops.inference_again(x, weight, bias, *norm[:5])
         if y is not None:
             return y
-    found = compiled.forward(x, weight, bias, options, joined=gated)
-    if found is not None:
-        return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
     if is_traced(x, weight, residual):
         tensors = tensors_of(x, weight)
         return handle_torch_function(norm_linear, tensors, x, weight, bias, **named(options))

@@ -387,7 +387,7 @@ MUTATIONS = (
         "fused_norm/native/folds.h",
         "t.scalar_type() == dtype_ && version(t, promise) == version_;",
         "t.scalar_type() == dtype_;",
-        (*FOLDS, "-k", "test_change_in_place"),
+        FOLDS,
     ),
     Mutation(
         "C++ uses a fold for other memory at the same address",
@@ -395,7 +395,7 @@ MUTATIONS = (
         "fused_norm/native/folds.h",
         "t.storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&",
         "storage_._unsafe_get_target() &&",
-        (*FOLDS, "-k", "test_other_data_at_the_same_address"),
+        FOLDS,
     ),
     Mutation(
         "C++ keeps folds of weights that have no version",
@@ -403,7 +403,7 @@ MUTATIONS = (
         "fused_norm/native/folds.h",
         "return !v->defined() || Folded::has_version(*v);",
         "return true;",
-        (*FOLDS, "-k", "test_inference_tensors_have_no_version"),
+        FOLDS,
     ),
     Mutation(
         "C++ keeps folds beside other processes",

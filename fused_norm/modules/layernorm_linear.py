@@ -207,7 +207,7 @@ class LayerNormLinear(parts.NormModule):
         """
         if self._is_plain:
             tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
-            if is_traced(x, None, None):
+            if not self.fuse_wgrad_accumulation or is_traced(x, None, None):
                 return fused_layernorm_linear(x, *tensors, cast(float, self.eps))
             return norm_linear.call(x, tensors, self.eps, self._owner(self.weight))
         weights, biases = self._linear_parameters()

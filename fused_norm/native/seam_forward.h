@@ -138,7 +138,7 @@ inline bool forward_by_product(
     results.products.push_back(empty_rows(x, sizes.N));
     call.h = address(results.products[0]);
   }
-  const auto workspace = fold ? scratch_of(call, x) : workspace_of(call, x);
+  const auto workspace = scratch_of(call, x);
   launch(kernels.product.forward, call, x);
   if (activates || !kind.activation) {
     results.outputs.push_back(y);

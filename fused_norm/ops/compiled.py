@@ -112,6 +112,33 @@ def forward(
         return None
 
 
+def layernorm_linear(
+    x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, eps: Any
+) -> Tensor | None:
+    """Return the result of LayerNorm + Linear, what is left away being as OPTIONS has it.
+
+    None where Python has to.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        gamma: Weight of the norm, or None.
+        beta: Its bias, or None.
+        weight: The weight.
+        bias: Its bias, or None.
+        eps: Added to the variance.
+    """
+    if torch.compiler.is_compiling() or (run := module()) is None:
+        return None
+    try:
+        found: Tensor | None = run.forward(
+            *(x, None, gamma, beta, None, None, None, None, None, None, None, weight, bias),
+            *(0, 0, eps, 0.0, False, False, False, False),
+        )
+    except BuildError:
+        return None
+    return found
+
+
 def backward(
     kind: tuple[Any, ...],
     tensors: list[Tensor | None],

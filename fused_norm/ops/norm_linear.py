@@ -14,7 +14,7 @@ from fused_norm.backends import cpu
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics, lies_transposed
 from fused_norm.call.parameters import Parameters
-from fused_norm.composition import NORMALIZATIONS, Operands, Seam
+from fused_norm.composition import Operands, Seam
 from fused_norm.ops import compiled, seam
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import is_batch_invariant
@@ -37,8 +37,6 @@ from fused_norm.ops.validation import (
 )
 
 _Results = tuple[Tensor, Tensor, Tensor]
-# The options after eps that a call of the op does not have.
-_PLAIN = tuple(compiled.OPTIONS.values())[4:]
 # Gamma, beta, the weight and the bias.
 _Parameters = tuple[Any, Any, Any, Any]
 
@@ -220,9 +218,7 @@ def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) ->
         owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
     """
     if owner is None:
-        gamma, beta, weight, bias = tensors
-        y: Tensor | None
-        y = compiled.forward(x, weight, bias, (NORMALIZATIONS[0], gamma, beta, eps, *_PLAIN))
+        y = compiled.layernorm_linear(x, *tensors, eps)
         if y is not None:
             return y
     return by_python(x, tensors, eps, owner)
