@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
+from fused_norm.ops import registration
 
 pytestmark = ITS_OWN_WARNINGS
 
@@ -302,3 +303,11 @@ def test_float64_leaves_autocast_alone() -> None:
         warnings.simplefilter("error")
         y = fn.norm_linear(x, weight, normalization="rms_norm")
     assert y.dtype is torch.float64
+
+
+def test_a_compiler_that_says_it_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in Dynamo of PyTorch 2.11, all it compiles does, and gradients were lost."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert registration.may_follow()
+    with torch.no_grad():
+        assert not registration.may_follow()

@@ -54,6 +54,8 @@ def test_values_and_gradients(device: str, has_bias: bool) -> None:
         torch.testing.assert_close(fn.linear_add(*call, normalization=None)[0], expected)
 
 
+# Where nothing builds the kernels of float64.
+@pytest.mark.filterwarnings("ignore:fused_norm has no kernel for torch.float64:UserWarning")
 @pytest.mark.usefixtures("_added")
 def test_registration(device: str) -> None:
     tensors = leaves(device)

@@ -22,7 +22,7 @@ from fused_norm.backends import cpu
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.call.record import LONGEST_ROW
 from fused_norm.native import build, compiler
-from fused_norm.ops.registration import is_forward_mode
+from fused_norm.ops.registration import is_exporting, is_forward_mode
 
 # The tensors of PyTorch's compiler, and those that a collective is still to write.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
@@ -294,7 +294,7 @@ _say_no_kernel.__dict__["_dynamo_marked_constant"] = True
 
 def is_onnx_export() -> bool:
     """Return whether a model is being exported to ONNX, which knows only PyTorch's ops."""
-    if not (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
+    if not (is_exporting() or torch._C._get_tracing_state()):
         return False
     return torch.onnx.is_in_onnx_export()
 
