@@ -168,6 +168,15 @@ def test_readme_links_every_page() -> None:
     assert pages - linked == {"docs/README.md"}
 
 
+def test_readme_has_the_numbers_of_the_training_page() -> None:
+    readme, training = ((ROOT / page).read_text() for page in ("README.md", "docs/training.md"))
+    found = re.search(r"^With `LayerNormLinear` in place.*?\.$", readme, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    numbers = re.findall(r"\d[\d,.]*\d", found[0])
+    assert len(numbers) == 9
+    assert [number for number in numbers if number not in training] == []
+
+
 def templates() -> list[tuple[re.Pattern[str], int]]:
     """Return every text of the package as a pattern, and how many of its letters are given."""
     found = []
