@@ -102,6 +102,9 @@ Hopper of normalized rows, in tiles. In a tile of any shape one k block follows 
 shape may still go by the number of rows. The kernel for few rows, in which two blocks share a sum,
 is not taken. The tests compare bits between batches of 1 to 16384 rows.
 
+Few rows of a large weight pay most: on Hopper fewer blocks read it than in the kernel of their own.
+Calls launched one by one pay for the host, whose part of a call in the mode is all Python's.
+
 #COSTS#
 ## What the tests ask for
 
