@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-# PyTorch's compiler, exporter and forward mode trip over these deprecations of its own.
+# PyTorch's compiler, exporter and forward mode trip over these deprecations and hints of its own.
 ITS_OWN_WARNINGS = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 
 

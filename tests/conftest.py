@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accuracy import make_inputs
+from devices import GPU
 from torch import Tensor
 
 import fused_norm as fn
@@ -18,16 +19,9 @@ from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.native import node
 from fused_norm.ops import compiled
 
+
 # cuBLAS asks for this where PyTorch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-GPU = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    ],
-)
 
 # Where no fold is kept, and where one may be.
 FORWARD_WAYS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GPU
+from devices import GPU
 from family import GRID, LOW, check, make_tensors, pairwise
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
