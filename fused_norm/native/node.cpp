@@ -195,7 +195,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
-  std::optional<Results> results;
+  Results results;
   {
     RECORD_USER_SCOPE(
         (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
@@ -203,9 +203,8 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     results = fused_norm::forward(*kind, *t, *sizes, keeps, kernels);
   }
-  if (!results) Py_RETURN_NONE;
-  if (keeps) set_node(*kind, *t, *results, kernels);
-  return wrapped(*kind, *t, *results, returns_sum);
+  if (keeps) set_node(*kind, *t, results, kernels);
+  return wrapped(*kind, *t, results, returns_sum);
   END_HANDLE_TH_ERRORS
 }
 

@@ -185,9 +185,8 @@ inline bool is_large(const Sizes& sizes) {
   return sizes.M * sizes.K * sizes.N > most_products;
 }
 
-// Computes a call whose sizes are known; nothing where PyTorch's own product is faster on a CPU:
-// that is left to Python.
-inline std::optional<Results> forward(
+// Computes a call whose sizes are known.
+inline Results forward(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels) {
   const Tensor& x = t[X];
   Results results;
@@ -200,10 +199,6 @@ inline std::optional<Results> forward(
   if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, kernels, results)) {
-    if (x.is_cpu() && kernels.product.forward && x.scalar_type() == at::kBFloat16 &&
-        is_large(sizes)) {
-      return std::nullopt;
-    }
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);
     auto products = products_of(kind, z, t, sizes.N);
     for (const auto& h : products) {
