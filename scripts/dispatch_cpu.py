@@ -97,10 +97,9 @@ def main() -> int:
         clock = time.thread_time
     described = dataclasses.asdict(environment.describe(torch.device("cpu"), options.commit))
     kept = json.loads(options.out.read_text())["calls"] if options.dtype else []
-    found = []
+    found = [each for each in kept if each["dtype"] not in options.dtype]
     for name, dtype in DTYPES.items():
         if name not in (options.dtype or DTYPES):
-            found += [each for each in kept if each["dtype"] == name]
             continue
         for features, outputs in WEIGHTS:
             for rows in ROWS:
@@ -119,6 +118,7 @@ def main() -> int:
                 )
                 print(f"{name} {rows}x{features}x{outputs}: {', '.join(cells)}", flush=True)
                 # Whatever ends the run, what has been measured is kept.
+                found.sort(key=lambda each: list(DTYPES).index(each["dtype"]))
                 content = {"environment": described, "calls": found}
                 options.out.write_text(json.dumps(content, indent=1) + "\n")
     TABLE.write_text(table(found))

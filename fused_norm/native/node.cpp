@@ -164,12 +164,8 @@ PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, b
 bool is_left(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool is_captured,
     const Kernels& kernels) {
-  if (t[X].is_cpu()) {
-    // PyTorch's own product is several times as fast as ours.
-    return !kernels.product.forward && is_large(sizes);
-  }
   // Hopper's plan has other thresholds in a graph, and keeps folds where no gradient follows.
-  return has_product(kind, t, sizes, kernels) && (is_captured || !keeps);
+  return !t[X].is_cpu() && has_product(kind, t, sizes, kernels) && (is_captured || !keeps);
 }
 
 // Computes a call and gives its results their node; one tensor, or a tuple of them. None where that

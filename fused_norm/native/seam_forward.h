@@ -179,12 +179,6 @@ inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& k
   return y;
 }
 
-// Whether a call takes longer to run than to start.
-inline bool is_large(const Sizes& sizes) {
-  constexpr int64_t most_products = 1 << 18;
-  return sizes.M * sizes.K * sizes.N > most_products;
-}
-
 // Computes a call whose sizes are known.
 inline Results forward(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, const Kernels& kernels) {
