@@ -248,7 +248,7 @@ MUTATIONS = (
         "tiles leave out the products after the last whole step",
         "cpu",
         f"{CPU}/forward_tiles.mojo",
-        "    if whole * B.step < call.K:",
+        "    if whole < end:",
         "    if whole == 0:",
         TILES,
     ),

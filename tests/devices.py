@@ -1,5 +1,7 @@
 """Devices as parameters of tests."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

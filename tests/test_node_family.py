@@ -113,6 +113,19 @@ def test_gradient_of_one_result_alone(name: str, python_calls: list[Tensor]) -> 
     assert not python_calls
 
 
+@pytest.mark.as_dispatched
+@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_around_products_of_pytorch(
+    name: str, dtype: torch.dtype, python_forwards: list[Any]
+) -> None:
+    """Where ours is slower the product is PyTorch's, and still nothing is Python's."""
+    shape = {torch.float32: ((2, 300), 1000, 900), torch.bfloat16: ((1, 1), 4000, 3000)}[dtype]
+    case, tensors = member(name, shape=shape, dtype=dtype)
+    family.check(case, tensors)
+    assert not python_forwards
+
+
 def test_bias_alone_is_a_parameter(python_calls: list[Tensor]) -> None:
     """Nothing is saved of a bias that no gradient depends on."""
     x, weight = torch.randn(5, 8), torch.randn(6, 8)

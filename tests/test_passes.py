@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from kernel_harness import DEVICES, Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
+from fused_norm.backends import passes
 from fused_norm.call.record import Call
+from fused_norm.composition import Operands, Seam
 from fused_norm.native import build
 
 DTYPES = [
@@ -523,3 +525,18 @@ def test_no_rows(device):
     found, _ = backward(case, {"dx", "dgamma", "dbeta", "dbias"}, N=7)
     assert all((found[name] == 0).all() for name in ("dgamma", "dbeta", "dbias"))
     normalize(case)
+
+
+def test_rounding_to_bfloat16() -> None:
+    """Every kind of number becomes what PyTorch makes of it: a CPU rounds with integers."""
+    bits = torch.arange(-(2**31), 2**31, 49_999, dtype=torch.int64).to(torch.int32)
+    ties = (torch.arange(2**16, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
+    x = torch.cat([bits, ties, ties - 1, ties + 1]).view(torch.float32)
+    x = x[: len(x) // 64 * 64].view(-1, 64)
+    z = torch.empty(x.shape, dtype=torch.bfloat16)
+    mean, rstd = torch.zeros(len(x)), torch.ones(len(x))
+    tensors = Operands(x, *[None] * 5, mean, rstd, *[None] * 3, [], [])
+    passes.normalize(Seam("layer_norm", "", EPS, 0.0, False, False, False, False), tensors, x, z=z)
+    expected = x.to(torch.bfloat16)
+    assert torch.equal(z.isnan(), expected.isnan())
+    assert torch.equal(z[~z.isnan()], expected[~z.isnan()])

@@ -92,6 +92,9 @@ def test_few_and_many_rows_give_the_same_bits() -> None:
     y, _, _ = kernels.forward(inputs)
     some, _, _ = kernels.forward([inputs[0][900:917], *inputs[1:]])
     assert torch.equal(some, y[900:917])
+    # So many that a block of their columns meets one after another of the weight's.
+    some, _, _ = kernels.forward([inputs[0][600:1100], *inputs[1:]])
+    assert torch.equal(some, y[600:1100])
 
 
 @needs_tiles
@@ -116,4 +119,5 @@ def test_the_faster_way_of_what_was_measured_is_chosen() -> None:
             sizes = each["M"], each["K"], each["N"]
             declines = cpu.declines(getattr(torch, each["dtype"]), *sizes, direction == "training")
             host_us = 250 if direction == "training" else 0
-            assert declines == (us["fused"] - host_us > us["eager"]), (each, direction)
+            others = min(us["eager"], us.get("around", us["eager"]))
+            assert declines == (us["fused"] - host_us > others), (each, direction)

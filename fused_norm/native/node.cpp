@@ -174,12 +174,8 @@ PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, b
 bool is_left(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool is_captured,
     const Kernels& kernels) {
-  if (t[X].is_cpu()) {
-    // PyTorch's own product is several times as fast as ours.
-    return !kernels.product.forward && is_large(sizes);
-  }
   // Hopper's plan has other thresholds in a graph, which may read folds that Python keeps for it.
-  return has_product(kind, t, sizes, kernels) && is_captured;
+  return !t[X].is_cpu() && has_product(kind, t, sizes, kernels) && is_captured;
 }
 
 // Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
@@ -206,7 +202,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
-  std::optional<Results> results;
+  Results results;
   {
     RECORD_USER_SCOPE(
         (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
@@ -214,9 +210,8 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     results = fused_norm::forward(*kind, *t, *sizes, keeps, folds, kernels);
   }
-  if (!results) Py_RETURN_NONE;
-  if (keeps) set_node(*kind, *t, *results, kernels);
-  return wrapped(*kind, *t, *results, returns_sum);
+  if (keeps) set_node(*kind, *t, results, kernels);
+  return wrapped(*kind, *t, results, returns_sum);
   END_HANDLE_TH_ERRORS
 }
 

@@ -189,15 +189,8 @@ inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& k
   return y;
 }
 
-// Whether a call takes longer to run than to start.
-inline bool is_large(const Sizes& sizes) {
-  constexpr int64_t most_products = 1 << 18;
-  return sizes.M * sizes.K * sizes.N > most_products;
-}
-
-// Computes a call whose sizes are known; nothing where PyTorch's own product is faster on a CPU:
-// that is left to Python.
-inline std::optional<Results> forward(
+// Computes a call whose sizes are known.
+inline Results forward(
     const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
     const Kernels& kernels) {
   const Tensor& x = t[X];
@@ -211,10 +204,6 @@ inline std::optional<Results> forward(
   if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
-    if (x.is_cpu() && kernels.product.forward && x.scalar_type() == at::kBFloat16 &&
-        is_large(sizes)) {
-      return std::nullopt;
-    }
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);
     auto products = products_of(kind, z, t, sizes.N);
     for (const auto& h : products) {

@@ -6,6 +6,7 @@ Long sums are made of sums of blocks, so that their rounding errors are those of
 from std.sys import simd_width_of
 from std.utils import StaticTuple
 
+from .cpu_rounding import rounded
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .types import BFLOAT16, FLOAT16
@@ -155,7 +156,7 @@ def _input[
             .unsafe_load[width=width]()
             .cast[accum]()
         )
-        return value.cast[dtype]().cast[accum]()
+        return rounded[dtype](value).cast[accum]()
     return value
 
 
@@ -187,7 +188,7 @@ def _take[
     comptime if P.has_residual and pass_index == P.passes:
         if operands.sum != 0:
             _at[dtype](operands.sum, place.row * length + column).unsafe_store(
-                v[0].cast[dtype]()
+                rounded[dtype](v[0])
             )
     comptime for k in range(P.features):
         if operands.features[k] != 0:
@@ -240,7 +241,7 @@ def _store[
     comptime if dtype == DType.float32 and k >= P.first_narrow:
         if operands.narrow == BFLOAT16:
             _at[DType.bfloat16](operands.outputs[k], index).unsafe_store(
-                value.cast[DType.bfloat16]()
+                rounded[DType.bfloat16](value)
             )
             return
         if operands.narrow == FLOAT16:
@@ -252,7 +253,7 @@ def _store[
     comptime if P.primed:
         if operands.accumulate:
             value += address.unsafe_load[width=output.length]().cast[accum]()
-    address.unsafe_store(value.cast[dtype]())
+    address.unsafe_store(rounded[dtype](value))
 
 
 @always_inline

@@ -1,17 +1,8 @@
 """What is done beside a product on tiles, a little in each of its steps: memory works while tiles do."""
 
-from std.math import align_up, ceildiv
+from std.math import ceildiv
 
-from .memory import (
-    Buffer,
-    CACHE_LINE,
-    Matrix,
-    buffer,
-    prefetch_for_read,
-    store_first,
-)
-
-comptime _WIDTH = 32
+from .memory import CACHE_LINE, buffer, prefetch_for_read
 
 
 trait Beside(TrivialRegisterPassable):
@@ -33,113 +24,56 @@ struct Nothing(Beside):
 
 
 struct Fetch(Beside):
-    """Brings memory into the second cache, which the processor does not do by itself for so many rows."""
+    """Brings rows into the second cache, which the processor does not do by itself for so many."""
 
     var next: Int
     """Address of the next line."""
-    var end: Int
-    """The end of the memory."""
-    var bytes: Int
-    """Bytes to fetch in a step."""
+    var row_end: Int
+    """The end of its row."""
+    var row_bytes: Int
+    """Bytes of a row."""
+    var skip: Int
+    """Bytes from the end of a row to the next."""
+    var rows: Int
+    """Rows that are left."""
+    var lines: Int
+    """Lines to fetch in a step."""
 
-    def __init__(out self, address: Int, bytes: Int, steps: Int):
-        """Divides memory among steps.
+    def __init__(
+        out self,
+        address: Int,
+        rows: Int,
+        row_bytes: Int,
+        stride: Int,
+        steps: Int,
+    ):
+        """Divides rows among steps.
 
         Args:
-            address: Where it begins.
-            bytes: Its size; none below 1.
+            address: Where the first one begins.
+            rows: Their number; none below 1.
+            row_bytes: Bytes of a row.
+            stride: Bytes from row to row.
             steps: Steps that there will be, at least 1.
         """
         self.next = address
-        self.end = address + bytes
-        self.bytes = align_up(ceildiv(max(bytes, 0), steps), CACHE_LINE)
+        self.row_end = address + row_bytes
+        self.row_bytes = row_bytes
+        self.skip = stride - row_bytes
+        self.rows = rows
+        self.lines = ceildiv(
+            max(rows, 0) * ceildiv(row_bytes, CACHE_LINE), steps
+        )
 
     @always_inline
     def step(mut self):
         """Starts to fetch some lines."""
-        var end = min(self.next + self.bytes, self.end)
-        while self.next < end:
+        for _ in range(self.lines):
+            if self.rows <= 0:
+                return
             prefetch_for_read(buffer[DType.uint8](self.next))
             self.next += CACHE_LINE
-
-
-struct StoreRows[dtype: DType](Beside):
-    """Adds a bias to complete sums and stores them, row after row.
-
-    Parameters:
-        dtype: Element type of the output.
-    """
-
-    var sums: Matrix[DType.float32]
-    """The sums, in whole pieces of 32 columns."""
-    var bias: Buffer[DType.float32]
-    """A number for each column."""
-    var output: Matrix[Self.dtype]
-    """Where they go."""
-    var rows: Int
-    """Rows of sums."""
-    var columns: Int
-    """Their columns."""
-    var pieces: Int
-    """Pieces to store in a step."""
-    var row: Int
-    """The next row."""
-    var column: Int
-    """Its next column."""
-
-    def __init__(
-        out self,
-        sums: Matrix[DType.float32],
-        bias: Buffer[DType.float32],
-        output: Matrix[Self.dtype],
-        rows: Int,
-        columns: Int,
-        pieces: Int,
-    ):
-        """Begins with the first row.
-
-        Args:
-            sums: The sums, in whole pieces of 32 columns.
-            bias: A number for each column.
-            output: Where they go.
-            rows: Rows of sums; 0 for nothing to do.
-            columns: Their columns.
-            pieces: Pieces of 32 columns to store in a step.
-        """
-        self.sums = sums
-        self.bias = bias
-        self.output = output
-        self.rows = rows
-        self.columns = columns
-        self.pieces = pieces
-        self.row = 0
-        self.column = 0
-
-    @always_inline
-    def step(mut self):
-        """Stores some pieces."""
-        for _ in range(self.pieces):
-            if self.row >= self.rows:
-                return
-            self._store()
-
-    def finish(mut self):
-        """Stores all that is left."""
-        while self.row < self.rows:
-            self._store()
-
-    @always_inline
-    def _store(mut self):
-        var sums = (
-            self.sums.at(self.row, self.column).unsafe_load[width=_WIDTH]()
-            + self.bias.unsafe_offset(self.column).unsafe_load[width=_WIDTH]()
-        )
-        store_first[width=_WIDTH](
-            self.output.at(self.row, self.column),
-            sums.cast[Self.dtype](),
-            self.columns - self.column,
-        )
-        self.column += _WIDTH
-        if self.column >= self.columns:
-            self.column = 0
-            self.row += 1
+            if self.next >= self.row_end:
+                self.next = self.row_end + self.skip
+                self.row_end = self.next + self.row_bytes
+                self.rows -= 1

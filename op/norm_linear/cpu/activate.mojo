@@ -1,12 +1,13 @@
-"""Activates a panel of the product while its sums are in cache.
+"""Makes y of complete sums: adds the bias, activates, and lets the two halves of a gate meet.
 
 Beside the product rather than in its register tiles: an activation takes more
-instructions than a tile's whole epilogue, and there is a tile for every number
-of rows and vectors. Writing sums and reading them again costs a hundredth of
-the product, and lets the two halves of a gate meet.
+instructions than a tile's whole epilogue. Where tile registers multiply, the
+vector registers do this meanwhile, a piece in each step.
 """
 
 from ...call import Call
+from ...gemm.activation import GATED, activate
+from ...gemm.cpu.beside import Beside
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import (
     Buffer,
@@ -14,7 +15,6 @@ from ...gemm.cpu.memory import (
     prefetch_for_write,
     store_first,
 )
-from ...gemm.activation import GATED, SILU, activate
 
 comptime _AHEAD = 4
 """Rows ahead of which the lines to write are asked for."""
@@ -32,13 +32,18 @@ struct Half[dtype: DType](TrivialRegisterPassable):
     """Block sizes and number formats."""
 
     var sums: Matrix[Self.B.accum]
-    """The sums, in whole vectors."""
+    """The sums, in whole panels."""
     var bias: Buffer[Self.B.accum]
     """A number for each column of the panel."""
 
     @always_inline
-    def at(self, row: Int, column: Int) -> SIMD[Self.B.accum, Self.B.width]:
-        """Computes a vector of h.
+    def at[
+        width: Int
+    ](self, row: Int, column: Int) -> SIMD[Self.B.accum, width]:
+        """Computes a piece of h.
+
+        Parameters:
+            width: Its columns.
 
         Args:
             row: Row of the panel.
@@ -47,52 +52,144 @@ struct Half[dtype: DType](TrivialRegisterPassable):
         Returns:
             The sums and the bias.
         """
-        comptime width = Self.B.width
         return (
             self.sums.at(row, column).unsafe_load[width=width]()
             + self.bias.unsafe_offset(column).unsafe_load[width=width]()
         )
 
 
-def finish_columns[
-    dtype: DType
-](
-    call: Call,
-    first: Int,
-    column: Int,
-    rows: Int,
-    columns: Int,
-    half: Half[dtype],
-    gated: Half[dtype],
-):
-    """Makes a part of y, activated or not.
+struct FinishRows[dtype: DType](Beside):
+    """Makes a part of y, and of h where that is kept, row after row, in pieces of some columns.
 
     Parameters:
         dtype: Element type of the tensors.
-
-    Args:
-        call: The tensors.
-        first: The first row.
-        column: The first column of y.
-        rows: Number of rows.
-        columns: Number of columns.
-        half: The sums; before a gate, those of the gate.
-        gated: What a gate multiplies.
     """
-    if call.activation != 0:
-        activate_panel(call, first, column, rows, columns, half, gated)
-        return
-    comptime B = Blocking[dtype]
-    var y = Matrix[dtype](call.y, call.N).part(first, column)
-    for row in range(rows):
-        for j in range(0, columns, B.width):
-            prefetch_for_write(y.at(row + _AHEAD, j))
-            store_first(
-                y.at(row, j), half.at(row, j).cast[dtype](), columns - j
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+    comptime width = Self.B.width * (2 if Self.B.tile_vectors == 2 else 1)
+    """Columns of a piece."""
+
+    var activation: Int
+    """Its number in the record."""
+    var half: Half[Self.dtype]
+    """The sums; before a gate, those of the gate."""
+    var gated: Half[Self.dtype]
+    """What a gate multiplies."""
+    var y: Matrix[Self.dtype]
+    """The part of y."""
+    var h: Matrix[Self.dtype]
+    """The part of h, that of y where h is not kept."""
+    var keeps_h: Bool
+    """Whether h is kept."""
+    var up: Int
+    """Columns of h from a gate to what it multiplies."""
+    var rows: Int
+    """Rows of the part."""
+    var columns: Int
+    """Its columns."""
+    var pieces: Int
+    """Pieces to make in a step."""
+    var row: Int
+    """The next row."""
+    var column: Int
+    """Its next column."""
+
+    def __init__(
+        out self,
+        call: Call,
+        first: Int,
+        column: Int,
+        rows: Int,
+        columns: Int,
+        half: Half[Self.dtype],
+        gated: Half[Self.dtype],
+        pieces: Int,
+    ):
+        """Begins with the first row.
+
+        Args:
+            call: The tensors.
+            first: The first row.
+            column: The first column of y.
+            rows: Number of rows; 0 for nothing to do.
+            columns: Number of columns.
+            half: The sums; before a gate, those of the gate.
+            gated: What a gate multiplies.
+            pieces: Pieces to make in a step.
+        """
+        self.activation = call.activation
+        self.half = half
+        self.gated = gated
+        self.y = Matrix[Self.dtype](call.y, call.N).part(first, column)
+        self.h = self.y
+        self.keeps_h = call.activation != 0 and call.h != 0
+        if self.keeps_h:
+            self.h = Matrix[Self.dtype](
+                call.h, 2 * call.N if call.activation >= GATED else call.N
+            ).part(first, column)
+        self.up = call.N
+        self.rows = rows
+        self.columns = columns
+        self.pieces = pieces
+        self.row = 0
+        self.column = 0
+
+    @always_inline
+    def step(mut self):
+        """Makes some pieces."""
+        for _ in range(self.pieces):
+            if self.row >= self.rows:
+                return
+            self._make()
+
+    def finish(mut self):
+        """Makes all that is left."""
+        while self.row < self.rows:
+            self._make()
+
+    @always_inline
+    def _make(mut self):
+        if self.activation == 0:
+            self._store(
+                self.y, 0, self.half.at[Self.width](self.row, self.column)
             )
+        else:
+            self._activate()
+        self.column += Self.width
+        if self.column >= self.columns:
+            self.column = 0
+            self.row += 1
+
+    @always_inline
+    def _store(
+        self,
+        target: Matrix[Self.dtype],
+        offset: Int,
+        value: SIMD[Self.B.accum, Self.width],
+    ):
+        prefetch_for_write(target.at(self.row + _AHEAD, offset + self.column))
+        store_first(
+            target.at(self.row, offset + self.column),
+            value.cast[Self.dtype](),
+            self.columns - self.column,
+        )
+
+    @no_inline
+    def _activate(self):
+        var value = self.half.at[Self.width](self.row, self.column)
+        if self.keeps_h:
+            self._store(self.h, 0, value)
+        value = activate(Int32(self.activation % GATED), value)
+        if self.activation >= GATED:
+            var factor = self.gated.at[Self.width](self.row, self.column)
+            if self.keeps_h:
+                self._store(self.h, self.up, factor)
+            value *= factor
+        self._store(self.y, 0, value)
 
 
-def activate_panel[
+def finish_columns[
     dtype: DType
 ](
     call: Call,
@@ -117,48 +214,7 @@ def activate_panel[
         half: The sums; before a gate, those of the gate.
         gated: What a gate multiplies.
     """
-    comptime for kind in range(1, Int(SILU) + 1):
-        if call.activation % GATED == kind:
-            _activate[dtype, kind](
-                call, first, column, rows, columns, half, gated
-            )
-
-
-def _activate[
-    dtype: DType, kind: Int
-](
-    call: Call,
-    first: Int,
-    column: Int,
-    rows: Int,
-    columns: Int,
-    half: Half[dtype],
-    gated: Half[dtype],
-):
-    comptime B = Blocking[dtype]
-    var is_gated = call.activation >= GATED
-    var y = Matrix[dtype](call.y, call.N).part(first, column)
-    # Where h is not wanted nothing is written there.
-    var h = y
-    if call.h != 0:
-        h = Matrix[dtype](call.h, 2 * call.N if is_gated else call.N).part(
-            first, column
-        )
-    for row in range(rows):
-        for j in range(0, columns, B.width):
-            var left = columns - j
-            prefetch_for_write(y.at(row + _AHEAD, j))
-            var value = half.at(row, j)
-            if call.h != 0:
-                prefetch_for_write(h.at(row + _AHEAD, j))
-                store_first(h.at(row, j), value.cast[dtype](), left)
-            value = activate(Int32(kind), value)
-            if is_gated:
-                var factor = gated.at(row, j)
-                if call.h != 0:
-                    prefetch_for_write(h.at(row + _AHEAD, call.N + j))
-                    store_first(
-                        h.at(row, call.N + j), factor.cast[dtype](), left
-                    )
-                value *= factor
-            store_first(y.at(row, j), value.cast[dtype](), left)
+    var part = FinishRows[dtype](
+        call, first, column, rows, columns, half, gated, 1
+    )
+    part.finish()

@@ -31,7 +31,7 @@ from ...gemm.cpu.product import (
 from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
-from .activate import activate_panel
+from .activate import finish_columns
 from .forward_job import Forward, Room, normalize_into
 from .forward_tiles import run_on_tiles
 from .norms import with_norm
@@ -145,7 +145,7 @@ def _multiply[
         multiply_panel[dtype, a_is_panel=False](
             other.sums, rows, gated, count, columns, call.K
         )
-    activate_panel(call, first, column, count, columns, half, other)
+    finish_columns(call, first, column, count, columns, half, other)
 
 
 def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):

@@ -4,7 +4,7 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.cpu.blocking import Blocking
-from ...gemm.cpu.memory import Arena, Buffer, Matrix, buffer
+from ...gemm.cpu.memory import Arena, Matrix
 from ...gemm.cpu.pack import pack_rows
 from ...norms.norm import Norm
 from .activate import Half
@@ -125,9 +125,9 @@ struct Room[dtype: DType](TrivialRegisterPassable):
         comptime B = Self.B
         var first = half * call.N + column
         return {
-            self.sums.part(place * self.rows, 0),
+            self.sums_of(place),
             in_type_of_sums[Self.dtype](
-                Int(self.bias_of(place)),
+                self.bias_of(place),
                 call.bias + first * size_of[Self.dtype]() if call.bias
                 != 0 else 0,
                 columns,
@@ -137,7 +137,7 @@ struct Room[dtype: DType](TrivialRegisterPassable):
             ),
         }
 
-    def sums_of(self, place: Int) -> Matrix[DType.float32]:
+    def sums_of(self, place: Int) -> Matrix[Self.B.accum]:
         """Finds the sums of a room.
 
         Args:
@@ -146,19 +146,15 @@ struct Room[dtype: DType](TrivialRegisterPassable):
         Returns:
             The sums.
         """
-        return rebind[Matrix[DType.float32]](
-            self.sums.part(place * self.rows, 0)
-        )
+        return self.sums.part(place * self.rows, 0)
 
-    def bias_of(self, place: Int) -> Buffer[DType.float32]:
+    def bias_of(self, place: Int) -> Int:
         """Finds the bias of a room.
 
         Args:
             place: Which of the rooms.
 
         Returns:
-            The bias.
+            Its address.
         """
-        return buffer[DType.float32](
-            self.bias + place * self.width * size_of[Self.B.accum]()
-        )
+        return self.bias + place * self.width * size_of[Self.B.accum]()

@@ -4,15 +4,15 @@
   copied; the normalized rows are packed as columns, and shared. A task takes some rows of the weight.
 - Many rows: y = z W^T. The weight is packed as columns and shared. A task takes a slab of rows, which it
   normalizes for itself, and multiplies 32 of them, which stay in the first cache, by as many columns as
-  stay in the second.
+  stay in the second. Meanwhile y is made of the sums before: bias, activation and gate.
 """
 
 from std.math import ceildiv
 from std.sys import size_of
 
-from ...gemm.cpu.beside import Beside, Fetch, Nothing, StoreRows
+from ...gemm.cpu.beside import Beside, Fetch, Nothing
 from ...gemm.cpu.blocking import Blocking
-from ...gemm.cpu.memory import Arena, Buffer, Matrix
+from ...gemm.cpu.memory import Arena, Matrix
 from ...gemm.cpu.pack_transposed import pack_transposed
 from ...gemm.cpu.tile_product import (
     STREAM_COLUMNS,
@@ -22,9 +22,12 @@ from ...gemm.cpu.tile_product import (
 from ...gemm.cpu.tiles import TILES_ROWS, TILE_ROWS, with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
-from .activate import Half, finish_columns
+from .activate import FinishRows, finish_columns
 from .forward_job import Forward, Room, normalize_into
 from .tile_columns import TileColumns
+
+comptime COPIED_FROM = 96
+"""From so many rows on a block of the weight is copied, as it meets each 32 of them."""
 
 
 def run_on_tiles[
@@ -61,6 +64,13 @@ def _room[
     return Room[dtype](arena, job.plan)
 
 
+def _own[
+    dtype: DType
+](job: Forward[dtype], mut arena: Arena) -> TileColumns[dtype]:
+    ref plan = job.plan
+    return TileColumns[dtype](arena, job.call[], plan.sums_at_once)
+
+
 def _pack_rows_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     """Normalizes 16 rows at a time, and packs them as columns."""
     ref job = data.unsafe_bitcast[Forward[dtype]]()[]
@@ -68,7 +78,7 @@ def _pack_rows_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     ref call = job.call[]
     var arena = Arena(0)
     _ = _room(job, worker, arena)
-    var own = TileColumns[dtype](arena, call)
+    var own = _own(job, arena)
     var rows = Matrix[B.operand](own.rows, B.row_stride(call.K))
     while True:
         var panel = job.take()
@@ -88,30 +98,51 @@ def _pack_rows_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
 
 
 def _columns_part[dtype: DType](data: Data, worker: Int):
-    """Takes columns of y, some rows of the weight, until none is left."""
+    """Takes columns of y, some rows of the weight, until none is left.
+
+    Where z does not stay in the second cache, a block of its columns does, and meets all the rows of the
+    weight that the task has before the next block comes.
+    """
     ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
     ref call = job.call[]
     ref plan = job.plan
     var arena = Arena(0)
     var room = _room(job, worker, arena)
-    var own = TileColumns[dtype](arena, call)
+    var own = _own(job, arena)
+    var halves = plan.halves
+    var at_once = plan.sums_at_once // halves * TILES_ROWS
+    var depth = call.K if at_once == TILES_ROWS else B.depth
     while True:
         var begin = job.take() * plan.task_columns
         if begin >= call.N:
             return
         var end = min(call.N, begin + plan.task_columns)
-        for column in range(begin, end, TILES_ROWS):
-            var columns = min(TILES_ROWS, end - column)
-            var left = end - column - columns
-            var half = room.half(call, 0, column, columns, 0)
-            _multiply_weight(job, own, half, column, columns, left)
-            var other = half
-            if plan.halves > 1:
-                other = room.half(call, 1, column, columns, 1)
-                _multiply_weight(
-                    job, own, other, call.N + column, columns, left
-                )
-            finish_columns(call, 0, column, call.M, columns, half, other)
+        for first in range(begin, end, at_once):
+            var last = min(end, first + at_once)
+            for k in range(0, call.K, depth):
+                for column in range(first, last, TILES_ROWS):
+                    for which in range(halves):
+                        _multiply_weight(
+                            job,
+                            own,
+                            (column - first) // TILES_ROWS * halves + which,
+                            which * call.N + column,
+                            min(TILES_ROWS, last - column),
+                            end - column - TILES_ROWS,
+                            k,
+                            min(call.K, k + depth),
+                        )
+            for column in range(first, last, TILES_ROWS):
+                var columns = min(TILES_ROWS, last - column)
+                var place = (column - first) // TILES_ROWS * halves
+                var half = room.half(call, 0, column, columns, 0)
+                own.transpose_sums(place, half.sums, call.M)
+                var other = half
+                if halves > 1:
+                    other = room.half(call, 1, column, columns, 1)
+                    own.transpose_sums(place + 1, other.sums, call.M)
+                finish_columns(call, 0, column, call.M, columns, half, other)
 
 
 def _multiply_weight[
@@ -119,34 +150,41 @@ def _multiply_weight[
 ](
     job: Forward[dtype],
     own: TileColumns[dtype],
-    half: Half[dtype],
+    place: Int,
     n: Int,
     outputs: Int,
     left: Int,
+    begin: Int,
+    end: Int,
 ):
-    """Multiplies up to 32 rows of the weight by all rows; `left` more follow."""
+    """Multiplies some columns of up to 32 rows of the weight by all rows; `left` more follow."""
     comptime B = Blocking[dtype]
     ref call = job.call[]
     var weight = Matrix[dtype](call.weight, call.K).part(n, 0)
     var row_bytes = call.K * size_of[dtype]()
     var fetch = Fetch(
-        Int(weight.at(outputs)),
-        min(TILES_ROWS, left) * row_bytes,
-        ceildiv(call.M, TILES_ROWS) * max(1, call.K // B.step),
+        Int(weight.at(outputs, begin)),
+        min(TILES_ROWS, left),
+        (end - begin) * size_of[dtype](),
+        row_bytes,
+        ceildiv(call.M, TILES_ROWS) * max(1, (end - begin) // B.step),
     )
     var nothing = Nothing()
     var panel_bytes = B.row_panel_size(call.K) * 2
     var shared = job.workspace + job.plan.shared
-    var whole = call.K // B.step
-    for k in range(0, whole, B.depth // B.step):
-        var steps = min(B.depth // B.step, whole - k)
-        var rows = Tiles.of_rows(Int(weight.at(0, k * B.step)), call.K * 2)
+    var whole = end // B.step * B.step
+    for k in range(begin, whole, B.depth):
+        var steps = min(B.depth, whole - k) // B.step
+        var rows = Tiles.of_rows(Int(weight.at(0, k)), row_bytes)
+        if call.M >= COPIED_FROM:
+            own.copy_block(weight.part(0, k), outputs, steps)
+            rows = Tiles.of_left_panel(own.weight)
         for m in range(0, call.M, TILES_ROWS):
             var columns = Tiles.of_row_panels(
                 shared + m // TILE_ROWS * panel_bytes, panel_bytes
-            ).after(k)
+            ).after(k // B.step)
             add_products[stream=STREAM_COLUMNS](
-                own.sums_of(m),
+                own.sums_of(place, m),
                 rows,
                 columns,
                 outputs,
@@ -155,22 +193,21 @@ def _multiply_weight[
                 k > 0,
                 fetch,
             )
-    if whole * B.step < call.K:
-        own.copy_rest(weight, outputs, whole * B.step, call.K)
+    if whole < end:
+        own.copy_rest(weight, outputs, whole, end)
         for m in range(0, call.M, TILES_ROWS):
             add_products[stream=STREAM_COLUMNS](
-                own.sums_of(m),
+                own.sums_of(place, m),
                 Tiles.of_rows(own.rest, B.step * 2),
                 Tiles.of_row_panels(
                     shared + m // TILE_ROWS * panel_bytes, panel_bytes
-                ).after(whole),
+                ).after(whole // B.step),
                 outputs,
                 call.M - m,
                 1,
                 whole > 0,
                 nothing,
             )
-    own.transpose_sums(half.sums, call.M)
 
 
 def _pack_weight_part[dtype: DType](data: Data, panel: Int):
@@ -201,15 +238,14 @@ def _slab_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
     var arena = Arena(0)
     var room = _room(job, worker, arena)
     var rows = Matrix[B.operand](arena.next, B.row_stride(call.K))
-    var is_direct = call.activation == 0
-    # While sums of some rows are stored those of the next are computed, in the
-    # other half of the room; so is the bias of the next columns.
+    var halves = plan.halves
+    # While some rows of y are made those of the next are computed, in the other
+    # half of the room; so is the bias of the next columns.
     var turn = 0
     var bias_turn = 0
-    var waiting = StoreRows[dtype](
-        room.sums_of(0), room.bias_of(0), Matrix[dtype](call.y, call.N), 0, 0, 0
-    )
-    var nothing = Nothing()
+    var half = room.half(call, 0, 0, 0, 0)
+    var other = half
+    var waiting = FinishRows[dtype](call, 0, 0, 0, 0, half, other, 0)
     while True:
         var slab = job.take()
         if slab >= plan.slabs.count:
@@ -220,54 +256,36 @@ def _slab_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
         for column in range(0, call.N, plan.width):
             var columns = min(plan.width, call.N - column)
             bias_turn = 1 - bias_turn
-            var half = room.half(
-                call, 0, column, columns, bias_turn if is_direct else 0
-            )
-            var other = half
-            if plan.halves > 1:
-                other = room.half(call, 1, column, columns, 1)
+            half = room.half(call, 0, column, columns, bias_turn * halves)
+            other = half
+            if halves > 1:
+                other = room.half(call, 1, column, columns, bias_turn * 2 + 1)
             for row in range(0, count, TILES_ROWS):
                 var some = min(TILES_ROWS, count - row)
-                var left = rows.part(row, 0)
-                if is_direct:
-                    turn = 1 - turn
-                    var sums = room.sums_of(turn)
-                    _multiply_rows(
-                        job, sums, left, 0, column, some, columns, waiting
-                    )
-                    waiting.finish()
-                    waiting = StoreRows[dtype](
-                        sums,
-                        rebind[Buffer[DType.float32]](half.bias),
-                        Matrix[dtype](call.y, call.N).part(first + row, column),
-                        some,
-                        columns,
-                        ceildiv(TILES_ROWS * B.step, call.K),
-                    )
-                    continue
-                _multiply_rows(
-                    job,
-                    room.sums_of(0),
-                    left,
-                    0,
-                    column,
-                    some,
-                    columns,
-                    nothing,
-                )
-                if plan.halves > 1:
+                turn = 1 - turn
+                half.sums = room.sums_of(turn * halves)
+                other.sums = room.sums_of(turn * halves + halves - 1)
+                for which in range(halves):
                     _multiply_rows(
                         job,
-                        room.sums_of(1),
-                        left,
-                        1,
+                        other.sums if which > 0 else half.sums,
+                        rows.part(row, 0),
+                        which,
                         column,
                         some,
                         columns,
-                        nothing,
+                        waiting,
                     )
-                finish_columns(
-                    call, first + row, column, some, columns, half, other
+                waiting.finish()
+                waiting = FinishRows[dtype](
+                    call,
+                    first + row,
+                    column,
+                    some,
+                    columns,
+                    half,
+                    other,
+                    ceildiv(TILES_ROWS * B.step, call.K * halves),
                 )
     waiting.finish()
 
@@ -276,7 +294,7 @@ def _multiply_rows[
     dtype: DType, Work: Beside
 ](
     job: Forward[dtype],
-    sums: Matrix[DType.float32],
+    sums: Matrix[Blocking[dtype].accum],
     rows: Matrix[Blocking[dtype].operand],
     which: Int,
     column: Int,
@@ -298,7 +316,7 @@ def _multiply_rows[
                 (first + c // B.tile_n) * size
             )
             add_products[stream=STREAM_COLUMNS](
-                sums.part(0, c),
+                rebind[Matrix[DType.float32]](sums).part(0, c),
                 Tiles.of_rows(Int(rows.at(0, k)), rows.stride * 2),
                 Tiles.of_panel(Int(panel), tiles).after(k // B.step),
                 count,

@@ -27,14 +27,20 @@ comptime FEW_ROWS = 192
 comptime FEW_ROWS_ON_TILES = 512
 """The same of a forward on tiles, which takes the weight as it is where rows are few."""
 
-comptime FEW_ELEMENTS_ON_TILES = 1 << 19
-"""And as many elements of these rows, which every row of the weight meets in the second cache."""
+comptime FEW_ELEMENTS_ON_TILES = 1 << 21
+"""And as many elements of these rows."""
+
+comptime SHARED_ELEMENTS = 1 << 19
+"""As many elements of these rows stay in the second cache while every row of the weight meets them."""
 
 comptime MOST_TASK_COLUMNS = 256
 """Most columns that a task takes where rows are few and tiles multiply them."""
 
 comptime TILES_WIDTH = 256
-"""Columns whose packed weight stays in the second cache beside a slab of rows, on tiles."""
+"""Most columns whose packed weight stays in the second cache beside a slab of rows, on tiles."""
+
+comptime TILES_WEIGHT = 1 << 18
+"""As many elements of a packed weight do."""
 
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
@@ -151,7 +157,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     var slab_rows: Int
     """Most rows that one task computes."""
     var rooms: Int
-    """Rooms of a worker for bias and sums: one for each half, and one to store from while tiles compute."""
+    """Rooms of a worker for bias and sums: one for each half, twice where y is made while tiles compute."""
     var width: Int
     """Most columns of y that are computed side by side."""
     var sum_rows: Int
@@ -160,6 +166,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Distance between those rows."""
     var task_columns: Int
     """Columns of y that a task takes where rows are few and tiles multiply them."""
+    var sums_at_once: Int
+    """How many times 32 rows of the weight it multiplies at once then, both halves counted."""
     var gamma: Int
     """Weight of the norm in the type of sums."""
     var beta: Int
@@ -200,8 +208,13 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.sum_stride = B.tile_n
         comptime if B.has_tiles:
             if not self.few_rows:
-                self.rooms = 2
-                self.width = TILES_WIDTH
+                # One to make y from while the other is filled.
+                self.rooms = 2 * self.halves
+                self.width = max(
+                    B.tile_n,
+                    min(TILES_WIDTH, TILES_WEIGHT // call.K) // self.halves,
+                )
+                self.width = self.width // B.tile_n * B.tile_n
                 self.sum_rows = TILES_ROWS
             # A line more keeps rows from sharing the same few cache sets.
             self.sum_stride = self.width + CACHE_LINE // 4
@@ -209,6 +222,9 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             MOST_TASK_COLUMNS,
             align_up(ceildiv(call.N, 4 * self.workers), B.tile_n),
         )
+        self.sums_at_once = self.halves
+        if call.M * call.K > SHARED_ELEMENTS:
+            self.sums_at_once *= self.task_columns // TILES_ROWS
 
         var arena = Arena(0)
         self.gamma = arena.take[B.accum](call.K)
@@ -233,7 +249,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         _ = arena.take[B.operand](own_rows)
         comptime if B.has_tiles:
             if self.few_rows:
-                TileColumns[Self.dtype].reserve(arena, call)
+                TileColumns[Self.dtype].reserve(arena, call, self.sums_at_once)
         self.own_bytes = arena.next - self.own
         self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE
 

@@ -22,44 +22,79 @@ struct TileColumns[dtype: DType](TrivialRegisterPassable):
     var rows: Int
     """Address of 16 normalized rows."""
     var sums: Int
-    """Address of the sums of 32 rows of y^T, in blocks of 32 columns."""
+    """Address of the sums of some rows of y^T, 32 after 32, in blocks of 32 columns."""
+    var stride: Int
+    """Bytes from 32 rows of sums to the next."""
+    var weight: Int
+    """Address of 32 rows of the weight, a block of their columns."""
     var rest: Int
     """Address of what 32 rows of the weight have beyond the last whole step."""
 
-    def __init__(out self, mut arena: Arena, call: Call):
+    def __init__(out self, mut arena: Arena, call: Call, count: Int):
         """Reserves the arrays.
 
         Args:
             arena: Where from.
             call: The sizes.
+            count: How many times 32 rows of y^T are summed at once.
         """
         comptime B = Self.B
         self.rows = arena.take[B.operand](TILE_ROWS * B.row_stride(call.K))
-        self.sums = arena.take[DType.float32](
-            ceildiv(call.M, TILES_ROWS) * TILES_ROWS * TILES_ROWS
-        )
+        var sums = ceildiv(call.M, TILES_ROWS) * TILES_ROWS * TILES_ROWS
+        self.stride = sums * 4
+        self.sums = arena.take[DType.float32](count * sums)
+        self.weight = arena.take[B.operand](TILES_ROWS * B.depth)
         self.rest = arena.take[B.operand](TILES_ROWS * B.step)
 
     @staticmethod
-    def reserve(mut arena: Arena, call: Call):
+    def reserve(mut arena: Arena, call: Call, count: Int):
         """Takes as much as it needs.
 
         Args:
             arena: Where from.
             call: The sizes.
+            count: How many times 32 rows of y^T are summed at once.
         """
-        _ = Self(arena, call)
+        _ = Self(arena, call, count)
 
-    def sums_of(self, m: Int) -> Matrix[DType.float32]:
+    def sums_of(self, place: Int, m: Int) -> Matrix[DType.float32]:
         """Finds a block of sums.
 
         Args:
+            place: Which 32 rows of y^T.
             m: Its first row of y, a multiple of 32.
 
         Returns:
             The block.
         """
-        return {self.sums + m * TILES_ROWS * 4, TILES_ROWS}
+        return {
+            self.sums + place * self.stride + m * TILES_ROWS * 4,
+            TILES_ROWS,
+        }
+
+    def copy_block(self, weight: Matrix[Self.dtype], rows: Int, steps: Int):
+        """Copies a block of some rows of the weight, tile after tile.
+
+        Where they lie, rows may share the same few cache sets, so that they would not stay in the first
+        cache while all rows of z meet them.
+
+        Args:
+            weight: The block.
+            rows: How many, at most 32.
+            steps: Its columns, in steps.
+        """
+        comptime B = Self.B
+        for row in range(rows):
+            var source = weight.at(row)
+            var target = buffer[Self.dtype](self.weight).unsafe_offset(
+                row * B.step
+            )
+            for step in range(steps):
+                target.unsafe_offset(step * TILES_ROWS * B.step).unsafe_store(
+                    source.unsafe_offset(step * B.step).unsafe_load[
+                        width=B.step
+                    ]()
+                )
 
     def copy_rest(
         self, weight: Matrix[Self.dtype], rows: Int, first: Int, end: Int
@@ -82,15 +117,18 @@ struct TileColumns[dtype: DType](TrivialRegisterPassable):
                 ]()
             )
 
-    def transpose_sums(self, target: Matrix[Self.B.accum], rows: Int):
+    def transpose_sums(
+        self, place: Int, target: Matrix[Self.B.accum], rows: Int
+    ):
         """Brings the sums into rows of y.
 
         Args:
+            place: Which 32 rows of y^T.
             target: Sums of 32 columns.
             rows: Rows of y.
         """
         for m in range(0, rows, TILE_ROWS):
-            var source = self.sums_of(m // TILES_ROWS * TILES_ROWS)
+            var source = self.sums_of(place, m // TILES_ROWS * TILES_ROWS)
             comptime for half in range(2):
                 var square = Array[SIMD[DType.float32, TILE_ROWS], TILE_ROWS](
                     uninitialized=True

@@ -1,0 +1,36 @@
+"""Rounds what a CPU has computed to the type it is stored in."""
+
+from std.memory import bitcast
+
+
+@always_inline
+def rounded[
+    dtype: DType, //, to: DType
+](value: SIMD[dtype, _]) -> SIMD[to, value.length]:
+    """Rounds numbers to a type to the nearest, ties to even.
+
+    Few CPUs have instructions that round to bfloat16, and those round subnormal numbers to zero; a function
+    for each number, as a cast becomes otherwise, takes longer than all else in a pass. Integers do it.
+
+    Parameters:
+        dtype: The type of the numbers.
+        to: The type to round to.
+
+    Args:
+        value: The numbers.
+
+    Returns:
+        The same, rounded.
+    """
+    comptime if to == DType.bfloat16 and dtype == DType.float32:
+        comptime Bits = SIMD[DType.uint32, value.length]
+        var bits = bitcast[DType.uint32, value.length](value)
+        var nearest = bits + Bits(0x7FFF) + ((bits >> Bits(16)) & Bits(1))
+        # A NaN stays one, whatever its bits.
+        var is_nan = (bits & Bits(0x7FFFFFFF)).gt(Bits(0x7F800000))
+        var kept = is_nan.select(bits | Bits(0x400000), nearest)
+        return bitcast[to, value.length](
+            (kept >> Bits(16)).cast[DType.uint16]()
+        )
+    else:
+        return value.cast[to]()
