@@ -18,7 +18,15 @@ from matplotlib.figure import Figure
 from worklog_diagrams import bands, naive, ring, swizzle
 from worklog_steps import HEADLINE, LARGE, STEPS, Sizes, work
 from worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, legend, new_figure
-from worklog_trials import activation, backward, epilogue, few_rows, hidden_pass, statistics
+from worklog_trials import (
+    activation,
+    backward,
+    epilogue,
+    few_rows,
+    hidden_pass,
+    statistics,
+    turns,
+)
 
 Data = dict[str, Any]
 Draw = Callable[[Data], Figure]
@@ -232,5 +240,6 @@ FIGURES: dict[str, tuple[Draw, tuple[str, ...]]] = {
     "backward": (backward, ("trials",)),
     "hidden-pass": (hidden_pass, ("trials",)),
     "activation": (activation, ("trials",)),
+    "turns": (turns, ("trials",)),
 }
 assert set(FIGURES) == {"ladder", "roofline", *(step.name for step in STEPS)}

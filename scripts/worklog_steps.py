@@ -197,6 +197,15 @@ STEPS = (
         LARGE,
         "activation",
     ),
+    Step(
+        14,
+        "turns",
+        "Taking turns",
+        "forward",
+        "op/gemm/sm90/consumer.mojo",
+        LARGE,
+        "taking turns",
+    ),
 )
 
 

@@ -29,6 +29,8 @@ TOPICS = [
     *("naive", "tiled", "TMA + wgmma", "warp-specialized ring", "persistent with clusters"),
     *("no spills (SASS beside)", "epilogue", "statistics while multiplying"),
     *("centered fold with its numerics", "few rows", "backward", "hidden pass", "activation"),
+    # What came after.
+    "taking turns",
 ]
 SOURCES = sorted((ROOT / "worklog").glob("step*.mojo"))
 QUICK = "step4_ring"
