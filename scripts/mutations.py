@@ -40,8 +40,6 @@ PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or
 TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 
-FOLDS = ("tests/test_node_folds.py",)
-
 # The one extension and dtype that some tests need, for building it ahead.
 KERNELS: dict[tuple[str, ...], tuple[str, str]] = {
     HOPPER: ("norm_linear_sm90", "bfloat16"),
@@ -380,30 +378,6 @@ MUTATIONS = (
         "return tuple([(t._version, t.untyped_storage()._cdata) for t in tensors])",
         "return ((0, 0),)",
         ("tests/test_folds.py",),
-    ),
-    Mutation(
-        "C++ uses a fold after a change of its weight",
-        "cpu",
-        "fused_norm/native/folds.h",
-        "t.scalar_type() == dtype_ && version(t, promise) == version_;",
-        "t.scalar_type() == dtype_;",
-        FOLDS,
-    ),
-    Mutation(
-        "C++ uses a fold for other memory at the same address",
-        "cpu",
-        "fused_norm/native/folds.h",
-        "t.storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&",
-        "storage_._unsafe_get_target() &&",
-        FOLDS,
-    ),
-    Mutation(
-        "C++ keeps folds of weights that have no version",
-        "cpu",
-        "fused_norm/native/folds.h",
-        "return !v->defined() || Folded::has_version(*v);",
-        "return true;",
-        FOLDS,
     ),
     Mutation(
         "C++ keeps folds beside other processes",
