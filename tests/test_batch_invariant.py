@@ -12,6 +12,7 @@ import pytest
 import torch
 from devices import GPU
 from family import GRID, LOW, check, make_tensors, pairwise
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
@@ -343,7 +344,8 @@ def test_compiled_functions_are_compiled_anew_in_the_mode() -> None:
 
     def backend(module: Any, inputs: Any) -> Any:
         graphs.append(module)
-        return aot_autograd(fw_compiler=lambda module, inputs: module.forward)(module, inputs)
+        boxed = lambda module, inputs: make_boxed_func(module.forward)  # noqa: E731
+        return aot_autograd(fw_compiler=boxed)(module, inputs)
 
     def call(x: Tensor, residual: Tensor) -> Any:
         return sums(p, x, residual)
