@@ -88,7 +88,6 @@ def matrix_kernel[
         product: What goes with the matrices.
     """
     comptime assert not config.sums_rows or config.a_transposed
-    comptime assert not H.gathers or config.takes_turns
     comptime assert not config.takes_turns or not (
         config.a_transposed or config.split or config.adds or H.passes_on
     )

@@ -18,6 +18,8 @@ struct Shape(Equatable, TrivialRegisterPassable):
 
 comptime SHAPES = [Shape(128, True), Shape(128, False), Shape(64, False)]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
+comptime SHARED_COLUMNS = 256
+"""Columns of a tile that consumers share where they gather on the way, too."""
 comptime FEW_ROWS = 0
 """In place of a tile's columns, the kernel for few rows."""
 comptime MOST_FEW_ROWS = 64

@@ -19,7 +19,7 @@ from ...gemm.sm90.launch import (
     launch_product,
 )
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import FEW_ROWS, Tiling
+from ...gemm.sm90.tiling import FEW_ROWS, SHARED_COLUMNS, Tiling
 from ...norms.norm import Norm
 from ...passes.gpu import GpuRunner
 from ...passes.normalize import run_normalize
@@ -154,9 +154,14 @@ def _launch_product[
     else:
         comptime if not E.activates:
             # In runs: each cluster takes tiles of the same rows one after another.
-            launch_matrix[dtype, Config.of(128, takes_turns=True)](
-                gpu, call.y, call.x, plan.fold_weight, product
-            )
+            if plan.tiling.takes_turns:
+                launch_matrix[dtype, Config.of(128, takes_turns=True)](
+                    gpu, call.y, call.x, plan.fold_weight, product
+                )
+            else:
+                launch_matrix[dtype, Config.of(SHARED_COLUMNS)](
+                    gpu, call.y, call.x, plan.fold_weight, product
+                )
 
 
 def linear_add[dtype: DType](launcher: Launcher, call: Call) raises:

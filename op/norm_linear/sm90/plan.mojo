@@ -8,14 +8,22 @@ rounding x as it is to tf32 would lose a row whose mean is far from zero. Tensor
 in tf32, so float32 has no backward here.
 """
 
-from std.math import align_up
+from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ...call import Call
 from ...device import Launcher
 from ...gemm.activation import GATED
+from ...gemm.sm90.config import Config
 from ...gemm.sm90.split_k import SplitK
-from ...gemm.sm90.tiling import FEW_ROWS, NARROWEST_GATE, Tiling
+from ...gemm.sm90.tiling import (
+    FEW_ROWS,
+    NARROWEST_GATE,
+    SHARED_COLUMNS,
+    Tiling,
+    count_tiles,
+    fills,
+)
 from ...gemm.sm90.wgmma import K_BLOCK
 from ...passes.gpu import GpuRunner
 from ...passes.normalize_backward import workspace
@@ -38,6 +46,10 @@ comptime _MANY_OUTPUTS = 1 << 24
 # the weight; a kernel that only finds them reads x once more (docs/hopper-log.md, "Taking turns").
 comptime _FEW_OUTPUTS = 1024
 comptime _ROWS_PER_FEATURE = 8
+
+# Up to so many tiles for each block there is little to take turns for, and consumers that share a tile find its
+# statistics at hardly any cost.
+comptime _FEW_WAVES = 2
 
 # Columns of a box.
 comptime _BOX = 64
@@ -204,19 +216,21 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         )
         self.folds = way == NEW_FOLD
         # The zeros that fill up a k block would change a variance.
-        self.gathers = (
-            way != FUSED
-            and k % K_BLOCK == 0
-            and (
-                self.tiling.columns == FEW_ROWS
-                or (
+        self.gathers = way != FUSED and k % K_BLOCK == 0
+        if self.gathers and self.tiling.columns != FEW_ROWS:
+            comptime shared = Config.of(SHARED_COLUMNS)
+            var clusters = processors // shared.cluster
+            var waves = ceildiv(count_tiles(shared, m, n), clusters)
+            if call.activation != 0:
+                self.gathers = False
+            elif waves <= _FEW_WAVES and fills(shared, m, n, clusters):
+                self.tiling = Tiling(SHARED_COLUMNS, False, True)
+            else:
+                self.gathers = (
                     self.tiling.takes_turns
-                    and call.activation == 0
                     and n <= _FEW_OUTPUTS
                     and m >= _ROWS_PER_FEATURE * k
                 )
-            )
-        )
         self.mean = call.mean
         self.rstd = call.rstd
         self.fold_weight = call.fold_weight
