@@ -32,7 +32,7 @@ def _quick_gelu(h: Tensor) -> Tensor:
 
 
 GATED = 8
-# By the numbers that op/gemm/activation.mojo knows them by; a gate's is GATED more.
+# Under the numbers that op/gemm/activation.mojo uses; a gate's number is larger by GATED.
 ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
     "relu": (1, F.relu),
     "gelu": (2, F.gelu),
@@ -114,7 +114,7 @@ def seam(kind: Seam, t: Operands) -> list[Tensor]:
 
     Args:
         kind: What to compute.
-        t: The tensors. Statistics are found anew, so that gradients reach x through them.
+        t: The tensors. Statistics are computed again, so that gradients reach x through them.
     """
     x = t.x if t.residual is None else t.x + t.residual
     z = normalized(kind, x, t)

@@ -71,7 +71,7 @@ def _prebuilt() -> str:
 def _compiler(advice: list[str]) -> str:
     version = compiler.version()
     if version is None:
-        return f"none; `{compiler.INSTALL}` brings it"
+        return f"none; `{compiler.INSTALL}` installs it"
     if version != COMPILER:
         advice.append(f"Mojo {version} is installed, the kernels are written for {COMPILER}")
     return version
@@ -159,7 +159,7 @@ def _built(advice: list[str]) -> str:
             dtypes = ", ".join(sorted({e.dtype for e in missing}))
             advice.append(
                 f"PyTorch's own ops compute {dtypes} on {target}, for which no kernels came: "
-                f"`{compiler.INSTALL}` brings what builds them"
+                f"`{compiler.INSTALL}` installs what builds them"
             )
     return "\n".join(lines)
 

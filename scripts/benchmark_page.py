@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_norm.bench import front, plots, report, results
+from fused_norm.bench import front, markdown, plots, report, results
 from fused_norm.bench.blocks import EVERY
 from fused_norm.bench.case import MODE_DESCRIPTIONS
 from fused_norm.bench.png import description, digest
@@ -147,7 +147,7 @@ def _machine(path: Path, run: Run) -> list[str]:
     return [
         f"## {title}\n",
         f"From `benchmarks/results/{path.name}`, made by `{e.command}`.\n",
-        _markdown(["", ""], rows),
+        markdown.table(["", ""], rows),
     ]
 
 
@@ -175,7 +175,7 @@ def _seams(path: Path, title: str) -> list[str]:
         "Times of eager are device times; the rest are ratios to eager, on the device (*graph*) "
         f"and launched one by one (*launch*).\nFrom `{path.relative_to(ROOT)}`, made by "
         f"`{run.environment.command}`.\n",
-        _markdown(header, rows, right=len(header) - 3),
+        markdown.table(header, rows, right=range(3, len(header))),
     ]
 
 
@@ -201,7 +201,7 @@ def _slower(run: Run) -> list[str]:
     count = sum(len(m.results) > 0 for m in run.measurements)
     introduction = f"{len(found)} times in {count} measurements, worst first.\n"
     header = ["measurement", "provider, metric", "ratio", "spread"]
-    return [heading, introduction, _markdown(header, [row for _, row in found])]
+    return [heading, introduction, markdown.table(header, [row for _, row in found])]
 
 
 def _tables(run: Run, op: str) -> list[str]:
@@ -218,7 +218,7 @@ def _tables(run: Run, op: str) -> list[str]:
             parts.append(f"**{mode}, {dtype}{label}** ({text})\n")
             header = ["MxKxN", "eager", *others]
             rows = [_row(run, m, metric, others) for m in measurements]
-            parts.append(_markdown(header, rows, right=len(header) - 1))
+            parts.append(markdown.table(header, rows, right=range(1, len(header))))
     return parts
 
 
@@ -257,44 +257,23 @@ def _untimed(run: Run) -> list[str]:
         for key, where in found.items()
     ]
     header = ["provider", "status", "what it said", "where"]
-    return ["### Remarks\n", _markdown(header, rows)]
+    return ["### Remarks\n", markdown.table(header, rows)]
 
 
 def _interference(run: Run) -> list[str]:
     if not run.interference:
         return []
-    rows = []
-    for found in run.interference:
-        alone, eager, ours = (
-            t.median for t in (found.alone, found.beside_eager, found.beside_ours)
-        )
-        rows.append(
-            [
-                "x".join(map(str, found.shape)),
-                found.dtype,
-                *(report.duration(value) for value in (alone, eager, ours)),
-                f"{ours / alone - 1:+.1%}",
-                f"{ours / eager - 1:+.1%}",
-            ]
-        )
-    header = ["MxKxN", "dtype", "after itself", "after eager", "after ours"]
-    header += ["ours vs itself", "ours vs eager"]
+    rows = [report.interference_cells(found) for found in run.interference]
+    header = ["MxKxN", "dtype", *report.INTERFERENCE]
     return [
         "### PyTorch's `F.linear` after another op\n",
         "How much our calls slow a PyTorch op that runs between them.\n",
-        _markdown(header, rows, right=5),
+        markdown.table(header, rows, right=range(2, len(header))),
     ]
 
 
 def _shape(measurement: Measurement) -> str:
     return "x".join(map(str, measurement.shape))
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> str:
-    """Return a table, its last columns aligned to the right."""
-    rules = ["---"] * (len(header) - right) + ["---:"] * right
-    lines = [header, rules, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Every model of tests/models/zoo.py is run untouched and rewritten, two layers deep, forward and
 backward, in float32 on a CPU; and its norms are counted at its true depth. `python
 scripts/census.py` writes benchmarks/census.json, which tests hold the backend against, after each
-model; those that are named are counted anew, and others stay; `--missing` counts what the file
+model; those that are named are counted again, and others stay; `--missing` counts what the file
 lacks. It needs the dependency group `models`.
 """
 

@@ -91,7 +91,7 @@ def embed(library: Path) -> Embedded:
 
 
 def _for_older_drivers(ptxas: Path, module: Module) -> bytes:
-    """Return a text in the earliest version of PTX that it is in: an older driver has no later."""
+    """Return a text in the earliest PTX version that allows it: older drivers know no later one."""
     for version in OLDER_PTX:
         text = re.sub(rb"\.version \d\.\d", b".version " + version, module.text, count=1)
         try:

@@ -1,7 +1,7 @@
 """Measure every way that a forward can run on Hopper, over rows: what its plan chooses by.
 
     python scripts/dispatch.py [--commit COMMIT]     measure, write benchmarks/h200-dispatch.json
-    python scripts/dispatch.py --table               only write the table anew from there
+    python scripts/dispatch.py --table               only rewrite the table from there
 
 Either writes op/norm_linear/sm90/measured.mojo, the table that kernels are built with. Measured is
 the device time of one call, in microseconds: medians of interleaved rounds of CUDA-graph replays,

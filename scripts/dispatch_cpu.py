@@ -1,7 +1,7 @@
 """Measure our product on a CPU against ours around PyTorch's and eager: what its plan chooses by.
 
     python scripts/dispatch_cpu.py [--commit COMMIT]     measure, write benchmarks/cpu-dispatch.json
-    python scripts/dispatch_cpu.py --table               only write the table anew from there
+    python scripts/dispatch_cpu.py --table               only rewrite the table from there
 
 Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built with. Measured is
 the time of one call, in microseconds: medians of interleaved calls, of which those in which a

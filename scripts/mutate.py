@@ -168,7 +168,7 @@ def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"result": "noticed", "failed": ["a hang"]}
         finally:
-            # A wrong library may leave processes behind that wait for ever.
+            # A wrong library may leave processes behind that wait forever.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?: \S+\])*)", output, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Write docs/reliability.md: what was tried on the library, and what failed and was mended.
+"""Write docs/reliability.md: what was tried on the library, and what failed and was fixed.
 
 python scripts/reliability_page.py
 """
@@ -69,7 +69,7 @@ TRIED = {
     "tests/test_max_door.py": "MAX graphs against the library, bit for bit on a CPU",
 }
 
-MENDED = """
+FIXED = """
 ## What failed and was fixed
 
 | found by | what | fixed in | held by |
@@ -126,7 +126,7 @@ def page(tests: Counter[str]) -> str:
     text = INTRODUCTION + "\n| where | tests | what |\n|---|---|---|\n"
     for where, what in TRIED.items():
         text += f"| [{Path(where).name}](../{where}) | {tests[where]} | {what} |\n"
-    text += MENDED + "| edit | in | result | noticed by |\n|---|---|---|---|\n"
+    text += FIXED + "| edit | in | result | noticed by |\n|---|---|---|---|\n"
     for result in json.loads(MUTATIONS.read_text()):
         failed = [re.sub(r"^tests/|\[.*", "", name) for name in result["failed"]]
         names = ", ".join(f"`{name}`" for name in list(dict.fromkeys(failed))[:2])

@@ -89,7 +89,7 @@ def jacobian(theme: Theme) -> Figure:
 
 
 def race(theme: Theme) -> Figure:
-    """Draw the race between a block that clears and blocks that add, and its mend."""
+    """Draw the race between a block that clears and blocks that add, and its fix."""
     figure = _figure(theme, 3.1, "Zeros that arrive late erase what was added")
     starts = (2.1, 0.2, 0.9, 1.5, 0.5)
     for place, title in enumerate(("cleared by block (0, 0)", "cleared before the launch")):

@@ -6,7 +6,7 @@
 Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turbo (transformers)
 and DiT-XL/2 (diffusers), with random weights; one whose library is missing is left out, and says
 so. Eager, torch.compile and this library's backend share a model's parameters and take turns, in a
-new random order each round. Training is forward and backward, with all gradients made anew and no
+new random order each round. Training is forward and backward, with new gradients and no
 optimizer. Each is first compared with the model in float32: whatever errs more than twice as much
 as eager is not timed. `--resume` measures what a file lacks.
 """

@@ -3,7 +3,7 @@
     python scripts/worklog.py --list              name the steps
     python scripts/worklog.py --step 4 --step 5   check and time some of them
     python scripts/worklog.py                     all of them
-    python scripts/worklog.py --page              write the page's tables and figures anew
+    python scripts/worklog.py --page              rewrite the page's tables and figures
 
 A step is compared with float64 first, at its sizes and at ragged ones, and is timed only if it is
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--step", action="append", type=_step, help="number or name; repeatable")
     parser.add_argument("--list", action="store_true", help="name the steps and where they are")
-    parser.add_argument("--page", action="store_true", help="write the page anew, measure nothing")
+    parser.add_argument("--page", action="store_true", help="rewrite the page, measure nothing")
     parser.add_argument("--check", action="store_true", help="compare with float64, time nothing")
     parser.add_argument("--seconds", type=float, default=0.15, help="for each provider and size")
     parser.add_argument("--limit", type=float, default=120, help="seconds for a step (of several)")

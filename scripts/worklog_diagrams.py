@@ -114,7 +114,7 @@ def ring(data: dict[str, Any]) -> Figure:
     beside.set_xticks(range(len(shapes)), shapes, fontsize=7)
     beside.set_ylim(0, 1.75)
     beside.grid(axis="x", visible=False)
-    beside.set_title("measured: time, of cuBLAS's", fontsize=9, loc="left")
+    beside.set_title("measured: time / cuBLAS's", fontsize=9, loc="left")
     beside.legend(loc="upper right", frameon=False, fontsize=7.5, ncols=2, handlelength=1)
     return figure
 

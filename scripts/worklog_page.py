@@ -16,6 +16,8 @@ from typing import Any
 
 from worklog_steps import HEADLINE, STEPS, Sizes, Step, work
 
+from fused_norm.bench import markdown
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/worklog.md"
 IMAGES = ROOT / "docs/images/worklog"
@@ -27,6 +29,7 @@ SOURCES = {
     "numerics": ROOT / "benchmarks/worklog-numerics.json",
 }
 NOT_YET = "not measured yet"
+SPEEDS = ["TFLOP/s", "% of cuBLAS", "% of cuBLAS + LayerNorm"]
 # Where another file has times of what a step computes: provider and mode of benchmarks/results.
 BENCHED = {
     "statistics": ("fused_norm-frozen", "forward"),
@@ -62,20 +65,13 @@ def load() -> Data:
 
 
 def rendered(text: str, data: Data) -> str:
-    """Return the page with what is between its markers made anew.
+    """Return the page with what is between its marks written again.
 
     Args:
         text: The page.
         data: As `load` returns it.
     """
-    for name, make in BLOCKS.items():
-        begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
-        count = text.count(begin)
-        if count != 1 or end not in text:
-            raise ValueError(f"{PAGE.name} has {count} places for {name}")
-        before, rest = text.split(begin)
-        text = before + begin + make(data) + end + rest.split(end, 1)[1]
-    return text
+    return markdown.filled(text, {name: make(data) for name, make in BLOCKS.items()})
 
 
 def row(step: Step, data: Data) -> Data:
@@ -145,10 +141,8 @@ def _elsewhere(step: Step, data: Data) -> tuple[Data, str]:
 
 def table(data: Data) -> str:
     """Return the table of the numbered kernels."""
-    lines = [
-        "| # | kernel | computes | at M, K, N | TFLOP/s | % of cuBLAS | % of cuBLAS + LayerNorm |",
-        "|---:|---|---|---|---:|---:|---:|",
-    ]
+    header = ["#", "kernel", "computes", "at M, K, N", *SPEEDS]
+    rows = []
     kinds = {
         "product": "product",
         "forward": "LayerNorm + Linear",
@@ -166,11 +160,8 @@ def table(data: Data) -> str:
             cells[2] = "–"
         mark = "" if nothing else known["mark"]
         title = f"[{step.title}](#{anchor(step)}){mark}"
-        lines.append(
-            f"| {step.number} | {title} | {kinds[step.kind]} | {step.sizes[0]} "
-            f"| {' | '.join(cells)} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([str(step.number), title, kinds[step.kind], str(step.sizes[0]), *cells])
+    return markdown.table(header, rows, right=(0, 4, 5, 6))
 
 
 def anchor(step: Step) -> str:
@@ -188,63 +179,50 @@ def machine(data: Data) -> str:
     steps = data["results"].get("steps", {})
     if not steps:
         return (
-            "`uv run poe worklog` has not run on a Hopper GPU yet; every number above is from one "
-            "of the other two files.\n"
+            "`uv run poe worklog` has not run on a Hopper GPU yet; every number above comes from "
+            "the runs that † and ‡ mark.\n"
         )
-    lines = [
-        "| steps | GPU | driver | PyTorch | Mojo | commit | date |",
-        "|---|---|---|---|---|---|---|",
-    ]
     groups: dict[tuple[str, ...], list[str]] = {}
     fields = ("gpu", "driver", "torch", "mojo", "commit", "date")
     for name, found in steps.items():
         groups.setdefault(tuple(found["environment"][f] for f in fields), []).append(name)
-    lines += [f"| {', '.join(names)} | {' | '.join(key)} |" for key, names in groups.items()]
-    return "\n".join(lines) + "\n"
+    header = ["steps", "GPU", "driver", "PyTorch", "Mojo", "commit", "date"]
+    return markdown.table(header, [[", ".join(names), *key] for key, names in groups.items()])
 
 
 def sizes(data: Data) -> str:
     """Return all that `poe worklog` measured, at every size."""
-    lines = [
-        "| step | M, K, N | µs | TFLOP/s | % of cuBLAS | % of cuBLAS + LayerNorm "
-        "| error (PyTorch's) |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    header = ["step", "M, K, N", "µs", *SPEEDS, "error (PyTorch's)"]
+    rows = []
     for step in STEPS:
         for m in data["results"].get("steps", {}).get(step.name, {}).get("measured", []):
             own, cublas, eager = (m["us"][name] for name in ("step", "cublas", "eager"))
             its = _sizes(m)
             normed = "–" if step.kind == "product" else f"{100 * eager / own:.1f}"
-            lines.append(
-                f"| {step.number} {step.name} | {its} | {own:.1f} "
-                f"| {work(step.kind, its) / own / 1e6:.0f} | {100 * cublas / own:.1f} | {normed} "
-                f"| {m['errors']['step']:.1e} ({m['errors']['peer']:.1e}) |"
-            )
-    if len(lines) == 2:
+            cells = [f"{own:.1f}", f"{work(step.kind, its) / own / 1e6:.0f}"]
+            cells += [f"{100 * cublas / own:.1f}", normed]
+            cells.append(f"{m['errors']['step']:.1e} ({m['errors']['peer']:.1e})")
+            rows.append([f"{step.number} {step.name}", str(its), *cells])
+    if not rows:
         return f"All sizes: {NOT_YET}.\n"
-    return "\n".join(lines) + "\n"
+    return markdown.table(header, rows, right=range(2, len(header)))
 
 
 def resources(data: Data) -> str:
     """Return what the kernels of the products take."""
-    lines = [
-        "| kernel | registers | stack, bytes | instructions | in the main loop | products "
-        "| memory |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    header = ["kernel", "registers", "stack, bytes", "instructions", "in the main loop"]
+    header += ["products", "memory"]
+    rows = []
     for name, found in data["sass"]["kernels"].items():
         loop = found["loop"]
         products = sum("HGMMA" in line or "FFMA" in line for line in loop)
         local = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop)
-        lines.append(
-            f"| {name} | {found['registers']} | {found['stack_bytes']} | {found['instructions']} "
-            f"| {len(loop)} | {products} | {local} |"
-        )
-    lines.append(
+        numbers = [found[name] for name in ("registers", "stack_bytes", "instructions")]
+        rows.append([name, *map(str, [*numbers, len(loop), products, local])])
+    return markdown.table(header, rows, right=range(1, len(header))) + (
         f"\nptxas {data['sass']['ptxas']}, {data['sass']['target']}. The last column counts loads "
-        "and stores of local memory in the main loop."
+        "and stores of local memory in the main loop.\n"
     )
-    return "\n".join(lines) + "\n"
 
 
 def sass(data: Data) -> str:
@@ -256,16 +234,16 @@ def sass(data: Data) -> str:
 def numerics(data: Data) -> str:
     """Return the errors of folds as a table."""
     found = data["numerics"]
-    lines = []
+    tables = []
     for kind, by_mean in found["errors"].items():
         names = list(next(iter(by_mean.values())))
         signs = "both signs" if kind == "signed" else "one sign"
-        lines += [f"| mean / std, weights of {signs} | {' | '.join(names)} |"]
-        lines += ["|---:|" + "---:|" * len(names)]
-        for mean, errors in by_mean.items():
-            lines.append(f"| {mean} | {' | '.join(f'{errors[name]:.1e}' for name in names)} |")
-        lines.append("")
-    return "\n".join(lines)
+        header = [f"mean / std, weights of {signs}", *names]
+        rows = [
+            [mean, *(f"{errors[name]:.1e}" for name in names)] for mean, errors in by_mean.items()
+        ]
+        tables.append(markdown.table(header, rows, right=range(len(header))))
+    return "\n".join(tables)
 
 
 BLOCKS = {

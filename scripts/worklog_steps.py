@@ -6,13 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["product", "forward", "activation", "step"]
-# What cuBLAS and PyTorch eager do of the same.
-BESIDE: dict[Kind, tuple[str, str]] = {
-    "product": ("torch.mm", "F.linear(F.layer_norm(x))"),
-    "forward": ("torch.mm", "F.linear(F.layer_norm(x))"),
-    "activation": ("torch.mm", "F.gelu(F.linear(F.layer_norm(x)))"),
-    "step": ("the three torch.mm of a training step", "F.linear(F.layer_norm(x)) and its backward"),
-}
 
 
 class Sizes(NamedTuple):
@@ -165,7 +158,7 @@ STEPS = (
         "forward",
         "op/norm_linear/sm90/fold.mojo",
         LARGE,
-        "centred fold with its numerics",
+        "centered fold with its numerics",
     ),
     Step(
         10,

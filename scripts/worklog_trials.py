@@ -36,29 +36,37 @@ def bars(
     ax.grid(axis="x", visible=False)
 
 
-def epilogue(data: Data) -> Figure:
-    """Show what the norm costs beside the product, at five shapes."""
+def beside_one(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    colors: Sequence[str],
+    label: str,
+    top: float,
+) -> Figure:
+    """Return a figure of ratios: groups of bars, and a line at 1."""
     figure = new_figure(3.0)
     ax = axes(figure)
+    bars(ax, groups, series, colors)
+    ax.axhline(1, color=INK, lw=0.8)
+    ax.set_ylabel(label)
+    ax.set_ylim(0, top)
+    legend(ax, ncols=max(3, len(series)))
+    return figure
+
+
+def epilogue(data: Data) -> Figure:
+    """Show what the norm costs beside the product, at five shapes."""
     rows = [row for row in data["trials"]["where it stands"]["rows"] if int(row["shape"][0]) > 0]
     rows = [row for row in rows if row["shape"] in map(str, LARGE)]
-    bars(
-        ax,
-        [row["shape"] for row in rows],
-        {
-            "our product": [float(row["gemm_of_cublas"]) for row in rows],
-            "with LayerNorm and bias": [float(row["forward_of_cublas"]) for row in rows],
-            "PyTorch: F.linear(F.layer_norm(x))": [
-                float(row["eager_us"]) / float(row["cublas_us"]) for row in rows
-            ],
-        },
-        (THIRD, OURS, THEIRS),
-    )
-    ax.axhline(1, color=INK, lw=0.8)
-    ax.set_ylabel("time, of cuBLAS's product")
-    ax.set_ylim(0, 2.1)
-    legend(ax)
-    return figure
+    series = {
+        "our product": [float(row["gemm_of_cublas"]) for row in rows],
+        "with LayerNorm and bias": [float(row["forward_of_cublas"]) for row in rows],
+        "PyTorch: F.linear(F.layer_norm(x))": [
+            float(row["eager_us"]) / float(row["cublas_us"]) for row in rows
+        ],
+    }
+    shapes = [row["shape"] for row in rows]
+    return beside_one(shapes, series, (THIRD, OURS, THEIRS), "time / cuBLAS's product", 2.1)
 
 
 def statistics(data: Data) -> Figure:
@@ -79,7 +87,7 @@ def statistics(data: Data) -> Figure:
         ax.set_title(shape.replace(",", " × "), loc="left", fontsize=10)
         ax.grid(axis="x", visible=False)
         if index == 0:
-            ax.set_ylabel("a forward, µs")
+            ax.set_ylabel("forward, µs")
     figure.subplots_adjust(bottom=0.2)
     return figure
 
@@ -98,7 +106,7 @@ def few_rows(data: Data) -> Figure:
     ax.axhline(
         floor, color=INK, lw=1, ls="--", label=f"reading the weight once: {floor} µs"
     )  # fmt: skip
-    ax.set_ylabel("a forward, µs")
+    ax.set_ylabel("forward, µs")
     ax.set_ylim(0, 54)
     legend(ax, ncols=3)
     figure.subplots_adjust(top=0.84)
@@ -106,26 +114,16 @@ def few_rows(data: Data) -> Figure:
 
 
 def backward(data: Data) -> Figure:
-    """Show a training step of eager's time, and what three products alone would take."""
-    figure = new_figure(3.0)
-    ax = axes(figure)
+    """Show a training step over eager's, and what three products alone would take."""
     trial = data["trials"]["training"]
     rows = {name: [float(v) for v in values] for name, values in trial["rows"].items()}
-    bars(
-        ax,
-        trial["shapes"],
-        {
-            "our norm around torch.mm": rows["torch.mm for both products"],
-            "our products": rows["this"],
-            "three products alone": rows["three products alone"],
-        },
-        (THEIRS, OURS, FAINT),
-    )
-    ax.axhline(1, color=INK, lw=0.8)
-    ax.set_ylabel("a training step, of eager's")
-    ax.set_ylim(0, 1.2)
-    legend(ax)
-    return figure
+    series = {
+        "our norm around torch.mm": rows["torch.mm for both products"],
+        "our products": rows["this"],
+        "three products alone": rows["three products alone"],
+    }
+    colors = (THEIRS, OURS, FAINT)
+    return beside_one(trial["shapes"], series, colors, "training step / eager's", 1.2)
 
 
 def hidden_pass(data: Data) -> Figure:
@@ -154,9 +152,7 @@ def hidden_pass(data: Data) -> Figure:
 
 
 def activation(data: Data) -> Figure:
-    """Show what an activation in the epilogue costs, of eager's time."""
-    figure = new_figure(3.0)
-    ax = axes(figure)
+    """Show what an activation in the epilogue costs, over eager's time."""
     trial = data["trials"]["activation"]
     names = {
         "no activation": "none",
@@ -165,9 +161,4 @@ def activation(data: Data) -> Figure:
         "a gate (SwiGLU)": "SwiGLU (kept)",
     }
     rows = {names[name]: [float(v) for v in values] for name, values in trial["rows"].items()}
-    bars(ax, trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD))
-    ax.axhline(1, color=INK, lw=0.8)
-    ax.set_ylabel("time, of eager's")
-    ax.set_ylim(0, 1.25)
-    legend(ax, ncols=4)
-    return figure
+    return beside_one(trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD), "time / eager's", 1.25)

@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--forward-way",
         choices=list(FORWARD_WAYS),
-        help="how Hopper's forward runs, at every size: with a weight folded anew or kept, our "
+        help="how Hopper's forward runs, at every size: with a new fold or a kept one, our "
         "LayerNorm and our product, our LayerNorm and PyTorch's product (default: the fastest)",
     )
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 CAPTURE = """
 import torch, fused_norm as fn
@@ -50,3 +54,17 @@ def assert_same_after_a_fork(setup: str, tensors: str) -> None:
     script = FORK.format(setup=textwrap.dedent(setup).strip(), tensors=tensors)
     command = [sys.executable, "-W", "ignore", "-c", script]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def run_script(
+    script: str, *arguments: str, root: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of the repository, or of a copy of it, and return what it printed."""
+    return subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from accuracy import make_inputs
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
+from weights import Wrapped
 
 import fused_norm as fn
 from fused_norm.call import memory
@@ -191,7 +192,7 @@ def test_changed_weights_are_used_and_not_passed_on(name: str, change: str) -> N
         layer.layer_norm_weight.uniform_()
         for parameter in layer.parameters():
             parameter.mul_(2)
-        layer(torch.ones(1, K))  # whose hook computes the weight anew
+        layer(torch.ones(1, K))  # whose hook computes the weight again
         for part in ("layer_norm_weight", "layer_norm_bias", *plain.state_dict()):
             if getattr(plain, part) is not None:
                 getattr(plain, part).copy_(getattr(layer, part))
@@ -205,16 +206,8 @@ def test_changed_weights_are_used_and_not_passed_on(name: str, change: str) -> N
         layer.to_modules()
 
 
-class Quantized(Tensor):
-    """A weight as torchao keeps it: other values inside, and PyTorch's ops alone."""
-
-    values: Tensor
-
-    @staticmethod
-    def __new__(cls, values: Tensor) -> Quantized:
-        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
-        made.values = values
-        return made
+class Quantized(Wrapped):
+    """One that has PyTorch's ops alone."""
 
     @classmethod
     def __torch_function__(
@@ -341,7 +334,7 @@ def test_transformers_leaves_the_weight_alone(make: Callable[[], nn.Module]) -> 
 
 
 def test_trainer_and_weight_decay(tmp_path: Path) -> None:
-    """It chooses by names, of which `layer_norm_weight` is none: the names can be chosen anew."""
+    """It knows norms by name, and `layer_norm_weight` is not one: the names can be changed."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
 

@@ -174,3 +174,31 @@ def test_mojo_has_no_cycle_and_no_deep_chain() -> None:
 def test_products_know_no_norm(part: str) -> None:
     for path in (ROOT / "op" / part).rglob("*.mojo"):
         assert not re.search(r"gamma|beta\b|layer.?norm", path.read_text(), re.I), path
+
+
+def launched_kernels() -> list[tuple[Path, str]]:
+    """Return each GPU kernel that Mojo code launches, with the file that defines it."""
+    texts = {
+        path: path.read_text()
+        for path in [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "worklog").glob("*.mojo")]
+    }
+    launched = set()
+    for text in texts.values():
+        names = dict(re.findall(r"^ *comptime (\w+) = (\w+)\[", text, re.M))
+        for name in re.findall(r"\b(?:compile|enqueue)_function\[\s*(\w+)", text):
+            launched.add(names.get(name, name))
+    return [
+        (path, name)
+        for path, text in sorted(texts.items())
+        for name in re.findall(r"^def (\w+)\b", text, re.M)
+        if name in launched
+    ]
+
+
+def test_kernels_say_their_grid_and_block() -> None:
+    kernels = launched_kernels()
+    assert len(kernels) > 15
+    for path, name in kernels:
+        docstring = re.search(rf'^def {name}\b.*?"""(.*?)"""', path.read_text(), re.M | re.S)
+        assert docstring is not None, f"{path}: {name}"
+        assert {"Grid:", "Block:"} <= set(docstring[1].split()), f"{path}: {name}"

@@ -333,7 +333,7 @@ def test_activations(kind: int, gate: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("gate", [0, GATED])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation_of_extremes(kind: int, gate: int) -> None:
-    """Numbers that no activation of a product meets often, and those that are none."""
+    """Numbers that activations rarely meet, infinities and NaN."""
     extremes = [0.0, 1e-30, 1e-4, 1.0, 6.0, 20.0, 80.0, 100.0, 1e4, 1e30, float("inf")]
     wanted = torch.tensor([*extremes, *(-e for e in extremes), float("nan")])
     N = len(wanted)

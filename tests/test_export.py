@@ -10,17 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiling import ITS_OWN_WARNINGS
 from torch import Tensor, nn
 
 import fused_norm as fn
 
-pytestmark = [
-    # PyTorch's own, as it compiles and exports.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = ITS_OWN_WARNINGS
 
 OPS = {
     "fused_norm.add_statistics.default",

@@ -10,19 +10,15 @@ import family
 import pytest
 import torch
 from accuracy import as_copies
+from compiling import ITS_OWN_WARNINGS, assert_one_compile
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
+from fused_norm.ops import registration
 
-pytestmark = [
-    # PyTorch's forward mode and compiler trip over these deprecations of its own.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-]
+pytestmark = ITS_OWN_WARNINGS
 
 PLAIN: dict[str, Any] = {
     **{"dtype": torch.float32, "op": "norm_linear", "normalization": "rms_norm"},
@@ -135,7 +131,7 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_given_statistics_are_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: Hopper's product finds them anew, and they came back in the place of h."""
+    """Regression: Hopper's product finds them again, and they came back in the place of h."""
     from fused_norm.backends import seams
     from fused_norm.composition import Operands, Results, Seam
 
@@ -170,17 +166,12 @@ def test_compile_full_graph(member: str, device: str) -> None:
 
 @pytest.mark.parametrize("member", ["MLP", "AdaLN"])
 def test_one_compile_for_many_sizes(member: str, device: str) -> None:
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(Call.of, fullgraph=True, dynamic=True, backend=counter)
-    counts = []
-    for rows in (4, 6, 33, 100):
+    def check(compiled: Any, rows: int) -> None:
         call = Call(member, device, shape=((3, rows), 8, 6))
-        results = gradients(lambda *i, call=call: compiled(call, family.ours, i), call.inputs)
+        results = gradients(lambda *i: compiled(call, family.ours, i), call.inputs)
         assert_all_close(results, gradients(call, call.inputs), 1e-5)
-        counts.append(counter.frame_count)
-    assert counts[0] > 0
-    assert len(set(counts)) == 1
+
+    assert_one_compile(Call.of, check)
 
 
 @pytest.mark.parametrize("member", ["residual", "AdaLN", "gated MLP"])
@@ -312,3 +303,11 @@ def test_float64_leaves_autocast_alone() -> None:
         warnings.simplefilter("error")
         y = fn.norm_linear(x, weight, normalization="rms_norm")
     assert y.dtype is torch.float64
+
+
+def test_a_compiler_that_says_it_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in Dynamo of PyTorch 2.11, all it compiles does, and gradients were lost."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert registration.may_follow()
+    with torch.no_grad():
+        assert not registration.may_follow()

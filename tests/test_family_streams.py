@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import ITS_OWN_WARNINGS
 from processes import assert_is_captured
 from torch import Tensor, nn
 
@@ -14,10 +15,7 @@ import fused_norm as fn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    *ITS_OWN_WARNINGS,
 ]
 
 K, N = 256, 128
@@ -92,6 +90,11 @@ def step(layer: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("member", MEMBERS)
 def test_cuda_graph(member: str) -> None:
+    """A replay reads what is there now: to the bit what a graph captured anew computes.
+
+    A launch may take PyTorch's products, where a call is over before Python has begun it and a
+    graph takes kernels, so it agrees to rounding.
+    """
     layer, x = make(member)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -99,16 +102,21 @@ def test_cuda_graph(member: str) -> None:
         for _ in range(3):
             step(layer, x)
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        captured = step(layer, x)
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    captured = [t.clone() for t in captured]
-    torch.cuda.synchronize()
-    for mine, other in zip(captured, step(layer, x), strict=True):
-        assert torch.equal(mine, other)
+
+    def replay_of(new: bool) -> list[Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            captured = step(layer, x)
+        if new:
+            with torch.no_grad():
+                x.copy_(torch.randn_like(x))
+        graph.replay()
+        return [t.clone() for t in captured]
+
+    replayed, anew = replay_of(True), replay_of(False)
+    for mine, again, launched in zip(replayed, anew, step(layer, x), strict=True):
+        assert torch.equal(mine, again)
+        assert (mine - launched).norm() <= 4e-3 * launched.norm()
 
 
 @pytest.mark.parametrize("member", MEMBERS)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_script
 from test_puzzle_driver import copy_repository
 
-ROOT = Path(__file__).parents[1]
 GPU_VERDICT = "OK CORRECT" if torch.cuda.is_available() else r"SKIPPED \(no GPU\)"
 SMALL = ("--batch", "2", "--seq", "3", "--hidden", "50")
 
@@ -20,15 +18,7 @@ SMALL = ("--batch", "2", "--seq", "3", "--hidden", "50")
 FAULT = ("-o * along_v * row.n", "o * along_v * row.n")
 
 
-def run(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "solutions/layernorm/layernorm.py", *arguments],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+run = functools.partial(run_script, "solutions/layernorm/layernorm.py")
 
 
 @pytest.mark.parametrize("mode", ["fused", "unfused"])

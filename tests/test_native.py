@@ -262,7 +262,7 @@ def test_importing_does_nothing() -> None:
 
 
 def test_works_after_fork() -> None:
-    """Regression: a child that waits for the parent's OpenMP workers waits for ever."""
+    """Regression: a child that waits for the parent's OpenMP workers waits forever."""
     setup = """
     x, w = torch.randn(512, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
     grad_output = torch.randn(512, 128)

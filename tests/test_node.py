@@ -17,22 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 from accuracy import NAMES, as_copies, eager, make_inputs
+from compiling import ITS_OWN_WARNINGS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
-from fused_norm.__main__ import main
 from fused_norm.backends import cpu, sm90
-from fused_norm.native import cache, node
 from fused_norm.ops import compiled
 
-pytestmark = [
-    # PyTorch's forward mode and compiler trip over these deprecations of its own.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = ITS_OWN_WARNINGS
 
 
 @pytest.fixture
@@ -225,7 +219,7 @@ def test_any_subset_of_gradients(
 
 
 def test_gradients_asked_for_alone(python_calls: list[Tensor], device: str) -> None:
-    """Of tensors that all require a gradient, `autograd.grad` wants some."""
+    """`autograd.grad` asks for some of the tensors, all of which require a gradient."""
     inputs = inputs_for(device)
     y = fn.fused_layernorm_linear(*inputs)
     grad_output = torch.randn_like(y)
@@ -533,7 +527,7 @@ def test_memory_does_not_grow(python_calls: list[Tensor]) -> None:
 
 
 def test_fork(library: Path) -> None:
-    """A child that waits for the parent's OpenMP workers waits for ever."""
+    """A child that waits for the parent's OpenMP workers waits forever."""
     script = """
     import os, sys, torch, fused_norm as fn
     from pathlib import Path
@@ -561,55 +555,3 @@ def test_fork(library: Path) -> None:
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(library)]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
-
-
-class TestBuild:
-    @pytest.fixture(autouse=True)
-    def _empty_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
-        monkeypatch.delenv("FUSED_NORM_AUTOGRAD", raising=False)
-        monkeypatch.setattr(node, "load", node.load.__wrapped__)
-
-    def test_nothing_is_compiled_unasked(self) -> None:
-        assert node.load() is None
-        assert not node.is_built()
-
-    def test_command_line_and_doctor(
-        self,
-        library: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        monkeypatch.setattr(node, "_compile", lambda path: path.write_bytes(library.read_bytes()))
-        monkeypatch.setenv("COLUMNS", "500")
-        main(["doctor"])
-        assert "fused_norm build --autograd" in capsys.readouterr().out
-        assert main(["build", "--autograd"]) == 0
-        assert str(node.path()) in capsys.readouterr().out
-        assert node.load() is not None
-        main(["doctor"])
-        assert re.search(r"autograd +C\+\+", capsys.readouterr().out)
-        monkeypatch.setenv("FUSED_NORM_AUTOGRAD", "python")
-        assert node.load() is None
-
-    def test_damaged_file_is_not_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(node, "_compile", lambda path: path.write_bytes(b"something"))
-        path = node.build()
-        path.write_bytes(b"another")
-        assert node.load() is None
-
-    def test_without_a_compiler(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("CXX", "/nonexistent/c++")
-        assert main(["build", "--autograd"]) == 1
-        assert "needs a C++ compiler" in capsys.readouterr().err
-
-    def test_compiler_errors_are_shown(
-        self, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(node, "SOURCE", tmp_path / "autograd.cpp")
-        node.SOURCE.write_text("nonsense here")
-        with pytest.raises(cache.BuildError, match=r"(?s)failed on the autograd node.*nonsense"):
-            node.build()
-        assert not list(cache.cache_dir().glob(".build-*"))

@@ -81,7 +81,7 @@ def test_second_derivatives(name: str, python_calls: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_any_gradient_alone(name: str, python_calls: list[Tensor]) -> None:
-    """Of tensors that all require a gradient, `autograd.grad` wants one."""
+    """`autograd.grad` asks for one of the tensors, all of which require a gradient."""
     case, tensors = member(name)
     results = family.ours(case, tensors)
     grads = [torch.randn_like(result) for result in results]

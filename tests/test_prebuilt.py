@@ -191,7 +191,9 @@ def test_what_did_not_come_is_pytorchs_and_says_what_mends_it(
     assert "`pip install fused-norm[compiler]`" in said
     report = run(installed, tmp_path, "-m", "fused_norm", "doctor")
     assert re.search(r"prebuilt +for this CPU \w+ \(float32\)", report)
-    assert re.search(r"mojo compiler +none; `pip install fused-norm\[compiler\]` brings it", report)
+    assert re.search(
+        r"mojo compiler +none; `pip install fused-norm\[compiler\]` installs it", report
+    )
     assert "3 of 12 for cpu, 3 of them prebuilt" in report
     assert "PyTorch's own ops compute bfloat16, float16, float64 on cpu" in report
     process = subprocess.run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 import shutil
 import subprocess
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT, run_script
 
-ROOT = Path(__file__).parents[1]
 GPU_VERDICT = "OK CORRECT" if torch.cuda.is_available() else r"SKIPPED \(no GPU\)"
 
 # Faults that a kernel could have: file, text, replacement.
@@ -22,15 +22,7 @@ FAULTS = [
 ]
 
 
-def run(*arguments: str, root: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "solutions/p22/p22.py", *arguments],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+run = functools.partial(run_script, "solutions/p22/p22.py")
 
 
 def test_forward_prints_what_the_document_shows() -> None:

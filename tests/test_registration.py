@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -17,19 +18,14 @@ from accuracy import (
     gradients,
     make_inputs,
 )
+from compiling import ITS_OWN_WARNINGS, assert_one_compile
 from processes import assert_is_captured
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
 
-pytestmark = [
-    # PyTorch's forward mode and compiler trip over these deprecations of its own.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-]
+pytestmark = ITS_OWN_WARNINGS
 INPUT_SETS = {
     "all": lambda device: make_inputs(5, 8, 6, device=device),
     "plain": lambda device: [
@@ -77,21 +73,14 @@ def test_compile_full_graph(device: str) -> None:
 
 
 def test_one_compile_for_many_sizes(device: str) -> None:
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(
-        fn.fused_layernorm_linear, fullgraph=True, dynamic=True, backend=counter
-    )
-    counts = []
-    for rows in (4, 6, 33, 100):
+    def check(compiled: Any, rows: int) -> None:
         inputs = make_inputs(rows, 24, 10, device=device, requires_grad=True)
         grad_output = torch.randn(rows, 10, device=device)
         expected = gradients(fn.fused_layernorm_linear, inputs, grad_output)
         for mine, theirs in zip(gradients(compiled, inputs, grad_output), expected, strict=True):
             assert torch.equal(mine, theirs)
-        counts.append(counter.frame_count)
-    assert counts[0] > 0
-    assert len(set(counts)) == 1
+
+    assert_one_compile(fn.fused_layernorm_linear, check)
 
 
 def test_export(device: str) -> None:

@@ -36,7 +36,7 @@ def test_page_names_what_there_is(scripts: tuple[ModuleType, ...]) -> None:
     for where in scripts[2].TRIED:
         assert (ROOT / where).is_file()
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    for name in re.findall(r"`(test_\w+)[\[`]", scripts[2].MENDED):
+    for name in re.findall(r"`(test_\w+)[\[`]", scripts[2].FIXED):
         assert f"def {name}(" in tests, name
 
 

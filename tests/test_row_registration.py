@@ -6,21 +6,19 @@ import copy
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from accuracy import gradients
+from compiling import ITS_OWN_WARNINGS, assert_one_compile
 from row_ops import OPS, SCALE, Op
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
 
-pytestmark = [
-    # PyTorch's compiler trips over these deprecations of its own, 2.11 over both.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
-]
+pytestmark = ITS_OWN_WARNINGS
 
 
 @pytest.fixture(params=OPS)
@@ -72,19 +70,14 @@ def test_compile_full_graph(op: Op, device: str) -> None:
 
 
 def test_one_compile_for_many_sizes(op: Op, device: str) -> None:
-    torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(op.call, fullgraph=True, dynamic=True, backend=counter)
-    counts = []
-    for rows in (4, 6, 33, 100):
+    def check(compiled: Any, rows: int) -> None:
         inputs = op.inputs((rows, 24), device=device, requires_grad=True)
         grad_output = torch.randn(rows, 24, device=device)
         expected = gradients(op.call, inputs, grad_output)
         for mine, theirs in zip(gradients(compiled, inputs, grad_output), expected, strict=True):
             assert torch.equal(mine, theirs)
-        counts.append(counter.frame_count)
-    assert counts[0] > 0
-    assert len(set(counts)) == 1
+
+    assert_one_compile(op.call, check)
 
 
 def test_export(device: str) -> None:

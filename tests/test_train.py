@@ -51,7 +51,7 @@ def test_both_models_learn_alike(alone: Path) -> None:
 def test_two_processes_learn_as_one(
     parallel: str, train: ModuleType, alone: Path, tmp_path: Path
 ) -> None:
-    """Each takes half of every batch; one process goes on from what two have left."""
+    """Each takes half of every batch; one process resumes what two have left."""
     process = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -28,7 +28,7 @@ import worklog  # noqa: E402
 TOPICS = [
     *("naive", "tiled", "TMA + wgmma", "warp-specialized ring", "persistent with clusters"),
     *("no spills (SASS beside)", "epilogue", "statistics while multiplying"),
-    *("centred fold with its numerics", "few rows", "backward", "hidden pass", "activation"),
+    *("centered fold with its numerics", "few rows", "backward", "hidden pass", "activation"),
 ]
 SOURCES = sorted((ROOT / "worklog").glob("step*.mojo"))
 QUICK = "step4_ring"

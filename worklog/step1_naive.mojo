@@ -1,6 +1,6 @@
 """Step 1: one thread computes one element of c = a b^T.
 
-Every product fetches its two factors from memory anew: 4 bytes for 2 FLOP.
+Every product fetches its two factors from memory again: 4 bytes for 2 FLOP.
 """
 
 from max.gpu import block_idx, thread_idx

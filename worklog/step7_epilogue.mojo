@@ -9,7 +9,7 @@ from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 
 from op.device import Launcher, new_launcher
-from op.gemm.epilogue import ScaleAndCorrect
+from op.gemm.epilogues import ScaleAndCorrect
 from op.gemm.sm90.launch import launch_product
 from op.gemm.sm90.tiling import Tiling
 from op.norm_linear.sm90.statistics import launch_statistics

@@ -22,7 +22,7 @@ def forward(
     """Return y, mean and rstd."""
     gamma, beta, weight, bias = parameters.tensors()
     if x.dtype is not weight.dtype:
-        # Autocast: the norm is float32's, whatever the precision of its input.
+        # Under autocast a norm computes in float32, whatever the precision of its input.
         x = x.float()
         gamma, beta = (t if t is None else t.float() for t in (gamma, beta))
     z, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma, beta, eps)

@@ -183,7 +183,7 @@ class _Backward:
             dtype = t.weights[0].dtype
             may_replace = dz is not None and dz is not self.dnorm and dz.dtype is dtype
             z = dz if may_replace else t.x.new_empty(self.rows, t.x.shape[-1], dtype=dtype)
-        # Where no activation has found them: that of one weight on the way, others one by one.
+        # Where no activation has computed them: one along the way, several one by one.
         on_the_way = None
         for place, dh in enumerate(self.dhs, self.biases):
             if not self.wanted[place] or self.found[place] is not None or dh is None:

@@ -3,7 +3,7 @@
     y = rstd * (x Wc^T - mean * s) + c    Wc = (W * gamma) centered along K and rounded, s its row
                                           sums, c = b + W beta
 
-So x is read once and its normalized rows never exist. The fold is made anew where the weights may
+So x is read once and its normalized rows never exist. The fold is made again where the weights may
 have changed, and kept for inference. The backward queues dz = dy W, the pass over dz and x, and
 dW = dy^T z with db on its way, in one call.
 

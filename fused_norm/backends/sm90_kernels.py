@@ -25,7 +25,7 @@ def is_hopper(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-# For PyTorch's compiler, which traces no question to the driver.
+# PyTorch's compiler cannot trace a question to the driver.
 is_hopper.__wrapped__.__dict__["_dynamo_marked_constant"] = True
 
 

@@ -23,14 +23,14 @@ DEFAULT_SETS = {
     ("layer_norm", "cpu"): ("rows", "odd"),
     ("layer_norm", "cuda"): ("rows", "odd"),
 }
-# Of ops that have no sets of their own above.
+# For ops that have no sets of their own above.
 SETS = {"cpu": ("small",), "cuda": ("named",)}
 QUICK_OPS = ("layernorm_linear", "layer_norm")
 QUICK_SHAPES = {
     "layernorm_linear": ((16, 8, 16), (512, 1024, 1024)),
     "layer_norm": ((2048, 1024, 1),),
 }
-# Of `--quick` on a CPU.
+# For `--quick` on a CPU.
 QUICK_DTYPES = ("float32", "bfloat16")
 # What --quick leaves out: torch.compile spends its minute on compiling.
 SLOW = ("compile", "compile-max-autotune", "max-fused", "max-unfused")
@@ -135,7 +135,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise ValueError(f"the benchmark runs on cpu and cuda, not on {device}")
     asked = list(blocks.SHAPES) if options.blocks else options.block or []
     asked = [*(options.op or ()), *asked]
-    # Which way runs on a CPU differs by dtype, so that none of them speaks for the others.
+    # Which way runs on a CPU depends on the dtype, so all of them are measured.
     dtypes: tuple[str, ...] = (
         ("bfloat16",) if device.type == "cuda" else ("bfloat16", "float16", "float32")
     )

@@ -154,7 +154,7 @@ def version(package: str) -> str:
         package: Name of its distribution.
     """
     if package == "fused-norm":
-        # Of a checkout too that is on the path and not installed.
+        # Also for a checkout that is on the path but not installed.
         return fused_norm.__version__
     try:
         return importlib.metadata.version(package)

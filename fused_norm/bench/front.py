@@ -1,7 +1,7 @@
 """The front page's picture and figures: whole blocks, and where we are faster and where not.
 
 Everything is made from committed runs. `poe bench-page` writes it, into `docs/images` and between
-the marks `<!-- figures NAME -->` and `<!-- end NAME -->` of the README; `poe bench-page --check`
+the marks `<!-- begin: NAME -->` and `<!-- end: NAME -->` of the README; `poe bench-page --check`
 compares.
 """
 
@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
-from fused_norm.bench import results
+from fused_norm.bench import markdown, results
 from fused_norm.bench.blocks import EVERY
 from fused_norm.bench.png import description, digest
 from fused_norm.bench.results import Measurement, Run
@@ -188,15 +188,13 @@ def table(root: Path) -> str:
         ),
         ("", f"{xeon}, float32", only(cpu, "layer_norm", "float32"), "wall"),
     ]
-    lines = [
-        "| what | where | inference | training | training / `torch.compile` |",
-        "|---|---|---|---|---|",
-    ]
+    header = ["what", "where", "inference", "training", "training / `torch.compile`"]
+    lines = []
     for what, where, run, metric in rows:
         cells = [_cell(_ratios(run, mode, metric, "ours")) for mode in MODES]
         cells.append(_cell(_ratios(run, "train", metric, "ours", PEER)))
-        lines.append(f"| {' | '.join([what, where, *cells])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([what, where, *cells])
+    return markdown.table(header, lines)
 
 
 def _ratios(run: Run, mode: str, metric: str, role: str, to: str = "eager") -> list[float]:
@@ -226,22 +224,6 @@ def _fragments(root: Path) -> dict[str, str]:
     return {"gain": gain(results.load(root / BLOCKS)), "table": table(root)}
 
 
-def _filled(text: str, fragments: dict[str, str]) -> str:
-    """Return a page with what is between its marks replaced.
-
-    Raises:
-        ValueError: If it lacks a mark.
-    """
-    for name, fragment in fragments.items():
-        marks = f"<!-- figures {name} -->\n", f"<!-- end {name} -->"
-        count = text.count(marks[0])
-        if count != 1 or marks[1] not in text:
-            raise ValueError(f"expected the marks of {name!r} once, found them {count} times")
-        before, rest = text.split(marks[0])
-        text = before + marks[0] + fragment + marks[1] + rest.split(marks[1], 1)[1]
-    return text
-
-
 def write(root: Path) -> list[Path]:
     """Write the pictures and the figures of the README, and return the files.
 
@@ -249,7 +231,7 @@ def write(root: Path) -> list[Path]:
         root: The repository.
     """
     page = root / PAGE
-    page.write_text(_filled(page.read_text(), _fragments(root)))
+    page.write_text(markdown.filled(page.read_text(), _fragments(root)))
     run = results.load(root / BLOCKS)
     for name, path in pictures(root).items():
         theme = THEMES[name]
@@ -265,7 +247,7 @@ def stale(root: Path) -> list[str]:
         root: The repository.
     """
     page = (root / PAGE).read_text()
-    found = [] if page == _filled(page, _fragments(root)) else [f"the figures of {PAGE}"]
+    found = [] if page == markdown.filled(page, _fragments(root)) else [f"the figures of {PAGE}"]
     wanted = digest(root / BLOCKS)
     found += [
         str(path.relative_to(root))

@@ -87,7 +87,7 @@ def fill(
                     _step(prepared.bind(tensors), mode, grad_outputs)
                     for tensors, grad_outputs in zip(inputs, gradients, strict=True)
                 ]
-                # What the first calls keep, a folded weight say, is no call's memory.
+                # What the first calls keep, such as a folded weight, is not memory of a call.
                 for _ in range(3):
                     steps[0]()
                 if plan.measures_memory:

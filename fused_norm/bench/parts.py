@@ -68,7 +68,7 @@ def _nothing(x: Tensor, *_: Tensor | None) -> Tensor:
 
 
 TORCH = Parts()
-# The floor. Of a gate it takes a half, whose gradient costs a pass over the product's.
+# The floor. It takes one half of a gate's product, so its gradient costs a pass over the whole.
 BARE = Parts(
     rms_norm=_nothing,
     layer_norm=_nothing,

@@ -107,7 +107,7 @@ def through(call: Formula) -> Callable[[Any, Case], Bind]:
 
 
 def compiled(mode: str | None) -> Callable[[Formula, Case], Bind]:
-    """Compile for each case anew: otherwise a limit on recompiling would end in eager, silently."""
+    """Compile again for each case: a limit on recompiling would silently end in eager."""
 
     def prepare(function: Formula, case: Case) -> Bind:
         fast = torch.compile(function, mode=mode, dynamic=False, fullgraph=True)

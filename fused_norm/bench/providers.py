@@ -54,7 +54,7 @@ def _of_member(member: Member) -> Iterator[Provider]:
         "compile-max-autotune",
         op.name,
         "peer",
-        # The graphs are taken by the benchmark, of every provider alike.
+        # The benchmark captures the graphs itself, in the same way for every provider.
         "torch.compile(mode='max-autotune-no-cudagraphs')",
         eager,
         compiled("max-autotune-no-cudagraphs"),

@@ -11,13 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from fused_norm.bench.blocks import EVERY
-from fused_norm.bench.results import Measurement, Result, Run, Timing
+from fused_norm.bench.results import Interference, Measurement, Result, Run, Timing
 
 CSV_FIELDS = (
     *("op", "mode", "dtype", "shape", "provider", "status", "metric"),
     *("median_us", "p20_us", "p80_us", "rounds", "vs_eager", "vs_floor"),
     *("tflops", "gb_per_s", "peak_bytes", "max_error", "message"),
 )
+INTERFERENCE = ("after itself", "after eager", "after ours", "ours vs itself", "ours vs eager")
 
 
 def head(run: Run) -> list[tuple[str, str]]:
@@ -270,20 +271,27 @@ def _interference_table(run: Run) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
     table.add_column("MxKxN")
     table.add_column("dtype")
-    for name in ("after itself", "after eager", "after ours", "ours vs itself", "ours vs eager"):
+    for name in INTERFERENCE:
         table.add_column(name, justify="right")
     for found in run.interference:
-        alone, eager, ours = (
-            t.median for t in (found.alone, found.beside_eager, found.beside_ours)
-        )
-        table.add_row(
-            "x".join(map(str, found.shape)),
-            found.dtype,
-            *(duration(t) for t in (alone, eager, ours)),
-            f"{ours / alone - 1:+.1%}",
-            f"{ours / eager - 1:+.1%}",
-        )
+        table.add_row(*interference_cells(found))
     return table
+
+
+def interference_cells(found: Interference) -> list[str]:
+    """Return a measurement of an op after others: shape, dtype, and what `INTERFERENCE` names.
+
+    Args:
+        found: The measurement.
+    """
+    alone, eager, ours = (t.median for t in (found.alone, found.beside_eager, found.beside_ours))
+    return [
+        "x".join(map(str, found.shape)),
+        found.dtype,
+        *(duration(t) for t in (alone, eager, ours)),
+        f"{ours / alone - 1:+.1%}",
+        f"{ours / eager - 1:+.1%}",
+    ]
 
 
 def _rate(value: float, unit: str) -> str:

@@ -58,7 +58,7 @@ class Roster:
             key = case.op.name, provider.name
             if key not in self._loaded:
                 continue
-            # Of those loaded, all were asked for, unless nobody asked for any.
+            # What is loaded was asked for, unless no names were given.
             is_wanted = self._plan.names is not None or not provider.only_on_request
             if is_wanted or case.shape in SETS["puzzle"]:
                 found.append((provider, self._loaded[key]))

@@ -58,7 +58,7 @@ def empty_statistics(x: Tensor, has_mean: bool = True) -> tuple[Tensor | None, T
 
 
 def _empty(like: Tensor, shape: torch.Size, **options: Any) -> Tensor:
-    # Sizes one by one: a tuple of them takes PyTorch half as long again to read.
+    # Sizes one by one: PyTorch takes half as long again to return a tuple of them.
     return like.new_empty(*shape, **options) if shape else like.new_empty(shape, **options)
 
 

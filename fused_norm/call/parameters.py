@@ -109,7 +109,7 @@ class Parameters:
         call.x = x.data_ptr()
         call.eps = eps
         if x.dtype is not self.dtype:
-            # Autocast made the weight narrower than x, which gamma and beta are like.
+            # Autocast made the weight narrower than x, whose dtype gamma and beta have.
             call.narrow = 1 if self.dtype is torch.bfloat16 else 2
             call.norm_is_float32 = 0
         return call

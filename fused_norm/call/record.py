@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-# The call's half, written anew for each pass.
+# The call's half, written for each pass.
 CALL_FIELDS = (
     *("M", "eps", "context", "threads", "in_graph", "may_keep", "accumulate"),
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
@@ -32,7 +32,7 @@ DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)
 
 # What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
 LONGEST_ROW, MOST_GROUPS = 2147483647, 65535
-# Memory of up to so many bytes is kept by a thread on a CPU for the calls after.
+# On a CPU, a thread keeps up to so many bytes of memory for the next calls.
 MOST_KEPT = 33554432
 
 

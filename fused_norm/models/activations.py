@@ -13,25 +13,19 @@ from torch.fx.node import map_arg
 from fused_norm.composition import ACTIVATIONS
 from fused_norm.models.forms import (
     above,
-    are_same,
     below,
-    dtype,
     form,
     is_noop,
-    is_number,
     is_plain_sum,
-    is_tensor,
-    number,
     only_user,
     other,
-    shape,
-    value,
     written,
 )
 from fused_norm.models.readers import Product, find_product
+from fused_norm.models.values import are_same, dtype, is_number, is_tensor, number, shape, value
 
 GATES = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
-# Of what activations are written with; more nodes than this are none that is known.
+# The ops that activations are written with; no known formula has more nodes than this.
 _FORMULA = {"mul", "add", "sub", "pow", "tanh", "erf", "sigmoid", "div"}
 _LONGEST_FORMULA = 12
 
@@ -148,7 +142,7 @@ def _plain(product: Product) -> Activated | None:
 
 
 def _halves(product: Product) -> Activated | None:
-    """Return the gate of which one half of a Linear layer's result is multiplied with the other."""
+    """Return the gate in which one half of a Linear layer's result multiplies the other."""
     parts = only_user(below(product.out))
     f = form(parts)
     if parts is None or f.kind not in ("chunk", "split"):

@@ -17,9 +17,10 @@ from torch.fx.node import map_arg
 
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import form, is_noop, is_tensor, only_user, shape, value, written
+from fused_norm.models.forms import form, is_noop, only_user, written
 from fused_norm.models.norms import candidates, find_norm
 from fused_norm.models.readers import find_product, find_readers
+from fused_norm.models.values import is_tensor, shape, value
 
 _BY_ELEMENT = {"gelu", "silu", "relu", "tanh", "sigmoid"}
 

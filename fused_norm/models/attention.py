@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fused_norm.models.emit import Emitter
-from fused_norm.models.forms import form, shape, value
+from fused_norm.models.forms import form
+from fused_norm.models.values import shape, value
 
 
 def write_out_attention(graph: Graph, emitter: Emitter) -> None:

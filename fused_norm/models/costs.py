@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.fx import Node
 
-from fused_norm.models.forms import form, is_noop, value
+from fused_norm.models.forms import form, is_noop
+from fused_norm.models.values import value
 from fused_norm.ops.seam_validation import hint
 
 _VIEWS = {

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import value
+from fused_norm.models.values import value
 
 _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fused_norm.models.forms import form, value, written
+from fused_norm.models.forms import form, written
 
 # Their results may share memory with their first argument.
 _ALIASES = {
@@ -82,14 +82,6 @@ class Flow:
     def are_under_same_modes(self, nodes: Iterable[Node]) -> bool:
         """Return whether autocast and the recording of gradients are the same at all nodes."""
         return len({(self._autocasts[n], self._grad_modes[n]) for n in nodes}) == 1
-
-    def is_autocast(self, node: Node) -> bool:
-        """Return whether autocast is on at a node: inside the graph, else around the model."""
-        device = value(node).device.type
-        inner = [e for e in self._autocasts[node] if e.args[0] == device]
-        if inner:
-            return bool(inner[-1].args[2]) if len(inner[-1].args) > 2 else True
-        return torch.is_autocast_enabled(device)
 
     @contextmanager
     def autocast(self, node: Node) -> Iterator[None]:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import Node
+
+from fused_norm.models.values import are_same, is_number, is_tensor, value
 
 # Names of arguments in the order of positions, with defaults where callers leave them out.
 _SIGNATURES: dict[str, str] = {
@@ -99,7 +100,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pad": (F.pad, torch._C._nn.pad),
     "attention": (F.multi_head_attention_forward,),
 }
-# Methods and ATen's ops that are called otherwise than their kind.
+# Methods and ATen's ops whose names differ from their kind.
 _NAMES: dict[str, str] = {
     **dict.fromkeys(["view", "reshape", "flatten", "unsqueeze", "squeeze", "view_as"], "view"),
     **dict.fromkeys(["unflatten", "_unsafe_view", "reshape_as"], "view"),
@@ -147,8 +148,8 @@ def form(node: Any) -> Form:
     if not kind:
         return _NOTHING
     args: dict[str, Any] = dict(zip(_SIGNATURES[kind].split(), node.args, strict=False))
-    for name, value in node.kwargs.items():
-        args["input" if name == "self" else "training" if name == "train" else name] = value
+    for name, given in node.kwargs.items():
+        args["input" if name == "self" else "training" if name == "train" else name] = given
     return Form(kind, args)
 
 
@@ -200,76 +201,6 @@ def written(node: Node) -> Any:
     name = getattr(target, "__name__", "")
     writes = name.endswith("_") and not name.startswith("_")
     return node.args[0] if writes and node.args and is_tensor(node.args[0]) else None
-
-
-def value(node: Any) -> Any:
-    """Return what a node stands for while the graph was traced: of tensors fake ones."""
-    if not isinstance(node, Node):
-        return None
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
-def is_plain(tensor: Any) -> bool:
-    """Return whether a tensor, or None, is no subclass with ops of its own."""
-    return type(tensor).__name__ in ("FakeTensor", "Tensor", "Parameter", "NoneType")
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor."""
-    return type(tensor).__name__ == "DTensor"
-
-
-def is_tensor(node: Any) -> bool:
-    """Return whether a node stands for a tensor."""
-    return isinstance(value(node), Tensor)
-
-
-def shape(node: Any) -> torch.Size:
-    """Return the shape of a node's tensor."""
-    found: torch.Size = value(node).shape
-    return found
-
-
-def dtype(node: Any) -> torch.dtype:
-    """Return the dtype of a node's tensor."""
-    found: torch.dtype = value(node).dtype
-    return found
-
-
-def are_same(a: Any, b: Any) -> bool:
-    """Return whether two sizes, or tuples of them, are surely equal: no guard is added."""
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(are_same, a, b))
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(a == b)
-
-
-def number(argument: Any) -> float | None:
-    """Return the number that an argument is, or that an input stands for, guarded then.
-
-    Where shapes are dynamic Dynamo makes inputs of a module's numbers, as of its eps.
-
-    Args:
-        argument: Of a node.
-    """
-    if isinstance(argument, Node):
-        argument = value(argument)
-        if isinstance(argument, torch.SymFloat):
-            return float(argument)
-    if isinstance(argument, (float, int)) and not isinstance(argument, bool):
-        return float(argument)
-    if isinstance(argument, Tensor):
-        return None
-    return None
-
-
-def is_number(argument: Any, wanted: float) -> bool:
-    """Return whether an argument is a number, to six digits."""
-    found = number(argument)
-    return found is not None and abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted))
 
 
 def pair(node: Any) -> tuple[Any, Any]:
@@ -353,11 +284,6 @@ def below(node: Node, casts: bool = False) -> Node:
             break
         node = user
     return node
-
-
-def is_vector(node: Any, features: Any) -> bool:
-    """Return whether a node is a tensor of shape `[features]`."""
-    return is_tensor(node) and value(node).dim() == 1 and are_same(shape(node)[0], features)
 
 
 def is_last(node: Node, x: Any) -> bool:

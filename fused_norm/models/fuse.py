@@ -16,12 +16,13 @@ from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, is_noop, name, value
+from fused_norm.models.forms import above, is_noop, name
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
 from fused_norm.models.sums import add_in_product, find_sums
+from fused_norm.models.values import value
 from fused_norm.ops.seam_validation import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
 
@@ -84,7 +85,7 @@ def _copied(graph: Graph) -> Graph:
 
 @functools.cache
 def _say_failed(words: str) -> None:
-    log.warning("a graph runs as it was, for the pass failed: %s", words)
+    log.warning("a graph runs unchanged because the pass failed: %s", words)
 
 
 def _is_checkpoint(node: Node) -> bool:
@@ -153,14 +154,14 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options) -> Site:
         _refuse(norm, readers)
         is_fast = not _is_small(norm, readers)
         if not (is_fast or options.small):
-            raise Left("so small a call is over sooner by PyTorch's ops")
+            raise Left("PyTorch's ops finish so small a call sooner")
         done = rewriter.rewrite(norm, readers)
     except Left as left:
         site.reason = str(left)
     else:
         site.fused = True
         site.calls = [call.words() for call in done.calls]
-        site.way = "kernels" if is_fast else "PyTorch's ops, sooner over for so small a call"
+        site.way = "kernels" if is_fast else "PyTorch's ops, which finish so small a call sooner"
         site.bytes_saved, site.ops_before, site.ops_after = done[1:]
     return site
 

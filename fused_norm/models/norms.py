@@ -11,24 +11,17 @@ from torch.fx import Graph, Node
 from fused_norm.composition import NORMALIZATIONS
 from fused_norm.models.forms import (
     above,
-    are_same,
-    dtype,
     form,
     is_cast,
     is_last,
     is_noop,
-    is_number,
     is_plain_sum,
-    is_tensor,
-    is_vector,
-    number,
     only_user,
     other,
     pair,
-    shape,
-    value,
     written,
 )
+from fused_norm.models.values import dtype, is_number, is_tensor, is_vector, number, shape, value
 
 LAYER_NORM, RMS_NORM = NORMALIZATIONS
 
@@ -219,7 +212,7 @@ def _take_in_affine(norm: Norm) -> None:
 
 
 def _take_in_casts(norm: Norm) -> None:
-    """Have x be what the casts before a norm widen, as far as it has the dtype of the result."""
+    """Let x be what the casts before a norm widen, if that has the dtype of the result."""
     best = node = norm.x
     passed: set[Node] = set()
     while is_noop(node) or (
@@ -244,8 +237,3 @@ def module_path(node: Node) -> str:
     path = re.sub(r"_modules\['([^']+)'\]", r"\1", path)
     path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", path)
     return re.sub(r"(^|\.)_modules\.", r"\1", path).lstrip(".")
-
-
-def is_one_row(norm: Norm) -> bool:
-    """Return whether a norm's result has the shape of what it normalizes."""
-    return are_same(shape(norm.x), shape(norm.out))

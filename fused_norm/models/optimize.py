@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fused_norm.models.calls import CALLS
-from fused_norm.models.forms import value
 from fused_norm.models.fuse import Options, fuse_graph
+from fused_norm.models.values import value
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -39,7 +39,7 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
     module = copy.deepcopy(program.graph_module)
     before = _outputs(module.graph)
     for node in list(module.graph.nodes):
-        # What was known at export reads every tensor, those that are to vanish too.
+        # These checks read every tensor, including those that are about to vanish.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):

@@ -12,9 +12,10 @@ from torch.fx import Node
 from fused_norm.functional import norm_linear, norm_mlp
 from fused_norm.models.calls import Call, Left
 from fused_norm.models.emit import Emitter
-from fused_norm.models.forms import are_same, dtype, form, is_tensor, shape, value
+from fused_norm.models.forms import form
 from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product
+from fused_norm.models.values import are_same, dtype, is_tensor, shape, value
 from fused_norm.models.views import inverse
 
 
@@ -37,7 +38,7 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
         return emitter.put(target, args, kwargs, like)
 
     def again(view: Node, on: Node) -> Node:
-        # What was a view of contiguous rows may not be one of x.
+        # The rows of x may not allow a view that normalized rows do.
         target = "reshape" if view.target == "view" else view.target
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default

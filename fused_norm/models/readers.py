@@ -9,21 +9,17 @@ from torch.fx import Node
 
 from fused_norm.models.forms import (
     above,
-    are_same,
     form,
     is_cast,
     is_noop,
-    is_number,
     is_plain_sum,
-    is_tensor,
     only_user,
     other,
     pair,
-    shape,
-    value,
     written,
 )
 from fused_norm.models.norms import Norm
+from fused_norm.models.values import are_same, is_number, is_tensor, shape, value
 from fused_norm.models.views import VIEWS, column_after
 
 _SHAPE_ONLY = {"size", "dim", "numel", "new_zeros", "new_ones", "new_empty", "new_full"}

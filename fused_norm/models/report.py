@@ -72,12 +72,17 @@ class Report:
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
         sums = len(self.sites) - len(self.norms)
-        added = f", {sums} sums added by products" if sums else ""
+        added = f", {_counted(sums, 'sum')} added by products" if sums else ""
+        graphs = _counted(self.graphs, "graph")
         return (
-            f"{len(self.fused)} of {len(self.norms)} norms fused in {self.graphs} graphs{added}: "
+            f"{len(self.fused)} of {len(self.norms)} norms fused in {graphs}{added}: "
             f"{before} ops become {after} launches, a forward writes "
             f"{self.bytes_saved / 2**20:.1f} MiB less"
         )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Report:

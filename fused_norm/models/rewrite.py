@@ -17,20 +17,12 @@ from fused_norm.models.calls import CALLS, Call, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import (
-    above,
-    dtype,
-    form,
-    is_plain,
-    is_sharded,
-    is_tensor,
-    value,
-    written,
-)
+from fused_norm.models.forms import above, form, written
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
 from fused_norm.models.put import put_call
 from fused_norm.models.readers import Readers, Reading, residual_of
+from fused_norm.models.values import dtype, is_plain, is_sharded, is_tensor, value
 from fused_norm.models.views import is_permutation
 
 # More layers than this normalize once and multiply by themselves as well.
@@ -76,7 +68,7 @@ class Rewriter:
                 calls, dead, swaps = self._try(norm, readers, less)
                 break
             except Left:
-                # Of a call that cannot stand anywhere, a part of it may.
+                # Where a whole call fits nowhere, a part of it may fit.
                 if less == _MOST_SIMPLER:
                     raise
         gone = self._swap(norm, readers, calls, swaps, dead)
@@ -203,7 +195,7 @@ class Rewriter:
         kinds = sorted({name_of(user) for user, _ in readers.others})
         views = sorted({name_of(view) for call in calls for view in call.reading.views})
         raise Left(
-            f"output read otherwise than by the Linear layers, too: {', '.join(kinds)}"
+            f"output read by more than the Linear layers: {', '.join(kinds)}"
             + (f"; they read what {', '.join(views)} makes of it" if views else "")
         )
 

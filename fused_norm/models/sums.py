@@ -13,10 +13,11 @@ from fused_norm.functional import linear_add
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, dtype, form, is_plain, shape, value, written
+from fused_norm.models.forms import above, form, written
 from fused_norm.models.norms import module_path
 from fused_norm.models.readers import Product, find_product, residual_of
 from fused_norm.models.sites import RESIDUAL, Site
+from fused_norm.models.values import dtype, is_plain, shape, value
 
 
 @dataclass

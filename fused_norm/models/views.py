@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fused_norm.models.forms import are_same, form, is_tensor, shape, value
+from fused_norm.models.forms import form
+from fused_norm.models.values import are_same, is_tensor, shape, value
 
 VIEWS = (
     *("view", "permute", "transpose", "getitem", "select", "slice", "roll", "expand"),

@@ -37,7 +37,7 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
-# By their numbers in the record.
+# In the order of their numbers in the record.
 NORMS = ("layer_norm", "rms_norm")
 LAYER_NORM = NORMS[0]
 
@@ -200,7 +200,7 @@ is_at_hand.__dict__["_dynamo_marked_constant"] = True
 
 @functools.cache
 def _is_at_hand(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
-    # A device that is not there is a compiler's: nothing runs on it.
+    # Only a compiler asks about a device that is not there, and nothing runs on it.
     if compiler.version() or (device_type == "cuda" and not torch.cuda.is_available()):
         return True
     target = (

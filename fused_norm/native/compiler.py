@@ -48,7 +48,7 @@ def run(name: object, arguments: list[str], output: Path) -> None:
         )
     except (ImportError, RuntimeError, FileNotFoundError) as error:
         raise BuildError(
-            f"fused_norm needs the Mojo compiler to build {name}: {error}. `{INSTALL}` brings it."
+            f"fused_norm needs the Mojo compiler to build {name}: {error}. `{INSTALL}` installs it."
         ) from error
     if result.returncode != 0 or not output.is_file():
         raise BuildError(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
-# What tile products need, by Linux's names and LLVM's, which takes a masked model for an older one.
+# What tile products need, as Linux and LLVM name it; LLVM takes a masked CPU for an older one.
 _TILE_FEATURES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "avx512_bf16": "avx512bf16"}
 # PyTorch's own product (oneDNN) multiplies bfloat16 with these; ours, without tiles, as float32.
 _BFLOAT16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")

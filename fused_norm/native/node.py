@@ -136,7 +136,7 @@ def command(includes: list[str], libraries: list[str]) -> list[str]:
         libraries: Folders of PyTorch's libraries.
     """
     arguments = ["-std=c++20", "-O2", "-shared", "-fPIC", str(SOURCE)]
-    # Of pybind11, which PyTorch's headers bring, only what the stable ABI has.
+    # Only the part of pybind11, which comes with PyTorch's headers, that the stable ABI covers.
     arguments += ["-DPYBIND11_SIMPLE_GIL_MANAGEMENT", "-fvisibility=hidden"]
     arguments += ["-ffunction-sections", "-fdata-sections"]
     arguments += [part for folder in includes for part in ("-isystem", folder)]

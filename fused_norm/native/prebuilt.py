@@ -13,7 +13,7 @@ from pathlib import Path
 from fused_norm.native import levels
 
 FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
-# 0 leaves what is prebuilt aside, so that kernels are built for this very machine.
+# 0 ignores prebuilt kernels, so that kernels are built for this very machine.
 SWITCH = "FUSED_NORM_PREBUILT"
 
 

@@ -160,7 +160,7 @@ class LayerNormLinear(torch.autograd.Function):
 
 @once_differentiable
 def _accumulate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients, for the Parameter that has a `main_grad` what stands for its own."""
+    """Return the gradients; for a Parameter with a `main_grad`, a stand-in for its own."""
     *saved, owner = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad[:3], False, ctx.needs_input_grad[4]]
     if is_watched() or not are_plain((grad_output, *saved)):

@@ -95,7 +95,16 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
 
 def may_follow() -> bool:
     """Return whether a backward may follow: a program that is exported holds none."""
-    return torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return torch.is_grad_enabled() and not is_exporting()
+
+
+def is_exporting() -> bool:
+    """Return whether a program is being exported.
+
+    By the flag behind `torch.compiler.is_exporting`, which Dynamo of PyTorch 2.11 takes to be true
+    of whatever it compiles.
+    """
+    return torch.compiler._is_exporting_flag
 
 
 def is_forward_mode() -> bool:

@@ -127,7 +127,7 @@ def _are_tensors(t: Operands) -> bool:
     tensors = [v for v in (*t[:-2], *t.weights, *t.biases) if v is not None]
     return (
         isinstance(t.x, Tensor)
-        and bool(t.weights)
+        and len(t.weights) > 0
         and all(isinstance(w, Tensor) for w in t.weights)
         and all(isinstance(v, Tensor) and is_strided(v) and v.device == t.x.device for v in tensors)
     )

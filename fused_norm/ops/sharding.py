@@ -61,7 +61,7 @@ def over_shards(
     if None in ways or not t.x.dim() or any(w.dim() != 2 for w in t.weights):
         return None
     last = t.out_weight is not None and _COLUMNS in ways
-    # Summands of a product get what is added to all of it once they have been added up.
+    # What is added to a product waits until its summands have been added up.
     inner = t._replace(out_bias=None, out_residual=None) if last else t
     results = run(kind, _local(ways, inner))
     count = len(results) - kind.returns_sum - kind.returns_norm
@@ -98,7 +98,7 @@ def _way(kind: Seam, t: Operands, axis: int) -> Any:
     weights = [cast_dtensor(w).placements[axis] for w in t.weights]
     last = None if t.out_weight is None else cast_dtensor(t.out_weight).placements[axis]
     if any(p.is_shard() for p in weights):
-        # Of weights side by side a gate's pair alone gives columns that belong together.
+        # Among weights side by side, only a gate's pair gives columns that belong together.
         is_split = kind.is_joined and len(t.weights) > 1
         fits = (
             is_gate(kind.activation) == is_split

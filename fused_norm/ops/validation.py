@@ -22,11 +22,11 @@ from fused_norm.backends import cpu
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.call.record import LONGEST_ROW
 from fused_norm.native import build, compiler
-from fused_norm.ops.registration import is_forward_mode
+from fused_norm.ops.registration import is_exporting, is_forward_mode
 
 # The tensors of PyTorch's compiler, and those that a collective is still to write.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
-# Tensor's own, and that of a class which has none.
+# Tensor's own, and what a class without one has.
 _TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
@@ -294,14 +294,14 @@ _say_no_kernel.__dict__["_dynamo_marked_constant"] = True
 
 def is_onnx_export() -> bool:
     """Return whether a model is being exported to ONNX, which knows only PyTorch's ops."""
-    if not (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
+    if not (is_exporting() or torch._C._get_tracing_state()):
         return False
     return torch.onnx.is_in_onnx_export()
 
 
 @functools.cache
 def _say_once(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
-    how = f". `{compiler.INSTALL}` brings what builds it" if can_be_built else ""
+    how = f". `{compiler.INSTALL}` installs what builds it" if can_be_built else ""
     warnings.warn(
         f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it{how}",
         stacklevel=5,

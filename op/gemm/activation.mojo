@@ -7,9 +7,9 @@ On a GPU, what is rounded to 16 bits next is computed to only a few bits more: d
  and Phi(h) as s(h p(h^2)) by a cubic p, within 1.8e-3 of itself for |h| < 4 and 1.4e-4 of 1.
 """
 
-from std.math import erf, exp, fma
+from std.math import erf, exp, exp2, fma
 from std.memory import bitcast
-from std.sys import is_gpu, is_nvidia_gpu, llvm_intrinsic
+from std.sys import inlined_assembly, is_gpu, is_nvidia_gpu, llvm_intrinsic
 
 comptime NOTHING = Int32(0)
 """Leaves h as it is."""
@@ -32,8 +32,14 @@ comptime _TANH_LINEAR = 1.5957691216057307117
 comptime _TANH_CUBIC = _TANH_LINEAR * 0.044715
 comptime _QUICK = 1.702
 # p(t) for t = h^2 up to the last: minimax of the relative error of Phi(-h) for h < 4, and with ever less weight to 6.5.
-comptime _CDF = [1.59387106, 0.0754147883, -0.000949938622, 8.08569757e-06]
+comptime _CDF_0 = 1.59387106
+comptime _CDF_1 = 0.0754147883
+comptime _CDF_2 = -0.000949938622
+comptime _CDF_3 = 8.08569757e-06
 comptime _CDF_END = 42.25
+# Where s is 0 or 1 long since, and the cube of h far from overflow.
+comptime _TANH_END = 1e4
+comptime _LOG2_E = 1.4426950408889634
 
 
 @always_inline
@@ -57,9 +63,9 @@ def activate[
     if kind == NOTHING:
         return h
     if kind == RELU:
-        return h.lt(0).select(SIMD[dtype, width](0), h)
+        return _rectified(h)
     comptime if narrow and is_gpu():
-        return h * _share(_narrow_argument(kind, h))
+        return h * _narrow_share(kind, h)
     if kind == GELU:
         return h * _normal_cdf(h)
     return h * _Logistic[dtype, width](_argument(kind, h)).share
@@ -105,7 +111,7 @@ struct Backward[dtype: DType, width: Int, narrow: Bool = False](
         elif kind == GELU:
             var cdf: Lanes
             comptime if Self.narrow and is_gpu():
-                cdf = _share(_narrow_argument(kind, h))
+                cdf = _narrow_share(GELU, h)
             else:
                 cdf = _normal_cdf(h)
             var density = exponential(h * h * -0.5) * _INVERSE_SQRT_TAU
@@ -138,28 +144,58 @@ def _argument[
 
 
 @always_inline
-def _narrow_argument[
+def _rectified[
     dtype: DType, width: Int, //
-](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns the same, for the normal distribution as well."""
-    if kind != GELU:
-        return _argument(kind, h)
-    comptime Lanes = SIMD[dtype, width]
-    var t = min(h * h, Lanes(_CDF_END))
-    comptime c0 = _CDF[0]
-    comptime c1 = _CDF[1]
-    comptime c2 = _CDF[2]
-    comptime c3 = _CDF[3]
-    var p = fma(fma(fma(Lanes(c3), t, Lanes(c2)), t, Lanes(c1)), t, Lanes(c0))
-    return h * p
+](h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns the larger of h and 0, NaN where h is."""
+    comptime if is_nvidia_gpu() and dtype == DType.float32:
+        var larger = SIMD[dtype, width]()
+        comptime for i in range(width):
+            # As if it had side effects: or it would be computed for every kind of activation, and selected after.
+            larger[i] = rebind[Scalar[dtype]](
+                inlined_assembly[
+                    "max.NaN.f32 $0, $1, 0f00000000;",
+                    Float32,
+                    constraints="=f,f",
+                    has_side_effect=True,
+                ](rebind[Float32](h[i]))
+            )
+        return larger
+    else:
+        return h.lt(0).select(SIMD[dtype, width](0), h)
 
 
 @always_inline
-def _share[
+def _narrow_share[
     dtype: DType, width: Int, //
-](z: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns 1 / (1 + e^-z) on a GPU, to its last bits but one or two."""
-    return _reciprocal(1 + exponential(-z))
+](kind: Int32, h: SIMD[dtype, width]) -> SIMD[dtype, width]:
+    """Returns what h is multiplied by, s(h p(h^2)), on a GPU.
+
+    All kinds are one formula, with coefficients that are chosen once: a branch for every few elements would leave
+    their special functions nothing to run beside.
+    """
+    comptime Lanes = SIMD[dtype, width]
+    var c0 = Scalar[dtype](-_LOG2_E)
+    var c1 = Scalar[dtype](0)
+    var c2 = Scalar[dtype](0)
+    var c3 = Scalar[dtype](0)
+    var end = Scalar[dtype](0)
+    if kind == GELU:
+        c0 = -_LOG2_E * _CDF_0
+        c1 = -_LOG2_E * _CDF_1
+        c2 = -_LOG2_E * _CDF_2
+        c3 = -_LOG2_E * _CDF_3
+        end = _CDF_END
+    elif kind == GELU_TANH:
+        c0 = -_LOG2_E * _TANH_LINEAR
+        c1 = -_LOG2_E * _TANH_CUBIC
+        end = _TANH_END
+    elif kind == QUICK_GELU:
+        c0 = -_LOG2_E * _QUICK
+    var t = min(h * h, Lanes(end))
+    var p = t.fma(Lanes(c3), Lanes(c2)).fma(t, Lanes(c1)).fma(t, Lanes(c0))
+    comptime assert dtype.is_floating_point(), "must be a floating-point type"
+    return _reciprocal(1 + exp2(h * p))
 
 
 @always_inline

@@ -179,7 +179,7 @@ def _normalize_backward[
         call, workspace[dtype, dtype](runner, call).bytes, ctx
     )
     comptime accum = accumulator[dtype]()
-    # modulated, features are of the type of sums
+    # with a modulation, features have the type of sums
     if dtype != accum and (call.norm_is_float32 | call.groups) != 0:
         normalize_backward_of[dtype, accum, dtype](runner, placed)
     else:

@@ -110,7 +110,7 @@ def backward[
 def _backward_around_products[
     target: StaticString, //, dtype: DType
 ](device: Device[target], call: Call) raises:
-    # dz = dy W, in whose place z comes for dy^T z
+    # dz = dy W; then z takes its place, for dy^T z
     var z = device.room[dtype](call.M * call.K)
     var placed = call
     var product = _sized(call.M, call.K, call.N)

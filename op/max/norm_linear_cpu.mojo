@@ -57,7 +57,7 @@ def _run[
     var calls: List[Call] = [call]
     var place = CallPointer(unsafe_from_address=Int(calls.unsafe_ptr()))
     place[].threads = parallelism_level()
-    # PyTorch's product may be faster, which is not here.
+    # PyTorch's product may be faster, but a MAX graph does not have it.
     place[].way = FUSED
     plan(place)
     if place[].way != FUSED:

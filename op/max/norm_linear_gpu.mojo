@@ -59,7 +59,7 @@ def backward[
     Raises:
         If a launch fails, and for float32 on an AMD GPU.
     """
-    # dz = dy @ weight, in whose place z comes for dy^T @ z
+    # dz = dy @ weight; then z takes its place, for dy^T @ z
     var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
     var runner = gpu_runner[dtype](ctx)
     var scratch = ctx.enqueue_create_buffer[DType.uint8](

@@ -120,8 +120,8 @@ trait Norm:
         """
         ...
 
-    # For those who see a row in parts: sums are taken of the distances to a shift near its mean, so that nothing
-    # cancels when the mean is large against the deviation.
+    # For code that sees a row in parts: the sums are of differences from a shift near the mean, so that nothing
+    # cancels when the mean is large compared with the deviation.
 
     @staticmethod
     def shift(sum: Float32, count: Float32) -> Float32:

@@ -100,7 +100,7 @@ struct GpuRunner[sum_type: DType](Runner):
 def modulation_kernel[accum: DType](modulation: Modulation[accum]):
     """Runs a modulation at every element of its vectors.
 
-    Grid: (K / block, groups).
+    Grid: (K / _THREADS, groups). Block: _THREADS threads, one for each column.
 
     Parameters:
         accum: The type computed in.

@@ -43,7 +43,7 @@ def column_kernel[
     Each thread adds up `width` columns in every COLUMN_WARPS-th of the rows; the sums of the warps are then
     added in their order. A thread's sums thus stay in registers however long a row is.
 
-    Grid: (K / (WARP_SIZE width), parts, groups).
+    Grid: (K / (WARP_SIZE width), parts, groups). Block: COLUMN_WARPS warps.
 
     Parameters:
         P: The row program.
@@ -66,7 +66,7 @@ def panel_kernel[
 ](operands: Operands[accumulator[dtype]()]):
     """Does the same for a program that reduces nothing over a row, and stores its outputs on the way.
 
-    Grid: (K / (WARP_SIZE width), parts, groups).
+    Grid: (K / (WARP_SIZE width), parts, groups). Block: COLUMN_WARPS warps.
 
     Parameters:
         P: The row program.
@@ -243,7 +243,8 @@ struct Totals(DevicePassable, TrivialRegisterPassable):
 def total_kernel[accum: DType](totals: Totals):
     """Adds the partial sums of each column, in the same order every time.
 
-    Grid: (columns / TOTAL_COLUMNS, sums, groups); TOTAL_LANES threads share a column.
+    Grid: (columns / TOTAL_COLUMNS, sums, groups). Block: TOTAL_COLUMNS * TOTAL_LANES threads, of which
+    TOTAL_LANES share a column.
 
     Parameters:
         accum: The type of the partial sums.

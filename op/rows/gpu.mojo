@@ -110,6 +110,10 @@ def row_kernel[
 ](operands: Operands[accumulator[dtype]()]):
     """Takes rows through a program.
 
+    Grid: (rows of a group, groups); where each warp has a row, (rows / warps, groups); of a persistent kernel,
+    as many blocks as run at one time. Block: whole warps, at most shape.threads threads. Shared memory: two
+    halves that take turns, each a term of every stage for every warp.
+
     Parameters:
         P: The row program.
         dtype: The type of inputs and outputs.

@@ -55,7 +55,9 @@ def _launch_add_up[accum: DType, dtype: DType](gpu: Gpu, call: RowCall) raises:
 def add_up_kernel[
     accum: DType, dtype: DType
 ](terms: Int64, count: Int64, output: Int64, accumulate: Int32):
-    """Sums a vector in a fixed order, in one block of ADD_UP_THREADS threads.
+    """Sums a vector in a fixed order.
+
+    Grid: one block. Block: ADD_UP_THREADS threads.
 
     Parameters:
         accum: The type of the terms.

@@ -101,7 +101,7 @@ def test_life_of_a_wheel(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         number, file = result.stdout.split()
         assert (number, Path(file).parent.parent) == (version, environment.site)
-        # Other kernels are built anew, the same ones found where the checkout has put them.
+        # Other kernels are built, the same ones found where the checkout has put them.
         assert ("building" in result.stderr) == (version == "0.2.0")
         assert ("fused_norm/new.py" in environment.content()) == (version == "0.2.0")
 

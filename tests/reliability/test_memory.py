@@ -243,7 +243,7 @@ class TestGpu:
         output = result.stdout[-3000:] + result.stderr[-1000:]
         assert result.returncode == 0, output
         if tool == "racecheck":
-            # Kernels of cuBLAS, whose names begin so, have hazards that are not ours to mend.
+            # Kernels of cuBLAS, whose names begin so, have hazards that are not ours to fix.
             hazards = [line for line in result.stdout.splitlines() if "Race reported" in line]
             assert "RACECHECK SUMMARY" in result.stdout, output
             assert all("nvjet" in line for line in hazards), output

@@ -10,22 +10,6 @@ from .pack_transposed import transpose
 comptime _HALF = 16
 
 
-def left_panel_size[dtype: DType](depth: Int) -> Int:
-    """Measures a panel.
-
-    Parameters:
-        dtype: Element type of the tensors.
-
-    Args:
-        depth: Products to sum.
-
-    Returns:
-        Its elements.
-    """
-    comptime B = Blocking[dtype]
-    return (depth + B.step - 1) // B.step * B.step * B.tile_m
-
-
 def pack_left_panels[
     dtype: DType
 ](

@@ -12,7 +12,6 @@ from .blocking import Blocking
 from .epilogue import Output, TileEpilogue
 from .memory import (
     Buffer,
-    CACHE_LINE,
     Matrix,
     prefetch_for_read,
     store_first,

@@ -89,7 +89,10 @@ def few_rows_kernel[
     c: Pointer[Scalar[dtype], MutAnyOrigin],
     product: Product[E, H],
 ):
-    """Computes 64 columns of c per cluster.
+    """Computes FEW_OUTPUTS columns of c for each cluster.
+
+    Grid: a cluster of FEW_CLUSTER blocks for each FEW_OUTPUTS columns. Block:
+    FEW_THREADS threads, of which the last warp copies and the others multiply.
 
     Parameters:
         dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as

@@ -70,6 +70,10 @@ def matrix_kernel[
 ):
     """Computes tiles of c until there are none left.
 
+    Grid: at most a block for each SM, in clusters of config.cluster; with
+    config.split, a cluster for each tile. Block: THREADS threads, of which the first
+    warpgroup copies and the others multiply.
+
     Parameters:
         dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as
             tf32 and then neither transposed nor gathered.

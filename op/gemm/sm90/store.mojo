@@ -209,11 +209,18 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
                         h_map, place, column + Int32(part) * Int32(n), fours
                     )
                     swap(place, other)
+            # All of a box in one call, so that their special functions overlap.
+            var h = SIMD[DType.float32, 4 * box_groups]()
+            var gated = SIMD[DType.float32, 4 * box_groups]()
+            comptime for group in range(box_groups):
+                h = h.insert[offset=4 * group](fours[group * stride])
+                gated = gated.insert[offset=4 * group](
+                    fours[group * stride + stride - 1]
+                )
+            var a = self.epilogue.activated[4 * box_groups](h, gated)
             var activated = StaticTuple[SIMD[DType.float32, 4], box_groups]()
             comptime for group in range(box_groups):
-                activated[group] = self.epilogue.activated[4](
-                    fours[group * stride], fours[group * stride + stride - 1]
-                )
+                activated[group] = a.slice[4, offset=4 * group]()
             self._store_box[dtype, 1, 0](c_map, place, column, activated)
             swap(place, other)
 

@@ -3,7 +3,7 @@
 from std.sys import CompilationTarget
 
 from ...call import Call
-from ..plan import DECLINED, FUSED
+from ..plan import FUSED
 from .measured import MEASURED
 
 comptime WAS_MEASURED = CompilationTarget._has_feature["amx-tile"]()

@@ -17,7 +17,7 @@ from std.math import align_up
 from std.memory import stack_allocation
 from std.sys import size_of
 
-from ...call import Call, CallPointer
+from ...call import CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.epilogue import AddBias, Output
 from ...gemm.cpu.memory import Arena, CACHE_LINE, Matrix, buffer

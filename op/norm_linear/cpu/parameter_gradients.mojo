@@ -16,7 +16,7 @@ from std.math import ceildiv
 
 from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking
-from ...gemm.cpu.memory import Buffer, Matrix, buffer, load_first, store_first
+from ...gemm.cpu.memory import Matrix, buffer, load_first, store_first
 from ...norms.norm import Norm
 from .job import Job
 from .parameters import store_gradient

@@ -13,7 +13,7 @@ from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
 from ...norms.norm import Norm
 
-# Warps of one block, each of which takes a row.
+# Warps of a block, each of which takes a row.
 comptime _WARPS = 8
 comptime _WIDTH = 8
 # Loads in flight at once; the second pass finds the row in the L2 cache, which
@@ -108,7 +108,9 @@ def fold_kernel[
     has_bias: Int32,
     offset: Float32,
 ):
-    """Folds one row of the weight per warp.
+    """Folds one row of the weight for each warp.
+
+    Grid: rows / _WARPS. Block: _WARPS warps.
 
     Parameters:
         dtype: Type of the weight and the bias.

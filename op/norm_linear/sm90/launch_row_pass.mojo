@@ -110,6 +110,8 @@ def prepare_kernel[
 ):
     """Sets counters to zero, and converts gamma and beta to float32.
 
+    Grid: a thread for each counter and each feature. Block: _PREPARE_THREADS threads.
+
     Parameters:
         norm_dtype: Type of gamma and beta.
 

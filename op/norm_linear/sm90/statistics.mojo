@@ -51,7 +51,9 @@ def row_statistics_kernel[
     k: Int32,
     eps: Float32,
 ):
-    """Computes the statistics of rows, one per warp at a time.
+    """Computes the statistics of rows, one for each warp at a time.
+
+    Grid: rows / _WARPS, but no more than _BLOCKS for each SM. Block: _WARPS warps.
 
     The pointer to x is mutable because x may still be being written when this
     kernel starts; loads may not bypass the coherent path.

@@ -1,85 +1,21 @@
-"""The op family in MAX graphs: from a graph's values to values, around the ops of op/max.
-
-A graph loads those from the folder `sources()`. Its tensors are matrices of M rows; what is None is
-not there. Dimensions may be symbolic, so that a graph compiles once for all sizes.
-"""
+"""The functions of the op family, forward and backward, on the values of a MAX graph."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from max.dtype import DType
-from max.graph import DeviceRef, TensorType, ops
+from max.graph import TensorType
 
-from fused_norm.composition import is_gate
-from fused_norm.native.build import source_root
-
-# A graph's tensor: MAX brings no types that a checker could read.
-Value = Any
-
-
-class Norm(NamedTuple):
-    """A norm, what comes before it and what it is followed by.
-
-    Attributes:
-        normalization: `"layer_norm"` or `"rms_norm"`.
-        weight: Gamma, shape `[K]`, in the dtype of x, or float32 beside bfloat16 and float16.
-        bias: Beta, shape `[K]`, in the dtype of gamma.
-        eps: Added to the variance, or to the mean square.
-        weight_offset: Added to gamma.
-        scale: Of AdaLN, shape `[groups, K]`, for groups of neighboring rows.
-        shift: Of AdaLN, likewise.
-        activation: One of those of `fused_norm.norm_linear`, or None.
-    """
-
-    normalization: str = "layer_norm"
-    weight: Value = None
-    bias: Value = None
-    eps: float = 1e-5
-    weight_offset: float = 0.0
-    scale: Value = None
-    shift: Value = None
-    activation: str | None = None
-
-
-class Saved(NamedTuple):
-    """What a forward leaves besides its result, None for what is not there.
-
-    Attributes:
-        sum: x + residual, shape `[M, K]`.
-        mean: Of each row, shape `[M]`; None for RMSNorm.
-        rstd: Reciprocal deviation of each row, or 1 / root mean square.
-        product: What the activation is taken of, shape `[M, N]`, before a gate `[M, 2N]`.
-    """
-
-    sum: Value
-    mean: Value
-    rstd: Value
-    product: Value
-
-
-class Gradients(NamedTuple):
-    """The gradients of a call's tensors, None for those that are not there.
-
-    That of x is the residual's as well; that of what is added at the end is the result's own.
-    """
-
-    x: Value
-    norm_weight: Value
-    norm_bias: Value
-    scale: Value
-    shift: Value
-    weight: Value
-    bias: Value
-    out_weight: Value = None
-    out_bias: Value = None
-
-
-def sources() -> Path:
-    """Return the folder of ops for `Graph(custom_extensions=[sources()])`."""
-    return source_root() / "op"
+from fused_norm.graphs.calls import (
+    call,
+    of_norm,
+    optional,
+    outputs_of,
+    statistics_of,
+    type_of,
+    wide,
+)
+from fused_norm.graphs.records import Gradients, Norm, Saved, Value
 
 
 def norm_linear(
@@ -106,15 +42,15 @@ def norm_linear(
         y of shape `[M, N]`, and what a backward takes.
     """
     rows, columns = x.shape[0], weight.shape[0]
-    y = _type(x, rows, _outputs(norm, weight))
-    product = _type(x, rows, columns if norm.activation else 0)
+    y = type_of(x, rows, outputs_of(norm, weight))
+    product = type_of(x, rows, columns if norm.activation else 0)
     if statistics is not None:
-        found = _call(
+        found = call(
             "norm_linear_known",
             x,
             [
-                *(x, *_of_norm(norm, x), *_optional(statistics, x, _wide(x))),
-                *(weight, *_optional([bias], x)),
+                *(x, *of_norm(norm, x), *optional(statistics, x, wide(x))),
+                *(weight, *optional([bias], x)),
             ],
             [norm.weight_offset],
             [y, product],
@@ -122,15 +58,15 @@ def norm_linear(
         )
         return found[0], Saved(None, *statistics, found[1] if norm.activation else None)
     total = x.type if residual is None else residual.type
-    y, total, mean, rstd, product = _call(
+    y, total, mean, rstd, product = call(
         "norm_linear",
         x,
-        [x, *_optional([residual], x, rank=2), *_of_norm(norm, x), weight, *_optional([bias], x)],
+        [x, *optional([residual], x, rank=2), *of_norm(norm, x), weight, *optional([bias], x)],
         [norm.eps, norm.weight_offset],
         [
             y,
-            _type(x, 0, 0) if residual is None else total,
-            *_statistics(norm, x, rows),
+            type_of(x, 0, 0) if residual is None else total,
+            *statistics_of(norm, x, rows),
             product,
         ],
         norm,
@@ -227,16 +163,16 @@ def norm_mlp_backward(
         saved: What the forward left.
         grad_sum: The gradient that reaches `saved.sum` besides, or None.
     """
-    rows, outputs = grad_output.shape[0], _outputs(norm, weight)
+    rows, outputs = grad_output.shape[0], outputs_of(norm, weight)
     da, *_ = _linear_backward(
-        grad_output, None, out_weight, [_type(x, rows, outputs), _type(x, 0, 0), _type(x, 0)]
+        grad_output, None, out_weight, [type_of(x, rows, outputs), type_of(x, 0, 0), type_of(x, 0)]
     )
     first, a = _backward(da, x, norm, weight, bias, saved, grad_sum, True)
     _, *second = _linear_backward(
         grad_output,
         a,
         out_weight,
-        [_type(x, 0, 0), out_weight.type, _type(x, 0) if out_bias is None else out_bias.type],
+        [type_of(x, 0, 0), out_weight.type, type_of(x, 0) if out_bias is None else out_bias.type],
     )
     return first._replace(out_weight=second[0], out_bias=None if out_bias is None else second[1])
 
@@ -271,7 +207,7 @@ def linear_add_backward(
         weight: The weight.
         bias: The bias, or None.
     """
-    dbias = _type(x, 0) if bias is None else bias.type
+    dbias = type_of(x, 0) if bias is None else bias.type
     dx, dweight, dbias = _linear_backward(grad_output, x, weight, [x.type, weight.type, dbias])
     return dx, dweight, None if bias is None else dbias
 
@@ -287,24 +223,24 @@ def _backward(
     wants_activated: bool,
 ) -> tuple[Gradients, Value]:
     rows = grad_output.shape[0]
-    parameters = [*_of_norm(norm, x), weight, *_optional([bias], x)]
-    *found, activated = _call(
+    parameters = [*of_norm(norm, x), weight, *optional([bias], x)]
+    *found, activated = call(
         "norm_linear_backward",
         x,
         [
             grad_output,
-            *_optional([grad_sum], x, rank=2),
+            *optional([grad_sum], x, rank=2),
             x if saved.sum is None else saved.sum,
             *parameters[:4],
-            *_optional([saved.mean, saved.rstd], x, _wide(x)),
+            *optional([saved.mean, saved.rstd], x, wide(x)),
             weight,
-            *_optional([saved.product], x, rank=2),
+            *optional([saved.product], x, rank=2),
         ],
         [norm.weight_offset],
         [
             x.type,
             *(parameter.type for parameter in parameters),
-            _type(x, rows, _outputs(norm, weight)) if wants_activated else _type(x, 0, 0),
+            type_of(x, rows, outputs_of(norm, weight)) if wants_activated else type_of(x, 0, 0),
         ],
         norm,
     )
@@ -317,14 +253,18 @@ def _linear_add(
     x: Value, weight: Value, bias: Value, residual: Value, norm: Norm, has_statistics: bool
 ) -> list[Value]:
     rows = x.shape[0]
-    return _call(
+    return call(
         "linear_add",
         x,
-        [x, weight, *_optional([bias], x), *_optional([residual], x, rank=2)],
+        [x, weight, *optional([bias], x), *optional([residual], x, rank=2)],
         [norm.eps],
         [
-            _type(x, rows, weight.shape[0]),
-            *(_statistics(norm, x, rows) if has_statistics else [_type(x, 0, dtype=_wide(x))] * 2),
+            type_of(x, rows, weight.shape[0]),
+            *(
+                statistics_of(norm, x, rows)
+                if has_statistics
+                else [type_of(x, 0, dtype=wide(x))] * 2
+            ),
         ],
         norm,
         ["normalization"],
@@ -334,60 +274,7 @@ def _linear_add(
 def _linear_backward(
     grad_output: Value, x: Value, weight: Value, results: Sequence[TensorType]
 ) -> list[Value]:
-    given = _optional([x], weight, rank=2)
-    return _call(
+    given = optional([x], weight, rank=2)
+    return call(
         "linear_add_backward", weight, [grad_output, *given, weight], [], results, Norm(), []
     )
-
-
-def _call(
-    name: str,
-    like: Value,
-    tensors: Sequence[Value],
-    numbers: Sequence[float],
-    results: Sequence[TensorType],
-    norm: Norm,
-    parameters: Sequence[str] = ("normalization", "activation"),
-) -> list[Value]:
-    cpu = DeviceRef.CPU()
-    chosen = {"normalization": norm.normalization, "activation": norm.activation or "none"}
-    found = ops.custom(
-        f"fused_norm_{name}",
-        like.device,
-        [*tensors, *(ops.constant(number, DType.float64, cpu) for number in numbers)],
-        results,
-        parameters={p: chosen[p] for p in parameters} or None,
-    )
-    return [value.tensor for value in found]
-
-
-def _of_norm(norm: Norm, x: Value) -> list[Value]:
-    affine = next((v for v in (norm.weight, norm.bias) if v is not None), x)
-    modulation = _optional([norm.scale, norm.shift], x, rank=2)
-    return [*_optional([norm.weight, norm.bias], x, affine.dtype), *modulation]
-
-
-def _optional(
-    values: Sequence[Value], like: Value, dtype: DType | None = None, rank: int = 1
-) -> list[Value]:
-    """Return values, those that are None as tensors without elements."""
-    zero = ops.constant(0, dtype or like.dtype, like.device)
-    return [ops.broadcast_to(zero, [0] * rank) if v is None else v for v in values]
-
-
-def _statistics(norm: Norm, x: Value, rows: Any) -> list[TensorType]:
-    mean = 0 if norm.normalization == "rms_norm" else rows
-    return [_type(x, mean, dtype=_wide(x)), _type(x, rows, dtype=_wide(x))]
-
-
-def _outputs(norm: Norm, weight: Value) -> Any:
-    columns = weight.shape[0]
-    return columns // 2 if is_gate(norm.activation or "") else columns
-
-
-def _wide(x: Value) -> DType:
-    return DType.float64 if x.dtype == DType.float64 else DType.float32
-
-
-def _type(like: Value, *shape: Any, dtype: DType | None = None) -> TensorType:
-    return TensorType(dtype or like.dtype, shape, like.device)

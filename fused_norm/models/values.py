@@ -1,0 +1,82 @@
+"""What a graph's nodes stand for while it is traced: tensors, their shapes and dtypes, numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+
+def value(node: Any) -> Any:
+    """Return what a node stood for while the graph was traced; tensors are fake ones."""
+    if not isinstance(node, Node):
+        return None
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return whether a tensor, or None, is no subclass with ops of its own."""
+    return type(tensor).__name__ in ("FakeTensor", "Tensor", "Parameter", "NoneType")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def is_tensor(node: Any) -> bool:
+    """Return whether a node stands for a tensor."""
+    return isinstance(value(node), Tensor)
+
+
+def shape(node: Any) -> torch.Size:
+    """Return the shape of a node's tensor."""
+    found: torch.Size = value(node).shape
+    return found
+
+
+def dtype(node: Any) -> torch.dtype:
+    """Return the dtype of a node's tensor."""
+    found: torch.dtype = value(node).dtype
+    return found
+
+
+def are_same(a: Any, b: Any) -> bool:
+    """Return whether two sizes, or tuples of them, are surely equal: no guard is added."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(are_same, a, b))
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
+
+
+def number(argument: Any) -> float | None:
+    """Return the number that an argument is, or that an input stands for, guarded then.
+
+    Where shapes are dynamic Dynamo makes inputs of a module's numbers, as of its eps.
+
+    Args:
+        argument: Of a node.
+    """
+    if isinstance(argument, Node):
+        argument = value(argument)
+        if isinstance(argument, torch.SymFloat):
+            return float(argument)
+    if isinstance(argument, (float, int)) and not isinstance(argument, bool):
+        return float(argument)
+    return None
+
+
+def is_number(argument: Any, wanted: float) -> bool:
+    """Return whether an argument is a number, to six digits."""
+    found = number(argument)
+    return found is not None and abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted))
+
+
+def is_vector(node: Any, features: Any) -> bool:
+    """Return whether a node is a tensor of shape `[features]`."""
+    return is_tensor(node) and value(node).dim() == 1 and are_same(shape(node)[0], features)

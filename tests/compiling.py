@@ -1,0 +1,38 @@
+"""What tests of PyTorch's compiler share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+# PyTorch's compiler, exporter and forward mode trip over these deprecations of its own.
+ITS_OWN_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+]
+
+
+def assert_one_compile(
+    function: Callable[..., Any], check: Callable[[Callable[..., Any], int], None]
+) -> None:
+    """Compile a function once for any number of rows.
+
+    Args:
+        function: What to compile.
+        check: Calls what was compiled with so many rows, and looks at the results.
+    """
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for rows in (4, 6, 33, 100):
+        check(compiled, rows)
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert len(set(counts)) == 1
