@@ -180,8 +180,8 @@ def passes_around_products() -> Callable[..., Tensor] | None:
         return None
     kernels = backend.kernels
 
-    def without_product(*arguments: Any) -> tuple[str, int, str, int]:
-        return ("", *kernels(*arguments)[1:])
+    def without_product(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, str, int]:
+        return ("", *kernels(x, norm, is_alone)[1:])
 
     backend.kernels = without_product
     compiled.tell(found)
