@@ -127,7 +127,7 @@ def layernorm_linear(
         bias: Its bias, or None.
         eps: Added to the variance.
     """
-    if torch.compiler.is_compiling() or (run := module()) is None:
+    if torch.compiler.is_compiling() or is_batch_invariant() or (run := module()) is None:
         return None
     try:
         found: Tensor | None = run.forward(
