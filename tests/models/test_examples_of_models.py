@@ -81,3 +81,19 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "timings" not in forward["results"]["fused_norm"]
     assert "| vit | forward | 1 | 5 of 5 norms | `fused_norm` | wrong |" in page.read_text()
     assert (tmp_path / "models.png").stat().st_size > 10000
+
+
+def test_pages_have_the_committed_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts")
+    import whole_models
+
+    root = EXAMPLES.parent
+    run = json.loads((root / "benchmarks/h200-models.json").read_text())
+    assert whole_models.table(run) in (root / "docs/models.md").read_text()
+    front = " ".join((root / "README.md").read_text().split())
+    for m in run["measurements"]:
+        if m["model"] == "vit":
+            for result in m["results"].values():
+                took = whole_models.seconds(result)
+                assert took is not None
+                assert f"{m['count'] / took:,.0f}" in front

@@ -49,7 +49,7 @@ comptime _ROWS_PER_FEATURE = 8
 
 # Up to so many tiles for each block there is little to take turns for, and consumers that share a tile find its
 # statistics at hardly any cost.
-comptime _FEW_WAVES = 2
+comptime _FEW_WAVES = 4
 
 # Columns of a box.
 comptime _BOX = 64
