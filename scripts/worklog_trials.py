@@ -165,7 +165,7 @@ def activation(data: Data) -> Figure:
 
 
 def turns(data: Data) -> Figure:
-    """Show a product with a bias over PyTorch's: consumers that share a tile, and that take turns."""
+    """Show a product over PyTorch's, by consumers that share a tile and that take turns."""
     trial = data["trials"]["taking turns"]
     names = {
         "a tile for both": "both multiply one tile, then store it",
