@@ -114,6 +114,7 @@ def test_gradient_of_one_result_alone(name: str, python_calls: list[Tensor]) -> 
 
 
 @pytest.mark.as_dispatched
+@pytest.mark.usefixtures("python_calls")
 @pytest.mark.parametrize("name", MEMBERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_around_products_of_pytorch(

@@ -502,7 +502,7 @@ def ptxas() -> str | None:
 @pytest.mark.parametrize(
     ("dtype", "operands", "count"),
     [
-        ("bfloat16", "bf16.bf16", 56),
+        ("bfloat16", "bf16.bf16", 57),
         pytest.param("float16", "f16.f16", 32, marks=pytest.mark.slow),
         pytest.param("float32", "tf32.tf32", 10, marks=pytest.mark.slow),
     ],
