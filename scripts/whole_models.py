@@ -335,7 +335,7 @@ def plot(run: dict[str, Any], path: Path) -> None:
     environment = run["environment"]
     axes.set_title(f"Whole models, {environment['gpu'] or environment['cpu']}, {run['dtype']}")
     if shown:
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside lower center", ncols=len(providers), frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

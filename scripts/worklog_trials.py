@@ -32,7 +32,11 @@ def bars(
                 color=INK,
                 bbox={"fc": "white", "ec": "none", "pad": 0.3, "alpha": 0.85},
             )
-    ax.set_xticks(range(len(groups)), [group.replace(",", " × ") for group in groups])
+    names = [group.replace(",", " × ") for group in groups]
+    if len(groups) > 5:
+        # One line of each would run into the next.
+        names = [name.replace(" × ", " ×\n", 1) for name in names]
+    ax.set_xticks(range(len(groups)), names)
     ax.grid(axis="x", visible=False)
 
 
