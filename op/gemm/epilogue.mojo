@@ -113,6 +113,24 @@ trait Epilogue(TrivialRegisterPassable):
         return {unsafe_from_address = none}
 
     @always_inline
+    def vector_of_part[
+        i: Int
+    ](self, part: Int, first: Int) -> Vector[Self.vector_dtype]:
+        """Locates a vector of one of several matrices that stand side by side for c.
+
+        Parameters:
+            i: Which one.
+
+        Args:
+            part: Which matrix, 0 for the first or the only one.
+            first: Columns of those before it.
+
+        Returns:
+            Its first element, at a multiple of 16 bytes.
+        """
+        return self.vector[i]().unsafe_offset(first)
+
+    @always_inline
     def row_terms(self, row: Int) -> RowTerms[]:
         """Loads the terms of a row, where no hook finds them on the way.
 

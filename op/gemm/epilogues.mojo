@@ -43,6 +43,55 @@ struct Bias[bias_dtype: DType](Epilogue):
 
 
 @fieldwise_init
+struct BiasOfParts[bias_dtype: DType](Epilogue):
+    """Sums + the bias of each of three matrices that stand side by side.
+
+    Parameters:
+        bias_dtype: Type of the biases.
+    """
+
+    comptime name = StaticString("biases")
+    """Tells kernels apart."""
+    comptime vectors = 1
+    """The biases."""
+    comptime vector_dtype = Self.bias_dtype
+    """Their type."""
+
+    var first: Int64
+    """Address of the first bias."""
+    var second: Int64
+    """Address of the second."""
+    var third: Int64
+    """Address of the third."""
+
+    @doc_hidden
+    @always_inline
+    def vector_of_part[
+        i: Int
+    ](self, part: Int, first: Int) -> Vector[Self.bias_dtype]:
+        var own = self.first
+        if part == 1:
+            own = self.second
+        elif part == 2:
+            own = self.third
+        return {unsafe_from_address = Int(own)}
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return sums + column_terms[0]
+
+
+@fieldwise_init
 struct ScaleAndCorrect[corrects: Bool = True](Epilogue):
     """Row scale * (sums - row offset * column correction) + column constant.
 

@@ -1,5 +1,6 @@
 """The shape of a block's work, and where its pieces lie in shared memory."""
 
+from .parts import MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
 from .wgmma import ROW_BYTES
 
 comptime THREADS = 384
@@ -38,6 +39,8 @@ struct Config(Equatable, TrivialRegisterPassable):
     var takes_turns: Bool
     """Whether each consumer has whole tiles, so that one stores while another
     multiplies; otherwise all of them share each tile."""
+    var parts: Int
+    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE` or `ONE_SUM`."""
 
     @staticmethod
     def of(
@@ -49,6 +52,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         split: Bool = False,
         adds: Bool = False,
         takes_turns: Bool = False,
+        parts: Int = WHOLE,
     ) -> Self:
         """Fills the shared memory for tiles of a width.
 
@@ -64,6 +68,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             split: Whether a cluster shares a tile.
             adds: Whether c is float32 beside narrower operands.
             takes_turns: Whether each consumer has whole tiles.
+            parts: How several matrices make the product.
 
         Returns:
             The choices.
@@ -78,6 +83,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             split=split,
             adds=adds,
             takes_turns=takes_turns,
+            parts=parts,
         )
 
     def name(self) -> String:
@@ -85,8 +91,8 @@ struct Config(Equatable, TrivialRegisterPassable):
 
         Returns:
             Layout of a and b, rows and columns of a tile, whether rows of a are
-            summed, whether tiles are split, whether c is added to and whether
-            consumers take turns.
+            summed, whether tiles are split, whether c is added to, whether
+            consumers take turns, and how several matrices make the product.
         """
         return String(
             "t" if self.a_transposed else "n",
@@ -99,7 +105,36 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_split" if self.split else "",
             "_adds" if self.adds else "",
             "_turns" if self.takes_turns else "",
+            "_side_by_side" if self.parts == SIDE_BY_SIDE else "",
+            "_one_sum" if self.parts == ONE_SUM else "",
         )
+
+    @always_inline
+    def a_count(self) -> Int:
+        """Counts the matrices that may stand for a.
+
+        Returns:
+            Their tensor maps.
+        """
+        return MOST_PARTS if self.parts == ONE_SUM else 1
+
+    @always_inline
+    def b_count(self) -> Int:
+        """Counts the matrices that may stand for b.
+
+        Returns:
+            Their tensor maps.
+        """
+        return 1 if self.parts == WHOLE else MOST_PARTS
+
+    @always_inline
+    def c_count(self) -> Int:
+        """Counts the matrices that may stand for c.
+
+        Returns:
+            Their tensor maps.
+        """
+        return MOST_PARTS if self.parts == SIDE_BY_SIDE else 1
 
     @always_inline
     def halves(self) -> Int:

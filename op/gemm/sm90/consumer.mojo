@@ -8,6 +8,7 @@ from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config, RingPlace, Shared
 from .counters import Progress
 from .multiplier import Multiplier
+from .parts import SIDE_BY_SIDE, Parts, part_of
 from .product import Product
 from .ptx import (
     map_to_rank,
@@ -89,7 +90,7 @@ def consume[
     consumer: UInt32,
     warp_in_group: UInt32,
     thread: UInt32,
-    c_map: OpaquePointer[ImmUntrackedOrigin],
+    c_maps: OpaquePointer[ImmUntrackedOrigin],
     h_map: OpaquePointer[ImmUntrackedOrigin],
     product: Product[E, H],
 ):
@@ -146,7 +147,13 @@ def consume[
         comptime if config.sharers() > 1:
             first_row += rank * UInt32(TILE_ROWS)
         var row = first_row + warp_in_group * 16
-        var column = place[1] * UInt32(columns)
+        var tile_column = place[1]
+        var c_map = c_maps
+        comptime if config.parts == SIDE_BY_SIDE:
+            var its_place = Parts(product.sizes, columns).find(tile_column)
+            c_map = part_of(c_maps, its_place[0])
+            tile_column = its_place[1]
+        var column = tile_column * UInt32(columns)
         var previous = UInt32(0)
         var gathered = Halves[H.Sums, halves]()
         var sums = TransposedSums(0)

@@ -20,6 +20,7 @@ from ..row_hook import RowHook
 from .config import THREADS, Config, Shared
 from .consumer import consume
 from .producer import produce
+from .parts import WHOLE
 from .product import Product
 from .ptx import (
     address_of,
@@ -35,6 +36,7 @@ from .ptx import (
     wait_on_earlier_grids,
     warp_sync,
 )
+from .tensor_map import Maps
 from .tiles import Tiles
 from .wgmma import row_elements
 
@@ -49,17 +51,17 @@ def _ceildiv(a: Int32, b: Int) -> UInt32:
     `nvvm.minctasm`=SIMDLength(1),
     `nvvm.cluster_dim`=StaticTuple[Int32, 3](Int32(config.cluster), 1, 1),
 )
-@__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
-@__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
-@__llvm_arg_metadata(c_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(a_maps, `nvvm.grid_constant`)
+@__llvm_arg_metadata(b_maps, `nvvm.grid_constant`)
+@__llvm_arg_metadata(c_maps, `nvvm.grid_constant`)
 @__llvm_arg_metadata(more_map, `nvvm.grid_constant`)
 @__name(t"fused_norm_matrix_{dtype}_{config.name()}_{E.name}{H.name}")
 def matrix_kernel[
     dtype: DType, config: Config, E: Epilogue, H: RowHook
 ](
-    a_map: TMADescriptor,
-    b_map: TMADescriptor,
-    c_map: TMADescriptor,
+    a_maps: Maps[config.a_count()],
+    b_maps: Maps[config.b_count()],
+    c_maps: Maps[config.c_count()],
     more_map: TMADescriptor,
     product: Product[E, H],
 ):
@@ -77,11 +79,12 @@ def matrix_kernel[
         H: What is done with the rows.
 
     Args:
-        a_map: Tensor map of a [M, K], boxes of a tile's rows by a k block; of a
-            transposed a [K, M], boxes of 64 by 64.
-        b_map: Tensor map of b [N, K], boxes of config.columns / sharers by a
+        a_maps: Tensor map of a [M, K], boxes of a tile's rows by a k block; of a
+            transposed a [K, M], boxes of 64 by 64. Here and in the next two, that
+            of each part where several matrices stand for one.
+        b_maps: Tensor map of b [N, K], boxes of config.columns / sharers by a
             k block; of a transposed b [K, N], boxes of 64 by 64.
-        c_map: Tensor map of c [M, N], boxes of 16 rows of 128 bytes; not read
+        c_maps: Tensor map of c [M, N], boxes of 16 rows of 128 bytes; not read
             where c is added to.
         more_map: Tensor map of h, in c's boxes, which an activation stores beside c;
             or of what is added to c, in boxes of a tile's rows.
@@ -90,6 +93,10 @@ def matrix_kernel[
     comptime assert not config.sums_rows or config.a_transposed
     comptime assert not config.takes_turns or not (
         config.a_transposed or config.split or config.adds or H.passes_on
+    )
+    # A transposed a, and vectors, have their own ways to count.
+    comptime assert config.parts == WHOLE or not (
+        config.a_transposed or config.split or config.adds
     )
     comptime cluster = config.cluster
     comptime sharers = config.sharers()
@@ -122,10 +129,10 @@ def matrix_kernel[
                 Int32(4 * config.consumers_of_tile()),
             )
         fence_barrier_init()
-        prefetch_tensor_map(address_of(a_map))
-        prefetch_tensor_map(address_of(b_map))
+        prefetch_tensor_map(address_of(a_maps))
+        prefetch_tensor_map(address_of(b_maps))
         comptime if not config.adds:
-            prefetch_tensor_map(address_of(c_map))
+            prefetch_tensor_map(address_of(c_maps))
         comptime if E.activates:
             prefetch_tensor_map(address_of(more_map))
     # An earlier grid may still be writing the operands. But a kernel that makes
@@ -168,8 +175,8 @@ def matrix_kernel[
                 rank_of_sharers,
                 first_block,
                 blocks,
-                address_of(a_map),
-                address_of(b_map),
+                address_of(a_maps),
+                address_of(b_maps),
                 address_of(more_map),
                 product,
             )
@@ -188,7 +195,7 @@ def matrix_kernel[
             (warp_in_block >> 2) - 1,
             warp_in_block & 3,
             thread & 127,
-            address_of(c_map),
+            address_of(c_maps),
             address_of(more_map),
             product,
         )

@@ -7,6 +7,7 @@ from max.gpu.host.launch_attribute import (
     LaunchAttributeValue,
 )
 from std.math import ceildiv
+from std.utils import StaticTuple
 
 from ...device import Gpu
 from ..epilogue import Epilogue
@@ -20,8 +21,10 @@ from .few_rows import (
     few_rows_shared_bytes,
 )
 from .kernel import matrix_kernel
+from .parts import MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, steps_of
 from .product import Product
-from .tensor_map import operand_map, tensor_map
+from .tensor_map import Maps, operand_map, tensor_map
+from .wgmma import row_elements
 from .tiling import (
     FEW_ROWS,
     MOST_FEW_ROWS,
@@ -85,17 +88,109 @@ def launch_matrix[
     Raises:
         If the driver refuses.
     """
+    launch_parts[dtype, config](
+        gpu, Matrices(c), Matrices(a), Matrices(b), product
+    )
+
+
+@fieldwise_init
+struct Matrices(TrivialRegisterPassable):
+    """Matrices that stand for one operand, one after another."""
+
+    var addresses: StaticTuple[Int, MOST_PARTS]
+    """Their addresses."""
+    var pitch: Int
+    """Elements from one row of each to its next; 0 for as many as a row has."""
+
+    def __init__(out self, only: Int):
+        """Has one.
+
+        Args:
+            only: Its address.
+        """
+        self.addresses = StaticTuple[Int, MOST_PARTS](fill=only)
+        self.pitch = 0
+
+
+def launch_parts[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](
+    gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]
+) raises:
+    """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T).
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows.
+        dtype: As for `launch_matrix`.
+        config: Compile-time choices; they say which of the two is computed.
+
+    Args:
+        gpu: Where to run.
+        c: Where c is.
+        a: Where a is.
+        b: Where b is.
+        whole: Sizes, those of the parts among them, and what goes with the matrices.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = whole
     var m = Int(product.m)
     var n = Int(product.n)
     var k = Int(product.k)
     ref ctx = gpu.context
-    var a_map = operand_map[dtype, config.a_transposed](ctx, a, m, k, TILE_ROWS)
-    var b_map = operand_map[dtype, config.b_transposed](
-        ctx, b, n, k, config.columns // config.sharers()
+    comptime b_rows = config.columns // config.sharers()
+    var a_map = operand_map[dtype, config.a_transposed](
+        ctx,
+        a.addresses[0],
+        m,
+        Int(product.sizes[0]) if config.parts == ONE_SUM else k,
+        TILE_ROWS,
+        a.pitch,
     )
+    var a_maps = Maps[config.a_count()](a_map)
+    var b_maps = Maps[config.b_count()](a_map)
     var c_map = a_map
-    comptime if not config.adds:
-        c_map = tensor_map[dtype](ctx, c, m, n // 2 if E.is_gate else n, 16)
+    var c_maps = Maps[config.c_count()](a_map)
+    comptime for i in range(config.b_count()):
+        comptime sides = config.parts == SIDE_BY_SIDE
+        var own_n, own_k = n, k
+        comptime if sides:
+            own_n = Int(product.sizes[i])
+        elif config.parts == ONE_SUM:
+            own_k = Int(product.sizes[i])
+        if own_n and own_k:
+            b_maps.put(
+                i,
+                operand_map[dtype, config.b_transposed](
+                    ctx, b.addresses[i], own_n, own_k, b_rows, b.pitch
+                ),
+            )
+            comptime if config.parts == ONE_SUM and i > 0:
+                a_maps.put(
+                    i,
+                    operand_map[dtype, config.a_transposed](
+                        ctx, a.addresses[i], m, own_k, TILE_ROWS, a.pitch
+                    ),
+                )
+            comptime if not config.adds and i < config.c_count():
+                c_map = tensor_map[dtype](
+                    ctx,
+                    c.addresses[i],
+                    m,
+                    own_n // 2 if E.is_gate else own_n,
+                    16,
+                    c.pitch,
+                )
+                c_maps.put(i, c_map)
+    # Each part begins with a tile, or with a k block, of its own.
+    comptime if config.parts == SIDE_BY_SIDE:
+        n = steps_of(product.sizes, config.columns) * config.columns
+        product.n = Int32(n)
+    elif config.parts == ONE_SUM:
+        comptime block = row_elements[dtype]()
+        product.k = Int32(steps_of(product.sizes, block) * block)
     var more_map = c_map
     comptime if E.activates:
         if product.epilogue.h() != 0:
@@ -114,9 +209,9 @@ def launch_matrix[
     )
     gpu.stream.enqueue_function(
         kernel,
-        a_map,
-        b_map,
-        c_map,
+        a_maps,
+        b_maps,
+        c_maps,
         more_map,
         product,
         grid_dim=clusters * config.cluster,

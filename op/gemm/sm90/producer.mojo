@@ -6,6 +6,7 @@ from std.sys import size_of
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .config import TILE_ROWS, Config, RingPlace, Shared
+from .parts import ONE_SUM, SIDE_BY_SIDE, Parts, first_of, part_of
 from .product import Product
 from .ptx import (
     load_bytes,
@@ -52,8 +53,8 @@ def produce[
     rank: UInt32,
     first_block: UInt32,
     blocks: UInt32,
-    a_map: OpaquePointer[ImmUntrackedOrigin],
-    b_map: OpaquePointer[ImmUntrackedOrigin],
+    a_maps: OpaquePointer[ImmUntrackedOrigin],
+    b_maps: OpaquePointer[ImmUntrackedOrigin],
     addend_map: OpaquePointer[ImmUntrackedOrigin],
     product: Product[E, H],
 ):
@@ -64,12 +65,24 @@ def produce[
     var at = RingPlace(0, 1)
     var parity = UInt32(1)
     var turn = UInt32(0)
+    var parts = Parts(
+        product.sizes,
+        columns if config.parts
+        == SIDE_BY_SIDE else row_elements[dtype](),
+    )
+    var a_map = a_maps
     var index = tiles.first
     while index < tiles.end:
         var place = tiles.at(index)
         index += tiles.step
         var row = Int32((place[0] * UInt32(sharers) + rank) * UInt32(TILE_ROWS))
-        var column = Int32(place[1] * UInt32(columns))
+        var tile_column = place[1]
+        var n = product.n
+        var part = UInt32(0)
+        comptime if config.parts == SIDE_BY_SIDE:
+            part, tile_column = parts.find(tile_column)
+            n = product.sizes[Int(part)]
+        var column = Int32(tile_column * UInt32(columns))
         var b_row = column + Int32(rank) * Int32(b_rows)
         comptime if E.adds:
             # What the sums start with, in the ring like a k block.
@@ -91,7 +104,13 @@ def produce[
                         row,
                     )
                 at.advance[config.stages]()
-        for block in range(first_block, first_block + blocks):
+        var b_map = part_of(b_maps, part)
+        for its_block in range(first_block, first_block + blocks):
+            var block = its_block
+            comptime if config.parts == ONE_SUM:
+                part, block = parts.find(its_block)
+                a_map = part_of(a_maps, part)
+                b_map = part_of(b_maps, part)
             var full = shared.full(at.slot)
             mbarrier_wait(shared.empty(at.slot), at.parity)
             mbarrier_expect_bytes(
@@ -115,7 +134,7 @@ def produce[
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
             comptime size = size_of[E.vector_dtype]()
-            var bytes = min(Int32(columns), product.n - column) * Int32(size)
+            var bytes = min(Int32(columns), n - column) * Int32(size)
             var full = shared.vectors_full(turn)
             mbarrier_wait(shared.vectors_empty(turn), parity)
             mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
@@ -123,7 +142,9 @@ def produce[
                 load_bytes(
                     shared.vectors(turn) + UInt32(i * columns * size),
                     Int(
-                        product.epilogue.vector[i]().unsafe_offset(Int(column))
+                        product.epilogue.vector_of_part[i](
+                            Int(part), first_of(product.sizes, Int(part))
+                        ).unsafe_offset(Int(column))
                     ),
                     bytes,
                     full,

@@ -4,6 +4,7 @@ from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
 from ..epilogue import Epilogue
 from ..row_hook import NoHook, RowHook
+from .parts import PartSizes
 
 
 @fieldwise_init
@@ -45,6 +46,8 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     """Address of the sums of the rows of a [M], in c's type; 0 if not wanted."""
     var float32_row_sums: Int64
     """Address of what is added to those [M], in float32."""
+    var sizes: PartSizes
+    """Columns, or lengths of sums, of each part; not read where one matrix makes the product."""
 
     def __init__(
         out self, m: Int, n: Int, k: Int, epilogue: Self.E, hook: Self.H
@@ -69,6 +72,7 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.float32 = 0
         self.row_sums = 0
         self.float32_row_sums = 0
+        self.sizes = PartSizes(fill=0)
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]

@@ -6,7 +6,6 @@ that address arithmetic stays in 32-bit registers.
 
 from std.memory import OpaquePointer, bitcast
 from std.sys import _RegisterPackType, inlined_assembly
-from max.gpu.host.nvidia.tma import TMADescriptor
 
 
 @doc_hidden
@@ -440,8 +439,10 @@ def meet_cluster():
 
 @doc_hidden
 @always_inline
-def address_of(ref map: TMADescriptor) -> OpaquePointer[ImmUntrackedOrigin]:
-    """Locates a tensor map among a kernel's arguments."""
+def address_of[
+    Kind: AnyType, //
+](ref map: Kind) -> OpaquePointer[ImmUntrackedOrigin]:
+    """Locates a tensor map, or several, among a kernel's arguments."""
     return (
         Pointer(to=map)
         .unsafe_bitcast[NoneType]()

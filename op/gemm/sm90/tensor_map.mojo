@@ -1,6 +1,8 @@
 """Descriptions of matrices for TMA."""
 
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.sys import size_of
+from std.utils import StaticTuple
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max.gpu.host.nvidia.tma import (
     TMADescriptor,
@@ -11,7 +13,53 @@ from max.gpu.host.nvidia.tma import (
     TensorMapSwizzle,
 )
 
+from .parts import MAP_BYTES
 from .wgmma import row_elements
+
+
+@align(64)
+struct Maps[count: Int](DevicePassable, ImplicitlyCopyable):
+    """Tensor maps of matrices that stand for one operand, as a kernel gets them.
+
+    Parameters:
+        count: How many.
+    """
+
+    comptime device_type: AnyType = Self
+    """What the kernel sees."""
+
+    var data: StaticTuple[UInt8, MAP_BYTES * Self.count]
+    """The maps, one after another."""
+
+    def __init__(out self, first: TMADescriptor):
+        """Starts with one, which stands for all of them until others do.
+
+        Args:
+            first: The first.
+        """
+        self.data = StaticTuple[UInt8, MAP_BYTES * Self.count]()
+        comptime for i in range(Self.count):
+            self.put(i, first)
+
+    def put(mut self, i: Int, map: TMADescriptor):
+        """Puts a map in its place.
+
+        Args:
+            i: Which one.
+            map: The map.
+        """
+        for byte in range(MAP_BYTES):
+            self.data[i * MAP_BYTES + byte] = map.data[byte]
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @doc_hidden
+    @staticmethod
+    def get_type_name() -> String:
+        return "Maps"
 
 
 def tensor_map[
@@ -23,6 +71,7 @@ def tensor_map[
     rows: Int,
     columns: Int,
     box_rows: Int,
+    pitch: Int = 0,
 ) raises -> TMADescriptor:
     """Describes a row-major matrix to TMA, in boxes of 128 bytes of
     each row.
@@ -37,6 +86,7 @@ def tensor_map[
         rows: Its rows.
         columns: Its columns, a multiple of 16 bytes.
         box_rows: Rows of one box.
+        pitch: Elements from one row to the next, a multiple of 16 bytes; 0 for its columns.
 
     Returns:
         The tensor map.
@@ -46,7 +96,7 @@ def tensor_map[
     """
     var map = TMADescriptor()
     var sizes = SIMD[DType.int64, 2](Int64(columns), Int64(rows))
-    var row_bytes = Int64(columns * size_of[dtype]())
+    var row_bytes = Int64((pitch if pitch else columns) * size_of[dtype]())
     var box = SIMD[DType.int32, 2](
         Int32(row_elements[dtype]()), Int32(box_rows)
     )
@@ -75,7 +125,12 @@ def tensor_map[
 def operand_map[
     dtype: DType, transposed: Bool
 ](
-    ctx: DeviceContext, address: Int, rows: Int, k: Int, box_rows: Int
+    ctx: DeviceContext,
+    address: Int,
+    rows: Int,
+    k: Int,
+    box_rows: Int,
+    pitch: Int = 0,
 ) raises -> TMADescriptor:
     """Describes an operand of a product, in the boxes it is copied in.
 
@@ -92,6 +147,7 @@ def operand_map[
         rows: Its rows.
         k: Its columns, which the products are summed over.
         box_rows: Rows that are copied together.
+        pitch: Elements from one stored row to the next, 0 for as many as one has.
 
     Returns:
         The tensor map.
@@ -100,10 +156,12 @@ def operand_map[
         If the driver refuses.
     """
     comptime if transposed:
-        return tensor_map[dtype](ctx, address, k, rows, row_elements[dtype]())
+        return tensor_map[dtype](
+            ctx, address, k, rows, row_elements[dtype](), pitch
+        )
     elif dtype == DType.float32:
         return tensor_map[dtype, TensorMapDataType.TFLOAT32](
-            ctx, address, rows, k, box_rows
+            ctx, address, rows, k, box_rows, pitch
         )
     else:
-        return tensor_map[dtype](ctx, address, rows, k, box_rows)
+        return tensor_map[dtype](ctx, address, rows, k, box_rows, pitch)

@@ -1,0 +1,117 @@
+"""Products of several matrices in one launch: which of them a tile or a k block belongs to.
+
+Side by side, c_i = a @ b_i^T: tile columns run through one b and its c after another. In one sum,
+c = sum over i of a_i @ b_i^T: k blocks run through one a and its b after another. Each has tensor maps
+of its own, so that nothing is copied to lie beside its neighbors, and starts with a tile, or a k block,
+of its own.
+"""
+
+from std.memory import OpaquePointer
+from std.utils import StaticTuple
+
+comptime MAP_BYTES = 128
+"""Bytes of a tensor map."""
+comptime MOST_PARTS = 3
+"""Most matrices in one launch: those of q, k and v."""
+
+comptime WHOLE = 0
+"""One matrix."""
+comptime SIDE_BY_SIDE = 1
+"""Several b and c, whose columns run on."""
+comptime ONE_SUM = 2
+"""Several a and b, whose sums run on."""
+
+comptime PartSizes = StaticTuple[Int32, MOST_PARTS]
+"""Columns of each c, or lengths of each sum; 0 where there are fewer."""
+
+
+@fieldwise_init
+struct Parts(TrivialRegisterPassable):
+    """Where the second part and the third begin, in tiles or in k blocks."""
+
+    var second: UInt32
+    """The second's first one."""
+    var third: UInt32
+    """The third's."""
+
+    @always_inline
+    def __init__(out self, sizes: PartSizes, step: Int):
+        """Counts what each part takes.
+
+        Args:
+            sizes: Of each part.
+            step: Columns of a tile, or of a k block.
+        """
+        self.second = (UInt32(sizes[0]) + UInt32(step - 1)) // UInt32(step)
+        self.third = self.second + (
+            UInt32(sizes[1]) + UInt32(step - 1)
+        ) // UInt32(step)
+
+    @always_inline
+    def find(self, index: UInt32) -> Tuple[UInt32, UInt32]:
+        """Finds a tile or a k block.
+
+        Args:
+            index: Its place among all.
+
+        Returns:
+            Its part, and its place there.
+        """
+        if index >= self.third:
+            return UInt32(2), index - self.third
+        if index >= self.second:
+            return UInt32(1), index - self.second
+        return UInt32(0), index
+
+
+@always_inline
+def part_of(
+    maps: OpaquePointer[ImmUntrackedOrigin], part: UInt32
+) -> OpaquePointer[ImmUntrackedOrigin]:
+    """Locates one of an operand's tensor maps.
+
+    Args:
+        maps: The first of them.
+        part: Which one.
+
+    Returns:
+        That one.
+    """
+    return (
+        maps.unsafe_bitcast[UInt8]()
+        .unsafe_offset(Int(part) * MAP_BYTES)
+        .unsafe_bitcast[NoneType]()
+    )
+
+
+def steps_of(sizes: PartSizes, step: Int) -> Int:
+    """Counts the tiles, or k blocks, of all parts.
+
+    Args:
+        sizes: Of each part.
+        step: Columns of a tile, or of a k block.
+
+    Returns:
+        How many there are.
+    """
+    var count = 0
+    comptime for i in range(MOST_PARTS):
+        count += (Int(sizes[i]) + step - 1) // step
+    return count
+
+
+@always_inline
+def first_of(sizes: PartSizes, part: Int) -> Int:
+    """Counts what the parts before one have.
+
+    Args:
+        sizes: Of each part.
+        part: Which one.
+
+    Returns:
+        Their columns.
+    """
+    var first = 0
+    comptime for i in range(MOST_PARTS - 1):
+        first += Int(sizes[i]) if i < part else 0
+    return first
