@@ -6,6 +6,21 @@ for one that is not there or not wanted. M rows have K features and N outputs.
 """
 
 
+struct Part(TrivialRegisterPassable):
+    """One of several Linear layers on the same rows, in a call of all of them."""
+
+    var N: Int
+    """Its outputs."""
+    var weight: Int
+    """Its weight [N, K]."""
+    var bias: Int
+    """Its bias [N]."""
+    var y: Int
+    """Its output [M, N]."""
+    var dy: Int
+    """Gradient of that [M, N]."""
+
+
 # Not passable in registers: the compiler damages structs of so many fields on their way between functions.
 struct Call(ImplicitlyCopyable, Movable):
     """A forward or a backward: its own half first, then that of its parameters."""
@@ -85,6 +100,12 @@ struct Call(ImplicitlyCopyable, Movable):
     """Gradient of a [M, N]."""
     var dh: Int
     """Gradient of h, shaped as h."""
+    var parts: Int
+    """Address of a `Part` for each of several Linear layers on the same rows, whose outputs add up to N."""
+    var part_count: Int
+    """How many there are; 0 where `weight` is the only one."""
+    var pitch: Int
+    """Elements from one row of each part's output, or of its gradient, to the next; 0 for N of the part."""
     var workspace: Int
     """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
     # What the plan decides.
@@ -158,6 +179,9 @@ struct Call(ImplicitlyCopyable, Movable):
         self.a = 0
         self.da = 0
         self.dh = 0
+        self.parts = 0
+        self.part_count = 0
+        self.pitch = 0
         self.workspace = 0
         self.way = 0
         self.workspace_bytes = 0

@@ -10,7 +10,7 @@ CALL_FIELDS = (
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
-    *("workspace", "way", "workspace_bytes"),
+    *("parts", "part_count", "pitch", "workspace", "way", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (
@@ -35,6 +35,8 @@ DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)
 
 # What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
 LONGEST_ROW, MOST_GROUPS = 2147483647, 65535
+# Most Linear layers whose products one launch makes.
+MOST_PARTS = 3
 # On a CPU, a thread keeps up to so many bytes of memory for the next calls.
 MOST_KEPT = 33554432
 
@@ -49,6 +51,12 @@ class Call(ctypes.Structure):
         (name, ctypes.c_double if name in ("eps", "weight_offset") else ctypes.c_int64)
         for name in (*CALL_FIELDS, *PARAMETER_FIELDS)
     )
+
+
+class Part(ctypes.Structure):
+    """One of several Linear layers on the same rows: `Part` in op/call.mojo and native/call.h."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("N", "weight", "bias", "y", "dy"))
 
 
 class Planned:

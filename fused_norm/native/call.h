@@ -10,7 +10,12 @@ namespace fused_norm {
 
 using at::Tensor;
 
-// `Call` in op/call.mojo, which says what each field is.
+// `Part` and `Call` in op/call.mojo, which says what each field is.
+struct Part {
+  int64_t N;
+  void *weight, *bias, *y, *dy;
+};
+
 struct Call {
   int64_t M;
   double eps;
@@ -24,6 +29,8 @@ struct Call {
   void *scale, *shift, *dscale, *dshift;
   int64_t activation;
   void *h, *a, *da, *dh;
+  Part* parts;
+  int64_t part_count, pitch;
   void* workspace;
   int64_t way, workspace_bytes;
   int64_t K, N;
@@ -39,6 +46,8 @@ enum Way : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
 constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
 // Memory of up to so many bytes is kept by a thread on a CPU for the calls after.
 constexpr int64_t MOST_KEPT = 33554432;
+// Most Linear layers whose products one launch makes.
+constexpr size_t MOST_PARTS = 3;
 // An activation from this number on is a gate.
 constexpr int64_t GATED = 8;
 

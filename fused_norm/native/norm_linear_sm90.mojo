@@ -11,18 +11,30 @@ from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, is_defined
 
-from op.call import CallPointer
+from op.call import Call, CallPointer
 from op.device import Launcher, new_launcher
 from op.passes.door import from_c, from_python
 from op.norm_linear.sm90.backward import backward, input_gradient
 from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward, linear_add
+from op.norm_linear.sm90.several import (
+    fold_parts,
+    forward_folded,
+    input_gradients,
+    plan_folded,
+    plan_input_gradients,
+    plan_products,
+    plan_weight_gradient,
+    products,
+    weight_gradient,
+)
 from op.norm_linear.sm90.plan import (
     plan_backward,
     plan_forward,
     plan_linear_add,
 )
 from op.norms.layer_norm import LayerNorm
+from op.norms.norm import Norm
 from op.norms.rms_norm import RmsNorm
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
@@ -30,14 +42,26 @@ comptime IS_RMS_NORM = is_defined["rms_norm"]()
 
 
 def _plan_forward(call: CallPointer) raises:
-    plan_forward[DTYPE](Launcher.at(call[].context)[], call[])
+    if call[].part_count == 0:
+        plan_forward[DTYPE](Launcher.at(call[].context)[], call[])
+    else:
+        plan_folded[DTYPE](Launcher.at(call[].context)[], call[])
 
 
 def _forward(call: CallPointer) raises:
-    comptime if IS_RMS_NORM:
-        forward[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
+    ref launcher = Launcher.at(call[].context)[]
+    if call[].part_count == 0:
+        comptime if IS_RMS_NORM:
+            forward[DTYPE, RmsNorm](launcher, call[])
+        else:
+            forward[DTYPE, LayerNorm](launcher, call[])
+        return
+    comptime if DTYPE != DType.bfloat16:
+        raise Error("only bfloat16 is folded")
+    elif IS_RMS_NORM:
+        forward_folded[DTYPE, RmsNorm](launcher.gpu, call[])
     else:
-        forward[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
+        forward_folded[DTYPE, LayerNorm](launcher.gpu, call[])
 
 
 def _plan_backward(call: CallPointer) raises:
@@ -57,9 +81,56 @@ def _fold(call: CallPointer) raises:
     comptime if DTYPE != DType.bfloat16:
         raise Error("only bfloat16 is folded")
     elif IS_RMS_NORM:
-        fold[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
+        _fold_all[RmsNorm](call[])
     else:
-        fold[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
+        _fold_all[LayerNorm](call[])
+
+
+def _fold_all[N: Norm](call: Call) raises:
+    ref launcher = Launcher.at(call.context)[]
+    if call.part_count == 0:
+        fold[DTYPE, N](launcher, call)
+    else:
+        fold_parts[DTYPE, N](
+            launcher.gpu,
+            call,
+            call.fold_weight,
+            call.fold_sums,
+            call.fold_constants,
+        )
+
+
+def _plan_products(call: CallPointer) raises:
+    plan_products[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _products(call: CallPointer) raises:
+    comptime if DTYPE == DType.float32:
+        raise Error("several products in float32 are PyTorch's")
+    else:
+        products[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _plan_input_gradients(call: CallPointer) raises:
+    plan_input_gradients[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _input_gradients(call: CallPointer) raises:
+    comptime if DTYPE == DType.float32:
+        raise Error("float32 has no backward here")
+    else:
+        input_gradients[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _plan_weight_gradient(call: CallPointer) raises:
+    plan_weight_gradient[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _weight_gradient(call: CallPointer) raises:
+    comptime if DTYPE == DType.float32:
+        raise Error("float32 has no backward here")
+    else:
+        weight_gradient[DTYPE](Launcher.at(call[].context)[], call[])
 
 
 def _plan_linear_add(call: CallPointer) raises:
@@ -89,6 +160,36 @@ def norm_linear_plan_linear_add(call: CallPointer) abi("C") -> Int:
 @export
 def norm_linear_linear_add(call: CallPointer) abi("C") -> Int:
     return from_c[_linear_add](call)
+
+
+@export
+def norm_linear_plan_products(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_products](call)
+
+
+@export
+def norm_linear_products(call: CallPointer) abi("C") -> Int:
+    return from_c[_products](call)
+
+
+@export
+def norm_linear_plan_input_gradients(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_input_gradients](call)
+
+
+@export
+def norm_linear_input_gradients(call: CallPointer) abi("C") -> Int:
+    return from_c[_input_gradients](call)
+
+
+@export
+def norm_linear_plan_weight_gradient(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_weight_gradient](call)
+
+
+@export
+def norm_linear_weight_gradient(call: CallPointer) abi("C") -> Int:
+    return from_c[_weight_gradient](call)
 
 
 @export
@@ -167,6 +268,36 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             from_python[_input_gradient],
             "input_gradient",
             docstring="input_gradient(call) -> 0; queues dx = dy weight",
+        )
+        builder.def_py_c_function(
+            from_python[_plan_products],
+            "plan_products",
+            docstring="plan_products(call) -> 0; writes way",
+        )
+        builder.def_py_c_function(
+            from_python[_products],
+            "products",
+            docstring="products(call) -> 0; queues y = z weight^T + bias of each part",
+        )
+        builder.def_py_c_function(
+            from_python[_plan_input_gradients],
+            "plan_input_gradients",
+            docstring="plan_input_gradients(call) -> 0; writes way",
+        )
+        builder.def_py_c_function(
+            from_python[_input_gradients],
+            "input_gradients",
+            docstring="input_gradients(call) -> 0; queues dz, the sum of dy weight of each part",
+        )
+        builder.def_py_c_function(
+            from_python[_plan_weight_gradient],
+            "plan_weight_gradient",
+            docstring="plan_weight_gradient(call) -> 0; writes way, workspace_bytes",
+        )
+        builder.def_py_c_function(
+            from_python[_weight_gradient],
+            "weight_gradient",
+            docstring="weight_gradient(call) -> 0; queues dweight, dbias",
         )
         return builder.finalize()
     except e:

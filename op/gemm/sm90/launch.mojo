@@ -114,9 +114,7 @@ struct Matrices(TrivialRegisterPassable):
 
 def launch_parts[
     E: Epilogue, H: RowHook, //, dtype: DType, config: Config
-](
-    gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]
-) raises:
+](gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]) raises:
     """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T).
 
     Parameters:

@@ -67,8 +67,7 @@ def produce[
     var turn = UInt32(0)
     var parts = Parts(
         product.sizes,
-        columns if config.parts
-        == SIDE_BY_SIDE else row_elements[dtype](),
+        columns if config.parts == SIDE_BY_SIDE else row_elements[dtype](),
     )
     var a_map = a_maps
     var index = tiles.first

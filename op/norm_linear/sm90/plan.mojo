@@ -216,7 +216,9 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         )
         self.folds = way == NEW_FOLD
         # The zeros that fill up a k block would change a variance.
-        self.gathers = way != FUSED and k % K_BLOCK == 0
+        self.gathers = (
+            way != FUSED and k % K_BLOCK == 0 and call.part_count == 0
+        )
         if self.gathers and self.tiling.columns != FEW_ROWS:
             comptime shared = Config.of(SHARED_COLUMNS)
             var clusters = processors // shared.cluster

@@ -1,0 +1,389 @@
+"""Several Linear layers on the same rows: one launch for all of their products.
+
+    forward     y_i = rstd (x folded_i^T - mean s_i) + c_i, from one pass over x for its statistics
+    products    y_i = z weight_i^T + bias_i, of rows that a pass has normalized
+    input       dz = sum over i of dy_i weight_i: its sums run on through all of the weights
+    weight      dW = dy^T z and its db, for one of them at a time: their sums are long
+
+No weight is copied to lie beside another: each has tensor maps of its own. Folds are written side by side.
+"""
+
+from std.sys import size_of
+
+from ...call import Call, Part
+from ...device import Gpu, Launcher
+from ...gemm.epilogue import Epilogue, Plain
+from ...gemm.epilogues import BiasOfParts, ScaleAndCorrect
+from ...gemm.row_hook import NoHook
+from ...gemm.sm90.config import Config
+from ...gemm.sm90.launch import BAND, Matrices, launch_parts
+from ...gemm.sm90.parts import (
+    MOST_PARTS,
+    ONE_SUM,
+    SIDE_BY_SIDE,
+    PartSizes,
+    first_of,
+    steps_of,
+)
+from ...gemm.sm90.product import Product
+from ...gemm.sm90.split_k import SplitK, launch_split_k
+from ...gemm.sm90.tiling import Tiling
+from ...norms.norm import Norm
+from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+from .fold import launch_fold
+from .plan import ForwardPlan, fastest
+from .statistics import launch_statistics
+
+comptime _COLUMNS = 128
+comptime _BESIDE = Config.of(_COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
+comptime _SUM = Config.of(
+    _COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
+)
+# Boxes that TMA copies, and every row, start at multiples of so many bytes.
+comptime _ALIGNMENT = 16
+
+
+@always_inline
+def part_at(call: Call, i: Int) -> Part:
+    """Returns one of a call's parts.
+
+    Args:
+        call: The call.
+        i: Which part.
+
+    Returns:
+        The part.
+    """
+    return Pointer[Part, MutUntrackedOrigin](
+        unsafe_from_address=call.parts
+    ).unsafe_offset(i)[]
+
+
+def sizes_of(call: Call) -> PartSizes:
+    """Returns the outputs of each part.
+
+    Args:
+        call: The call.
+
+    Returns:
+        Their numbers, 0 where there are fewer parts.
+    """
+    var sizes = PartSizes(fill=0)
+    for i in range(call.part_count):
+        sizes[i] = Int32(part_at(call, i).N)
+    return sizes
+
+
+def _can[dtype: DType](call: Call) -> Bool:
+    """Tells whether there are kernels for matrices that lie like a call's."""
+    if (
+        dtype == DType.float32
+        or call.part_count < 2
+        or call.part_count > MOST_PARTS
+        or call.M <= 0
+    ):
+        return False
+    var lengths = call.K | call.pitch
+    var addresses = call.x | call.z | call.dz | call.gamma | call.beta
+    for i in range(call.part_count):
+        var part = part_at(call, i)
+        if part.N <= 0:
+            return False
+        lengths |= part.N
+        addresses |= part.weight | part.bias | part.y | part.dy
+    return (
+        call.K > 0
+        and (lengths * size_of[dtype]() | addresses) % _ALIGNMENT == 0
+    )
+
+
+def _pays(tiling: Tiling) -> Bool:
+    """Tells whether the kernel that several matrices have is the one to take."""
+    return tiling.takes_turns and tiling.columns == _COLUMNS and tiling.fills
+
+
+def _products_pay(call: Call, processors: Int) -> Bool:
+    var n = steps_of(sizes_of(call), _COLUMNS) * _COLUMNS
+    return _pays(Tiling.best(call.M, n, call.K, processors))
+
+
+def plan_folded[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses whether a forward of several Linear layers folds, or others normalize for it.
+
+    Parameters:
+        dtype: Type of x, the weights and the outputs.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, KEPT_FOLD, NEW_FOLD or DECLINED, and the bytes of its workspace. A way
+            that is not 0 is taken where it can be.
+    """
+    var way = DECLINED
+    ref gpu = launcher.gpu
+    if (
+        dtype == DType.bfloat16
+        and _can[dtype](call)
+        and _products_pay(call, gpu.processors)
+    ):
+        way = call.way
+        if way == 0:
+            way = fastest(
+                call.M, call.K, call.N, call.in_graph != 0, call.may_keep != 0
+            )
+    if way not in (KEPT_FOLD, NEW_FOLD):
+        way = DECLINED
+    call.way = way
+    call.workspace_bytes = 0
+    if way != DECLINED:
+        call.workspace_bytes = ForwardPlan[dtype](
+            call, way, gpu.processors
+        ).workspace_bytes
+
+
+def fold_parts[
+    dtype: DType, N: Norm
+](gpu: Gpu, call: Call, folded: Int, sums: Int, constants: Int) raises:
+    """Queues the folds of a call's weights, side by side.
+
+    Parameters:
+        dtype: Type of the weights and the biases.
+        N: The norm.
+
+    Args:
+        gpu: Where to run.
+        call: The parameters.
+        folded: Address of the folded weights [sum of all outputs, K].
+        sums: Address of their row sums.
+        constants: Address of the columns' constants.
+
+    Raises:
+        If the driver refuses.
+    """
+    var first = 0
+    for i in range(call.part_count):
+        var part = part_at(call, i)
+        var own = call
+        own.N = part.N
+        own.weight = part.weight
+        own.bias = part.bias
+        launch_fold[dtype, N](
+            gpu,
+            own,
+            folded + first * call.K * size_of[dtype](),
+            sums + 4 * first,
+            constants + 4 * first,
+        )
+        first += part.N
+
+
+def forward_folded[dtype: DType, N: Norm](gpu: Gpu, call: Call) raises:
+    """Queues the outputs, mean and rstd.
+
+    Parameters:
+        dtype: Type of x, the weights and the outputs.
+        N: The norm.
+
+    Args:
+        gpu: Where to run.
+        call: A call that `plan_folded` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    var plan = ForwardPlan[dtype](call, call.way, gpu.processors)
+    if plan.folds:
+        fold_parts[dtype, N](
+            gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
+        )
+    launch_statistics[dtype, N](
+        gpu,
+        plan.mean,
+        plan.rstd,
+        call.x,
+        call.M,
+        call.K,
+        call.eps.cast[DType.float32](),
+    )
+    var sizes = sizes_of(call)
+    var folded = Matrices(plan.fold_weight)
+    comptime for i in range(MOST_PARTS):
+        folded.addresses[i] += first_of(sizes, i) * call.K * size_of[dtype]()
+    _launch_beside[dtype](
+        gpu,
+        call,
+        call.x,
+        folded,
+        ScaleAndCorrect[N.has_mean](
+            {unsafe_from_address = plan.rstd},
+            {unsafe_from_address = plan.mean},
+            {unsafe_from_address = plan.fold_constants},
+            {unsafe_from_address = plan.fold_sums},
+        ),
+    )
+
+
+def _launch_beside[
+    E: Epilogue, //, dtype: DType
+](gpu: Gpu, call: Call, rows: Int, weights: Matrices, epilogue: E) raises:
+    var product = Product(call.M, call.N, call.K, epilogue, NoHook())
+    product.band = BAND
+    product.sizes = sizes_of(call)
+    var outputs = Matrices(0)
+    outputs.pitch = call.pitch
+    for i in range(call.part_count):
+        outputs.addresses[i] = part_at(call, i).y
+    launch_parts[dtype, _BESIDE](gpu, outputs, Matrices(rows), weights, product)
+
+
+def plan_products[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of y_i = z weight_i^T + bias_i.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. Either all parts have a bias or
+            none has.
+    """
+    call.workspace_bytes = 0
+    call.way = DECLINED
+    if _can[dtype](call) and _products_pay(call, launcher.gpu.processors):
+        call.way = FUSED
+
+
+def products[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues y_i = z weight_i^T + bias_i.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_products` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    var weights = Matrices(0)
+    var biases = Matrices(0)
+    for i in range(call.part_count):
+        var part = part_at(call, i)
+        weights.addresses[i] = part.weight
+        biases.addresses[i] = part.bias
+    if biases.addresses[0] == 0:
+        _launch_beside[dtype](gpu, call, call.z, weights, Plain())
+        return
+    _launch_beside[dtype](
+        gpu,
+        call,
+        call.z,
+        weights,
+        BiasOfParts[dtype](
+            Int64(biases.addresses[0]),
+            Int64(biases.addresses[1]),
+            Int64(biases.addresses[2]),
+        ),
+    )
+
+
+def plan_input_gradients[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of dz = sum over i of dy_i weight_i.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+    """
+    call.workspace_bytes = 0
+    call.way = DECLINED
+    if _can[dtype](call) and _pays(
+        Tiling.best(call.M, call.K, call.N, launcher.gpu.processors)
+    ):
+        call.way = FUSED
+
+
+def input_gradients[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues dz = sum over i of dy_i weight_i.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_input_gradients` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = Product(call.M, call.K, call.N, Plain(), NoHook())
+    product.band = BAND
+    product.sizes = sizes_of(call)
+    var gradients = Matrices(0)
+    var weights = Matrices(0)
+    gradients.pitch = call.pitch
+    for i in range(call.part_count):
+        var part = part_at(call, i)
+        gradients.addresses[i] = part.dy
+        weights.addresses[i] = part.weight
+    launch_parts[dtype, _SUM](
+        launcher.gpu, Matrices(call.dz), gradients, weights, product
+    )
+
+
+def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of dW = dy^T z and db, the gradients of one of several Linear layers.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    var addresses = call.dy | call.z
+    var is_there = call.M > 0 and call.K > 0 and call.N > 0
+    if (
+        dtype == DType.float32
+        or not is_there
+        or ((call.K | call.N) * size_of[dtype]() | addresses) % _ALIGNMENT != 0
+    ):
+        return
+    var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
+    if split.fills:
+        call.way = FUSED
+        call.workspace_bytes = split.workspace_bytes
+
+
+def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues dW = dy^T z and db.
+
+    Parameters:
+        dtype: Type of the matrices: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_weight_gradient` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    launch_split_k[dtype, dtype](
+        gpu,
+        SplitK.best(call.N, call.K, call.M, gpu.processors),
+        call.dweight,
+        call.dbias,
+        call.dy,
+        call.z,
+        call.workspace,
+        call.N,
+        call.K,
+        call.M,
+        False,
+    )
