@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu_seam, passes, sm90
+from fused_norm.backends import cpu_seam, passes, several, sm90
 from fused_norm.backends.products import input_gradient
 from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
 from fused_norm.call import parameters as known_parameters
@@ -190,25 +190,49 @@ class _Backward:
             dtype = t.weights[0].dtype
             may_replace = dz is not None and dz is not self.dnorm and dz.dtype is dtype
             z = dz if may_replace else t.x.new_empty(self.rows, t.x.shape[-1], dtype=dtype)
+        weight_gradients = [self._weight_gradient(i, z) for i in range(self.count)]
         # Where no activation has computed them: one along the way, several one by one.
         on_the_way = None
+        by_weights: set[int] = set()
         for place, dh in enumerate(self.dhs, self.biases):
             if not self.wanted[place] or self.found[place] is not None or dh is None:
                 continue
             if self.count == 1 and (dz is not None or z is not None):
                 on_the_way = self.found[place] = dh.new_empty(dh.shape[-1])
+            elif weight_gradients[place - self.biases] is not None:
+                self.found[place] = dh.new_empty(dh.shape[-1])
+                by_weights.add(place)
             else:
                 self.found[place] = _sum_of_rows(dh)
         if dz is not None or z is not None:
             self._norm_backward(dz, z, on_the_way)
         weights = zip(self.dhs, t.weights, self.main_grads, strict=True)
         for place, (dh, weight, main_grad) in enumerate(weights, _NAMED):
-            if self.wanted[place]:
+            planned = weight_gradients[place - _NAMED]
+            if planned is not None:
+                bias = place + self.count
+                dbias = self.found[bias] if bias in by_weights else None
+                self.found[place] = planned.run(weight, dbias)
+            elif self.wanted[place]:
                 self.found[place] = _dweight(dh, z, weight, main_grad)
+
+    def _weight_gradient(self, i: int, z: Tensor | None) -> several.WeightGradient | None:
+        """Return the product that finds the gradient of one of several weights, if ours does."""
+        dh, main_grad = self.dhs[i], self.main_grads[i]
+        is_ours = self.count > 1 and not self.kind.batch_invariant and main_grad is None
+        if not is_ours or not self.wanted[_NAMED + i] or dh is None or z is None:
+            return None
+        if not self.t.weights[i].is_contiguous():
+            return None
+        return several.WeightGradient.planned(dh, z, norm_of(self.kind)[0])
 
     def _gradient_of_norm(self) -> Tensor:
         """Return the gradient of the normalized rows, in the dtype of x."""
         x, dz = self.t.x, self.dnorm
+        if dz is None and x.dtype is self.t.weights[0].dtype and not self.kind.batch_invariant:
+            product = several.input_gradients(self.dhs, self.t.weights, norm_of(self.kind)[0])
+            if product is not None:
+                return product
         for dh, weight in zip(self.dhs, self.t.weights, strict=True):
             if dh is None:
                 continue

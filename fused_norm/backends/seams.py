@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu, cpu_seam, passes, sm90
+from fused_norm.backends import cpu, cpu_seam, passes, several, sm90
 from fused_norm.backends.products import linear
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import aligned, dense, empty_statistics, lies_transposed
+from fused_norm.call.record import MOST_PARTS
 from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
 
 
@@ -57,10 +58,16 @@ def _by_product(kind: Seam, t: Operands, keeps: bool) -> Results | None:
         return cpu_seam.forward(kind, t, keeps) if is_one and t.rstd is None else None
     # On a GPU a product finds statistics on its way sooner than a pass applies given ones.
     is_bare = t.residual is None and t.scale is None and t.shift is None
-    if not is_bare or not (is_one or _is_pair(kind, t)):
+    are_apart = is_one or _are_several(kind, t)
+    if not is_bare or not (are_apart or _is_pair(kind, t)):
         return None
     found = _on_hopper(kind, t, keeps, kind.activation) if kind.activation else None
-    return _on_hopper(kind, t, keeps, "") if found is None and is_one else found
+    return _on_hopper(kind, t, keeps, "") if found is None and are_apart else found
+
+
+def _are_several(kind: Seam, t: Operands) -> bool:
+    """Return whether each of some weights has an output of its own, and nothing follows."""
+    return 1 < len(t.weights) <= MOST_PARTS and not (kind.is_joined or kind.activation)
 
 
 def _is_pair(kind: Seam, t: Operands) -> bool:
@@ -75,7 +82,7 @@ def _on_hopper(kind: Seam, t: Operands, keeps: bool, activation: str) -> Results
     """Compute the same by a product whose epilogue applies an activation, or none."""
     (x,) = dense(t.x)
     norm = (*norm_of(kind), passes.number_of(activation))
-    up = (t.weights[1], t.biases[1]) if len(t.weights) > 1 else ()
+    up = [v for pair in zip(t.weights[1:], t.biases[1:], strict=True) for v in pair]
     parameters = known_parameters.of(t.gamma, t.beta, t.weights[0], t.biases[0], norm, *up)
     if not sm90.accepts(x, parameters):
         return None
@@ -83,12 +90,12 @@ def _on_hopper(kind: Seam, t: Operands, keeps: bool, activation: str) -> Results
     found = sm90.product(x, parameters, kind.eps, keeps, keeps_h)
     if found is None:
         return None
-    y, mean, rstd, h = found
+    outputs, mean, rstd, h = found
     if t.rstd is not None:
         mean = rstd = None
     if activation:
-        return Results([y], None, None, mean, rstd, [] if h is None else [h])
-    return _results(kind, [y], None, None, mean, rstd, keeps)
+        return Results(outputs, None, None, mean, rstd, [] if h is None else [h])
+    return _results(kind, outputs, None, None, mean, rstd, keeps)
 
 
 def norm_of(kind: Seam) -> tuple[int, float]:
@@ -136,6 +143,10 @@ def _results(
 
 def products_of(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
     """Return the products of the normalized rows and each weight, or all in one tensor."""
+    if len(t.weights) > 1 and not kind.batch_invariant:
+        found = several.products(z, t.weights, t.biases, norm_of(kind)[0], kind.is_joined)
+        if found is not None:
+            return found
     if kind.batch_invariant or not kind.is_joined or len(t.weights) == 1:
         products = [
             linear(z, w, b, kind.batch_invariant) for w, b in zip(t.weights, t.biases, strict=True)

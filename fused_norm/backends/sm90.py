@@ -51,6 +51,7 @@ from fused_norm.call.record import (
     KEPT_FOLD,
     MEAN,
     NEW_FOLD,
+    PARTS,
     RSTD,
     WORKSPACE,
     Call,
@@ -82,12 +83,12 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Return y, and mean and rstd if asked for; None where PyTorch's product is faster."""
     found = product(x, parameters, eps, statistics, False)
-    return found and found[:3]
+    return found and (found[0][0], found[1], found[2])
 
 
 def product(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool, keeps_h: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None:
+) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None] | None:
     """Return a product, which its epilogue activates if the parameters say so, and what is kept.
 
     Args:
@@ -98,8 +99,8 @@ def product(
         keeps_h: Whether the product before its activation is.
 
     Returns:
-        y `[..., N]`, mean, rstd and h, None for what is not asked for; or None where our passes
-        around PyTorch's product are faster.
+        y `[..., N]` of each Linear layer, mean, rstd and h, None for what is not asked for; or None
+        where our passes around products are faster.
     """
     if parameters.dtype is torch.float32 and not may_use_tf32():
         return None
@@ -122,7 +123,8 @@ def product(
             _make(fold, parameters, kernels, context)
     if planned.way not in _OWN_WAYS:
         return None
-    y = x.new_empty(*x.shape[:-1], parameters.N)
+    sizes = parameters.sizes or (parameters.N,)
+    outputs = [x.new_empty(*x.shape[:-1], size) for size in sizes]
     mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     size = planned.workspace_bytes
     if fold is None or in_graph:
@@ -132,7 +134,10 @@ def product(
         if scratch is None or scratch.numel() < size:
             scratch = fold.scratch = workspace(size, x.device)
     record = call, place = planned.take()
-    call[X], call[Y] = start, y.data_ptr()
+    call[X], call[Y] = start, outputs[0].data_ptr()
+    if parameters.sizes:
+        parts = parameters.parts(outputs)
+        call[PARTS] = ctypes.addressof(parts)
     if statistics:
         call[MEAN], call[RSTD] = address(mean), address(rstd)
     h = None
@@ -145,7 +150,7 @@ def product(
         call[FOLD_WEIGHT], call[FOLD_SUMS], call[FOLD_CONSTANTS] = fold.addresses
     kernels.forward(place)
     planned.give_back(record)
-    return y, mean, rstd, h
+    return outputs, mean, rstd, h
 
 
 def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_norm.call.memory import address, dense
-from fused_norm.call.record import Call, Planned
+from fused_norm.call.record import Call, Part, Planned
 from fused_norm.composition import GATED
 
 # What a product is part of: the number of its norm, what is added to gamma, and the number of the
@@ -21,11 +23,12 @@ _MOST_PLANS = 1024
 
 
 class Parameters:
-    """The parameters of a norm and of the Linear layer after it, with what kernels ask of them.
+    """The parameters of a norm and of the Linear layers after it, with what kernels ask of them.
 
     Attributes:
         K: Features.
-        N: Outputs; of a gate, half of the products.
+        N: Outputs of all; of a gate, half of the products.
+        sizes: The outputs of each of several Linear layers that do not gate each other.
         dtype: Of the weight and the bias.
         device: Of all.
         norm_dtype: Of gamma and beta, None where there is neither.
@@ -37,9 +40,9 @@ class Parameters:
     """
 
     __slots__ = (
-        *("K", "N", "dtype", "device", "norm_dtype", "backends", "folds"),
+        *("K", "N", "sizes", "dtype", "device", "norm_dtype", "backends", "folds"),
         *("launchers", "plans", "norm"),
-        *("_half", "_ids", "_layout", "_references"),
+        *("_half", "_ids", "_layout", "_parts", "_references"),
     )
 
     def __init__(
@@ -55,8 +58,12 @@ class Parameters:
         self.norm = norm
         self._references: tuple[Any, ...] = dense(*tensors)
         self.N, self.K = weight.shape
+        self.sizes: tuple[int, ...] = ()
         if self.is_gate and not up:
             self.N //= 2
+        elif up and not self.is_gate:
+            self.sizes = (self.N, *(w.shape[0] for w in up[::2] if w is not None))
+            self.N = sum(self.sizes)
         self.dtype, self.device = weight.dtype, weight.device
         affine = gamma if gamma is not None else beta
         self.norm_dtype = None if affine is None else affine.dtype
@@ -68,7 +75,13 @@ class Parameters:
         half.K, half.N = self.K, self.N
         half.gamma, half.beta, half.weight, half.bias = map(address, self._references[:4])
         half.normalization, half.weight_offset, _ = norm
-        if up:
+        self._parts = (Part * len(self.sizes))()
+        if self.sizes:
+            linears = zip(self._references[2::2], self._references[3::2], strict=True)
+            for part, size, (own, its_bias) in zip(self._parts, self.sizes, linears, strict=True):
+                part.N, part.weight, part.bias = size, address(own), address(its_bias)
+            half.part_count, half.parts = len(self.sizes), ctypes.addressof(self._parts)
+        elif up:
             half.up, half.up_bias = map(address, self._references[4:])
         elif self.is_gate:
             size = weight.element_size() * self.N
@@ -98,9 +111,17 @@ class Parameters:
     def tensors(self) -> tuple[Any, ...]:
         """Return gamma, beta, the weight and the bias in dense memory; None for none.
 
-        After them, those of what the weight gates, if they are tensors of their own.
+        After them, those of what the weight gates, if they are tensors of their own, or of the
+        other Linear layers.
         """
         return tuple(r() if isinstance(r, weakref.ref) else r for r in self._references)
+
+    def parts(self, outputs: Sequence[Tensor]) -> ctypes.Array[Part]:
+        """Return the records of several Linear layers, with where their outputs go."""
+        parts = type(self._parts).from_buffer_copy(self._parts)
+        for part, y in zip(parts, outputs, strict=True):
+            part.y = y.data_ptr()
+        return parts
 
     def call(self, x: Tensor, eps: float) -> Call:
         """Return the record of a call on a dense x, with the parameters' half filled in."""
@@ -173,7 +194,16 @@ def of(
     norm: Kind = LAYER_NORM,
     *up: Tensor | None,
 ) -> Parameters:
-    """Return what kernels need to know of valid parameters, and know it from now on."""
+    """Return what kernels need to know of valid parameters, and know it from now on.
+
+    Args:
+        gamma: Weight of the norm, or None.
+        beta: Its bias, or None.
+        weight: Of the Linear layer, or of the first of several.
+        bias: Its bias, or None.
+        norm: What the product is part of.
+        up: Weight and bias of what the first one gates, or of each further Linear layer.
+    """
     tensors = (gamma, beta, weight, bias)
     return known(*tensors, norm, *up) or Parameters(*tensors, norm, *up).keep()
 
@@ -188,7 +218,7 @@ def of_saved(
     kept = _kept.get(id(weight))
     ids = (id(gamma), id(beta), id(weight))
     is_same = kept is not None and kept._ids[:3] == ids and kept.norm[:2] == norm[:2]
-    if kept is not None and is_same and not kept.is_gate:
+    if kept is not None and is_same and not kept.is_gate and not kept.sizes:
         layout = _layout(gamma, beta, weight, None)
         if kept._layout is not None and kept._layout[:-1] == layout[:-1]:
             return kept
@@ -254,5 +284,5 @@ def _layout(
         gamma is None or (gamma.is_contiguous() and gamma.data_ptr()),
         beta is None or (beta.is_contiguous() and beta.data_ptr()),
         bias is None or (bias.is_contiguous() and bias.data_ptr()),
-        *(v is None or (v.is_contiguous() and v.data_ptr()) for v in up),
+        *(v is None or (v.is_contiguous() and (v.data_ptr(), v.shape[0])) for v in up),
     )

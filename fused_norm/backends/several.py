@@ -1,0 +1,164 @@
+"""Hopper: several Linear layers on the same rows, q, k and v or gate and up, in one launch.
+
+    y_i = z W_i^T + b_i        the columns of all run on from one weight and output to the next
+    dz  = sum_i dy_i W_i       so do the sums, where PyTorch would add to dz in memory each time
+    dW_i = dy_i^T z, db_i      one launch each: their sums are long
+
+No weight is copied: each has tensor maps of its own. Where the plans of
+op/norm_linear/sm90/several.mojo decline, these return None, and PyTorch's products are faster. The
+forward on folded weights is part of sm90.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fused_norm.backends.sm90_kernels import extension, is_alone, is_hopper, launcher
+from fused_norm.call.memory import LOW_PRECISION, address, workspace
+from fused_norm.call.record import DECLINED, MOST_PARTS, Call, Part
+
+
+def products(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    norm: int,
+    is_joined: bool,
+) -> list[Tensor] | None:
+    """Return z weight^T + bias for each weight, or None.
+
+    Args:
+        z: Dense rows `[..., K]`.
+        weights: Each `[N, K]`.
+        biases: One for each weight, or None.
+        norm: The number of the norm whose extension is at hand.
+        is_joined: Whether to return all products side by side in one tensor.
+    """
+    if not _serves(z, weights):
+        return None
+    K = z.shape[-1]
+    kernels, call, parts = _record(z, z.numel() // K, K, weights, norm)
+    call.z = z.data_ptr()
+    for part, bias in zip(parts, biases, strict=True):
+        part.bias = address(bias)
+    sizes = [weight.shape[0] for weight in weights]
+    call.pitch = sum(sizes) if is_joined else 0
+    kernels.plan_products(ctypes.addressof(call))
+    if call.way == DECLINED:
+        return None
+    if any(bias is not None for bias in biases):
+        # The kernel adds one everywhere or nowhere.
+        biases = [z.new_zeros(n) if b is None else b for n, b in zip(sizes, biases, strict=True)]
+        for part, bias in zip(parts, biases, strict=True):
+            part.bias = address(bias)
+    if is_joined:
+        outputs = [z.new_empty(*z.shape[:-1], sum(sizes))]
+        places = outputs[0].view(-1, sum(sizes)).split(sizes, -1)
+    else:
+        outputs = [z.new_empty(*z.shape[:-1], n) for n in sizes]
+        places = tuple(outputs)
+    for part, place in zip(parts, places, strict=True):
+        part.y = place.data_ptr()
+    kernels.products(ctypes.addressof(call))
+    return outputs
+
+
+def input_gradients(
+    dys: Sequence[Tensor | None], weights: Sequence[Tensor], norm: int
+) -> Tensor | None:
+    """Return the sum of dy weight over all pairs, or None.
+
+    Args:
+        dys: Each `[M, N]` of one dtype, dense or side by side in one tensor; None for zeros.
+        weights: Each `[N, K]`.
+        norm: The number of the norm whose extension is at hand.
+    """
+    pairs = [(dy, w) for dy, w in zip(dys, weights, strict=True) if dy is not None]
+    if not pairs or not _serves(pairs[0][0], [w for _, w in pairs]):
+        return None
+    M, K = pairs[0][0].shape[0], weights[0].shape[1]
+    are_dense = all(dy.is_contiguous() for dy, _ in pairs)
+    pitch = 0 if are_dense else pairs[0][0].stride(0)
+    if not are_dense and any(dy.stride() != (pitch, 1) for dy, _ in pairs):
+        return None
+    kernels, call, parts = _record(pairs[0][0], M, K, [w for _, w in pairs], norm)
+    call.pitch = pitch
+    for part, (dy, _) in zip(parts, pairs, strict=True):
+        part.dy = dy.data_ptr()
+    kernels.plan_input_gradients(ctypes.addressof(call))
+    if call.way == DECLINED:
+        return None
+    dz = pairs[0][0].new_empty(M, K)
+    call.dz = dz.data_ptr()
+    kernels.input_gradients(ctypes.addressof(call))
+    return dz
+
+
+class WeightGradient:
+    """The product dW = dy^T z, which brings db along, where its plan does not decline."""
+
+    def __init__(self, kernels: ModuleType, call: Call) -> None:
+        self._kernels, self._call = kernels, call
+
+    @staticmethod
+    def planned(dy: Tensor, z: Tensor, norm: int) -> WeightGradient | None:
+        """Return the product of a dense dy `[M, N]` and z `[M, K]`, to be written by then, or None.
+
+        Args:
+            dy: Gradient of the Linear layer's output.
+            z: Memory for what that multiplied.
+            norm: The number of the norm whose extension is at hand.
+        """
+        if not _serves(dy, ()) or z.dtype is not dy.dtype or not dy.is_contiguous():
+            return None
+        M, K = z.shape
+        kernels, call, _ = _record(dy, M, K, (), norm)
+        call.N, call.dy, call.z = dy.shape[1], dy.data_ptr(), z.data_ptr()
+        kernels.plan_weight_gradient(ctypes.addressof(call))
+        return None if call.way == DECLINED else WeightGradient(kernels, call)
+
+    def run(self, weight: Tensor, dbias: Tensor | None) -> Tensor:
+        """Return dW, and write db.
+
+        Args:
+            weight: Whose gradient it is.
+            dbias: Receives the sums of the rows of dy, None if they are not wanted.
+        """
+        call, dweight = self._call, torch.empty_like(weight)
+        call.dweight, call.dbias = dweight.data_ptr(), address(dbias)
+        scratch = workspace(call.workspace_bytes, weight.device) if call.workspace_bytes else None
+        call.workspace = address(scratch)
+        self._kernels.weight_gradient(ctypes.addressof(call))
+        return dweight
+
+
+def _serves(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return whether there are kernels for rows of a dtype and weights that lie as these."""
+    return (
+        x.is_cuda
+        and x.dtype in LOW_PRECISION
+        and is_hopper(x.device.index)
+        and len(weights) in (0, *range(2, MOST_PARTS + 1))
+        and all(w.dtype is x.dtype and w.is_contiguous() for w in weights)
+    )
+
+
+def _record(
+    x: Tensor, M: int, K: int, weights: Sequence[Tensor], norm: int
+) -> tuple[ModuleType, Call, ctypes.Array[Part]]:
+    """Return the kernels, a call on x's stream, and its parts, which have to live as long."""
+    device = x.device.index
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernels, context = launcher(extension(x.dtype, norm), device, stream, is_alone())
+    parts = (Part * len(weights))()
+    call = Call(M=M, K=K, context=context, in_graph=torch.cuda.is_current_stream_capturing())
+    for part, weight in zip(parts, weights, strict=True):
+        part.N, part.weight = weight.shape[0], weight.data_ptr()
+        call.N += part.N
+    call.parts, call.part_count = ctypes.addressof(parts), len(weights)
+    return kernels, call, parts
