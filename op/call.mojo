@@ -6,6 +6,7 @@ for one that is not there or not wanted. M rows have K features and N outputs.
 """
 
 
+@fieldwise_init
 struct Part(TrivialRegisterPassable):
     """One of several Linear layers on the same rows, in a call of all of them."""
 

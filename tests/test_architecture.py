@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import re
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from fused_norm.call import record
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/native/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
+PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
 
@@ -43,9 +45,9 @@ MOJO_LAYERS = [
 DEEPEST_CHAIN = 16
 
 
-def fields_in_c() -> list[tuple[str, str]]:
-    """Return the type and name of each field of `Call` in call.h."""
-    body = re.search(r"struct Call \{(.*?)\};", CALL_H, re.S)
+def fields_in_c(struct: str) -> list[tuple[str, str]]:
+    """Return the type and name of each field of a struct in call.h."""
+    body = re.search(rf"struct {struct} \{{(.*?)\}};", CALL_H, re.S)
     assert body is not None
     fields = []
     for line in filter(None, (part.strip() for part in body[1].split(";"))):
@@ -54,18 +56,29 @@ def fields_in_c() -> list[tuple[str, str]]:
     return fields
 
 
-def fields_in_mojo() -> list[tuple[str, str]]:
-    return [(kind, name) for name, kind in re.findall(r"^    var (\w+): (\w+)$", CALL_MOJO, re.M)]
+def fields_in_mojo(struct: str) -> list[tuple[str, str]]:
+    body = re.search(rf"^struct {struct}\(.*?(?=^struct |\Z)", CALL_MOJO, re.M | re.S)
+    assert body is not None
+    return [(kind, name) for name, kind in re.findall(r"^    var (\w+): (\w+)$", body[0], re.M)]
 
 
-def test_record_is_one_in_three_languages() -> None:
-    python = [name for name, _ in record.Call._fields_]
-    assert [name for _, name in fields_in_c()] == python
-    assert [name for _, name in fields_in_mojo()] == python
-    numbers = ["eps", "weight_offset"]
-    assert [name for kind, name in fields_in_c() if kind == "double"] == numbers
-    assert [name for kind, name in fields_in_mojo() if kind == "Float64"] == numbers
-    assert {kind for kind, _ in fields_in_mojo()} == {"Int", "Float64"}
+@pytest.mark.parametrize(("struct", "numbers"), [("Call", ["eps", "weight_offset"]), ("Part", [])])
+def test_record_is_one_in_three_languages(struct: str, numbers: list[str]) -> None:
+    fields = getattr(record, struct)._fields_
+    in_c, in_mojo = fields_in_c(struct), fields_in_mojo(struct)
+    python = [name for name, _ in fields]
+    assert [name for _, name in in_c] == python
+    assert [name for _, name in in_mojo] == python
+    for found in (
+        [name for kind, name in in_c if kind == "double"],
+        [name for kind, name in in_mojo if kind == "Float64"],
+        [name for name, kind in fields if kind is ctypes.c_double],
+    ):
+        assert found == numbers
+    assert {kind for kind, _ in in_mojo} <= {"Int", "Float64"}
+
+
+def test_fields_take_eight_bytes() -> None:
     assert record.Call.eps.offset == 8
 
 
@@ -82,10 +95,12 @@ def test_limits_are_the_same_in_every_language() -> None:
     found: dict[str, int] = {}
     for names in re.findall(r"^constexpr int64_t (.*?);", CALL_H, re.M):
         found |= {n: int(v) for n, v in (part.split(" = ") for part in names.split(", "))}
-    limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT")
+    limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT", "MOST_PARTS")
     gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
     assert found == {name: getattr(record, name) for name in limits} | {"GATED": gated}
     assert gated == composition.GATED
+    parts = re.findall(r"^comptime MOST_PARTS = (\d+)$", PARTS_MOJO, re.M)
+    assert [int(most) for most in parts] == [record.MOST_PARTS]
 
 
 def python_imports() -> dict[str, set[str]]:

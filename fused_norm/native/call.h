@@ -47,7 +47,7 @@ constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
 // Memory of up to so many bytes is kept by a thread on a CPU for the calls after.
 constexpr int64_t MOST_KEPT = 33554432;
 // Most Linear layers whose products one launch makes.
-constexpr size_t MOST_PARTS = 3;
+constexpr int64_t MOST_PARTS = 3;
 // An activation from this number on is a gate.
 constexpr int64_t GATED = 8;
 

@@ -92,7 +92,7 @@ class Folded {
 
 // What a fold depends on: a norm, an activation, the parameters, and the stream that made it.
 struct FoldKey {
-  using Parameters = std::array<const Tensor*, 6>;
+  using Parameters = std::array<const Tensor*, 2 + 2 * MOST_PARTS>;
 
   int normalization, activation;
   double weight_offset;
@@ -101,13 +101,19 @@ struct FoldKey {
 
   bool operator==(const FoldKey&) const = default;
 
-  // Gamma, beta, the weight and the bias, and those of what it gates if they are tensors of their
-  // own.
+  // Gamma, beta, the weight and the bias, and those of what it gates, or of further Linear layers,
+  // if they are tensors of their own.
   static Parameters parameters(const Operands& t) {
     static const Tensor none;
-    const bool is_pair = t.count() == 2;
-    return {&t[GAMMA], &t[BETA], &t.weight(0), &t.bias(0), is_pair ? &t.weight(1) : &none,
-            is_pair ? &t.bias(1) : &none};
+    Parameters found;
+    found.fill(&none);
+    found[0] = &t[GAMMA];
+    found[1] = &t[BETA];
+    for (size_t i = 0; i < std::min<size_t>(t.count(), MOST_PARTS); ++i) {
+      found[2 + 2 * i] = &t.weight(i);
+      found[3 + 2 * i] = &t.bias(i);
+    }
+    return found;
   }
 };
 
@@ -115,6 +121,9 @@ struct FoldKey {
 // outlives the parameters or what Python knows of them.
 class Folds {
  public:
+  // What each of the parameters was.
+  using Was = std::array<Folded, std::tuple_size_v<FoldKey::Parameters>>;
+
   // Looks one up that is up to date.
   static std::optional<Fold> find(
       const FoldKey& key, const FoldKey::Parameters& of, int64_t promise) {
@@ -131,8 +140,7 @@ class Folds {
   // Knows one from now on, and no longer those that are gone. `was` is what its parameters were
   // before Python saw them.
   static void add(
-      const FoldKey& key, const c10::TensorImpl* weight, std::array<Folded, 6> was,
-      const Fold& fold) {
+      const FoldKey& key, const c10::TensorImpl* weight, Was was, const Fold& fold) {
     std::lock_guard<std::mutex> lock(mutex());
     for (auto each = known().begin(); each != known().end();) {
       auto& entries = each->second;
@@ -145,7 +153,7 @@ class Folds {
  private:
   class Entry {
    public:
-    Entry(const FoldKey& key, std::array<Folded, 6> was, const Fold& fold)
+    Entry(const FoldKey& key, Was was, const Fold& fold)
         : key_(key), was_(std::move(was)), fold_(fold), weight_(fold.owns_weight),
           sums_(fold.owns_sums) {
       fold_.owns_weight.reset();
@@ -171,7 +179,7 @@ class Folds {
 
    private:
     FoldKey key_;
-    std::array<Folded, 6> was_;
+    Was was_;
     // Without owning.
     Fold fold_;
     WeakMemory weight_, sums_;
@@ -208,18 +216,19 @@ inline std::optional<Fold> kept_fold(
       current_stream(t[X].device())};
   if (auto fold = Folds::find(key, of, promise)) return fold;
   // Before Python looks: what changes meanwhile is then out of date.
-  std::array<Folded, 6> was;
+  Folds::Was was;
   std::transform(of.begin(), of.end(), was.begin(), [&](const Tensor* v) {
     return Folded(*v, promise);
   });
   std::optional<Fold> fold;
   {
     py::gil_scoped_acquire lock;
-    py::tuple arguments(t.count() == 2 ? 9 : 7);
+    const size_t count = 2 + 2 * t.count();
+    py::tuple arguments(3 + count);
     arguments.set(0, py::cast(key.normalization));
     arguments.set(1, py::cast(key.weight_offset));
     arguments.set(2, py::cast(key.activation));
-    for (size_t i = 0; i < (t.count() == 2 ? 6 : 4); ++i) arguments.set(3 + i, wrap(*of[i]));
+    for (size_t i = 0; i < count; ++i) arguments.set(3 + i, wrap(*of[i]));
     const auto found = py::checked(PyObject_CallObject(python_fold, arguments.ptr()));
     if (found.is_none()) return std::nullopt;
     const auto tensors = unwrapped(found, 2);

@@ -35,7 +35,9 @@ class Library {
 // A norm and a product in one: an extension norm_linear_*.
 struct Product {
   Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
-           plan_linear_add = nullptr, linear_add = nullptr;
+           plan_linear_add = nullptr, linear_add = nullptr, plan_products = nullptr,
+           products = nullptr, plan_input_gradients = nullptr, input_gradients = nullptr,
+           plan_weight_gradient = nullptr, weight_gradient = nullptr;
   int64_t context = 0;
 
   Product() = default;
@@ -46,6 +48,12 @@ struct Product {
         backward(library("norm_linear_backward")),
         plan_linear_add(library("norm_linear_plan_linear_add")),
         linear_add(library("norm_linear_linear_add")),
+        plan_products(library("norm_linear_plan_products")),
+        products(library("norm_linear_products")),
+        plan_input_gradients(library("norm_linear_plan_input_gradients")),
+        input_gradients(library("norm_linear_input_gradients")),
+        plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
+        weight_gradient(library("norm_linear_weight_gradient")),
         context(context) {}
 };
 

@@ -221,11 +221,11 @@ inline Call norm_call(const Seam& kind, const Operands& t, const Sizes& sizes, i
 }
 
 // The record of a pass over rows of N elements that no norm is part of.
-inline Call rows_call(int64_t M, int64_t N, const Passes& passes) {
+inline Call rows_call(int64_t M, int64_t N, int64_t context) {
   Call call{};
   call.M = M;
   call.N = N;
-  call.context = passes.context;
+  call.context = context;
   call.threads = threads();
   return call;
 }

@@ -36,7 +36,8 @@ class Backward {
 
   Tensors run() {
     if (kind_.activation && products_.empty()) {
-      products_ = products_of(kind_, normalized(kind_, t_, sizes_, kernels_.passes), t_, sizes_.N);
+      const auto z = normalized(kind_, t_, sizes_, kernels_.passes);
+      products_ = products_of(kind_, z, t_, sizes_, kernels_.product);
     }
     const Tensor dout = t_[OUT_WEIGHT].defined() ? second_linear() : Tensor();
     before_activation();
@@ -69,7 +70,7 @@ class Backward {
 
   Tensor sum_of_rows(const Tensor& rows) const {
     const auto sum = at::empty({rows.size(1)}, rows.options());
-    auto call = rows_call(sizes_.M, rows.size(1), kernels_.passes);
+    auto call = rows_call(sizes_.M, rows.size(1), kernels_.passes.context);
     call.da = address(rows);
     call.dbias = address(sum);
     activate_backward(call);
@@ -105,7 +106,7 @@ class Backward {
       const auto h = as_rows(products_[i]);
       const auto dh = at::empty(h.sizes(), h.options());
       const auto dbias = wants_bias ? at::empty({h.size(1)}, h.options()) : Tensor();
-      auto call = rows_call(sizes_.M, da.size(1), kernels_.passes);
+      auto call = rows_call(sizes_.M, da.size(1), kernels_.passes.context);
       call.activation = kind_.activation;
       call.da = address(da);
       call.h = address(h);
@@ -194,6 +195,12 @@ class Backward {
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_);
       z = may_replace ? dz : at::empty({sizes_.M, sizes_.K}, x.options());
     }
+    // The products that find gradients of several weights and, on their way, of their biases.
+    c10::SmallVector<std::optional<Call>, MOST_PARTS> by_kernel(count);
+    for (size_t i = 0; i < count; ++i) {
+      if (count == 1 || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
+      by_kernel[i] = several_weight_gradient(dhs_[i], z, kernels_.product);
+    }
     // Gradients of biases that no activation has found: one weight's on the way, others one by one.
     Tensor sum;
     for (size_t i = 0; i < count; ++i) {
@@ -201,6 +208,9 @@ class Backward {
       if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
       if (count == 1 && (dz.defined() || z.defined())) {
         sum = dbias = at::empty({sizes_.N}, x.options());
+      } else if (by_kernel[i]) {
+        dbias = at::empty({dhs_[i].size(1)}, x.options());
+        by_kernel[i]->dbias = address(dbias);
       } else {
         dbias = sum_of_rows(dhs_[i]);
       }
@@ -208,6 +218,13 @@ class Backward {
     if (dz.defined() || z.defined()) norm_backward(dz, z, sum);
     for (size_t i = 0; i < count; ++i) {
       if (!wanted_[NAMED + i]) continue;
+      if (auto& call = by_kernel[i]) {
+        found_[NAMED + i] = at::empty_like(t_.weight(i));
+        call->dweight = address(found_[NAMED + i]);
+        const auto workspace = workspace_of(*call, x);
+        launch(kernels_.product.weight_gradient, *call, x);
+        continue;
+      }
       found_[NAMED + i] =
           dhs_[i].defined() ? at::mm(dhs_[i].t(), z) : at::zeros_like(t_.weight(i));
     }
@@ -215,6 +232,8 @@ class Backward {
 
   Tensor gradient_of_norm() const {
     Tensor dz = dnorm_;
+    if (!dz.defined()) dz = several_input_gradients(dhs_, t_, sizes_, kernels_.product);
+    if (dz.defined() && !dnorm_.defined()) return dz;
     for (size_t i = 0; i < t_.count(); ++i) {
       const Tensor& dh = dhs_[i];
       if (!dh.defined()) continue;

@@ -9,6 +9,7 @@
 #include <ATen/ops/mm.h>
 
 #include "folds.h"
+#include "several.h"
 
 namespace fused_norm {
 
@@ -23,7 +24,7 @@ inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes)
   if (!kind.activation) return h;
   const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
   const auto a = empty_rows(h, N);
-  auto call = rows_call(h.numel() / h.size(-1), N, passes);
+  auto call = rows_call(h.numel() / h.size(-1), N, passes.context);
   call.activation = kind.activation;
   call.h = address(h);
   call.a = address(a);
@@ -32,8 +33,11 @@ inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes)
 }
 
 // The products of normalized rows and each weight, or all side by side in one tensor.
-inline Tensors products_of(const Seam& kind, const Tensor& z, const Operands& t, int64_t N) {
-  Tensors products;
+inline Tensors products_of(
+    const Seam& kind, const Tensor& z, const Operands& t, const Sizes& sizes,
+    const Product& product) {
+  auto products = several_products(kind, z, t, sizes, product);
+  if (!products.empty()) return products;
   const auto rows = as_rows(z);
   const auto shaped = [&](const Tensor& product) {
     if (z.dim() == 2) return product;
@@ -47,7 +51,7 @@ inline Tensors products_of(const Seam& kind, const Tensor& z, const Operands& t,
     }
     return products;
   }
-  const auto joined = at::empty({rows.size(0), N}, z.options());
+  const auto joined = at::empty({rows.size(0), sizes.N}, z.options());
   int64_t first = 0;
   for (size_t i = 0; i < t.count(); ++i) {
     auto part = joined.narrow(1, first, t.weight(i).size(0));
@@ -85,13 +89,20 @@ inline Tensor normalized(
   return z;
 }
 
+// Whether each of several weights has an output of its own, and nothing follows.
+inline bool are_apart(const Seam& kind, const Operands& t) {
+  return are_several(t) && !kind.is_joined && !kind.activation;
+}
+
 // Whether to ask an extension's own product: on a GPU only where nothing else comes with the norm.
 // There it finds statistics on its way sooner than a pass applies given ones.
 inline bool has_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
   if (!kernels.product.forward || kind.returns_norm) return false;
   if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined();
-  return t.is_bare() && (t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair()));
+  return t.is_bare() &&
+      (t.count() == 1 || are_apart(kind, t) ||
+       (kind.is_gated() && kind.is_joined && t.is_pair()));
 }
 
 // Computes up to the activation, or past it, in one native call; false where the plan declines.
@@ -120,6 +131,8 @@ inline bool forward_by_product(
   call.rstd = address(results.rstd);
   call.h = keeps_h ? WANTED : nullptr;
   call.may_keep = keeping.is_allowed;
+  std::optional<Parts> parts;
+  if (are_apart(kind, t)) parts.emplace(call, t);
   if (kernels.product.plan_forward(&call) != 0) return false;
   std::optional<Fold> fold;
   if (call.way == KEPT_FOLD) {
@@ -132,8 +145,13 @@ inline bool forward_by_product(
     }
   }
   if (call.way == DECLINED) return false;
-  const auto y = empty_rows(x, call.N);
-  call.y = address(y);
+  Tensors outputs;
+  for (size_t i = 0; parts && i < t.count(); ++i) {
+    outputs.push_back(empty_rows(x, t.weight(i).size(0)));
+    (*parts)[i].y = address(outputs.back());
+  }
+  if (!parts) outputs.push_back(empty_rows(x, call.N));
+  call.y = address(outputs[0]);
   if (keeps_h) {
     results.products.push_back(empty_rows(x, sizes.N));
     call.h = address(results.products[0]);
@@ -141,10 +159,10 @@ inline bool forward_by_product(
   const auto workspace = scratch_of(call, x);
   launch(kernels.product.forward, call, x);
   if (activates || !kind.activation) {
-    results.outputs.push_back(y);
+    results.outputs = std::move(outputs);
   } else {
-    results.outputs.push_back(activated(kind, y, kernels.passes));
-    if (keeps && !kind.recompute) results.products.push_back(y);
+    results.outputs.push_back(activated(kind, outputs[0], kernels.passes));
+    if (keeps && !kind.recompute) results.products.push_back(outputs[0]);
   }
   return true;
 }
@@ -157,7 +175,8 @@ inline bool forward_by_product(
     return forward_by_product(kind, t, sizes, keeps, keeping, kernels, activates, results);
   };
   if (kind.activation && run(true)) return true;
-  return !(kind.activation && t[X].is_cpu()) && t.count() == 1 && run(false);
+  const bool is_apart = t.count() == 1 || are_apart(kind, t);
+  return !(kind.activation && t[X].is_cpu()) && is_apart && run(false);
 }
 
 // y = a W^T + b + residual.
@@ -205,7 +224,7 @@ inline Results forward(
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);
-    auto products = products_of(kind, z, t, sizes.N);
+    auto products = products_of(kind, z, t, sizes, kernels.product);
     for (const auto& h : products) {
       results.outputs.push_back(activated(kind, h, kernels.passes));
     }

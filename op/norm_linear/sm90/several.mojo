@@ -102,9 +102,64 @@ def _pays(tiling: Tiling) -> Bool:
     return tiling.takes_turns and tiling.columns == _COLUMNS and tiling.fills
 
 
-def _products_pay(call: Call, processors: Int) -> Bool:
+def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
+    """Tells whether one launch makes all products of the same rows sooner than one for each.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        call: The call.
+        processors: SMs of the device.
+
+    Returns:
+        Whether their tiles, of which each product begins its own, keep the device busy.
+    """
+    if not _can[dtype](call):
+        return False
     var n = steps_of(sizes_of(call), _COLUMNS) * _COLUMNS
     return _pays(Tiling.best(call.M, n, call.K, processors))
+
+
+def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
+    """Tells whether one launch adds up dy weight of all pairs sooner than one for each.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        call: The call.
+        processors: SMs of the device.
+
+    Returns:
+        Whether its tiles keep the device busy.
+    """
+    return _can[dtype](call) and _pays(
+        Tiling.best(call.M, call.K, call.N, processors)
+    )
+
+
+def folded_way[dtype: DType](call: Call, processors: Int) -> Int:
+    """Chooses whether a forward of several Linear layers folds.
+
+    Parameters:
+        dtype: Type of x, the weights and the outputs.
+
+    Args:
+        call: The call.
+        processors: SMs of the device.
+
+    Returns:
+        KEPT_FOLD, NEW_FOLD or DECLINED.
+    """
+    if dtype != DType.bfloat16 or not products_pay[dtype](call, processors):
+        return DECLINED
+    var way = call.way
+    if way == 0:
+        way = fastest(
+            call.M, call.K, call.N, call.in_graph != 0, call.may_keep != 0
+        )
+    return way if way in (KEPT_FOLD, NEW_FOLD) else DECLINED
 
 
 def plan_folded[dtype: DType](launcher: Launcher, mut call: Call):
@@ -118,25 +173,12 @@ def plan_folded[dtype: DType](launcher: Launcher, mut call: Call):
         call: The call; its way is written, KEPT_FOLD, NEW_FOLD or DECLINED, and the bytes of its workspace. A way
             that is not 0 is taken where it can be.
     """
-    var way = DECLINED
     ref gpu = launcher.gpu
-    if (
-        dtype == DType.bfloat16
-        and _can[dtype](call)
-        and _products_pay(call, gpu.processors)
-    ):
-        way = call.way
-        if way == 0:
-            way = fastest(
-                call.M, call.K, call.N, call.in_graph != 0, call.may_keep != 0
-            )
-    if way not in (KEPT_FOLD, NEW_FOLD):
-        way = DECLINED
-    call.way = way
+    call.way = folded_way[dtype](call, gpu.processors)
     call.workspace_bytes = 0
-    if way != DECLINED:
+    if call.way != DECLINED:
         call.workspace_bytes = ForwardPlan[dtype](
-            call, way, gpu.processors
+            call, call.way, gpu.processors
         ).workspace_bytes
 
 
@@ -248,7 +290,7 @@ def plan_products[dtype: DType](launcher: Launcher, mut call: Call):
     """
     call.workspace_bytes = 0
     call.way = DECLINED
-    if _can[dtype](call) and _products_pay(call, launcher.gpu.processors):
+    if products_pay[dtype](call, launcher.gpu.processors):
         call.way = FUSED
 
 
@@ -300,9 +342,7 @@ def plan_input_gradients[dtype: DType](launcher: Launcher, mut call: Call):
     """
     call.workspace_bytes = 0
     call.way = DECLINED
-    if _can[dtype](call) and _pays(
-        Tiling.best(call.M, call.K, call.N, launcher.gpu.processors)
-    ):
+    if input_gradients_pay[dtype](call, launcher.gpu.processors):
         call.way = FUSED
 
 

@@ -1,0 +1,65 @@
+"""Prints what is planned for several Linear layers on the same rows on Hopper: no GPU is asked.
+
+For each group of six arguments M, K, three N (0 for none) and a pitch, a line: whether one launch makes all products
+in bfloat16, in float16 and in float32; whether one sums the gradients of the rows; the way of the forward, launched
+and where a fold may be kept; the same where the last bias is not aligned; the tiles and the k blocks of all. Then
+come the parts that these lie in.
+"""
+
+from std.sys import argv
+
+from op.call import Call, Part
+from op.gemm.sm90.parts import Parts, steps_of
+from op.norm_linear.sm90.several import (
+    folded_way,
+    input_gradients_pay,
+    products_pay,
+    sizes_of,
+)
+
+comptime PROCESSORS = 132
+
+
+def print_places(call: Call, step: Int):
+    """Prints the part and the place there of each tile, or k block."""
+    var sizes = sizes_of(call)
+    for i in range(steps_of(sizes, step)):
+        var place = Parts(sizes, step).find(UInt32(i))
+        print(place[0], place[1], sep=":", end=" ")
+    print()
+
+
+def main() raises:
+    var numbers = argv()
+    for i in range(1, len(numbers), 6):
+        var parts = List[Part]()
+        var call = Call()
+        call.M = Int(numbers[i])
+        call.K = Int(numbers[i + 1])
+        call.pitch = Int(numbers[i + 5])
+        for j in range(3):
+            var n = Int(numbers[i + 2 + j])
+            if n != 0:
+                parts.append(Part(n, 0, 0, 0, 0))
+                call.N += n
+        call.parts = Int(parts.unsafe_ptr())
+        call.part_count = len(parts)
+        print(
+            Int(products_pay[DType.bfloat16](call, PROCESSORS)),
+            Int(products_pay[DType.float16](call, PROCESSORS)),
+            Int(products_pay[DType.float32](call, PROCESSORS)),
+            Int(input_gradients_pay[DType.bfloat16](call, PROCESSORS)),
+            folded_way[DType.bfloat16](call, PROCESSORS),
+            end=" ",
+        )
+        call.may_keep = 1
+        print(folded_way[DType.bfloat16](call, PROCESSORS), end=" ")
+        parts[len(parts) - 1].bias = 8
+        print(
+            Int(products_pay[DType.bfloat16](call, PROCESSORS)),
+            steps_of(sizes_of(call), 128),
+            steps_of(sizes_of(call), 64),
+        )
+        print_places(call, 128)
+        print_places(call, 64)
+        _ = parts^
