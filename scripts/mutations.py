@@ -36,6 +36,7 @@ MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
 ROWS = ("tests/test_row_ops.py", "-k", "float32")
 FAMILY = ("tests/test_family.py", "-k", "test_values_and_gradients and float32")
 HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
+SEVERAL = ("tests/test_several.py", "-k", "test_values_and_gradients and bfloat16")
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
 TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
@@ -44,6 +45,7 @@ GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 KERNELS: dict[tuple[str, ...], tuple[str, str]] = {
     HOPPER: ("norm_linear_sm90", "bfloat16"),
     PASSED_ROWS: ("norm_linear_sm90", "bfloat16"),
+    SEVERAL: ("norm_linear_sm90", "bfloat16"),
     GPU_LAYERNORM: ("passes_gpu", "bfloat16"),
 }
 
@@ -386,5 +388,29 @@ MUTATIONS = (
         "const bool may = promise || (is_alone && ",
         "const bool may = promise || (",
         ("tests/test_folds.py",),
+    ),
+    Mutation(
+        "tiles of the second of several weights begin where the first one's do",
+        "cpu",
+        f"{GEMM_SM90}/parts.mojo",
+        "return UInt32(1), index - self.second",
+        "return UInt32(1), index",
+        ("tests/test_several.py", "-k", "plan"),
+    ),
+    Mutation(
+        "every weight of one sum multiplies the gradient of the first output",
+        "gpu",
+        f"{GEMM_SM90}/producer.mojo",
+        "a_map = part_of(a_maps, part)",
+        "pass",
+        SEVERAL,
+    ),
+    Mutation(
+        "a third output has the bias of the second",
+        "gpu",
+        "op/gemm/epilogues.mojo",
+        "own = self.third",
+        "own = self.second",
+        SEVERAL,
     ),
 )
