@@ -15,8 +15,10 @@ from op.call import Call, CallPointer
 from op.device import Launcher, new_launcher
 from op.passes.door import from_c, from_python
 from op.norm_linear.sm90.backward import backward, input_gradient
+from op.norm_linear.sm90.backward_plan import plan_backward
 from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward, linear_add
+from op.norm_linear.sm90.forward_plan import plan_forward, plan_linear_add
 from op.norm_linear.sm90.several import (
     fold_parts,
     forward_folded,
@@ -27,11 +29,6 @@ from op.norm_linear.sm90.several import (
     plan_weight_gradient,
     products,
     weight_gradient,
-)
-from op.norm_linear.sm90.plan import (
-    plan_backward,
-    plan_forward,
-    plan_linear_add,
 )
 from op.norms.layer_norm import LayerNorm
 from op.norms.norm import Norm

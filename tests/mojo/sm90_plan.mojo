@@ -7,7 +7,7 @@ then the way in bfloat16 where x is not aligned, and where the weight is not.
 from std.sys import argv
 
 from op.call import Call
-from op.norm_linear.sm90.plan import choose_forward
+from op.norm_linear.sm90.choice import choose_forward
 
 
 def main() raises:

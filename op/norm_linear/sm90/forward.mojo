@@ -25,8 +25,8 @@ from ...passes.gpu import GpuRunner
 from ...passes.normalize import run_normalize
 from ..plan import FUSED
 from .fold import launch_fold, products
+from .forward_plan import ForwardPlan, linear_tiling
 from .gather import Statistics
-from .plan import ForwardPlan, linear_tiling
 from .statistics import launch_statistics
 
 

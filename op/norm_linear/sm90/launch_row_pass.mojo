@@ -29,6 +29,7 @@ from ...rows.gpu_row import GlobalPointer
 from ...rows.launch_columns import launch_totals
 from ...rows.types import code_of
 from .row_pass import RowPass
+from .workspace import PART
 
 comptime _CONFIG = Config.of(256, b_transposed=True)
 # Cluster tiles in a band of the walk: rows wait for those of the same band.
@@ -67,9 +68,9 @@ struct RowPassLayout(TrivialRegisterPassable):
         """
         self.slices = align_up(m, _CONFIG.cluster_rows()) // SLICE_ROWS
         self.counters = 2 * self.slices + 1
-        self.affine = align_up(4 * self.counters, 256)
-        self.factors = self.affine + align_up(8 * k, 256)
-        self.sums = self.factors + align_up(16 * m, 256)
+        self.affine = align_up(4 * self.counters, PART)
+        self.factors = self.affine + align_up(8 * k, PART)
+        self.sums = self.factors + align_up(16 * m, PART)
         self.end = self.sums + 8 * self.slices * k
 
 

@@ -30,8 +30,9 @@ from ...gemm.sm90.split_k import SplitK, launch_split_k
 from ...gemm.sm90.tiling import Tiling
 from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+from .choice import ALIGNMENT, fastest
 from .fold import launch_fold
-from .plan import ForwardPlan, fastest
+from .forward_plan import ForwardPlan
 from .statistics import launch_statistics
 
 comptime _COLUMNS = 128
@@ -39,8 +40,6 @@ comptime _BESIDE = Config.of(_COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
 comptime _SUM = Config.of(
     _COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
 )
-# Boxes that TMA copies, and every row, start at multiples of so many bytes.
-comptime _ALIGNMENT = 16
 
 
 @always_inline
@@ -92,8 +91,7 @@ def _can[dtype: DType](call: Call) -> Bool:
         lengths |= part.N
         addresses |= part.weight | part.bias | part.y | part.dy
     return (
-        call.K > 0
-        and (lengths * size_of[dtype]() | addresses) % _ALIGNMENT == 0
+        call.K > 0 and (lengths * size_of[dtype]() | addresses) % ALIGNMENT == 0
     )
 
 
@@ -391,7 +389,7 @@ def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
     if (
         dtype == DType.float32
         or not is_there
-        or ((call.K | call.N) * size_of[dtype]() | addresses) % _ALIGNMENT != 0
+        or ((call.K | call.N) * size_of[dtype]() | addresses) % ALIGNMENT != 0
     ):
         return
     var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
