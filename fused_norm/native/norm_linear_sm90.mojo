@@ -22,12 +22,16 @@ from op.norm_linear.sm90.forward_plan import plan_forward, plan_linear_add
 from op.norm_linear.sm90.several import (
     fold_parts,
     forward_folded,
-    input_gradients,
     plan_folded,
-    plan_input_gradients,
     plan_products,
-    plan_weight_gradient,
     products,
+)
+from op.norm_linear.sm90.several_backward import (
+    input_gradients,
+    passed_rows,
+    plan_input_gradients,
+    plan_passed_rows,
+    plan_weight_gradient,
     weight_gradient,
 )
 from op.norms.layer_norm import LayerNorm
@@ -119,6 +123,19 @@ def _input_gradients(call: CallPointer) raises:
         input_gradients[DTYPE](Launcher.at(call[].context)[], call[])
 
 
+def _plan_passed_rows(call: CallPointer) raises:
+    plan_passed_rows[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _passed_rows(call: CallPointer) raises:
+    comptime if DTYPE == DType.float32:
+        raise Error("float32 has no backward here")
+    elif IS_RMS_NORM:
+        passed_rows[DTYPE, RmsNorm](Launcher.at(call[].context)[], call[])
+    else:
+        passed_rows[DTYPE, LayerNorm](Launcher.at(call[].context)[], call[])
+
+
 def _plan_weight_gradient(call: CallPointer) raises:
     plan_weight_gradient[DTYPE](Launcher.at(call[].context)[], call[])
 
@@ -177,6 +194,16 @@ def norm_linear_plan_input_gradients(call: CallPointer) abi("C") -> Int:
 @export
 def norm_linear_input_gradients(call: CallPointer) abi("C") -> Int:
     return from_c[_input_gradients](call)
+
+
+@export
+def norm_linear_plan_passed_rows(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_passed_rows](call)
+
+
+@export
+def norm_linear_passed_rows(call: CallPointer) abi("C") -> Int:
+    return from_c[_passed_rows](call)
 
 
 @export
@@ -285,6 +312,16 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             from_python[_input_gradients],
             "input_gradients",
             docstring="input_gradients(call) -> 0; queues dz, the sum of dy weight of each part",
+        )
+        builder.def_py_c_function(
+            from_python[_plan_passed_rows],
+            "plan_passed_rows",
+            docstring="plan_passed_rows(call) -> 0; writes way, workspace_bytes",
+        )
+        builder.def_py_c_function(
+            from_python[_passed_rows],
+            "passed_rows",
+            docstring="passed_rows(call) -> 0; queues dx, dgamma, dbeta and z in place of dz",
         )
         builder.def_py_c_function(
             from_python[_plan_weight_gradient],

@@ -10,12 +10,9 @@ from std.sys import argv
 
 from op.call import Call, Part
 from op.gemm.sm90.parts import Parts, steps_of
-from op.norm_linear.sm90.several import (
-    folded_way,
-    input_gradients_pay,
-    products_pay,
-    sizes_of,
-)
+from op.norm_linear.sm90.parts import sizes_of
+from op.norm_linear.sm90.several import folded_way, products_pay
+from op.norm_linear.sm90.several_backward import input_gradients_pay
 
 comptime PROCESSORS = 132
 

@@ -20,7 +20,13 @@ from ...device import Gpu
 from ...gemm.epilogue import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
-from ...gemm.sm90.launch import beside_earlier, launch_matrix
+from ...gemm.sm90.launch import (
+    Matrices,
+    beside_earlier,
+    launch_matrix,
+    launch_parts,
+)
+from ...gemm.sm90.parts import ONE_SUM
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
 from ...norms.norm import Norm
@@ -28,10 +34,12 @@ from ...rows.columns import Total, Totals
 from ...rows.gpu_row import GlobalPointer
 from ...rows.launch_columns import launch_totals
 from ...rows.types import code_of
+from .parts import InputGradient, sizes_of
 from .row_pass import RowPass
 from .workspace import PART
 
 comptime _CONFIG = Config.of(256, b_transposed=True)
+comptime _SUM = Config.of(256, b_transposed=True, parts=ONE_SUM)
 # Cluster tiles in a band of the walk: rows wait for those of the same band.
 comptime _BAND = 4
 # From so many outputs on, a product takes as long as the pass over its rows.
@@ -159,7 +167,7 @@ def _write(address: Int64, index: Int, value: Float32):
 def launch_row_pass[
     dtype: DType, norm_dtype: DType, N: Norm
 ](gpu: Gpu, call: Call, dz: Int, workspace: Int) raises:
-    """Queues dz = dy W, then dx, z, dgamma and dbeta from its rows.
+    """Queues dz = dy W, or the sum of that over several Linear layers, then dx, z, dgamma and dbeta from its rows.
 
     Parameters:
         dtype: Type of the matrices: bfloat16 or float16.
@@ -214,7 +222,14 @@ def launch_row_pass[
     )
     var product = Product(m, k, call.N, Plain(), rows)
     product.band = _BAND
-    launch_matrix[dtype, _CONFIG](gpu, dz, call.dy, call.weight, product)
+    if call.part_count == 0:
+        launch_matrix[dtype, _CONFIG](gpu, dz, call.dy, call.weight, product)
+    else:
+        product.sizes = sizes_of(call)
+        var of = InputGradient(call)
+        launch_parts[dtype, _SUM](
+            gpu, Matrices(dz), of.gradients, of.weights, product
+        )
     var totals = Totals()
     var parts = ceildiv(m, SLICE_ROWS)
     var partial = rows.sums

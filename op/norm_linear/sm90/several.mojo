@@ -1,16 +1,14 @@
 """Several Linear layers on the same rows: one launch for all of their products.
 
-    forward     y_i = rstd (x folded_i^T - mean s_i) + c_i, from one pass over x for its statistics
+    folded      y_i = rstd (x folded_i^T - mean s_i) + c_i, from one pass over x for its statistics
     products    y_i = z weight_i^T + bias_i, of rows that a pass has normalized
-    input       dz = sum over i of dy_i weight_i: its sums run on through all of the weights
-    weight      dW = dy^T z and its db, for one of them at a time: their sums are long
 
 No weight is copied to lie beside another: each has tensor maps of its own. Folds are written side by side.
 """
 
 from std.sys import size_of
 
-from ...call import Call, Part
+from ...call import Call
 from ...device import Gpu, Launcher
 from ...gemm.epilogue import Epilogue, Plain
 from ...gemm.epilogues import BiasOfParts, ScaleAndCorrect
@@ -19,62 +17,37 @@ from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch import BAND, Matrices, launch_parts
 from ...gemm.sm90.parts import (
     MOST_PARTS,
-    ONE_SUM,
     SIDE_BY_SIDE,
-    PartSizes,
     first_of,
     steps_of,
 )
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.split_k import SplitK, launch_split_k
 from ...gemm.sm90.tiling import Tiling
 from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .choice import ALIGNMENT, fastest
 from .fold import launch_fold
 from .forward_plan import ForwardPlan
+from .parts import part_at, sizes_of
 from .statistics import launch_statistics
 
-comptime _COLUMNS = 128
-comptime _BESIDE = Config.of(_COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
-comptime _SUM = Config.of(
-    _COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
-)
+comptime COLUMNS = 128
+"""Columns of a tile."""
+comptime _BESIDE = Config.of(COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
 
 
-@always_inline
-def part_at(call: Call, i: Int) -> Part:
-    """Returns one of a call's parts.
+def can[dtype: DType](call: Call) -> Bool:
+    """Tells whether there are kernels for matrices that lie like a call's.
 
-    Args:
-        call: The call.
-        i: Which part.
-
-    Returns:
-        The part.
-    """
-    return Pointer[Part, MutUntrackedOrigin](
-        unsafe_from_address=call.parts
-    ).unsafe_offset(i)[]
-
-
-def sizes_of(call: Call) -> PartSizes:
-    """Returns the outputs of each part.
+    Parameters:
+        dtype: Type of all.
 
     Args:
         call: The call.
 
     Returns:
-        Their numbers, 0 where there are fewer parts.
+        Whether there are.
     """
-    var sizes = PartSizes(fill=0)
-    for i in range(call.part_count):
-        sizes[i] = Int32(part_at(call, i).N)
-    return sizes
-
-
-def _can[dtype: DType](call: Call) -> Bool:
-    """Tells whether there are kernels for matrices that lie like a call's."""
     if (
         dtype == DType.float32
         or call.part_count < 2
@@ -95,9 +68,16 @@ def _can[dtype: DType](call: Call) -> Bool:
     )
 
 
-def _pays(tiling: Tiling) -> Bool:
-    """Tells whether the kernel that several matrices have is the one to take."""
-    return tiling.takes_turns and tiling.columns == _COLUMNS and tiling.fills
+def fills(tiling: Tiling) -> Bool:
+    """Tells whether the kernel that several matrices have is the one to take.
+
+    Args:
+        tiling: What suits their sizes.
+
+    Returns:
+        Whether it is, and keeps the device busy.
+    """
+    return tiling.takes_turns and tiling.columns == COLUMNS and tiling.fills
 
 
 def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
@@ -113,28 +93,10 @@ def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
     Returns:
         Whether their tiles, of which each product begins its own, keep the device busy.
     """
-    if not _can[dtype](call):
+    if not can[dtype](call):
         return False
-    var n = steps_of(sizes_of(call), _COLUMNS) * _COLUMNS
-    return _pays(Tiling.best(call.M, n, call.K, processors))
-
-
-def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
-    """Tells whether one launch adds up dy weight of all pairs sooner than one for each.
-
-    Parameters:
-        dtype: Type of all.
-
-    Args:
-        call: The call.
-        processors: SMs of the device.
-
-    Returns:
-        Whether its tiles keep the device busy.
-    """
-    return _can[dtype](call) and _pays(
-        Tiling.best(call.M, call.K, call.N, processors)
-    )
+    var n = steps_of(sizes_of(call), COLUMNS) * COLUMNS
+    return fills(Tiling.best(call.M, n, call.K, processors))
 
 
 def folded_way[dtype: DType](call: Call, processors: Int) -> Int:
@@ -325,103 +287,4 @@ def products[dtype: DType](launcher: Launcher, call: Call) raises:
             Int64(biases.addresses[1]),
             Int64(biases.addresses[2]),
         ),
-    )
-
-
-def plan_input_gradients[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of dz = sum over i of dy_i weight_i.
-
-    Parameters:
-        dtype: Type of all.
-
-    Args:
-        launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
-    """
-    call.workspace_bytes = 0
-    call.way = DECLINED
-    if input_gradients_pay[dtype](call, launcher.gpu.processors):
-        call.way = FUSED
-
-
-def input_gradients[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues dz = sum over i of dy_i weight_i.
-
-    Parameters:
-        dtype: Type of all: bfloat16 or float16.
-
-    Args:
-        launcher: Where to run.
-        call: A call that `plan_input_gradients` did not decline.
-
-    Raises:
-        If the driver refuses.
-    """
-    var product = Product(call.M, call.K, call.N, Plain(), NoHook())
-    product.band = BAND
-    product.sizes = sizes_of(call)
-    var gradients = Matrices(0)
-    var weights = Matrices(0)
-    gradients.pitch = call.pitch
-    for i in range(call.part_count):
-        var part = part_at(call, i)
-        gradients.addresses[i] = part.dy
-        weights.addresses[i] = part.weight
-    launch_parts[dtype, _SUM](
-        launcher.gpu, Matrices(call.dz), gradients, weights, product
-    )
-
-
-def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of dW = dy^T z and db, the gradients of one of several Linear layers.
-
-    Parameters:
-        dtype: Type of the matrices.
-
-    Args:
-        launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
-    """
-    call.way = DECLINED
-    call.workspace_bytes = 0
-    var addresses = call.dy | call.z
-    var is_there = call.M > 0 and call.K > 0 and call.N > 0
-    if (
-        dtype == DType.float32
-        or not is_there
-        or ((call.K | call.N) * size_of[dtype]() | addresses) % ALIGNMENT != 0
-    ):
-        return
-    var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
-    if split.fills:
-        call.way = FUSED
-        call.workspace_bytes = split.workspace_bytes
-
-
-def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues dW = dy^T z and db.
-
-    Parameters:
-        dtype: Type of the matrices: bfloat16 or float16.
-
-    Args:
-        launcher: Where to run.
-        call: A call that `plan_weight_gradient` did not decline.
-
-    Raises:
-        If the driver refuses.
-    """
-    ref gpu = launcher.gpu
-    launch_split_k[dtype, dtype](
-        gpu,
-        SplitK.best(call.N, call.K, call.M, gpu.processors),
-        call.dweight,
-        call.dbias,
-        call.dy,
-        call.z,
-        call.workspace,
-        call.N,
-        call.K,
-        call.M,
-        False,
     )

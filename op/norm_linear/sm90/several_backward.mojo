@@ -1,0 +1,185 @@
+"""The backward of several Linear layers on the same rows.
+
+    input       dz = sum over i of dy_i weight_i: its sums run on through all of the weights
+    rows        the same, and the pass over its rows in the same kernel, where it takes long enough
+    weight      dW = dy^T z and its db, for one of them at a time: their sums are long
+"""
+
+from std.sys import size_of
+
+from ...call import Call
+from ...device import Launcher
+from ...gemm.epilogue import Plain
+from ...gemm.row_hook import NoHook
+from ...gemm.sm90.config import Config
+from ...gemm.sm90.launch import BAND, Matrices, launch_parts
+from ...gemm.sm90.parts import ONE_SUM
+from ...gemm.sm90.product import Product
+from ...gemm.sm90.split_k import SplitK, launch_split_k
+from ...gemm.sm90.tiling import Tiling
+from ...norms.norm import Norm
+from ..plan import DECLINED, FUSED
+from .choice import ALIGNMENT
+from .launch_row_pass import RowPassLayout, launch_row_pass, pays
+from .parts import InputGradient, sizes_of
+from .several import COLUMNS, can, fills
+
+comptime _SUM = Config.of(
+    COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
+)
+
+
+def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
+    """Tells whether one launch adds up dy weight of all pairs sooner than one for each.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        call: The call.
+        processors: SMs of the device.
+
+    Returns:
+        Whether its tiles keep the device busy.
+    """
+    return can[dtype](call) and fills(
+        Tiling.best(call.M, call.K, call.N, processors)
+    )
+
+
+def plan_input_gradients[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of dz = sum over i of dy_i weight_i.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+    """
+    call.workspace_bytes = 0
+    call.way = DECLINED
+    if input_gradients_pay[dtype](call, launcher.gpu.processors):
+        call.way = FUSED
+
+
+def input_gradients[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues dz = sum over i of dy_i weight_i.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_input_gradients` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = Product(call.M, call.K, call.N, Plain(), NoHook())
+    product.band = BAND
+    product.sizes = sizes_of(call)
+    var of = InputGradient(call)
+    launch_parts[dtype, _SUM](
+        launcher.gpu, Matrices(call.dz), of.gradients, of.weights, product
+    )
+
+
+def plan_passed_rows[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses whether one kernel makes dz and passes over its rows.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
+    """
+    ref gpu = launcher.gpu
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    # Its grid waits until all of its blocks run, so it would wait for a collective, too.
+    if (
+        launcher.alone
+        and call.dx != 0
+        and input_gradients_pay[dtype](call, gpu.processors)
+        and pays(gpu.processors, call.M, call.N, call.K)
+    ):
+        call.way = FUSED
+        call.workspace_bytes = RowPassLayout(call.M, call.K).end
+
+
+def passed_rows[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
+    """Queues dx, dgamma and dbeta of all Linear layers, and the normalized rows in the place of dz.
+
+    Parameters:
+        dtype: Type of the matrices: bfloat16 or float16.
+        N: The norm.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_passed_rows` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    comptime for is_float32 in [False, True]:
+        if (call.norm_is_float32 != 0) == is_float32:
+            launch_row_pass[dtype, DType.float32 if is_float32 else dtype, N](
+                launcher.gpu, call, call.dz, call.workspace
+            )
+
+
+def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of dW = dy^T z and db, the gradients of one of several Linear layers.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    var addresses = call.dy | call.z
+    var is_there = call.M > 0 and call.K > 0 and call.N > 0
+    if (
+        dtype == DType.float32
+        or not is_there
+        or ((call.K | call.N) * size_of[dtype]() | addresses) % ALIGNMENT != 0
+    ):
+        return
+    var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
+    if split.fills:
+        call.way = FUSED
+        call.workspace_bytes = split.workspace_bytes
+
+
+def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues dW = dy^T z and db.
+
+    Parameters:
+        dtype: Type of the matrices: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_weight_gradient` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    launch_split_k[dtype, dtype](
+        gpu,
+        SplitK.best(call.N, call.K, call.M, gpu.processors),
+        call.dweight,
+        call.dbias,
+        call.dy,
+        call.z,
+        call.workspace,
+        call.N,
+        call.K,
+        call.M,
+        False,
+    )
