@@ -87,12 +87,21 @@ def _at(address: int, *shape: int, pitch: int = 0) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.float16).as_strided(shape, (pitch, 1))
 
 
+def _sum(call: record.Call, parts: Any) -> Any:
+    """Return the sum of dy weight over all parts."""
+    return sum(
+        _at(part.dy, call.M, part.N, pitch=call.pitch).float()
+        @ _at(part.weight, part.N, call.K).float()
+        for part in parts
+    )
+
+
 class StandIn:
     """Kernels that find in a record what they compute with, by PyTorch on the CPU."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        self.declines: tuple[str, ...] = ()
+        self.declines: tuple[str, ...] = ("passed_rows",)
 
     def __getattr__(self, name: str) -> Callable[[int], None]:
         def door(place: int) -> None:
@@ -118,12 +127,18 @@ class StandIn:
 
     @staticmethod
     def _input_gradients(call: record.Call, parts: Any) -> None:
-        dz = sum(
-            _at(part.dy, call.M, part.N, pitch=call.pitch).float()
-            @ _at(part.weight, part.N, call.K).float()
-            for part in parts
-        )
-        _at(call.dz, call.M, call.K).copy_(dz)
+        _at(call.dz, call.M, call.K).copy_(_sum(call, parts))
+
+    @staticmethod
+    def _passed_rows(call: record.Call, parts: Any) -> None:
+        x = _at(call.x, call.M, call.K).float()
+        gamma, beta = (_at(v, 1, call.K)[0].float() for v in (call.gamma, call.beta))
+        leaves = [v.requires_grad_() for v in (x, gamma, beta)]
+        z = F.layer_norm(x, (call.K,), gamma, beta, 1e-5)
+        gradients = torch.autograd.grad(z, leaves, _sum(call, parts))
+        for place, gradient in zip((call.dx, call.dgamma, call.dbeta), gradients, strict=True):
+            _at(place, *gradient.view(-1, call.K).shape).copy_(gradient.view(-1, call.K))
+        _at(call.dz, call.M, call.K).copy_(z.detach())
 
     @staticmethod
     def _weight_gradient(call: record.Call, parts: Any) -> None:
@@ -208,7 +223,7 @@ def check(inputs: list[Tensor | None], *, used: set[int] | None = None, **option
             dy = torch.randn(y.shape, dtype=torch.float64, device=y.device)
             if used is None or i in used:
                 total = total + (y * dy.to(inputs[0].dtype).to(y.dtype)).sum(dtype=torch.float64)
-        leaves = [t for t in copies if t is not None]
+        leaves = [t for t in copies if t is not None and t.requires_grad]
         gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
         found.append([*(y.detach() for y in outputs), *gradients])
     for i, (mine, low, high) in enumerate(zip(*found, strict=True)):
@@ -233,6 +248,23 @@ def test_records_say_what_to_compute(kernels: StandIn, biases: str, used: set[in
 
 
 @pytest.mark.usefixtures("_in_python")
+def test_one_kernel_passes_over_the_rows(kernels: StandIn) -> None:
+    kernels.declines = ()
+    check(make((24, 32, [40, 16, 8]), "b-b"))
+    assert kernels.done == ["products", "passed_rows"] + ["weight_gradient"] * 3
+    kernels.done.clear()
+    inputs = make((24, 32, [16, 16]), "bb", residual=True)
+    check(inputs, activation="swiglu")
+    assert kernels.done == ["products", "passed_rows"]
+    kernels.done.clear()
+    # Without the gradient of x, nothing passes.
+    inputs = make((24, 32, [40, 16, 8]), "b-b")
+    inputs[0].requires_grad_(False)
+    check(inputs)
+    assert "passed_rows" not in kernels.done
+
+
+@pytest.mark.usefixtures("_in_python")
 def test_records_of_what_lies_side_by_side(kernels: StandIn) -> None:
     inputs = make((24, 32, [16, 16]), "bb", residual=True)
     check(inputs, activation="swiglu")
@@ -242,13 +274,14 @@ def test_records_of_what_lies_side_by_side(kernels: StandIn) -> None:
 
 @pytest.mark.usefixtures("_in_python")
 def test_what_is_declined_pytorch_multiplies(kernels: StandIn) -> None:
-    kernels.declines = ("products", "input_gradients", "weight_gradient")
+    kernels.declines += ("products", "input_gradients", "weight_gradient")
     check(make((24, 32, [40, 16, 8]), "b-b"))
     assert not kernels.done
     kernels.declines = ()
     with fn.batch_invariant():
         check(make((24, 32, [40, 16, 8]), "bbb"))
     assert not kernels.done
+    kernels.declines = ()
     # More than one launch takes, but for their gradients, which have one each.
     check(make((24, 32, [8, 8, 8, 8]), "bbbb"))
     assert kernels.done == ["weight_gradient"] * 4
@@ -280,6 +313,8 @@ def test_parameters_know_each_of_several() -> None:
 
 
 SHAPE = (8400, 1024, [1000, 264, 136])
+# Where the pass over rows runs in the kernel that adds up their gradients.
+PASSED = (10400, 2048, [1800, 264, 136])
 
 
 def names(function: Callable[[], Any]) -> str:
@@ -299,6 +334,20 @@ def test_values_and_gradients(norm: str, biases: str, dtype: torch.dtype) -> Non
     inputs = make(SHAPE, biases, dtype=dtype, device="cuda")
     check(inputs, norm=norm)
     check(inputs, norm=norm, used={0, 2})
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_rows_passed_on(norm: str, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_python:
+        monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
+    inputs = make(PASSED, "b-b", dtype=torch.bfloat16, device="cuda")
+    check(inputs, norm=norm)
+    total = sum(y.sum() for y in ours(inputs, norm=norm))
+    launched = names(lambda: total.backward())
+    assert launched.count("256_one_sum") == 1, launched
 
 
 @ON_HOPPER

@@ -11,7 +11,7 @@ from fused_norm.backends import cpu_seam, passes, several, sm90
 from fused_norm.backends.products import input_gradient
 from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, aligned, dense, lies_transposed
+from fused_norm.call.memory import LOW_PRECISION, address, aligned, dense, lies_transposed
 from fused_norm.composition import Operands, Seam
 
 Found = list[Tensor | None]
@@ -183,9 +183,10 @@ class _Backward:
     def _around_products(self) -> None:
         """Find the other gradients by row passes around PyTorch's products."""
         t = self.t
-        dz = self._gradient_of_norm() if self.wants_norm else None
-        z = None
-        if self.wants_weight:
+        z = self._passed_rows()
+        is_passed = z is not None
+        dz = self._gradient_of_norm() if self.wants_norm and not is_passed else None
+        if self.wants_weight and not is_passed:
             # The pass over x writes the normalized rows again, over dz: it needs that last of all.
             dtype = t.weights[0].dtype
             may_replace = dz is not None and dz is not self.dnorm and dz.dtype is dtype
@@ -204,7 +205,7 @@ class _Backward:
                 by_weights.add(place)
             else:
                 self.found[place] = _sum_of_rows(dh)
-        if dz is not None or z is not None:
+        if not is_passed and (dz is not None or z is not None):
             self._norm_backward(dz, z, on_the_way)
         weights = zip(self.dhs, t.weights, self.main_grads, strict=True)
         for place, (dh, weight, main_grad) in enumerate(weights, _NAMED):
@@ -225,6 +226,31 @@ class _Backward:
         if not self.t.weights[i].is_contiguous():
             return None
         return several.WeightGradient.planned(dh, z, norm_of(self.kind)[0])
+
+    def _passed_rows(self) -> Tensor | None:
+        """Return the normalized rows where one kernel finds the norm's gradients with them."""
+        t, kind = self.t, self.kind
+        goes_on = self.wanted[_X] and self.wants_weight and self.dsum is None
+        is_bare = t.scale is None and t.shift is None and self.dnorm is None
+        if self.count == 1 or kind.batch_invariant or not (goes_on and is_bare):
+            return None
+        x, mean, rstd = dense(t.x, t.mean, t.rstd)
+        planned = several.PassedRows.planned(self.dhs, t.weights, x, norm_of(kind)[0])
+        if planned is None:
+            return None
+        norm, parameters = passes.norm_call(kind, t, x, x.dtype)
+        norm.mean, norm.rstd = address(mean), address(rstd)
+        places = {"dx": _X, "dgamma": _GAMMA, "dbeta": _BETA}
+        results = {
+            name: torch.empty_like(like, memory_format=torch.contiguous_format)
+            for (name, place), like in zip(places.items(), (t.x, t.gamma, t.beta), strict=True)
+            if self.wanted[place] and like is not None
+        }
+        z = planned.run(norm, results)
+        del parameters
+        for name, gradient in results.items():
+            self.found[places[name]] = gradient
+        return z
 
     def _gradient_of_norm(self) -> Tensor:
         """Return the gradient of the normalized rows, in the dtype of x."""

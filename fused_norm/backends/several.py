@@ -1,7 +1,8 @@
 """Hopper: several Linear layers on the same rows, q, k and v or gate and up, in one launch.
 
     y_i = z W_i^T + b_i        the columns of all run on from one weight and output to the next
-    dz  = sum_i dy_i W_i       so do the sums, where PyTorch would add to dz in memory each time
+    dz  = sum_i dy_i W_i       so do the sums, where PyTorch would add to dz in memory each time;
+                               the pass over its rows may run in the same kernel
     dW_i = dy_i^T z, db_i      one launch each: their sums are long
 
 No weight is copied: each has tensor maps of its own. Where the plans of
@@ -14,13 +15,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_norm.backends.sm90_kernels import extension, is_alone, is_hopper, launcher
 from fused_norm.call.memory import LOW_PRECISION, address, workspace
-from fused_norm.call.record import DECLINED, MOST_PARTS, Call, Part
+from fused_norm.call.record import DECLINED, MOST_PARTS, WANTED, Call, Part
 
 
 def products(
@@ -78,25 +80,82 @@ def input_gradients(
         weights: Each `[N, K]`.
         norm: The number of the norm whose extension is at hand.
     """
-    pairs = [(dy, w) for dy, w in zip(dys, weights, strict=True) if dy is not None]
-    if not pairs or not _serves(pairs[0][0], [w for _, w in pairs]):
+    found = _gradients(dys, weights, norm)
+    if found is None:
         return None
-    M, K = pairs[0][0].shape[0], weights[0].shape[1]
-    are_dense = all(dy.is_contiguous() for dy, _ in pairs)
-    pitch = 0 if are_dense else pairs[0][0].stride(0)
-    if not are_dense and any(dy.stride() != (pitch, 1) for dy, _ in pairs):
-        return None
-    kernels, call, parts = _record(pairs[0][0], M, K, [w for _, w in pairs], norm)
-    call.pitch = pitch
-    for part, (dy, _) in zip(parts, pairs, strict=True):
-        part.dy = dy.data_ptr()
+    kernels, call, _parts, dy = found
     kernels.plan_input_gradients(ctypes.addressof(call))
     if call.way == DECLINED:
         return None
-    dz = pairs[0][0].new_empty(M, K)
+    dz = dy.new_empty(call.M, call.K)
     call.dz = dz.data_ptr()
     kernels.input_gradients(ctypes.addressof(call))
     return dz
+
+
+class PassedRows:
+    """The kernel that adds up dy weight, and passes over the rows of that, where it is faster."""
+
+    def __init__(self, kernels: ModuleType, call: Call, held: Any) -> None:
+        self._kernels, self._call, self._held = kernels, call, held
+
+    @staticmethod
+    def planned(
+        dys: Sequence[Tensor | None], weights: Sequence[Tensor], x: Tensor, norm: int
+    ) -> PassedRows | None:
+        """Return it, or None where a pass of its own over the rows is faster.
+
+        Args:
+            dys: As for `input_gradients`.
+            weights: Each `[N, K]`.
+            x: Dense `[..., K]`, what was normalized.
+            norm: The number of the norm.
+        """
+        found = _gradients(dys, weights, norm)
+        if found is None or found[3].dtype is not x.dtype:
+            return None
+        kernels, call, parts, dy = found
+        call.x, call.dx = x.data_ptr(), WANTED
+        kernels.plan_passed_rows(ctypes.addressof(call))
+        return None if call.way == DECLINED else PassedRows(kernels, call, (parts, dy))
+
+    def run(self, norm: Call, results: dict[str, Tensor]) -> Tensor:
+        """Return the normalized rows `[M, K]`, and write the gradients.
+
+        Args:
+            norm: A record with the norm's half filled in, mean and rstd included.
+            results: Where dx, and dgamma and dbeta if they are wanted, go to.
+        """
+        call, dy = self._call, self._held[1]
+        for name in ("mean", "rstd", "gamma", "beta", "weight_offset", "norm_is_float32"):
+            setattr(call, name, getattr(norm, name))
+        for name, gradient in results.items():
+            setattr(call, name, gradient.data_ptr())
+        z = dy.new_empty(call.M, call.K)
+        scratch = workspace(call.workspace_bytes, dy.device)
+        call.dz, call.workspace = z.data_ptr(), scratch.data_ptr()
+        self._kernels.passed_rows(ctypes.addressof(call))
+        return z
+
+
+def _gradients(
+    dys: Sequence[Tensor | None], weights: Sequence[Tensor], norm: int
+) -> tuple[ModuleType, Call, ctypes.Array[Part], Tensor] | None:
+    """Return the record of dys that are there, and the first of them; None without a kernel."""
+    pairs = [(dy, w) for dy, w in zip(dys, weights, strict=True) if dy is not None]
+    if not pairs or not _serves(pairs[0][0], [w for _, w in pairs]):
+        return None
+    first = pairs[0][0]
+    are_dense = all(dy.is_contiguous() for dy, _ in pairs)
+    pitch = 0 if are_dense else first.stride(0)
+    if not are_dense and any(dy.stride() != (pitch, 1) for dy, _ in pairs):
+        return None
+    K = weights[0].shape[1]
+    kernels, call, parts = _record(first, first.shape[0], K, [w for _, w in pairs], norm)
+    call.pitch = pitch
+    for part, (dy, _) in zip(parts, pairs, strict=True):
+        part.dy = dy.data_ptr()
+    return kernels, call, parts, first
 
 
 class WeightGradient:

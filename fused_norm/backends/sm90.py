@@ -54,6 +54,7 @@ from fused_norm.call.record import (
     NEW_FOLD,
     PARTS,
     RSTD,
+    WANTED,
     WORKSPACE,
     Call,
     H,
@@ -64,8 +65,6 @@ from fused_norm.call.record import (
 
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
-_WANTED = 1
-"""Stands for the address of a result, before there is one."""
 _DTYPES = LOW_PRECISION | {torch.float32}
 _OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
 
@@ -272,9 +271,9 @@ def _plan(
         eps, context, in_graph, statistics, keeps_h, _ = conditions
         call = parameters.call(x, eps)
         call.context, call.in_graph, call.may_keep, call.way = context, in_graph, may_keep, asked
-        call.rstd = _WANTED if statistics else 0
+        call.rstd = WANTED if statistics else 0
         call.mean = call.rstd if parameters.has_mean else 0
-        call.activation, call.h = parameters.norm[2], _WANTED if keeps_h else 0
+        call.activation, call.h = parameters.norm[2], WANTED if keeps_h else 0
         kernels.plan_forward(ctypes.addressof(call))
         planned = parameters.plan(key, call)
     return planned

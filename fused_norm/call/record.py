@@ -28,6 +28,9 @@ FOLD_WEIGHT, FOLD_SUMS, FOLD_CONSTANTS = range(
     len(CALL_FIELDS) + len(PARAMETER_FIELDS),
 )
 
+# Stands for the address of a result, before there is one.
+WANTED = 1
+
 # The number that stands for no norm, in a CPU's products.
 NO_NORM = 2
 

@@ -37,7 +37,7 @@ struct Product {
   Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
            plan_linear_add = nullptr, linear_add = nullptr, plan_products = nullptr,
            products = nullptr, plan_input_gradients = nullptr, input_gradients = nullptr,
-           plan_weight_gradient = nullptr, weight_gradient = nullptr;
+           plan_passed_rows = nullptr, passed_rows = nullptr, plan_weight_gradient = nullptr, weight_gradient = nullptr;
   int64_t context = 0;
 
   Product() = default;
@@ -52,6 +52,8 @@ struct Product {
         products(library("norm_linear_products")),
         plan_input_gradients(library("norm_linear_plan_input_gradients")),
         input_gradients(library("norm_linear_input_gradients")),
+        plan_passed_rows(library("norm_linear_plan_passed_rows")),
+        passed_rows(library("norm_linear_passed_rows")),
         plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
         weight_gradient(library("norm_linear_weight_gradient")),
         context(context) {}

@@ -189,8 +189,10 @@ class Backward {
   void around_products() {
     const Tensor& x = t_[X];
     const auto count = t_.count();
-    Tensor dz = wants_norm_ ? gradient_of_norm() : Tensor(), z;
-    if (wants_weight_) {
+    Tensor z = passed_rows();
+    const bool is_passed = z.defined();
+    Tensor dz = wants_norm_ && !is_passed ? gradient_of_norm() : Tensor();
+    if (wants_weight_ && !is_passed) {
       // The pass over x writes the normalized rows again, over dz: it is the last to need that.
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_);
       z = may_replace ? dz : at::empty({sizes_.M, sizes_.K}, x.options());
@@ -215,7 +217,7 @@ class Backward {
         dbias = sum_of_rows(dhs_[i]);
       }
     }
-    if (dz.defined() || z.defined()) norm_backward(dz, z, sum);
+    if (!is_passed && (dz.defined() || z.defined())) norm_backward(dz, z, sum);
     for (size_t i = 0; i < count; ++i) {
       if (!wanted_[NAMED + i]) continue;
       if (auto& call = by_kernel[i]) {
@@ -228,6 +230,36 @@ class Backward {
       found_[NAMED + i] =
           dhs_[i].defined() ? at::mm(dhs_[i].t(), z) : at::zeros_like(t_.weight(i));
     }
+  }
+
+  // The normalized rows where one kernel adds up the gradients of several weights' rows and passes
+  // over them, which finds those of the norm; undefined elsewhere.
+  Tensor passed_rows() {
+    const auto& product = kernels_.product;
+    const Tensor& x = t_[X];
+    if (!product.passed_rows || t_.count() == 1 || !wanted_[X] || !wants_weight_ ||
+        t_.has_modulation() || dsum_.defined() || dnorm_.defined()) {
+      return {};
+    }
+    auto call = norm_call(kind_, t_, sizes_, product.context);
+    Parts parts(call);
+    if (!give_gradients(call, parts, dhs_, t_)) return {};
+    call.mean = address(t_[MEAN]);
+    call.rstd = address(t_[RSTD]);
+    call.dx = WANTED;
+    if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
+    const std::pair<Place, void*&> results[] = {
+        {X, call.dx}, {GAMMA, call.dgamma}, {BETA, call.dbeta}};
+    for (const auto& [place, address] : results) {
+      if (!wanted_[place]) continue;
+      found_[place] = at::empty(t_[place].sizes(), t_[place].options());
+      address = found_[place].data_ptr();
+    }
+    const auto z = at::empty({sizes_.M, sizes_.K}, x.options());
+    call.dz = z.data_ptr();
+    const auto workspace = workspace_of(call, x);
+    launch(product.passed_rows, call, x);
+    return z;
   }
 
   Tensor gradient_of_norm() const {

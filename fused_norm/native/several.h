@@ -78,14 +78,10 @@ inline Tensors several_products(
   return outputs;
 }
 
-// The sum of dy weight over all pairs; undefined where the plan declines. Each dy is dense, or they
-// lie side by side in one tensor.
-inline Tensor several_input_gradients(
-    const Tensors& dys, const Operands& t, const Sizes& sizes, const Product& product) {
-  if (!product.input_gradients || !are_several(t)) return {};
-  auto call = rows_call(sizes.M, 0, product.context);
-  call.K = sizes.K;
-  Parts parts(call);
+// Gives a record what dz, the sum of dy weight over all pairs, is made of; false where there is no
+// kernel for that. Each dy is dense, or they lie side by side in one tensor.
+inline bool give_gradients(Call& call, Parts& parts, const Tensors& dys, const Operands& t) {
+  if (!are_several(t)) return false;
   bool are_dense = true;
   for (size_t i = 0; i < t.count(); ++i) {
     if (!dys[i].defined()) continue;
@@ -96,9 +92,22 @@ inline Tensor several_input_gradients(
   }
   if (are_dense) call.pitch = 0;
   for (const auto& dy : dys) {
-    if (!are_dense && dy.defined() && (dy.stride(0) != call.pitch || dy.stride(1) != 1)) return {};
+    if (!are_dense && dy.defined() && (dy.stride(0) != call.pitch || dy.stride(1) != 1)) {
+      return false;
+    }
   }
-  if (call.part_count < 2 || product.plan_input_gradients(&call) != 0 || call.way == DECLINED) {
+  return call.part_count > 1;
+}
+
+// That sum; undefined where the plan declines.
+inline Tensor several_input_gradients(
+    const Tensors& dys, const Operands& t, const Sizes& sizes, const Product& product) {
+  if (!product.input_gradients) return {};
+  auto call = rows_call(sizes.M, 0, product.context);
+  call.K = sizes.K;
+  Parts parts(call);
+  if (!give_gradients(call, parts, dys, t) || product.plan_input_gradients(&call) != 0 ||
+      call.way == DECLINED) {
     return {};
   }
   const auto dz = at::empty({sizes.M, sizes.K}, t[X].options());
