@@ -48,8 +48,16 @@ struct Maps[count: Int](DevicePassable, ImplicitlyCopyable):
             i: Which one.
             map: The map.
         """
-        for byte in range(MAP_BYTES):
-            self.data[i * MAP_BYTES + byte] = map.data[byte]
+        var source = Pointer(to=map).unsafe_bitcast[UInt64]()
+        var place = (
+            Pointer(to=self)
+            .unsafe_bitcast[UInt64]()
+            .unsafe_offset(i * (MAP_BYTES // 8))
+        )
+        comptime for word in range(MAP_BYTES // 8):
+            place.unsafe_offset(word).unsafe_store(
+                source.unsafe_offset(word).unsafe_load()
+            )
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
