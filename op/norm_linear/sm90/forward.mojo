@@ -56,9 +56,19 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
                     GpuRunner[DType.float32](gpu), norm
                 )
         var m, n, k = call.M, call.N, call.K
+        # The norm's kernel waits for all before it, and writes z alone.
         if call.bias == 0:
             launch_product[dtype](
-                gpu, plan.tiling, call.y, plan.z, call.weight, m, n, k, Plain()
+                gpu,
+                plan.tiling,
+                call.y,
+                plan.z,
+                call.weight,
+                m,
+                n,
+                k,
+                Plain(),
+                b_is_older=True,
             )
         else:
             launch_product[dtype](
@@ -71,6 +81,7 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
                 n,
                 k,
                 Bias[dtype](Int64(call.bias)),
+                b_is_older=True,
             )
         return
     comptime if dtype == DType.bfloat16:

@@ -20,9 +20,13 @@ from ...device import Gpu
 from ...gemm.epilogue import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
-from ...gemm.sm90.launch import beside_earlier, launch_matrix
+from ...gemm.sm90.launch import launch_matrix
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
+from ...grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
 from ...norms.norm import Norm
 from ...rows.columns import Total, Totals
 from ...rows.gpu_row import GlobalPointer
