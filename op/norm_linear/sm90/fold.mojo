@@ -46,7 +46,7 @@ def launch_fold[
     Args:
         gpu: Where to run.
         call: The parameters; N and K are multiples of 8, and weight, gamma and beta
-            start at multiples of 16 bytes.
+            start at multiples of 16 bytes. K of 0 is for an RMSNorm whose constants alone are wanted.
         folded: Address of the folded weight [N, K]; before a gate all sizes are of 2N.
         sums: Address of its row sums [N].
         constants: Address of the columns' constants [N].
@@ -57,7 +57,8 @@ def launch_fold[
     comptime Weight = Pointer[Scalar[dtype], MutAnyOrigin]
     var gates = call.activation >= GATED
     var rows = products(call)
-    var group = min(align_up(ceildiv(call.K, WIDTH * LOADS), 32), _FEW.threads)
+    var loads = ceildiv(call.K, WIDTH * LOADS)
+    var group = min(align_up(max(loads, 1), 32), _FEW.threads)
     var groups = max(_MANY.threads // group, 1)
     var is_many = (
         group <= _MANY.threads and rows >= gpu.processors * groups * _MANY.rows

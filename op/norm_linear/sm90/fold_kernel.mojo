@@ -220,7 +220,7 @@ def fold_kernel[
         up_bias: Bias of that.
         gates: Whether it is one: eight rows of the weight and eight of the other then alternate.
         n: Rows of the folded weight, a multiple of 8.
-        k: Columns of the weight, a multiple of 8.
+        k: Columns of the weight, a multiple of 8; 0 if only the constants are wanted, and nothing is centered.
         has_gamma: Whether there is a gamma; ones stand for none.
         has_beta: Whether there is a beta.
         has_bias: Whether there is a bias.
@@ -298,7 +298,7 @@ def fold_kernel[
                     constants, UInt32(r * 32 // (2 * rows))
                 ) / Float32(k)
     else:
-        column += (k - 1) // (LOADS * step) * (LOADS * step)
+        column += (max(k, 1) - 1) // (LOADS * step) * (LOADS * step)
         if column >= LOADS * step:
             part = Part(
                 rows_of_weight,
