@@ -542,7 +542,7 @@ def ptxas() -> str | None:
 @pytest.mark.parametrize(
     ("dtype", "operands", "count"),
     [
-        ("bfloat16", "bf16.bf16", 57),
+        ("bfloat16", "bf16.bf16", 59),
         pytest.param("float16", "f16.f16", 32, marks=pytest.mark.slow),
         pytest.param("float32", "tf32.tf32", 10, marks=pytest.mark.slow),
     ],

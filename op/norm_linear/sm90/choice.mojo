@@ -8,6 +8,7 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.activation import GATED
+from ...gemm.sm90.tiling import MOST_FEW_ROWS
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .fold import products
 from .measured import MEASURED
@@ -142,16 +143,18 @@ def choose_forward[dtype: DType](call: Call) -> Int:
             and (call.x | call.weight | call.gamma | call.beta) % ALIGNMENT == 0
         )
         way = call.way
+        # For few rows, finding the constants takes as long as normalizing them.
+        var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
         if way == 0:
             way = fastest(
                 call.M,
                 call.K,
                 products(call),
                 call.in_graph != 0,
-                folds and (call.may_keep != 0 or is_fold(call)),
+                folds and (call.may_keep != 0 or needs_no_fold),
             )
             # Nobody has to keep what the caller has.
-            if way == KEPT_FOLD and is_fold(call):
+            if way == KEPT_FOLD and needs_no_fold:
                 way = NEW_FOLD
         if way in (NEW_FOLD, KEPT_FOLD) and not folds:
             way = FUSED

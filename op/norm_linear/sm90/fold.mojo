@@ -18,8 +18,8 @@ from .fold_kernel import (
 )
 
 # Many rows, of up to 4096 elements; and few or long ones.
-comptime _MANY = FoldShape(4, 256, 3)
-comptime _FEW = FoldShape(2, 1024, 1)
+comptime _MANY = FoldShape(4, 256, 2)
+comptime _FEW = FoldShape(2, 768, 1)
 
 
 def products(call: Call) -> Int:
