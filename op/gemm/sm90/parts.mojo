@@ -84,6 +84,24 @@ def part_of(
     )
 
 
+@always_inline
+def size_of_part(sizes: PartSizes, part: UInt32) -> Int32:
+    """Looks up a size without an index, for which a thread would keep them in memory.
+
+    Args:
+        sizes: Of each part.
+        part: Which one.
+
+    Returns:
+        Its size.
+    """
+    var size = sizes[0]
+    comptime for i in range(1, MOST_PARTS):
+        if part == UInt32(i):
+            size = sizes[i]
+    return size
+
+
 def steps_of(sizes: PartSizes, step: Int) -> Int:
     """Counts the tiles, or k blocks, of all parts.
 

@@ -6,7 +6,14 @@ from std.sys import size_of
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .config import TILE_ROWS, Config, RingPlace, Shared
-from .parts import ONE_SUM, SIDE_BY_SIDE, Parts, first_of, part_of
+from .parts import (
+    ONE_SUM,
+    SIDE_BY_SIDE,
+    Parts,
+    first_of,
+    part_of,
+    size_of_part,
+)
 from .product import Product
 from .ptx import (
     load_bytes,
@@ -80,7 +87,7 @@ def produce[
         var part = UInt32(0)
         comptime if config.parts == SIDE_BY_SIDE:
             part, tile_column = parts.find(tile_column)
-            n = product.sizes[Int(part)]
+            n = size_of_part(product.sizes, part)
         var column = Int32(tile_column * UInt32(columns))
         var b_row = column + Int32(rank) * Int32(b_rows)
         comptime if E.adds:

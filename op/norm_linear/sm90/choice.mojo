@@ -8,6 +8,7 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.activation import GATED
+from ...gemm.sm90.tiling import MOST_FEW_ROWS
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .fold import products
 from .measured import MEASURED
@@ -19,6 +20,9 @@ comptime ALIGNMENT = 16
 # (docs/hopper-log.md, "float32").
 comptime _SHORT_SUMS = 1024
 comptime _MANY_OUTPUTS = 1 << 24
+
+# The number of its kind in `Call.normalization`.
+comptime _RMS_NORM = 1
 
 # Columns of a box.
 comptime _BOX = 64
@@ -96,6 +100,22 @@ def _fold_pays(call: Call) -> Bool:
     return 8 * n * call.K < (5 * call.K + 2 * n) * call.M
 
 
+def is_fold(call: Call) -> Bool:
+    """Tells whether a call's weight is its own fold: nothing is taken off rows, nothing multiplies their features.
+
+    Args:
+        call: The parameters.
+
+    Returns:
+        Whether the norm is an RMSNorm without parameters; a gate's two weights have to alternate, though.
+    """
+    return (
+        call.normalization == _RMS_NORM
+        and (call.gamma | call.beta) == 0
+        and call.activation < GATED
+    )
+
+
 def choose_forward[dtype: DType](call: Call) -> Int:
     """Chooses the way of a forward.
 
@@ -123,19 +143,26 @@ def choose_forward[dtype: DType](call: Call) -> Int:
             and (call.x | call.weight | call.gamma | call.beta) % ALIGNMENT == 0
         )
         way = call.way
+        # For few rows, finding the constants takes as long as normalizing them.
+        var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
         if way == 0:
             way = fastest(
                 call.M,
                 call.K,
                 products(call),
                 call.in_graph != 0,
-                folds and call.may_keep != 0,
+                folds and (call.may_keep != 0 or needs_no_fold),
             )
+            # Nobody has to keep what the caller has.
+            if way == KEPT_FOLD and needs_no_fold:
+                way = NEW_FOLD
         if way in (NEW_FOLD, KEPT_FOLD) and not folds:
             way = FUSED
         if call.activation != 0 and way not in (NEW_FOLD, KEPT_FOLD):
             # Only an epilogue of a fold activates.
-            var pays = call.way == 0 and folds and _fold_pays(call)
+            var pays = (
+                call.way == 0 and folds and (is_fold(call) or _fold_pays(call))
+            )
             way = NEW_FOLD if pays else DECLINED
     # x may start anywhere: only the norm's own kernel reads it.
     if way == FUSED and (call.weight | call.bias) % ALIGNMENT != 0:

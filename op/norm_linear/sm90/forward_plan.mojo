@@ -21,7 +21,7 @@ from ...gemm.sm90.tiling import (
 )
 from ...gemm.sm90.wgmma import K_BLOCK
 from ..plan import DECLINED, FUSED, NEW_FOLD
-from .choice import ALIGNMENT, choose_forward, has_kernels
+from .choice import ALIGNMENT, choose_forward, has_kernels, is_fold
 from .fold import products
 from .workspace import part
 
@@ -48,6 +48,8 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
     """Whether that finds the statistics of x on the way."""
     var folds: Bool
     """Whether the weight is folded first."""
+    var finds_constants: Bool
+    """Whether the weight is its own fold, and only the constants have to be found."""
     var z: Int
     """Address of z [M, K]."""
     var mean: Int
@@ -63,13 +65,20 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
     var workspace_bytes: Int
     """Size of the workspace."""
 
-    def __init__(out self, call: Call, way: Int, processors: Int):
+    def __init__(
+        out self,
+        call: Call,
+        way: Int,
+        processors: Int,
+        one_weight: Bool = False,
+    ):
         """Lays out a forward.
 
         Args:
             call: The call.
             way: FUSED, KEPT_FOLD or NEW_FOLD.
             processors: SMs of the device.
+            one_weight: Whether the call's weight is all that multiplies x, and may stand for its own fold.
         """
         comptime size = size_of[Self.dtype]()
         var m, n, k = call.M, products(call), call.K
@@ -80,7 +89,8 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             processors,
             NARROWEST_GATE if call.activation >= GATED else 0,
         )
-        self.folds = way == NEW_FOLD
+        self.finds_constants = way == NEW_FOLD and one_weight and is_fold(call)
+        self.folds = way == NEW_FOLD and not self.finds_constants
         # The zeros that fill up a k block would change a variance.
         self.gathers = (
             way != FUSED and k % K_BLOCK == 0 and call.part_count == 0
@@ -114,8 +124,11 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
                 self.mean = part(end, 4 * m)
             if self.rstd == 0:
                 self.rstd = part(end, 4 * m)
+        if self.finds_constants:
+            self.fold_weight = call.weight
         if self.folds:
             self.fold_weight = part(end, n * k * size)
+        if way == NEW_FOLD:
             self.fold_sums = part(end, 4 * n)
             self.fold_constants = part(end, 4 * n)
         self.workspace_bytes = end - call.workspace
@@ -136,7 +149,7 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
     call.workspace_bytes = 0
     if call.way != DECLINED:
         call.workspace_bytes = ForwardPlan[dtype](
-            call, call.way, launcher.gpu.processors
+            call, call.way, launcher.gpu.processors, one_weight=True
         ).workspace_bytes
 
 

@@ -20,15 +20,14 @@ from ...device import Gpu
 from ...gemm.epilogue import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
-from ...gemm.sm90.launch import (
-    Matrices,
-    beside_earlier,
-    launch_matrix,
-    launch_parts,
-)
+from ...gemm.sm90.launch import Matrices, launch_matrix, launch_parts
 from ...gemm.sm90.parts import ONE_SUM
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
+from ...grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
 from ...norms.norm import Norm
 from ...rows.columns import Total, Totals
 from ...rows.gpu_row import GlobalPointer
