@@ -24,6 +24,9 @@ from .launch_row_pass import RowPassLayout, launch_row_pass, pays
 from .parts import InputGradient, sizes_of
 from .several import COLUMNS, can, fills
 
+# From so many rows on, two grids that share them take no longer than PyTorch's product does
+# (docs/hopper-log.md, "Several Linear layers on one norm").
+comptime _LONG_SUMS = 16384
 comptime _SUM = Config.of(
     COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
 )
@@ -151,7 +154,7 @@ def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
     ):
         return
     var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
-    if split.fills:
+    if split.fills and (split.grids == 1 or call.M >= _LONG_SUMS):
         call.way = FUSED
         call.workspace_bytes = split.workspace_bytes
 
