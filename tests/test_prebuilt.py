@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -102,7 +103,7 @@ def wheel_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if node.is_built():
         version = ".".join(torch.__version__.split(".")[:2])
         files[node.file_name(version)] = node.path()
-    return wheel.assemble(files, tmp_path_factory.mktemp("dist"))
+    return wheel.assemble(files, tmp_path_factory.mktemp("dist"), platform.machine())
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +220,7 @@ def test_wheel_is_a_platforms(wheel_of_this_machine: Path) -> None:
         }
         members = set(archive.namelist())
     assert "Root-Is-Purelib: false\n" in texts["WHEEL"]
-    assert f"Tag: {wheel.TAG}\n" in texts["WHEEL"]
+    assert f"Tag: {wheel.TAG.format(platform.machine())}\n" in texts["WHEEL"]
     assert f"License-Expression: {wheel.LICENSE}\n" in texts["METADATA"]
     for name in ("LICENSE", "NOTICE", "LICENSE-MAX.txt", "Third-Party-Notices-MAX.txt"):
         assert f"License-File: {name}\n" in texts["METADATA"]
