@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-import cubin_places
 import cubins
 import wheel_cross
 import wheel_runtime
@@ -93,8 +92,8 @@ def compile_kept(kernels: Kernels) -> Path:
     if not kernels.extension.accelerator:
         return path
     tool = hashlib.sha256()
-    for module in (cubins, cubin_places):
-        tool.update(Path(module.__file__).read_bytes())
+    for name in ("cubins.py", "cubin_places.py"):
+        tool.update(Path(__file__).with_name(name).read_bytes())
     assembled = path.with_name(f"{path.stem}-{tool.hexdigest()[:8]}.so")
     cache.build(assembled, kernels, functools.partial(_assemble, path), force=False)
     return assembled
