@@ -49,8 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--torch", action="append", choices=wheel_nodes.VERSIONS, help="node for it; default: all"
     )
+    here = platform.machine()
     parser.add_argument(
-        "--machine", default=wheel_kernels.MACHINES[0], choices=wheel_kernels.MACHINES
+        "--machine",
+        choices=wheel_kernels.MACHINES,
+        default=here if here in wheel_kernels.MACHINES else wheel_kernels.MACHINES[0],
+        help="default: this one's",
     )
     parser.add_argument("--no-nodes", action="store_true", help="leave the nodes out")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
@@ -59,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = wheel_kernels.wanted(
         options.target or targets, options.dtype or list(wheel_kernels.DTYPES), options.machine
     )
-    without = options.no_nodes or options.machine != platform.machine()
+    without = options.no_nodes or options.machine != here
     versions = [] if without else options.torch or list(wheel_nodes.VERSIONS)
     try:
         files = build(wanted, versions, console)
