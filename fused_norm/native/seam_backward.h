@@ -144,15 +144,13 @@ class Backward {
   // Runs the kernels that have both products; false where they decline.
   bool by_product() {
     const auto& product = kernels_.product;
-    if (!product.plan_backward || t_.count() > 1 || t_.has_modulation() || dnorm_.defined() ||
+    if (!product.plan_backward || t_.count() > 1 || t_.has(Form::GROUPS) || dnorm_.defined() ||
         !dhs_[0].defined() || (!t_[X].is_cpu() && dsum_.defined())) {
       return false;
     }
     auto call = norm_call(kind_, t_, sizes_, product.context);
     call.N = sizes_.N;
     call.weight = address(t_.weight(0));
-    call.mean = address(t_[MEAN]);
-    call.rstd = address(t_[RSTD]);
     call.dy = address(dhs_[0]);
     call.dsum = address(dsum_);
     struct Result {
@@ -231,8 +229,6 @@ class Backward {
 
   void norm_backward(const Tensor& dz, const Tensor& z, const Tensor& dbias) {
     auto call = norm_call(kind_, t_, sizes_, kernels_.passes.context);
-    call.mean = address(t_[MEAN]);
-    call.rstd = address(t_[RSTD]);
     call.dz = address(dz);
     call.dsum = address(dsum_);
     call.z = address(z);
@@ -241,13 +237,14 @@ class Backward {
       call.dy = address(dhs_[0]);
       call.dbias = address(dbias);
     }
-    const std::pair<Place, void*&> results[] = {
-        {X, call.dx}, {GAMMA, call.dgamma}, {BETA, call.dbeta}, {SCALE, call.dscale},
-        {SHIFT, call.dshift}};
-    for (const auto& [place, address] : results) {
-      if (!wanted_[place] || !dz.defined()) continue;
+    const auto find = [&](Place place, void* Call::*gradient) {
+      if (!wanted_[place] || !dz.defined()) return;
       found_[place] = at::empty(t_[place].sizes(), t_[place].options());
-      address = found_[place].data_ptr();
+      call.*gradient = found_[place].data_ptr();
+    };
+    find(X, &Call::dx);
+    for (const auto& o : OF_NORM) {
+      if (o.gradient) find(o.place, o.gradient);
     }
     fused_norm::run(
         kernels_.passes.plan_normalize_backward, kernels_.passes.normalize_backward, call, t_[X]);
