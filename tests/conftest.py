@@ -22,8 +22,8 @@ from fused_norm.ops import compiled
 # cuBLAS asks for this where PyTorch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Files that take a worker longest, in the order in which they begin: those after them, a few seconds
-# each, fill what is left. The first two wait for different compilers.
+# Files that take a worker longest, in the order in which they begin; the others, of seconds each,
+# fill what is left. The first two wait for different compilers.
 LONGEST = {
     name: place
     for place, name in enumerate(
