@@ -1,8 +1,8 @@
 """Puts machine code (cubins) in the place of the PTX texts of a GPU extension.
 
 Mojo's runtime hands the address of a kernel's text to the driver, which takes either: PTX it would
-compile when a kernel is first used, for tenths of a second. A cubin longer than its text cannot
-take its place, and the text stays, in the earliest version of PTX that it is in.
+compile when a kernel is first used, for tenths of a second. A text that cannot be replaced stays,
+in the earliest version of PTX that it is in.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import cubin_places
 
 # Those of CUDA 12.3 and 12.4. The earliest that has all that the compiler writes.
 OLDER_PTX = (b"8.3", b"8.4")
@@ -50,6 +52,17 @@ def modules(content: bytes) -> Iterator[Module]:
             yield Module(start, end, text, target[1].decode())
 
 
+def count(content: bytes) -> Embedded:
+    """Return how many kernels a library has, and how many of them are machine code.
+
+    Args:
+        content: Of the library.
+    """
+    # The header of an ELF file for CUDA.
+    cubins = len(re.findall(rb"\x7fELF.{14}\xbe\x00", content, re.S))
+    return Embedded(cubins + len(list(modules(content))), cubins)
+
+
 def assembler() -> Path | None:
     """Return the ptxas that comes with PyTorch's Triton, None where there is none.
 
@@ -76,18 +89,14 @@ def embed(library: Path) -> Embedded:
     if ptxas is None:
         raise RuntimeError("there is no ptxas: install triton")
     content = bytearray(library.read_bytes())
-    kernels = cubins = 0
-    for module in list(modules(bytes(content))):
-        cubin = _assemble(ptxas, module)
-        room = module.end - module.start
-        kernels += 1
-        if len(cubin) <= room:
-            content[module.start : module.end] = cubin + bytes(room - len(cubin))
-            cubins += 1
-        else:
+    found = list(modules(bytes(content)))
+    code = {(m.start, m.end): _assemble(ptxas, m) for m in found}
+    stayed = cubin_places.place(content, code)
+    for module in found:
+        if (module.start, module.end) in stayed:
             content[module.start : module.end] = _for_older_drivers(ptxas, module)
     library.write_bytes(content)
-    return Embedded(kernels, cubins)
+    return count(bytes(content))
 
 
 def _for_older_drivers(ptxas: Path, module: Module) -> bytes:

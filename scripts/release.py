@@ -2,22 +2,26 @@
 
     poe release [flags of scripts/wheel.py]
 
-The sdist, the pure wheel and the wheel with kernels land in `dist`. Nothing is uploaded. The exit
+The sdist, the pure wheel and the wheels with kernels land in `dist`. Nothing is uploaded. The exit
 status is the number of steps that failed.
 """
 
 from __future__ import annotations
 
-import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import wheel
+import wheel_kernels
+import wheel_trial
 from rich.console import Console
 
 import fused_norm
@@ -63,45 +67,56 @@ def _changelog() -> str:
 
 def _wheels(flags: list[str]) -> str:
     shutil.rmtree(DIST, ignore_errors=True)
-    if wheel.main([*flags, "--output", str(DIST)]):
-        raise RuntimeError("scripts/wheel.py failed")
-    return "a pure one and one with kernels"
+    for machine in wheel_kernels.MACHINES:
+        if wheel.main([*flags, "--machine", machine, "--output", str(DIST)]):
+            raise RuntimeError(f"scripts/wheel.py failed for {machine}")
+    return f"a pure one, and one with kernels for {', '.join(wheel_kernels.MACHINES)} each"
 
 
 def _sdist() -> str:
-    return _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(DIST))
+    """Build the sdist, and from it a wheel, which has to be the pure one."""
+    _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(DIST))
+    (sdist,) = DIST.glob("*.tar.gz")
+    (pure,) = DIST.glob("*-none-any.whl")
+    with tempfile.TemporaryDirectory() as name:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(name, filter="data")
+        (source,) = Path(name).iterdir()
+        command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name)
+        _run(*command, cwd=source)
+        (built,) = Path(name).glob("*.whl")
+        with zipfile.ZipFile(built) as mine, zipfile.ZipFile(pure) as other:
+            contents = [{n: file.read(n) for n in file.namelist()} for file in (mine, other)]
+        if contents[0] != contents[1]:
+            names = {n for c in contents for n in c if contents[0].get(n) != contents[1].get(n)}
+            raise RuntimeError(f"its wheel is another than the checkout's: {sorted(names)}")
+    return f"{sdist.name}, {sdist.stat().st_size / 1e6:.1f} MB: its wheel is the pure one"
 
 
 def _platform() -> str:
-    """Have auditwheel say which systems the wheel runs on: those that its tag names.
+    """Have auditwheel say which systems the wheels run on: those that their tags name.
 
     It holds the versions of the C and C++ libraries against them. PyTorch's libraries, which nodes
     load, it cannot know: PyTorch has loaded them before.
     """
-    said = " ".join(_run(sys.executable, "-m", "auditwheel", "show", str(_wheel())).split())
-    found = re.search(r'constrains the platform tag to "(\w+)"', said)
-    if found is None or not wheel.TAG.endswith(found[1]):
-        raise RuntimeError(f"the wheel's tag is {wheel.TAG}, and auditwheel finds:\n{said}")
-    return found[1]
+    tags = []
+    for machine in wheel_kernels.MACHINES:
+        path = _wheel(machine)
+        said = " ".join(_run(sys.executable, "-m", "auditwheel", "show", str(path)).split())
+        found = re.search(r'constrains the platform tag to "(\w+)"', said)
+        if found is None or not path.stem.endswith(f"-{found[1]}"):
+            raise RuntimeError(f"{path.name}, and auditwheel finds:\n{said}")
+        tags.append(found[1])
+    return ", ".join(tags)
 
 
 def _installed() -> str:
     """Install the wheel as users do, with what it requires and no more, and run it."""
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if uv is None:
-        raise RuntimeError("there is no uv to install the wheel with")
-    with tempfile.TemporaryDirectory() as folder:
-        _run(uv, "venv", "--quiet", "--python", sys.executable, folder)
-        python = str(Path(folder) / "bin" / "python")
-        _run(uv, "pip", "install", "--quiet", "--python", python, str(_wheel()))
-        environment = {"FUSED_NORM_CACHE_DIR": str(Path(folder) / "cache")}
-        script = str(ROOT / "scripts" / "try_wheel.py")
-        _run(python, "-W", "ignore", script, cwd=folder, **environment)
-    return "forward, backward, module and compiler, with neither max nor mojo"
+    return wheel_trial.line(wheel_trial.trial(_wheel(platform.machine())))
 
 
-def _wheel() -> Path:
-    (path,) = DIST.glob(f"*-{wheel.TAG}.whl")
+def _wheel(machine: str) -> Path:
+    (path,) = DIST.glob(f"*-{wheel.TAG.format(machine)}.whl")
     return path
 
 
@@ -109,11 +124,10 @@ def _files() -> list[str]:
     return sorted(str(path) for path in DIST.iterdir())
 
 
-def _run(*command: str, cwd: str | Path = ROOT, **variables: str) -> str:
+def _run(*command: str, cwd: Path = ROOT) -> str:
     result = subprocess.run(
         command,
         cwd=cwd,
-        env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

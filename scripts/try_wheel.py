@@ -10,6 +10,7 @@ and the first calls took, and fails where a result differs from PyTorch's or not
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import tempfile
 import time
@@ -25,6 +26,9 @@ from torch import Tensor
 OUT_OF_REACH = ("max", "mojo", "modular")
 # Of the largest value: far above what rounding makes, far below what a wrong kernel does.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# Rows, features in and out, of the first call that is tried and of another.
+SMALL = (120, 64, 96)
+LARGE = {"cpu": (300, 256, 512), "cuda": (4096, 1024, 3072)}
 
 
 def main() -> int:
@@ -44,9 +48,13 @@ def main() -> int:
         # Whichever tells less of what else this machine does.
         took = min(time.process_time() - used, time.perf_counter() - start)
         said: dict[str, Any] = {"file": fused_norm.__file__, "import_s": took}
+        said |= {"python": platform.python_version(), "torch": torch.__version__}
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         for device in devices:
             said[device] = {name: try_dtype(device, name) for name in came(device)}
+            for name in said[device]:
+                # Where kernels are chosen that a small call does not reach.
+                try_dtype(device, name, *LARGE[device])
         from fused_norm.native import node
 
         said["node"] = getattr(node.load(), "__file__", None)
@@ -71,21 +79,26 @@ def came(device: str) -> list[str]:
     ]
 
 
-def try_dtype(device: str, name: str) -> dict[str, float]:
+def try_dtype(
+    device: str, name: str, m: int = SMALL[0], k: int = SMALL[1], n: int = SMALL[2]
+) -> dict[str, float]:
     """Use the library in a dtype, and return how long its first calls took.
 
     Args:
         device: `cpu` or `cuda`.
         name: Of the dtype.
+        m: Rows.
+        k: Features in.
+        n: Features out.
     """
     import fused_norm as fn
 
     dtype = getattr(torch, name)
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": dtype}
-    norm, linear = torch.nn.LayerNorm(64, **options), torch.nn.Linear(64, 96, **options)
+    norm, linear = torch.nn.LayerNorm(k, **options), torch.nn.Linear(k, n, **options)
     layer = torch.nn.Sequential(norm, linear)
-    x = torch.randn(3, 40, 64, **options)
+    x = torch.randn(3, m // 3, k, **options)
     gamma, beta, weight, bias = (p.detach() for p in layer.parameters())
     inputs: list[Any] = [t.clone().requires_grad_() for t in (x, gamma, beta, weight, bias)]
     expected = layer(x.requires_grad_())
@@ -108,11 +121,13 @@ def try_dtype(device: str, name: str) -> dict[str, float]:
     compare("module", fused(x), expected)
     compiled = torch.compile(fn.fused_layernorm_linear, backend="aot_eager", fullgraph=True)
     compare("compiled", compiled(x.detach(), gamma, beta, weight, bias), expected)
-    normalized = F.rms_norm(x, (64,), gamma, 1e-5)
-    rms = fn.norm_linear(
-        x, weight, bias, normalization="rms_norm", norm_weight=gamma, activation="gelu"
-    )
-    compare("family", rms, F.gelu(F.linear(normalized, weight, bias)))
+    product = F.linear(F.rms_norm(x, (k,), gamma, 1e-5), weight, bias)
+    gate, up = product.chunk(2, -1)
+    for activation, theirs in (("gelu", F.gelu(product)), ("swiglu", F.silu(gate) * up)):
+        family = fn.norm_linear(
+            x, weight, bias, normalization="rms_norm", norm_weight=gamma, activation=activation
+        )
+        compare(activation, family, theirs)
     v = x.double() - x.double().mean(-1, keepdim=True)
     eps = fn.trainable_eps_layer_norm(x.detach(), torch.ones(1, **options))
     compare("rows", eps, v / (1 + (v * v).mean(-1, keepdim=True)).sqrt())

@@ -1,16 +1,19 @@
 """Make a wheel that needs no compiler: kernels built ahead, C++ nodes, and Mojo's runtime.
 
     python scripts/wheel.py [--target TARGET ...] [--dtype DTYPE ...] [--torch VERSION ...]
+                            [--machine MACHINE]
 
 Without flags it carries everything: kernels of all dtypes for every level of x86-64 CPUs and for
 NVIDIA's GPUs, and a node for each version of PyTorch. What is built is kept, so that a second run
 compiles only what has changed. Beside it goes a pure wheel, for machines that this one is not for.
+`--machine aarch64` makes one for Arm's CPUs, with kernels and without nodes, on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import platform
 import subprocess
 import sys
 import tempfile
@@ -29,7 +32,7 @@ from fused_norm.native.cache import BuildError
 
 ROOT = Path(__file__).resolve().parents[1]
 # As auditwheel finds: Mojo's runtime asks for GLIBC_2.34 and GLIBCXX_3.4.30.
-TAG = "py3-none-manylinux_2_35_x86_64"
+TAG = "py3-none-manylinux_2_35_{}"
 LICENSE = "Apache-2.0 WITH LLVM-exception AND LicenseRef-Modular-MAX-Community-License"
 LARGEST_BYTES = 15_000_000
 PLACE = "fused_norm/prebuilt"
@@ -46,21 +49,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--torch", action="append", choices=wheel_nodes.VERSIONS, help="node for it; default: all"
     )
+    here = platform.machine()
+    parser.add_argument(
+        "--machine",
+        choices=wheel_kernels.MACHINES,
+        default=here if here in wheel_kernels.MACHINES else wheel_kernels.MACHINES[0],
+        help="default: this one's",
+    )
     parser.add_argument("--no-nodes", action="store_true", help="leave the nodes out")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     options = parser.parse_args(arguments)
     console = Console()
     wanted = wheel_kernels.wanted(
-        options.target or targets, options.dtype or list(wheel_kernels.DTYPES)
+        options.target or targets, options.dtype or list(wheel_kernels.DTYPES), options.machine
     )
-    versions = [] if options.no_nodes else options.torch or list(wheel_nodes.VERSIONS)
+    without = options.no_nodes or options.machine != here
+    versions = [] if without else options.torch or list(wheel_nodes.VERSIONS)
     try:
         files = build(wanted, versions, console)
     except (BuildError, OSError, subprocess.CalledProcessError) as error:
         console.print(f"FAILED: {error}", markup=False, highlight=False)
         return 1
     options.output.mkdir(parents=True, exist_ok=True)
-    path = assemble(files, options.output)
+    path = assemble(files, options.output, options.machine)
     size = path.stat().st_size
     console.print(f"{path}: {size / 1e6:.1f} MB, {len(files)} libraries", highlight=False)
     if size > LARGEST_BYTES:
@@ -106,33 +117,35 @@ def build(
     return files
 
 
-def assemble(files: dict[str, Path], folder: Path) -> Path:
+def assemble(files: dict[str, Path], folder: Path, machine: str) -> Path:
     """Write the pure wheel and the one with what was built, and return the latter's path.
 
     Args:
         files: What was built, under the names that they get.
         folder: Where to.
+        machine: The instruction set that they are for.
     """
     return wheel_file.extend(
         pure_wheel(folder),
         folder,
-        added=bundle(files),
+        added=bundle(files, machine),
         licenses=wheel_runtime.licenses(),
         license_expression=LICENSE,
-        tag=TAG,
+        tag=TAG.format(machine),
     )
 
 
-def bundle(files: dict[str, Path]) -> dict[str, bytes]:
+def bundle(files: dict[str, Path], machine: str) -> dict[str, bytes]:
     """Return the files to add to the wheel, with the runtime, by their paths in it.
 
     Args:
         files: What was built, under the names that they get.
+        machine: The instruction set that they are for.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "lib").mkdir()
-        names = wheel_runtime.bundle(folder / "lib")
+        names = wheel_runtime.bundle(folder / "lib", machine)
         for file, built in files.items():
             (folder / file).write_bytes(built.read_bytes())
             wheel_runtime.find(folder / file, names, "$ORIGIN/lib")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import platform
 import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import cubins
+import wheel_cross
+import wheel_runtime
 
 from fused_norm.native import build, cache, compiler, levels, prebuilt
 
 # What PyTorch's users have: A100, the 40 series, H100 and H200, B200. An architecture without an a
 # serves those after it of its generation as well.
 ACCELERATORS = ("nvidia:sm_90a", "nvidia:sm_80", "nvidia:sm_89", "nvidia:sm_100a")
+# Instruction sets that wheels are made for; GPU kernels go into the first one's.
+MACHINES = ("x86_64", "aarch64")
 # Those that most models compute in first, so that a build that is stopped has them.
 DTYPES = ("bfloat16", "float32", "float16", "float64")
 SOURCES = build.PACKAGE.parent
@@ -27,6 +32,7 @@ class Kernels(NamedTuple):
     extension: build.Extension
     target: str
     cpu: tuple[str, ...] = ()
+    machine: str = MACHINES[0]
 
     def __str__(self) -> str:
         return self.name
@@ -49,25 +55,26 @@ class Kernels(NamedTuple):
         return cache.cache_dir() / "wheel" / f"{stem}-{digest.hexdigest()[:16]}.so"
 
 
-def wanted(targets: list[str], dtypes: list[str]) -> list[Kernels]:
+def wanted(targets: list[str], dtypes: list[str], machine: str) -> list[Kernels]:
     """Return what a wheel carries.
 
     Args:
         targets: `cpu`, and GPU architectures as Mojo names them.
         dtypes: Names of dtypes.
+        machine: One of `MACHINES`.
     """
     found = []
     for dtype in dtypes:
         for target in targets:
             for extension in build.extensions(target, [dtype]):
-                if extension.accelerator:
+                if not extension.accelerator:
+                    found += [
+                        Kernels(extension, level.name, level.arguments, machine)
+                        for level in levels.LEVELS
+                        if level.machine == machine and level.changes(extension.name, dtype)
+                    ]
+                elif machine == MACHINES[0]:
                     found.append(Kernels(extension, target))
-                    continue
-                found += [
-                    Kernels(extension, level.name, level.arguments)
-                    for level in levels.LEVELS
-                    if level.changes(extension.name, dtype)
-                ]
     return found
 
 
@@ -84,13 +91,19 @@ def compile_kept(kernels: Kernels) -> Path:
     cache.build(path, kernels, functools.partial(_compile, kernels), force=False)
     if not kernels.extension.accelerator:
         return path
-    tool = hashlib.sha256(Path(cubins.__file__).read_bytes()).hexdigest()[:8]
-    assembled = path.with_name(f"{path.stem}-{tool}.so")
+    tool = hashlib.sha256()
+    for name in ("cubins.py", "cubin_places.py"):
+        tool.update(Path(__file__).with_name(name).read_bytes())
+    assembled = path.with_name(f"{path.stem}-{tool.hexdigest()[:8]}.so")
     cache.build(assembled, kernels, functools.partial(_assemble, path), force=False)
     return assembled
 
 
 def _compile(kernels: Kernels, output: Path) -> None:
+    if kernels.machine != platform.machine():
+        folder = wheel_runtime.folder(kernels.machine)
+        wheel_cross.compile_for(kernels.extension, kernels.cpu, folder, output)
+        return
     arguments = [*build.compile_arguments(kernels.extension), *kernels.cpu, "-Xlinker", "-s"]
     compiler.run(kernels.extension, arguments, output)
 

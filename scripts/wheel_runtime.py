@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import platform
 import shutil
 import subprocess
 from pathlib import Path
+
+import wheel_cross
 
 # What a built extension loads, itself or through another of these: 3.4 MB.
 LIBRARIES = (
@@ -24,21 +27,33 @@ LIBRARIES = (
 LICENSES = ("LICENSE", "Third-Party-Notices")
 
 
-def bundle(folder: Path) -> dict[str, str]:
+def folder(machine: str) -> Path:
+    """Return where the runtime for an instruction set is: installed, or fetched.
+
+    Args:
+        machine: As `platform.machine` names it.
+    """
+    if machine == platform.machine():
+        return _installed()
+    return wheel_cross.runtime(machine, LIBRARIES)
+
+
+def bundle(to: Path, machine: str) -> dict[str, str]:
     """Copy the runtime into a folder and return the new name of each library.
 
     Args:
-        folder: Where to.
+        to: The folder.
+        machine: The instruction set, as `platform.machine` names it.
     """
     names = {}
     for name in LIBRARIES:
-        content = (_installed() / name).read_bytes()
+        content = (folder(machine) / name).read_bytes()
         digest = hashlib.sha256(content).hexdigest()[:8]
         names[name] = f"{Path(name).stem}-fused_norm-{digest}.so"
-        (folder / names[name]).write_bytes(content)
+        (to / names[name]).write_bytes(content)
     for name in names.values():
-        _patchelf("--set-soname", name, folder / name)
-        find(folder / name, names, "$ORIGIN")
+        _patchelf("--set-soname", name, to / name)
+        find(to / name, names, "$ORIGIN")
     return names
 
 

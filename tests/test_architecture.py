@@ -35,7 +35,7 @@ PYTHON_LAYERS = [
     ["__main__"],
 ]
 MOJO_LAYERS = [
-    ["call", "python", "team", "pages"],
+    ["call", "python", "team", "pages", "grids"],
     ["device"],
     ["norms"],
     ["rows", "gemm"],

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -102,7 +103,7 @@ def wheel_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if node.is_built():
         version = ".".join(torch.__version__.split(".")[:2])
         files[node.file_name(version)] = node.path()
-    return wheel.assemble(files, tmp_path_factory.mktemp("dist"))
+    return wheel.assemble(files, tmp_path_factory.mktemp("dist"), platform.machine())
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +220,7 @@ def test_wheel_is_a_platforms(wheel_of_this_machine: Path) -> None:
         }
         members = set(archive.namelist())
     assert "Root-Is-Purelib: false\n" in texts["WHEEL"]
-    assert f"Tag: {wheel.TAG}\n" in texts["WHEEL"]
+    assert f"Tag: {wheel.TAG.format(platform.machine())}\n" in texts["WHEEL"]
     assert f"License-Expression: {wheel.LICENSE}\n" in texts["METADATA"]
     for name in ("LICENSE", "NOTICE", "LICENSE-MAX.txt", "Third-Party-Notices-MAX.txt"):
         assert f"License-File: {name}\n" in texts["METADATA"]
@@ -279,6 +280,9 @@ def test_runs_beside_an_installed_max(wheel_of_this_machine: Path, tmp_path: Pat
         subprocess.run(command, check=True, cwd=ROOT)
 
 
+X86_64 = [level for level in levels.LEVELS if level.machine == "x86_64"]
+
+
 class TestChoice:
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -294,15 +298,21 @@ class TestChoice:
         for name in names:
             (self.folder / name).touch()
 
-    def chosen(self, flags: str, dtype: str = "bfloat16", name: str = "norm_linear_cpu") -> object:
+    def chosen(
+        self,
+        flags: str,
+        dtype: str = "bfloat16",
+        name: str = "norm_linear_cpu",
+        machine: str = "x86_64",
+    ) -> object:
         self.patch.setattr(levels, "flags", lambda: frozenset(flags.split()))
-        self.patch.setattr(levels.platform, "machine", lambda: "x86_64")
+        self.patch.setattr(levels.platform, "machine", lambda: machine)
         levels.of_this_cpu.cache_clear()
         found = build.Extension(name, dtype).prebuilt
         return found and found.stem.rsplit("-", 1)[1]
 
     def test_by_flags(self) -> None:
-        flags = {level.name: " ".join(level.flags) for level in levels.LEVELS}
+        flags = {level.name: " ".join(level.flags) for level in X86_64}
         for level in levels.LEVELS:
             self.has(prebuilt.file_name("norm_linear_cpu", "bfloat16", level.name))
         for name, has in flags.items():
@@ -310,6 +320,10 @@ class TestChoice:
         assert self.chosen(flags["v3"] + " amx_bf16 amx_tile avx512_bf16") == "v3"
         assert self.chosen("avx avx2") is None
         assert self.chosen(flags["amx"], "float16") is None
+        neon = "fp asimd aes atomics fphp asimdhp asimddp sve"
+        assert self.chosen(neon, machine="aarch64") == "neon"
+        assert self.chosen("fp asimd aes", machine="aarch64") is None
+        assert self.chosen(neon) is None
 
     def test_the_best_that_came(self) -> None:
         self.has(*(prebuilt.file_name("passes_cpu", "float32", name) for name in ("v3", "v4")))
@@ -332,7 +346,7 @@ class TestChoice:
         assert found("nvidia:sm_103a") is None
 
     def test_set_aside(self) -> None:
-        v3 = levels.LEVELS[-1]
+        v3 = X86_64[-1]
         self.has(prebuilt.file_name("norm_linear_cpu", "bfloat16", v3.name))
         assert self.chosen(" ".join(v3.flags)) == "v3"
         self.patch.setenv(prebuilt.SWITCH, "0")
@@ -412,10 +426,31 @@ def test_node_asks_for_the_stable_abi_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there, aarch64 is no other machine")
+def test_a_wheel_for_another_machine(tmp_path: Path) -> None:
+    """Its kernels are linked to that machine's runtime, as this one's are to theirs."""
+    arguments = ["--machine", "aarch64", "--target", "cpu", "--dtype", "float32"]
+    assert wheel.main([*arguments, "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*aarch64.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path)
+    libraries = list((tmp_path / "fused_norm/prebuilt").rglob("*.so"))
+    assert len(libraries) == 3 + len(wheel_runtime.LIBRARIES)
+    for library in libraries:
+        said = subprocess.run(
+            ["readelf", "-hdW", str(library)], check=True, capture_output=True, text=True
+        ).stdout
+        assert "AArch64" in said
+        assert ("libKGENCompilerRTShared-fused_norm-" in said) or library.parent.name == "lib"
+        assert "$ORIGIN" in said
+
+
+@pytest.mark.slow
 def test_script_makes_a_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it for one dtype; what was built is kept."""
     arguments = ["--target", "cpu", "--dtype", "float32", "--no-nodes", "--output", str(tmp_path)]
     assert wheel.main(arguments) == 0
     assert wheel.main(arguments) == 0
+    assert len(list(tmp_path.glob("*.whl"))) == 2
     assert "built in" not in capsys.readouterr().out.split("libraries")[-2]
     assert main(["doctor"]) in (0, 1)

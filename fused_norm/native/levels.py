@@ -13,6 +13,8 @@ from fused_norm.native.cpu_features import flags, has_tiles
 
 _ALL = ("float32", "bfloat16", "float16", "float64")
 _V3 = "avx avx2 bmi1 bmi2 f16c fma movbe"
+# Arm's cloud CPUs since Neoverse N1: Graviton 2, Altra, Grace.
+_NEON = "asimd fphp asimdhp asimddp atomics"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 
 
@@ -62,6 +64,12 @@ LEVELS = (
     ),
     Level("v4", "x86_64", frozenset(_V4.split()), ("--target-cpu", "x86-64-v4")),
     Level("v3", "x86_64", frozenset(_V3.split()), ("--target-cpu", "x86-64-v3")),
+    Level(
+        "neon",
+        "aarch64",
+        frozenset(_NEON.split()),
+        ("--target-triple", "aarch64-unknown-linux-gnu", "--target-cpu", "neoverse-n1"),
+    ),
 )
 
 

@@ -15,13 +15,10 @@ from op.call import CallPointer
 from op.device import Launcher, new_launcher
 from op.passes.door import from_c, from_python
 from op.norm_linear.sm90.backward import backward, input_gradient
+from op.norm_linear.sm90.backward_plan import plan_backward
 from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward, linear_add
-from op.norm_linear.sm90.plan import (
-    plan_backward,
-    plan_forward,
-    plan_linear_add,
-)
+from op.norm_linear.sm90.forward_plan import plan_forward, plan_linear_add
 from op.norms.layer_norm import LayerNorm
 from op.norms.rms_norm import RmsNorm
 

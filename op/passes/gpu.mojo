@@ -5,6 +5,11 @@ from max.gpu.memory import AddressSpace
 from std.math import ceildiv
 
 from ..device import Gpu
+from ..grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
 from ..rows.columns import Totals
 from ..rows.launch import launch_rows
 from ..rows.launch_columns import (
@@ -89,6 +94,7 @@ struct GpuRunner[sum_type: DType](Runner):
                 Int(modulation.groups),
             ),
             block_dim=_THREADS,
+            attributes=beside_earlier(),
         )
 
     @doc_hidden
@@ -108,6 +114,8 @@ def modulation_kernel[accum: DType](modulation: Modulation[accum]):
     Args:
         modulation: The vectors.
     """
+    wait_on_earlier_grids()
+    let_later_grids_start()
     var column = block_idx.x * block_dim.x + thread_idx.x
     if column < Int(modulation.length):
         modulation.at[AddressSpace.GLOBAL](block_idx.y, column)

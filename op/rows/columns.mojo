@@ -21,6 +21,7 @@ from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from ..grids import let_later_grids_start, wait_on_earlier_grids
 from .gpu_row import GlobalPointer, RowReader, Shape
 from .operands import MAX_TENSORS, Operands, accumulator
 from .program import RowProgram
@@ -86,6 +87,8 @@ def _take_columns[
 ](operands: Operands[accumulator[dtype]()]):
     """Takes the block's columns of its rows through the program's last pass."""
     comptime assert P.passes == 0 or not stores, "outputs depend on a whole row"
+    wait_on_earlier_grids()
+    let_later_grids_start()
     comptime accum = accumulator[dtype]()
     comptime width = shape.width
     comptime Reader = RowReader[P, dtype, ftype, shape]
@@ -252,6 +255,8 @@ def total_kernel[accum: DType](totals: Totals):
     Args:
         totals: What to add up.
     """
+    wait_on_earlier_grids()
+    let_later_grids_start()
     var shared = stack_allocation[
         TOTAL_COLUMNS * TOTAL_LANES,
         Scalar[accum],

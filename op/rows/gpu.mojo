@@ -28,6 +28,7 @@ from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from ..grids import let_later_grids_start, wait_on_earlier_grids
 from .gpu_row import GlobalPointer, RowReader, Shape, _ColumnSums, _row
 from .operands import Operands, accumulator
 from .program import RowProgram
@@ -136,6 +137,8 @@ def row_kernel[
     comptime assert (
         shape.resident or not shape.persistent
     ), "persistent blocks keep their rows in registers"
+    wait_on_earlier_grids()
+    let_later_grids_start()
     var shared = stack_allocation[
         2 * P.stages * CAPACITY * ceildiv(shape.threads, WARP_SIZE),
         Scalar[accum],

@@ -5,6 +5,7 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ..device import Gpu
+from ..grids import beside_earlier
 from .gpu import row_kernel
 from .gpu_row import Shape
 from .operands import MAX_TENSORS, Addresses, Operands, accumulator
@@ -64,6 +65,7 @@ def _launch[
         operands,
         grid_dim=(blocks, Int(operands.groups)),
         block_dim=threads,
+        attributes=beside_earlier(),
     )
 
 

@@ -9,6 +9,7 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ..device import Gpu
+from ..grids import beside_earlier
 from .columns import (
     COLUMN_WARPS,
     TOTAL_COLUMNS,
@@ -251,13 +252,21 @@ def _launch_column_kernel[
         comptime kernel = panel_kernel[P, dtype, ftype, shape]
         var compiled = gpu.context.compile_function[kernel]()
         gpu.stream.enqueue_function(
-            compiled, operands, grid_dim=grid, block_dim=threads
+            compiled,
+            operands,
+            grid_dim=grid,
+            block_dim=threads,
+            attributes=beside_earlier(),
         )
     else:
         comptime kernel = column_kernel[P, dtype, ftype, shape]
         var compiled = gpu.context.compile_function[kernel]()
         gpu.stream.enqueue_function(
-            compiled, operands, grid_dim=grid, block_dim=threads
+            compiled,
+            operands,
+            grid_dim=grid,
+            block_dim=threads,
+            attributes=beside_earlier(),
         )
     return parts
 
@@ -306,4 +315,5 @@ def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
             totals.most_groups,
         ),
         block_dim=TOTAL_COLUMNS * TOTAL_LANES,
+        attributes=beside_earlier(),
     )

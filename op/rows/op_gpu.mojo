@@ -5,6 +5,11 @@ from max.gpu.memory import AddressSpace
 from std.memory import stack_allocation
 
 from ..device import Gpu
+from ..grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
 from .gpu_row import GlobalPointer
 from .launch import launch_rows
 from .op import RowCall, RowOp
@@ -49,6 +54,7 @@ def _launch_add_up[accum: DType, dtype: DType](gpu: Gpu, call: RowCall) raises:
         Int32(call.accumulate),
         grid_dim=1,
         block_dim=ADD_UP_THREADS,
+        attributes=beside_earlier(),
     )
 
 
@@ -69,6 +75,8 @@ def add_up_kernel[
         output: Address of the sum.
         accumulate: Not 0 to add to what is there.
     """
+    wait_on_earlier_grids()
+    let_later_grids_start()
     var shared = stack_allocation[
         ADD_UP_THREADS, Scalar[accum], address_space=AddressSpace.SHARED
     ]()

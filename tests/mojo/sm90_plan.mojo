@@ -1,13 +1,13 @@
 """Prints the way that is planned for forwards on Hopper: no GPU is asked.
 
 For each group of five arguments M, K, N, in_graph, may_keep, a line with the ways in bfloat16, float16 and float32;
-then the way in bfloat16 where x is not aligned, and where the weight is not.
+then the way in bfloat16 where x is not aligned, where the weight is not, and of an RMSNorm without parameters.
 """
 
 from std.sys import argv
 
 from op.call import Call
-from op.norm_linear.sm90.plan import choose_forward
+from op.norm_linear.sm90.choice import choose_forward
 
 
 def main() raises:
@@ -22,6 +22,8 @@ def main() raises:
         var shifted_x = call
         shifted_x.x = 2
         var shifted_weight = call
+        var bare = call
+        bare.normalization = 1
         shifted_weight.weight = 2
         print(
             choose_forward[DType.bfloat16](call),
@@ -29,4 +31,5 @@ def main() raises:
             choose_forward[DType.float32](call),
             choose_forward[DType.bfloat16](shifted_x),
             choose_forward[DType.bfloat16](shifted_weight),
+            choose_forward[DType.bfloat16](bare),
         )

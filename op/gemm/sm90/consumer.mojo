@@ -2,6 +2,7 @@
 
 from std.memory import OpaquePointer
 
+from ...grids import wait_on_earlier_grids
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .cluster_sum import ClusterSum
@@ -15,7 +16,6 @@ from .ptx import (
     mbarrier_wait,
     meet_cluster,
     store_wait_read,
-    wait_on_earlier_grids,
     warp_sync,
 )
 from .row_sums import TransposedSums

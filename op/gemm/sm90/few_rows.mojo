@@ -6,13 +6,14 @@ hands its sums to the first, which adds them in that order. Every cluster
 gathers for itself what a hook wants of the rows of a, while it waits for b.
 """
 
-from std.memory import AddressSpace
+from std.memory import AddressSpace, OpaquePointer
 from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
+from ...grids import let_later_grids_start, wait_on_earlier_grids
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
 from ..row_hook import RowHook
 from .config import RingPlace
@@ -21,7 +22,6 @@ from .ptx import (
     address_of,
     cluster_rank,
     fence_barrier_init,
-    let_later_grids_start,
     load_tile,
     map_to_rank,
     mbarrier_arrive,
@@ -34,7 +34,6 @@ from .ptx import (
     shared_value,
     store_remote_value,
     store_shared_pair,
-    wait_on_earlier_grids,
 )
 from .wgmma import (
     K_BLOCK,
@@ -71,6 +70,30 @@ def few_rows_shared_bytes(rows: Int) -> Int:
         + FEW_OUTPUTS * rows * 4
         + 2 * 2 * rows * 4
         + 2 * _STAGES * 8
+    )
+
+
+@always_inline
+def _load_b[
+    transposed: Bool
+](
+    tiles: UInt32,
+    full: UInt32,
+    slot: UInt32,
+    a_bytes: Int32,
+    map: OpaquePointer[ImmUntrackedOrigin],
+    k: Int32,
+    output: Int32,
+):
+    """Starts to fill a slot, which waits for a as well."""
+    var barrier = full + slot * 8
+    mbarrier_expect_bytes(barrier, _B_BYTES + a_bytes)
+    load_tile(
+        tiles + slot * _B_BYTES,
+        map,
+        barrier,
+        output if transposed else k,
+        k if transposed else output,
     )
 
 
@@ -135,11 +158,10 @@ def few_rows_kernel[
             mbarrier_init(full + stage * 8, 1)
             mbarrier_init(empty + stage * 8, 1)
         fence_barrier_init()
-    comptime if not E.has_row_terms or H.gathers:
-        wait_on_earlier_grids()
-    let_later_grids_start()
     # Also makes sure that the neighbor runs: its memory is written below.
     meet_cluster()
+    # The grid that makes the terms of rows has waited for what makes both operands.
+    comptime waits = not E.has_row_terms or H.gathers
 
     comptime k_block = row_elements[dtype]()
     var blocks = UInt32(product.k + Int32(k_block - 1)) // UInt32(k_block)
@@ -149,24 +171,41 @@ def few_rows_kernel[
 
     if warp_in_block == 4:
         if thread == 128:
+            # What of b fills the ring need not wait for a.
+            var ahead = first
+            if waits and product.b_is_older != 0:
+                ahead = min(last, first + _STAGES)
+            for block in range(first, ahead):
+                _load_b[b_transposed](
+                    base,
+                    full,
+                    block - first,
+                    Int32(a_bytes),
+                    address_of(b_map),
+                    Int32(block) * Int32(k_block),
+                    Int32(first_output),
+                )
+            comptime if waits:
+                wait_on_earlier_grids()
+            let_later_grids_start()
             var at = RingPlace(0, 1)
             for block in range(first, last):
-                var barrier = full + at.slot * 8
-                mbarrier_wait(empty + at.slot * 8, at.parity)
-                mbarrier_expect_bytes(barrier, Int32(_B_BYTES + a_bytes))
                 var k = Int32(block) * Int32(k_block)
-                var output = Int32(first_output)
-                load_tile(
-                    base + at.slot * _B_BYTES,
-                    address_of(b_map),
-                    barrier,
-                    output if b_transposed else k,
-                    k if b_transposed else output,
-                )
+                mbarrier_wait(empty + at.slot * 8, at.parity)
+                if block >= ahead:
+                    _load_b[b_transposed](
+                        base,
+                        full,
+                        at.slot,
+                        Int32(a_bytes),
+                        address_of(b_map),
+                        k,
+                        Int32(first_output),
+                    )
                 load_tile(
                     a_tiles + at.slot * UInt32(a_bytes),
                     address_of(a_map),
-                    barrier,
+                    full + at.slot * 8,
                     k,
                     0,
                 )
@@ -174,6 +213,9 @@ def few_rows_kernel[
         meet_cluster()
         return
 
+    comptime if waits:
+        wait_on_earlier_grids()
+    let_later_grids_start()
     var lane = thread & 31
     var b_descriptor = operand_descriptor[b_transposed](base)
     var a_descriptor = operand_descriptor[False](a_tiles)

@@ -15,6 +15,7 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
+from ...grids import let_later_grids_start, wait_on_earlier_grids
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .config import THREADS, Config, Shared
@@ -25,14 +26,12 @@ from .ptx import (
     address_of,
     cluster_rank,
     fence_barrier_init,
-    let_later_grids_start,
     mbarrier_init,
     meet_cluster,
     named_barrier_sync,
     prefetch_tensor_map,
     registers_lower,
     registers_raise,
-    wait_on_earlier_grids,
     warp_sync,
 )
 from .tiles import Tiles

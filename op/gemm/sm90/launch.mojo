@@ -9,6 +9,7 @@ from max.gpu.host.launch_attribute import (
 from std.math import ceildiv
 
 from ...device import Gpu
+from ...grids import beside_earlier
 from ..epilogue import Epilogue
 from ..row_hook import NoHook, RowHook
 from .config import THREADS, TILE_ROWS, Config
@@ -37,21 +38,6 @@ columns of b that the other clusters of a wave then need."""
 
 # Most rows of each kernel for few rows.
 comptime _FEW = [16, MOST_FEW_ROWS]
-
-
-def beside_earlier() -> List[LaunchAttribute]:
-    """Launches by PDL: a grid may start while the one before it ends, and has to
-    do its own waiting.
-
-    Returns:
-        The attributes of the launch.
-    """
-    return [
-        LaunchAttribute(
-            LaunchAttributeID.PROGRAMMATIC_STREAM_SERIALIZATION,
-            LaunchAttributeValue(True),
-        )
-    ]
 
 
 def _all_at_one_time() -> List[LaunchAttribute]:
@@ -188,6 +174,7 @@ def launch_product[
     n: Int,
     k: Int,
     epilogue: E,
+    b_is_older: Bool = False,
 ) raises:
     """Queues c = epilogue(a @ b^T) in the kernel that was chosen.
 
@@ -206,11 +193,13 @@ def launch_product[
         n: Rows of b, a multiple of 16 bytes.
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Finishes the sums.
+        b_is_older: Whether the kernel queued before this one waits for those before it, and writes nothing of b.
 
     Raises:
         If the driver refuses.
     """
     var product = Product(m, n, k, epilogue, NoHook())
+    product.b_is_older = Int32(b_is_older)
     if tiling.columns == FEW_ROWS:
         launch_few_rows[dtype, b_transposed](gpu, c, a, b, product)
         return

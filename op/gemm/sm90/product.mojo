@@ -35,6 +35,9 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     var follows: Int32
     """Whether the grid before this one makes sums that are added to c; this one
     then starts beside it. Only where blocks of a cluster split tiles."""
+    var b_is_older: Int32
+    """Whether the grid before this one writes nothing of b, and has waited for the grids before it;
+    for few rows, b is then read while that one runs."""
     var epilogue: Self.E
     """Finishes the sums."""
     var hook: Self.H
@@ -64,6 +67,7 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.band = 0
         self.accumulate = 0
         self.follows = 0
+        self.b_is_older = 0
         self.epilogue = epilogue
         self.hook = hook
         self.float32 = 0

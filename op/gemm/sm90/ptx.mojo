@@ -318,26 +318,6 @@ def registers_lower[count: Int]():
 
 @doc_hidden
 @always_inline
-def wait_on_earlier_grids():
-    """Waits until the grids this one was launched after are complete."""
-    inlined_assembly[
-        "griddepcontrol.wait;", NoneType, constraints="~{memory}"
-    ]()
-
-
-@doc_hidden
-@always_inline
-def let_later_grids_start():
-    """Allows a dependent grid to be scheduled before this one ends."""
-    inlined_assembly[
-        "griddepcontrol.launch_dependents;",
-        NoneType,
-        constraints="~{memory}",
-    ]()
-
-
-@doc_hidden
-@always_inline
 def shared_value(address: UInt32) -> Float32:
     """Loads a value."""
     return inlined_assembly[

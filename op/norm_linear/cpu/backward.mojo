@@ -20,9 +20,10 @@ from ...team import Team
 from .activation import before_activation
 from .backward_few_rows import run_few_rows
 from .backward_many_rows import run_many_rows
+from .backward_plan import BackwardPlan
 from .job import Job
 from .norms import with_norm
-from .plan import BackwardPlan, STACK_BYTES
+from .plan import STACK_BYTES
 
 
 def backward[dtype: DType](call: CallPointer):

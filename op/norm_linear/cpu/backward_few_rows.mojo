@@ -22,11 +22,11 @@ from ...gemm.cpu.product import Packed, multiply_panel
 from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
+from .backward_plan import BackwardPlan
 from .input_gradient import finish_input_gradient
 from .job import Job
 from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, sum_dy, sum_over_rows
-from .plan import BackwardPlan
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 

@@ -16,11 +16,12 @@ from ...gemm.cpu.pack_left import pack_left_panels
 from ...gemm.cpu.tiles import with_tiles
 from ...norms.norm import Norm
 from ...team import Data, Team
+from .backward_plan import BackwardPlan, SUM_ROWS
 from .input_gradient import finish_input_gradient
 from .job import Job
 from .normalize import NormalizeRows
 from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
-from .plan import BackwardPlan, SUM_ROWS, TileRoom
+from .tile_room import TileRoom
 
 comptime PANELS_AT_ONCE = 8
 """Panels of the weight that are packed together: a row's columns lie beside each other."""

@@ -33,9 +33,10 @@ from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .activate import finish_columns
 from .forward_job import Forward, Room, normalize_into
+from .forward_plan import ForwardPlan
 from .forward_tiles import run_on_tiles
 from .norms import with_norm
-from .plan import ForwardPlan, STACK_BYTES
+from .plan import STACK_BYTES
 
 
 def forward[dtype: DType](call: CallPointer):

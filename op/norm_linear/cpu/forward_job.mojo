@@ -8,10 +8,10 @@ from ...gemm.cpu.memory import Arena, Matrix
 from ...gemm.cpu.pack import pack_rows
 from ...norms.norm import Norm
 from .activate import Half
+from .forward_plan import ForwardPlan
 from .job import Job
 from .normalize import NormalizeRows, normalized_rows
 from .parameters import in_type_of_sums
-from .plan import ForwardPlan
 
 comptime Forward[dtype: DType] = Job[dtype, ForwardPlan[dtype]]
 """A forward and its plan.

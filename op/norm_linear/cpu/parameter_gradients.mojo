@@ -18,9 +18,9 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Matrix, buffer, load_first, store_first
 from ...norms.norm import Norm
+from .backward_plan import BackwardPlan, SUM_ROWS
 from .job import Job
 from .parameters import store_gradient
-from .plan import BackwardPlan, SUM_ROWS
 from .statistics import Statistics
 
 comptime CHUNK = 256

@@ -13,8 +13,8 @@ from ...gemm.sm90.split_k import launch_split_k
 from ...norms.norm import Norm
 from ...passes.gpu import GpuRunner
 from ...passes.passes import normalize_backward_of
+from .backward_plan import BackwardPlan, input_gradient_tiling
 from .launch_row_pass import launch_row_pass
-from .plan import BackwardPlan, input_gradient_tiling
 
 
 def backward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:

@@ -2,6 +2,7 @@
 
     FUSED                  z = norm(x) by the norm's row program, then y = z weight^T + bias
     KEPT_FOLD, NEW_FOLD    y = rstd (x folded^T - mean s) + c: x is read once, and z never exists;
+                           the weight itself is multiplied where a fold would not change it;
                            with an activation that is h, stored if asked for, and y = act(h)
 
 Few rows, and tiles of few columns in all, gather the statistics of x while they multiply it.
@@ -25,8 +26,8 @@ from ...passes.gpu import GpuRunner
 from ...passes.normalize import run_normalize
 from ..plan import FUSED
 from .fold import launch_fold, products
+from .forward_plan import ForwardPlan, linear_tiling
 from .gather import Statistics
-from .plan import ForwardPlan, linear_tiling
 from .statistics import launch_statistics
 
 
@@ -46,7 +47,9 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
         If the driver refuses.
     """
     ref gpu = launcher.gpu
-    var plan = ForwardPlan[dtype](call, call.way, gpu.processors)
+    var plan = ForwardPlan[dtype](
+        call, call.way, gpu.processors, one_weight=True
+    )
     if call.way == FUSED:
         var norm = call
         norm.z = plan.z
@@ -56,9 +59,19 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
                     GpuRunner[DType.float32](gpu), norm
                 )
         var m, n, k = call.M, call.N, call.K
+        # The norm's kernel waits for all before it, and writes z alone.
         if call.bias == 0:
             launch_product[dtype](
-                gpu, plan.tiling, call.y, plan.z, call.weight, m, n, k, Plain()
+                gpu,
+                plan.tiling,
+                call.y,
+                plan.z,
+                call.weight,
+                m,
+                n,
+                k,
+                Plain(),
+                b_is_older=True,
             )
         else:
             launch_product[dtype](
@@ -71,6 +84,7 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
                 n,
                 k,
                 Bias[dtype](Int64(call.bias)),
+                b_is_older=True,
             )
         return
     comptime if dtype == DType.bfloat16:
@@ -85,6 +99,12 @@ def _launch_folded[
     if plan.folds:
         launch_fold[dtype, N](
             gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
+        )
+    elif plan.finds_constants:
+        var nothing = call
+        nothing.K = 0
+        launch_fold[dtype, N](
+            gpu, nothing, 0, plan.fold_sums, plan.fold_constants
         )
     if not plan.gathers:
         launch_statistics[dtype, N](

@@ -20,15 +20,20 @@ from ...device import Gpu
 from ...gemm.epilogue import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
-from ...gemm.sm90.launch import beside_earlier, launch_matrix
+from ...gemm.sm90.launch import launch_matrix
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
+from ...grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
 from ...norms.norm import Norm
 from ...rows.columns import Total, Totals
 from ...rows.gpu_row import GlobalPointer
 from ...rows.launch_columns import launch_totals
 from ...rows.types import code_of
 from .row_pass import RowPass
+from .workspace import PART
 
 comptime _CONFIG = Config.of(256, b_transposed=True)
 # Cluster tiles in a band of the walk: rows wait for those of the same band.
@@ -67,9 +72,9 @@ struct RowPassLayout(TrivialRegisterPassable):
         """
         self.slices = align_up(m, _CONFIG.cluster_rows()) // SLICE_ROWS
         self.counters = 2 * self.slices + 1
-        self.affine = align_up(4 * self.counters, 256)
-        self.factors = self.affine + align_up(8 * k, 256)
-        self.sums = self.factors + align_up(16 * m, 256)
+        self.affine = align_up(4 * self.counters, PART)
+        self.factors = self.affine + align_up(8 * k, PART)
+        self.sums = self.factors + align_up(16 * m, PART)
         self.end = self.sums + 8 * self.slices * k
 
 

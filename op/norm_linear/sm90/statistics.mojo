@@ -11,8 +11,11 @@ from max.gpu import (
 from max.gpu.primitives import warp
 
 from ...device import Gpu
-from ...gemm.sm90.launch import beside_earlier
-from ...gemm.sm90.ptx import let_later_grids_start, wait_on_earlier_grids
+from ...grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
 from ...norms.norm import Norm, part_rstd
 
 # Warps of one block, and blocks that fit on an SM.

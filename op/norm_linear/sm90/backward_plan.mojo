@@ -1,0 +1,118 @@
+"""How a backward runs on Hopper: its kernels and its workspace.
+
+Tensor cores take no transposed operands in tf32, so float32 has no backward here.
+"""
+
+from std.math import align_up
+from std.sys import size_of
+
+from ...call import Call
+from ...device import Launcher
+from ...gemm.sm90.split_k import SplitK
+from ...gemm.sm90.tiling import Tiling
+from ...passes.gpu import GpuRunner
+from ...passes.normalize_backward import workspace
+from ..plan import DECLINED, FUSED
+from .choice import ALIGNMENT, has_kernels
+from .launch_row_pass import RowPassLayout, pays
+from .workspace import PART
+
+# Up to so many products, the time goes into starting one kernel of the backward after another: on the device in a
+# graph, otherwise on the host, where that takes some tens of microseconds.
+comptime _FEW_PRODUCTS = 500_000_000
+comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000
+
+
+struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
+    """A backward: its kernels and its workspace.
+
+    Parameters:
+        dtype: Type of the matrices, of 16 bits.
+    """
+
+    var tiling: Tiling
+    """The kernel of dz = dy W."""
+    var split: SplitK
+    """How the sums of dW = dy^T z are shared."""
+    var passes_on: Bool
+    """Whether the kernel that makes the rows of dz passes over them as well."""
+    var partial: Int
+    """Offset in the workspace of partial sums and what else the passes need, after dz."""
+    var workspace_bytes: Int
+    """Size of the workspace."""
+
+    def __init__(out self, launcher: Launcher, call: Call):
+        """Chooses for a call.
+
+        Args:
+            launcher: Where to run.
+            call: The call; gradients that are wanted have an address, any but 0.
+        """
+        var m, n, k = call.M, call.N, call.K
+        ref gpu = launcher.gpu
+        self.tiling = Tiling.best(m, k, n, gpu.processors)
+        self.split = SplitK.best(n, k, m, gpu.processors)
+        var wants_weight = call.dweight != 0
+        # The kernel makes z and dx. Its grid waits until all of its blocks run, so it would wait for a collective, too.
+        self.passes_on = (
+            launcher.alone
+            and call.dx != 0
+            and wants_weight
+            and pays(gpu.processors, m, n, k)
+        )
+        self.partial = align_up(m * k * size_of[Self.dtype](), PART)
+        # The sums of rows are used up when those of the weight's gradient start.
+        var between = call
+        if wants_weight:
+            between.dbias = 0
+        var partial = workspace[Self.dtype, Self.dtype](
+            GpuRunner[DType.float32](gpu), between
+        ).bytes
+        if wants_weight:
+            partial = max(partial, self.split.workspace_bytes)
+        if self.passes_on:
+            partial = max(partial, RowPassLayout(m, k).end)
+        self.workspace_bytes = self.partial + partial
+
+
+def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of a backward and the bytes of its workspace.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way and the bytes of its workspace are written.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    comptime if dtype != DType.float32:
+        var matrices = call.dy | call.x | call.weight
+        if call.accumulate != 0:
+            matrices |= call.dweight
+        if not has_kernels[dtype](call) or matrices % ALIGNMENT != 0:
+            return
+        var plan = BackwardPlan[dtype](launcher, call)
+        var few = (
+            _FEW_PRODUCTS if call.in_graph != 0 else _FEW_PRODUCTS_LAUNCHED
+        )
+        # Either both products fill the device, or they are so small that it does not matter.
+        if call.M * call.N * call.K <= few or (
+            plan.tiling.fills and plan.split.fills
+        ):
+            call.way = FUSED
+            call.workspace_bytes = plan.workspace_bytes
+
+
+def input_gradient_tiling(call: Call, processors: Int) -> Tiling:
+    """Chooses the kernel of dx = dy weight where a row's bits may depend on no other row.
+
+    Args:
+        call: Sizes.
+        processors: SMs of the device.
+
+    Returns:
+        The choice.
+    """
+    return Tiling.best(call.M, call.K, call.N, processors, invariant=True)

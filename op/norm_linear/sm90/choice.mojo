@@ -1,0 +1,170 @@
+"""Which way a forward takes on Hopper, by its sizes, its conditions, and which addresses there are.
+
+The fold is for bfloat16: in float16, sums far from zero lose more to the tensor cores than y to its rounding, and
+rounding x as it is to tf32 would lose a row whose mean is far from zero.
+"""
+
+from std.sys import size_of
+
+from ...call import Call
+from ...gemm.activation import GATED
+from ...gemm.sm90.tiling import MOST_FEW_ROWS
+from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+from .fold import products
+from .measured import MEASURED
+
+comptime ALIGNMENT = 16
+"""Boxes that TMA copies, and every row, start at multiples of so many bytes."""
+
+# A tile of y in float32 takes twice as long to store: where many tiles have short sums, that shows
+# (docs/hopper-log.md, "float32").
+comptime _SHORT_SUMS = 1024
+comptime _MANY_OUTPUTS = 1 << 24
+
+# The number of its kind in `Call.normalization`.
+comptime _RMS_NORM = 1
+
+# Columns of a box.
+comptime _BOX = 64
+
+
+def has_kernels[dtype: DType](call: Call) -> Bool:
+    """Tells whether there are kernels for a call's sizes.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        call: The sizes.
+
+    Returns:
+        Whether no matrix is empty, and TMA can read every row.
+    """
+    return (
+        call.M > 0
+        and call.K > 0
+        and call.N > 0
+        and (call.K | call.N) * size_of[dtype]() % ALIGNMENT == 0
+    )
+
+
+def fastest(m: Int, k: Int, n: Int, in_graph: Bool, may_keep: Bool) -> Int:
+    """Finds the way that was fastest at the nearest sizes that were measured.
+
+    Args:
+        m: Rows.
+        k: Features.
+        n: Outputs.
+        in_graph: Whether launches cost the host nothing.
+        may_keep: Whether a fold may be kept.
+
+    Returns:
+        The way, in bfloat16.
+    """
+    var nearest = Float64.MAX
+    var its_k, its_n = 0, 0
+    comptime for i in range(len(MEASURED)):
+        comptime at = MEASURED[i]
+        comptime if (
+            i == 0 or at.K != MEASURED[i - 1].K or at.N != MEASURED[i - 1].N
+        ):
+            var far = _ratio(k, at.K) * _ratio(n, at.N)
+            if far < nearest:
+                nearest = far
+                its_k, its_n = at.K, at.N
+    nearest = Float64.MAX
+    var way = DECLINED
+    comptime for i in range(len(MEASURED)):
+        comptime at = MEASURED[i]
+        if at.K == its_k and at.N == its_n:
+            var far = _ratio(m, at.M)
+            if far < nearest:
+                nearest = far
+                var kept = at.graph_kept if in_graph else at.launched_kept
+                var none = at.graph if in_graph else at.launched
+                way = kept if may_keep else none
+    return way
+
+
+def _ratio(a: Int, b: Int) -> Float64:
+    """Divides the larger by the smaller: distances are those of logarithms."""
+    return Float64(max(a, b)) / Float64(min(a, b))
+
+
+def _fold_pays(call: Call) -> Bool:
+    """Tells whether a fold made anew costs less than passes over x, before PyTorch's product, and h, after it.
+
+    An element of each takes 8, 5 and 2 units of time (docs/hopper-log.md, "Activations").
+    """
+    var n = products(call)
+    return 8 * n * call.K < (5 * call.K + 2 * n) * call.M
+
+
+def is_fold(call: Call) -> Bool:
+    """Tells whether a call's weight is its own fold: nothing is taken off rows, nothing multiplies their features.
+
+    Args:
+        call: The parameters.
+
+    Returns:
+        Whether the norm is an RMSNorm without parameters; a gate's two weights have to alternate, though.
+    """
+    return (
+        call.normalization == _RMS_NORM
+        and (call.gamma | call.beta) == 0
+        and call.activation < GATED
+    )
+
+
+def choose_forward[dtype: DType](call: Call) -> Int:
+    """Chooses the way of a forward.
+
+    Parameters:
+        dtype: Type of x, the weight and y.
+
+    Args:
+        call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or the one to take.
+
+    Returns:
+        FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
+    """
+    if not has_kernels[dtype](call) or call.way == AROUND_PRODUCTS:
+        return DECLINED
+    # Boxes of a gate's h end where its halves do.
+    if call.activation >= GATED and call.h != 0 and call.N % _BOX != 0:
+        return DECLINED
+    var way: Int
+    comptime if dtype == DType.float32:
+        var stores = call.K <= _SHORT_SUMS and call.M * call.N >= _MANY_OUTPUTS
+        way = DECLINED if stores and call.way == 0 else FUSED
+    else:
+        var folds = (
+            dtype == DType.bfloat16
+            and (call.x | call.weight | call.gamma | call.beta) % ALIGNMENT == 0
+        )
+        way = call.way
+        # For few rows, finding the constants takes as long as normalizing them.
+        var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
+        if way == 0:
+            way = fastest(
+                call.M,
+                call.K,
+                products(call),
+                call.in_graph != 0,
+                folds and (call.may_keep != 0 or needs_no_fold),
+            )
+            # Nobody has to keep what the caller has.
+            if way == KEPT_FOLD and needs_no_fold:
+                way = NEW_FOLD
+        if way in (NEW_FOLD, KEPT_FOLD) and not folds:
+            way = FUSED
+        if call.activation != 0 and way not in (NEW_FOLD, KEPT_FOLD):
+            # Only an epilogue of a fold activates.
+            var pays = (
+                call.way == 0 and folds and (is_fold(call) or _fold_pays(call))
+            )
+            way = NEW_FOLD if pays else DECLINED
+    # x may start anywhere: only the norm's own kernel reads it.
+    if way == FUSED and (call.weight | call.bias) % ALIGNMENT != 0:
+        return DECLINED
+    return way

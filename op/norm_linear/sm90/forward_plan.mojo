@@ -1,0 +1,186 @@
+"""How a forward, or a product that no norm is part of, runs on Hopper: kernels and the layout of the workspace.
+
+A `plan_` function reads sizes, conditions, and which addresses there are, and writes the way and the bytes of the
+workspace to the call. What runs the call lays the rest out again from the way and the sizes, by the same struct.
+"""
+
+from std.math import ceildiv
+from std.sys import size_of
+
+from ...call import Call
+from ...device import Launcher
+from ...gemm.activation import GATED
+from ...gemm.sm90.config import Config
+from ...gemm.sm90.tiling import (
+    FEW_ROWS,
+    NARROWEST_GATE,
+    SHARED_COLUMNS,
+    Tiling,
+    count_tiles,
+    fills,
+)
+from ...gemm.sm90.wgmma import K_BLOCK
+from ..plan import DECLINED, FUSED, NEW_FOLD
+from .choice import ALIGNMENT, choose_forward, has_kernels, is_fold
+from .fold import products
+from .workspace import part
+
+# A tile that gathers statistics takes twice as long, and the walk from one to the next of the same rows reads more of
+# the weight; a kernel that only finds them reads x once more (docs/hopper-log.md, "Taking turns").
+comptime _FEW_OUTPUTS = 1024
+comptime _ROWS_PER_FEATURE = 8
+
+# Up to so many tiles for each block there is little to take turns for, and consumers that share a tile find its
+# statistics at hardly any cost.
+comptime _FEW_WAVES = 4
+
+
+struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
+    """A forward of some way: its kernels, and where its tensors are.
+
+    Parameters:
+        dtype: Type of x, the weight and y.
+    """
+
+    var tiling: Tiling
+    """The product's kernel."""
+    var gathers: Bool
+    """Whether that finds the statistics of x on the way."""
+    var folds: Bool
+    """Whether the weight is folded first."""
+    var finds_constants: Bool
+    """Whether the weight is its own fold, and only the constants have to be found."""
+    var z: Int
+    """Address of z [M, K]."""
+    var mean: Int
+    """Address of the means [M]."""
+    var rstd: Int
+    """Address of the reciprocal deviations [M]."""
+    var fold_weight: Int
+    """Address of the folded weight [N, K]."""
+    var fold_sums: Int
+    """Address of its row sums [N]."""
+    var fold_constants: Int
+    """Address of the constants [N]."""
+    var workspace_bytes: Int
+    """Size of the workspace."""
+
+    def __init__(
+        out self,
+        call: Call,
+        way: Int,
+        processors: Int,
+        one_weight: Bool = False,
+    ):
+        """Lays out a forward.
+
+        Args:
+            call: The call.
+            way: FUSED, KEPT_FOLD or NEW_FOLD.
+            processors: SMs of the device.
+            one_weight: Whether the call's weight is all that multiplies x, and may stand for its own fold.
+        """
+        comptime size = size_of[Self.dtype]()
+        var m, n, k = call.M, products(call), call.K
+        self.tiling = Tiling.best(
+            m,
+            n,
+            k,
+            processors,
+            NARROWEST_GATE if call.activation >= GATED else 0,
+        )
+        self.finds_constants = way == NEW_FOLD and one_weight and is_fold(call)
+        self.folds = way == NEW_FOLD and not self.finds_constants
+        # The zeros that fill up a k block would change a variance.
+        self.gathers = way != FUSED and k % K_BLOCK == 0
+        if self.gathers and self.tiling.columns != FEW_ROWS:
+            comptime shared = Config.of(SHARED_COLUMNS)
+            var clusters = processors // shared.cluster
+            var waves = ceildiv(count_tiles(shared, m, n), clusters)
+            if call.activation != 0:
+                self.gathers = False
+            elif waves <= _FEW_WAVES and fills(shared, m, n, clusters):
+                self.tiling = Tiling(SHARED_COLUMNS, False, True)
+            else:
+                self.gathers = (
+                    self.tiling.takes_turns
+                    and n <= _FEW_OUTPUTS
+                    and m >= _ROWS_PER_FEATURE * k
+                )
+        self.mean = call.mean
+        self.rstd = call.rstd
+        self.fold_weight = call.fold_weight
+        self.fold_sums = call.fold_sums
+        self.fold_constants = call.fold_constants
+        var end = call.workspace
+        self.z = end
+        if way == FUSED:
+            end += m * k * size
+        else:
+            # The product needs the statistics even if the caller does not.
+            if self.mean == 0:
+                self.mean = part(end, 4 * m)
+            if self.rstd == 0:
+                self.rstd = part(end, 4 * m)
+        if self.finds_constants:
+            self.fold_weight = call.weight
+        if self.folds:
+            self.fold_weight = part(end, n * k * size)
+        if way == NEW_FOLD:
+            self.fold_sums = part(end, 4 * n)
+            self.fold_constants = part(end, 4 * n)
+        self.workspace_bytes = end - call.workspace
+
+
+def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of a forward and the bytes of its workspace.
+
+    Parameters:
+        dtype: Type of x, the weight and y.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way and the bytes of its workspace are written. A way that is not 0 is taken where it can
+            be: tests and measurements ask for one.
+    """
+    call.way = choose_forward[dtype](call)
+    call.workspace_bytes = 0
+    if call.way != DECLINED:
+        call.workspace_bytes = ForwardPlan[dtype](
+            call, call.way, launcher.gpu.processors, one_weight=True
+        ).workspace_bytes
+
+
+def linear_tiling(call: Call, processors: Int) -> Tiling:
+    """Chooses the kernel of y = x weight^T + bias + residual.
+
+    Args:
+        call: Sizes and conditions.
+        processors: SMs of the device.
+
+    Returns:
+        The choice.
+    """
+    return Tiling.best(
+        call.M, call.N, call.K, processors, invariant=call.invariant != 0
+    )
+
+
+def plan_linear_add[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of y = x weight^T + bias + residual.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. If it is to be invariant,
+            speed does not matter.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    var tensors = call.x | call.weight | call.bias | call.residual | call.y
+    if has_kernels[dtype](call) and tensors % ALIGNMENT == 0:
+        var tiling = linear_tiling(call, launcher.gpu.processors)
+        if tiling.fills or call.invariant != 0:
+            call.way = FUSED
