@@ -10,8 +10,8 @@ dW = dy^T z with db on its way, in one call.
 float32 is multiplied here where PyTorch may do so in tf32, and normalized before: rounding x as it
 is to tf32 would lose a row whose mean is far from zero. In IEEE float32 PyTorch's product takes
 nearly all of the time, and no tensor core helps. The backward needs transposed operands, which tf32
-does not have. Both are declined, and so is every call that op/norm_linear/sm90/choice.mojo expects to
-be faster with PyTorch's products, or whose matrices TMA cannot read.
+does not have. Both are declined, and so is every call that op/norm_linear/sm90/choice.mojo expects
+to be faster with PyTorch's products, or whose matrices TMA cannot read.
 """
 
 from __future__ import annotations
