@@ -12,7 +12,7 @@ that have no kernel, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -111,6 +111,64 @@ class Operands(NamedTuple):
     biases: Sequence[Tensor | None] = ()
 
 
+# The form of each operand that comes with the norm: that of x, a number for each feature, such a
+# row for each group of rows, or a number for each row. Checks, options, shards, the record and its
+# gradients follow from this; native/seam.h has the same for C++.
+FORMS = {
+    **{"residual": "rows", "gamma": "features", "beta": "features"},
+    **{"scale": "groups", "shift": "groups", "mean": "statistics", "rstd": "statistics"},
+}
+NAMES: dict[str, tuple[str, ...]] = {
+    form: tuple(name for name in FORMS if FORMS[name] == form) for form in FORMS.values()
+}
+# x and those that may have a gradient, which come before the statistics.
+WITH_GRADIENT = Operands._fields[: 1 + len(FORMS) - len(NAMES["statistics"])]
+# What users say of a norm, and what holds if they do not: the operands first, as users name them.
+OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(
+        {"gamma": "norm_weight", "beta": "norm_bias"}.get(name, name) for name in WITH_GRADIENT[1:]
+    ),
+    **{"normalization": NORMALIZATIONS[0], "eps": 1e-5, "weight_offset": 0.0, "activation": None},
+    **{"statistics": None, "return_sum": False, "return_norm": False},
+}
+
+
+class Added(NamedTuple):
+    """The tensors of a Linear layer whose result something is added to.
+
+    Attributes:
+        x: Input of shape `[..., K]`.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        residual: Added to the result, of shape `[..., N]`, or None.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+
+def has_sum(t: Operands) -> bool:
+    """Return whether anything is added to x before the norm."""
+    return first(t, "rows") is not None
+
+
+def first(t: Operands, *forms: str) -> Tensor | None:
+    """Return the first operand of some forms that is there.
+
+    Args:
+        t: The tensors.
+        forms: Those of FORMS to look for.
+    """
+    for form in forms:
+        for name in NAMES[form]:
+            found: Tensor | None = getattr(t, name)
+            if found is not None:
+                return found
+    return None
+
+
 def seam(kind: Seam, t: Operands) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
@@ -118,7 +176,7 @@ def seam(kind: Seam, t: Operands) -> list[Tensor]:
         kind: What to compute.
         t: The tensors. Statistics are computed again, so that gradients reach x through them.
     """
-    x = t.x if t.residual is None else t.x + t.residual
+    x = summed(t)
     z = normalized(kind, x, t)
     products = [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
     if kind.is_joined:
@@ -132,6 +190,11 @@ def seam(kind: Seam, t: Operands) -> list[Tensor]:
     if kind.returns_norm:
         outputs.append(z)
     return outputs
+
+
+def summed(t: Operands) -> Tensor:
+    """Return what is normalized: x, and what is added to it."""
+    return t.x if t.residual is None else t.x + t.residual
 
 
 def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
@@ -243,53 +306,3 @@ def unflat(tensors: Sequence[Tensor | None]) -> Operands:
     count = (len(tensors) - first) // 2
     weights, biases = list(tensors[first : first + count]), list(tensors[first + count :])
     return Operands._make((*tensors[:first], weights, biases))
-
-
-class Results(NamedTuple):
-    """What a kernel returns of a call: its results, and what its backward needs.
-
-    Attributes:
-        outputs: One for each weight, or one where they are joined or a second Linear follows.
-        sum: x + residual, where it is a result or kept.
-        norm: The normalized rows, where they are a result.
-        mean: Of each row, where it is kept and was not given.
-        rstd: Of each row, likewise.
-        products: The products before their activation, where they are kept.
-    """
-
-    outputs: Sequence[Tensor]
-    sum: Tensor | None
-    norm: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-    products: Sequence[Tensor]
-
-    def flat(self) -> list[Tensor]:
-        """Return them in one list, without what is not there."""
-        return [
-            *self.outputs,
-            *(t for t in self[1:5] if t is not None),
-            *self.products,
-        ]
-
-    @classmethod
-    def unflat(cls, results: Sequence[Tensor], kind: Seam, t: Operands, keeps: bool) -> Results:
-        """Return what `flat` made a list of.
-
-        Args:
-            results: The list.
-            kind: What was computed.
-            t: From which tensors.
-            keeps: Whether for a backward as well.
-        """
-        products = 1 if kind.is_joined else len(t.weights)
-        outputs = 1 if t.out_weight is not None else products
-        rest = iter(results[outputs:])
-        there = (
-            t.residual is not None and (keeps or kind.returns_sum),
-            kind.returns_norm,
-            keeps and kind.normalization == "layer_norm" and t.mean is None,
-            keeps and t.rstd is None,
-        )
-        found = [next(rest) if is_there else None for is_there in there]
-        return cls._make((results[:outputs], *found, list(rest)))

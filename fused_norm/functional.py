@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fused_norm.composition import ACTIVATIONS, is_gate
+from fused_norm.composition import ACTIVATIONS, Added, is_gate
 from fused_norm.ops import compiled
 from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import norm_linear as norm_linear_ops
@@ -153,32 +153,36 @@ def norm_linear(
         RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
-    norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
     gated = activation in _GATES
+    tensors = (residual, norm_weight, norm_bias, scale, shift)
     rest = (activation, statistics, return_sum, return_norm)
-    options = (*norm, *rest)
+    options = (*tensors, normalization, eps, weight_offset, *rest)
     found = compiled.forward(x, weight, bias, options, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
-    if type(x) is Tensor and x.is_cuda and all(v is None for v in norm[5:]) and not any(rest):
-        y = seam_ops.inference_again(x, weight, bias, *norm[:5])
+    is_bare = residual is None and scale is None and shift is None
+    if is_bare and type(x) is Tensor and x.is_cuda and not any(rest):
+        norm = (normalization, norm_weight, norm_bias, eps, weight_offset)
+        y = seam_ops.inference_again(x, weight, bias, *norm)
         if y is not None:
             return y
     if is_traced(x, weight, residual):
-        tensors = tensors_of(x, weight)
-        return handle_torch_function(norm_linear, tensors, x, weight, bias, **named(options))
+        relevant = tensors_of(x, weight)
+        return handle_torch_function(norm_linear, relevant, x, weight, bias, **named(options))
     weights, biases = parameters_of(weight, bias)
     is_plain = (
-        normalization == "layer_norm"
+        is_bare
+        and normalization == "layer_norm"
         and len(weights) == 1
+        and activation is None
+        and statistics is None
         and not (weight_offset or return_norm)
-        and all(each is None for each in (scale, shift, residual, activation, statistics))
     )
     if is_plain:
         y = norm_linear_ops.by_python(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
         results = [y, x] if return_sum else [y]
     else:
-        results = by_python(x, weights, biases, (None, None, None), gated, False, options)
+        results = by_python(x, (weights, biases, (None, None, None), gated, False), options)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
     return _grouped(tuple(results), weight)
@@ -251,7 +255,7 @@ def norm_mlp(
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
     second = (fc2_weight, fc2_bias, residual_out)
-    norm = (normalization, norm_weight, norm_bias, eps, weight_offset, scale, shift, residual)
+    norm = (residual, norm_weight, norm_bias, scale, shift, normalization, eps, weight_offset)
     options = (*norm, activation, statistics, return_sum, return_norm)
     found = compiled.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
     if found is not None:
@@ -266,7 +270,7 @@ def norm_mlp(
             **named(options),
         )
     weights, biases = parameters_of(fc1_weight, fc1_bias)
-    results = by_python(x, weights, biases, second, True, recompute, options)
+    results = by_python(x, (weights, biases, second, True, recompute), options)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -312,9 +316,9 @@ def linear_add(
         )
     invariant = is_batch_invariant()
     if normalization is None:
-        return linear_add_ops.linear_add(x, weight, bias, residual, invariant), None
+        return linear_add_ops.linear_add(Added(x, weight, bias, residual), invariant), None
     if invariant:
-        y = linear_add_ops.linear_add(x, weight, bias, None, True)
+        y = linear_add_ops.linear_add(Added(x, weight, bias), True)
     else:
         y = torch.nn.functional.linear(x, weight, bias)
     exact = checked_eps(normalization, None, eps, y)

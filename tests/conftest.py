@@ -22,6 +22,19 @@ from fused_norm.ops import compiled
 # cuBLAS asks for this where PyTorch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# Files that take a worker longest, in the order in which they begin; the others, of seconds each,
+# fill what is left. The first two wait for different compilers.
+LONGEST = {
+    name: place
+    for place, name in enumerate(
+        [
+            *("test_documents.py", "test_sm90.py", "test_max_door.py", "test_seams.py"),
+            *("test_cross_compile.py", "test_family_registration.py", "test_registration.py"),
+            *("test_compile.py", "test_adoption.py", "test_puzzle.py", "test_node.py"),
+        ]
+    )
+}
+
 # Where no fold is kept, and where one may be.
 FORWARD_WAYS = {
     "folded": (NEW_FOLD, KEPT_FOLD),
@@ -47,12 +60,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out, unless all are asked for, or `-m slow` or a node id names them."""
+    """Begin with what takes longest, and leave slow tests out.
+
+    Slow tests run if all are asked for, or `-m slow` or a node id names them.
+    """
+    items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
+    for item in items:
+        if _is_float16_without_a_gpu(item):
+            item.add_marker(pytest.mark.slow)
     if config.option.all or "slow" in config.option.markexpr or any("::" in a for a in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def _is_float16_without_a_gpu(item: pytest.Item) -> bool:
+    """Return whether a test needs kernels of float16 that only a CPU runs.
+
+    They are float32's in another width, and building them takes two minutes. One file keeps its
+    cases of a norm and a Linear layer.
+    """
+    if torch.cuda.is_available() or item.path.name == "test_layernorm_linear.py":
+        return False
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    found = [v["dtype"] if isinstance(v, dict) and "dtype" in v else v for v in values]
+    return any(v is torch.float16 for v in found)
 
 
 @pytest.fixture(autouse=True)
@@ -123,8 +156,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return node.path()
     if node.compiler() is None:
         pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Of all workers: one builds, and others wait for it.
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path_factory.mktemp("node")))
+        patch.setenv("FUSED_NORM_CACHE_DIR", str(folder / "node"))
         return node.build()
 
 

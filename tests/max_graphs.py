@@ -69,20 +69,23 @@ def name_of(part: str, kind: Kind) -> str:
     return "_".join([part, *kind[: 2 if part == "plain" else 4]])
 
 
-def build(kinds: Sequence[Kind], device: DeviceRef, package: Path) -> Module:
+def build(
+    kinds: Sequence[Kind], device: DeviceRef, package: Path, parts: Sequence[str] = tuple(INPUTS)
+) -> Module:
     """Return a module of the graphs of some kinds.
 
     Args:
         kinds: The kinds.
         device: Where to run.
         package: The ops, as `precompile` leaves them.
+        parts: Which graphs.
     """
     library = KernelLibrary()
     library.load_paths([package])
     module = Module()
     for kind in kinds:
         for part, make in (("forward", _forward), ("backward", _backward), ("plain", _plain)):
-            if part == "plain" and kind.normalization != "layer_norm":
+            if part not in parts or (part == "plain" and kind.normalization != "layer_norm"):
                 continue
             types = {name: _type(name, kind, device) for name in INPUTS[part].split()}
             with Graph(

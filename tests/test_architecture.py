@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import io
 import re
+import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +21,8 @@ CALL_MOJO = (ROOT / "op/call.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
+SEAM_H = (ROOT / "fused_norm/native/seam.h").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
@@ -101,6 +105,63 @@ def test_limits_are_the_same_in_every_language() -> None:
     assert gated == composition.GATED
     parts = re.findall(r"^comptime MOST_PARTS = (\d+)$", PARTS_MOJO, re.M)
     assert [int(most) for most in parts] == [record.MOST_PARTS]
+
+
+def test_operands_are_the_same_in_two_languages() -> None:
+    """Their order, their forms, and the record's names for them and their gradients."""
+    enum = re.search(r"enum Place \{(.*?)\}", SEAM_H, re.S)
+    assert enum is not None
+    *places, end = [name.strip() for name in enum[1].split(",")]
+    named = composition.Operands._fields[:-2]
+    assert [place.lower() for place in places] == list(named)
+    assert end == "NAMED"
+    table = re.findall(r"\{(\w+), Form::(\w+), &Call::(\w+), (?:&Call::(\w+)|nullptr)\}", SEAM_H)
+    assert {place.lower(): form.lower() for place, form, _, _ in table} == composition.FORMS
+    assert list(composition.FORMS) == list(named[1 : 1 + len(composition.FORMS)])
+    fields = {name for name, _ in record.Call._fields_}
+    for place, form, address, gradient in table:
+        name = place.lower()
+        assert address == name
+        assert gradient == ("" if form in ("ROWS", "STATISTICS") else f"d{name}")
+        assert {address, gradient} <= fields | {""}
+
+
+def code_of(path: Path) -> str:
+    """Return a file without its comments and docstrings."""
+    text = path.read_text()
+    if path.suffix == ".mojo":
+        return re.sub(r"#[^\n]*", "", re.sub(r'""".*?"""', "", text, flags=re.S))
+    if path.suffix != ".py":
+        return re.sub(r"//[^\n]*", "", text)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return " ".join(
+        token.string
+        for token in tokens
+        if token.type != tokenize.COMMENT and not token.string.startswith('"""')
+    )
+
+
+# What takes the family to MAX graphs, models, the tutorial and the benchmark: apart in the table.
+APART = {"graphs", "max", "models", "puzzle", "bench"}
+
+
+def test_what_a_modulation_touches_is_what_the_page_says() -> None:
+    """The files that name AdaLN's shift are those of the table, and few."""
+    line = re.search(r"^\| a modulation\b.*\| (\d+) \|$", ARCHITECTURE, re.M)
+    assert line is not None
+    listed = set(re.findall(r"`(\S+)`", line[0]))
+    assert len(listed) == int(line[1]) <= 10
+    named = set()
+    for path in [*(ROOT / "fused_norm").rglob("*"), *(ROOT / "op").rglob("*.mojo")]:
+        place = path.relative_to(ROOT)
+        if path.suffix in (".py", ".h", ".cpp", ".mojo") and not APART & set(place.parts):
+            # Kernels name it as the record's: what else is a shift there shifts something else.
+            words = r"\bd?shift\b|\bSHIFT\b"
+            if path.suffix == ".mojo":
+                words = r"\bcall\.d?shift\b|\bvar d?shift: Int$"
+            if re.search(words, code_of(path), re.M):
+                named.add(str(place))
+    assert named == listed
 
 
 def python_imports() -> dict[str, set[str]]:

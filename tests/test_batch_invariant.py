@@ -26,7 +26,13 @@ Call = Callable[..., Any]
 aten = torch.ops.aten
 
 ROWS = (1, 2, 3, 7, 16, 17, 64, 100, 128, 200, 512, 1024, 4096, 16384)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# On a CPU, the last two run the code of float32, in other widths.
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    pytest.param(torch.float64, marks=pytest.mark.slow),
+]
 
 
 class Parameters:

@@ -87,7 +87,7 @@ def test_a_wrong_version_is_named(
     assert "second" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["minigpt_block", "trimul"])
+@pytest.mark.parametrize("name", [pytest.param("minigpt_block", marks=pytest.mark.slow), "trimul"])
 def test_example_runs(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"]
     # PYTHONPATH: Python looks beside the example alone, where no package is installed.

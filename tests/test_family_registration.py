@@ -133,7 +133,8 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_given_statistics_are_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: Hopper's product finds them again, and they came back in the place of h."""
     from fused_norm.backends import seams
-    from fused_norm.composition import Operands, Results, Seam
+    from fused_norm.call.results import Results
+    from fused_norm.composition import Operands, Seam
 
     rows, width = torch.empty(5, 8, device="meta"), torch.empty(5, device="meta")
     y, mean, rstd, h = (torch.empty_like(v) for v in (rows, width, width, rows))

@@ -11,7 +11,8 @@ from torch import Tensor
 from fused_norm.backends import cpu, passes
 from fused_norm.call.memory import address, dense, empty_statistics
 from fused_norm.call.record import FUSED
-from fused_norm.composition import Operands, Results, Seam, is_gate
+from fused_norm.call.results import Results
+from fused_norm.composition import Operands, Seam, has_sum, is_gate
 
 
 def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
@@ -22,20 +23,19 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
         t: Valid tensors, none of them empty.
         keeps: Whether a backward follows.
     """
-    x, residual, weight, bias = dense(t.x, t.residual, t.weights[0], t.biases[0])
+    x, weight, bias = dense(t.x, t.weights[0], t.biases[0])
     call, kept = passes.norm_call(kind, t, x, x.dtype)
     kernels = cpu.extension("norm_linear_cpu", x.dtype)
     products = weight.shape[0]
     call.N = products // 2 if is_gate(kind.activation) else products
-    total = None if residual is None else torch.empty_like(x)
+    total = torch.empty_like(x) if has_sum(t) else None
     mean, rstd = empty_statistics(x, kind.normalization == "layer_norm") if keeps else (None, None)
     h = None
     if keeps and kind.activation and not kind.recompute:
         h = x.new_empty(*x.shape[:-1], products)
     y = x.new_empty(*x.shape[:-1], call.N)
     call.weight, call.bias, call.y, call.h = map(address, (weight, bias, y, h))
-    call.residual, call.sum = address(residual), address(total)
-    call.mean, call.rstd = address(mean), address(rstd)
+    call.sum, call.mean, call.rstd = map(address, (total, mean, rstd))
     call.activation = passes.number_of(kind.activation)
     call.way, call.invariant = cpu.asked_way(), kind.batch_invariant
     place = ctypes.addressof(call)
@@ -69,12 +69,11 @@ def backward(
         dsum: Gradient that reaches the sum besides, or None.
         wanted: Whether those of x, gamma, beta, the weight and the bias are.
     """
-    x, weight, mean, rstd, dsum = dense(t.x, t.weights[0], t.mean, t.rstd, dsum)
+    x, weight, dsum = dense(t.x, t.weights[0], dsum)
     call, kept = passes.norm_call(kind, t, x, x.dtype)
     kernels = cpu.extension("norm_linear_cpu", x.dtype)
     call.N = weight.shape[0]
-    call.weight, call.mean, call.rstd = map(address, (weight, mean, rstd))
-    call.dy, call.dsum = dh.data_ptr(), address(dsum)
+    call.weight, call.dy, call.dsum = map(address, (weight, dh, dsum))
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
     call.way, call.invariant = cpu.asked_way(), kind.batch_invariant
     place = ctypes.addressof(call)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_norm.backends import cpu, gpu
 from fused_norm.call.memory import address, dense, workspace
 from fused_norm.call.record import Call
-from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
+from fused_norm.composition import ACTIVATIONS, FORMS, NORMALIZATIONS, Operands, Seam, first
 from fused_norm.native import build
 
 Door = Callable[[int], int]
@@ -27,7 +27,6 @@ def normalize(
     t: Operands,
     x: Tensor,
     *,
-    residual: Tensor | None = None,
     total: Tensor | None = None,
     z: Tensor | None = None,
     mean: Tensor | None = None,
@@ -37,25 +36,21 @@ def normalize(
 
     Args:
         kind: Which norm.
-        t: Its parameters, and its statistics if they are known.
+        t: What comes with it, its statistics included if they are known.
         x: Input of shape `[..., K]`.
-        residual: Added to x, or None.
         total: Receives the sum.
         z: Receives the normalized and modulated rows, in its own dtype.
         mean: Receives the mean of each row.
         rstd: Receives the factor of each row.
     """
-    call, parameters = norm_call(kind, t, x, x.dtype if z is None else z.dtype)
+    call, kept = norm_call(kind, t, x, x.dtype if z is None else z.dtype)
     kernels = _kernels(x)
-    given = dense(t.mean, t.rstd)
-    if t.rstd is not None:
-        call.has_statistics = 1
-        call.mean, call.rstd = map(address, given)
-    else:
+    call.has_statistics = t.rstd is not None
+    if not call.has_statistics:
         call.mean, call.rstd = address(mean), address(rstd)
-    call.residual, call.sum, call.z = map(address, (residual, total, z))
+    call.sum, call.z = address(total), address(z)
     _run(kernels.plan_normalize, kernels.normalize, call, x)
-    del given, parameters
+    del kept
 
 
 def normalize_backward(
@@ -66,12 +61,8 @@ def normalize_backward(
     dsum: Tensor | None = None,
     z: Tensor | None = None,
     dy: Tensor | None = None,
-    dx: Tensor | None = None,
-    dgamma: Tensor | None = None,
-    dbeta: Tensor | None = None,
-    dscale: Tensor | None = None,
-    dshift: Tensor | None = None,
     dbias: Tensor | None = None,
+    gradients: dict[str, Tensor] | None = None,
 ) -> None:
     """Write whichever are given of the gradients and, once more, the normalized rows.
 
@@ -82,24 +73,19 @@ def normalize_backward(
         dsum: Gradient that reaches the sum besides, added to dx.
         z: Receives the normalized rows, in the dtype of the weights; may be dz if that is the same.
         dy: Gradient of a product, in the dtype of the weights; needed for dbias.
-        dx: Receives the gradient of the sum.
-        dgamma: Receives that of gamma.
-        dbeta: Receives that of beta.
-        dscale: Receives that of the scale.
-        dshift: Receives that of the shift.
         dbias: Receives the sum over the rows of dy.
+        gradients: By their operands' names, receive those of the sum (x) and of what comes with it.
     """
-    x, mean, rstd = dense(t.x, t.mean, t.rstd)
-    call, parameters = norm_call(kind, t, x, t.weights[0].dtype)
+    (x,) = dense(t.x)
+    call, kept = norm_call(kind, t, x, t.weights[0].dtype)
     kernels = _kernels(x)
-    call.mean, call.rstd, call.dz, call.dsum = map(address, (mean, rstd, dz, dsum))
-    call.z, call.dx = address(z), address(dx)
-    call.dgamma, call.dbeta = address(dgamma), address(dbeta)
-    call.dscale, call.dshift = address(dscale), address(dshift)
+    call.dz, call.dsum, call.z = map(address, (dz, dsum, z))
+    for name, gradient in (gradients or {}).items():
+        setattr(call, f"d{name}", gradient.data_ptr())
     if dy is not None:
         call.N, call.dy, call.dbias = dy.shape[-1], dy.data_ptr(), address(dbias)
     _run(kernels.plan_normalize_backward, kernels.normalize_backward, call, x)
-    del parameters
+    del kept
 
 
 def activate(activation: str, h: Tensor, a: Tensor) -> None:
@@ -144,28 +130,29 @@ def activate_backward(
 def norm_call(
     kind: Seam, t: Operands, x: Tensor, product: torch.dtype
 ) -> tuple[Call, tuple[Tensor | None, ...]]:
-    """Return a record with the norm's half filled in, and what has to outlive the call.
+    """Return a record of a norm and what comes with it, and what has to outlive the call.
 
     Args:
         kind: Which norm.
-        t: Its parameters.
+        t: What comes with it.
         x: What is normalized.
         product: The dtype of the normalized rows.
     """
-    parameters = dense(t.gamma, t.beta, t.scale, t.shift)
+    kept = dense(*(getattr(t, name) for name in FORMS))
     call = _call(x)
     call.x, call.eps, call.weight_offset = x.data_ptr(), kind.eps, kind.weight_offset
     call.normalization = NORMALIZATIONS.index(kind.normalization)
-    call.gamma, call.beta, call.scale, call.shift = map(address, parameters)
-    modulation = t.scale if t.scale is not None else t.shift
-    if modulation is not None:
+    for name, operand in zip(FORMS, kept, strict=True):
+        if operand is not None:
+            setattr(call, name, operand.data_ptr())
+    if (modulation := first(t, "groups")) is not None:
         call.groups = modulation.numel() // call.K
-    affine = t.gamma if t.gamma is not None else t.beta
+    affine = first(t, "features")
     if product is not x.dtype:
         call.narrow = 1 if product is torch.bfloat16 else 2
     elif affine is not None and affine.dtype is not x.dtype:
         call.norm_is_float32 = 1
-    return call, parameters
+    return call, kept
 
 
 def number_of(activation: str) -> int:

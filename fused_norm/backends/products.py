@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fused_norm.backends import cpu, sm90
 from fused_norm.backends.sm90_kernels import is_hopper
-from fused_norm.call.memory import LOW_PRECISION, address, aligned, dense
+from fused_norm.call.memory import LOW_PRECISION, address, aligned, dense, lies_transposed
 from fused_norm.call.record import FUSED, NO_NORM, Call
+from fused_norm.composition import Added
 from fused_norm.native import build
 
 _WHERE = "batch_invariant() needs a CPU, or a Hopper GPU with bfloat16 or float16"
@@ -57,28 +58,35 @@ def _name(device: torch.device) -> str:
 _name.__dict__["_dynamo_marked_constant"] = True
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    invariant: bool,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """Return x weight^T + bias + residual.
+def linear_add(t: Added, invariant: bool = False) -> Tensor:
+    """Return x weight^T + bias + residual: on Hopper by the product itself.
 
     Args:
-        x: Of shape `[..., K]`, not empty.
-        weight: Of shape `[N, K]`.
-        bias: Of shape `[N]`, or None.
-        invariant: Whether a row may depend on no other.
-        residual: Of shape `[..., N]`, or None.
+        t: The tensors, x not empty.
+        invariant: Whether a row's bits may not depend on the other rows.
     """
-    if not invariant:
-        y = F.linear(x, weight, bias)
-        return y if residual is None else y.add_(residual)
-    x, weight, bias, residual = aligned(*dense(x, weight, bias, residual))
+    if invariant:
+        return _invariant(Added(*aligned(*dense(*t))))
+    x, weight, bias, residual = t
+    if residual is None:
+        return F.linear(x, weight, bias)
+    if x.is_cuda and not lies_transposed(weight):
+        y = sm90.linear_add(Added(*dense(*t)))
+        if y is not None:
+            return y
+    if bias is not None:
+        return F.linear(x, weight, bias).add_(residual)
+    # Not a view of the product: FSDP2 warns of modules that return one.
+    y = residual.new_empty(residual.shape)
+    rows = y.view(-1, y.shape[-1])
+    torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t(), out=rows)
+    return y
+
+
+def _invariant(t: Added) -> Tensor:
+    x, weight, bias, residual = t
     if x.is_cuda:
-        added = sm90.linear_add(x, weight, bias, residual, invariant=True)
+        added = sm90.linear_add(t, invariant=True)
         assert added is not None
         return added
     y = x.new_empty(*x.shape[:-1], weight.shape[0])

@@ -11,13 +11,15 @@ from fused_norm.backends import cpu_seam, passes, several, sm90
 from fused_norm.backends.products import input_gradient
 from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, address, aligned, dense, lies_transposed
-from fused_norm.composition import Operands, Seam
+from fused_norm.call.memory import LOW_PRECISION, aligned, dense, lies_transposed
+from fused_norm.composition import WITH_GRADIENT, Operands, Seam, first
 
 Found = list[Tensor | None]
 
 # Where the gradients of the tensors by name stand, in the order of `composition.flat`.
-_X, _, _GAMMA, _BETA, _SCALE, _SHIFT, _MEAN, _, _OUT_WEIGHT, _OUT_BIAS, _, _NAMED = range(12)
+_GAMMA, _BETA, _OUT_WEIGHT, _OUT_BIAS, _NAMED = map(
+    Operands._fields.index, ("gamma", "beta", "out_weight", "out_bias", "weights")
+)
 
 
 def backward(
@@ -77,7 +79,7 @@ class _Backward:
         self.dnorm = self.das.pop() if kind.returns_norm else None
         self.dsum = self.das.pop() if kind.returns_sum else None
         self.dhs: Found = []
-        self.wants_norm = any(wanted[:_MEAN])
+        self.wants_norm = any(wanted[: len(WITH_GRADIENT)])
         self.wants_weight = any(wanted[_NAMED : self.biases])
         self.wants_bias = any(wanted[self.biases :])
 
@@ -148,12 +150,12 @@ class _Backward:
     def _by_product(self) -> bool:
         """Run the kernels that have both products; return False where they decline."""
         kind, t, dh, main_grad = self.kind, self.t, self.dhs[0], self.main_grads[0]
-        has_modulation = t.scale is not None or t.shift is not None
-        if self.count > 1 or has_modulation or self.dnorm is not None or dh is None:
+        is_modulated = first(t, "groups") is not None
+        if self.count > 1 or is_modulated or self.dnorm is not None or dh is None:
             return False
         if not has_product(kind, t):
             return False
-        places = (_X, _GAMMA, _BETA, _NAMED, self.biases)
+        places = (0, _GAMMA, _BETA, _NAMED, self.biases)
         wanted = [self.wanted[place] and self.found[place] is None for place in places]
         if not any(wanted):
             return True
@@ -230,26 +232,17 @@ class _Backward:
     def _passed_rows(self) -> Tensor | None:
         """Return the normalized rows where one kernel finds the norm's gradients with them."""
         t, kind = self.t, self.kind
-        goes_on = self.wanted[_X] and self.wants_weight and self.dsum is None
-        is_bare = t.scale is None and t.shift is None and self.dnorm is None
+        goes_on = self.wanted[0] and self.wants_weight and self.dsum is None
+        is_bare = first(t, "groups") is None and self.dnorm is None
         if self.count == 1 or kind.batch_invariant or not (goes_on and is_bare):
             return None
-        x, mean, rstd = dense(t.x, t.mean, t.rstd)
+        (x,) = dense(t.x)
         planned = several.PassedRows.planned(self.dhs, t.weights, x, norm_of(kind)[0])
         if planned is None:
             return None
-        norm, parameters = passes.norm_call(kind, t, x, x.dtype)
-        norm.mean, norm.rstd = address(mean), address(rstd)
-        places = {"dx": _X, "dgamma": _GAMMA, "dbeta": _BETA}
-        results = {
-            name: torch.empty_like(like, memory_format=torch.contiguous_format)
-            for (name, place), like in zip(places.items(), (t.x, t.gamma, t.beta), strict=True)
-            if self.wanted[place] and like is not None
-        }
-        z = planned.run(norm, results)
-        del parameters
-        for name, gradient in results.items():
-            self.found[places[name]] = gradient
+        norm, kept = passes.norm_call(kind, t, x, x.dtype)
+        z = planned.run(norm, self._results())
+        del kept
         return z
 
     def _gradient_of_norm(self) -> Tensor:
@@ -277,19 +270,23 @@ class _Backward:
                 dz.addmm_(dh, weight)
         return x.new_zeros(self.rows, x.shape[-1]) if dz is None else dz
 
+    def _results(self) -> dict[str, Tensor]:
+        """Return memory for the gradients of the sum (x) and of what comes with it, by name."""
+        results: dict[str, Tensor] = {}
+        for place, name in enumerate(WITH_GRADIENT):
+            like = getattr(self.t, name)
+            if self.wanted[place] and like is not None:
+                found = torch.empty_like(like, memory_format=torch.contiguous_format)
+                results[name] = self.found[place] = found
+        return results
+
     def _norm_backward(self, dz: Tensor | None, z: Tensor | None, dbias: Tensor | None) -> None:
         """Find the gradients of x and of the norm's parameters, and write z and dbias."""
         t = self.t
-        places = {"dx": _X, "dgamma": _GAMMA, "dbeta": _BETA, "dscale": _SCALE, "dshift": _SHIFT}
-        tensors = (t.x, t.gamma, t.beta, t.scale, t.shift)
-        results: dict[str, Tensor] = {}
-        for (name, place), like in zip(places.items(), tensors, strict=True):
-            if dz is not None and self.wanted[place] and like is not None:
-                found = torch.empty_like(like, memory_format=torch.contiguous_format)
-                results[name] = self.found[place] = found
+        results = {} if dz is None else self._results()
         dy = None if dbias is None else self.dhs[0]
         passes.normalize_backward(
-            self.kind, t, dz, dsum=self.dsum, z=z, dy=dy, dbias=dbias, **results
+            self.kind, t, dz, dsum=self.dsum, z=z, dy=dy, dbias=dbias, gradients=results
         )
 
 

@@ -13,11 +13,21 @@ import torch
 from torch import Tensor
 
 from fused_norm.backends import cpu, cpu_seam, passes, several, sm90
-from fused_norm.backends.products import linear
+from fused_norm.backends.products import linear_add
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import aligned, dense, empty_statistics, lies_transposed
+from fused_norm.call.memory import aligned, dense, empty_statistics
 from fused_norm.call.record import MOST_PARTS
-from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, is_gate
+from fused_norm.call.results import Results
+from fused_norm.composition import (
+    NAMES,
+    NORMALIZATIONS,
+    Added,
+    Operands,
+    Seam,
+    first,
+    has_sum,
+    is_gate,
+)
 
 
 def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
@@ -31,7 +41,8 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
     results = _by_product(kind, t, keeps) or _around_products(kind, t, keeps)
     if t.out_weight is None:
         return results
-    return results._replace(outputs=[_second_linear(kind, results.outputs[0], t)])
+    second = Added(results.outputs[0], t.out_weight, t.out_bias, t.out_residual)
+    return results._replace(outputs=[linear_add(second, kind.batch_invariant)])
 
 
 def has_product(kind: Seam, t: Operands) -> bool:
@@ -57,8 +68,8 @@ def _by_product(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     if t.x.is_cpu:
         return cpu_seam.forward(kind, t, keeps) if is_one and t.rstd is None else None
     # On a GPU a product finds statistics on its way sooner than a pass applies given ones.
-    is_bare = t.residual is None and t.scale is None and t.shift is None
     are_apart = is_one or _are_several(kind, t)
+    is_bare = first(t, "rows", "groups") is None
     if not is_bare or not (are_apart or _is_pair(kind, t)):
         return None
     found = _on_hopper(kind, t, keeps, kind.activation) if kind.activation else None
@@ -105,20 +116,24 @@ def norm_of(kind: Seam) -> tuple[int, float]:
 
 def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
     """Compute a call but for its second Linear layer by row passes around products."""
-    x, residual = _rows(kind, t.x, t.residual)
+    t = _rows(kind, t)
+    (x,) = dense(t.x)
     z = torch.empty_like(x, dtype=t.weights[0].dtype)
-    total = None if residual is None else torch.empty_like(x)
+    total = torch.empty_like(x) if has_sum(t) else None
     mean = rstd = None
     if keeps and t.rstd is None:
         mean, rstd = empty_statistics(x, kind.normalization == "layer_norm")
-    passes.normalize(kind, t, x, residual=residual, total=total, z=z, mean=mean, rstd=rstd)
+    passes.normalize(kind, t, x, total=total, z=z, mean=mean, rstd=rstd)
     return _results(kind, products_of(kind, z, t), total, z, mean, rstd, keeps)
 
 
-def _rows(kind: Seam, *rows: Tensor | None) -> tuple[Tensor, ...]:
-    """Return rows as passes read them; as passes read them anywhere, if none may depend on that."""
-    found = dense(*rows)
-    return aligned(*found) if kind.batch_invariant else found
+def _rows(kind: Seam, t: Operands) -> Operands:
+    """Return a call whose rows passes read as they do anywhere, if none may depend on that."""
+    if not kind.batch_invariant:
+        return t
+    names = ("x", *NAMES["rows"])
+    rows = aligned(*dense(*(getattr(t, name) for name in names)))
+    return t._replace(**dict(zip(names, rows, strict=True)))
 
 
 def _results(
@@ -149,7 +164,8 @@ def products_of(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
             return found
     if kind.batch_invariant or not kind.is_joined or len(t.weights) == 1:
         products = [
-            linear(z, w, b, kind.batch_invariant) for w, b in zip(t.weights, t.biases, strict=True)
+            linear_add(Added(z, w, b), kind.batch_invariant)
+            for w, b in zip(t.weights, t.biases, strict=True)
         ]
         return [torch.cat(products, -1)] if kind.is_joined and len(products) > 1 else products
     sizes = [weight.shape[0] for weight in t.weights]
@@ -166,7 +182,8 @@ def products_of(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
 
 def recomputed(kind: Seam, t: Operands) -> Sequence[Tensor]:
     """Return the products of a call once more, from x or the sum and its statistics."""
-    (x,) = _rows(kind, t.x)
+    t = _rows(kind, t)
+    (x,) = dense(t.x)
     z = torch.empty_like(x, dtype=t.weights[0].dtype)
     passes.normalize(kind, t, x, z=z)
     return products_of(kind, z, t)
@@ -180,39 +197,3 @@ def activated(kind: Seam, h: Tensor) -> Tensor:
     a = h.new_empty(*h.shape[:-1], h.shape[-1] // halves)
     passes.activate(kind.activation, h, a)
     return a
-
-
-def _second_linear(kind: Seam, a: Tensor, t: Operands) -> Tensor:
-    assert t.out_weight is not None
-    return linear_add(a, t.out_weight, t.out_bias, t.out_residual, kind.batch_invariant)
-
-
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    invariant: bool = False,
-) -> Tensor:
-    """Return a Linear layer's result with a residual added: on Hopper by the product itself.
-
-    Args:
-        x: Of shape `[..., K]`, not empty.
-        weight: Of shape `[N, K]`.
-        bias: Of shape `[N]`, or None.
-        residual: Of shape `[..., N]`, or None.
-        invariant: Whether a row's bits may not depend on the other rows.
-    """
-    if residual is None or invariant:
-        return linear(x, weight, bias, invariant, residual)
-    if x.is_cuda and not lies_transposed(weight):
-        y = sm90.linear_add(*dense(x, weight, bias, residual))
-        if y is not None:
-            return y
-    if bias is None:
-        # Not a view of the product: FSDP2 warns of modules that return one.
-        y = residual.new_empty(residual.shape)
-        rows = y.view(-1, y.shape[-1])
-        torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t(), out=rows)
-        return y
-    return linear(x, weight, bias, False, residual)

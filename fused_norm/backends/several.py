@@ -124,13 +124,13 @@ class PassedRows:
 
         Args:
             norm: A record with the norm's half filled in, mean and rstd included.
-            results: Where dx, and dgamma and dbeta if they are wanted, go to.
+            results: By their operands' names, receive the gradients of x, gamma and beta.
         """
         call, dy = self._call, self._held[1]
         for name in ("mean", "rstd", "gamma", "beta", "weight_offset", "norm_is_float32"):
             setattr(call, name, getattr(norm, name))
         for name, gradient in results.items():
-            setattr(call, name, gradient.data_ptr())
+            setattr(call, f"d{name}", gradient.data_ptr())
         z = dy.new_empty(call.M, call.K)
         scratch = workspace(call.workspace_bytes, dy.device)
         call.dz, call.workspace = z.data_ptr(), scratch.data_ptr()

@@ -62,6 +62,7 @@ from fused_norm.call.record import (
     X,
     Y,
 )
+from fused_norm.composition import Added
 
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
@@ -167,22 +168,14 @@ def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
     return fold.tensors
 
 
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    invariant: bool = False,
-) -> Tensor | None:
+def linear_add(t: Added, invariant: bool = False) -> Tensor | None:
     """Return x weight^T + bias + residual by one product; None where PyTorch's ops are to do it.
 
     Args:
-        x: Dense `[..., K]` on a GPU.
-        weight: Dense `[N, K]`.
-        bias: Dense `[N]`, or None.
-        residual: Dense `[..., N]`, or None.
+        t: The tensors, dense and on a GPU.
         invariant: Whether a row's bits may not depend on the other rows.
     """
+    x, weight, bias, residual = t
     M, (N, K) = x.numel() // x.shape[-1], weight.shape
     if not may_add(x, N, K):
         return None

@@ -134,7 +134,7 @@ std::optional<Seam> seam_of(PyObject* const* arguments, const Operands& t) {
   if (!PyFloat_CheckExact(arguments[OFFSET])) return std::nullopt;
   kind.weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
   kind.is_joined = arguments[IS_JOINED] == Py_True;
-  kind.returns_sum = t[RESIDUAL].defined() && arguments[RETURN_SUM] == Py_True;
+  kind.returns_sum = t.has_sum() && arguments[RETURN_SUM] == Py_True;
   kind.returns_norm = arguments[RETURN_NORM] == Py_True;
   kind.recompute = arguments[RECOMPUTE] == Py_True;
   return kind;
@@ -201,7 +201,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const auto folds = keeping(*t, keeps, conditions.is_alone, conditions.promise);
   const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
-  if (keeps) kind->returns_sum = (*t)[RESIDUAL].defined();
+  if (keeps) kind->returns_sum = t->has_sum();
   Results results;
   {
     RECORD_USER_SCOPE(

@@ -34,6 +34,35 @@ enum Place {
   X, RESIDUAL, GAMMA, BETA, SCALE, SHIFT, MEAN, RSTD, OUT_WEIGHT, OUT_BIAS, OUT_RESIDUAL, NAMED
 };
 
+// As FORMS in composition.py, which says what each is.
+enum class Form { ROWS, FEATURES, GROUPS, STATISTICS };
+
+// An operand that comes with the norm: its form, and where the record has it and its gradient.
+// That of a summand of x is that of x.
+struct OfNorm {
+  Place place;
+  Form form;
+  void* Call::*address;
+  void* Call::*gradient;
+};
+
+constexpr OfNorm OF_NORM[] = {
+    {RESIDUAL, Form::ROWS, &Call::residual, nullptr},
+    {GAMMA, Form::FEATURES, &Call::gamma, &Call::dgamma},
+    {BETA, Form::FEATURES, &Call::beta, &Call::dbeta},
+    {SCALE, Form::GROUPS, &Call::scale, &Call::dscale},
+    {SHIFT, Form::GROUPS, &Call::shift, &Call::dshift},
+    {MEAN, Form::STATISTICS, &Call::mean, nullptr},
+    {RSTD, Form::STATISTICS, &Call::rstd, nullptr}};
+
+// Whether a place is that of something that is added to x.
+constexpr bool is_summand(size_t place) {
+  for (const auto& o : OF_NORM) {
+    if (o.place == place) return o.form == Form::ROWS;
+  }
+  return false;
+}
+
 // The tensors of a call, undefined for None.
 struct Operands {
   Tensors flat;
@@ -52,16 +81,24 @@ struct Operands {
   const Tensor& bias(size_t i) const {
     return flat[NAMED + count() + i];
   }
-  // The norm's parameters share a dtype.
-  const Tensor& affine() const {
-    return flat[GAMMA].defined() ? flat[GAMMA] : flat[BETA];
+  bool has(Form form) const {
+    return std::any_of(std::begin(OF_NORM), std::end(OF_NORM), [&](const OfNorm& o) {
+      return o.form == form && flat[o.place].defined();
+    });
   }
-  bool has_modulation() const {
-    return flat[SCALE].defined() || flat[SHIFT].defined();
+  bool has_sum() const {
+    return has(Form::ROWS);
+  }
+  // The norm's parameters share a dtype.
+  at::ScalarType norm_dtype() const {
+    for (const auto& o : OF_NORM) {
+      if (o.form == Form::FEATURES && flat[o.place].defined()) return flat[o.place].scalar_type();
+    }
+    return flat[X].scalar_type();
   }
   // Whether nothing comes before the norm, or between it and the Linear layers.
   bool is_bare() const {
-    return !flat[RESIDUAL].defined() && !has_modulation();
+    return !has_sum() && !has(Form::GROUPS);
   }
   // Whether there are two weights of a size, of which one may gate the other.
   bool is_pair() const {
@@ -153,27 +190,24 @@ inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
   const Plain is_plain(x);
   if (!is_plain.is_kind(x) || !x.dim() || !x.numel()) return std::nullopt;
   const auto dtype = x.scalar_type(), wide = statistics_dtype(dtype);
-  const auto norm = t.affine().defined() ? t.affine().scalar_type() : dtype;
+  const auto norm = t.norm_dtype();
   const auto shape = x.sizes(), rows = shape.slice(0, shape.size() - 1);
   Sizes sizes{0, shape.back(), 0, 0};
   const int64_t K = sizes.K;
   sizes.M = x.numel() / K;
-  if (K > LONGEST_ROW || !is_plain.is(x) || !has_kernel(x, norm) ||
-      !is_plain.may_be(t[RESIDUAL], shape, dtype) || !is_plain.may_be(t[GAMMA], K, norm) ||
-      !is_plain.may_be(t[BETA], K, norm) || !is_plain.may_be(t[MEAN], rows, wide) ||
-      !is_plain.may_be(t[RSTD], rows, wide)) {
-    return std::nullopt;
-  }
-  for (const auto place : {SCALE, SHIFT}) {
-    const Tensor& v = t[place];
-    if (!v.defined()) continue;
-    if (!is_plain.is(v)) return std::nullopt;
+  if (K > LONGEST_ROW || !is_plain.is(x) || !has_kernel(x, norm)) return std::nullopt;
+  const auto fits = [&](const Tensor& v, Form form) {
+    if (form == Form::ROWS) return is_plain(v, shape, dtype);
+    if (form == Form::FEATURES) return is_plain(v, K, norm);
+    if (form == Form::STATISTICS) return is_plain(v, rows, wide);
+    if (!is_plain.is(v) || v.scalar_type() != dtype) return false;
     const auto groups = groups_of(v, shape);
-    if (!groups || groups > MOST_GROUPS || (sizes.groups && sizes.groups != groups) ||
-        v.scalar_type() != dtype) {
-      return std::nullopt;
-    }
+    const bool is_alike = !sizes.groups || sizes.groups == groups;
     sizes.groups = groups;
+    return is_alike && groups && groups <= MOST_GROUPS;
+  };
+  for (const auto& o : OF_NORM) {
+    if (t[o.place].defined() && !fits(t[o.place], o.form)) return std::nullopt;
   }
   int64_t N = 0;
   for (size_t i = 0; i < t.count(); ++i) {
@@ -200,7 +234,7 @@ inline std::optional<Sizes> sizes_of(const Seam& kind, const Operands& t) {
   return sizes;
 }
 
-// A record with the norm's half filled in, for a CPU or a launcher.
+// A record of a norm and what comes with it, for a CPU or a launcher.
 inline Call norm_call(const Seam& kind, const Operands& t, const Sizes& sizes, int64_t context) {
   Call call{};
   call.M = sizes.M;
@@ -211,12 +245,9 @@ inline Call norm_call(const Seam& kind, const Operands& t, const Sizes& sizes, i
   call.x = address(t[X]);
   call.normalization = kind.normalization;
   call.weight_offset = kind.weight_offset;
-  call.gamma = address(t[GAMMA]);
-  call.beta = address(t[BETA]);
   call.groups = sizes.groups;
-  call.scale = address(t[SCALE]);
-  call.shift = address(t[SHIFT]);
-  call.norm_is_float32 = t.affine().defined() && t.affine().scalar_type() != t[X].scalar_type();
+  call.norm_is_float32 = t.norm_dtype() != t[X].scalar_type();
+  for (const auto& o : OF_NORM) call.*o.address = address(t[o.place]);
   return call;
 }
 

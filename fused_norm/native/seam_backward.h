@@ -145,15 +145,13 @@ class Backward {
   // Runs the kernels that have both products; false where they decline.
   bool by_product() {
     const auto& product = kernels_.product;
-    if (!product.plan_backward || t_.count() > 1 || t_.has_modulation() || dnorm_.defined() ||
+    if (!product.plan_backward || t_.count() > 1 || t_.has(Form::GROUPS) || dnorm_.defined() ||
         !dhs_[0].defined() || (!t_[X].is_cpu() && dsum_.defined())) {
       return false;
     }
     auto call = norm_call(kind_, t_, sizes_, product.context);
     call.N = sizes_.N;
     call.weight = address(t_.weight(0));
-    call.mean = address(t_[MEAN]);
-    call.rstd = address(t_[RSTD]);
     call.dy = address(dhs_[0]);
     call.dsum = address(dsum_);
     struct Result {
@@ -238,25 +236,17 @@ class Backward {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
     if (!product.passed_rows || t_.count() == 1 || !wanted_[X] || !wants_weight_ ||
-        t_.has_modulation() || dsum_.defined() || dnorm_.defined()) {
+        t_.has(Form::GROUPS) || dsum_.defined() || dnorm_.defined()) {
       return {};
     }
     auto call = norm_call(kind_, t_, sizes_, product.context);
     Parts parts(call);
     if (!give_gradients(call, parts, dhs_, t_)) return {};
-    call.mean = address(t_[MEAN]);
-    call.rstd = address(t_[RSTD]);
     call.dx = WANTED;
     if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
-    const std::pair<Place, void*&> results[] = {
-        {X, call.dx}, {GAMMA, call.dgamma}, {BETA, call.dbeta}};
-    for (const auto& [place, address] : results) {
-      if (!wanted_[place]) continue;
-      found_[place] = at::empty(t_[place].sizes(), t_[place].options());
-      address = found_[place].data_ptr();
-    }
+    find_results(call);
     const auto z = at::empty({sizes_.M, sizes_.K}, x.options());
-    call.dz = z.data_ptr();
+    call.dz = address(z);
     const auto workspace = workspace_of(call, x);
     launch(product.passed_rows, call, x);
     return z;
@@ -280,10 +270,21 @@ class Backward {
     return dz.defined() ? dz : at::zeros({sizes_.M, sizes_.K}, t_[X].options());
   }
 
+  // Gives a record memory for the gradients of x and of what comes with the norm.
+  void find_results(Call& call) {
+    const auto find = [&](Place place, void* Call::*gradient) {
+      if (!wanted_[place]) return;
+      found_[place] = at::empty(t_[place].sizes(), t_[place].options());
+      call.*gradient = found_[place].data_ptr();
+    };
+    find(X, &Call::dx);
+    for (const auto& o : OF_NORM) {
+      if (o.gradient) find(o.place, o.gradient);
+    }
+  }
+
   void norm_backward(const Tensor& dz, const Tensor& z, const Tensor& dbias) {
     auto call = norm_call(kind_, t_, sizes_, kernels_.passes.context);
-    call.mean = address(t_[MEAN]);
-    call.rstd = address(t_[RSTD]);
     call.dz = address(dz);
     call.dsum = address(dsum_);
     call.z = address(z);
@@ -292,14 +293,7 @@ class Backward {
       call.dy = address(dhs_[0]);
       call.dbias = address(dbias);
     }
-    const std::pair<Place, void*&> results[] = {
-        {X, call.dx}, {GAMMA, call.dgamma}, {BETA, call.dbeta}, {SCALE, call.dscale},
-        {SHIFT, call.dshift}};
-    for (const auto& [place, address] : results) {
-      if (!wanted_[place] || !dz.defined()) continue;
-      found_[place] = at::empty(t_[place].sizes(), t_[place].options());
-      address = found_[place].data_ptr();
-    }
+    if (dz.defined()) find_results(call);
     fused_norm::run(
         kernels_.passes.plan_normalize_backward, kernels_.passes.normalize_backward, call, t_[X]);
   }

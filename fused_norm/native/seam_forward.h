@@ -74,16 +74,12 @@ inline Tensor normalized(
   const auto z = at::empty(t[X].sizes(), t[X].options());
   call.z = address(z);
   call.has_statistics = t[RSTD].defined();
-  if (call.has_statistics) {
-    call.mean = address(t[MEAN]);
-    call.rstd = address(t[RSTD]);
-  } else if (results) {
-    call.mean = address(results->mean);
-    call.rstd = address(results->rstd);
-  }
   if (results) {
-    call.residual = address(t[RESIDUAL]);
     call.sum = address(results->sum);
+    if (!call.has_statistics) {
+      call.mean = address(results->mean);
+      call.rstd = address(results->rstd);
+    }
   }
   run(passes.plan_normalize, passes.normalize, call, t[X]);
   return z;
@@ -125,7 +121,6 @@ inline bool forward_by_product(
     call.up = is_pair ? address(t.weight(1)) : after(call.weight, size * sizes.K);
     call.up_bias = is_pair ? address(t.bias(1)) : after(call.bias, size);
   }
-  call.residual = address(t[RESIDUAL]);
   call.sum = address(results.sum);
   call.mean = address(results.mean);
   call.rstd = address(results.rstd);
@@ -220,7 +215,7 @@ inline Results forward(
     if (kind.has_mean()) results.mean = at::empty(shape, wide);
     results.rstd = at::empty(shape, wide);
   }
-  if (t[RESIDUAL].defined()) results.sum = at::empty(x.sizes(), x.options());
+  if (t.has_sum()) results.sum = at::empty(x.sizes(), x.options());
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);

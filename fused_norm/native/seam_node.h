@@ -16,7 +16,7 @@ class SeamBackward : public torch::autograd::Node {
  public:
   SeamBackward(const Seam& kind, const Operands& t, const Kernels& kernels)
       : kind_(kind), kernels_(kernels), stream_(current_stream(t[X].device())),
-        edges_(t.flat.size()) {
+        has_sum_(t.has_sum()), edges_(t.flat.size()) {
     torch::autograd::edge_list edges;
     for (size_t place = 0; place < t.flat.size(); ++place) {
       edges_[place] = -1;
@@ -39,7 +39,10 @@ class SeamBackward : public torch::autograd::Node {
     } else {
       keep(X, t[X]);
     }
-    for (const auto place : {GAMMA, BETA, SCALE, SHIFT, OUT_WEIGHT}) keep(place, t[place]);
+    for (const auto& o : OF_NORM) {
+      if (o.gradient) keep(o.place, t[o.place]);
+    }
+    keep(OUT_WEIGHT, t[OUT_WEIGHT]);
     keep(MEAN, results.mean.defined() ? results.mean : t[MEAN]);
     keep(RSTD, results.rstd.defined() ? results.rstd : t[RSTD]);
     for (size_t i = 0; i < t.count(); ++i) keep(NAMED + i, t.weight(i));
@@ -70,8 +73,8 @@ class SeamBackward : public torch::autograd::Node {
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     for (size_t i = 0; i < saved_.size(); ++i) {
-      // Of x and a residual the sum is saved, which is a result.
-      args.collect(saved_[i], /*is_output=*/places_[i] == X && edges_[RESIDUAL] >= 0);
+      // Of x and what is added to it the sum is saved, which is a result.
+      args.collect(saved_[i], /*is_output=*/places_[i] == X && has_sum_);
     }
     for (const int place : places_) args.collect(static_cast<int64_t>(place));
     for (const int edge : edges_) args.collect(static_cast<int64_t>(edge));
@@ -117,12 +120,13 @@ class SeamBackward : public torch::autograd::Node {
     return edges_[place] >= 0 && task_should_compute_output(edges_[place]);
   }
 
-  // Both summands get the same gradient, and what is added at the end that of the output.
+  // All summands get the same gradient, and what is added at the end that of the output.
   Wanted wanted_places() const {
     Wanted wanted(edges_.size());
-    for (size_t place = 0; place < wanted.size(); ++place) wanted[place] = is_wanted(place);
-    wanted[X] = wanted[X] || wanted[RESIDUAL];
-    wanted[RESIDUAL] = wanted[OUT_RESIDUAL] = false;
+    for (size_t place = 0; place < wanted.size(); ++place) {
+      if (!is_wanted(place) || place == OUT_RESIDUAL) continue;
+      wanted[is_summand(place) ? X : place] = true;
+    }
     return wanted;
   }
 
@@ -131,7 +135,7 @@ class SeamBackward : public torch::autograd::Node {
     for (size_t place = 0; place < found.size(); ++place) {
       if (!is_wanted(place)) continue;
       results[edges_[place]] = place == OUT_RESIDUAL ? gradients[0]
-          : place == RESIDUAL                        ? found[X]
+          : is_summand(place)                        ? found[X]
                                                      : found[place];
     }
     return results;
@@ -180,6 +184,7 @@ class SeamBackward : public torch::autograd::Node {
   Seam kind_;
   Kernels kernels_;
   std::optional<c10::Stream> stream_;
+  bool has_sum_;
   // The edge of each place, -1 for none; and the place of each tensor saved, past the last for a
   // product.
   c10::SmallVector<int, 16> edges_;

@@ -21,12 +21,8 @@ _NORMS = {name: number for number, name in enumerate(NORMALIZATIONS)}
 _NUMBERS: dict[Any, int] = {None: 0, **{name: number for name, (number, _) in ACTIVATIONS.items()}}
 _NAMED = Operands._fields[:-2]
 _OUT_BIAS = _NAMED.index("out_bias")
-# The options of `norm_linear` in their order, and what they are if not given.
-OPTIONS: dict[str, Any] = {
-    **{"normalization": NORMALIZATIONS[0], "norm_weight": None, "norm_bias": None, "eps": 1e-5},
-    **{"weight_offset": 0.0, "scale": None, "shift": None, "residual": None, "activation": None},
-    **{"statistics": None, "return_sum": False, "return_norm": False},
-}
+# What LayerNorm + Linear has not, of the tensors by name: all after beta.
+_ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 
 
@@ -84,15 +80,14 @@ def forward(
         x: As `functional.norm_linear` takes it, like all that is not listed.
         weight: A weight, or several.
         bias: A bias or None, or as many.
-        options: Those of `norm_linear`, in the order of OPTIONS.
+        options: Those of a norm, in the order of OPTIONS.
         second: Weight and bias of a Linear layer after the activation, and what is added to it.
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
     if torch.compiler.is_compiling() or is_batch_invariant() or (run := module()) is None:
         return None
-    normalization, gamma, beta, eps, offset, scale, shift, residual, *rest = options
-    activation, statistics, return_sum, return_norm = rest
+    *tensors, normalization, eps, offset, activation, statistics, return_sum, return_norm = options
     mean = rstd = None
     if statistics is not None:
         mean, rstd, of, found_with = statistics
@@ -104,7 +99,7 @@ def forward(
         return None
     try:
         return run.forward(
-            *(x, residual, gamma, beta, scale, shift, mean, rstd, *second, weight, bias),
+            *(x, *tensors, mean, rstd, *second, weight, bias),
             *(norm, number, eps, offset, joined, return_sum, return_norm, recompute),
         )
     except BuildError:
@@ -131,7 +126,7 @@ def layernorm_linear(
         return None
     try:
         found: Tensor | None = run.forward(
-            *(x, None, gamma, beta, None, None, None, None, None, None, None, weight, bias),
+            *(x, None, gamma, beta, *_ABSENT, weight, bias),
             *(0, 0, eps, 0.0, False, False, False, False),
         )
     except BuildError:

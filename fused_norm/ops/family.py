@@ -10,20 +10,30 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
-from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam, is_gate
+from fused_norm.composition import (
+    ACTIVATIONS,
+    NORMALIZATIONS,
+    OPTIONS,
+    Operands,
+    Seam,
+    has_sum,
+    is_gate,
+)
 from fused_norm.ops import compiled
 from fused_norm.ops import seam as seam_ops
 from fused_norm.ops.invariance import is_batch_invariant
 
 # Weight and bias of a Linear layer after the activation, and what is added to it.
 Second = tuple[Tensor | None, Tensor | None, Tensor | None]
+# The Linear layers of a call, as `family_call` takes them one by one.
+Layers = tuple[list[Tensor], list[Tensor | None], Second, bool, bool]
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def named(options: Sequence[Any]) -> dict[str, Any]:
     """Return options by their names."""
-    return dict(zip(compiled.OPTIONS, options, strict=True))
+    return dict(zip(OPTIONS, options, strict=True))
 
 
 def family_call(
@@ -57,42 +67,34 @@ def family_call(
             owners=owners,
             **options,
         )
-    values = tuple([options.get(name, default) for name, default in compiled.OPTIONS.items()])
+    values = tuple([options.get(name, default) for name, default in OPTIONS.items()])
     if owners is None:
         found = compiled.forward(x, weights, biases, values, second, joined, recompute)
         if found is not None:
             return [found] if isinstance(found, Tensor) else list(found)
-    return by_python(x, weights, biases, second, joined, recompute, values, owners)
+    return by_python(x, (weights, biases, second, joined, recompute), values, owners)
 
 
 def by_python(
     x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    second: Second,
-    joined: bool,
-    recompute: bool,
+    layers: Layers,
     options: Sequence[Any],
     owners: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
     """Do the same without C++.
 
     Args:
-        x: As `family_call` takes it, like all that is not listed.
-        weights: Of the Linear layers on the norm.
-        biases: One for each weight, or None.
-        second: A Linear layer after the activation.
-        joined: Whether all products are one output.
-        recompute: Whether the backward computes h again.
-        options: All of them, in their order.
+        x: Input of shape `[..., K]`.
+        layers: The Linear layers.
+        options: All of them, in the order of OPTIONS.
         owners: Parameters that have a `main_grad`.
 
     Raises:
         ValueError: If an option is not known, does not go with the weights, or statistics are for
             another norm.
     """
-    normalization, gamma, beta, eps, offset, scale, shift, residual, *rest = options
-    activation, statistics, return_sum, return_norm = rest
+    weights, biases, second, joined, recompute = layers
+    *tensors, normalization, eps, offset, activation, statistics, return_sum, return_norm = options
     exact = checked_eps(normalization, activation, eps, x)
     if len(weights) > 2 and activation is not None and is_gate(activation):
         raise ValueError(f"{activation} takes one weight or a pair of them, got {len(weights)}")
@@ -104,20 +106,20 @@ def by_python(
                 f"statistics are for normalization={of!r} and eps={found_with}, "
                 f"but got normalization={normalization!r} and eps={exact}"
             )
+    t = Operands._make((x, *tensors, mean, rstd, *second, weights, biases))
     kind = Seam(
         normalization,
         activation or "",
         exact,
         float(offset),
         joined,
-        return_sum and residual is not None,
+        return_sum and has_sum(t),
         return_norm,
         recompute,
         is_batch_invariant(),
     )
-    norm = (gamma, beta, scale, shift, mean, rstd)
-    results = seam_ops.call(kind, Operands(x, residual, *norm, *second, weights, biases), owners)
-    if return_sum and residual is None:
+    results = seam_ops.call(kind, t, owners)
+    if return_sum and not has_sum(t):
         results.insert(len(results) - return_norm, x)
     return results
 

@@ -8,13 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.backends import seams
+from fused_norm.backends import products
 from fused_norm.backends.products import require_invariant
 from fused_norm.backends.sm90 import may_add
+from fused_norm.composition import Added
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import is_watched, may_follow, register
 from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
+
+
+def _compute(*arguments: Any) -> Tensor:
+    return products.linear_add(Added(*arguments[:4]), *arguments[4:])
 
 
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -24,7 +29,7 @@ def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 _op = register(
     "linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
     "bool batch_invariant=False) -> Tensor",
-    seams.linear_add,
+    _compute,
     _fake,
 )
 count_flops("linear_add", lambda x, weight, *_: 2 * x.numel() * weight.shape[0])
@@ -69,28 +74,20 @@ class LinearAdd(torch.autograd.Function):
 _apply = super(torch.autograd.Function, LinearAdd).apply
 
 
-def linear_add(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    invariant: bool = False,
-) -> Tensor:
+def linear_add(t: Added, invariant: bool = False) -> Tensor:
     """Return residual + x weight^T + bias: by one product where that is faster.
 
     Args:
-        x: Of shape `[..., K]`.
-        weight: Of shape `[N, K]`.
-        bias: Of shape `[N]`, or None.
-        residual: Of shape `[..., N]`, or None where a row may depend on no other.
+        t: The tensors; there is no residual only where a row may depend on no other.
         invariant: Whether a row may depend on no other.
 
     Raises:
         RuntimeError: If a row may depend on no other, and nothing can compute that.
     """
+    x, weight, bias, residual = t
     if invariant and _is_autocast(x):
-        return _under_autocast(x, weight, bias, residual)
-    if not _fits(x, weight, bias, residual):
+        return _under_autocast(t)
+    if not _fits(t):
         y = F.linear(x, weight, bias)
         if invariant and x.numel() and y.numel():
             # PyTorch's ops had nothing to say against it.
@@ -100,11 +97,10 @@ def linear_add(
         require_invariant(x, x.dtype, [weight])
     elif residual is not None and not _pays(x, weight):
         return residual + F.linear(x, weight, bias)
-    tensors = (x, weight, bias, residual)
-    if may_follow() and any(v is not None and v.requires_grad for v in tensors):
-        total: Tensor = (LinearAdd.apply if is_watched() else _apply)(*tensors, invariant)
+    if may_follow() and any(v is not None and v.requires_grad for v in t):
+        total: Tensor = (LinearAdd.apply if is_watched() else _apply)(*t, invariant)
     else:
-        total = _op(*tensors, invariant)
+        total = _op(*t, invariant)
     return total
 
 
@@ -116,21 +112,21 @@ def _is_autocast(x: Any) -> bool:
     )
 
 
-def _under_autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
+def _under_autocast(t: Added) -> Tensor:
     """Return the same in autocast's dtype, as autocast treats a Linear layer, and then the sum."""
-    dtype = torch.get_autocast_dtype(x.device.type)
-    x, weight = x.to(dtype), weight.to(dtype)
-    bias = bias if bias is None else bias.to(dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        y = linear_add(x, weight, bias, None, True)
-    return y if residual is None else residual + y
+    kind = t.x.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    bias = None if t.bias is None else t.bias.to(dtype)
+    narrow = Added(t.x.to(dtype), t.weight.to(dtype), bias)
+    with torch.autocast(kind, enabled=False):
+        y = linear_add(narrow, True)
+    return y if t.residual is None else t.residual + y
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+def _fits(t: Added) -> bool:
     """Return whether kernels may take a call; what is wrong with others, PyTorch's ops say."""
-    tensors = [v for v in (x, weight, bias, residual) if v is not None]
+    x, weight, bias, residual = t
+    tensors = [v for v in t if v is not None]
     if torch._C._are_functorch_transforms_active():
         return False
     if not all(isinstance(v, Tensor) and is_strided(v) for v in tensors):

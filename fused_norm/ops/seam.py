@@ -14,7 +14,19 @@ from fused_norm.backends import seam_backward, seams
 from fused_norm.backends.products import require_invariant
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import lies_transposed, statistics_dtype
-from fused_norm.composition import NORMALIZATIONS, Operands, Results, Seam, flat, is_gate, unflat
+from fused_norm.call.results import Results
+from fused_norm.composition import (
+    NAMES,
+    NORMALIZATIONS,
+    WITH_GRADIENT,
+    Operands,
+    Seam,
+    flat,
+    has_sum,
+    is_gate,
+    summed,
+    unflat,
+)
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.registration import (
@@ -30,6 +42,9 @@ from fused_norm.ops.sharding import has_dtensor, over_shards
 
 # The operands that an op's schema lists one by one: all but the weights and the biases.
 _NAMED = Operands._fields[:-2]
+_SUMMANDS = [_NAMED.index(name) for name in ("x", *NAMES["rows"])]
+_NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
+_LAST = _NAMED.index("out_residual")
 _KIND = (
     "str normalization, str activation, float eps, float weight_offset, bool joined, "
     "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
@@ -64,7 +79,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
     keeps_statistics = keeps and t.rstd is None
     return Results(
         outputs,
-        x.new_empty(x.shape) if t.residual is not None and (keeps or kind.returns_sum) else None,
+        x.new_empty(x.shape) if has_sum(t) and (keeps or kind.returns_sum) else None,
         x.new_empty(x.shape, dtype=dtype) if kind.returns_norm else None,
         x.new_empty(rows, dtype=wide)
         if keeps_statistics and kind.normalization == NORMALIZATIONS[0]
@@ -117,7 +132,7 @@ def _empty_forward(kind: Seam, t: Operands, keeps: bool) -> list[Tensor]:
     rest = list(outputs[given:])
     total = rest.pop(0) if kind.returns_sum else None
     if total is None and results.sum is not None:
-        total = t.x + t.residual if t.residual is not None else None
+        total = summed(t)
     norm = rest.pop(0) if kind.returns_norm else None
     outputs = [torch.clone(o) for o in outputs[:given]]
     return results._replace(outputs=outputs, sum=total, norm=norm).flat()
@@ -155,7 +170,7 @@ def _backward_flops(*arguments: Any) -> int:
     t, _, _ = unpacked((*others, False))
     rows = t.x.numel() // max(t.x.shape[-1], 1)
     count = len(t.weights)
-    norm, weights = any(wanted[:6]), wanted[-2 * count : -count]
+    norm, weights = any(wanted[: len(WITH_GRADIENT)]), wanted[-2 * count : -count]
     flops: int = sum(
         2 * rows * w.numel() * (norm + dw) for w, dw in zip(t.weights, weights, strict=True)
     )
@@ -183,15 +198,14 @@ class SeamFunction(torch.autograd.Function):
         results = Results.unflat(_seam_forward(*t, *kind, True), kind, t, True)
         saved = t._replace(
             x=t.x if results.sum is None else results.sum,
-            residual=None,
             mean=t.mean if results.mean is None else results.mean,
             rstd=t.rstd if results.rstd is None else results.rstd,
             out_residual=None,
+            **_NO_SUMMANDS,
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat(saved), *results.products)
-        ctx.kind, ctx.owners, ctx.has_residual = kind, owners, t.residual is not None
-        ctx.count = len(tensors)
+        ctx.kind, ctx.owners, ctx.count = kind, owners, len(tensors)
         extras = (
             results.sum if kind.returns_sum else None,
             results.norm if kind.returns_norm else None,
@@ -206,16 +220,17 @@ class SeamFunction(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[2:])
         if all(g is None for g in grad_outputs):
             return (None,) * (2 + len(needed))
-        places = {name: i for i, name in enumerate(_NAMED)}
-        residual, last = places["residual"], places["out_residual"]
         wanted = list(needed)
-        # Both summands get the same gradient, and what is added at the end that of the output.
-        wanted[0] = needed[0] or needed[residual]
-        wanted[residual] = wanted[last] = False
+        # All summands get the same gradient, and what is added at the end that of the output.
+        wanted[0] = any(needed[place] for place in _SUMMANDS)
+        wanted[_LAST] = False
+        for place in _SUMMANDS[1:]:
+            wanted[place] = False
         found = gradients(ctx.kind, ctx.owners, tensors, products, grad_outputs, wanted)
-        found[residual] = found[0] if needed[residual] else None
-        found[0] = found[0] if needed[0] else None
-        found[last] = grad_outputs[0] if needed[last] else None
+        dx = found[0]
+        for place in _SUMMANDS:
+            found[place] = dx if needed[place] else None
+        found[_LAST] = grad_outputs[0] if needed[_LAST] else None
         return (None, None, *found)
 
 
@@ -347,9 +362,9 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
     if may_follow() and any(v is not None and v.requires_grad for v in tensors):
         apply = SeamFunction.apply if is_watched() else _apply
         # What is saved has to be an input or a result: second derivatives reach x through it.
-        has_sum = ready.residual is not None
-        found = list(apply(kind._replace(returns_sum=has_sum), owners, *tensors))
-        if has_sum and not kind.returns_sum:
+        is_sum = has_sum(ready)
+        found = list(apply(kind._replace(returns_sum=is_sum), owners, *tensors))
+        if is_sum and not kind.returns_sum:
             found.pop(-2 if kind.returns_norm else -1)
         return found
     results = Results.unflat(_seam_forward(*ready, *kind, False), kind, ready, False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_norm.backends import sm90
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
-from fused_norm.composition import Operands, Seam, is_gate
+from fused_norm.composition import NAMES, Operands, Seam, first, is_gate
 from fused_norm.ops.validation import is_strided, serves_now
 
 # Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
@@ -29,8 +29,9 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
     """Return the tensors of a call that the kernels serve, as they need them; None for others.
 
-    Under autocast the Linear parameters come in its dtype, x and residual in one dtype. Scale and
-    shift come in one shape, with all K features, in which the sizes of x lead and ones follow.
+    Under autocast the Linear parameters come in its dtype, x and its summands in one dtype. A
+    modulation comes in one shape, with all K features, in which the sizes of x lead and ones
+    follow.
 
     Args:
         kind: What to compute.
@@ -57,9 +58,7 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
         return None
     if not fits(kind, t):
         return None
-    if t.scale is None and t.shift is None:
-        return t
-    return _with_groups(t)
+    return t if first(t, "groups") is None else _with_groups(t)
 
 
 def is_host_bound(t: Operands) -> bool:
@@ -134,7 +133,7 @@ def _are_tensors(t: Operands) -> bool:
 
 
 def fits(kind: Seam, t: Operands) -> bool:
-    """Return whether shapes and dtypes agree, but for those of scale and shift.
+    """Return whether shapes and dtypes agree, but for those that broadcast against groups of rows.
 
     They may have changed since the forward, by an assignment to a tensor's `data`.
 
@@ -144,18 +143,17 @@ def fits(kind: Seam, t: Operands) -> bool:
     """
     x, dtype = t.x, t.weights[0].dtype
     K = x.shape[-1]
-    wide = statistics_dtype(x.dtype)
-    like_x = x.dtype
-    affine = t.gamma if t.gamma is not None else t.beta
-    norm = like_x if affine is None else affine.dtype
-    if norm is not like_x and not (norm is torch.float32 and like_x in LOW_PRECISION):
+    affine = first(t, "features")
+    norm = x.dtype if affine is None else affine.dtype
+    if norm is not x.dtype and not (norm is torch.float32 and x.dtype in LOW_PRECISION):
         return False
+    forms: dict[str, tuple[Any, torch.dtype]] = {
+        "rows": (x.shape, x.dtype),
+        "features": ((K,), norm),
+        "statistics": (x.shape[:-1], statistics_dtype(x.dtype)),
+    }
     wanted: list[tuple[Any, Any, torch.dtype]] = [
-        (t.residual, x.shape, like_x),
-        (t.gamma, (K,), norm),
-        (t.beta, (K,), norm),
-        (t.mean, x.shape[:-1], wide),
-        (t.rstd, x.shape[:-1], wide),
+        (getattr(t, name), *form) for key, form in forms.items() for name in NAMES[key]
     ]
     N = 0
     for weight, bias in zip(t.weights, t.biases, strict=True):
@@ -182,10 +180,11 @@ def fits(kind: Seam, t: Operands) -> bool:
 
 
 def _with_groups(t: Operands) -> Operands | None:
-    """Return the call with one scale and shift per group of neighboring rows, None for others."""
+    """Return the call with one modulation per group of neighboring rows, None for others."""
     x = t.x
     K = x.shape[-1]
-    given = [v for v in (t.scale, t.shift) if v is not None]
+    modulation = {name: getattr(t, name) for name in NAMES["groups"]}
+    given = [v for v in modulation.values() if v is not None]
     if any(v.dtype is not x.dtype or v.dim() > x.dim() for v in given):
         return None
     shape = torch.broadcast_shapes(*(v.shape for v in given))
@@ -201,21 +200,22 @@ def _with_groups(t: Operands) -> Operands | None:
     if math.prod(x.shape[:prefix]) > MOST_GROUPS:
         return None
     whole = (*x.shape[:prefix], *(1,) * (x.dim() - 1 - prefix), K)
-    scale, shift = (v if v is None else v.expand(whole) for v in (t.scale, t.shift))
-    return t._replace(scale=scale, shift=shift)
+    alike: dict[str, Any] = {n: v if v is None else v.expand(whole) for n, v in modulation.items()}
+    return t._replace(**alike)
 
 
 def _autocast(t: Operands) -> Operands | None:
     """Return the call as autocast has it: Linear layers in its dtype, the rest as it is."""
     kind = t.x.device.type
     dtype = torch.get_autocast_dtype(kind)
-    x, residual = t.x, t.residual
+    x = t.x
+    rows: dict[str, Tensor | None] = {name: getattr(t, name) for name in NAMES["rows"]}
     parameters = (*t.weights, *(b for b in t.biases if b is not None), t.out_weight, t.out_bias)
     if any(p is not None and p.dtype not in _CASTABLE for p in (x, *parameters)):
         return None
-    if residual is not None and residual.dtype is not x.dtype:
-        wide = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(wide), residual.to(wide)
+    for other in rows.values():
+        if other is not None and other.dtype is not x.dtype:
+            x = x.to(torch.promote_types(x.dtype, other.dtype))
     if x.dtype in LOW_PRECISION and x.dtype is not dtype:
         return None
     if t.out_residual is not None and t.out_residual.dtype is not dtype:
@@ -224,11 +224,12 @@ def _autocast(t: Operands) -> Operands | None:
     def like(v: Tensor | None, other: torch.dtype) -> Any:
         return v if v is None else v.to(other)
 
+    like_x: dict[str, Any] = {
+        name: like(getattr(t, name), x.dtype) for name in (*rows, *NAMES["groups"])
+    }
     return t._replace(
         x=x,
-        residual=residual,
-        scale=like(t.scale, x.dtype),
-        shift=like(t.shift, x.dtype),
+        **like_x,
         weights=[w.to(dtype) for w in t.weights],
         biases=[like(b, dtype) for b in t.biases],
         out_weight=like(t.out_weight, dtype),

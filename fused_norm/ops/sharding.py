@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.composition import Operands, Seam, flat, is_gate, unflat
+from fused_norm.composition import NAMES, Operands, Seam, flat, is_gate, unflat
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_LIKE_X = frozenset({"x", "residual", "out_residual"})
-_STATISTICS = frozenset({"mean", "rstd"})
-_MODULATION = frozenset({"scale", "shift"})
+_LIKE_X = ("x", *NAMES["rows"], "out_residual")
 _COLUMNS, _REPLICATED = "columns", "replicated"
 
 
@@ -108,7 +106,7 @@ def _way(kind: Seam, t: Operands, axis: int) -> Any:
         return _COLUMNS if fits else None
     if not all(p.is_replicate() for p in (*weights, *([] if last is None else [last]))):
         return None
-    for tensor in (t.x, t.residual, t.out_residual):
+    for tensor in (getattr(t, name) for name in _LIKE_X):
         place = None if tensor is None else cast_dtensor(tensor).placements[axis]
         if place is not None and place.is_shard() and place.dim % t.x.dim() != t.x.dim() - 1:
             return place.dim % t.x.dim()
@@ -138,9 +136,9 @@ def _placements(way: Any, name: str, tensor: Tensor, x: Tensor) -> tuple[Any, An
         if name == "out_weight":
             return Shard(1), Shard(1)
         return Replicate(), Partial()
-    if name in _LIKE_X or name in _STATISTICS:
+    if name in _LIKE_X or name in NAMES["statistics"]:
         return Shard(way), Shard(way)
-    if name in _MODULATION:
+    if name in NAMES["groups"]:
         dim = way - (x.dim() - tensor.dim())
         if dim >= 0 and tensor.shape[dim] == x.shape[way]:
             return Shard(dim), Shard(dim)

@@ -21,8 +21,7 @@ def _add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Te
     if x.numel():
         mean, rstd = (None, *statistics)[-2:]
         kind = Seam(normalization, eps=eps)
-        t = Operands(x)
-        passes.normalize(kind, t, x, residual=residual, total=total, mean=mean, rstd=rstd)
+        passes.normalize(kind, Operands(x, residual), x, total=total, mean=mean, rstd=rstd)
     else:
         for statistic in statistics:
             statistic.zero_()

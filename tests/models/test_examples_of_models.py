@@ -17,9 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "needed", "counts"),
     [
-        ("vit", "timm", "5 of 5 norms fused"),
+        pytest.param("vit", "timm", "5 of 5 norms fused", marks=pytest.mark.slow),
         ("llama", "transformers", "5 of 5 norms fused"),
-        ("whisper", "transformers", "12 of 12 norms fused"),
+        pytest.param("whisper", "transformers", "12 of 12 norms fused", marks=pytest.mark.slow),
         ("dit", "diffusers", "5 of 5 norms fused"),
     ],
 )

@@ -1,0 +1,60 @@
+"""What kernels return of a call of the family, and what its backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fused_norm.composition import Operands, Seam, has_sum
+
+
+class Results(NamedTuple):
+    """What a kernel returns of a call: its results, and what its backward needs.
+
+    Attributes:
+        outputs: One for each weight, or one where they are joined or a second Linear follows.
+        sum: What is normalized, where it is not x, and it is a result or kept.
+        norm: The normalized rows, where they are a result.
+        mean: Of each row, where it is kept and was not given.
+        rstd: Of each row, likewise.
+        products: The products before their activation, where they are kept.
+    """
+
+    outputs: Sequence[Tensor]
+    sum: Tensor | None
+    norm: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+    products: Sequence[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        """Return them in one list, without what is not there."""
+        return [
+            *self.outputs,
+            *(t for t in self[1:5] if t is not None),
+            *self.products,
+        ]
+
+    @classmethod
+    def unflat(cls, results: Sequence[Tensor], kind: Seam, t: Operands, keeps: bool) -> Results:
+        """Return what `flat` made a list of.
+
+        Args:
+            results: The list.
+            kind: What was computed.
+            t: From which tensors.
+            keeps: Whether for a backward as well.
+        """
+        products = 1 if kind.is_joined else len(t.weights)
+        outputs = 1 if t.out_weight is not None else products
+        rest = iter(results[outputs:])
+        there = (
+            has_sum(t) and (keeps or kind.returns_sum),
+            kind.returns_norm,
+            keeps and kind.normalization == "layer_norm" and t.mean is None,
+            keeps and t.rstd is None,
+        )
+        found = [next(rest) if is_there else None for is_there in there]
+        return cls._make((results[:outputs], *found, list(rest)))
