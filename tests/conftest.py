@@ -28,9 +28,10 @@ LONGEST = {
     name: place
     for place, name in enumerate(
         [
-            *("test_documents.py", "test_sm90.py", "test_max_door.py", "test_seams.py"),
-            *("test_cross_compile.py", "test_family_registration.py", "test_registration.py"),
-            *("test_compile.py", "test_adoption.py", "test_puzzle.py", "test_node.py"),
+            *("test_documents.py", "test_sm90.py", "test_max_door.py", "test_cross_compile.py"),
+            *("test_puzzle_driver.py", "test_puzzle.py", "test_worklog.py", "test_distributed.py"),
+            *("test_batch_invariant.py", "test_family_peers.py", "test_family_registration.py"),
+            *("test_registration.py", "test_compile.py", "test_node.py", "test_adoption.py"),
         ]
     )
 }
