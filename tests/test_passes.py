@@ -482,6 +482,22 @@ def test_activation_wanted(kind, wanted, device):
         )
 
 
+@pytest.mark.parametrize("kind", [2, 5], ids=["gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activation_of_every_magnitude(kind, dtype):
+    """No element is off, where a formula of few operations begins, ends or is scaled either."""
+    least = torch.finfo(dtype).smallest_normal
+    values = torch.cat([torch.linspace(0, 9, 40001), torch.logspace(-12, 1.9, 20001)])
+    h = torch.cat([values, -values])[None].to(dtype)
+    h = h[:, (h[0].abs() >= least) | (h[0] == 0)].contiguous()
+    exact = act(h.double(), kind)
+    eps = torch.finfo(dtype).eps
+    for found in (activate(h, kind), activate_backward(h, h, kind, {"a"})["a"]):
+        # GELU's share of h is a difference of numbers near 1/2.
+        bound = 3e-7 * h.abs() + eps / 2 * exact.abs() + least
+        assert ((found - exact).abs() <= bound).all()
+
+
 @every_device
 @every_dtype
 @pytest.mark.parametrize("gated", [False, True])

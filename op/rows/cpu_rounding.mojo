@@ -1,4 +1,4 @@
-"""Rounds what a CPU has computed to the type it is stored in."""
+"""Rounds what a CPU has computed to the type it is stored in, and widens what it reads."""
 
 from std.memory import bitcast
 
@@ -32,5 +32,32 @@ def rounded[
         return bitcast[to, value.length](
             (kept >> Bits(16)).cast[DType.uint16]()
         )
+    else:
+        return value.cast[to]()
+
+
+@always_inline
+def widened[
+    dtype: DType, //, to: DType
+](value: SIMD[dtype, _]) -> SIMD[to, value.length]:
+    """Widens numbers to a type that holds them all.
+
+    Integers do it for bfloat16: the compiler sees through a cast, and compares what has been cast as bfloat16,
+    for which it finds no instruction but one for each number.
+
+    Parameters:
+        dtype: The type of the numbers.
+        to: The wider type.
+
+    Args:
+        value: The numbers.
+
+    Returns:
+        The same.
+    """
+    comptime if dtype == DType.bfloat16 and to == DType.float32:
+        comptime Bits = SIMD[DType.uint32, value.length]
+        var bits = bitcast[DType.uint16, value.length](value)
+        return bitcast[to, value.length](bits.cast[DType.uint32]() << Bits(16))
     else:
         return value.cast[to]()

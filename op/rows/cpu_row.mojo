@@ -6,7 +6,7 @@ Long sums are made of sums of blocks, so that their rounding errors are those of
 from std.sys import simd_width_of
 from std.utils import StaticTuple
 
-from .cpu_rounding import rounded
+from .cpu_rounding import rounded, widened
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .types import BFLOAT16, FLOAT16
@@ -143,20 +143,18 @@ def _input[
     """Reads some elements of an input, with what is added to the first one."""
     comptime accum = accumulator[dtype]()
     comptime stride = 2 if k >= P.first_half_input else 1
-    var value = (
+    var value = widened[accum](
         _at[dtype](
             operands.inputs[k], row * stride * Int(operands.length) + column
-        )
-        .unsafe_load[width=width]()
-        .cast[accum]()
+        ).unsafe_load[width=width]()
     )
     comptime if P.has_residual and k == 0:
-        value += (
-            _at[dtype](operands.residual, row * Int(operands.length) + column)
-            .unsafe_load[width=width]()
-            .cast[accum]()
+        value += widened[accum](
+            _at[dtype](
+                operands.residual, row * Int(operands.length) + column
+            ).unsafe_load[width=width]()
         )
-        return rounded[dtype](value).cast[accum]()
+        return widened[accum](rounded[dtype](value))
     return value
 
 

@@ -5,6 +5,8 @@ instructions than a tile's whole epilogue. Where tile registers multiply, the
 vector registers do this meanwhile, a piece in each step.
 """
 
+from std.sys import size_of
+
 from ...call import Call
 from ...gemm.activation import GATED, activate
 from ...gemm.cpu.beside import Beside
@@ -180,7 +182,9 @@ struct FinishRows[dtype: DType](Beside):
         var value = self.half.at[Self.width](self.row, self.column)
         if self.keeps_h:
             self._store(self.h, 0, value)
-        value = activate(Int32(self.activation % GATED), value)
+        value = activate[narrow=size_of[Self.dtype]() == 2](
+            Int32(self.activation % GATED), value
+        )
         if self.activation >= GATED:
             var factor = self.gated.at[Self.width](self.row, self.column)
             if self.keeps_h:
