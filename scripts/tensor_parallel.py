@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,6 +37,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.multiprocessing.spawn import spawn
 
 from fused_norm.bench.case import dtype_name
 from fused_norm.bench.environment import describe
@@ -73,7 +73,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         z = self.norm2(x)
-        return x + self.down(F.silu(self.gate(z)) * self.up(z))
+        y: Tensor = x + self.down(F.silu(self.gate(z)) * self.up(z))
+        return y
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    mp.spawn(_work, (options,), nprocs=options.devices)  # type: ignore[no-untyped-call]
+    spawn(_work, (options,), nprocs=options.devices)
     run = json.loads(options.json.read_text())
     print("\n".join(_lines(run)))
     return int(any(result["status"] != "ok" for result in run["results"].values()))
