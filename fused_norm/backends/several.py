@@ -131,7 +131,7 @@ class PassedRows:
             setattr(call, name, getattr(norm, name))
         for name, gradient in results.items():
             setattr(call, f"d{name}", gradient.data_ptr())
-        z = dy.new_empty(call.M, call.K)
+        z: Tensor = dy.new_empty(call.M, call.K)
         scratch = workspace(call.workspace_bytes, dy.device)
         call.dz, call.workspace = z.data_ptr(), scratch.data_ptr()
         self._kernels.passed_rows(ctypes.addressof(call))
