@@ -17,9 +17,10 @@ from .fold_kernel import (
     fold_kernel,
 )
 
-# Many rows, of up to 4096 elements; and few or long ones.
-comptime _MANY = FoldShape(4, 256, 2)
-comptime _FEW = FoldShape(2, 768, 1)
+# Two rows of each group, in registers for four such blocks on an SM; wider features and longer rows take more.
+comptime _SHORT = FoldShape(2, 256, 4)
+comptime _SHORT_OF_FLOAT32 = FoldShape(2, 256, 3)
+comptime _LONG = FoldShape(2, 768, 1)
 
 
 def products(call: Call) -> Int:
@@ -58,16 +59,15 @@ def launch_fold[
     var gates = call.activation >= GATED
     var rows = products(call)
     var loads = ceildiv(call.K, WIDTH * LOADS)
-    var group = min(align_up(max(loads, 1), 32), _FEW.threads)
-    var groups = max(_MANY.threads // group, 1)
-    var is_many = (
-        group <= _MANY.threads and rows >= gpu.processors * groups * _MANY.rows
-    )
+    var group = min(align_up(max(loads, 1), 32), _LONG.threads)
+    var groups = max(_SHORT.threads // group, 1)
     comptime for is_float32 in [False, True]:
-        comptime for shape in [_MANY, _FEW]:
-            if (call.norm_is_float32 != 0) == is_float32 and is_many == (
-                shape.rows == _MANY.rows
-            ):
+        comptime short = _SHORT_OF_FLOAT32 if is_float32 else _SHORT
+        comptime for is_long in [False, True]:
+            if (call.norm_is_float32 != 0) == is_float32 and (
+                group > short.threads
+            ) == is_long:
+                comptime shape = _LONG if is_long else short
                 comptime norm_dtype = DType.float32 if is_float32 else dtype
                 comptime Affine = Pointer[Scalar[norm_dtype], MutAnyOrigin]
                 var kernel = gpu.context.compile_function[
