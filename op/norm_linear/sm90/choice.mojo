@@ -94,10 +94,10 @@ def _ratio(a: Int, b: Int) -> Float64:
 def _fold_pays(call: Call) -> Bool:
     """Tells whether a fold made anew costs less than passes over x, before PyTorch's product, and h, after it.
 
-    An element of each takes 8, 5 and 2 units of time (docs/hopper-log.md, "Activations").
+    An element of each takes 5, 5 and 2 units of time (docs/hopper-log.md, "The weight fold" and "Activations").
     """
     var n = products(call)
-    return 8 * n * call.K < (5 * call.K + 2 * n) * call.M
+    return 5 * n * call.K < (5 * call.K + 2 * n) * call.M
 
 
 def is_fold(call: Call) -> Bool:

@@ -10,16 +10,11 @@ from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
 from ...grids import beside_earlier
 from ...norms.norm import Norm
-from .fold_kernel import (
-    LOADS,
-    WIDTH,
-    FoldShape,
-    fold_kernel,
-)
+from .fold_kernel import LOADS, WIDTH, FoldShape, fold_kernel
 
-# Many rows, of up to 4096 elements; and few or long ones.
-comptime _MANY = FoldShape(4, 256, 2)
-comptime _FEW = FoldShape(2, 768, 1)
+# A group holds two rows; a float32 gamma and beta take more registers.
+comptime _SHORT = [FoldShape(2, 256, 4), FoldShape(2, 256, 3)]
+comptime _LONG = [FoldShape(2, 1024, 1), FoldShape(2, 768, 1)]
 
 
 def products(call: Call) -> Int:
@@ -58,16 +53,16 @@ def launch_fold[
     var gates = call.activation >= GATED
     var rows = products(call)
     var loads = ceildiv(call.K, WIDTH * LOADS)
-    var group = min(align_up(max(loads, 1), 32), _FEW.threads)
-    var groups = max(_MANY.threads // group, 1)
-    var is_many = (
-        group <= _MANY.threads and rows >= gpu.processors * groups * _MANY.rows
-    )
     comptime for is_float32 in [False, True]:
-        comptime for shape in [_MANY, _FEW]:
-            if (call.norm_is_float32 != 0) == is_float32 and is_many == (
-                shape.rows == _MANY.rows
-            ):
+        comptime most = _LONG[Int(is_float32)].threads
+        var group = min(align_up(max(loads, 1), 32), most)
+        comptime for is_long in [False, True]:
+            comptime short = _SHORT[Int(is_float32)]
+            comptime shape = _LONG[Int(is_float32)] if is_long else short
+            if (call.norm_is_float32 != 0) == is_float32 and (
+                group > short.threads
+            ) == is_long:
+                var groups = max(short.threads // group, 1)
                 comptime norm_dtype = DType.float32 if is_float32 else dtype
                 comptime Affine = Pointer[Scalar[norm_dtype], MutAnyOrigin]
                 var kernel = gpu.context.compile_function[

@@ -173,7 +173,7 @@ def _across_group[
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(shape.threads)),
     `nvvm.minctasm`=SIMDLength(shape.blocks),
 )
-@__name(t"fused_norm_fold_{dtype}_{norm_dtype}_{shape.rows}")
+@__name(t"fused_norm_fold_{dtype}_{norm_dtype}_{shape.threads}")
 def fold_kernel[
     dtype: DType, norm_dtype: DType, N: Norm, shape: FoldShape
 ](
