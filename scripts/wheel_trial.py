@@ -6,7 +6,7 @@ Each trial is an environment of its own with the wheel and what it requires, gon
 `scripts/try_wheel.py` runs forward, backward, the module and the compiler against PyTorch, and
 `doctor` reports. A trial fails where a result differs, or where kernels or a node that are in the
 wheel do not serve. The file gets the wheel's size and content too, and what `try_wheel.py` printed
-on a machine with a GPU. docs/guide/install.md shows `table` of it.
+on a machine with a GPU. docs/guide/install.md gets its figures.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import cubins
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 TRY = ROOT / "scripts" / "try_wheel.py"
 # A first run reads PyTorch from the disk; times are those of the later ones.
 RUNS = 4
+PAGE = ROOT / "docs" / "guide" / "install.md"
+MARKS = ("<!-- begin: wheel -->", "<!-- end: wheel -->")
+# Of this process' environment: the checkout's packages, and that modules are not to be compiled.
+LEFT_OUT = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
 # In place of a version of PyTorch: the oldest that the wheel allows of all that it requires.
 LOWEST = "lowest"
 
@@ -59,6 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         found["gpu"] = _printed(options.gpu.read_text())
     if options.output and not failed:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
+        page = PAGE.read_text()
+        start, end = (page.index(mark) for mark in MARKS)
+        PAGE.write_text(page[: start + len(MARKS[0])] + "\n" + figures(found) + page[end:])
     return failed
 
 
@@ -76,20 +84,32 @@ def line(said: dict[str, Any]) -> str:
     )
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the trials as a table in Markdown.
+def figures(found: dict[str, Any]) -> str:
+    """Return what a page says of the wheel: its size, its kernels, and the trials.
 
     Args:
         found: What the file holds.
     """
-    lines = ["| PyTorch | Python | node | import | first forward |", "|---|---|---|---|---|"]
+    kinds = found["content"]["kinds"]
+    kernels = {
+        name.split("_", 1)[1]: kind["kernels"] for name, kind in kinds.items() if "_" in name
+    }
+    size = found["content"]["bytes"] / 1e6
+    gpus = ", ".join(f"{count} for {name}" for name, count in kernels.items())
+    lines = [
+        f"The wheel is {size:.1f} MB. Its GPU kernels, {gpus}, are all machine code.",
+        "Installed with what it requires and no more, it ran with these, in fresh processes:",
+        "",
+        "| PyTorch | Python | node | `import fused_norm` | first forward on a CPU |",
+        "|---|---|---|---|---|",
+    ]
     for said in found["trials"]:
         first = max(times["first_s"] for times in said["cpu"].values())
         lines.append(
             f"| {said['torch']} | {said['python']} | {said['node']} | "
             f"{said['import_s'] * 1000:.0f} ms | {first * 1000:.0f} ms |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def trial(wheel: Path, version: str | None = None) -> dict[str, Any]:
@@ -150,25 +170,21 @@ def _compare(said: dict[str, Any], report: str, wheel: Path) -> None:
 
 
 def content(wheel: Path) -> dict[str, Any]:
-    """Return a wheel's size, and what is in it: files and bytes, packed and not, by kind.
+    """Return a wheel's size, and what is in it by kind: files, bytes, and kernels for GPUs.
 
     Args:
         wheel: The file.
     """
-    kinds: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
-            sums = kinds[_kind(member.filename)]
-            for at, size in enumerate((1, member.compress_size, member.file_size)):
-                sums[at] += size
-    return {
-        "name": wheel.name,
-        "bytes": wheel.stat().st_size,
-        "kinds": {
-            kind: dict(zip(("files", "packed", "bytes"), sums, strict=True))
-            for kind, sums in sorted(kinds.items())
-        },
-    }
+            kind = _kind(member.filename)
+            kinds[kind].update(files=1, packed=member.compress_size, bytes=member.file_size)
+            if "nvidia" in kind:
+                found = cubins.count(archive.read(member))
+                kinds[kind].update(kernels=found.kernels, cubins=found.cubins)
+    size = wheel.stat().st_size
+    return {"name": wheel.name, "bytes": size, "kinds": dict(sorted(kinds.items()))}
 
 
 def _kind(member: str) -> str:
@@ -198,7 +214,7 @@ def _least(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _run(*command: str, cwd: Path) -> str:
     """Run a command in a folder, with a cache of kernels there, and return what it printed."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    kept = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
     result = subprocess.run(
         command,
         cwd=cwd,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +16,45 @@ sys.path.append(str(ROOT / "scripts"))
 import wheel_nodes  # noqa: E402
 import wheel_trial  # noqa: E402
 
-FOUND = json.loads((ROOT / "benchmarks" / "wheel.json").read_text())
-LARGEST_BYTES, LONGEST_IMPORT, LONGEST_FIRST_CALL = 15_000_000, 0.15, 0.1
+FILE = ROOT / "benchmarks" / "wheel.json"
+LARGEST_BYTES = 15_000_000
+# Twice what they should take: others may have shared the machine.
+LONGEST_IMPORT, LONGEST_FIRST_CALL = 0.3, 0.2
 
 
-def text(name: str) -> str:
-    return " ".join((ROOT / name).read_text().split())
+@pytest.fixture
+def found() -> Any:
+    if not FILE.is_file():
+        pytest.skip("no wheel has been tried: scripts/wheel_trial.py writes benchmarks/wheel.json")
+    return json.loads(FILE.read_text())
 
 
-def times(found: dict[str, Any], device: str) -> list[float]:
-    return [dtype["first_s"] for dtype in found[device].values()]
+def test_the_guide_shows_what_was_measured(found: Any) -> None:
+    page = wheel_trial.PAGE.read_text()
+    start, end = (page.index(mark) for mark in wheel_trial.MARKS)
+    assert (
+        page[start + len(wheel_trial.MARKS[0]) : end].strip() == wheel_trial.figures(found).strip()
+    )
 
 
-def test_the_guide_shows_what_was_measured() -> None:
-    page = (ROOT / "docs/guide/install.md").read_text()
-    assert wheel_trial.table(FOUND) in page
-    assert f"{FOUND['content']['bytes'] / 1e6:.1f} MB" in text("docs/guide/install.md")
-
-
-def test_the_wheel_is_small_and_starts_at_once() -> None:
-    assert FOUND["content"]["bytes"] < LARGEST_BYTES
-    assert len(FOUND["content"]["kinds"]) > 8
-    for trial in FOUND["trials"]:
+def test_the_wheel_is_small_and_starts_at_once(found: Any) -> None:
+    assert found["content"]["bytes"] < LARGEST_BYTES
+    kinds = found["content"]["kinds"]
+    assert {"kernels v3", "kernels v4", "kernels amx", "runtime", "nodes"} < set(kinds)
+    assert all(
+        kind["kernels"] == kind["cubins"] > 0 for name, kind in kinds.items() if "sm_" in name
+    )
+    for trial in found["trials"]:
         assert trial["import_s"] < LONGEST_IMPORT
-        assert max(times(trial, "cpu")) < LONGEST_FIRST_CALL
+        assert max(dtype["first_s"] for dtype in trial["cpu"].values()) < LONGEST_FIRST_CALL
 
 
-def test_every_pytorch_that_has_a_node_was_tried() -> None:
-    tried = {trial["node"] for trial in FOUND["trials"]}
+def test_every_pytorch_that_has_a_node_was_tried(found: Any) -> None:
+    tried = {trial["node"] for trial in found["trials"]}
     assert tried == {wheel_nodes.file_name(version) for version in wheel_nodes.VERSIONS}
 
 
 def test_a_trial_notices_what_did_not_serve(tmp_path: Path) -> None:
-    import zipfile
-
     path = tmp_path / "a-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("fused_norm/prebuilt/node-torch-2.15.so", "")
