@@ -36,17 +36,19 @@ class Library {
 struct Product {
   Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
            plan_linear_add = nullptr, linear_add = nullptr;
-  int64_t context = 0;
+  // The way that plans are asked for; 0 leaves it to them.
+  int64_t context = 0, way = 0;
 
   Product() = default;
-  Product(const Library& library, int64_t context)
+  Product(const Library& library, int64_t context, int64_t way)
       : plan_forward(library("norm_linear_plan_forward")),
         forward(library("norm_linear_forward")),
         plan_backward(library("norm_linear_plan_backward")),
         backward(library("norm_linear_backward")),
         plan_linear_add(library("norm_linear_plan_linear_add")),
         linear_add(library("norm_linear_linear_add")),
-        context(context) {}
+        context(context),
+        way(way) {}
 };
 
 // Passes over rows around products: an extension passes_*.

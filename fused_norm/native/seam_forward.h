@@ -120,6 +120,7 @@ inline bool forward_by_product(
   call.rstd = address(results.rstd);
   call.h = keeps_h ? WANTED : nullptr;
   call.may_keep = keeping.is_allowed;
+  call.way = kernels.product.way;
   if (kernels.product.plan_forward(&call) != 0) return false;
   std::optional<Fold> fold;
   if (call.way == KEPT_FOLD) {
