@@ -145,7 +145,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         rows.append(f"{' '.join(columns)} {last.rstrip(' ,')}")
     return measured_table.text(
         ABOUT,
-        "DECLINED, FUSED, KEPT_FOLD, NEW_FOLD",
+        "from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD",
         EACH,
         COLUMNS,
         "K      N      M      launched: kept, none  graph: kept, none",

@@ -7,7 +7,11 @@ Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built
 the time of one call, in microseconds: medians of interleaved calls, of which those in which a
 thread waited for a CPU are left out. Calls rotate through inputs that exceed the last cache
 together. What takes the place of our product where it is declined are our passes around
-PyTorch's, if the C++ node is built, and in bfloat16 PyTorch's ops.
+PyTorch's. All of it runs in the C++ node, which has to be built.
+
+What a backward costs with an activation is what it costs without, and a pass more whichever way the
+product goes. So an activation's measurements are of its forward: alone, and keeping what a backward
+needs.
 """
 
 from __future__ import annotations
@@ -19,9 +23,11 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +39,10 @@ from torch import Tensor
 from fused_norm.backends import compiled as backend
 from fused_norm.backends import cpu
 from fused_norm.bench import environment
-from fused_norm.call import parameters
 from fused_norm.call.record import FUSED
+from fused_norm.composition import ACTIVATIONS
 from fused_norm.native import cpu_features, node
-from fused_norm.ops import compiled, norm_linear
+from fused_norm.ops import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASUREMENTS = ROOT / "benchmarks/cpu-dispatch.json"
@@ -46,8 +52,16 @@ ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 WEIGHTS = ((128, 128), (769, 97), (768, 768), (768, 3072), (1024, 1024), (4096, 4096))
 # More of them take seconds, and are alike.
 MOST_PRODUCTS = 5 * 10**9
-# What a step takes in Python above one of our compiled autograd, whichever way it goes.
-STEP_US = 250
+# Activations by the names of their numbers: one of those without a gate, one with.
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda h: h,
+    "gelu": F.gelu,
+    "swiglu": lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :],
+}
+NAMES = {"": "0", "gelu": "Int(GELU)", "swiglu": "GATED + Int(SILU)"}
+# With one, at fewer sizes: where a product alone is about as fast either way.
+ACTIVATED_ROWS = (1, 64, 512, 2048, 4096)
+ACTIVATED_WEIGHTS = ((768, 3072), (1024, 1024))
 EPS = 1e-5
 FEWEST = 5
 # An odd number, so that each of two ways meets every set.
@@ -64,8 +78,9 @@ Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch.json 
 """
 COLUMNS = {
     **{"dtype": "Element type of the tensors.", "K": "Features.", "N": "Outputs.", "M": "Rows."},
+    "activation": "An activation's number, or 0: those with a gate are alike, and the others.",
     "forward": "Of a forward alone.",
-    "training": "Of a forward and its backward together.",
+    "training": "Of a forward and its backward; with an activation, of a forward before one.",
 }
 
 clock = time.perf_counter
@@ -80,6 +95,9 @@ def main() -> int:
     parser.add_argument(
         "--dtype", action="append", choices=list(DTYPES), help="only this one; the rest stays"
     )
+    parser.add_argument(
+        "--activation", action="append", choices=list(KINDS), help="only this one; the rest stays"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and direction")
     parser.add_argument(
         "--busy", action="store_true", help="one thread and its CPU time: other work does not count"
@@ -91,107 +109,141 @@ def main() -> int:
     if not cpu_features.has_tiles():
         print("SKIPPED: needs a CPU with tile registers (AMX), and Linux's permission to use them")
         return 0
+    if node.load() is None:
+        print("SKIPPED: needs the C++ node: python -m fused_norm build --autograd")
+        return 0
     global clock
     if options.busy:
         torch.set_num_threads(1)
         clock = time.thread_time
     described = dataclasses.asdict(environment.describe(torch.device("cpu"), options.commit))
-    kept = json.loads(options.out.read_text())["calls"] if options.dtype else []
-    found = [each for each in kept if each["dtype"] not in options.dtype]
-    for name, dtype in DTYPES.items():
-        if name not in (options.dtype or DTYPES):
-            continue
-        for features, outputs in WEIGHTS:
-            for rows in ROWS:
-                if rows * features * outputs > MOST_PRODUCTS:
-                    continue
-                us = measure(
-                    *(rows, features, outputs, dtype),
-                    *(described["cache_bytes"], options.seconds),
-                )
-                found.append({"dtype": name, "M": rows, "K": features, "N": outputs, "us": us})
-                cells = (
-                    f"{direction} {way} {us[direction][way] / us[direction]['eager']:.2f}"
-                    for direction in us
-                    for way in us[direction]
-                    if way != "eager"
-                )
-                print(f"{name} {rows}x{features}x{outputs}: {', '.join(cells)}", flush=True)
-                # Whatever ends the run, what has been measured is kept.
-                found.sort(key=lambda each: list(DTYPES).index(each["dtype"]))
-                content = {"environment": described, "calls": found}
-                options.out.write_text(json.dumps(content, indent=1) + "\n")
+    dtypes, kinds = options.dtype or list(DTYPES), options.activation or list(KINDS)
+    is_partial = bool(options.dtype or options.activation)
+    kept = json.loads(options.out.read_text())["calls"] if is_partial else []
+    found = [
+        each for each in kept if each["dtype"] not in dtypes or each["activation"] not in kinds
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Ways(Path(folder))
+        for name, kind, features, outputs, rows in sizes(dtypes, kinds):
+            us = measure(
+                ours,
+                *(rows, features, outputs, DTYPES[name], kind),
+                *(described["cache_bytes"], options.seconds),
+            )
+            found.append(
+                {
+                    "dtype": name,
+                    "M": rows,
+                    "K": features,
+                    "N": outputs,
+                    "activation": kind,
+                    "us": us,
+                }
+            )
+            cells = (
+                f"{direction} {way} {us[direction][way] / us[direction]['eager']:.2f}"
+                for direction in us
+                for way in us[direction]
+                if way != "eager"
+            )
+            print(f"{name} {rows}x{features}x{outputs} {kind}: {', '.join(cells)}", flush=True)
+            # Whatever ends the run, what has been measured is kept.
+            found.sort(key=lambda each: (list(DTYPES).index(each["dtype"]), *place(each)))
+            content = {"environment": described, "calls": found}
+            options.out.write_text(json.dumps(content, indent=1) + "\n")
     TABLE.write_text(table(found))
     return 0
 
 
-def measure(
-    rows: int, features: int, outputs: int, dtype: torch.dtype, cache_bytes: int, seconds: float
-) -> dict[str, dict[str, float]]:
-    """Return microseconds of each way, of a forward and of a step of training.
+def sizes(dtypes: list[str], kinds: list[str]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Yield what is measured: a dtype, an activation, features, outputs and rows."""
+    for dtype, kind in itertools.product(dtypes, kinds):
+        for features, outputs in ACTIVATED_WEIGHTS if kind else WEIGHTS:
+            for rows in ACTIVATED_ROWS if kind else ROWS:
+                if rows * features * outputs <= MOST_PRODUCTS:
+                    yield dtype, kind, features, outputs, rows
 
-    A step of our product is Python's, also where our autograd is compiled: that takes STEP_US less.
-    """
-    shapes = (rows, features), (features,), (features,), (outputs, features), (outputs,)
-    size = dtype.itemsize * (sum(math.prod(shape) for shape in shapes) + rows * outputs)
+
+def place(each: dict[str, Any]) -> tuple[int, int]:
+    """Return where a measurement stands among those of its dtype, which stay in their order."""
+    weights = [*WEIGHTS, *ACTIVATED_WEIGHTS]
+    return list(KINDS).index(each["activation"]), weights.index((each["K"], each["N"]))
+
+
+class Ways:
+    """The C++ node twice, as each remembers its kernels: with our product alone, and without."""
+
+    def __init__(self, folder: Path) -> None:
+        cpu.asked_way = lambda: FUSED
+        kernels = backend.kernels
+        self.fused = self._node(folder / "fused.so")
+
+        def without_product(x: Tensor, norm: int, alone: bool) -> tuple[str, int, int, str, int]:
+            return ("", *kernels(x, norm, alone)[1:])
+
+        backend.kernels = without_product
+        self.around = self._node(folder / "around.so")
+        backend.kernels = kernels
+
+    def _node(self, file: Path) -> Any:
+        shutil.copyfile(node.path(), file)
+        found = node.import_from(file)
+        compiled.tell(found)
+        return found
+
+
+def measure(
+    ours: Ways,
+    rows: int,
+    features: int,
+    outputs: int,
+    dtype: torch.dtype,
+    kind: str,
+    cache_bytes: int,
+    seconds: float,
+) -> dict[str, dict[str, float]]:
+    """Return microseconds of each way, of a forward and of a step of training."""
+    products = 2 * outputs if kind == "swiglu" else outputs
+    shapes = (rows, features), (features,), (features,), (products, features), (products,)
+    size = dtype.itemsize * (sum(math.prod(shape) for shape in shapes) + rows * products)
     count = min(MOST_SETS, 2 * cache_bytes // size) | 1
     sets = [[torch.randn(shape).to(dtype) for shape in shapes] for _ in range(count)]
     grad_output = torch.randn(rows, outputs).to(dtype)
-    cpu.asked_way = lambda: FUSED
-    compiled.module = functools.cache(lambda: None)
-    cpu.declines.cache_clear()
-    known = [parameters.of(gamma, beta, w, bias) for _, gamma, beta, w, bias in sets]
+    activate, number = KINDS[kind], ACTIVATIONS[kind][0] if kind else 0
 
     def eager(x: Tensor, *others: Tensor) -> Tensor:
         gamma, beta, weight, bias = others
-        return F.linear(F.layer_norm(x, (features,), gamma, beta, EPS), weight, bias)
+        return activate(F.linear(F.layer_norm(x, (features,), gamma, beta, EPS), weight, bias))
 
-    def forward(i: int) -> None:
-        cpu.forward(sets[i][0], known[i], EPS, False)
+    def by(found: Any, x: Tensor, *others: Tensor) -> Tensor:
+        gamma, beta, weight, bias = others
+        before, after = (x, None, gamma, beta, *[None] * 7), (0, number, EPS, 0.0, *[False] * 4)
+        y: Tensor = found.forward(*before, weight, bias, *after)
+        return y
 
-    around = passes_around_products() if dtype is not torch.bfloat16 else None
-    steps: dict[str, Step] = {"eager": lambda i: eager(*sets[i]), "fused": forward}
-    if around is not None:
-        steps["around"] = lambda i: around(*sets[i])
+    calls: dict[str, Callable[..., Tensor]] = {
+        "eager": eager,
+        "fused": functools.partial(by, ours.fused),
+        "around": functools.partial(by, ours.around),
+    }
+
+    def forward(call: Callable[..., Tensor], i: int) -> None:
+        call(*sets[i])
+
+    def train(call: Callable[..., Tensor], i: int) -> None:
+        y = call(*sets[i])
+        if not kind:
+            torch.autograd.grad(y, sets[i], grad_output)
+
     with torch.inference_mode():
+        steps = {name: functools.partial(forward, call) for name, call in calls.items()}
         found = {"forward": times(steps, count, seconds)}
     for tensors in sets:
         for tensor in tensors:
             tensor.requires_grad_()
-
-    def train(function: Callable[..., Tensor], i: int) -> None:
-        torch.autograd.grad(function(*sets[i]), sets[i], grad_output)
-
-    def ours(*inputs: Tensor) -> Tensor:
-        x, gamma, beta, weight, bias = inputs
-        return norm_linear.call(x, (gamma, beta, weight, bias), EPS)
-
-    steps = {"eager": lambda i: train(eager, i), "fused": lambda i: train(ours, i)}
-    if around is not None:
-        steps["around"] = lambda i: train(around, i)
+    steps = {name: functools.partial(train, call) for name, call in calls.items()}
     return found | {"training": times(steps, count, seconds)}
-
-
-@functools.cache
-def passes_around_products() -> Callable[..., Tensor] | None:
-    """Return the call in C++ that finds no product of ours, None where that is not built."""
-    found = node.load()
-    if found is None:
-        return None
-    kernels = backend.kernels
-
-    def without_product(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, str, int]:
-        return ("", *kernels(x, norm, is_alone)[1:])
-
-    backend.kernels = without_product
-    compiled.tell(found)
-
-    def call(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        before, after = (x, None, gamma, beta, *[None] * 7), (0, 0, EPS, 0.0, *[False] * 4)
-        y: Tensor = found.forward(*before, weight, bias, *after)
-        return y
-
-    return call
 
 
 def times(steps: dict[str, Step], count: int, seconds: float) -> dict[str, float]:
@@ -244,20 +296,20 @@ def table(found: list[dict[str, Any]]) -> str:
     """Return the Mojo file."""
     rows = []
     for each in found:
-        ways = [
-            "FUSED" if us["fused"] - host_us <= others(us) else "DECLINED"
-            for us, host_us in ((each["us"]["forward"], 0), (each["us"]["training"], STEP_US))
-        ]
+        ways = ["FUSED" if us["fused"] <= others(us) else "DECLINED" for us in each["us"].values()]
         dtype, K, N, M = (f"{each[name]}," for name in ("dtype", "K", "N", "M"))
-        rows.append(f"DType.{dtype:9} {K:5} {N:5} {M:5} {ways[0] + ',':9} {ways[1]}")
+        activation = f"{NAMES[each['activation']]},"
+        rows.append(
+            f"DType.{dtype:9} {K:5} {N:5} {M:5} {activation:18} {ways[0] + ',':9} {ways[1]}"
+        )
     return measured_table.text(
         ABOUT,
-        "DECLINED, FUSED",
+        "from ...gemm.activation import GATED, GELU, SILU\nfrom ..plan import DECLINED, FUSED",
         "Sizes, and the faster way there.",
         COLUMNS,
-        "dtype           K     N     M     forward   training",
+        "dtype           K     N     M     activation         forward   training",
         rows,
-        "type, weight and rows",
+        "type, activation, weight and rows",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 _TEXT = '''"""{about}"""
 
-from ..plan import {ways}
+{imports}
 
 
 @fieldwise_init
@@ -28,7 +28,7 @@ comptime MEASURED = [
 
 def text(
     about: str,
-    ways: str,
+    imports: str,
     each: str,
     columns: Mapping[str, str],
     head: str,
@@ -39,7 +39,7 @@ def text(
 
     Args:
         about: What it says of itself.
-        ways: The ways that are in it.
+        imports: Where the names in it come from, as lines.
         each: What a row is.
         columns: What each column is, by its name; all but `dtype` are integers.
         head: The columns' names above the rows.
@@ -52,7 +52,7 @@ def text(
     ]
     return _TEXT.format(
         about=about,
-        ways=ways,
+        imports=imports,
         each=each,
         columns="\n".join(lines),
         head=head,

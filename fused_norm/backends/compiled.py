@@ -11,8 +11,10 @@ from fused_norm.call import parameters as known_parameters
 from fused_norm.native import build
 
 
-def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, str, int]:
+def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, int, str, int]:
     """Return the files of a norm's product and of the passes, each with its calls' context.
+
+    The way that the product's plans are asked for stands behind its context; 0 leaves it to them.
 
     Args:
         x: A tensor of the dtype, on the device, whose current stream is meant.
@@ -25,9 +27,10 @@ def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, str, int]:
     if x.is_cpu:
         context = build.gomp_parallel()
         product = "" if cpu.is_left_to_pytorch(x) else cpu.library("norm_linear_cpu", x.dtype)
-        return product, context, cpu.library("passes_cpu", x.dtype), context
+        return product, context, cpu.asked_way(), cpu.library("passes_cpu", x.dtype), context
     return (
         *sm90_kernels.library(x, norm, is_alone),
+        0,
         gpu.library("passes_gpu", x),
         gpu.launcher("passes_gpu", x)[1],
     )

@@ -37,11 +37,13 @@ struct Product {
   Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
            plan_linear_add = nullptr, linear_add = nullptr, plan_products = nullptr,
            products = nullptr, plan_input_gradients = nullptr, input_gradients = nullptr,
-           plan_passed_rows = nullptr, passed_rows = nullptr, plan_weight_gradient = nullptr, weight_gradient = nullptr;
-  int64_t context = 0;
+           plan_passed_rows = nullptr, passed_rows = nullptr, plan_weight_gradient = nullptr,
+           weight_gradient = nullptr;
+  // The way that plans are asked for; 0 leaves it to them.
+  int64_t context = 0, way = 0;
 
   Product() = default;
-  Product(const Library& library, int64_t context)
+  Product(const Library& library, int64_t context, int64_t way)
       : plan_forward(library("norm_linear_plan_forward")),
         forward(library("norm_linear_forward")),
         plan_backward(library("norm_linear_plan_backward")),
@@ -56,7 +58,8 @@ struct Product {
         passed_rows(library("norm_linear_passed_rows")),
         plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
         weight_gradient(library("norm_linear_weight_gradient")),
-        context(context) {}
+        context(context),
+        way(way) {}
 };
 
 // Passes over rows around products: an extension passes_*.

@@ -39,13 +39,13 @@ class KernelsOf {
     const auto found = py::checked(PyObject_CallFunction(
         python_kernels, "Nii", THPVariable_Wrap(x), normalization, is_alone));
     const char *product, *passes;
-    long long product_context, passes_context;
+    long long product_context, way, passes_context;
     if (!PyArg_ParseTuple(
-            found.ptr(), "sLsL", &product, &product_context, &passes, &passes_context)) {
+            found.ptr(), "sLLsL", &product, &product_context, &way, &passes, &passes_context)) {
       py::throw_error();
     }
     const Kernels kernels{
-        Product(Library(product), product_context), Passes(Library(passes), passes_context)};
+        Product(Library(product), product_context, way), Passes(Library(passes), passes_context)};
     return known.emplace_back(key, kernels).second;
   }
 

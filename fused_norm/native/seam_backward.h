@@ -172,6 +172,7 @@ class Backward {
       is_wanted = true;
     }
     if (!is_wanted) return true;
+    call.way = product.way;
     if (product.plan_backward(&call) != 0 || call.way != FUSED) return false;
     for (const auto& [place, address, like] : results) {
       if (!address) continue;

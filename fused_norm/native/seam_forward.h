@@ -126,6 +126,7 @@ inline bool forward_by_product(
   call.rstd = address(results.rstd);
   call.h = keeps_h ? WANTED : nullptr;
   call.may_keep = keeping.is_allowed;
+  call.way = kernels.product.way;
   std::optional<Parts> parts;
   if (are_apart(kind, t)) parts.emplace(call, t);
   if (kernels.product.plan_forward(&call) != 0) return false;

@@ -3,6 +3,7 @@
 from std.sys import CompilationTarget
 
 from ...call import Call
+from ...gemm.activation import GATED
 from ..plan import FUSED
 from .measured import MEASURED
 
@@ -11,17 +12,17 @@ comptime WAS_MEASURED = CompilationTarget._has_feature["amx-tile"]()
 
 
 def fastest[dtype: DType](call: Call, follows: Bool) -> Int:
-    """Finds the faster way at the nearest sizes that were measured.
+    """Finds the faster way at the nearest sizes that were measured, with an activation like the call's where any was.
 
     Parameters:
         dtype: Element type of the tensors.
 
     Args:
-        call: The sizes.
+        call: The sizes, and the activation.
         follows: Whether a backward follows, whose time counts as well.
 
     Returns:
-        FUSED, or DECLINED for PyTorch's own ops.
+        FUSED, or DECLINED for PyTorch's own product.
     """
     var way = FUSED
     comptime if WAS_MEASURED:
@@ -29,15 +30,27 @@ def fastest[dtype: DType](call: Call, follows: Bool) -> Int:
         comptime for i in range(len(MEASURED)):
             comptime at = MEASURED[i]
             comptime if at.dtype == dtype:
-                # Distances are those of logarithms. That of the weight's sizes
-                # comes first: rows are measured at all of them.
-                var far = (
-                    _ratio(call.K, at.K) * _ratio(call.N, at.N)
-                ) * 1e9 + _ratio(call.M, at.M)
-                if far < nearest:
-                    nearest = far
-                    way = at.training if follows else at.forward
+                var is_alike = _is_alike(call.activation, at.activation)
+                if is_alike or at.activation == 0:
+                    # Distances are those of logarithms. That of the weight's
+                    # sizes comes first: rows are measured at all of them. The
+                    # product alone stands in for what was not measured.
+                    var far = (
+                        _ratio(call.K, at.K) * _ratio(call.N, at.N)
+                    ) * 1e9 + _ratio(call.M, at.M)
+                    if not is_alike:
+                        far *= 1e18
+                    if far < nearest:
+                        nearest = far
+                        way = at.training if follows else at.forward
     return way
+
+
+def _is_alike(activation: Int, measured: Int) -> Bool:
+    """Says whether two activations cost about the same: all of a gate do, and all others do."""
+    return (activation == 0) == (measured == 0) and (activation >= GATED) == (
+        measured >= GATED
+    )
 
 
 def _ratio(a: Int, b: Int) -> Float64:

@@ -33,7 +33,8 @@ def plan_forward[dtype: DType](call: CallPointer):
         and (its.groups == 0 or its.M % its.groups == 0)
         and is_served(its.activation)
     )
-    _set[dtype](call, serves, its.rstd != 0, ForwardPlan[dtype](call[]).bytes)
+    var way = fastest[dtype](its, its.rstd != 0)
+    _set[dtype](call, serves, way, ForwardPlan[dtype](its).bytes)
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -48,22 +49,18 @@ def plan_backward[dtype: DType](call: CallPointer):
     """
     ref its = call[]
     var serves = its.groups == 0 and is_served(its.activation)
-    _set[dtype](
-        call, serves, True, BackwardPlan[dtype](before_activation(call[])).bytes
-    )
+    var linear = before_activation(call[])
+    var way = fastest[dtype](linear, True)
+    _set[dtype](call, serves, way, BackwardPlan[dtype](linear).bytes)
 
 
 def _set[
     dtype: DType
-](call: CallPointer, serves: Bool, follows: Bool, bytes: Int):
+](call: CallPointer, serves: Bool, fastest: Int, bytes: Int):
     ref its = call[]
     var is_taken = (
         serves
-        and (
-            its.way == FUSED
-            or its.invariant != 0
-            or fastest[dtype](its, follows) == FUSED
-        )
+        and (its.way == FUSED or its.invariant != 0 or fastest == FUSED)
         and its.narrow == 0
         and its.accumulate == 0
         and its.normalization < NORMS
