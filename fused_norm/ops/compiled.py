@@ -23,6 +23,7 @@ _NAMED = Operands._fields[:-2]
 _OUT_BIAS = _NAMED.index("out_bias")
 # What LayerNorm + Linear has not, of the tensors by name: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
+_NO_FLAG = (False,) * 4
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 
 
@@ -97,11 +98,9 @@ def forward(
         norm, number = _NORMS[normalization], _NUMBERS[activation]
     except (KeyError, TypeError):
         return None
+    kind = (norm, number, eps, offset, joined, return_sum, return_norm, recompute)
     try:
-        return run.forward(
-            *(x, *tensors, mean, rstd, *second, weight, bias),
-            *(norm, number, eps, offset, joined, return_sum, return_norm, recompute),
-        )
+        return run.forward(x, *tensors, mean, rstd, *second, weight, bias, *kind)
     except BuildError:
         # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
         return None
@@ -125,10 +124,8 @@ def layernorm_linear(
     if torch.compiler.is_compiling() or is_batch_invariant() or (run := module()) is None:
         return None
     try:
-        found: Tensor | None = run.forward(
-            *(x, None, gamma, beta, *_ABSENT, weight, bias),
-            *(0, 0, eps, 0.0, False, False, False, False),
-        )
+        found: Tensor | None
+        found = run.forward(x, None, gamma, beta, *_ABSENT, weight, bias, 0, 0, eps, 0.0, *_NO_FLAG)
     except BuildError:
         return None
     return found
