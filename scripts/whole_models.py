@@ -133,8 +133,11 @@ def measure(
     model, inputs = example.build(options.size, batch)
     model = model.to(device, dtype).train(mode == "train")
     for module in model.modules():
+        # Chance would make the ways differ: dropout, and the labels that diffusers drops.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        if isinstance(getattr(module, "dropout_prob", None), float):
+            module.dropout_prob = 0.0
     inputs = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
     found: dict[str, Any] = {
         **{"model": name, "mode": mode, "size": options.size, "batch": batch},

@@ -7,6 +7,7 @@ that fails it is named as not installed, with what the import said.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fused_norm import frozen_parameters, reference
 from fused_norm.bench.blocks import BLOCKS
-from fused_norm.bench.case import Case, Formula
+from fused_norm.bench.case import Case, Formula, Op
 from fused_norm.bench.ops import LAYER_NORM, MEMBERS, Member
 from fused_norm.bench.parts import BARE
 from fused_norm.bench.peers import PEERS
@@ -64,15 +65,27 @@ def _of_member(member: Member) -> Iterator[Provider]:
     yield ours(member)
     if member.is_block:
         for then in ("inductor", "eager"):
-            yield Provider(
-                f"fused_norm-compile-{then}",
-                op.name,
-                "ours",
-                f"torch.compile(backend='fused_norm', options={{'then': '{then}'}})",
-                partial(_with_backend, op.reference),
-                compiled_by_us(then),
-                packages=("fused-norm", "torch"),
-            )
+            yield _by_backend(op, then)
+        yield replace(
+            _by_backend(op, "inductor"),
+            name="fused_norm-compile-inductor-frozen",
+            description="the same; CUDA graphs are captured under frozen_parameters",
+            refuse=needs_gpu,
+            capture=frozen_parameters,
+            modes=("forward",),
+        )
+
+
+def _by_backend(op: Op, then: str) -> Provider:
+    return Provider(
+        f"fused_norm-compile-{then}",
+        op.name,
+        "ours",
+        f"torch.compile(backend='fused_norm', options={{'then': '{then}'}})",
+        partial(_with_backend, op.reference),
+        compiled_by_us(then),
+        packages=("fused-norm", "torch"),
+    )
 
 
 def _with_backend(function: Formula) -> tuple[Any, Formula]:

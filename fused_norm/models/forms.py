@@ -175,8 +175,10 @@ def _kind_of_sharding(target: Any) -> str:
     name = str(getattr(target, "__qualname__", "")).rpartition(".")
     if name[2] == "from_local" and name[0].endswith("DTensor"):
         return "from_local"
-    kind = name[2].removeprefix("prim_")
-    return kind if name[2] != kind in ("from_local", "redistribute", "to_local") else ""
+    # PyTorch 2.11 names the closure itself, not what qualifies it: "prim from_local".
+    own = name[2] if name[2].startswith("prim_") else str(getattr(target, "__name__", ""))
+    kind = own[5:] if own.startswith(("prim_", "prim ")) else ""
+    return kind if kind in ("from_local", "redistribute", "to_local") else ""
 
 
 def written(node: Node) -> Any:

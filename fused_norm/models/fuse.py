@@ -16,13 +16,13 @@ from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, is_noop, name
+from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
 from fused_norm.models.sums import add_in_product, find_sums
-from fused_norm.models.values import value
+from fused_norm.models.values import is_tensor, value
 from fused_norm.ops.seam_validation import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
 
@@ -119,11 +119,12 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
     )
+    is_busy = not options.small and _keeps_a_gpu_busy(graph)
     sites = []
     for node in candidates(graph):
         norm = None if node._erased else find_norm(node)
         if norm is not None:
-            sites.append(_site(norm, rewriter, options))
+            sites.append(_site(norm, rewriter, options, is_busy))
     added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
     return sites + [site for site in added if site is not None]
 
@@ -143,7 +144,26 @@ def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
     return node in inputs and (node is total or (is_noop(node) and above(node) is total))
 
 
-def _site(norm: Norm, rewriter: Rewriter, options: Options) -> Site:
+def _keeps_a_gpu_busy(graph: Graph) -> bool:
+    """Return whether the products of a graph take a GPU longer than Python takes for its norms.
+
+    Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
+    others: what counts is the graph, not the call.
+    """
+    products, last = 0, None
+    for node in graph.nodes:
+        f = form(node)
+        a = f["mat1"] if f.kind == "addmm" else f["input"]
+        if f.kind in ("linear", "addmm", "matmul") and is_tensor(node) and is_tensor(a):
+            last = value(node)
+            products += count(last) * hint(value(a).shape[-1])
+    if last is None or last.device.type != "cuda":
+        return False
+    norms = [norm for norm in map(find_norm, candidates(graph)) if norm is not None]
+    return not is_small(products // max(len(norms), 1), last.device, torch.is_grad_enabled())
+
+
+def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Site:
     """Rewrite one norm, if that can be; return what became of it."""
     x = value(norm.x)
     site = Site(norm.path, norm.kind, tuple(map(str, x.shape)), str(x.dtype).removeprefix("torch."))
@@ -152,7 +172,7 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options) -> Site:
         site.linears = sum(len(reading.products) for reading in readers.readings)
         site.linears += len(readers.beyond)
         _refuse(norm, readers)
-        is_fast = not _is_small(norm, readers)
+        is_fast = is_busy or not _is_small(norm, readers)
         if not (is_fast or options.small):
             raise Left("PyTorch's ops finish so small a call sooner")
         done = rewriter.rewrite(norm, readers)

@@ -142,8 +142,7 @@ def find_readers(norm: Norm) -> Readers:
             elif (after := column_after(user, source, column)) is not None:
                 through = _beyond(reading, user, {user})
                 through.views = (*reading.views, user)
-                how = (user.target, str(user.args[1:]), str(user.kwargs))
-                arrives = walk(through, (*key, how), after)
+                arrives = walk(through, (*key, _how(user)), after)
             if form(user).kind == "cat" and is_tensor(user):
                 layers = [find_product(each, user) for each in user.users]
                 is_rows = form(user).args.get("dim", 0) % value(user).dim() != column
@@ -157,6 +156,15 @@ def find_readers(norm: Norm) -> Readers:
 
     walk(Reading(norm.out), (), value(norm.out).dim() - 1)
     return Readers(list(found.values()), others, shapes, beyond)
+
+
+def _how(view: Node) -> tuple[Any, ...]:
+    """Return what a view does to its input, the same for views that do the same."""
+    closed_over = getattr(view.target, "__closure__", None)
+    if closed_over is None:
+        return view.target, str(view.args[1:]), str(view.kwargs)
+    # A closure of its own in each call, by PyTorch 2.11.
+    return form(view).kind, *(repr(cell.cell_contents) for cell in closed_over)
 
 
 def _beyond(reading: Reading, source: Node, inner: set[Node]) -> Reading:

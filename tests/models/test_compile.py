@@ -76,7 +76,7 @@ def step(model: nn.Module, run: Any, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     model.zero_grad(set_to_none=True)
     y = run(x)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from weights import Wrapped
 
 from fused_norm.models import Site, backend
+from fused_norm.models.fuse import _keeps_a_gpu_busy
 
 K, N = 24, 40
 Function = Callable[..., Any]
@@ -541,6 +543,31 @@ def test_subclasses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_small_calls_can_be_left() -> None:
     (site,) = fused(mlp, parameters(), small=False)
     assert "call sooner" in site.reason
+
+
+@pytest.mark.parametrize(
+    ("width", "grad", "is_busy"), [(2048, True, True), (1024, True, False), (1024, False, True)]
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_busy_gpu_hides_small_calls(
+    device: str, width: int, grad: bool, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 x 4096 x 2048 x 8192 products behind one norm, or a quarter of them; no GPU is needed."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def function(x: Tensor, w: Tensor, o: Tensor) -> Tensor:
+        y = F.linear(F.layer_norm(x, (width,)), w)
+        return torch.addmm(x, F.gelu(y), o)
+
+    graph = torch.fx.symbolic_trace(function).graph
+    with FakeTensorMode(), torch.set_grad_enabled(grad):
+        x, w = torch.empty(4096, width, device=device), torch.empty(4 * width, width, device=device)
+        values = {"x": x, "w": w, "o": w, "linear": torch.empty(4096, 4 * width, device=device)}
+        values |= {"layer_norm": x, "gelu": values["linear"], "addmm": x}
+        for node in graph.nodes:
+            if node.op != "output":
+                node.meta["example_value"] = values[node.name]
+        assert _keeps_a_gpu_busy(graph) == (is_busy and device == "cuda")
 
 
 def attention_and_mlp(x, g, b, w, c, o, e, d):
