@@ -38,8 +38,8 @@ def backend(
             activation in float32 and rounds once; `"model"` keeps a model's roundings in between.
             `small`: whether to fuse even calls that PyTorch finishes before Python has started one
             of ours. By default they are not fused before Inductor, except in CUDA graphs, which
-            start them at no cost, and in graphs whose products keep a GPU busy for longer than
-            Python needs for their norms. All other options are Inductor's.
+            start them at no cost, and in inference if the products of the graph keep a GPU busy
+            for longer than Python needs for its norms. All other options are Inductor's.
         sites: Receives what became of each norm.
 
     Returns:

@@ -145,11 +145,14 @@ def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
 
 
 def _keeps_a_gpu_busy(graph: Graph) -> bool:
-    """Return whether the products of a graph take a GPU longer than Python takes for its norms.
+    """Return whether the products of an inference take a GPU longer than Python takes for its norms.
 
     Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
-    others: what counts is the graph, not the call.
+    others: what counts is the graph, not the call. In training each call decides: a backward's
+    Python is longer, and small calls gained nothing there (scripts/whole_models.py).
     """
+    if torch.is_grad_enabled():
+        return False
     products, last = 0, None
     for node in graph.nodes:
         f = form(node)
@@ -160,7 +163,7 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
     if last is None or last.device.type != "cuda":
         return False
     norms = [norm for norm in map(find_norm, candidates(graph)) if norm is not None]
-    return not is_small(products // max(len(norms), 1), last.device, torch.is_grad_enabled())
+    return not is_small(products // max(len(norms), 1), last.device, False)
 
 
 def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Site:
