@@ -179,8 +179,8 @@ class Ways:
         kernels = backend.kernels
         self.fused = self._node(folder / "fused.so")
 
-        def without_product(x: Tensor, norm: int, alone: bool) -> tuple[str, int, int, str, int]:
-            return ("", *kernels(x, norm, alone)[1:])
+        def without_product(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, int, str, int]:
+            return ("", *kernels(x, norm, is_alone)[1:])
 
         backend.kernels = without_product
         self.around = self._node(folder / "around.so")
@@ -237,7 +237,9 @@ def measure(
             torch.autograd.grad(y, sets[i], grad_output)
 
     with torch.inference_mode():
-        steps = {name: functools.partial(forward, call) for name, call in calls.items()}
+        steps: dict[str, Step] = {
+            name: functools.partial(forward, call) for name, call in calls.items()
+        }
         found = {"forward": times(steps, count, seconds)}
     for tensors in sets:
         for tensor in tensors:

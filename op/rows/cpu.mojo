@@ -14,7 +14,10 @@ from .operands import Addresses, Operands, Sums, accumulator
 from .program import RowProgram
 from .types import store_as
 
-comptime _PART_ELEMENTS = 1 << 15
+comptime _PART_ELEMENTS = 1 << 13
+"""Elements that a thread takes at least."""
+comptime _SUM_ELEMENTS = 1 << 15
+"""The same where each part has sums of its own, which have to be cleared and added."""
 comptime _MAX_PARTS = 64
 comptime _FINISH_COLUMNS = 512
 comptime _CHAIN_ROWS = 32
@@ -66,8 +69,9 @@ def _job[
     if rows == 0 or length == 0:
         return {operands, 1, 0, no_sums}
     var all_rows = rows * Int(operands.groups)
+    comptime elements = _PART_ELEMENTS if P.columns == 0 else _SUM_ELEMENTS
     var part_rows = max(
-        ceildiv(_PART_ELEMENTS, length), ceildiv(all_rows, _MAX_PARTS)
+        ceildiv(elements, length), ceildiv(all_rows, _MAX_PARTS)
     )
     if not operands.accumulate:
         var bytes = all_rows * length * size_of[dtype]()
