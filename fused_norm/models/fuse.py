@@ -145,7 +145,7 @@ def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
 
 
 def _keeps_a_gpu_busy(graph: Graph) -> bool:
-    """Return whether the products of an inference take a GPU longer than Python takes for its norms.
+    """Return whether an inference keeps a GPU busy for longer than Python needs for its norms.
 
     Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
     others: what counts is the graph, not the call. In training each call decides: a backward's
