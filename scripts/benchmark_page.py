@@ -21,10 +21,18 @@ from fused_norm.bench.results import Measurement, Run
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = "images/benchmarks"
-SEAMS = {front.BLOCKS: "Whole blocks", front.FAMILY: "The family"}
-PROVIDERS = {"ours": ("fused_norm",), "floor": ("floor", "linear"), "compile": ("compile",)}
+SEAMS = {
+    front.BLOCKS: "Whole blocks",
+    front.FAMILY: "The family",
+    front.FAMILY_MLP: "The family: MLPs and AdaLN",
+}
+FOLDED = "ours, folds kept"
+PROVIDERS = {
+    **{"ours": ("fused_norm",), FOLDED: ("fused_norm-compile-inductor-frozen",)},
+    **{"floor": ("floor", "linear"), "compile": ("compile",)},
+}
 SEAM_COLUMNS = [
-    *(("graph", "ours"), ("launch", "ours"), ("graph", "floor")),
+    *(("graph", "ours"), ("graph", FOLDED), ("launch", "ours"), ("graph", "floor")),
     *(("graph", "compile"), ("launch", "compile")),
 ]
 INTRODUCTION = """\
@@ -167,8 +175,8 @@ def _seams(path: Path, title: str) -> list[str]:
             text = "-" if found is None else f"{found:.2f}"
             cells.append(f"**{text}**" if role == "ours" else text)
         rows.append(cells)
-    if all(row[-1] == "-" for row in rows):
-        header, rows = header[:-2], [row[:-2] for row in rows]
+    measured = [i for i in range(len(header)) if any(row[i] != "-" for row in rows)]
+    header, *rows = ([row[i] for i in measured] for row in (header, *rows))
     return [
         f"## {title}\n",
         f"{run.environment.gpu}, torch {run.environment.torch}, bfloat16, {run.environment.date}. "

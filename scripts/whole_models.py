@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = json.loads(options.json.read_text())
     if not options.only_show:
         environment = dataclasses.asdict(describe(device, options.commit))
+        options.commit = environment["commit"]
         environment["command"] = f"python scripts/whole_models.py {' '.join(sys.argv[1:])}"
         run |= {"environment": environment, "dtype": dtype_name(dtype)}
         known = {(m["model"], m["mode"]) for m in run["measurements"]}
@@ -141,7 +142,7 @@ def measure(
     inputs = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
     found: dict[str, Any] = {
         **{"model": name, "mode": mode, "size": options.size, "batch": batch},
-        **{"unit": example.UNIT, "count": example.count(inputs)},
+        **{"unit": example.UNIT, "count": example.count(inputs), "commit": options.commit},
         "parameters": sum(p.numel() for p in model.parameters()),
         "fused": "",
     }
@@ -285,16 +286,18 @@ def table(run: dict[str, Any]) -> str:
     environment = run["environment"]
     machine = environment["gpu"] or environment["cpu"]
     lines = [
-        f"{machine}, {run['dtype']}, torch {environment['torch']}, commit {environment['commit']}, "
-        f"{environment['date']}. Time is that of eager in the same rounds.",
+        f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time is "
+        "that of eager in the same rounds.",
         "",
-        "| model | mode | batch | norms fused | way | a second | time | peak memory | error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | mode | commit | batch | norms fused | way | a second | time | peak memory "
+        "| error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for m in run["measurements"]:
         eager = seconds(m["results"]["eager"])
         for provider, result in m["results"].items():
-            head = f"| {m['model']} | {m['mode']} | {m['batch']} | {m['fused']} | `{provider}` | "
+            head = f"| {m['model']} | {m['mode']} | {m['commit'][:7]} | {m['batch']} | "
+            head += f"{m['fused']} | `{provider}` | "
             took = seconds(result)
             if took is None or eager is None:
                 lines.append(f"{head}{result['status']} | | | |")

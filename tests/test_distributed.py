@@ -6,11 +6,13 @@ of the time goes into starting them.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import distributed_cases
 import pytest
@@ -20,6 +22,7 @@ if not dist.is_available():
     pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 # They compile, or differ from others in little.
 SLOW = [
     name
@@ -74,3 +77,29 @@ def said(
 )
 def test_two_processes_as_one(name: str, said: dict[str, str]) -> None:
     assert said[name] == ""
+
+
+@pytest.fixture
+def tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("tensor_parallel")
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_block_trains(tensor_parallel: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    tiny = ["--size", "tiny", "--device", "cpu", "--then", "eager", "--steps", "2", "--rounds", "1"]
+    assert tensor_parallel.main([*tiny, "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    assert run["norms"] == [["norm_linear: 3 Linear"], ["norm_linear: 2 Linear"]]
+    assert all(len(result["losses"]) == 2 for result in run["results"].values())
+
+
+def test_the_page_has_what_two_gpus_measured() -> None:
+    run = json.loads((ROOT / "benchmarks/h200-tensor-parallel.json").read_text())
+    page = (ROOT / "docs/adopting.md").read_text()
+    assert run["norms"] == [["norm_linear: 3 Linear"], ["norm_linear: 2 Linear"]]
+    for name, result in run["results"].items():
+        assert result["status"] == "ok"
+        assert f"{result['milliseconds']:.2f}" in page
+        assert name == "compile" or f"{result['loss error']:.1e}" in page

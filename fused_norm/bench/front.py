@@ -25,6 +25,7 @@ from fused_norm.bench.results import Measurement, Run
 
 BLOCKS = "benchmarks/h200-blocks.json"
 FAMILY = "benchmarks/h200-family.json"
+FAMILY_MLP = "benchmarks/h200-family-mlp.json"
 OPS = "benchmarks/results/h200.json"
 CPU = "benchmarks/results/cpu-xeon.json"
 IMAGES = "docs/images"
@@ -103,9 +104,10 @@ def _rows(axes: Any, run: Run, measurements: Sequence[Measurement], theme: Theme
         "ours": 'torch.compile(backend="fused_norm")',
     }
     for row, measurement in enumerate(measurements):
+        # The first provider of a role counts: others are variants of it.
         ratios = {
             run.role(measurement.op, result.provider): result.vs_eager["graph"]
-            for result in measurement.results
+            for result in reversed(measurement.results)
         }
         axes.plot((ratios["floor"], 1), (row, row), color=theme.track, linewidth=5, zorder=1)
         for order, role in enumerate(("floor", "peer", "ours")):
