@@ -139,7 +139,7 @@ def test_given_statistics_are_no_results(monkeypatch: pytest.MonkeyPatch) -> Non
     rows, width = torch.empty(5, 8, device="meta"), torch.empty(5, device="meta")
     y, mean, rstd, h = (torch.empty_like(v) for v in (rows, width, width, rows))
     monkeypatch.setattr(seams.sm90, "accepts", lambda *_: True)
-    monkeypatch.setattr(seams.sm90, "product", lambda *_: (y, mean, rstd, h))
+    monkeypatch.setattr(seams.sm90, "product", lambda *_: ([y], mean, rstd, h))
     kind = Seam(activation="gelu")
     t = Operands(rows, mean=width, rstd=width, weights=[rows.new_empty(8, 8)], biases=[None])
     results = Results.unflat(seams.forward(kind, t, True).flat(), kind, t, True)

@@ -93,7 +93,7 @@ def kept(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     # A copy of the node has found no kernels yet.
     module = node.import_from(Path(shutil.copy(library, tmp_path / "node.so")))
     found = Kept()
-    monkeypatch.setattr(backends_compiled, "kernels", lambda *_: (str(kernels), 0, "", 0))
+    monkeypatch.setattr(backends_compiled, "kernels", lambda *_: (str(kernels), 0, 0, "", 0))
     monkeypatch.setattr(backends_compiled, "fold", found.fold)
     monkeypatch.setattr(sm90, "_make", found.make)
     monkeypatch.setattr(sm90, "launcher_of", lambda *_: (None, 0))
