@@ -545,7 +545,7 @@ def ptxas() -> str | None:
         # Every third kernel by name, of which each kind has several.
         ("bfloat16", "bf16.bf16", 64, 3),
         pytest.param("bfloat16", "bf16.bf16", 64, 1, marks=pytest.mark.slow),
-        pytest.param("float16", "f16.f16", 32, 1, marks=pytest.mark.slow),
+        pytest.param("float16", "f16.f16", 36, 1, marks=pytest.mark.slow),
         pytest.param("float32", "tf32.tf32", 10, 1, marks=pytest.mark.slow),
     ],
 )
