@@ -24,6 +24,7 @@ def test_compiled_provider_in_every_mode() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "fused_norm", "bench", "--device", "cpu"]
     command += ["--op", "layernorm_linear", "--provider", "compile", "--seconds", "0.05"]
     command += ["--shape", "24,32,40", "--no-memory", "--mode", "backward", "--mode", "train"]
+    command += ["--dtype", "float32"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
