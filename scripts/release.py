@@ -11,7 +11,6 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -37,7 +36,9 @@ def main() -> int:
         "changelog": _changelog,
         "wheels": lambda: _wheels(sys.argv[1:]),
         "sdist": _sdist,
-        "metadata": lambda: _run(sys.executable, "-m", "twine", "check", "--strict", *_files()),
+        "metadata": lambda: wheel_trial.run(
+            sys.executable, "-m", "twine", "check", "--strict", *_files(), cwd=ROOT
+        ),
         "platform": _platform,
         "installed": _installed,
     }
@@ -75,7 +76,9 @@ def _wheels(flags: list[str]) -> str:
 
 def _sdist() -> str:
     """Build the sdist, and from it a wheel, which has to be the pure one."""
-    _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(DIST))
+    wheel_trial.run(
+        *(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(DIST)), cwd=ROOT
+    )
     (sdist,) = DIST.glob("*.tar.gz")
     (pure,) = DIST.glob("*-none-any.whl")
     with tempfile.TemporaryDirectory() as name:
@@ -83,7 +86,7 @@ def _sdist() -> str:
             archive.extractall(name, filter="data")
         (source,) = Path(name).iterdir()
         command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", name)
-        _run(*command, cwd=source)
+        wheel_trial.run(*command, cwd=source)
         (built,) = Path(name).glob("*.whl")
         with zipfile.ZipFile(built) as mine, zipfile.ZipFile(pure) as other:
             contents = [{n: file.read(n) for n in file.namelist()} for file in (mine, other)]
@@ -102,7 +105,9 @@ def _platform() -> str:
     tags = []
     for machine in wheel_kernels.MACHINES:
         path = _wheel(machine)
-        said = " ".join(_run(sys.executable, "-m", "auditwheel", "show", str(path)).split())
+        said = " ".join(
+            wheel_trial.run(sys.executable, "-m", "auditwheel", "show", str(path), cwd=ROOT).split()
+        )
         found = re.search(r'constrains the platform tag to "(\w+)"', said)
         if found is None or not path.stem.endswith(f"-{found[1]}"):
             raise RuntimeError(f"{path.name}, and auditwheel finds:\n{said}")
@@ -122,20 +127,6 @@ def _wheel(machine: str) -> Path:
 
 def _files() -> list[str]:
     return sorted(str(path) for path in DIST.iterdir())
-
-
-def _run(*command: str, cwd: Path = ROOT) -> str:
-    result = subprocess.run(
-        command,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[:4])} ...\n{result.stdout[-4000:]}")
-    return result.stdout
 
 
 if __name__ == "__main__":

@@ -127,20 +127,20 @@ def trial(wheel: Path, version: str | None = None) -> dict[str, Any]:
         raise RuntimeError("there is no uv to install the wheel with")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _run(uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
+        _apart(uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
         inner = str(folder / "venv" / "bin" / "python")
         wanted = [str(wheel.resolve())]
         if version == LOWEST:
             wanted += [*_required(wheel), "--resolution", "lowest-direct"]
         elif version:
             wanted.append(f"torch=={version}.*")
-        _run(uv, "pip", "install", "--quiet", "--python", inner, *wanted, cwd=folder)
+        _apart(uv, "pip", "install", "--quiet", "--python", inner, *wanted, cwd=folder)
         runs = []
         for _ in range(RUNS):
-            printed = _run(inner, "-W", "ignore", str(TRY), cwd=folder)
+            printed = _apart(inner, "-W", "ignore", str(TRY), cwd=folder)
             runs.append(_printed(printed))
         said = _least(runs)
-        report = _run(inner, "-m", "fused_norm", "doctor", cwd=folder)
+        report = _apart(inner, "-m", "fused_norm", "doctor", cwd=folder)
         if (folder / "cache").exists():
             raise RuntimeError("something was built where all should have come with the wheel")
     _compare(said, report, wheel)
@@ -212,13 +212,21 @@ def _least(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return said
 
 
-def _run(*command: str, cwd: Path) -> str:
-    """Run a command in a folder, with a cache of kernels there, and return what it printed."""
-    kept = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
+def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    """Run a command in a folder, and return what it printed.
+
+    Args:
+        command: The command.
+        cwd: The folder.
+        env: The whole environment, None for this process's.
+
+    Raises:
+        RuntimeError: If it fails, with the end of what it printed.
+    """
     result = subprocess.run(
         command,
         cwd=cwd,
-        env={**kept, "FUSED_NORM_CACHE_DIR": str(cwd / "cache"), "COLUMNS": "500"},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -227,6 +235,16 @@ def _run(*command: str, cwd: Path) -> str:
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command[:5])} ...\n{result.stdout[-4000:]}")
     return result.stdout
+
+
+def _apart(*command: str, cwd: Path) -> str:
+    """Run a command in a folder, with a cache of kernels there and nothing of a checkout's."""
+    kept = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
+    return run(
+        *command,
+        cwd=cwd,
+        env={**kept, "FUSED_NORM_CACHE_DIR": str(cwd / "cache"), "COLUMNS": "500"},
+    )
 
 
 if __name__ == "__main__":
