@@ -60,7 +60,8 @@ How it is measured:
   `frozen_parameters`, where the caller promises not to change the weights, and reads weights
   folded beforehand.
 - `uv run poe bench --schema` documents every field of the JSON.
-- What the numbers do not show: a whole model, several streams, several GPUs, other clocks.
+- What the numbers do not show: several streams and other clocks. Whole models are on
+  [their page](models.md#speed), and two GPUs on [another](adopting.md#tensor-parallel).
 """
 
 
