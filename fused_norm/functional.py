@@ -23,7 +23,7 @@ from fused_norm.ops.family import (
     tensors_of,
 )
 from fused_norm.ops.invariance import is_batch_invariant
-from fused_norm.ops.statistics import add_statistics
+from fused_norm.ops.statistics import add_statistics, row_statistics
 
 _GATES = frozenset(filter(is_gate, ACTIVATIONS))
 
@@ -286,9 +286,9 @@ def linear_add(
     """Apply a Linear layer, add a residual, and compute the statistics for the norm that follows.
 
     Equivalent to `s = residual + F.linear(x, weight, bias)`. The statistics carry no gradient;
-    `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. Without
-    statistics, the product itself adds the residual and rounds once, where a device can: on Hopper
-    in bfloat16 and float16, where the norm after it finds statistics on its way.
+    `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. The product
+    itself adds the residual and rounds once, where a device can and it is faster: on Hopper in
+    bfloat16 and float16.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -317,6 +317,12 @@ def linear_add(
     invariant = is_batch_invariant()
     if normalization is None:
         return linear_add_ops.linear_add(Added(x, weight, bias, residual), invariant), None
+    added = Added(x, weight, bias, residual)
+    if not invariant and linear_add_ops.adds_in_product(added):
+        exact = checked_eps(normalization, None, eps, residual)
+        total = linear_add_ops.linear_add(added)
+        mean, rstd = row_statistics(total, normalization, exact)
+        return total, Statistics(mean, rstd, normalization, exact)
     if invariant:
         y = linear_add_ops.linear_add(Added(x, weight, bias), True)
     else:

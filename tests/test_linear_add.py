@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
-from fused_norm.backends import sm90
+from fused_norm.backends import linear
 from fused_norm.ops import linear_add as ops
 
 M, K, N = (3, 5), 24, 16
@@ -101,15 +101,22 @@ def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ops, "is_small", lambda *_: False)
     tensors = leaves("cuda", dtype, 128)
     x, weight, *_ = tensors
-    assert sm90.adds(x, x.numel() // x.shape[-1], *weight.shape)
+    assert linear.adds(x, x.numel() // x.shape[-1], *weight.shape)
     called = []
-    kernels = sm90.linear_add
-    monkeypatch.setattr(sm90, "linear_add", lambda *t: called.append(1) or kernels(*t))
+    kernels = linear.linear
+    monkeypatch.setattr(linear, "linear", lambda *t, **o: called.append(1) or kernels(*t, **o))
     total, _ = fn.linear_add(*tensors, normalization=None)
     assert called
     exact = plain(*(t.detach().double() for t in tensors))
     theirs = (plain(*tensors).double() - exact).norm()
     assert (total.double() - exact).norm() <= theirs
+    same, statistics = fn.linear_add(*tensors, eps=1e-3)
+    assert len(called) == 2
+    assert torch.equal(same, total)
+    rows = total.detach().double()
+    mean, rstd = rows.mean(-1), (rows.var(-1, correction=0) + 1e-3).rsqrt()
+    torch.testing.assert_close(statistics.mean.double(), mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(statistics.rstd.double(), rstd, rtol=1e-5, atol=0.0)
     dy = torch.randn_like(total)
     for ours, own in zip(
         torch.autograd.grad(total, tensors, dy),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fused_norm as fn
-from fused_norm.backends import seams, several, sm90
+from fused_norm.backends import linear, seams, several, sm90
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call import record
 from fused_norm.composition import Operands, Seam
@@ -96,12 +96,16 @@ def _sum(call: record.Call, parts: Any) -> Any:
     )
 
 
+# What one Linear layer has by itself, which is tested in test_linear.py.
+ALONE = ("linear", "input_gradient")
+
+
 class StandIn:
     """Kernels that find in a record what they compute with, by PyTorch on the CPU."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        self.declines: tuple[str, ...] = ("passed_rows",)
+        self.declines: tuple[str, ...] = ("passed_rows", *ALONE)
 
     def __getattr__(self, name: str) -> Callable[[int], None]:
         def door(place: int) -> None:
@@ -153,9 +157,11 @@ class StandIn:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Put the stand-in in the place of Hopper's kernels, and Python in that of the C++ node."""
     stand_in = StandIn()
-    monkeypatch.setattr(several, "_serves", lambda x, w: len(w) in (0, 2, 3))
-    monkeypatch.setattr(several, "extension", lambda *_: None)
-    monkeypatch.setattr(several, "launcher", lambda *_: (stand_in, 0))
+    monkeypatch.setattr(several, "_serves", lambda x, w: len(w) in (2, 3))
+    monkeypatch.setattr(linear, "may_add", lambda *_: True)
+    for module in (linear, several):
+        monkeypatch.setattr(module, "extension", lambda *_: None)
+        monkeypatch.setattr(module, "launcher", lambda *_: (stand_in, 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return stand_in
@@ -250,7 +256,7 @@ def test_records_say_what_to_compute(kernels: StandIn, biases: str, used: set[in
 
 @pytest.mark.usefixtures("_in_python")
 def test_one_kernel_passes_over_the_rows(kernels: StandIn) -> None:
-    kernels.declines = ()
+    kernels.declines = ALONE
     check(make((24, 32, [40, 16, 8]), "b-b"))
     assert kernels.done == ["products", "passed_rows"] + ["weight_gradient"] * 3
     kernels.done.clear()
@@ -278,11 +284,11 @@ def test_what_is_declined_pytorch_multiplies(kernels: StandIn) -> None:
     kernels.declines += ("products", "input_gradients", "weight_gradient")
     check(make((24, 32, [40, 16, 8]), "b-b"))
     assert not kernels.done
-    kernels.declines = ()
+    kernels.declines = ALONE
     with fn.batch_invariant():
         check(make((24, 32, [40, 16, 8]), "bbb"))
     assert not kernels.done
-    kernels.declines = ()
+    kernels.declines = ALONE
     # More than one launch takes, but for their gradients, which have one each.
     check(make((24, 32, [8, 8, 8, 8]), "bbbb"))
     assert kernels.done == ["weight_gradient"] * 4
@@ -373,8 +379,9 @@ def test_one_launch_for_all(in_python: bool, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("way", [record.KEPT_FOLD, record.NEW_FOLD])
-def test_folded(way: int, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make(SHAPE, "b-b", dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(SHAPE, "b-b", dtype=torch.bfloat16, device="cuda", residual=is_sum)
     copies = [None if t is None else t.detach() for t in inputs]
     exact, bar = plain(as_float64(copies), norm=norm), plain(copies, norm=norm)
     x, residual, gamma, beta, *linears = copies

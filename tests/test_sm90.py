@@ -309,7 +309,7 @@ class TestEpilogues:
             outputs.append(y.tensor)
         assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
-    def test_linear_add(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
+    def test_residual_added(self, kernels: Kernels, shape: tuple[int, ...]) -> None:
         dtype = kernels.dtype
         m, k, n = shape
         x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5)
@@ -321,8 +321,8 @@ class TestEpilogues:
             y = Guarded((m, n), dtype, "cuda")
             call = kernels.call(x, None, None, w, its_bias)
             call.y, call.residual = y.tensor.data_ptr(), residual.data_ptr()
-            kernels.module.plan_linear_add(ctypes.addressof(call))
-            kernels.module.linear_add(ctypes.addressof(call))
+            kernels.module.plan_linear(ctypes.addressof(call))
+            kernels.module.linear(ctypes.addressof(call))
             assert error(y.checked(), truth) <= bar
 
 

@@ -1,8 +1,8 @@
-"""Products of rows and a weight: PyTorch's, or our own where rows may not depend on each other.
+"""Products of rows and a weight: PyTorch's, or our own where they are faster, or have to be.
 
-PyTorch's choose their kernel, and with it the order of sums, by the number of rows. Ours take the
-products of a row in one order: on a CPU always, on Hopper in tiles of any shape, as long as no two
-blocks share a sum.
+Where rows may not depend on each other, they are ours: PyTorch's choose their kernel, and with it
+the order of sums, by the number of rows. Ours take the products of a row in one order: on a CPU
+always, on Hopper in tiles of any shape, as long as no two blocks share a sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.backends import cpu, sm90
+from fused_norm.backends import cpu, linear
 from fused_norm.backends.sm90_kernels import is_hopper
 from fused_norm.call.memory import LOW_PRECISION, address, aligned, dense, lies_transposed
 from fused_norm.call.record import FUSED, NO_NORM, Call
@@ -41,7 +41,7 @@ def require_invariant(x: Tensor, dtype: torch.dtype, weights: Iterable[Tensor | 
         raise RuntimeError(f"{_WHERE}, but got a tensor on {_name(x.device)}")
     if dtype not in LOW_PRECISION:
         raise RuntimeError(f"{_WHERE}, but got {dtype} on {_name(x.device)}")
-    elements = sm90.ALIGNMENT // dtype.itemsize
+    elements = linear.ALIGNMENT // dtype.itemsize
     for weight in weights:
         if weight is not None and any(size % elements for size in weight.shape):
             raise RuntimeError(
@@ -58,22 +58,28 @@ def _name(device: torch.device) -> str:
 _name.__dict__["_dynamo_marked_constant"] = True
 
 
-def linear_add(t: Added, invariant: bool = False) -> Tensor:
-    """Return x weight^T + bias + residual: on Hopper by the product itself.
+def linear_add(
+    t: Added, invariant: bool = False, *, norm: int = 0, is_passed: bool = False
+) -> Tensor:
+    """Return x weight^T + bias + residual: on Hopper by one product where that is faster.
 
     Args:
         t: The tensors, x not empty.
         invariant: Whether a row's bits may not depend on the other rows.
+        norm: The number of the norm whose extension is at hand.
+        is_passed: Whether a pass of ours has just been queued that writes x, and no parameter.
     """
     if invariant:
         return _invariant(Added(*aligned(*dense(*t))))
     x, weight, bias, residual = t
-    if residual is None:
-        return F.linear(x, weight, bias)
-    if x.is_cuda and not lies_transposed(weight):
-        y = sm90.linear_add(Added(*dense(*t)))
+    # PyTorch's product alone would not copy a weight, however it lies.
+    is_dense = weight.is_contiguous() if residual is None else not lies_transposed(weight)
+    if is_dense and linear.may_add(x, *weight.shape):
+        y = linear.linear(Added(*dense(*t)), norm, is_passed=is_passed)
         if y is not None:
             return y
+    if residual is None:
+        return F.linear(x, weight, bias)
     if bias is not None:
         return F.linear(x, weight, bias).add_(residual)
     # Not a view of the product: FSDP2 warns of modules that return one.
@@ -86,7 +92,7 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
 def _invariant(t: Added) -> Tensor:
     x, weight, bias, residual = t
     if x.is_cuda:
-        added = sm90.linear_add(t, invariant=True)
+        added = linear.linear(t, invariant=True)
         assert added is not None
         return added
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -98,21 +104,24 @@ def _invariant(t: Added) -> Tensor:
     return y if residual is None else y.add_(residual)
 
 
-def input_gradient(dy: Tensor, weight: Tensor, invariant: bool) -> Tensor:
+def input_gradient(dy: Tensor, weight: Tensor, invariant: bool, norm: int = 0) -> Tensor:
     """Return dy weight.
 
     Args:
         dy: Of shape `[M, N]`, not empty.
         weight: Of shape `[N, K]`.
         invariant: Whether a row may depend on no other.
+        norm: The number of the norm whose extension is at hand.
     """
     if not invariant:
-        return torch.mm(dy, weight)
+        ours = linear.input_gradient(dy, weight, norm) if dy.is_contiguous() else None
+        return torch.mm(dy, weight) if ours is None else ours
     dy, weight = aligned(*dense(dy, weight))
-    dx = dy.new_empty(dy.shape[0], weight.shape[1])
     if dy.is_cuda:
-        sm90.input_gradient(dy, weight, dx)
-        return dx
+        found = linear.input_gradient(dy, weight, invariant=True)
+        assert found is not None
+        return found
+    dx = dy.new_empty(dy.shape[0], weight.shape[1])
     call = _call(dx, weight)
     # Without a norm nothing comes of x, but it is read.
     call.dy, call.dx, call.x = dy.data_ptr(), dx.data_ptr(), dx.data_ptr()

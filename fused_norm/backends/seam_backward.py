@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu_seam, passes, several, sm90
+from fused_norm.backends import cpu_seam, linear, passes, several, sm90
 from fused_norm.backends.products import input_gradient
 from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
 from fused_norm.call import parameters as known_parameters
@@ -69,6 +69,7 @@ class _Backward:
             grad_outputs = aligned(*dense(*grad_outputs))
         self.kind, self.t, self.products, self.wanted = kind, t, products, wanted
         self.count = len(t.weights)
+        self.norm = norm_of(kind)[0]
         self.biases = _NAMED + self.count
         self.main_grads = main_grads or [None] * self.count
         self.rows = t.x.numel() // t.x.shape[-1]
@@ -89,8 +90,8 @@ class _Backward:
             self.products = recomputed(kind, t)
         dout = self._second_linear() if t.out_weight is not None else None
         a = self._before_activation(needs_a=dout is not None and self.wanted[_OUT_WEIGHT])
-        if dout is not None and a is not None:
-            self.found[_OUT_WEIGHT] = torch.mm(dout.t(), a)
+        if dout is not None:
+            self._second_parameters(dout, a)
         if not self._by_product():
             self._around_products()
         for place, bias in enumerate(t.biases, self.biases):
@@ -107,13 +108,28 @@ class _Backward:
                 if self.wanted[place] and like is not None:
                     self.found[place] = torch.zeros_like(like)
             return None
-        if self.wanted[_OUT_BIAS]:
-            self.found[_OUT_BIAS] = _sum_of_rows(dout)
         is_passed_on = self.wants_norm or self.wants_weight or self.wants_bias
         self.das[0] = None
         if is_passed_on:
-            self.das[0] = input_gradient(dout, t.out_weight, self.kind.batch_invariant)
+            invariant = self.kind.batch_invariant
+            self.das[0] = input_gradient(dout, t.out_weight, invariant, self.norm)
         return dout
+
+    def _second_parameters(self, dout: Tensor, a: Tensor | None) -> None:
+        """Find the gradients of the second Linear layer's parameters; a is what it multiplied."""
+        weight, wants_bias = self.t.out_weight, self.wanted[_OUT_BIAS]
+        if a is not None and weight is not None:
+            planned = None
+            if not self.kind.batch_invariant and weight.is_contiguous():
+                planned = linear.WeightGradient.planned(dout, a, self.norm)
+            if planned is None:
+                self.found[_OUT_WEIGHT] = torch.mm(dout.t(), a)
+            else:
+                dbias = dout.new_empty(dout.shape[-1]) if wants_bias else None
+                self.found[_OUT_WEIGHT] = planned.run(weight, dbias)
+                self.found[_OUT_BIAS] = dbias
+        if wants_bias and self.found[_OUT_BIAS] is None:
+            self.found[_OUT_BIAS] = _sum_of_rows(dout)
 
     def _before_activation(self, needs_a: bool) -> Tensor | None:
         """Find the gradient of each product, and of each bias where no kernel after it does.
@@ -194,17 +210,17 @@ class _Backward:
             may_replace = dz is not None and dz is not self.dnorm and dz.dtype is dtype
             z = dz if may_replace else t.x.new_empty(self.rows, t.x.shape[-1], dtype=dtype)
         weight_gradients = [self._weight_gradient(i, z) for i in range(self.count)]
-        # Where no activation has computed them: one along the way, several one by one.
+        # Where no activation has computed them: with a weight's, along the way, or one by one.
         on_the_way = None
         by_weights: set[int] = set()
         for place, dh in enumerate(self.dhs, self.biases):
             if not self.wanted[place] or self.found[place] is not None or dh is None:
                 continue
-            if self.count == 1 and (dz is not None or z is not None):
-                on_the_way = self.found[place] = dh.new_empty(dh.shape[-1])
-            elif weight_gradients[place - self.biases] is not None:
+            if weight_gradients[place - self.biases] is not None:
                 self.found[place] = dh.new_empty(dh.shape[-1])
                 by_weights.add(place)
+            elif self.count == 1 and (dz is not None or z is not None):
+                on_the_way = self.found[place] = dh.new_empty(dh.shape[-1])
             else:
                 self.found[place] = _sum_of_rows(dh)
         if not is_passed and (dz is not None or z is not None):
@@ -219,15 +235,15 @@ class _Backward:
             elif self.wanted[place]:
                 self.found[place] = _dweight(dh, z, weight, main_grad)
 
-    def _weight_gradient(self, i: int, z: Tensor | None) -> several.WeightGradient | None:
-        """Return the product that finds the gradient of one of several weights, if ours does."""
+    def _weight_gradient(self, i: int, z: Tensor | None) -> linear.WeightGradient | None:
+        """Return the product that finds the gradient of a weight, if ours does."""
         dh, main_grad = self.dhs[i], self.main_grads[i]
-        is_ours = self.count > 1 and not self.kind.batch_invariant and main_grad is None
+        is_ours = not self.kind.batch_invariant and main_grad is None
         if not is_ours or not self.wanted[_NAMED + i] or dh is None or z is None:
             return None
         if not self.t.weights[i].is_contiguous():
             return None
-        return several.WeightGradient.planned(dh, z, norm_of(self.kind)[0])
+        return linear.WeightGradient.planned(dh, z, self.norm)
 
     def _passed_rows(self) -> Tensor | None:
         """Return the normalized rows where one kernel finds the norm's gradients with them."""
@@ -237,7 +253,7 @@ class _Backward:
         if self.count == 1 or kind.batch_invariant or not (goes_on and is_bare):
             return None
         (x,) = dense(t.x)
-        planned = several.PassedRows.planned(self.dhs, t.weights, x, norm_of(kind)[0])
+        planned = several.PassedRows.planned(self.dhs, t.weights, x, self.norm)
         if planned is None:
             return None
         norm, kept = passes.norm_call(kind, t, x, x.dtype)
@@ -249,7 +265,7 @@ class _Backward:
         """Return the gradient of the normalized rows, in the dtype of x."""
         x, dz = self.t.x, self.dnorm
         if dz is None and x.dtype is self.t.weights[0].dtype and not self.kind.batch_invariant:
-            product = several.input_gradients(self.dhs, self.t.weights, norm_of(self.kind)[0])
+            product = several.input_gradients(self.dhs, self.t.weights, self.norm)
             if product is not None:
                 return product
         for dh, weight in zip(self.dhs, self.t.weights, strict=True):
@@ -263,7 +279,7 @@ class _Backward:
                 product = torch.mm(dh, weight, out_dtype=x.dtype) if dh.is_cuda else dh @ weight
                 dz = product.to(x.dtype) if dz is None else dz + product
             elif dz is None:
-                dz = torch.mm(dh, weight)
+                dz = input_gradient(dh, weight, False, self.norm)
             elif dz is self.dnorm:
                 dz = torch.addmm(dz, dh, weight)
             else:

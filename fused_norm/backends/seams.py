@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu, cpu_seam, passes, several, sm90
+from fused_norm.backends import cpu, cpu_seam, linear, passes, several, sm90
 from fused_norm.backends.products import linear_add
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import aligned, dense, empty_statistics
@@ -42,7 +42,8 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results:
     if t.out_weight is None:
         return results
     second = Added(results.outputs[0], t.out_weight, t.out_bias, t.out_residual)
-    return results._replace(outputs=[linear_add(second, kind.batch_invariant)])
+    norm = norm_of(kind)[0]
+    return results._replace(outputs=[linear_add(second, kind.batch_invariant, norm=norm)])
 
 
 def has_product(kind: Seam, t: Operands) -> bool:
@@ -67,10 +68,11 @@ def _by_product(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     is_one = len(t.weights) == 1
     if t.x.is_cpu:
         return cpu_seam.forward(kind, t, keeps) if is_one and t.rstd is None else None
-    # On a GPU a product finds statistics on its way sooner than a pass applies given ones.
     are_apart = is_one or _are_several(kind, t)
-    is_bare = first(t, "rows", "groups") is None
-    if not is_bare or not (are_apart or _is_pair(kind, t)):
+    # What modulates rows the kernels have no place for.
+    if first(t, "groups") is not None or (has_sum(t) and t.rstd is not None):
+        return None
+    if not (are_apart or _is_pair(kind, t)):
         return None
     found = _on_hopper(kind, t, keeps, kind.activation) if kind.activation else None
     return _on_hopper(kind, t, keeps, "") if found is None and are_apart else found
@@ -91,22 +93,20 @@ def _is_pair(kind: Seam, t: Operands) -> bool:
 
 def _on_hopper(kind: Seam, t: Operands, keeps: bool, activation: str) -> Results | None:
     """Compute the same by a product whose epilogue applies an activation, or none."""
-    (x,) = dense(t.x)
+    rows = sm90.Rows(*dense(t.x, t.residual, t.mean, t.rstd))
     norm = (*norm_of(kind), passes.number_of(activation))
     up = [v for pair in zip(t.weights[1:], t.biases[1:], strict=True) for v in pair]
     parameters = known_parameters.of(t.gamma, t.beta, t.weights[0], t.biases[0], norm, *up)
-    if not sm90.accepts(x, parameters):
+    if not sm90.accepts(rows.x, parameters):
         return None
     keeps_h = keeps and activation != "" and not kind.recompute
-    found = sm90.product(x, parameters, kind.eps, keeps, keeps_h)
+    found = sm90.product(rows, parameters, kind.eps, keeps, keeps_h)
     if found is None:
         return None
-    outputs, mean, rstd, h = found
-    if t.rstd is not None:
-        mean = rstd = None
     if activation:
-        return Results(outputs, None, None, mean, rstd, [] if h is None else [h])
-    return _results(kind, outputs, None, None, mean, rstd, keeps)
+        return found._replace(sum=found.sum if keeps or kind.returns_sum else None)
+    outputs = list(found.outputs)
+    return _results(kind, outputs, found.sum, None, found.mean, found.rstd, keeps)
 
 
 def norm_of(kind: Seam) -> tuple[int, float]:
@@ -124,7 +124,26 @@ def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
     if keeps and t.rstd is None:
         mean, rstd = empty_statistics(x, kind.normalization == "layer_norm")
     passes.normalize(kind, t, x, total=total, z=z, mean=mean, rstd=rstd)
-    return _results(kind, products_of(kind, z, t), total, z, mean, rstd, keeps)
+    both = _activated_product(kind, z, t, keeps and not kind.recompute)
+    if both is None:
+        return _results(kind, products_of(kind, z, t), total, z, mean, rstd, keeps)
+    results = _results(kind, [], total, z, mean, rstd, keeps)
+    return results._replace(outputs=[both[0]], products=[] if both[1] is None else [both[1]])
+
+
+def _activated_product(
+    kind: Seam, z: Tensor, t: Operands, keeps_h: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return the product of the rows just normalized, activated, and h; None without a kernel."""
+    is_one = len(t.weights) == 1 or _is_pair(kind, t)
+    if not kind.activation or not is_one or kind.batch_invariant:
+        return None
+    if not all(weight.is_contiguous() for weight in t.weights):
+        return None
+    layers = [Added(z, *layer) for layer in zip(t.weights, dense(*t.biases), strict=True)]
+    up = layers[1] if len(layers) > 1 else None
+    activation = passes.number_of(kind.activation)
+    return linear.activated(layers[0], up, norm_of(kind)[0], activation, keeps_h)
 
 
 def _rows(kind: Seam, t: Operands) -> Operands:
@@ -157,14 +176,15 @@ def _results(
 
 
 def products_of(kind: Seam, z: Tensor, t: Operands) -> list[Tensor]:
-    """Return the products of the normalized rows and each weight, or all in one tensor."""
+    """Return the products of the rows just normalized and each weight, or all in one tensor."""
+    norm = norm_of(kind)[0]
     if len(t.weights) > 1 and not kind.batch_invariant:
-        found = several.products(z, t.weights, t.biases, norm_of(kind)[0], kind.is_joined)
+        found = several.products(z, t.weights, t.biases, norm, kind.is_joined)
         if found is not None:
             return found
     if kind.batch_invariant or not kind.is_joined or len(t.weights) == 1:
         products = [
-            linear_add(Added(z, w, b), kind.batch_invariant)
+            linear_add(Added(z, w, b), kind.batch_invariant, norm=norm, is_passed=True)
             for w, b in zip(t.weights, t.biases, strict=True)
         ]
         return [torch.cat(products, -1)] if kind.is_joined and len(products) > 1 else products

@@ -3,7 +3,6 @@
     y_i = z W_i^T + b_i        the columns of all run on from one weight and output to the next
     dz  = sum_i dy_i W_i       so do the sums, where PyTorch would add to dz in memory each time;
                                the pass over its rows may run in the same kernel
-    dW_i = dy_i^T z, db_i      one launch each: their sums are long
 
 No weight is copied: each has tensor maps of its own. Where the plans of
 op/norm_linear/sm90/several.mojo decline, these return None, and PyTorch's products are faster. The
@@ -158,51 +157,13 @@ def _gradients(
     return kernels, call, parts, first
 
 
-class WeightGradient:
-    """The product dW = dy^T z, which brings db along, where its plan does not decline."""
-
-    def __init__(self, kernels: ModuleType, call: Call) -> None:
-        self._kernels, self._call = kernels, call
-
-    @staticmethod
-    def planned(dy: Tensor, z: Tensor, norm: int) -> WeightGradient | None:
-        """Return the product of a dense dy `[M, N]` and z `[M, K]`, to be written by then, or None.
-
-        Args:
-            dy: Gradient of the Linear layer's output.
-            z: Memory for what that multiplied.
-            norm: The number of the norm whose extension is at hand.
-        """
-        if not _serves(dy, ()) or z.dtype is not dy.dtype or not dy.is_contiguous():
-            return None
-        M, K = z.shape
-        kernels, call, _ = _record(dy, M, K, (), norm)
-        call.N, call.dy, call.z = dy.shape[1], dy.data_ptr(), z.data_ptr()
-        kernels.plan_weight_gradient(ctypes.addressof(call))
-        return None if call.way == DECLINED else WeightGradient(kernels, call)
-
-    def run(self, weight: Tensor, dbias: Tensor | None) -> Tensor:
-        """Return dW, and write db.
-
-        Args:
-            weight: Whose gradient it is.
-            dbias: Receives the sums of the rows of dy, None if they are not wanted.
-        """
-        call, dweight = self._call, torch.empty_like(weight)
-        call.dweight, call.dbias = dweight.data_ptr(), address(dbias)
-        scratch = workspace(call.workspace_bytes, weight.device) if call.workspace_bytes else None
-        call.workspace = address(scratch)
-        self._kernels.weight_gradient(ctypes.addressof(call))
-        return dweight
-
-
 def _serves(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return whether there are kernels for rows of a dtype and weights that lie as these."""
     return (
         x.is_cuda
         and x.dtype in LOW_PRECISION
         and is_hopper(x.device.index)
-        and len(weights) in (0, *range(2, MOST_PARTS + 1))
+        and 1 < len(weights) <= MOST_PARTS
         and all(w.dtype is x.dtype and w.is_contiguous() for w in weights)
     )
 

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import ctypes
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fused_norm.backends.linear import ALIGNMENT
 from fused_norm.backends.sm90_kernels import (
-    extension,
-    is_alone,
     is_hopper,
-    launcher,
     launcher_of,
     may_use_tf32,
     prepare_products,
@@ -53,7 +51,9 @@ from fused_norm.call.record import (
     MEAN,
     NEW_FOLD,
     PARTS,
+    RESIDUAL,
     RSTD,
+    SUM,
     WANTED,
     WORKSPACE,
     Call,
@@ -62,10 +62,8 @@ from fused_norm.call.record import (
     X,
     Y,
 )
-from fused_norm.composition import Added
+from fused_norm.call.results import Results
 
-# A box of TMA starts at a multiple of 16 bytes, and so does every row.
-ALIGNMENT = 16
 _DTYPES = LOW_PRECISION | {torch.float32}
 _OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
 
@@ -83,26 +81,36 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Return y, and mean and rstd if asked for; None where PyTorch's product is faster."""
-    found = product(x, parameters, eps, statistics, False)
-    return found and (found[0][0], found[1], found[2])
+    found = product(Rows(x), parameters, eps, statistics, False)
+    return found and (found.outputs[0], found.mean, found.rstd)
+
+
+class Rows(NamedTuple):
+    """What is normalized, dense: x, or x + residual; and its statistics if they are known."""
+
+    x: Tensor
+    residual: Tensor | None = None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
 
 
 def product(
-    x: Tensor, parameters: Parameters, eps: float, statistics: bool, keeps_h: bool
-) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None] | None:
+    rows: Rows, parameters: Parameters, eps: float, keeps: bool, keeps_h: bool
+) -> Results | None:
     """Return a product, which its epilogue activates if the parameters say so, and what is kept.
 
     Args:
-        x: Dense, of a type and on a device that `accepts` takes.
+        rows: Of a type and on a device that `accepts` takes; statistics are not those of a sum.
         parameters: Its norm, its weights and its activation.
         eps: Added to the variance.
-        statistics: Whether mean and rstd are asked for.
-        keeps_h: Whether the product before its activation is.
+        keeps: Whether a backward follows, which needs mean and rstd.
+        keeps_h: Whether it needs the product before its activation.
 
     Returns:
-        y `[..., N]` of each Linear layer, mean, rstd and h, None for what is not asked for; or None
-        where our passes around products are faster.
+        y `[..., N]` of each Linear layer, the sum, mean, rstd and h as far as there is a use for
+        them; or None where our passes around products are faster.
     """
+    x, residual, *given = rows
     if parameters.dtype is torch.float32 and not may_use_tf32():
         return None
     device = parameters.device.index
@@ -111,9 +119,14 @@ def product(
     in_graph = torch.cuda.is_current_stream_capturing()
     prepare_products(device, in_graph)
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
-    may_keep = not statistics and parameters.dtype is torch.bfloat16
+    may_keep = not keeps and parameters.dtype is torch.bfloat16
     start = x.data_ptr()
-    conditions = (eps, context, in_graph, statistics, keeps_h, start % ALIGNMENT)
+    is_given, is_sum = rows.rstd is not None, residual is not None
+    statistics = keeps and not is_given
+    conditions = (
+        *(eps, context, in_graph, statistics, keeps_h),
+        *(is_given, is_sum, start % ALIGNMENT),
+    )
     planned = _plan(kernels, x, parameters, may_keep, conditions)
     fold = None
     if planned.way == KEPT_FOLD:
@@ -139,8 +152,14 @@ def product(
     if parameters.sizes:
         parts = parameters.parts(outputs)
         call[PARTS] = ctypes.addressof(parts)
-    if statistics:
+    total = None
+    if is_given:
+        call[MEAN], call[RSTD] = map(address, given)
+    elif statistics:
         call[MEAN], call[RSTD] = address(mean), address(rstd)
+    if residual is not None:
+        total = torch.empty_like(x)
+        call[RESIDUAL], call[SUM] = residual.data_ptr(), total.data_ptr()
     h = None
     if keeps_h:
         h = x.new_empty(*x.shape[:-1], parameters.products)
@@ -151,7 +170,7 @@ def product(
         call[FOLD_WEIGHT], call[FOLD_SUMS], call[FOLD_CONSTANTS] = fold.addresses
     kernels.forward(place)
     planned.give_back(record)
-    return outputs, mean, rstd, h
+    return Results(outputs, total, None, mean, rstd, [] if h is None else [h])
 
 
 def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
@@ -168,87 +187,6 @@ def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
     return fold.tensors
 
 
-def linear_add(t: Added, invariant: bool = False) -> Tensor | None:
-    """Return x weight^T + bias + residual by one product; None where PyTorch's ops are to do it.
-
-    Args:
-        t: The tensors, dense and on a GPU.
-        invariant: Whether a row's bits may not depend on the other rows.
-    """
-    x, weight, bias, residual = t
-    M, (N, K) = x.numel() // x.shape[-1], weight.shape
-    if not may_add(x, N, K):
-        return None
-    y = x.new_empty(*x.shape[:-1], N)
-    call = Call(M=M, N=N, K=K, x=x.data_ptr(), weight=weight.data_ptr(), bias=address(bias))
-    call.residual, call.y, call.invariant = address(residual), y.data_ptr(), invariant
-    kernels = _planned_add(call, x)
-    if call.way == DECLINED:
-        return None
-    kernels.linear_add(ctypes.addressof(call))
-    return y
-
-
-def input_gradient(dy: Tensor, weight: Tensor, dx: Tensor) -> None:
-    """Write dy weight to dx, in which no row depends on another.
-
-    Args:
-        dy: Dense `[M, N]` on a Hopper GPU, aligned like the others.
-        weight: Dense `[N, K]`.
-        dx: Dense `[M, K]`.
-    """
-    N, K = weight.shape
-    call = Call(M=dy.shape[0], N=N, K=K, weight=weight.data_ptr(), invariant=True)
-    call.dy, call.dx = dy.data_ptr(), dx.data_ptr()
-    _kernels(call, dy).input_gradient(ctypes.addressof(call))
-
-
-def may_add(x: Tensor, N: int, K: int) -> bool:
-    """Return whether a product of x may add a residual on its way, as far as its plan agrees.
-
-    Args:
-        x: Of shape `[..., K]`.
-        N: Outputs of the product.
-        K: Length of its sums.
-    """
-    if not x.is_cuda or x.dtype not in LOW_PRECISION or not is_hopper(x.device.index or 0):
-        return False
-    elements = ALIGNMENT // x.dtype.itemsize
-    return not (N % elements or K % elements)
-
-
-def adds(x: Tensor, M: int, N: int, K: int) -> bool:
-    """Return whether a product of tensors that lie as they should adds a residual on its way.
-
-    Args:
-        x: Of the dtype and on the device, of whatever shape.
-        M: Rows of the product.
-        N: Outputs of the product.
-        K: Length of its sums.
-    """
-    if not may_add(x, N, K):
-        return False
-    places = dict.fromkeys(("x", "weight", "bias", "residual", "y"), ALIGNMENT)
-    call = Call(M=M, N=N, K=K, **places)
-    _planned_add(call, x)
-    return bool(call.way != DECLINED)
-
-
-def _planned_add(call: Call, x: Tensor) -> ModuleType:
-    """Have the way of a sum planned; return the kernels."""
-    kernels = _kernels(call, x)
-    kernels.plan_linear_add(ctypes.addressof(call))
-    return kernels
-
-
-def _kernels(call: Call, x: Tensor) -> ModuleType:
-    """Return the kernels of products without a norm, and have the call queued on x's stream."""
-    device = x.device.index or 0
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels, call.context = launcher(extension(x.dtype, 0), device, stream, is_alone())
-    return kernels
-
-
 def _plan(
     kernels: ModuleType,
     x: Tensor,
@@ -261,11 +199,13 @@ def _plan(
     key = (x.numel(), may_keep, asked, conditions)
     planned = parameters.plans.get(key)
     if planned is None:
-        eps, context, in_graph, statistics, keeps_h, _ = conditions
+        eps, context, in_graph, statistics, keeps_h, is_given, is_sum, _ = conditions
         call = parameters.call(x, eps)
         call.context, call.in_graph, call.may_keep, call.way = context, in_graph, may_keep, asked
-        call.rstd = WANTED if statistics else 0
+        call.has_statistics = is_given
+        call.rstd = WANTED if statistics or is_given else 0
         call.mean = call.rstd if parameters.has_mean else 0
+        call.residual = WANTED if is_sum else 0
         call.activation, call.h = parameters.norm[2], WANTED if keeps_h else 0
         kernels.plan_forward(ctypes.addressof(call))
         planned = parameters.plan(key, call)

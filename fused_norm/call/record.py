@@ -19,9 +19,9 @@ PARAMETER_FIELDS = (
 )
 
 # Where each field stands among the record's numbers.
-X, Y, MEAN, RSTD, Z, H, PARTS, WORKSPACE = map(
+X, Y, MEAN, RSTD, Z, RESIDUAL, SUM, H, PARTS, WORKSPACE = map(
     (*CALL_FIELDS, *PARAMETER_FIELDS).index,
-    ("x", "y", "mean", "rstd", "z", "h", "parts", "workspace"),
+    ("x", "y", "mean", "rstd", "z", "residual", "sum", "h", "parts", "workspace"),
 )
 FOLD_WEIGHT, FOLD_SUMS, FOLD_CONSTANTS = range(
     len(CALL_FIELDS) + PARAMETER_FIELDS.index("fold_weight"),

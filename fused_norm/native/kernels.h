@@ -35,10 +35,10 @@ class Library {
 // A norm and a product in one: an extension norm_linear_*.
 struct Product {
   Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
-           plan_linear_add = nullptr, linear_add = nullptr, plan_products = nullptr,
-           products = nullptr, plan_input_gradients = nullptr, input_gradients = nullptr,
-           plan_passed_rows = nullptr, passed_rows = nullptr, plan_weight_gradient = nullptr,
-           weight_gradient = nullptr;
+           plan_linear = nullptr, linear = nullptr, plan_input_gradient = nullptr,
+           input_gradient = nullptr, plan_weight_gradient = nullptr, weight_gradient = nullptr,
+           plan_products = nullptr, products = nullptr, plan_input_gradients = nullptr,
+           input_gradients = nullptr, plan_passed_rows = nullptr, passed_rows = nullptr;
   // The way that plans are asked for; 0 leaves it to them.
   int64_t context = 0, way = 0;
 
@@ -48,16 +48,18 @@ struct Product {
         forward(library("norm_linear_forward")),
         plan_backward(library("norm_linear_plan_backward")),
         backward(library("norm_linear_backward")),
-        plan_linear_add(library("norm_linear_plan_linear_add")),
-        linear_add(library("norm_linear_linear_add")),
+        plan_linear(library("norm_linear_plan_linear")),
+        linear(library("norm_linear_linear")),
+        plan_input_gradient(library("norm_linear_plan_input_gradient")),
+        input_gradient(library("norm_linear_input_gradient")),
+        plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
+        weight_gradient(library("norm_linear_weight_gradient")),
         plan_products(library("norm_linear_plan_products")),
         products(library("norm_linear_products")),
         plan_input_gradients(library("norm_linear_plan_input_gradients")),
         input_gradients(library("norm_linear_input_gradients")),
         plan_passed_rows(library("norm_linear_plan_passed_rows")),
         passed_rows(library("norm_linear_passed_rows")),
-        plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
-        weight_gradient(library("norm_linear_weight_gradient")),
         context(context),
         way(way) {}
 };

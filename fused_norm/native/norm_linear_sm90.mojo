@@ -14,11 +14,18 @@ from std.sys import get_defined_dtype, is_defined
 from op.call import Call, CallPointer
 from op.device import Launcher, new_launcher
 from op.passes.door import from_c, from_python
-from op.norm_linear.sm90.backward import backward, input_gradient
+from op.norm_linear.sm90.backward import backward
 from op.norm_linear.sm90.backward_plan import plan_backward
 from op.norm_linear.sm90.fold import fold
-from op.norm_linear.sm90.forward import forward, linear_add
-from op.norm_linear.sm90.forward_plan import plan_forward, plan_linear_add
+from op.norm_linear.sm90.forward import forward
+from op.norm_linear.sm90.forward_plan import plan_forward
+from op.norm_linear.sm90.linear import linear, plan_linear
+from op.norm_linear.sm90.linear_backward import (
+    input_gradient,
+    plan_input_gradient,
+    plan_weight_gradient,
+    weight_gradient,
+)
 from op.norm_linear.sm90.several import (
     fold_parts,
     forward_folded,
@@ -31,8 +38,6 @@ from op.norm_linear.sm90.several_backward import (
     passed_rows,
     plan_input_gradients,
     plan_passed_rows,
-    plan_weight_gradient,
-    weight_gradient,
 )
 from op.norms.layer_norm import LayerNorm
 from op.norms.norm import Norm
@@ -147,16 +152,19 @@ def _weight_gradient(call: CallPointer) raises:
         weight_gradient[DTYPE](Launcher.at(call[].context)[], call[])
 
 
-def _plan_linear_add(call: CallPointer) raises:
-    comptime if DTYPE != DType.float32:
-        plan_linear_add[DTYPE](Launcher.at(call[].context)[], call[])
+def _plan_linear(call: CallPointer) raises:
+    plan_linear[DTYPE](Launcher.at(call[].context)[], call[])
 
 
-def _linear_add(call: CallPointer) raises:
+def _linear(call: CallPointer) raises:
     comptime if DTYPE == DType.float32:
-        raise Error("float32 sums are PyTorch's")
+        raise Error("float32 without a norm is PyTorch's")
     else:
-        linear_add[DTYPE](Launcher.at(call[].context)[], call[])
+        linear[DTYPE](Launcher.at(call[].context)[], call[])
+
+
+def _plan_input_gradient(call: CallPointer) raises:
+    plan_input_gradient[DTYPE](Launcher.at(call[].context)[], call[])
 
 
 def _input_gradient(call: CallPointer) raises:
@@ -167,13 +175,23 @@ def _input_gradient(call: CallPointer) raises:
 
 
 @export
-def norm_linear_plan_linear_add(call: CallPointer) abi("C") -> Int:
-    return from_c[_plan_linear_add](call)
+def norm_linear_plan_linear(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_linear](call)
 
 
 @export
-def norm_linear_linear_add(call: CallPointer) abi("C") -> Int:
-    return from_c[_linear_add](call)
+def norm_linear_linear(call: CallPointer) abi("C") -> Int:
+    return from_c[_linear](call)
+
+
+@export
+def norm_linear_plan_input_gradient(call: CallPointer) abi("C") -> Int:
+    return from_c[_plan_input_gradient](call)
+
+
+@export
+def norm_linear_input_gradient(call: CallPointer) abi("C") -> Int:
+    return from_c[_input_gradient](call)
 
 
 @export
@@ -279,14 +297,19 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             ),
         )
         builder.def_py_c_function(
-            from_python[_plan_linear_add],
-            "plan_linear_add",
-            docstring="plan_linear_add(call) -> 0; writes way",
+            from_python[_plan_linear],
+            "plan_linear",
+            docstring="plan_linear(call) -> 0; writes way",
         )
         builder.def_py_c_function(
-            from_python[_linear_add],
-            "linear_add",
-            docstring="linear_add(call) -> 0; queues what was planned",
+            from_python[_linear],
+            "linear",
+            docstring="linear(call) -> 0; queues what was planned",
+        )
+        builder.def_py_c_function(
+            from_python[_plan_input_gradient],
+            "plan_input_gradient",
+            docstring="plan_input_gradient(call) -> 0; writes way",
         )
         builder.def_py_c_function(
             from_python[_input_gradient],

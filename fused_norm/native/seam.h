@@ -96,10 +96,6 @@ struct Operands {
     }
     return flat[X].scalar_type();
   }
-  // Whether nothing comes before the norm, or between it and the Linear layers.
-  bool is_bare() const {
-    return !has_sum() && !has(Form::GROUPS);
-  }
   // Whether there are two weights of a size, of which one may gate the other.
   bool is_pair() const {
     return count() == 2 && weight(0).sizes() == weight(1).sizes() &&

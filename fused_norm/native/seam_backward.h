@@ -41,10 +41,7 @@ class Backward {
     }
     const Tensor dout = t_[OUT_WEIGHT].defined() ? second_linear() : Tensor();
     before_activation();
-    if (dout.defined() && wanted_[OUT_WEIGHT]) {
-      if (!a_written_) a_ = as_rows(activated(kind_, products_[0], kernels_.passes));
-      found_[OUT_WEIGHT] = at::mm(dout.t(), a_);
-    }
+    if (dout.defined()) second_parameters(dout);
     if (!by_product()) around_products();
     for (size_t i = 0; i < t_.count(); ++i) {
       auto& dbias = found_[NAMED + t_.count() + i];
@@ -86,9 +83,26 @@ class Backward {
       if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = zeros(t_[OUT_WEIGHT].size(0));
       return dout;
     }
-    if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = sum_of_rows(dout);
-    if (wants_norm_ || wants_weight_ || wants_bias_) das_[0] = at::mm(dout, t_[OUT_WEIGHT]);
+    if (wants_norm_ || wants_weight_ || wants_bias_) {
+      das_[0] = input_gradient(dout, t_[OUT_WEIGHT], kernels_.product);
+    }
     return dout;
+  }
+
+  // Finds the gradients of the second Linear layer's parameters.
+  void second_parameters(const Tensor& dout) {
+    auto& dbias = found_[OUT_BIAS];
+    if (wanted_[OUT_WEIGHT]) {
+      if (!a_written_) a_ = as_rows(activated(kind_, products_[0], kernels_.passes));
+      if (auto call = planned_weight_gradient(dout, a_, kernels_.product)) {
+        if (wanted_[OUT_BIAS]) dbias = at::empty({dout.size(1)}, dout.options());
+        call->dbias = address(dbias);
+        found_[OUT_WEIGHT] = weight_gradient(*call, t_[OUT_WEIGHT], kernels_.product);
+      } else {
+        found_[OUT_WEIGHT] = at::mm(dout.t(), a_);
+      }
+    }
+    if (wanted_[OUT_BIAS] && !dbias.defined()) dbias = sum_of_rows(dout);
   }
 
   // Finds the gradient of each product, and of each bias where the kernels after it do not.
@@ -196,22 +210,22 @@ class Backward {
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_);
       z = may_replace ? dz : at::empty({sizes_.M, sizes_.K}, x.options());
     }
-    // The products that find gradients of several weights and, on their way, of their biases.
+    // The products that find gradients of weights and, on their way, of their biases.
     c10::SmallVector<std::optional<Call>, MOST_PARTS> by_kernel(count);
     for (size_t i = 0; i < count; ++i) {
-      if (count == 1 || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
-      by_kernel[i] = several_weight_gradient(dhs_[i], z, kernels_.product);
+      if (!wanted_[NAMED + i] || !dhs_[i].defined()) continue;
+      by_kernel[i] = planned_weight_gradient(dhs_[i], z, kernels_.product);
     }
-    // Gradients of biases that no activation has found: one weight's on the way, others one by one.
+    // Gradients of other biases that no activation has found: one on the way, several one by one.
     Tensor sum;
     for (size_t i = 0; i < count; ++i) {
       auto& dbias = found_[NAMED + count + i];
       if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
-      if (count == 1 && (dz.defined() || z.defined())) {
-        sum = dbias = at::empty({sizes_.N}, x.options());
-      } else if (by_kernel[i]) {
+      if (by_kernel[i]) {
         dbias = at::empty({dhs_[i].size(1)}, x.options());
         by_kernel[i]->dbias = address(dbias);
+      } else if (count == 1 && (dz.defined() || z.defined())) {
+        sum = dbias = at::empty({sizes_.N}, x.options());
       } else {
         dbias = sum_of_rows(dhs_[i]);
       }
@@ -220,10 +234,7 @@ class Backward {
     for (size_t i = 0; i < count; ++i) {
       if (!wanted_[NAMED + i]) continue;
       if (auto& call = by_kernel[i]) {
-        found_[NAMED + i] = at::empty_like(t_.weight(i));
-        call->dweight = address(found_[NAMED + i]);
-        const auto workspace = workspace_of(*call, x);
-        launch(kernels_.product.weight_gradient, *call, x);
+        found_[NAMED + i] = weight_gradient(*call, t_.weight(i), kernels_.product);
         continue;
       }
       found_[NAMED + i] =
@@ -261,7 +272,7 @@ class Backward {
       const Tensor& dh = dhs_[i];
       if (!dh.defined()) continue;
       if (!dz.defined()) {
-        dz = at::mm(dh, t_.weight(i));
+        dz = input_gradient(dh, t_.weight(i), kernels_.product);
       } else if (dz.is_same(dnorm_)) {
         dz = at::addmm(dz, dh, t_.weight(i));
       } else {

@@ -4,11 +4,10 @@
 #pragma once
 
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/mm.h>
 
 #include "folds.h"
+#include "linear.h"
 #include "several.h"
 
 namespace fused_norm {
@@ -32,7 +31,7 @@ inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes)
   return a;
 }
 
-// The products of normalized rows and each weight, or all side by side in one tensor.
+// The products of rows just normalized and each weight, or all side by side in one tensor.
 inline Tensors products_of(
     const Seam& kind, const Tensor& z, const Operands& t, const Sizes& sizes,
     const Product& product) {
@@ -47,7 +46,10 @@ inline Tensors products_of(
   };
   if (!kind.is_joined || t.count() == 1) {
     for (size_t i = 0; i < t.count(); ++i) {
-      products.push_back(shaped(at::linear(rows, t.weight(i), t.bias(i))));
+      auto call = linear_call(rows, t.weight(i), t.bias(i), product);
+      call.z = address(rows);
+      const auto y = linear_by_kernel(call, rows, product);
+      products.push_back(shaped(y.defined() ? y : at::linear(rows, t.weight(i), t.bias(i))));
     }
     return products;
   }
@@ -64,6 +66,46 @@ inline Tensors products_of(
   }
   products.push_back(shaped(joined));
   return products;
+}
+
+// Gives a record the weights, those of a gate's halves apart, and what becomes of their product.
+inline void give_weights(
+    Call& call, const Seam& kind, const Operands& t, const Sizes& sizes, bool activates) {
+  call.N = activates && kind.is_gated() ? sizes.N / 2 : sizes.N;
+  call.activation = activates ? kind.activation : 0;
+  call.weight = address(t.weight(0));
+  call.bias = address(t.bias(0));
+  if (!call.activation || !kind.is_gated()) return;
+  const bool is_pair = t.count() == 2;
+  const auto size = static_cast<int64_t>(t.weight(0).element_size()) * call.N;
+  const auto after = [](void* start, int64_t bytes) -> void* {
+    return start ? static_cast<char*>(start) + bytes : nullptr;
+  };
+  call.up = is_pair ? address(t.weight(1)) : after(call.weight, size * sizes.K);
+  call.up_bias = is_pair ? address(t.bias(1)) : after(call.bias, size);
+}
+
+// Finds the output by the product of rows just normalized, whose epilogue activates; false where a
+// pass is to follow.
+inline bool activated_by_product(
+    const Seam& kind, const Tensor& z, const Operands& t, const Sizes& sizes, bool keeps_h,
+    const Product& product, Results& results) {
+  const bool is_one = t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair());
+  if (!kind.activation || !is_one || !product.linear) return false;
+  auto call = rows_call(sizes.M, sizes.N, product.context);
+  call.K = sizes.K;
+  call.z = address(z);
+  give_weights(call, kind, t, sizes, true);
+  call.h = keeps_h ? WANTED : nullptr;
+  if (product.plan_linear(&call) != 0 || call.way != FUSED) return false;
+  results.outputs.push_back(empty_rows(z, call.N));
+  call.y = address(results.outputs[0]);
+  if (keeps_h) {
+    results.products.push_back(empty_rows(z, sizes.N));
+    call.h = address(results.products[0]);
+  }
+  launch(product.linear, call, z);
+  return true;
 }
 
 // Normalizes rows, whose statistics may be given or wanted.
@@ -90,13 +132,12 @@ inline bool are_apart(const Seam& kind, const Operands& t) {
   return are_several(t) && !kind.is_joined && !kind.activation;
 }
 
-// Whether to ask an extension's own product: on a GPU only where nothing else comes with the norm.
-// There it finds statistics on its way sooner than a pass applies given ones.
+// Whether to ask an extension's own product. What modulates rows a GPU's has no place for.
 inline bool has_product(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Kernels& kernels) {
   if (!kernels.product.forward || kind.returns_norm) return false;
   if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined();
-  return t.is_bare() &&
+  return !t.has(Form::GROUPS) && !(t.has_sum() && t[RSTD].defined()) &&
       (t.count() == 1 || are_apart(kind, t) ||
        (kind.is_gated() && kind.is_joined && t.is_pair()));
 }
@@ -108,22 +149,13 @@ inline bool forward_by_product(
   const Tensor& x = t[X];
   const bool keeps_h = activates && keeps && !kind.recompute;
   auto call = norm_call(kind, t, sizes, kernels.product.context);
-  call.N = activates && kind.is_gated() ? sizes.N / 2 : sizes.N;
-  call.activation = activates ? kind.activation : 0;
-  call.weight = address(t.weight(0));
-  call.bias = address(t.bias(0));
-  if (call.activation && kind.is_gated()) {
-    const bool is_pair = t.count() == 2;
-    const auto size = static_cast<int64_t>(x.element_size()) * call.N;
-    const auto after = [](void* start, int64_t bytes) -> void* {
-      return start ? static_cast<char*>(start) + bytes : nullptr;
-    };
-    call.up = is_pair ? address(t.weight(1)) : after(call.weight, size * sizes.K);
-    call.up_bias = is_pair ? address(t.bias(1)) : after(call.bias, size);
-  }
+  give_weights(call, kind, t, sizes, activates);
   call.sum = address(results.sum);
-  call.mean = address(results.mean);
-  call.rstd = address(results.rstd);
+  call.has_statistics = t[RSTD].defined();
+  if (!call.has_statistics) {
+    call.mean = address(results.mean);
+    call.rstd = address(results.rstd);
+  }
   call.h = keeps_h ? WANTED : nullptr;
   call.may_keep = keeping.is_allowed;
   call.way = kernels.product.way;
@@ -178,23 +210,11 @@ inline bool forward_by_product(
 // y = a W^T + b + residual.
 inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& kernels) {
   const Tensor &weight = t[OUT_WEIGHT], &bias = t[OUT_BIAS], &residual = t[OUT_RESIDUAL];
-  if (residual.defined() && kernels.product.linear_add) {
-    Call call{};
-    call.N = weight.size(0);
-    call.K = weight.size(1);
-    call.M = a.numel() / call.K;
-    call.context = kernels.product.context;
-    call.x = address(a);
-    call.weight = address(weight);
-    call.bias = address(bias);
-    call.residual = address(residual);
-    if (kernels.product.plan_linear_add(&call) == 0 && call.way == FUSED) {
-      const auto y = at::empty(residual.sizes(), residual.options());
-      call.y = address(y);
-      launch(kernels.product.linear_add, call, a);
-      return y;
-    }
-  }
+  auto call = linear_call(a, weight, bias, kernels.product);
+  call.x = address(a);
+  call.residual = address(residual);
+  const auto ours = linear_by_kernel(call, a, kernels.product);
+  if (ours.defined()) return ours;
   if (residual.defined() && !bias.defined()) {
     const auto y = at::addmm(as_rows(residual), as_rows(a), weight.t());
     return y.view(residual.sizes());
@@ -220,12 +240,15 @@ inline Results forward(
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
     const auto z = normalized(kind, t, sizes, kernels.passes, &results);
-    auto products = products_of(kind, z, t, sizes, kernels.product);
-    for (const auto& h : products) {
-      results.outputs.push_back(activated(kind, h, kernels.passes));
-    }
+    const bool keeps_h = keeps && kind.activation && !kind.recompute;
     if (kind.returns_norm) results.norm = z;
-    if (keeps && kind.activation && !kind.recompute) results.products = std::move(products);
+    if (!activated_by_product(kind, z, t, sizes, keeps_h, kernels.product, results)) {
+      auto products = products_of(kind, z, t, sizes, kernels.product);
+      for (const auto& h : products) {
+        results.outputs.push_back(activated(kind, h, kernels.passes));
+      }
+      if (keeps_h) results.products = std::move(products);
+    }
   }
   if (t[OUT_WEIGHT].defined()) results.outputs[0] = second_linear(t, results.outputs[0], kernels);
   return results;

@@ -5,7 +5,6 @@
 
 #include <array>
 
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include "seam.h"
@@ -114,19 +113,6 @@ inline Tensor several_input_gradients(
   call.dz = address(dz);
   launch(product.input_gradients, call, dz);
   return dz;
-}
-
-// The product dW = dy^T z of one of several weights, which brings db along; nothing where its plan
-// declines. z may be written after this.
-inline std::optional<Call> several_weight_gradient(
-    const Tensor& dy, const Tensor& z, const Product& product) {
-  if (!product.weight_gradient || !dy.is_contiguous()) return std::nullopt;
-  auto call = rows_call(z.size(0), dy.size(1), product.context);
-  call.K = z.size(1);
-  call.dy = address(dy);
-  call.z = address(z);
-  if (product.plan_weight_gradient(&call) != 0 || call.way == DECLINED) return std::nullopt;
-  return call;
 }
 
 }  // namespace fused_norm

@@ -45,6 +45,10 @@ def _add_statistics(*arguments: Any) -> list[Tensor]:
     return [result for result in add_by_pytorch(*arguments) if result is not None]
 
 
+def _row_statistics(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    return _add_statistics(x, torch.zeros((), dtype=x.dtype), normalization, eps)[1:]
+
+
 def _linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, _: bool = False
 ) -> Tensor:
@@ -60,6 +64,7 @@ _FORMULAS: dict[str, Callable[..., Any]] = {
     "layernorm_linear": _layernorm_linear,
     "seam_forward": _seam_forward,
     "add_statistics": _add_statistics,
+    "row_statistics": _row_statistics,
     "linear_add": _linear_add,
     "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
     "composed_mean": _row_op(reference.mean),

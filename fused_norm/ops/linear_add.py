@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm.backends import products
+from fused_norm.backends.linear import may_add
 from fused_norm.backends.products import require_invariant
-from fused_norm.backends.sm90 import may_add
 from fused_norm.composition import Added
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import is_watched, may_follow, register
+from fused_norm.ops.seam_validation import adds_in_product as is_added_in_product
 from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
 
@@ -102,6 +103,18 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
     else:
         total = _op(*t, invariant)
     return total
+
+
+def adds_in_product(t: Added) -> bool:
+    """Return whether one product is to add, as far as sizes and layouts tell.
+
+    Args:
+        t: The tensors, a residual among them.
+    """
+    x, weight, _, residual = t
+    if not isinstance(x, Tensor) or not x.is_cuda or residual is None:
+        return False
+    return _fits(t) and _pays(x, weight) and is_added_in_product(x, weight)
 
 
 def _is_autocast(x: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.backends import sm90
+from fused_norm.backends import linear
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.composition import NAMES, Operands, Seam, first, is_gate
@@ -111,7 +111,7 @@ def adds_in_product(x: Tensor, weight: Tensor) -> bool:
         return False
     N, K = map(hint, weight.shape)
     rows = math.prod(map(hint, x.shape[:-1]))
-    return bool(rows and N and K) and sm90.adds(x, rows, N, K)
+    return bool(rows and N and K) and linear.adds(x, rows, N, K)
 
 
 def hint(size: Any) -> int:

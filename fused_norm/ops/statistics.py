@@ -1,4 +1,7 @@
-"""The sum before a norm and its statistics, as PyTorch knows it: what `linear_add` ends with."""
+"""The sum before a norm and its statistics, as PyTorch knows it: what `linear_add` ends with.
+
+Where a product has added already, the statistics are found alone.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,24 @@ from fused_norm.ops.validation import has_row_kernel
 from fused_norm.reference import widened
 
 
+def _find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    (x,) = dense(x)
+    found = _fake_find(x, normalization, eps)
+    if x.numel():
+        mean, rstd = (None, *found)[-2:]
+        passes.normalize(Seam(normalization, eps=eps), Operands(x), x, mean=mean, rstd=rstd)
+    else:
+        for statistic in found:
+            statistic.zero_()
+    return found
+
+
+def _fake_find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    count = 2 if normalization == "layer_norm" else 1
+    wide = statistics_dtype(x.dtype)
+    return [x.new_empty(x.shape[:-1], dtype=wide) for _ in range(count)]
+
+
 def _add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
     x, residual = dense(x, residual)
     total, *statistics = results = _fake_add(x, residual, normalization, eps)
@@ -29,18 +50,19 @@ def _add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Te
 
 
 def _fake_add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
-    wide = statistics_dtype(x.dtype)
-    count = 2 if normalization == "layer_norm" else 1
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        *(x.new_empty(x.shape[:-1], dtype=wide) for _ in range(count)),
-    ]
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return [total, *_fake_find(x, normalization, eps)]
 
 
 _op = register(
     "add_statistics(Tensor x, Tensor residual, str normalization, float eps) -> Tensor[]",
     _add,
     _fake_add,
+)
+
+
+_find_op = register(
+    "row_statistics(Tensor x, str normalization, float eps) -> Tensor[]", _find, _fake_find
 )
 
 
@@ -84,6 +106,18 @@ def add_statistics(
         total, *statistics = _op(x, residual, normalization, eps)
     mean, rstd = (None, *statistics)[-2:]
     return total, mean, rstd
+
+
+def row_statistics(x: Tensor, normalization: str, eps: float) -> tuple[Tensor | None, Tensor]:
+    """Return the mean (None for RMSNorm) and factor of rows, which carry no gradient.
+
+    Args:
+        x: Of shape `[..., K]`, of a dtype and on a device that have row kernels.
+        normalization: The norm that follows.
+        eps: Its eps.
+    """
+    mean, rstd = (None, *_find_op(x.detach(), normalization, eps))[-2:]
+    return mean, rstd
 
 
 def add_by_pytorch(

@@ -208,6 +208,13 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
 
     @doc_hidden
     @always_inline
+    def vector_of_part[
+        i: Int
+    ](self, part: Int, first: Int) -> Vector[Self.vector_dtype]:
+        return self.before.vector_of_part[i](part, first)
+
+    @doc_hidden
+    @always_inline
     def row_terms(self, row: Int) -> RowTerms[]:
         return self.before.row_terms(row)
 

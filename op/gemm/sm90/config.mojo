@@ -1,6 +1,6 @@
 """The shape of a block's work, and where its pieces lie in shared memory."""
 
-from .parts import MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
+from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
 from .wgmma import ROW_BYTES
 
 comptime THREADS = 384
@@ -40,7 +40,7 @@ struct Config(Equatable, TrivialRegisterPassable):
     """Whether each consumer has whole tiles, so that one stores while another
     multiplies; otherwise all of them share each tile."""
     var parts: Int
-    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE` or `ONE_SUM`."""
+    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM` or `HALVES`."""
 
     @staticmethod
     def of(
@@ -107,6 +107,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_turns" if self.takes_turns else "",
             "_side_by_side" if self.parts == SIDE_BY_SIDE else "",
             "_one_sum" if self.parts == ONE_SUM else "",
+            "_halves" if self.parts == HALVES else "",
         )
 
     @always_inline

@@ -9,7 +9,7 @@ from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config, RingPlace, Shared
 from .counters import Progress
 from .multiplier import Multiplier
-from .parts import SIDE_BY_SIDE, Parts, part_of
+from .parts import HALVES, SIDE_BY_SIDE, Parts, part_of
 from .product import Product
 from .ptx import (
     map_to_rank,
@@ -269,7 +269,9 @@ def consume[
                     lane,
                 )
                 comptime if E.activates:
-                    rows_of_tile.store_activated[dtype, columns](
+                    rows_of_tile.store_activated[
+                        dtype, columns, config.parts == HALVES
+                    ](
                         sums_of_half,
                         shared.vectors(tile),
                         boxes,

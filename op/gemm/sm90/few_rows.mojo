@@ -185,7 +185,7 @@ def few_rows_kernel[
                     Int32(block) * Int32(k_block),
                     Int32(first_output),
                 )
-            comptime if waits:
+            if waits or product.a_is_new != 0:
                 wait_on_earlier_grids()
             let_later_grids_start()
             var at = RingPlace(0, 1)

@@ -140,6 +140,9 @@ def matrix_kernel[
     comptime if not E.has_row_terms or H.gathers:
         if not (config.split and product.follows != 0):
             wait_on_earlier_grids()
+    elif E.has_row_terms:
+        if product.a_is_new != 0:
+            wait_on_earlier_grids()
     let_later_grids_start()
     # No block may use its neighbor's barriers before they are initialized.
     comptime if cluster > 1:

@@ -22,7 +22,7 @@ from .few_rows import (
     few_rows_shared_bytes,
 )
 from .kernel import matrix_kernel
-from .parts import MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, steps_of
+from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, steps_of
 from .product import Product
 from .tensor_map import Maps, operand_map, tensor_map
 from .wgmma import row_elements
@@ -101,7 +101,7 @@ struct Matrices(TrivialRegisterPassable):
 def launch_parts[
     E: Epilogue, H: RowHook, //, dtype: DType, config: Config
 ](gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]) raises:
-    """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T).
+    """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T), or a gate of two b.
 
     Parameters:
         E: What becomes of the sums.
@@ -142,6 +142,8 @@ def launch_parts[
         var own_n, own_k = n, k
         comptime if sides:
             own_n = Int(product.sizes[i])
+        elif config.parts == HALVES:
+            own_n = n // 2 if i < 2 else 0
         elif config.parts == ONE_SUM:
             own_k = Int(product.sizes[i])
         if own_n and own_k:
@@ -163,7 +165,7 @@ def launch_parts[
                     ctx,
                     c.addresses[i],
                     m,
-                    own_n // 2 if E.is_gate else own_n,
+                    n // 2 if E.is_gate else own_n,
                     16,
                     c.pitch,
                 )
@@ -268,6 +270,7 @@ def launch_product[
     k: Int,
     epilogue: E,
     b_is_older: Bool = False,
+    a_is_new: Bool = False,
 ) raises:
     """Queues c = epilogue(a @ b^T) in the kernel that was chosen.
 
@@ -287,12 +290,14 @@ def launch_product[
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Finishes the sums.
         b_is_older: Whether the kernel queued before this one waits for those before it, and writes nothing of b.
+        a_is_new: Whether that kernel writes a, where the epilogue has terms of rows.
 
     Raises:
         If the driver refuses.
     """
     var product = Product(m, n, k, epilogue, NoHook())
     product.b_is_older = Int32(b_is_older)
+    product.a_is_new = Int32(a_is_new)
     if tiling.columns == FEW_ROWS:
         launch_few_rows[dtype, b_transposed](gpu, c, a, b, product)
         return

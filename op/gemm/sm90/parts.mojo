@@ -1,9 +1,9 @@
 """Products of several matrices in one launch: which of them a tile or a k block belongs to.
 
 Side by side, c_i = a @ b_i^T: tile columns run through one b and its c after another. In one sum,
-c = sum over i of a_i @ b_i^T: k blocks run through one a and its b after another. Each has tensor maps
-of its own, so that nothing is copied to lie beside its neighbors, and starts with a tile, or a k block,
-of its own.
+c = sum over i of a_i @ b_i^T: k blocks run through one a and its b after another. In halves,
+c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. Each has tensor maps of its own,
+so that nothing is copied to lie beside its neighbors, and starts with a tile, or a k block, of its own.
 """
 
 from std.memory import OpaquePointer
@@ -20,6 +20,8 @@ comptime SIDE_BY_SIDE = 1
 """Several b and c, whose columns run on."""
 comptime ONE_SUM = 2
 """Several a and b, whose sums run on."""
+comptime HALVES = 3
+"""Two b for one c: half of a tile's columns are of gates, the others of what these gate."""
 
 comptime PartSizes = StaticTuple[Int32, MOST_PARTS]
 """Columns of each c, or lengths of each sum; 0 where there are fewer."""

@@ -7,6 +7,7 @@ from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .config import TILE_ROWS, Config, RingPlace, Shared
 from .parts import (
+    HALVES,
     ONE_SUM,
     SIDE_BY_SIDE,
     Parts,
@@ -90,6 +91,11 @@ def produce[
             n = size_of_part(product.sizes, part)
         var column = Int32(tile_column * UInt32(columns))
         var b_row = column + Int32(rank) * Int32(b_rows)
+        comptime if config.parts == HALVES:
+            # Each of two blocks fetches one of the halves for both.
+            comptime assert sharers == 2
+            part = rank
+            b_row = column // 2
         comptime if E.adds:
             # What the sums start with, in the ring like a k block.
             comptime boxes = columns // row_elements[dtype]()
@@ -144,7 +150,21 @@ def produce[
             var full = shared.vectors_full(turn)
             mbarrier_wait(shared.vectors_empty(turn), parity)
             mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
-            comptime for i in range(E.vectors):
+            comptime if config.parts == HALVES:
+                comptime for half in range(2):
+                    comptime assert E.vectors == 1
+                    load_bytes(
+                        shared.vectors(turn)
+                        + UInt32(half * columns // 2 * size),
+                        Int(
+                            product.epilogue.vector_of_part[0](
+                                half, 0
+                            ).unsafe_offset(Int(b_row))
+                        ),
+                        bytes // 2,
+                        full,
+                    )
+            comptime for i in range(0 if config.parts == HALVES else E.vectors):
                 load_bytes(
                     shared.vectors(turn) + UInt32(i * columns * size),
                     Int(

@@ -39,6 +39,9 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     var b_is_older: Int32
     """Whether the grid before this one writes nothing of b, and has waited for the grids before it;
     for few rows, b is then read while that one runs."""
+    var a_is_new: Int32
+    """Whether the grid before this one writes a, and not only the terms of its rows; those are otherwise all that is
+    waited for."""
     var epilogue: Self.E
     """Finishes the sums."""
     var hook: Self.H
@@ -71,6 +74,7 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.accumulate = 0
         self.follows = 0
         self.b_is_older = 0
+        self.a_is_new = 0
         self.epilogue = epilogue
         self.hook = hook
         self.float32 = 0

@@ -198,7 +198,7 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
 
     @always_inline
     def store_activated[
-        S: Sums, //, dtype: DType, columns: Int
+        S: Sums, //, dtype: DType, columns: Int, in_halves: Bool
     ](
         self,
         sums: S,
@@ -209,7 +209,8 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         n: UInt32,
     ):
         """Finishes, activates and stores the rows, and h if it is wanted. A gate's
-        c has n columns."""
+        c has n columns; what its tile's gates multiply is the tile's other half,
+        or stands beside each eight of them."""
         comptime stride = 2 if Self.E.is_gate else 1
         comptime box_columns = row_elements[dtype]()
         comptime box_groups = box_columns // 8
@@ -221,7 +222,12 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
                 SIMD[DType.float32, 4], stride * box_groups
             ]()
             comptime for group in range(stride * box_groups):
-                comptime at = (box * stride * box_groups + group) * 8
+                comptime beside = (box * stride * box_groups + group) * 8
+                comptime apart = (
+                    group % 2 * columns // 2
+                    + (box * box_groups + group // 2) * 8
+                )
+                comptime at = apart if in_halves else beside
                 fours[group] = self._finish[columns, at](sums, vectors)
             if self.epilogue.h() != 0:
                 comptime for part in range(stride):

@@ -13,7 +13,7 @@ from ...gemm.sm90.split_k import launch_split_k
 from ...norms.norm import Norm
 from ...passes.gpu import GpuRunner
 from ...passes.passes import normalize_backward_of
-from .backward_plan import BackwardPlan, input_gradient_tiling
+from .backward_plan import BackwardPlan
 from .launch_row_pass import launch_row_pass
 
 
@@ -59,33 +59,6 @@ def backward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
                 call.M,
                 is_float32,
             )
-
-
-def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues dx = dy weight, which no norm is part of; a row's bits depend on no other row.
-
-    Parameters:
-        dtype: Type of all: bfloat16 or float16.
-
-    Args:
-        launcher: Where to run.
-        call: Sizes, and the three matrices, from multiples of 16 bytes on.
-
-    Raises:
-        If the driver refuses.
-    """
-    ref gpu = launcher.gpu
-    launch_product[dtype, True](
-        gpu,
-        input_gradient_tiling(call, gpu.processors),
-        call.dx,
-        call.dy,
-        call.weight,
-        call.M,
-        call.K,
-        call.N,
-        Plain(),
-    )
 
 
 def _launch_apart[

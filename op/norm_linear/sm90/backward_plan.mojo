@@ -103,16 +103,3 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
         ):
             call.way = FUSED
             call.workspace_bytes = plan.workspace_bytes
-
-
-def input_gradient_tiling(call: Call, processors: Int) -> Tiling:
-    """Chooses the kernel of dx = dy weight where a row's bits may depend on no other row.
-
-    Args:
-        call: Sizes.
-        processors: SMs of the device.
-
-    Returns:
-        The choice.
-    """
-    return Tiling.best(call.M, call.K, call.N, processors, invariant=True)

@@ -11,7 +11,7 @@ from ...gemm.activation import GATED
 from ...gemm.sm90.tiling import MOST_FEW_ROWS
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .fold import products
-from .measured import MEASURED
+from .measured import MEASURED, Measured
 
 comptime ALIGNMENT = 16
 """Boxes that TMA copies, and every row, start at multiples of so many bytes."""
@@ -48,6 +48,40 @@ def has_kernels[dtype: DType](call: Call) -> Bool:
     )
 
 
+def nearest(m: Int, k: Int, n: Int) -> Measured:
+    """Finds what was measured at the nearest sizes: the nearest weight's, and of that the nearest rows'.
+
+    Args:
+        m: Rows.
+        k: Features.
+        n: Outputs.
+
+    Returns:
+        The measurement, in bfloat16.
+    """
+    var its_k, its_n = 0, 0
+    var least = Float64.MAX
+    comptime for i in range(len(MEASURED)):
+        comptime at = MEASURED[i]
+        comptime if (
+            i == 0 or at.K != MEASURED[i - 1].K or at.N != MEASURED[i - 1].N
+        ):
+            var far = _ratio(k, at.K) * _ratio(n, at.N)
+            if far < least:
+                least = far
+                its_k, its_n = at.K, at.N
+    var found = materialize[MEASURED[0]]()
+    least = Float64.MAX
+    comptime for i in range(len(MEASURED)):
+        comptime at = MEASURED[i]
+        if at.K == its_k and at.N == its_n:
+            var far = _ratio(m, at.M)
+            if far < least:
+                least = far
+                found = materialize[at]()
+    return found
+
+
 def fastest(m: Int, k: Int, n: Int, in_graph: Bool, may_keep: Bool) -> Int:
     """Finds the way that was fastest at the nearest sizes that were measured.
 
@@ -61,29 +95,24 @@ def fastest(m: Int, k: Int, n: Int, in_graph: Bool, may_keep: Bool) -> Int:
     Returns:
         The way, in bfloat16.
     """
-    var nearest = Float64.MAX
-    var its_k, its_n = 0, 0
-    comptime for i in range(len(MEASURED)):
-        comptime at = MEASURED[i]
-        comptime if (
-            i == 0 or at.K != MEASURED[i - 1].K or at.N != MEASURED[i - 1].N
-        ):
-            var far = _ratio(k, at.K) * _ratio(n, at.N)
-            if far < nearest:
-                nearest = far
-                its_k, its_n = at.K, at.N
-    nearest = Float64.MAX
-    var way = DECLINED
-    comptime for i in range(len(MEASURED)):
-        comptime at = MEASURED[i]
-        if at.K == its_k and at.N == its_n:
-            var far = _ratio(m, at.M)
-            if far < nearest:
-                nearest = far
-                var kept = at.graph_kept if in_graph else at.launched_kept
-                var none = at.graph if in_graph else at.launched
-                way = kept if may_keep else none
-    return way
+    var at = nearest(m, k, n)
+    if may_keep:
+        return at.graph_kept if in_graph else at.launched_kept
+    return at.graph if in_graph else at.launched
+
+
+def is_faster(m: Int, k: Int, n: Int) -> Bool:
+    """Tells whether our product is faster than PyTorch's behind the same pass, as far as was measured.
+
+    Args:
+        m: Rows.
+        k: Length of the sums.
+        n: Columns of the product.
+
+    Returns:
+        Whether it is.
+    """
+    return nearest(m, k, n).passed == FUSED
 
 
 def _ratio(a: Int, b: Int) -> Float64:
@@ -116,7 +145,19 @@ def is_fold(call: Call) -> Bool:
     )
 
 
-def choose_forward[dtype: DType](call: Call) -> Int:
+def fits_gate(call: Call) -> Bool:
+    """Tells whether h can be stored beside what a gate leaves of it: boxes of h end where its halves do.
+
+    Args:
+        call: Sizes, the activation, and whether h is wanted.
+
+    Returns:
+        Whether it can; or no gate, or no h, is wanted.
+    """
+    return call.activation < GATED or call.h == 0 or call.N % _BOX == 0
+
+
+def choose_forward[dtype: DType](call: Call, activates: Bool = False) -> Int:
     """Chooses the way of a forward.
 
     Parameters:
@@ -124,23 +165,24 @@ def choose_forward[dtype: DType](call: Call) -> Int:
 
     Args:
         call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or the one to take.
+        activates: Whether the product of normalized rows is ours to make, and activates them as asked.
 
     Returns:
         FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
     """
     if not has_kernels[dtype](call) or call.way == AROUND_PRODUCTS:
         return DECLINED
-    # Boxes of a gate's h end where its halves do.
-    if call.activation >= GATED and call.h != 0 and call.N % _BOX != 0:
+    if not fits_gate(call):
         return DECLINED
     var way: Int
     comptime if dtype == DType.float32:
         var stores = call.K <= _SHORT_SUMS and call.M * call.N >= _MANY_OUTPUTS
         way = DECLINED if stores and call.way == 0 else FUSED
     else:
+        var rows = call.sum if call.residual != 0 else call.x
         var folds = (
             dtype == DType.bfloat16
-            and (call.x | call.weight | call.gamma | call.beta) % ALIGNMENT == 0
+            and (rows | call.weight | call.gamma | call.beta) % ALIGNMENT == 0
         )
         way = call.way
         # For few rows, finding the constants takes as long as normalizing them.
@@ -159,11 +201,11 @@ def choose_forward[dtype: DType](call: Call) -> Int:
         if way in (NEW_FOLD, KEPT_FOLD) and not folds:
             way = FUSED
         if call.activation != 0 and way not in (NEW_FOLD, KEPT_FOLD):
-            # Only an epilogue of a fold activates.
+            # Otherwise only an epilogue of a fold activates.
             var pays = (
                 call.way == 0 and folds and (is_fold(call) or _fold_pays(call))
             )
-            way = NEW_FOLD if pays else DECLINED
+            way = FUSED if activates else NEW_FOLD if pays else DECLINED
     # x may start anywhere: only the norm's own kernel reads it.
     if way == FUSED and (call.weight | call.bias) % ALIGNMENT != 0:
         return DECLINED

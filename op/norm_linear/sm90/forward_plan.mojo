@@ -1,4 +1,4 @@
-"""How a forward, or a product that no norm is part of, runs on Hopper: kernels and the layout of the workspace.
+"""How a forward runs on Hopper: kernels and the layout of the workspace.
 
 A `plan_` function reads sizes, conditions, and which addresses there are, and writes the way and the bytes of the
 workspace to the call. What runs the call lays the rest out again from the way and the sizes, by the same struct.
@@ -21,8 +21,9 @@ from ...gemm.sm90.tiling import (
 )
 from ...gemm.sm90.wgmma import K_BLOCK
 from ..plan import DECLINED, FUSED, NEW_FOLD
-from .choice import ALIGNMENT, choose_forward, has_kernels, is_fold
+from .choice import choose_forward, is_fold
 from .fold import products
+from .linear import linear_pays
 from .workspace import part
 
 # A tile that gathers statistics takes twice as long, and the walk from one to the next of the same rows reads more of
@@ -93,7 +94,11 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         self.folds = way == NEW_FOLD and not self.finds_constants
         # The zeros that fill up a k block would change a variance.
         self.gathers = (
-            way != FUSED and k % K_BLOCK == 0 and call.part_count == 0
+            way != FUSED
+            and k % K_BLOCK == 0
+            and call.part_count == 0
+            and call.residual == 0
+            and call.has_statistics == 0
         )
         if self.gathers and self.tiling.columns != FEW_ROWS:
             comptime shared = Config.of(SHARED_COLUMNS)
@@ -145,44 +150,14 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
         call: The call; its way and the bytes of its workspace are written. A way that is not 0 is taken where it can
             be: tests and measurements ask for one.
     """
-    call.way = choose_forward[dtype](call)
+    call.way = choose_forward[dtype](
+        call,
+        call.activation != 0
+        and call.way in (0, FUSED)
+        and linear_pays[dtype](call, launcher.gpu.processors),
+    )
     call.workspace_bytes = 0
     if call.way != DECLINED:
         call.workspace_bytes = ForwardPlan[dtype](
             call, call.way, launcher.gpu.processors, one_weight=True
         ).workspace_bytes
-
-
-def linear_tiling(call: Call, processors: Int) -> Tiling:
-    """Chooses the kernel of y = x weight^T + bias + residual.
-
-    Args:
-        call: Sizes and conditions.
-        processors: SMs of the device.
-
-    Returns:
-        The choice.
-    """
-    return Tiling.best(
-        call.M, call.N, call.K, processors, invariant=call.invariant != 0
-    )
-
-
-def plan_linear_add[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of y = x weight^T + bias + residual.
-
-    Parameters:
-        dtype: Type of all.
-
-    Args:
-        launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. If it is to be invariant,
-            speed does not matter.
-    """
-    call.way = DECLINED
-    call.workspace_bytes = 0
-    var tensors = call.x | call.weight | call.bias | call.residual | call.y
-    if has_kernels[dtype](call) and tensors % ALIGNMENT == 0:
-        var tiling = linear_tiling(call, launcher.gpu.processors)
-        if tiling.fills or call.invariant != 0:
-            call.way = FUSED

@@ -29,7 +29,7 @@ from .choice import ALIGNMENT, fastest
 from .fold import launch_fold
 from .forward_plan import ForwardPlan
 from .parts import part_at, sizes_of
-from .statistics import launch_statistics
+from .statistics import launch_rows, waits_for_rows
 
 comptime COLUMNS = 128
 """Columns of a tile."""
@@ -197,15 +197,7 @@ def forward_folded[dtype: DType, N: Norm](gpu: Gpu, call: Call) raises:
         fold_parts[dtype, N](
             gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
         )
-    launch_statistics[dtype, N](
-        gpu,
-        plan.mean,
-        plan.rstd,
-        call.x,
-        call.M,
-        call.K,
-        call.eps.cast[DType.float32](),
-    )
+    var rows = launch_rows[dtype, N](gpu, call, plan.mean, plan.rstd)
     var sizes = sizes_of(call)
     var folded = Matrices(plan.fold_weight)
     comptime for i in range(MOST_PARTS):
@@ -213,7 +205,7 @@ def forward_folded[dtype: DType, N: Norm](gpu: Gpu, call: Call) raises:
     _launch_beside[dtype](
         gpu,
         call,
-        call.x,
+        rows,
         folded,
         ScaleAndCorrect[N.has_mean](
             {unsafe_from_address = plan.rstd},
@@ -229,6 +221,7 @@ def _launch_beside[
 ](gpu: Gpu, call: Call, rows: Int, weights: Matrices, epilogue: E) raises:
     var product = Product(call.M, call.N, call.K, epilogue, NoHook())
     product.band = BAND
+    product.a_is_new = Int32(waits_for_rows(call))
     product.sizes = sizes_of(call)
     var outputs = Matrices(0)
     outputs.pitch = call.pitch

@@ -2,10 +2,7 @@
 
     input       dz = sum over i of dy_i weight_i: its sums run on through all of the weights
     rows        the same, and the pass over its rows in the same kernel, where it takes long enough
-    weight      dW = dy^T z and its db, for one of them at a time: their sums are long
 """
-
-from std.sys import size_of
 
 from ...call import Call
 from ...device import Launcher
@@ -15,18 +12,13 @@ from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch import BAND, Matrices, launch_parts
 from ...gemm.sm90.parts import ONE_SUM
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.split_k import SplitK, launch_split_k
 from ...gemm.sm90.tiling import Tiling
 from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED
-from .choice import ALIGNMENT
 from .launch_row_pass import RowPassLayout, launch_row_pass, pays
 from .parts import InputGradient, sizes_of
 from .several import COLUMNS, can, fills
 
-# From so many rows on, two grids that share them take no longer than PyTorch's product does
-# (docs/hopper-log.md, "Several Linear layers on one norm").
-comptime _LONG_SUMS = 16384
 comptime _SUM = Config.of(
     COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
 )
@@ -131,58 +123,3 @@ def passed_rows[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
             launch_row_pass[dtype, DType.float32 if is_float32 else dtype, N](
                 launcher.gpu, call, call.dz, call.workspace
             )
-
-
-def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of dW = dy^T z and db, the gradients of one of several Linear layers.
-
-    Parameters:
-        dtype: Type of the matrices.
-
-    Args:
-        launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
-    """
-    call.way = DECLINED
-    call.workspace_bytes = 0
-    var addresses = call.dy | call.z
-    var is_there = call.M > 0 and call.K > 0 and call.N > 0
-    if (
-        dtype == DType.float32
-        or not is_there
-        or ((call.K | call.N) * size_of[dtype]() | addresses) % ALIGNMENT != 0
-    ):
-        return
-    var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
-    if split.fills and (split.grids == 1 or call.M >= _LONG_SUMS):
-        call.way = FUSED
-        call.workspace_bytes = split.workspace_bytes
-
-
-def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
-    """Queues dW = dy^T z and db.
-
-    Parameters:
-        dtype: Type of the matrices: bfloat16 or float16.
-
-    Args:
-        launcher: Where to run.
-        call: A call that `plan_weight_gradient` did not decline.
-
-    Raises:
-        If the driver refuses.
-    """
-    ref gpu = launcher.gpu
-    launch_split_k[dtype, dtype](
-        gpu,
-        SplitK.best(call.N, call.K, call.M, gpu.processors),
-        call.dweight,
-        call.dbias,
-        call.dy,
-        call.z,
-        call.workspace,
-        call.N,
-        call.K,
-        call.M,
-        False,
-    )

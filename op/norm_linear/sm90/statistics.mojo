@@ -1,4 +1,5 @@
-"""A norm's statistics of each row of x, in one read, where no product gathers them on the way."""
+"""A norm's statistics of each row of x, where no product gathers them on the way: in one read, or found with the sum.
+"""
 
 from std.math import ceildiv
 from std.utils import StaticTuple
@@ -10,6 +11,7 @@ from max.gpu import (
 )
 from max.gpu.primitives import warp
 
+from ...call import Call
 from ...device import Gpu
 from ...grids import (
     beside_earlier,
@@ -17,6 +19,8 @@ from ...grids import (
     wait_on_earlier_grids,
 )
 from ...norms.norm import Norm, part_rstd
+from ...passes.gpu import GpuRunner
+from ...passes.normalize import run_normalize
 
 # Warps of one block, and blocks that fit on an SM.
 comptime _WARPS = 8
@@ -167,3 +171,60 @@ def launch_statistics[
         block_dim=_WARPS * 32,
         attributes=beside_earlier(),
     )
+
+
+def launch_rows[
+    dtype: DType, N: Norm
+](gpu: Gpu, call: Call, mean: Int, rstd: Int) raises -> Int:
+    """Queues what is missing of the rows that a folded weight multiplies and of their statistics.
+
+    Parameters:
+        dtype: Type of x.
+        N: The norm.
+
+    Args:
+        gpu: Where to run.
+        call: A forward, whose statistics may be given; with a residual its sum is wanted.
+        mean: Address of the means [M].
+        rstd: Address of the reciprocal deviations [M].
+
+    Returns:
+        Address of the rows: x, or the sum.
+
+    Raises:
+        If the driver refuses.
+    """
+    if call.residual != 0:
+        var rows = call
+        rows.z = 0
+        rows.mean = mean
+        rows.rstd = rstd
+        comptime for is_float32 in [False, True]:
+            if (call.norm_is_float32 != 0) == is_float32:
+                run_normalize[dtype, DType.float32 if is_float32 else dtype](
+                    GpuRunner[DType.float32](gpu), rows
+                )
+        return call.sum
+    if call.has_statistics == 0:
+        launch_statistics[dtype, N](
+            gpu,
+            mean,
+            rstd,
+            call.x,
+            call.M,
+            call.K,
+            call.eps.cast[DType.float32](),
+        )
+    return call.x
+
+
+def waits_for_rows(call: Call) -> Bool:
+    """Tells whether the kernel before a product on a folded weight may write its rows, not only their statistics.
+
+    Args:
+        call: A forward.
+
+    Returns:
+        Whether it may: unless that kernel has found statistics alone, and waited for the rows.
+    """
+    return call.residual != 0 or call.has_statistics != 0

@@ -1,0 +1,252 @@
+"""A Linear layer by itself, on rows that somebody else has written: those a pass has normalized, or any.
+
+    y = act(rows weight^T + bias)    h, what is activated, is stored beside y if asked for
+    y = rows weight^T + bias + residual
+
+Where the plan declines, PyTorch's product is faster, or a matrix does not lie as TMA can read it.
+"""
+
+from ...call import Call
+from ...device import Gpu, Launcher
+from ...gemm.activation import GATED
+from ...gemm.epilogue import Epilogue, Plain
+from ...gemm.epilogues import Activated, Added, Bias, BiasOfParts
+from ...gemm.row_hook import NoHook
+from ...gemm.sm90.config import Config
+from ...gemm.sm90.launch import (
+    BAND,
+    Matrices,
+    launch_matrix,
+    launch_parts,
+    launch_product,
+)
+from ...gemm.sm90.parts import HALVES
+from ...gemm.sm90.product import Product
+from ...gemm.sm90.tiling import Tiling, fills
+from ..plan import DECLINED, FUSED
+from .choice import ALIGNMENT, fits_gate, has_kernels, is_faster
+from .fold import products
+
+# The kernels that activate: one consumer does so while the other multiplies.
+comptime _ACTIVATES = Config.of(128, takes_turns=True)
+comptime _GATES = Config.of(128, takes_turns=True, parts=HALVES)
+
+
+def linear_tiling(call: Call, processors: Int) -> Tiling:
+    """Chooses the kernel of y, unless that is activated.
+
+    Args:
+        call: Sizes and conditions.
+        processors: SMs of the device.
+
+    Returns:
+        The choice.
+    """
+    return Tiling.best(
+        call.M, call.N, call.K, processors, invariant=call.invariant != 0
+    )
+
+
+def linear_pays[dtype: DType](call: Call, processors: Int) -> Bool:
+    """Tells whether y is made sooner here than by PyTorch's product and what follows.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        call: Sizes, conditions, and the addresses that there are. If it is to be invariant, speed does not matter.
+        processors: SMs of the device.
+
+    Returns:
+        Whether it is.
+    """
+    var tensors = (call.x | call.z | call.residual | call.y) | (
+        call.weight | call.bias | call.up | call.up_bias
+    )
+    if (
+        dtype == DType.float32
+        or not has_kernels[dtype](call)
+        or tensors % ALIGNMENT != 0
+    ):
+        return False
+    if call.invariant != 0:
+        return call.activation == 0
+    if call.activation != 0:
+        # A pass over h is saved.
+        var clusters = processors // _ACTIVATES.cluster
+        return fits_gate(call) and fills(
+            _ACTIVATES, call.M, products(call), clusters
+        )
+    # So is one over y where a residual is added.
+    return linear_tiling(call, processors).fills and (
+        call.residual != 0 or is_faster(call.M, call.K, call.N)
+    )
+
+
+def plan_linear[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of y.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. Its rows are z if a pass has
+            written them that was queued just before, otherwise x.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    if linear_pays[dtype](call, launcher.gpu.processors):
+        call.way = FUSED
+
+
+def linear[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues y, and h if it has an address.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_linear` did not decline; the residual is [M, N], 0 for none.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    var is_passed = call.z != 0
+    launch_linear[dtype](
+        gpu,
+        call,
+        linear_tiling(call, gpu.processors),
+        call.z if is_passed else call.x,
+        # Passes wait for all before them, and write no weight.
+        b_is_older=is_passed,
+    )
+
+
+def launch_linear[
+    dtype: DType
+](gpu: Gpu, call: Call, tiling: Tiling, rows: Int, *, b_is_older: Bool) raises:
+    """Queues y, and h if it has an address.
+
+    Parameters:
+        dtype: Type of all; float32, as tf32, is neither activated nor added to.
+
+    Args:
+        gpu: Where to run.
+        call: What is multiplied by rows, and what becomes of that.
+        tiling: The kernel.
+        rows: Address of the rows [M, K].
+        b_is_older: As for `launch_product`.
+
+    Raises:
+        If the driver refuses.
+    """
+    if call.activation >= GATED:
+        comptime if dtype != DType.float32:
+            if call.bias == 0:
+                _launch_gate[dtype](gpu, call, rows, Plain())
+            else:
+                _launch_gate[dtype](
+                    gpu,
+                    call,
+                    rows,
+                    BiasOfParts[dtype](
+                        Int64(call.bias), Int64(call.up_bias), 0
+                    ),
+                )
+    elif call.bias == 0:
+        _launch[dtype](gpu, call, tiling, rows, b_is_older, Plain())
+    else:
+        _launch[dtype](
+            gpu, call, tiling, rows, b_is_older, Bias[dtype](Int64(call.bias))
+        )
+
+
+def _launch[
+    E: Epilogue, //, dtype: DType
+](
+    gpu: Gpu,
+    call: Call,
+    tiling: Tiling,
+    rows: Int,
+    b_is_older: Bool,
+    epilogue: E,
+) raises:
+    comptime if dtype != DType.float32:
+        if call.residual != 0:
+            _launch_product[dtype](
+                gpu,
+                call,
+                tiling,
+                rows,
+                b_is_older,
+                Added[E](epilogue, Int64(call.residual)),
+            )
+            return
+        if call.activation != 0:
+            launch_matrix[dtype, _ACTIVATES](
+                gpu,
+                call.y,
+                rows,
+                call.weight,
+                _activated[False](call, epilogue),
+            )
+            return
+    _launch_product[dtype](gpu, call, tiling, rows, b_is_older, epilogue)
+
+
+def _launch_gate[
+    E: Epilogue, //, dtype: DType
+](gpu: Gpu, call: Call, rows: Int, epilogue: E) raises:
+    var weights = Matrices(call.weight)
+    weights.addresses[1] = call.up
+    launch_parts[dtype, _GATES](
+        gpu,
+        Matrices(call.y),
+        Matrices(rows),
+        weights,
+        _activated[True](call, epilogue),
+    )
+
+
+def _activated[
+    E: Epilogue, //, gates: Bool
+](call: Call, epilogue: E) -> Product[Activated[E, gates]]:
+    """Returns the sizes of a product that is activated, and how."""
+    var product = Product(
+        call.M,
+        products(call),
+        call.K,
+        Activated[E, gates](
+            epilogue, Int64(call.h), Int32(call.activation % GATED)
+        ),
+        NoHook(),
+    )
+    product.band = BAND
+    return product
+
+
+def _launch_product[
+    E: Epilogue, //, dtype: DType
+](
+    gpu: Gpu,
+    call: Call,
+    tiling: Tiling,
+    rows: Int,
+    b_is_older: Bool,
+    epilogue: E,
+) raises:
+    launch_product[dtype](
+        gpu,
+        tiling,
+        call.y,
+        rows,
+        call.weight,
+        call.M,
+        call.N,
+        call.K,
+        epilogue,
+        b_is_older,
+    )

@@ -1,0 +1,148 @@
+"""The backward of a Linear layer by itself: of its rows, then of its parameters.
+
+    dx = dy weight
+    dW = dy^T z, and db on its way
+
+Where the plans decline, PyTorch's product is faster, or a matrix does not lie as TMA can read it.
+"""
+
+from ...call import Call
+from ...device import Launcher
+from ...gemm.epilogue import Plain
+from ...gemm.sm90.launch import launch_product
+from ...gemm.sm90.split_k import SplitK, launch_split_k
+from ...gemm.sm90.tiling import Tiling
+from ..plan import DECLINED, FUSED
+from .choice import ALIGNMENT, has_kernels, is_faster
+
+# From so many rows on, two grids that share them take no longer than PyTorch's product does
+# (docs/hopper-log.md, "Several Linear layers on one norm").
+comptime _LONG_SUMS = 16384
+
+
+def _input_gradient_tiling(call: Call, processors: Int) -> Tiling:
+    """Chooses the kernel of dx."""
+    return Tiling.best(
+        call.M, call.K, call.N, processors, invariant=call.invariant != 0
+    )
+
+
+def input_gradient_pays[dtype: DType](call: Call, processors: Int) -> Bool:
+    """Tells whether dx is made sooner here than by PyTorch's product.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        call: Sizes, conditions, and the addresses that there are. If it is to be invariant, speed does not matter.
+        processors: SMs of the device.
+
+    Returns:
+        Whether it is.
+    """
+    if (
+        dtype == DType.float32
+        or not has_kernels[dtype](call)
+        or (call.dy | call.weight | call.dx) % ALIGNMENT != 0
+    ):
+        return False
+    return call.invariant != 0 or (
+        _input_gradient_tiling(call, processors).fills
+        and is_faster(call.M, call.N, call.K)
+    )
+
+
+def plan_input_gradient[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of dx = dy weight.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    if input_gradient_pays[dtype](call, launcher.gpu.processors):
+        call.way = FUSED
+
+
+def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues dx = dy weight.
+
+    Parameters:
+        dtype: Type of all: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_input_gradient` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    launch_product[dtype, True](
+        gpu,
+        _input_gradient_tiling(call, gpu.processors),
+        call.dx,
+        call.dy,
+        call.weight,
+        call.M,
+        call.K,
+        call.N,
+        Plain(),
+    )
+
+
+def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
+    """Chooses the way of dW = dy^T z and db, the gradients of the parameters.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        launcher: Where to run.
+        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
+    """
+    call.way = DECLINED
+    call.workspace_bytes = 0
+    if (
+        dtype == DType.float32
+        or not has_kernels[dtype](call)
+        or (call.dy | call.z) % ALIGNMENT != 0
+    ):
+        return
+    var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
+    if split.fills and (split.grids == 1 or call.M >= _LONG_SUMS):
+        call.way = FUSED
+        call.workspace_bytes = split.workspace_bytes
+
+
+def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
+    """Queues dW = dy^T z and db.
+
+    Parameters:
+        dtype: Type of the matrices: bfloat16 or float16.
+
+    Args:
+        launcher: Where to run.
+        call: A call that `plan_weight_gradient` did not decline.
+
+    Raises:
+        If the driver refuses.
+    """
+    ref gpu = launcher.gpu
+    launch_split_k[dtype, dtype](
+        gpu,
+        SplitK.best(call.N, call.K, call.M, gpu.processors),
+        call.dweight,
+        call.dbias,
+        call.dy,
+        call.z,
+        call.workspace,
+        call.N,
+        call.K,
+        call.M,
+        False,
+    )

@@ -1,0 +1,45 @@
+"""Prints what is planned for a Linear layer by itself on Hopper: no GPU is asked.
+
+For each group of three arguments M, K, N, a line: whether y is ours in bfloat16, activated, gated with h kept, and with
+a residual added; dy weight; then y in float32, from rows at no multiple of 16 bytes, and where no row may depend on
+another.
+"""
+
+from std.sys import argv
+
+from op.call import Call
+from op.gemm.activation import GATED, GELU, SILU
+from op.norm_linear.sm90.linear import linear_pays
+from op.norm_linear.sm90.linear_backward import input_gradient_pays
+
+comptime PROCESSORS = 132
+
+
+def main() raises:
+    var numbers = argv()
+    for i in range(1, len(numbers), 3):
+        var call = Call()
+        call.M = Int(numbers[i])
+        call.K = Int(numbers[i + 1])
+        call.N = Int(numbers[i + 2])
+        var activated = call
+        activated.activation = Int(GELU)
+        var gated = call
+        gated.activation = GATED + Int(SILU)
+        gated.h = 1
+        var added = call
+        added.residual = 16
+        var shifted = added
+        shifted.z = 8
+        var invariant = call
+        invariant.invariant = 1
+        print(
+            Int(linear_pays[DType.bfloat16](call, PROCESSORS)),
+            Int(linear_pays[DType.bfloat16](activated, PROCESSORS)),
+            Int(linear_pays[DType.bfloat16](gated, PROCESSORS)),
+            Int(linear_pays[DType.bfloat16](added, PROCESSORS)),
+            Int(input_gradient_pays[DType.bfloat16](call, PROCESSORS)),
+            Int(linear_pays[DType.float32](call, PROCESSORS)),
+            Int(linear_pays[DType.bfloat16](shifted, PROCESSORS)),
+            Int(linear_pays[DType.bfloat16](invariant, PROCESSORS)),
+        )
