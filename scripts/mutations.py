@@ -36,6 +36,8 @@ MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
 ROWS = ("tests/test_row_ops.py", "-k", "float32")
 FAMILY = ("tests/test_family.py", "-k", "test_values_and_gradients and float32")
 HOPPER = ("tests/test_sm90.py", "-k", "bfloat16")
+ROWS_PASSED = ("tests/test_linear.py", "-k", "test_values_and_gradients and bfloat16 and gate")
+WAITING = ("tests/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
 SEVERAL = ("tests/test_several.py", "-k", "test_values_and_gradients and bfloat16")
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
 TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
@@ -46,6 +48,8 @@ KERNELS: dict[tuple[str, ...], tuple[str, str]] = {
     HOPPER: ("norm_linear_sm90", "bfloat16"),
     PASSED_ROWS: ("norm_linear_sm90", "bfloat16"),
     SEVERAL: ("norm_linear_sm90", "bfloat16"),
+    ROWS_PASSED: ("norm_linear_sm90", "bfloat16"),
+    WAITING: ("norm_linear_sm90", "bfloat16"),
     GPU_LAYERNORM: ("passes_gpu", "bfloat16"),
 }
 
@@ -336,7 +340,7 @@ MUTATIONS = (
         "few rows are read while the norm still writes them",
         "gpu",
         f"{GEMM_SM90}/few_rows.mojo",
-        "            comptime if waits:\n                wait_on_earlier_grids()\n",
+        "            if waits or product.a_is_new != 0:\n                wait_on_earlier_grids()\n",
         "",
         HOPPER,
     ),
@@ -436,5 +440,37 @@ MUTATIONS = (
         "own = self.third",
         "own = self.second",
         SEVERAL,
+    ),
+    Mutation(
+        "a gate keeps h where a box of it reaches into the other half",
+        "cpu",
+        f"{SM90}/linear.mojo",
+        "return fits_gate(call) and fills(",
+        "return fills(",
+        ("tests/test_linear.py", "-k", "test_plan"),
+    ),
+    Mutation(
+        "both halves of a gate's tile are of the first weight",
+        "gpu",
+        f"{GEMM_SM90}/producer.mojo",
+        "part = rank\n",
+        "part = 0\n",
+        ROWS_PASSED,
+    ),
+    Mutation(
+        "a product on a fold reads rows that a pass still writes",
+        "gpu",
+        f"{SM90}/statistics.mojo",
+        "return call.residual != 0 or call.has_statistics != 0",
+        "return False",
+        WAITING,
+    ),
+    Mutation(
+        "what reaches the sum besides is left out where the product passes over rows",
+        "gpu",
+        f"{SM90}/row_pass.mojo",
+        "dx += _to_float32(dsum[r])",
+        "pass",
+        ("tests/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product"),
     ),
 )

@@ -64,9 +64,10 @@ def test_plan() -> None:
     )
     lines = run.stdout.splitlines()
     for (case, expected), line in zip(PLANS.items(), lines, strict=True):
-        *found, in_float32, shifted, invariant = map(int, line.split())
+        *found, in_float32, activated, shifted, invariant = map(int, line.split())
         assert tuple(map(bool, found)) == expected, case
         assert not in_float32
+        assert activated == record.DECLINED
         # What boxes cannot begin at is left to PyTorch, and what may not be, never.
         assert not shifted
         assert invariant == (case[2] != 1028)
@@ -281,6 +282,28 @@ def test_values_and_gradients(
     total = sum(result.sum() for result in family.ours(case, tensors))
     launched = names(lambda: total.backward())
     assert launched.count("fused_norm_matrix") >= (2 if case["weights"] == 1 else 1), launched
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_python", [False, True])
+@pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("weights", [1, 2])
+def test_gradient_of_the_sum_in_the_product(
+    weights: int, normalization: str, in_python: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that makes dz adds what reaches the sum besides: whole blocks of rows and edges."""
+    if in_python:
+        monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
+    case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "return_sum": True}
+    case |= {"normalization": normalization, "weights": weights, "shape": ((10410,), 2056, 2064)}
+    if weights == 2:
+        case |= {"activation": "swiglu"}
+    tensors = family.make_tensors(case, "cuda")
+    family.check(case, tensors)
+    total = sum(result.sum() for result in family.ours(case, tensors))
+    launched = names(lambda: total.backward())
+    assert "_passes_on_and_adds" in launched, launched
 
 
 @ON_HOPPER

@@ -8,7 +8,7 @@ always, on Hopper in tiles of any shape, as long as no two blocks share a sum.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +129,32 @@ def input_gradient(dy: Tensor, weight: Tensor, invariant: bool, norm: int = 0) -
     kernels.plan_backward(ctypes.addressof(call))
     _run(kernels.backward, call)
     return dx
+
+
+def gradients(dy: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients of x, the weight and the bias of a Linear layer, None if not wanted.
+
+    Args:
+        dy: Gradient of what it returns, shape `[..., N]`, not empty.
+        x: Of shape `[..., K]`.
+        weight: Of shape `[N, K]`.
+        wanted: Whether each is.
+    """
+    shape = x.shape
+    dy, x = (v.flatten(0, -2) for v in dense(dy, x))
+    dx = input_gradient(dy, weight, False).view(shape) if wanted[0] else None
+    dweight = dbias = None
+    if wanted[1]:
+        is_dense = weight.is_contiguous()
+        planned = linear.WeightGradient.planned(dy, x, 0) if is_dense else None
+        if planned is None:
+            dweight = torch.mm(dy.t(), x)
+        else:
+            dbias = dy.new_empty(dy.shape[-1]) if wanted[2] else None
+            dweight = planned.run(weight, dbias)
+    if wanted[2] and dbias is None:
+        dbias = dy.sum(0)
+    return [dx, dweight, dbias]
 
 
 def _call(x: Tensor, weight: Tensor) -> Call:

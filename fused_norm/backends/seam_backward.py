@@ -179,7 +179,7 @@ class _Backward:
         if t.x.is_cpu:
             if main_grad is None:
                 found = cpu_seam.backward(kind, t, dh, self.dsum, wanted)
-        elif self.dsum is None:
+        else:
             found = self._on_hopper(dh, wanted, main_grad)
         if found is None:
             return False
@@ -196,7 +196,8 @@ class _Backward:
         if not sm90.accepts(x, parameters):
             return None
         dy = dh.view(*x.shape[:-1], dh.shape[-1])
-        return sm90.backward(dy, x, parameters, mean, rstd, kind.eps, wanted, main_grad)
+        known = mean, rstd, kind.eps
+        return sm90.backward(dy, x, parameters, *known, wanted, main_grad, self.dsum)
 
     def _around_products(self) -> None:
         """Find the other gradients by row passes around PyTorch's products."""
@@ -248,12 +249,12 @@ class _Backward:
     def _passed_rows(self) -> Tensor | None:
         """Return the normalized rows where one kernel finds the norm's gradients with them."""
         t, kind = self.t, self.kind
-        goes_on = self.wanted[0] and self.wants_weight and self.dsum is None
+        goes_on = self.wanted[0] and self.wants_weight
         is_bare = first(t, "groups") is None and self.dnorm is None
         if self.count == 1 or kind.batch_invariant or not (goes_on and is_bare):
             return None
         (x,) = dense(t.x)
-        planned = several.PassedRows.planned(self.dhs, t.weights, x, self.norm)
+        planned = several.PassedRows.planned(self.dhs, t.weights, x, self.norm, self.dsum)
         if planned is None:
             return None
         norm, kept = passes.norm_call(kind, t, x, x.dtype)

@@ -100,7 +100,11 @@ class PassedRows:
 
     @staticmethod
     def planned(
-        dys: Sequence[Tensor | None], weights: Sequence[Tensor], x: Tensor, norm: int
+        dys: Sequence[Tensor | None],
+        weights: Sequence[Tensor],
+        x: Tensor,
+        norm: int,
+        dsum: Tensor | None = None,
     ) -> PassedRows | None:
         """Return it, or None where a pass of its own over the rows is faster.
 
@@ -109,14 +113,15 @@ class PassedRows:
             weights: Each `[N, K]`.
             x: Dense `[..., K]`, what was normalized.
             norm: The number of the norm.
+            dsum: Dense, added to the gradient of x.
         """
         found = _gradients(dys, weights, norm)
         if found is None or found[3].dtype is not x.dtype:
             return None
         kernels, call, parts, dy = found
-        call.x, call.dx = x.data_ptr(), WANTED
+        call.x, call.dx, call.dsum = x.data_ptr(), WANTED, address(dsum)
         kernels.plan_passed_rows(ctypes.addressof(call))
-        return None if call.way == DECLINED else PassedRows(kernels, call, (parts, dy))
+        return None if call.way == DECLINED else PassedRows(kernels, call, (parts, dy, dsum))
 
     def run(self, norm: Call, results: dict[str, Tensor]) -> Tensor:
         """Return the normalized rows `[M, K]`, and write the gradients.

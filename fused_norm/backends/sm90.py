@@ -221,12 +221,16 @@ def backward(
     eps: float,
     wanted: list[bool],
     main_grad: Tensor | None,
+    dsum: Tensor | None = None,
 ) -> list[Tensor | None] | None:
-    """Return the gradients that are wanted; None where PyTorch's products are faster."""
+    """Return the gradients that are wanted; None where PyTorch's products are faster.
+
+    That of x takes in dsum, which reaches it besides.
+    """
     accumulates = main_grad is not None
     if x.dtype is torch.float32 or (main_grad is not None and not main_grad.is_contiguous()):
         return None
-    dy, x = dense(grad_output, x)
+    dy, x, dsum = dense(grad_output, x, dsum)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index)
     kernels, context = launcher_of(parameters, stream)
     call = parameters.call(x, eps)
@@ -235,6 +239,7 @@ def backward(
     prepare_products(x.device.index, call.in_graph)
     call.accumulate = accumulates
     call.dy, call.mean, call.rstd = dy.data_ptr(), address(mean), rstd.data_ptr()
+    call.dsum = address(dsum)
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = wanted
     if main_grad is not None:
         call.dweight = main_grad.data_ptr()

@@ -160,7 +160,7 @@ class Backward {
   bool by_product() {
     const auto& product = kernels_.product;
     if (!product.plan_backward || t_.count() > 1 || t_.has(Form::GROUPS) || dnorm_.defined() ||
-        !dhs_[0].defined() || (!t_[X].is_cpu() && dsum_.defined())) {
+        !dhs_[0].defined()) {
       return false;
     }
     auto call = norm_call(kind_, t_, sizes_, product.context);
@@ -248,13 +248,14 @@ class Backward {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
     if (!product.passed_rows || t_.count() == 1 || !wanted_[X] || !wants_weight_ ||
-        t_.has(Form::GROUPS) || dsum_.defined() || dnorm_.defined()) {
+        t_.has(Form::GROUPS) || dnorm_.defined()) {
       return {};
     }
     auto call = norm_call(kind_, t_, sizes_, product.context);
     Parts parts(call);
     if (!give_gradients(call, parts, dhs_, t_)) return {};
     call.dx = WANTED;
+    call.dsum = address(dsum_);
     if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
     find_results(call);
     const auto z = at::empty({sizes_.M, sizes_.K}, x.options());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fused_norm.backends.linear import may_add
 from fused_norm.backends.products import require_invariant
 from fused_norm.composition import Added
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import is_watched, may_follow, register
+from fused_norm.ops.registration import is_watched, may_follow, register, without_none
 from fused_norm.ops.seam_validation import adds_in_product as is_added_in_product
 from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
@@ -36,6 +37,32 @@ _op = register(
 count_flops("linear_add", lambda x, weight, *_: 2 * x.numel() * weight.shape[0])
 
 
+def _gradients(
+    grad_output: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+) -> list[Tensor]:
+    return without_none(products.gradients(grad_output, x, weight, wanted), x)
+
+
+def _fake_gradients(_: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    like = (x, weight, weight[:, 0])
+    found = [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if w else None
+        for t, w in zip(like, wanted, strict=True)
+    ]
+    return without_none(found, x)
+
+
+_gradients_op = register(
+    "linear_add_backward(Tensor grad_output, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]",
+    _gradients,
+    _fake_gradients,
+)
+count_flops(
+    "linear_add_backward",
+    lambda _, x, weight, wanted: 2 * x.numel() * weight.shape[0] * sum(wanted[:2]),
+)
+
+
 class LinearAdd(torch.autograd.Function):
     """Gradients of the sum. Saved for the backward: x and the weight, as a Linear layer does.
 
@@ -55,10 +82,15 @@ class LinearAdd(torch.autograd.Function):
         """Return the gradients of x, the weight, the bias and the residual."""
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
+        is_twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not (is_twice or ctx.batch_invariant):
+            found = _gradients_op(grad_output, x, weight, list(wanted[:3]))
+            gradients = [g if w else None for g, w in zip(found, wanted, strict=False)]
+            return (*gradients, grad_output if wanted[3] else None, None)
         rows = grad_output.flatten(0, -2)
         dx = None
         if wanted[0] and ctx.batch_invariant:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if is_twice:
                 raise RuntimeError("batch_invariant() has no derivatives of gradients")
             dx = _op(grad_output, weight.t().contiguous(), None, None, True)
         elif wanted[0]:

@@ -1,14 +1,15 @@
 """Prints what is planned for a Linear layer by itself on Hopper: no GPU is asked.
 
 For each group of three arguments M, K, N, a line: whether y is ours in bfloat16, activated, gated with h kept, and with
-a residual added; dy weight; then y in float32, from rows at no multiple of 16 bytes, and where no row may depend on
-another.
+a residual added; dy weight; then y in float32, a norm and an activation in float32, y from rows at no multiple of 16
+bytes, and where no row may depend on another.
 """
 
 from std.sys import argv
 
 from op.call import Call
 from op.gemm.activation import GATED, GELU, SILU
+from op.norm_linear.sm90.choice import choose_forward
 from op.norm_linear.sm90.linear import linear_pays
 from op.norm_linear.sm90.linear_backward import input_gradient_pays
 
@@ -40,6 +41,7 @@ def main() raises:
             Int(linear_pays[DType.bfloat16](added, PROCESSORS)),
             Int(input_gradient_pays[DType.bfloat16](call, PROCESSORS)),
             Int(linear_pays[DType.float32](call, PROCESSORS)),
+            choose_forward[DType.float32](activated, True),
             Int(linear_pays[DType.bfloat16](shifted, PROCESSORS)),
             Int(linear_pays[DType.bfloat16](invariant, PROCESSORS)),
         )

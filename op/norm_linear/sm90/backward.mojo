@@ -1,6 +1,6 @@
 """The backward: two products, and between them one pass over their common rows.
 
-    dz = dy W;  dx, dgamma, dbeta from dz and x;  z = norm(x) in place of dz;  dW = dy^T z, db
+    dz = dy W;  dx, dgamma, dbeta from dz, x and dsum;  z = norm(x) in place of dz;  dW = dy^T z, db
 
 Where the first product takes long enough, the pass runs in its kernel.
 """

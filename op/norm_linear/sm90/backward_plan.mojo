@@ -88,7 +88,7 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
     call.way = DECLINED
     call.workspace_bytes = 0
     comptime if dtype != DType.float32:
-        var matrices = call.dy | call.x | call.weight
+        var matrices = call.dy | call.x | call.weight | call.dsum
         if call.accumulate != 0:
             matrices |= call.dweight
         if not has_kernels[dtype](call) or matrices % ALIGNMENT != 0:

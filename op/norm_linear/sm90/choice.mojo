@@ -178,6 +178,9 @@ def choose_forward[dtype: DType](call: Call, activates: Bool = False) -> Int:
     comptime if dtype == DType.float32:
         var stores = call.K <= _SHORT_SUMS and call.M * call.N >= _MANY_OUTPUTS
         way = DECLINED if stores and call.way == 0 else FUSED
+        # No epilogue activates sums of tf32.
+        if call.activation != 0:
+            way = DECLINED
     else:
         var rows = call.sum if call.residual != 0 else call.x
         var folds = (

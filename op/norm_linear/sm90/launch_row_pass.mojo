@@ -182,13 +182,21 @@ def launch_row_pass[
     Raises:
         If the driver refuses.
     """
+    comptime for adds in [False, True]:
+        if (call.dsum != 0) == adds:
+            _launch[dtype, norm_dtype, N, adds](gpu, call, dz, workspace)
+
+
+def _launch[
+    dtype: DType, norm_dtype: DType, N: Norm, adds: Bool
+](gpu: Gpu, call: Call, dz: Int, workspace: Int) raises:
     var m = call.M
     var k = call.K
     var own = RowPassLayout(m, k)
     var stored = Counter(unsafe_from_address=workspace)
     var summed = stored.unsafe_offset(own.slices)
     var early = max(m - _rows_of_wave(gpu.processors, k), 0)
-    var rows = RowPass[N](
+    var rows = RowPass[N, adds](
         rows=Int32(m),
         length=Int32(k),
         early=Int32(early // SLICE_ROWS * SLICE_ROWS),
@@ -199,6 +207,7 @@ def launch_row_pass[
         mean=Int64(call.mean),
         rstd=Int64(call.rstd),
         dx=Int64(call.dx),
+        dsum=Int64(call.dsum),
         stored=stored,
         summed=summed,
         ticket=summed.unsafe_offset(own.slices),

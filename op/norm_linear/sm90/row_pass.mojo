@@ -1,6 +1,6 @@
 """The backward of a norm by warps that have nothing to multiply.
 
-    g = dz gamma;  dx = rstd (g - mean(g) - xhat mean(g xhat));  z = xhat gamma + beta, in place of dz
+    g = dz gamma;  dx = rstd (g - mean(g) - xhat mean(g xhat)) + dsum;  z = xhat gamma + beta, in place of dz
     dgamma = sum over rows dz xhat;  dbeta = sum over rows dz
 
 The matrix kernel makes dz. Three warps of a block take no part in that: they take the rows of dz as soon as
@@ -47,21 +47,24 @@ comptime _COLUMN_LANES = 8
 comptime _COLUMNS = _COLUMN_LANES * _WIDTH
 comptime _ROW_LANES = 32 // _COLUMN_LANES
 comptime _TIMES = 4
-# Rows that a lane has in flight together.
+# Rows that a lane has in flight together; half of them where it loads more of each.
 comptime _ROWS = 8
 # Slices that are summed before the first of them is finished.
 comptime _LAG = UInt32(32)
 
 
 @fieldwise_init
-struct RowPass[N: Norm](RowHook):
+struct RowPass[N: Norm, adds: Bool](RowHook):
     """Turns the rows of dz into dx and z; tensors by address, all of them dense.
 
     Parameters:
         N: The norm.
+        adds: Whether a gradient reaches x besides that of the norm.
     """
 
-    comptime name = StaticString("_passes_on")
+    comptime name = StaticString("_passes_on_and_adds") if Self.adds else (
+        StaticString("_passes_on")
+    )
     """Tells kernels apart."""
     comptime passes_on = True
     """It takes finished rows."""
@@ -88,6 +91,8 @@ struct RowPass[N: Norm](RowHook):
     """The reciprocal standard deviations [M]."""
     var dx: Int64
     """The gradient of x [M, K], to write."""
+    var dsum: Int64
+    """What is added to that [M, K]; not read if nothing is."""
     var stored: Counter
     """For each slice of 64 rows, what has been stored of it; zero at first, as
     are the other counters."""
@@ -163,8 +168,8 @@ struct RowPass[N: Norm](RowHook):
 
 @always_inline
 def _sum_rows[
-    N: Norm, //, dtype: DType
-](its: RowPass[N], first: Int32, lane: Int32):
+    N: Norm, adds: Bool, //, dtype: DType
+](its: RowPass[N, adds], first: Int32, lane: Int32):
     """Finds mean(g) and mean(g xhat) of some rows."""
     comptime Loads = StaticTuple[SIMD[dtype, _WIDTH], _PAIR * _LOADS]
     var length = Int(its.length)
@@ -219,13 +224,13 @@ def _sum_rows[
 
 @always_inline
 def _finish_columns[
-    N: Norm, //, dtype: DType, whole: Bool
-](its: RowPass[N], slice: Int, slices: Int, left: Int, lane: Int):
+    N: Norm, adds: Bool, //, dtype: DType, whole: Bool
+](its: RowPass[N, adds], slice: Int, slices: Int, left: Int, lane: Int):
     """Finishes some columns of a slice, and sums over its rows.
 
     A `whole` block of rows and columns needs no checks of its bounds.
     """
-    comptime together = _ROWS if whole else 1
+    comptime together = (_ROWS // 2 if adds else _ROWS) if whole else 1
     var length = Int(its.length)
     var own = left + lane % _COLUMN_LANES * _WIDTH
     var column = own
@@ -241,6 +246,7 @@ def _finish_columns[
     for _ in range(SLICE_ROWS // (_ROW_LANES * together)):
         var dz = StaticTuple[SIMD[dtype, _WIDTH], together]()
         var x = StaticTuple[SIMD[dtype, _WIDTH], together]()
+        var dsum = StaticTuple[SIMD[dtype, _WIDTH], together]()
         var factors = StaticTuple[_Four, together]()
         var first = row * length + column
         comptime for r in range(together):
@@ -251,6 +257,8 @@ def _finish_columns[
                 place = its_row * length + column
             dz[r] = _load_eight[dtype](its.z, place)
             x[r] = _load_eight[dtype](its.x, place)
+            comptime if adds:
+                dsum[r] = _load_eight[dtype](its.dsum, place)
             factors[r] = (
                 GlobalPointer[DType.float32](
                     unsafe_from_address=Int(its.factors)
@@ -266,16 +274,18 @@ def _finish_columns[
             )
             var dx = N.dx[dtype=DType.float32, width=_WIDTH](
                 g * gamma, xhat, factor[1], factor[2], factor[3]
-            ).cast[dtype]()
+            )
+            comptime if adds:
+                dx += _to_float32(dsum[r])
             var z = xhat.fma(gamma, beta).cast[dtype]()
             var place = first + Int(stride * Int32(r))
             comptime if whole:
-                _store_eight(its.dx, place, dx)
+                _store_eight(its.dx, place, dx.cast[dtype]())
                 _store_eight(its.z, place, z)
             else:
                 if row + r * _ROW_LANES <= last:
                     if own < length:
-                        _store_eight(its.dx, place, dx)
+                        _store_eight(its.dx, place, dx.cast[dtype]())
                         _store_eight(its.z, place, z)
                 else:
                     g = 0

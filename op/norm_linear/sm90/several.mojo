@@ -57,6 +57,7 @@ def can[dtype: DType](call: Call) -> Bool:
         return False
     var lengths = call.K | call.pitch
     var addresses = call.x | call.z | call.dz | call.gamma | call.beta
+    addresses |= call.dsum
     for i in range(call.part_count):
         var part = part_at(call, i)
         if part.N <= 0:
