@@ -69,11 +69,10 @@ _OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
 
 
 def accepts(x: Tensor, parameters: Parameters) -> bool:
-    """Return whether x is on a Hopper GPU, in rows that TMA can read."""
+    """Return whether x is on a Hopper GPU, in rows that TMA can read; a plan knows of y's."""
     if not x.is_cuda or x.dtype is not parameters.dtype or x.dtype not in _DTYPES:
         return False
-    elements = ALIGNMENT // x.element_size()
-    fits = not (parameters.N % elements or parameters.K % elements)
+    fits = not parameters.K * x.element_size() % ALIGNMENT
     return fits and is_hopper(x.device.index)
 
 

@@ -35,7 +35,7 @@ def product(
     var n = arguments.integer()
     var k = arguments.integer()
     var is_transposed = arguments.integer() != 0
-    var tiling = Tiling.best(m, n, k, gpu.processors)
+    var tiling = Tiling.best(m, n, k, gpu.processors, common=IS_TF32)
     try:
         comptime for transposed in [False, True]:
             # tf32 has no transposed operands.

@@ -15,31 +15,46 @@ comptime BOX_COLUMNS = row_elements[DType.bfloat16]()
 comptime _PAIRS = BOX_COLUMNS // 16
 
 
-def _text[dtype: DType](boxes: Int) -> String:
+def boxes_of(columns: Int) -> Int:
+    """Counts the boxes that hold some columns.
+
+    Args:
+        columns: How many.
+
+    Returns:
+        The boxes, of which the last may hold more.
+    """
+    return (columns + BOX_COLUMNS - 1) // BOX_COLUMNS
+
+
+def _text[dtype: DType](n: Int, halves: Int) -> String:
     """Loads four 8x8 matrices at a time, and widens what a lane gets of each."""
     var text = String("{\n.reg .b32 t, p, q, r, s;\n.reg .b16 l, h;\n")
-    var first_box = boxes * BOX_COLUMNS // 2
+    var first_box = n // 2 * halves
+    var boxes = halves * boxes_of(n)
+    var at = 0
     for box in range(boxes):
-        for pair in range(_PAIRS):
+        var pairs = min(_PAIRS, n // 16 - box % boxes_of(n) * _PAIRS)
+        for pair in range(pairs):
             text += String("add.u32 t, $", first_box + box)
             text += String(", $", first_box + boxes + pair, ";\n")
             text += (
                 "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {p, q, r, s}, [t];\n"
             )
             # The upper and lower eight rows of one group of columns, then of the next.
-            var at = (box * _PAIRS + pair) * 8
             var names = [String("p"), String("q"), String("r"), String("s")]
             for i in range(4):
                 text += String("mov.b32 {l, h}, ", names[i], ";\n")
                 comptime kind = "bf16" if dtype == DType.bfloat16 else "f16"
                 text += String("cvt.f32.", kind, " $", at + 2 * i, ", l;\n")
                 text += String("cvt.f32.", kind, " $", at + 2 * i + 1, ", h;\n")
+            at += 8
     return text + "}"
 
 
-def _constraints(boxes: Int) -> String:
+def _constraints(count: Int, boxes: Int) -> String:
     var text = String()
-    for i in range(boxes * BOX_COLUMNS // 2):
+    for i in range(count):
         text += "=f" if i == 0 else ",=f"
     for _ in range(boxes + _PAIRS):
         text += ",r"
@@ -50,14 +65,14 @@ def _constraints(boxes: Int) -> String:
 def load_accumulator[
     dtype: DType, n: Int, halves: Int
 ](
-    boxes: StaticTuple[UInt32, halves * (n // BOX_COLUMNS)], lane: UInt32
+    boxes: StaticTuple[UInt32, halves * boxes_of(n)], lane: UInt32
 ) -> Accumulator[n // 2 * halves]:
     """Loads a warp's rows of a tile in the layout of its sums.
 
     Parameters:
         dtype: Type of the elements, bfloat16 or float16.
-        n: Columns of the tile: 64, 128 or 256.
-        halves: How many times 16 rows the warp has: 1, or 2 of 64 or 128 columns.
+        n: Columns of the tile, a multiple of 16: up to 256, or 192 of both halves.
+        halves: How many times 16 rows the warp has, 1 or 2.
 
     Args:
         boxes: Shared addresses of the lane's row of 16, in each box of 64 columns; then
@@ -68,9 +83,12 @@ def load_accumulator[
         The elements, as float32.
     """
     comptime assert dtype != DType.float32
-    comptime count = halves * (n // BOX_COLUMNS)
-    comptime text = get_static_string[_text[dtype](count)]()
-    comptime constraints = get_static_string[_constraints(count)]()
+    comptime count = halves * boxes_of(n)
+    comptime assert count <= 4 or count == 6
+    comptime text = get_static_string[_text[dtype](n, halves)]()
+    comptime constraints = get_static_string[
+        _constraints(n // 2 * halves, count)
+    ]()
     comptime Sums = Accumulator[n // 2 * halves]
     # Rows of eight are swizzled: chunks of 16 bytes are permuted by the row.
     var places = StaticTuple[UInt32, _PAIRS]()
@@ -78,7 +96,7 @@ def load_accumulator[
         places[pair] = ((UInt32(2 * pair) + (lane >> 4)) ^ (lane & 7)) << 4
     comptime assembly = _get_kgen_string[text]()
     comptime asked = _get_kgen_string[constraints]()
-    comptime if count == 4:
+    comptime if count == 6:
         return __mlir_op.`pop.inline_asm`[
             _type=Sums,
             assembly=assembly,
@@ -90,6 +108,41 @@ def load_accumulator[
             boxes[1],
             boxes[2],
             boxes[3],
+            boxes[4],
+            boxes[5],
+            places[0],
+            places[1],
+            places[2],
+            places[3],
+        )
+    elif count == 4:
+        return __mlir_op.`pop.inline_asm`[
+            _type=Sums,
+            assembly=assembly,
+            constraints=asked,
+            hasSideEffects=True.__mlir_i1__(),
+            isStackAligned=False.__mlir_i1__(),
+        ](
+            boxes[0],
+            boxes[1],
+            boxes[2],
+            boxes[3],
+            places[0],
+            places[1],
+            places[2],
+            places[3],
+        )
+    elif count == 3:
+        return __mlir_op.`pop.inline_asm`[
+            _type=Sums,
+            assembly=assembly,
+            constraints=asked,
+            hasSideEffects=True.__mlir_i1__(),
+            isStackAligned=False.__mlir_i1__(),
+        ](
+            boxes[0],
+            boxes[1],
+            boxes[2],
             places[0],
             places[1],
             places[2],

@@ -12,7 +12,13 @@ comptime TILE_ROWS = 64 * CONSUMERS
 comptime CONSUMER_WARPS = 4 * CONSUMERS
 """Warps that multiply and store."""
 comptime BOX_BYTES = 16 * ROW_BYTES
-"""Bytes of an output box: 16 swizzled rows."""
+"""Bytes of the largest output box: 16 swizzled rows."""
+comptime SLICE_COLUMNS = 64
+"""Columns of a slice of a transposed b, of 16 bits each."""
+
+# Most shared memory that a block can have, and what its barriers take of it at most.
+comptime _SHARED_BYTES = 227 * 1024
+comptime _BARRIER_BYTES = 256
 
 
 @fieldwise_init
@@ -41,6 +47,9 @@ struct Config(Equatable, TrivialRegisterPassable):
     multiplies; otherwise all of them share each tile."""
     var parts: Int
     """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM` or `HALVES`."""
+    var any_columns: Bool
+    """Whether c has any number of columns, so that threads store it; otherwise
+    its rows start at multiples of 16 bytes, and TMA does."""
 
     @staticmethod
     def of(
@@ -53,6 +62,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         adds: Bool = False,
         takes_turns: Bool = False,
         parts: Int = WHOLE,
+        any_columns: Bool = False,
     ) -> Self:
         """Fills the shared memory for tiles of a width.
 
@@ -61,7 +71,8 @@ struct Config(Equatable, TrivialRegisterPassable):
         once and no block shares it.
 
         Args:
-            columns: Columns of a tile: 256, 128 or 64; 128 where consumers take turns.
+            columns: Columns of a tile, a multiple of 16: up to 256, or up to 192 where
+                consumers take turns.
             a_transposed: Whether a is stored as [K, M].
             b_transposed: Whether b is stored as [K, N].
             sums_rows: Whether the rows of a are summed.
@@ -69,13 +80,14 @@ struct Config(Equatable, TrivialRegisterPassable):
             adds: Whether c is float32 beside narrower operands.
             takes_turns: Whether each consumer has whole tiles.
             parts: How several matrices make the product.
+            any_columns: Whether c has any number of columns.
 
         Returns:
             The choices.
         """
-        return Self(
+        var choices = Self(
             columns=columns,
-            stages=4 if columns == 256 else 6 if columns == 128 else 8,
+            stages=0,
             cluster=2 if columns > 64 else 1,
             a_transposed=a_transposed,
             b_transposed=b_transposed,
@@ -84,7 +96,12 @@ struct Config(Equatable, TrivialRegisterPassable):
             adds=adds,
             takes_turns=takes_turns,
             parts=parts,
+            any_columns=any_columns,
         )
+        choices.stages = (
+            _SHARED_BYTES - _BARRIER_BYTES - choices.shared_bytes()
+        ) // (choices.a_bytes() + choices.b_bytes())
+        return choices
 
     def name(self) -> String:
         """Names the choices that tell kernels apart.
@@ -92,7 +109,8 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             Layout of a and b, rows and columns of a tile, whether rows of a are
             summed, whether tiles are split, whether c is added to, whether
-            consumers take turns, and how several matrices make the product.
+            consumers take turns, how several matrices make the product, and
+            whether c has any number of columns.
         """
         return String(
             "t" if self.a_transposed else "n",
@@ -108,6 +126,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_side_by_side" if self.parts == SIDE_BY_SIDE else "",
             "_one_sum" if self.parts == ONE_SUM else "",
             "_halves" if self.parts == HALVES else "",
+            "_any" if self.any_columns else "",
         )
 
     @always_inline
@@ -196,9 +215,43 @@ struct Config(Equatable, TrivialRegisterPassable):
         """Counts the bytes of b in one stage.
 
         Returns:
-            The bytes.
+            The bytes: those of whole slices where b is transposed.
         """
+        if self.b_transposed:
+            return self.b_slices() * SLICE_COLUMNS * ROW_BYTES
         return self.columns * ROW_BYTES
+
+    @always_inline
+    def b_slices(self) -> Int:
+        """Counts the slices of a tile of a transposed b.
+
+        Returns:
+            The slices; of the last one, the tile may need only a part.
+        """
+        return (self.columns + SLICE_COLUMNS - 1) // SLICE_COLUMNS
+
+    @always_inline
+    def shares_slices(self) -> Bool:
+        """Tells how blocks share a tile of a transposed b.
+
+        Returns:
+            Whether each fetches its rows of every slice, since slices cannot be
+            divided among them.
+        """
+        return self.b_slices() * SLICE_COLUMNS != self.columns or (
+            self.b_slices() % self.sharers() != 0
+        )
+
+    @always_inline
+    def b_box_rows(self) -> Int:
+        """Counts the stored rows of b that are copied together.
+
+        Returns:
+            The rows: of k where b is transposed.
+        """
+        if not self.b_transposed:
+            return self.columns // self.sharers()
+        return 64 // self.sharers() if self.shares_slices() else 64
 
     @always_inline
     def boxes_of_slot(self) -> Int:
@@ -216,7 +269,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The slots.
         """
-        var boxes = 2 * self.columns // ROW_BYTES
+        var boxes = (2 * self.columns + ROW_BYTES - 1) // ROW_BYTES
         return (boxes + self.boxes_of_slot() - 1) // self.boxes_of_slot()
 
     @always_inline

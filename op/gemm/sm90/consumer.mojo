@@ -1,6 +1,7 @@
 """The warpgroups that multiply, finish and store."""
 
 from std.memory import OpaquePointer
+from std.sys import size_of
 
 from ...grids import wait_on_earlier_grids
 from ..epilogue import Epilogue
@@ -8,6 +9,7 @@ from ..row_hook import RowHook
 from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config, RingPlace, Shared
 from .counters import Progress
+from .elements import Elements
 from .multiplier import Multiplier
 from .parts import HALVES, SIDE_BY_SIDE, Parts, part_of
 from .product import Product
@@ -21,7 +23,7 @@ from .ptx import (
 )
 from .row_sums import TransposedSums
 from .row_terms import Halves, ThreadTerms
-from .store import Accumulators, Boxes, Sums, TileRows
+from .store import Accumulators, Boxes, Sums, TileRows, box_columns
 from .store_float32 import Float32Rows
 from .tiles import Tiles
 from .wgmma import (
@@ -119,7 +121,14 @@ def consume[
         empty,
         thread < UInt32(config.sharers()),
     )
-    var boxes = Boxes(shared.boxes(consumer * 4 + warp_in_group))
+    # Where blocks split a tile, each stores its share of the columns.
+    comptime box = box_columns[dtype](
+        columns // (2 if E.is_gate or config.split else 1)
+    )
+    comptime Rows = TileRows[E, box, config.any_columns]
+    comptime Places = Boxes[16 * box * size_of[dtype]()]
+    var boxes = Places(shared.boxes(consumer * 4 + warp_in_group))
+    var elements = Elements(product.c, UInt32(product.m), UInt32(product.n))
 
     var progress = Progress[H.passes_on](
         {unsafe_from_address = product.hook.counters()}, lane
@@ -239,13 +248,14 @@ def consume[
                     together.columns
                 ](totals, product.accumulate != 0)
             else:
-                TileRows(
+                Rows(
                     product.epilogue,
                     terms.upper[0],
                     terms.lower[0],
                     row,
                     its_column,
                     lane,
+                    elements,
                 ).store[dtype, together.columns](
                     totals, shared.vectors(), boxes, c_map
                 )
@@ -260,13 +270,14 @@ def consume[
                 var sums_of_half = Accumulators[
                     registers, half * (columns // 2)
                 ](accumulator)
-                var rows_of_tile = TileRows(
+                var rows_of_tile = Rows(
                     product.epilogue,
                     terms.upper[half],
                     terms.lower[half],
                     row + UInt32(64 * half),
                     column,
                     lane,
+                    elements,
                 )
                 comptime if E.activates:
                     rows_of_tile.store_activated[

@@ -82,9 +82,9 @@ def matrix_kernel[
             transposed a [K, M], boxes of 64 by 64. Here and in the next two, that
             of each part where several matrices stand for one.
         b_maps: Tensor map of b [N, K], boxes of config.columns / sharers by a
-            k block; of a transposed b [K, N], boxes of 64 by 64.
-        c_maps: Tensor map of c [M, N], boxes of 16 rows of 128 bytes; not read
-            where c is added to.
+            k block; of a transposed b [K, N], boxes of config.b_box_rows() by 64.
+        c_maps: Tensor map of c [M, N], boxes of 16 rows of up to 128 bytes; not read
+            where c is added to, or has any number of columns.
         more_map: Tensor map of h, in c's boxes, which an activation stores beside c;
             or of what is added to c, in boxes of a tile's rows.
         product: What goes with the matrices.
@@ -96,6 +96,14 @@ def matrix_kernel[
     # A transposed a, and vectors, have their own ways to count.
     comptime assert config.parts == WHOLE or not (
         config.a_transposed or config.split or config.adds
+    )
+    # Threads know one way to store sums, and vectors of one matrix.
+    comptime assert not config.any_columns or not (
+        config.split
+        or config.adds
+        or config.parts != WHOLE
+        or E.activates
+        or E.adds
     )
     comptime cluster = config.cluster
     comptime sharers = config.sharers()
@@ -130,7 +138,7 @@ def matrix_kernel[
         fence_barrier_init()
         prefetch_tensor_map(address_of(a_maps))
         prefetch_tensor_map(address_of(b_maps))
-        comptime if not config.adds:
+        comptime if not config.adds and not config.any_columns:
             prefetch_tensor_map(address_of(c_maps))
         comptime if E.activates:
             prefetch_tensor_map(address_of(more_map))

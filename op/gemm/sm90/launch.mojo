@@ -7,6 +7,7 @@ from max.gpu.host.launch_attribute import (
     LaunchAttributeValue,
 )
 from std.math import ceildiv
+from std.sys import size_of
 from std.utils import StaticTuple
 
 from ...device import Gpu
@@ -24,12 +25,16 @@ from .few_rows import (
 from .kernel import matrix_kernel
 from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, steps_of
 from .product import Product
+from .store import box_columns
 from .tensor_map import Maps, operand_map, tensor_map
 from .wgmma import row_elements
 from .tiling import (
+    ANY_COLUMNS,
+    COMMON_SHAPES,
     FEW_ROWS,
     MOST_FEW_ROWS,
     NARROWEST_GATE,
+    ROW_ALIGNMENT,
     SHAPES,
     Tiling,
     count_tiles,
@@ -124,13 +129,19 @@ def launch_parts[
     var n = Int(product.n)
     var k = Int(product.k)
     ref ctx = gpu.context
-    comptime b_rows = config.columns // config.sharers()
+    comptime a_rows = row_elements[
+        dtype
+    ]() if config.a_transposed else TILE_ROWS
+    comptime b_rows = config.b_box_rows()
+    comptime box = box_columns[dtype](
+        config.columns // (2 if E.is_gate or config.split else 1)
+    )
     var a_map = operand_map[dtype, config.a_transposed](
         ctx,
         a.addresses[0],
         m,
         Int(product.sizes[0]) if config.parts == ONE_SUM else k,
-        TILE_ROWS,
+        a_rows,
         a.pitch,
     )
     var a_maps = Maps[config.a_count()](a_map)
@@ -157,10 +168,14 @@ def launch_parts[
                 a_maps.put(
                     i,
                     operand_map[dtype, config.a_transposed](
-                        ctx, a.addresses[i], m, own_k, TILE_ROWS, a.pitch
+                        ctx, a.addresses[i], m, own_k, a_rows, a.pitch
                     ),
                 )
-            comptime if not config.adds and i < config.c_count():
+            comptime if (
+                not config.adds
+                and not config.any_columns
+                and i < config.c_count()
+            ):
                 c_map = tensor_map[dtype](
                     ctx,
                     c.addresses[i],
@@ -168,6 +183,7 @@ def launch_parts[
                     n // 2 if E.is_gate else own_n,
                     16,
                     c.pitch,
+                    box,
                 )
                 c_maps.put(i, c_map)
     # Each part begins with a tile, or with a k block, of its own.
@@ -180,11 +196,15 @@ def launch_parts[
     var more_map = c_map
     comptime if E.activates:
         if product.epilogue.h() != 0:
-            more_map = tensor_map[dtype](ctx, product.epilogue.h(), m, n, 16)
+            more_map = tensor_map[dtype](
+                ctx, product.epilogue.h(), m, n, 16, box_columns=box
+            )
     elif E.adds:
         more_map = tensor_map[dtype](
             ctx, product.epilogue.addend(), m, n, TILE_ROWS
         )
+    comptime if config.any_columns:
+        product.c = Int64(c.addresses[0])
     var clusters = count_tiles(config, m, n)
     comptime if not config.split:
         clusters = min(clusters, gpu.processors // config.cluster)
@@ -245,7 +265,13 @@ def launch_few_rows[
             )
             gpu.stream.enqueue_function(
                 kernel,
-                operand_map[dtype, b_transposed](ctx, b, n, k, FEW_OUTPUTS),
+                operand_map[dtype, b_transposed](
+                    ctx,
+                    b,
+                    n,
+                    k,
+                    row_elements[dtype]() if b_transposed else FEW_OUTPUTS,
+                ),
                 operand_map[dtype, False](ctx, a, m, k, rows),
                 Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=c),
                 product,
@@ -286,7 +312,7 @@ def launch_product[
         a: Address of a [M, K].
         b: Address of b [N, K] or [K, N].
         m: Rows of a, at least 1.
-        n: Rows of b, a multiple of 16 bytes.
+        n: Rows of b; a multiple of 16 bytes where b is transposed, or the epilogue activates or adds a tensor.
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Finishes the sums.
         b_is_older: Whether the kernel queued before this one waits for those before it, and writes nothing of b.
@@ -302,6 +328,10 @@ def launch_product[
         launch_few_rows[dtype, b_transposed](gpu, c, a, b, product)
         return
     product.band = BAND
+    comptime if not (E.activates or E.adds or b_transposed):
+        if n * size_of[dtype]() % ROW_ALIGNMENT != 0:
+            launch_matrix[dtype, ANY_COLUMNS](gpu, c, a, b, product)
+            return
     comptime for i in range(len(SHAPES)):
         comptime shape = SHAPES[i]
         comptime config = Config.of(
@@ -309,8 +339,10 @@ def launch_product[
             b_transposed=b_transposed,
             takes_turns=shape.takes_turns,
         )
-        # A box of a gate's c takes twice its columns.
-        comptime if not (E.is_gate and config.columns < NARROWEST_GATE):
+        # A box of a gate's c takes twice its columns; tf32 has the common shapes alone.
+        comptime if not (E.is_gate and config.columns < NARROWEST_GATE) and (
+            i < COMMON_SHAPES or dtype != DType.float32
+        ):
             if (
                 tiling.columns == config.columns
                 and tiling.takes_turns == config.takes_turns

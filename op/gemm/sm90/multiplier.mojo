@@ -3,7 +3,7 @@
 from std.utils import StaticTuple
 
 from ..row_hook import Gathering
-from .addend import BOX_COLUMNS, load_accumulator
+from .addend import boxes_of, load_accumulator
 from .config import Config, RingPlace, Shared
 from .counters import Progress
 from .ptx import (
@@ -87,7 +87,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         self, mut at: RingPlace
     ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
         """Takes what is added to a tile out of the ring, as sums to start with."""
-        comptime count = Self.config.columns // BOX_COLUMNS
+        comptime count = boxes_of(Self.config.columns)
         comptime slots = Self.config.addend_slots()
         comptime halves = Self.config.halves()
         var lane = self.thread & 31

@@ -5,7 +5,8 @@ from std.sys import size_of
 
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
-from .config import TILE_ROWS, Config, RingPlace, Shared
+from .addend import boxes_of
+from .config import SLICE_COLUMNS, TILE_ROWS, Config, RingPlace, Shared
 from .parts import (
     HALVES,
     ONE_SUM,
@@ -22,9 +23,10 @@ from .ptx import (
     load_tile_multicast,
     mbarrier_expect_bytes,
     mbarrier_wait,
+    store_shared_element,
 )
 from .tiles import Tiles
-from .wgmma import SLICE_BYTES, row_elements
+from .wgmma import ROW_BYTES, SLICE_BYTES, row_elements
 
 
 @always_inline
@@ -49,6 +51,32 @@ def _load[
             )
         else:
             load_tile(at, map, barrier, column, down)
+
+
+@always_inline
+def _load_slices[
+    config: Config
+](
+    tile: UInt32,
+    map: OpaquePointer[ImmUntrackedOrigin],
+    barrier: UInt32,
+    column: Int32,
+    k: Int32,
+    rank: UInt32,
+):
+    """Copies this block's rows of every slice of a transposed b into each block."""
+    comptime rows = config.b_box_rows()
+    comptime blocks = UInt16((1 << config.sharers()) - 1)
+    comptime for slice in range(config.b_slices()):
+        var at = (
+            tile + UInt32(slice * SLICE_BYTES) + rank * UInt32(rows * ROW_BYTES)
+        )
+        var across = column + Int32(slice * SLICE_COLUMNS)
+        var down = k + Int32(rank) * Int32(rows)
+        comptime if config.sharers() > 1:
+            load_tile_multicast(at, map, barrier, across, down, blocks)
+        else:
+            load_tile(at, map, barrier, across, down)
 
 
 @doc_hidden
@@ -98,7 +126,7 @@ def produce[
             b_row = column // 2
         comptime if E.adds:
             # What the sums start with, in the ring like a k block.
-            comptime boxes = columns // row_elements[dtype]()
+            comptime boxes = boxes_of(columns)
             comptime for slot in range(config.addend_slots()):
                 comptime first = slot * config.boxes_of_slot()
                 comptime last = min(first + config.boxes_of_slot(), boxes)
@@ -133,22 +161,43 @@ def produce[
                 shared.a_tile(at.slot), a_map, full, row, k
             )
             # Each block fetches its part of b for all of them.
-            _load[b_rows, config.b_transposed, sharers](
-                shared.b_tile(at.slot)
-                + rank * UInt32(config.b_bytes() // sharers),
-                b_map,
-                full,
-                b_row,
-                k,
-            )
+            comptime if config.b_transposed and config.shares_slices():
+                _load_slices[config](
+                    shared.b_tile(at.slot), b_map, full, column, k, rank
+                )
+            else:
+                _load[b_rows, config.b_transposed, sharers](
+                    shared.b_tile(at.slot)
+                    + rank * UInt32(config.b_bytes() // sharers),
+                    b_map,
+                    full,
+                    b_row,
+                    k,
+                )
             at.advance[config.stages]()
 
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
             comptime size = size_of[E.vector_dtype]()
-            var bytes = min(Int32(columns), n - column) * Int32(size)
+            var count = min(Int32(columns), n - column)
             var full = shared.vectors_full(turn)
             mbarrier_wait(shared.vectors_empty(turn), parity)
+            comptime if config.any_columns:
+                # Only multiples of 16 bytes can be copied like the rest.
+                comptime step = Int32(16 // size)
+                comptime for i in range(E.vectors):
+                    var vector = product.epilogue.vector[i]()
+                    for at in range(count // step * step, count):
+                        store_shared_element[E.vector_dtype](
+                            shared.vectors(turn)
+                            + UInt32(i * columns * size)
+                            + UInt32(at) * UInt32(size),
+                            vector.unsafe_offset(
+                                Int(column + at)
+                            ).unsafe_load(),
+                        )
+                count = count // step * step
+            var bytes = count * Int32(size)
             mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
             comptime if config.parts == HALVES:
                 comptime for half in range(2):
@@ -165,6 +214,9 @@ def produce[
                         full,
                     )
             comptime for i in range(0 if config.parts == HALVES else E.vectors):
+                comptime if config.any_columns:
+                    if bytes == 0:
+                        continue
                 load_bytes(
                     shared.vectors(turn) + UInt32(i * columns * size),
                     Int(

@@ -46,6 +46,8 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     """Finishes the sums."""
     var hook: Self.H
     """What is done with the rows."""
+    var c: Int64
+    """Address of c, where threads store it."""
     var float32: Int64
     """Address of c in float32 [M, N], or of what is added to c."""
     var row_sums: Int64
@@ -77,6 +79,7 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.a_is_new = 0
         self.epilogue = epilogue
         self.hook = hook
+        self.c = 0
         self.float32 = 0
         self.row_sums = 0
         self.float32_row_sums = 0

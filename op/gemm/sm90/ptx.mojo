@@ -335,6 +335,34 @@ def store_shared_value(address: UInt32, value: Float32):
 
 @doc_hidden
 @always_inline
+def shared_element[dtype: DType](address: UInt32) -> Scalar[dtype]:
+    """Loads an element of 16 or 32 bits."""
+    comptime if dtype == DType.float32:
+        return rebind[Scalar[dtype]](shared_value(address))
+    else:
+        return bitcast[dtype, 1](
+            inlined_assembly[
+                "ld.shared.b16 $0, [$1];",
+                UInt16,
+                constraints="=h,r,~{memory}",
+            ](address)
+        )
+
+
+@doc_hidden
+@always_inline
+def store_shared_element[dtype: DType](address: UInt32, element: Scalar[dtype]):
+    """Stores an element of 16 or 32 bits."""
+    comptime if dtype == DType.float32:
+        store_shared_value(address, rebind[Float32](element))
+    else:
+        inlined_assembly[
+            "st.shared.b16 [$0], $1;", NoneType, constraints="r,h,~{memory}"
+        ](address, bitcast[DType.uint16, 1](element))
+
+
+@doc_hidden
+@always_inline
 def store_remote_value(address: UInt32, value: Float32):
     """Stores a value in any block of the cluster, by its address from `map_to_rank`."""
     inlined_assembly[

@@ -1,8 +1,8 @@
-"""From sums to c: finish, round, store by TMA.
+"""From sums to c: finish, round, store by TMA, or by threads where c has any number of columns.
 
 Each warp owns 16 rows of a tile, or twice as many, and stores them by itself, in
-boxes of 128 bytes of each row that alternate between places in shared memory, so
-that no warp waits for another one.
+boxes of up to 128 bytes of each row that take turns in some places in shared
+memory, so that no warp waits for another one.
 """
 
 from std.memory import OpaquePointer
@@ -11,6 +11,7 @@ from std.utils import StaticTuple
 
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
 from .config import BOX_BYTES
+from .elements import Elements, swizzle
 from .ptx import (
     fence_async_shared,
     pack_pair,
@@ -22,7 +23,7 @@ from .ptx import (
     store_wait_read,
     warp_sync,
 )
-from .wgmma import ROW_BYTES, Accumulator, row_elements
+from .wgmma import Accumulator, row_elements
 
 
 trait Sums(TrivialRegisterPassable):
@@ -54,36 +55,59 @@ struct Accumulators[count: Int, first: Int = 0](Sums):
         return rebind[Float32](self.values[Self.first + i])
 
 
+def box_columns[dtype: DType](columns: Int) -> Int:
+    """Chooses the boxes that a row of a tile is stored in.
+
+    Parameters:
+        dtype: Type of the elements.
+
+    Args:
+        columns: Columns of the tile, a multiple of 16.
+
+    Returns:
+        The columns of a box: the most that TMA swizzles and the tile is a multiple of.
+    """
+    var most = row_elements[dtype]()
+    while columns % most != 0:
+        most //= 2
+    return most
+
+
 @doc_hidden
 @fieldwise_init
-struct Boxes(TrivialRegisterPassable):
-    """The two places in shared memory that a warp stores from, in turn."""
+struct Boxes[bytes: Int](TrivialRegisterPassable):
+    """The places in shared memory that a warp stores from, in turn: as many boxes
+    as there is room for."""
 
+    comptime _count = 2 * BOX_BYTES // Self.bytes
+
+    var first: UInt32
+    """The first one."""
     var next: UInt32
-    """The next one."""
-    var other: UInt32
-    """The other one."""
+    """From there to the next one."""
 
     @always_inline
     def __init__(out self, first: UInt32):
         """Starts with the first place."""
-        self = Self(first, first + BOX_BYTES)
+        self = Self(first, 0)
 
     @always_inline
     def take(mut self, lane: UInt32) -> UInt32:
         """Takes the next place, once the last store from it has read it."""
         if lane == 0:
-            store_wait_read[1]()
+            store_wait_read[Self._count - 1]()
         warp_sync()
-        var place = self.next
-        swap(self.next, self.other)
+        var place = self.first + self.next
+        self.next = (self.next + UInt32(Self.bytes)) % (2 * BOX_BYTES)
         return place
 
 
 @doc_hidden
 @fieldwise_init
-struct TileRows[E: Epilogue](TrivialRegisterPassable):
-    """16 rows of a warp of a tile of c, as one of its threads sees them."""
+struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
+    TrivialRegisterPassable
+):
+    """16 rows of a warp of a tile of c, as one of its threads sees them, in boxes of so many columns."""
 
     var epilogue: Self.E
     """Finishes them."""
@@ -97,6 +121,8 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
     """First column of the tile."""
     var lane: UInt32
     """Lane of the thread."""
+    var elements: Elements
+    """Where threads store c."""
 
     @always_inline
     def _finish[
@@ -144,6 +170,7 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         """Puts what a lane has of two neighboring groups of eight columns into a
         box."""
         var lane = self.lane
+        comptime pitch = Self.width * size_of[dtype]()
         comptime if dtype == DType.float32:
             comptime for half in range(2):
                 var four = second if half == 1 else first
@@ -153,25 +180,42 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
                 var chunk = UInt32(2 * (group + half)) + ((lane >> 1) & 1)
                 var place = (
                     box
-                    + row * ROW_BYTES
-                    + ((chunk ^ row) << 4)
+                    + row * UInt32(pitch)
+                    + ((chunk ^ swizzle[pitch](row)) << 4)
                     + (lane & 1) * 8
                 )
                 store_shared_pair(place, four.slice[2]())
                 store_shared_pair(
-                    place + 8 * ROW_BYTES, four.slice[2, offset=2]()
+                    place + UInt32(8 * pitch), four.slice[2, offset=2]()
                 )
         else:
             # Lane l names row l % 8 of matrix l / 8; the matrices are the upper
             # and lower eight rows of two neighboring groups of eight columns.
-            var chunk = (UInt32(group) + (lane >> 4)) ^ (lane & 7)
+            var chunk = (UInt32(group) + (lane >> 4)) ^ swizzle[pitch](lane)
             store_matrix_x4(
-                box + (lane & 15) * ROW_BYTES + chunk * 16,
+                box + (lane & 15) * UInt32(pitch) + chunk * 16,
                 pack_pair[dtype](first.slice[2]()),
                 pack_pair[dtype](first.slice[2, offset=2]()),
                 pack_pair[dtype](second.slice[2]()),
                 pack_pair[dtype](second.slice[2, offset=2]()),
             )
+
+    @always_inline
+    def _send[
+        dtype: DType
+    ](self, map: OpaquePointer[ImmUntrackedOrigin], box: UInt32, column: Int32):
+        """Stores a box that the warp's threads have filled."""
+        comptime if Self.any_columns:
+            warp_sync()
+            self.elements.store[dtype, Self.width](
+                box, self.row, UInt32(column), self.lane
+            )
+            return
+        fence_async_shared()
+        warp_sync()
+        if self.lane == 0:
+            store_tile(map, box, column, Int32(self.row))
+            store_commit()
 
     @always_inline
     def _store_box[
@@ -184,26 +228,22 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         fours: StaticTuple[SIMD[DType.float32, 4], groups],
     ):
         """Stores groups of eight columns, `stride` apart, as a box."""
-        comptime for group in range(0, row_elements[dtype]() // 8, 2):
+        comptime for group in range(0, Self.width // 8, 2):
             self._put[dtype, group](
                 box,
                 fours[first + group * stride],
                 fours[first + (group + 1) * stride],
             )
-        fence_async_shared()
-        warp_sync()
-        if self.lane == 0:
-            store_tile(map, box, column, Int32(self.row))
-            store_commit()
+        self._send[dtype](map, box, column)
 
     @always_inline
     def store_activated[
-        S: Sums, //, dtype: DType, columns: Int, in_halves: Bool
+        S: Sums, bytes: Int, //, dtype: DType, columns: Int, in_halves: Bool
     ](
         self,
         sums: S,
         vectors: UInt32,
-        mut boxes: Boxes,
+        mut boxes: Boxes[bytes],
         c_map: OpaquePointer[ImmUntrackedOrigin],
         h_map: OpaquePointer[ImmUntrackedOrigin],
         n: UInt32,
@@ -212,11 +252,10 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
         c has n columns; what its tile's gates multiply is the tile's other half,
         or stands beside each eight of them."""
         comptime stride = 2 if Self.E.is_gate else 1
-        comptime box_columns = row_elements[dtype]()
-        comptime box_groups = box_columns // 8
-        comptime for box in range(columns // stride // box_columns):
+        comptime box_groups = Self.width // 8
+        comptime for box in range(columns // stride // Self.width):
             var column = Int32(self.column) // Int32(stride) + Int32(
-                box * box_columns
+                box * Self.width
             )
             var fours = StaticTuple[
                 SIMD[DType.float32, 4], stride * box_groups
@@ -255,32 +294,23 @@ struct TileRows[E: Epilogue](TrivialRegisterPassable):
 
     @always_inline
     def store[
-        S: Sums, //, dtype: DType, columns: Int
+        S: Sums, bytes: Int, //, dtype: DType, columns: Int
     ](
         self,
         sums: S,
         vectors: UInt32,
-        mut boxes: Boxes,
+        mut boxes: Boxes[bytes],
         c_map: OpaquePointer[ImmUntrackedOrigin],
     ):
         """Finishes and stores the rows."""
-        comptime box_columns = row_elements[dtype]()
-        var lane = self.lane
-        comptime for box in range(columns // box_columns):
-            var box_address = boxes.take(lane)
-            comptime for group in range(0, box_columns // 8, 2):
+        comptime for box in range(columns // Self.width):
+            var box_address = boxes.take(self.lane)
+            comptime for group in range(0, Self.width // 8, 2):
                 var fours = StaticTuple[SIMD[DType.float32, 4], 2]()
                 comptime for half in range(2):
-                    comptime column = box * box_columns + (group + half) * 8
+                    comptime column = box * Self.width + (group + half) * 8
                     fours[half] = self._finish[columns, column](sums, vectors)
                 self._put[dtype, group](box_address, fours[0], fours[1])
-            fence_async_shared()
-            warp_sync()
-            if lane == 0:
-                store_tile(
-                    c_map,
-                    box_address,
-                    Int32(self.column) + Int32(box * box_columns),
-                    Int32(self.row),
-                )
-                store_commit()
+            self._send[dtype](
+                c_map, box_address, Int32(self.column) + Int32(box * Self.width)
+            )

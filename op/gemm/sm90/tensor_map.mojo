@@ -80,9 +80,10 @@ def tensor_map[
     columns: Int,
     box_rows: Int,
     pitch: Int = 0,
+    box_columns: Int = row_elements[dtype](),
 ) raises -> TMADescriptor:
-    """Describes a row-major matrix to TMA, in boxes of 128 bytes of
-    each row.
+    """Describes a row-major matrix to TMA, in boxes of 128, 64 or 32 bytes of
+    each row, swizzled as wide.
 
     Parameters:
         dtype: Type of the elements.
@@ -95,6 +96,7 @@ def tensor_map[
         columns: Its columns, a multiple of 16 bytes.
         box_rows: Rows of one box.
         pitch: Elements from one row to the next, a multiple of 16 bytes; 0 for its columns.
+        box_columns: Columns of one box.
 
     Returns:
         The tensor map.
@@ -105,9 +107,13 @@ def tensor_map[
     var map = TMADescriptor()
     var sizes = SIMD[DType.int64, 2](Int64(columns), Int64(rows))
     var row_bytes = Int64((pitch if pitch else columns) * size_of[dtype]())
-    var box = SIMD[DType.int32, 2](
-        Int32(row_elements[dtype]()), Int32(box_rows)
-    )
+    var box = SIMD[DType.int32, 2](Int32(box_columns), Int32(box_rows))
+    var box_bytes = box_columns * size_of[dtype]()
+    var swizzle = TensorMapSwizzle.SWIZZLE_128B
+    if box_bytes == 64:
+        swizzle = TensorMapSwizzle.SWIZZLE_64B
+    elif box_bytes == 32:
+        swizzle = TensorMapSwizzle.SWIZZLE_32B
     var steps = SIMD[DType.int32, 2](1)
     DeviceBuffer[dtype](
         ctx,
@@ -123,7 +129,7 @@ def tensor_map[
         Pointer(to=box).unsafe_bitcast[Int32](),
         Pointer(to=steps).unsafe_bitcast[Int32](),
         TensorMapInterleave.INTERLEAVE_NONE._value,
-        TensorMapSwizzle.SWIZZLE_128B._value,
+        swizzle._value,
         TensorMapL2Promotion.L2_256B._value,
         TensorMapFloatOOBFill.NONE._value,
     )
@@ -154,7 +160,7 @@ def operand_map[
         address: Its global address, a multiple of 16.
         rows: Its rows.
         k: Its columns, which the products are summed over.
-        box_rows: Rows that are copied together.
+        box_rows: Stored rows that are copied together.
         pitch: Elements from one stored row to the next, 0 for as many as one has.
 
     Returns:
@@ -164,9 +170,7 @@ def operand_map[
         If the driver refuses.
     """
     comptime if transposed:
-        return tensor_map[dtype](
-            ctx, address, k, rows, row_elements[dtype](), pitch
-        )
+        return tensor_map[dtype](ctx, address, k, rows, box_rows, pitch)
     elif dtype == DType.float32:
         return tensor_map[dtype, TensorMapDataType.TFLOAT32](
             ctx, address, rows, k, box_rows, pitch

@@ -14,10 +14,27 @@ struct Shape(Equatable, TrivialRegisterPassable):
     """Columns of a tile."""
     var takes_turns: Bool
     """Whether each consumer has whole tiles, in turn."""
+    var percent: Int
+    """Cycles of its products, as a percentage of those that tensor cores need: narrow
+    tiles wait for shared memory and for the L2 cache."""
 
 
-comptime SHAPES = [Shape(128, True), Shape(128, False), Shape(64, False)]
+comptime SHAPES = [
+    Shape(128, True, 100),
+    Shape(128, False, 100),
+    Shape(64, False, 130),
+    Shape(160, True, 100),
+    Shape(192, False, 100),
+    Shape(256, False, 100),
+    Shape(96, False, 106),
+]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
+comptime COMMON_SHAPES = 3
+"""How many of them every product has."""
+comptime ANY_COLUMNS = Config.of(128, takes_turns=True, any_columns=True)
+"""The shape for rows of c that TMA cannot store."""
+comptime ROW_ALIGNMENT = 16
+"""TMA stores rows that start at multiples of so many bytes."""
 comptime SHARED_COLUMNS = 256
 """Columns of a tile that consumers share where they gather on the way, too."""
 comptime FEW_ROWS = 0
@@ -29,8 +46,6 @@ comptime NARROWEST_GATE = 128
 
 # Cycles in which a warpgroup stores 128 rows of 128 columns.
 comptime _STORE = 4400
-# Percentage of the cycles of products that tiles of 64 columns take: the tensor cores wait for shared memory.
-comptime _NARROW_PERCENT = 115
 # Percentage of the SMs' time that a product has to use to be worth launching.
 comptime _FULL_PERCENT = 80
 
@@ -66,16 +81,17 @@ def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
     return 100 * m * n >= _FULL_PERCENT * waves * clusters * area
 
 
-def _cycles(config: Config, m: Int, n: Int, k: Int, processors: Int) -> Int:
+def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
     """Estimates the cycles that a product takes."""
+    comptime config = Config.of(shape.columns, takes_turns=shape.takes_turns)
+    comptime store = _STORE * shape.columns // 128
     var waves = ceildiv(count_tiles(config, m, n), processors // config.cluster)
-    var products = ceildiv(k, 16) * config.columns
-    if config.takes_turns:
+    var products = ceildiv(k, 16) * shape.columns * shape.percent // 100
+    comptime if shape.takes_turns:
         # One consumer stores while the other multiplies, but for the last tile.
-        return waves * max(products, (products + _STORE) // 2) + _STORE
-    if config.columns == 64:
-        products = products * _NARROW_PERCENT // 100
-    return waves * (products + _STORE * config.columns // 256)
+        return waves * max(products, (products + store) // 2) + store
+    else:
+        return waves * (products + store // 2)
 
 
 @fieldwise_init
@@ -98,6 +114,7 @@ struct Tiling(TrivialRegisterPassable):
         narrowest: Int = 0,
         *,
         invariant: Bool = False,
+        common: Bool = False,
     ) -> Self:
         """Chooses the shape that takes the fewest cycles.
 
@@ -109,6 +126,7 @@ struct Tiling(TrivialRegisterPassable):
             narrowest: Fewest columns of a tile.
             invariant: Whether sums have to run in the same order for any m.
                 They do in tiles of every shape: k block after k block.
+            common: Whether only the shapes that every product has are there.
 
         Returns:
             The choice.
@@ -120,18 +138,17 @@ struct Tiling(TrivialRegisterPassable):
         var least = Int.MAX
         comptime for i in range(len(SHAPES)):
             comptime shape = SHAPES[i]
-            comptime config = Config.of(
-                shape.columns, takes_turns=shape.takes_turns
-            )
-            if config.columns < narrowest:
+            if shape.columns < narrowest or (common and i >= COMMON_SHAPES):
                 continue
-            var cycles = _cycles(config, m, n, k, processors)
+            var cycles = _cycles[shape](m, n, k, processors)
             if cycles < least:
                 least = cycles
-                var clusters = processors // config.cluster
+                comptime config = Config.of(
+                    shape.columns, takes_turns=shape.takes_turns
+                )
                 best = Self(
-                    config.columns,
-                    config.takes_turns,
-                    fills(config, m, n, clusters),
+                    shape.columns,
+                    shape.takes_turns,
+                    fills(config, m, n, processors // config.cluster),
                 )
         return best

@@ -27,8 +27,11 @@ comptime _RMS_NORM = 1
 # Columns of a box.
 comptime _BOX = 64
 
+# From so many outputs on, any number of them will do.
+comptime _FEWEST_OUTPUTS = 8
 
-def has_kernels[dtype: DType](call: Call) -> Bool:
+
+def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
     """Tells whether there are kernels for a call's sizes.
 
     Parameters:
@@ -36,15 +39,20 @@ def has_kernels[dtype: DType](call: Call) -> Bool:
 
     Args:
         call: The sizes.
+        any_outputs: Whether threads may store y, where TMA cannot.
 
     Returns:
         Whether no matrix is empty, and TMA can read every row.
     """
+    var rows = call.K
+    # Whoever folds takes some rows of the weight together.
+    if not any_outputs or call.N < _FEWEST_OUTPUTS:
+        rows |= call.N
     return (
         call.M > 0
         and call.K > 0
         and call.N > 0
-        and (call.K | call.N) * size_of[dtype]() % ALIGNMENT == 0
+        and rows * size_of[dtype]() % ALIGNMENT == 0
     )
 
 
@@ -170,7 +178,10 @@ def choose_forward[dtype: DType](call: Call, activates: Bool = False) -> Int:
     Returns:
         FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
     """
-    if not has_kernels[dtype](call) or call.way == AROUND_PRODUCTS:
+    if (
+        not has_kernels[dtype](call, any_outputs=call.activation == 0)
+        or call.way == AROUND_PRODUCTS
+    ):
         return DECLINED
     if not fits_gate(call):
         return DECLINED

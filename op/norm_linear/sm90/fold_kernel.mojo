@@ -219,7 +219,7 @@ def fold_kernel[
         up: The weight that the first one gates, of the same size, if it is a gate.
         up_bias: Bias of that.
         gates: Whether it is one: eight rows of the weight and eight of the other then alternate.
-        n: Rows of the folded weight, a multiple of 8.
+        n: Rows of the folded weight, at least shape.rows; a multiple of 8 before a gate.
         k: Columns of the weight, a multiple of 8; 0 if only the constants are wanted, and nothing is centered.
         has_gamma: Whether there is a gamma; ones stand for none.
         has_beta: Whether there is a beta.
@@ -244,7 +244,8 @@ def fold_kernel[
     var first = Int32(rows) * (
         Int32(block_idx.x) * Int32(block_dim.y) + Int32(thread_idx.y)
     )
-    # Either all rows of a group exist or none: those that have none fold the last ones without storing them.
+    # A group that has no rows folds the last ones without storing them; one that has some of them, together with
+    # the group before, which stores the same.
     var is_real = first < n
     first = min(first, n - Int32(rows))
     var source = Int(first)

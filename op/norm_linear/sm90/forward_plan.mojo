@@ -89,6 +89,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             k,
             processors,
             NARROWEST_GATE if call.activation >= GATED else 0,
+            common=Self.dtype == DType.float32,
         )
         self.finds_constants = way == NEW_FOLD and one_weight and is_fold(call)
         self.folds = way == NEW_FOLD and not self.finds_constants
@@ -104,7 +105,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             comptime shared = Config.of(SHARED_COLUMNS)
             var clusters = processors // shared.cluster
             var waves = ceildiv(count_tiles(shared, m, n), clusters)
-            if call.activation != 0:
+            if call.activation != 0 or n * size % ALIGNMENT != 0:
                 self.gathers = False
             elif waves <= _FEW_WAVES and fills(shared, m, n, clusters):
                 self.tiling = Tiling(SHARED_COLUMNS, False, True)

@@ -97,7 +97,7 @@ def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
     if not can[dtype](call):
         return False
     var n = steps_of(sizes_of(call), COLUMNS) * COLUMNS
-    return fills(Tiling.best(call.M, n, call.K, processors))
+    return fills(Tiling.best(call.M, n, call.K, processors, common=True))
 
 
 def folded_way[dtype: DType](call: Call, processors: Int) -> Int:

@@ -38,7 +38,7 @@ def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
         Whether its tiles keep the device busy.
     """
     return can[dtype](call) and fills(
-        Tiling.best(call.M, call.K, call.N, processors)
+        Tiling.best(call.M, call.K, call.N, processors, common=True)
     )
 
 

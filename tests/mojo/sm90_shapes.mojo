@@ -1,4 +1,4 @@
-"""An extension of products by Hopper's matrix kernel whose consumers take turns, with each epilogue."""
+"""An extension of products by Hopper's matrix kernel in each of its shapes, with each epilogue."""
 
 from std.os import abort
 from std.python import PythonObject
@@ -9,10 +9,11 @@ from std.sys import get_defined_dtype
 from op.device import Gpu, Launcher, new_launcher
 from op.gemm.epilogue import Epilogue, Plain
 from op.gemm.epilogues import Activated, Added, Bias, ScaleAndCorrect
-from op.gemm.row_hook import NoHook, RowHook
+from op.gemm.row_hook import RowHook
 from op.gemm.sm90.config import Config
-from op.gemm.sm90.launch import BAND, launch_matrix
+from op.gemm.sm90.launch import launch_matrix, launch_product
 from op.gemm.sm90.product import Product
+from op.gemm.sm90.tiling import SHARED_COLUMNS, Tiling
 from op.norm_linear.sm90.gather import Statistics
 from op.norms.layer_norm import LayerNorm
 from op.python import Arguments, Values, failure, integer
@@ -21,9 +22,26 @@ comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
 
 
 def _launch[
-    E: Epilogue, H: RowHook, //, b_transposed: Bool = False
+    E: Epilogue, //, b_transposed: Bool = False
 ](
     gpu: Gpu,
+    tiling: Tiling,
+    c: Int,
+    a: Int,
+    b: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    epilogue: E,
+) raises:
+    launch_product[DTYPE, b_transposed](gpu, tiling, c, a, b, m, n, k, epilogue)
+
+
+def _launch_gathering[
+    E: Epilogue, H: RowHook, //
+](
+    gpu: Gpu,
+    tiling: Tiling,
     c: Int,
     a: Int,
     b: Int,
@@ -33,13 +51,13 @@ def _launch[
     epilogue: E,
     hook: H,
 ) raises:
-    comptime config = Config.of(
-        128, takes_turns=True, b_transposed=b_transposed
-    )
+    """Queues a product that gathers statistics on its way."""
     var product = Product(m, n, k, epilogue, hook)
-    comptime if not H.gathers:
-        product.band = BAND
-    launch_matrix[DTYPE, config](gpu, c, a, b, product)
+    if tiling.takes_turns:
+        comptime config = Config.of(128, takes_turns=True)
+        launch_matrix[DTYPE, config](gpu, c, a, b, product)
+    else:
+        launch_matrix[DTYPE, Config.of(SHARED_COLUMNS)](gpu, c, a, b, product)
 
 
 def product(
@@ -48,6 +66,8 @@ def product(
     """Queues c = epilogue(a @ b^T)."""
     var arguments = Arguments(values)
     ref gpu = Launcher.at(arguments.integer())[].gpu
+    var columns = arguments.integer()
+    var takes_turns = arguments.integer() != 0
     var kind = arguments.integer()
     var c = arguments.integer()
     var a = arguments.integer()
@@ -63,6 +83,7 @@ def product(
     var rstd = arguments.integer()
     var h = arguments.integer()
     var activation = Int32(arguments.integer())
+    var tiling = Tiling(columns, takes_turns, True)
     var plus = Bias[DTYPE](Int64(bias))
     var scale = ScaleAndCorrect(
         {unsafe_from_address = rstd},
@@ -75,32 +96,32 @@ def product(
     )
     try:
         if kind == 0:
-            _launch[True](gpu, c, a, b, m, n, k, Plain(), NoHook())
+            _launch[True](gpu, tiling, c, a, b, m, n, k, Plain())
         elif kind == 1:
-            _launch(gpu, c, a, b, m, n, k, plus, NoHook())
+            _launch(gpu, tiling, c, a, b, m, n, k, plus)
         elif kind == 2:
             var e = Activated[Bias[DTYPE], False](plus, Int64(h), activation)
-            _launch(gpu, c, a, b, m, n, k, e, NoHook())
+            _launch(gpu, tiling, c, a, b, m, n, k, e)
         elif kind == 3:
             var e = Activated[Bias[DTYPE], True](plus, Int64(h), activation)
-            _launch(gpu, c, a, b, m, n, k, e, NoHook())
+            _launch(gpu, tiling, c, a, b, m, n, k, e)
         elif kind == 4:
             var e = Added[Bias[DTYPE]](plus, Int64(added))
-            _launch(gpu, c, a, b, m, n, k, e, NoHook())
+            _launch(gpu, tiling, c, a, b, m, n, k, e)
         elif kind == 5:
-            _launch(gpu, c, a, b, m, n, k, scale, NoHook())
+            _launch(gpu, tiling, c, a, b, m, n, k, scale)
         elif kind == 6:
-            _launch(gpu, c, a, b, m, n, k, scale, finds)
+            _launch_gathering(gpu, tiling, c, a, b, m, n, k, scale, finds)
         return integer(0)
     except error:
         return failure(error)
 
 
 @export
-def PyInit_sm90_turns() abi("C") -> PythonObject:
+def PyInit_sm90_shapes() abi("C") -> PythonObject:
     """Makes the module."""
     try:
-        var builder = PythonModuleBuilder("sm90_turns")
+        var builder = PythonModuleBuilder("sm90_shapes")
         builder.def_py_c_function(
             new_launcher,
             "new_launcher",
@@ -110,10 +131,10 @@ def PyInit_sm90_turns() abi("C") -> PythonObject:
             product,
             "product",
             docstring=(
-                "product(launcher, kind, c, a, b, m, n, k, bias, added,"
-                " corrections, mean, rstd, h, activation) -> 0"
+                "product(launcher, columns, turns, kind, c, a, b, m, n, k, bias,"
+                " added, corrections, mean, rstd, h, activation) -> 0"
             ),
         )
         return builder.finalize()
     except e:
-        abort(t"failed to create sm90_turns: {e}")
+        abort(t"failed to create sm90_shapes: {e}")

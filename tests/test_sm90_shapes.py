@@ -1,9 +1,11 @@
-"""The Hopper kernel whose consumers take turns, with each epilogue, against float64."""
+"""The Hopper kernel in each of its shapes, with each epilogue, against float64."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -25,6 +27,13 @@ BOUND = {torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
 # As the extension counts them.
 KINDS = ["transposed", "bias", "gelu", "swiglu", "add", "scale", "gathered"]
 GELU, SILU = 2, 5
+# Columns of the tiles that plans choose from, and whether consumers take turns. Narrower ones have
+# no kernel with a gate; these two gather statistics, and the last one does nothing else everywhere.
+TILING = (Path(__file__).parents[1] / "op/gemm/sm90/tiling.mojo").read_text()
+TILES = re.findall(r"Shape\((\d+), (True|False)", TILING)
+TILES = [(int(columns), turns == "True") for columns, turns in TILES]
+NARROWEST_GATE = int(re.search(r"NARROWEST_GATE = (\d+)", TILING)[1])
+GATHERING = [(128, True), (256, False)]
 # One tile; less than one, in each size; one of the two consumers without a tile; two waves; more;
 # tiles that follow each other faster than they are stored; one row of many tiles; K that is not a
 # multiple of the k block.
@@ -44,13 +53,47 @@ SHAPES = [
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
 def kernels(request: pytest.FixtureRequest) -> tuple[ModuleType, torch.dtype]:
-    return extension("sm90_turns", request.param, "tests/mojo", gpu=True), request.param
+    return extension("sm90_shapes", request.param, "tests/mojo", gpu=True), request.param
+
+
+# Columns whose rows TMA cannot store: less than a tile, many tiles, one column in the last.
+ODD = [(37, 72, 7), (300, 520, 50257), (1000, 776, 1031), (128, 64, 129), (16384, 64, 1001)]
+
+
+def test_every_shape_is_tried() -> None:
+    assert len(TILES) == TILING.count("    Shape(") > 2
+    assert set(GATHERING) <= {*TILES, (256, False)}
+
+
+@pytest.mark.parametrize("kind", ["bias", "scale"])
+@pytest.mark.parametrize("shape", ODD)
+def test_any_columns(
+    kernels: tuple[ModuleType, torch.dtype], shape: tuple[int, int, int], kind: str
+) -> None:
+    check_product(kernels, TILES[0], shape, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tile", sorted({*TILES, *GATHERING}), ids=str)
 def test_products(
-    kernels: tuple[ModuleType, torch.dtype], shape: tuple[int, int, int], kind: str
+    kernels: tuple[ModuleType, torch.dtype],
+    tile: tuple[int, bool],
+    shape: tuple[int, int, int],
+    kind: str,
+) -> None:
+    if tile not in (GATHERING if kind == "gathered" else TILES):
+        pytest.skip("no such kernel")
+    if kind == "swiglu" and tile[0] < NARROWEST_GATE:
+        pytest.skip("no such kernel")
+    check_product(kernels, tile, shape, kind)
+
+
+def check_product(
+    kernels: tuple[ModuleType, torch.dtype],
+    tile: tuple[int, bool],
+    shape: tuple[int, int, int],
+    kind: str,
 ) -> None:
     module, dtype = kernels
     m, k, n = shape
@@ -99,7 +142,17 @@ def test_products(
         y = Guarded(tuple(truth.shape), dtype, "cuda")
         h = Guarded((m, n), dtype, "cuda")
         module.product(
-            *(own, KINDS.index(kind), y.tensor.data_ptr(), x.data_ptr(), b.data_ptr(), m, n, k),
+            *(
+                own,
+                *tile,
+                KINDS.index(kind),
+                y.tensor.data_ptr(),
+                x.data_ptr(),
+                b.data_ptr(),
+                m,
+                n,
+                k,
+            ),
             *(address(constants if scaled else bias), address(added), address(corrections)),
             *(address(mean.tensor), address(rstd.tensor), address(h.tensor) if stores_h else 0),
             SILU if kind == "swiglu" else GELU,
