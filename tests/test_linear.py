@@ -292,7 +292,7 @@ def test_values_and_gradients(
 def test_gradient_of_the_sum_in_the_product(
     weights: int, normalization: str, in_python: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel that makes dz adds what reaches the sum besides: whole blocks of rows and edges."""
+    """The kernel that makes dz adds what reaches the sum besides: whole blocks, and edges."""
     if in_python:
         monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
     case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "return_sum": True}

@@ -27,6 +27,10 @@ comptime _RMS_NORM = 1
 # Columns of a box.
 comptime _BOX = 64
 
+# Of sums longer than so many times the columns, the table has none: there operands come from the L2 cache as fast as it
+# gives them, and PyTorch's larger tiles need fewer (docs/hopper-log.md, "Behind a pass").
+comptime _LONGEST_SUMS = 2
+
 
 def has_kernels[dtype: DType](call: Call) -> Bool:
     """Tells whether there are kernels for a call's sizes.
@@ -112,7 +116,7 @@ def is_faster(m: Int, k: Int, n: Int) -> Bool:
     Returns:
         Whether it is.
     """
-    return nearest(m, k, n).passed == FUSED
+    return k <= _LONGEST_SUMS * n and nearest(m, k, n).passed == FUSED
 
 
 def _ratio(a: Int, b: Int) -> Float64:
