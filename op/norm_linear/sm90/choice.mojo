@@ -29,7 +29,7 @@ comptime _BOX = 64
 
 # Of sums longer than so many times the columns, the table has none: there operands come from the L2 cache as fast as it
 # gives them, and PyTorch's larger tiles need fewer (docs/hopper-log.md, "Behind a pass").
-comptime _LONGEST_SUMS = 2
+comptime _LONGEST_SUMS = 3
 
 
 def has_kernels[dtype: DType](call: Call) -> Bool:
