@@ -30,6 +30,10 @@ comptime _BOX = 64
 # From so many outputs on, any number of them will do.
 comptime _FEWEST_OUTPUTS = 8
 
+# Of sums longer than so many times the columns, the table has none: there operands come from the L2 cache as fast as it
+# gives them, and PyTorch's larger tiles need fewer (docs/hopper-log.md, "Behind a pass").
+comptime _LONGEST_SUMS = 3
+
 
 def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
     """Tells whether there are kernels for a call's sizes.
@@ -120,7 +124,7 @@ def is_faster(m: Int, k: Int, n: Int) -> Bool:
     Returns:
         Whether it is.
     """
-    return nearest(m, k, n).passed == FUSED
+    return k <= _LONGEST_SUMS * n and nearest(m, k, n).passed == FUSED
 
 
 def _ratio(a: Int, b: Int) -> Float64:
