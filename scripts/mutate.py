@@ -142,6 +142,26 @@ def environment_of(copy: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def lend_kernels(copy: Path, environment: dict[str, str]) -> None:
+    """Let a copy find the checkout's kernels for what was not built with its edit."""
+    script = "import sys; from pathlib import Path; from fused_norm.native.build import Extension\n"
+    script += "for folder in (None, Path('tests/mojo').resolve()):\n"
+    script += "    print(Extension('', '', sys.argv[1], folder).path)"
+    target = "nvidia:sm_{}{}a".format(*torch.cuda.get_device_capability())
+    command = [sys.executable, "-c", script, target]
+    of_checkout, of_copy = (
+        subprocess.run(command, cwd=folder, env=where, check=True, capture_output=True, text=True)
+        for folder, where in ((ROOT, environment_of(ROOT)), (copy, environment))
+    )
+    for old, new in zip(of_checkout.stdout.split(), of_copy.stdout.split(), strict=True):
+        for file in Path(old).parent.glob(f"*{Path(old).stem.rpartition('-')[2]}.*"):
+            lent = file.name.replace(
+                Path(old).stem.rpartition("-")[2], Path(new).stem.rpartition("-")[2]
+            )
+            if not file.with_name(lent).exists():
+                file.with_name(lent).symlink_to(file)
+
+
 def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:
     """Make an edit in a copy and return what its tests say: which failed.
 
@@ -153,6 +173,8 @@ def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:
         environment = environment_of(copy)
         if mutation.file.endswith(".mojo") and not is_built:
             environment["FUSED_NORM_CACHE_DIR"] = str(copy / "cache")
+        elif is_built:
+            lend_kernels(copy, environment)
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
         process = subprocess.Popen(
             [*command, *mutation.tests],

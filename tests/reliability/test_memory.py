@@ -8,7 +8,6 @@ import random
 import shutil
 import subprocess
 import sys
-import textwrap
 import weakref
 from pathlib import Path
 
@@ -25,6 +24,56 @@ gpu = [
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BAND = 512
+
+# What runs beside compute-sanitizer, over `shapes`.
+ONE_LINEAR = """
+import torch, fused_norm as fn
+for dtype in (torch.bfloat16, torch.float32):
+    for m, k, n in shapes:
+        sizes = (m, k), (k,), (k,), (n, k), (n,)
+        leaves = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in sizes]
+        y = fn.fused_layernorm_linear(*leaves)
+        y.backward(torch.randn_like(y))
+        with torch.no_grad():
+            for _ in range(3):  # the weight is folded in the second
+                fn.fused_layernorm_linear(*leaves)
+        o = torch.ones(1, device="cuda", requires_grad=True)
+        z = fn.trainable_eps_layer_norm(leaves[0], o)
+        z.backward(torch.randn_like(z))
+        z = fn.composed.layer_norm(leaves[0])
+        z.backward(torch.randn_like(z))
+torch.cuda.synchronize()
+"""
+SEAMS = """
+import torch, fused_norm as fn
+def made(*shape, dtype):
+    return torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+for dtype in (torch.bfloat16, torch.float16):
+    for m, k, n in shapes:
+        new = lambda *shape: made(*shape, dtype=dtype)
+        x, r, w, v, b, gamma = new(m, k), new(m, k), new(n, k), new(n, k), new(n), new(k)
+        rms = {"normalization": "rms_norm", "norm_weight": gamma}
+        calls = [
+            lambda: fn.norm_linear(x, w, b, activation="gelu", norm_weight=gamma),
+            lambda: fn.norm_linear(x, [w, v], activation="swiglu", **rms),
+            lambda: fn.norm_linear(x, [w, v, w], [b, b, b], norm_weight=gamma, norm_bias=gamma),
+            lambda: fn.norm_linear(x, w, residual=r, return_sum=True, **rms),
+            lambda: fn.norm_linear(x, w, b, scale=new(1, k), shift=new(1, k)),
+            lambda: fn.linear_add(x, w, b, new(m, n)),
+            lambda: fn.norm_mlp(
+                x, w, b, new(k, n), new(k), activation="gelu", norm_weight=gamma, residual_out=x
+            ),
+        ]
+        for call in calls:
+            results = call()
+            results = [results] if isinstance(results, torch.Tensor) else results
+            results = [t for t in results if isinstance(t, torch.Tensor)]
+            torch.autograd.backward(results, [torch.randn_like(t) for t in results])
+            with torch.no_grad():
+                for _ in range(3):
+                    call()
+torch.cuda.synchronize()
+"""
 
 
 def between_nans(tensor: Tensor, shift: int) -> tuple[Tensor, Tensor]:
@@ -205,35 +254,20 @@ class TestGpu:
 
     @pytest.mark.slow
     @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="no compute-sanitizer")
+    @pytest.mark.parametrize("script", [ONE_LINEAR, SEAMS], ids=["one_linear", "seams"])
     @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
-    def test_sanitizer(self, tool: str) -> None:
+    def test_sanitizer(self, tool: str, script: str) -> None:
         """Every kernel at ragged shapes, each allocation on its own so that edges are seen."""
         shapes = [(37, 50, 65), (3, 1023, 7)]
         if tool != "initcheck":  # which does not see what TMA writes
             shapes += [(130, 264, 136), (257, 1024, 512), (37, 2048, 16)]
-        script = f"""
-        import torch, fused_norm as fn
-        for dtype in (torch.bfloat16, torch.float32):
-            for m, k, n in {shapes}:
-                shapes = (m, k), (k,), (k,), (n, k), (n,)
-                leaves = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
-                y = fn.fused_layernorm_linear(*leaves)
-                y.backward(torch.randn_like(y))
-                with torch.no_grad():
-                    for _ in range(3):  # the weight is folded in the second
-                        fn.fused_layernorm_linear(*leaves)
-                o = torch.ones(1, device="cuda", requires_grad=True)
-                z = fn.trainable_eps_layer_norm(leaves[0], o)
-                z.backward(torch.randn_like(z))
-                z = fn.composed.layer_norm(leaves[0])
-                z.backward(torch.randn_like(z))
-        torch.cuda.synchronize()
-        """
+            # Tiles enough for consumers to take turns.
+            shapes += [(2200, 264, 2056)] if script is SEAMS else []
         command = ["compute-sanitizer", "--tool", tool, "--target-processes", "all"]
         if tool == "memcheck":
             command += ["--leak-check", "no", "--report-api-errors", "no"]
         result = subprocess.run(
-            [*command, sys.executable, "-c", textwrap.dedent(script)],
+            [*command, sys.executable, "-c", f"shapes = {shapes}\n{script}"],
             capture_output=True,
             text=True,
             timeout=580,
