@@ -208,7 +208,12 @@ def measure(
     shapes = (rows, features), (features,), (features,), (products, features), (products,)
     size = dtype.itemsize * (sum(math.prod(shape) for shape in shapes) + rows * products)
     count = min(MOST_SETS, 2 * cache_bytes // size) | 1
-    sets = [[torch.randn(shape).to(dtype) for shape in shapes] for _ in range(count)]
+    # A model's weights: with larger ones, exponentials run out of normal numbers.
+    scales = 1, 1, 1, features**-0.5, 1
+    sets = [
+        [(torch.randn(shape) * s).to(dtype) for shape, s in zip(shapes, scales, strict=True)]
+        for _ in range(count)
+    ]
     grad_output = torch.randn(rows, outputs).to(dtype)
     activate, number = KINDS[kind], ACTIVATIONS[kind][0] if kind else 0
 
