@@ -295,7 +295,7 @@ def waited() -> float:
 
 
 def declined(us: dict[str, float]) -> float:
-    """Return the time of what runs without our product; eager stands in where that was not measured."""
+    """Return the time of what runs without our product, or of eager where that is not measured."""
     return us.get("around", us["eager"])
 
 
