@@ -40,7 +40,7 @@ SEVERAL = ("tests/test_several.py", "-k", "test_values_and_gradients and bfloat1
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
 TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
 GATES_ON_TILES = ("tests/test_cpu_family.py", "-k", "test_activations and bfloat16 and 8-5")
-CHOICE = ("tests/test_tiles.py", "-k", "faster_way")
+CHOICE = ("tests/test_tiles.py", "-k", "faster_way and float32")
 MAGNITUDES = ("tests/test_passes.py", "-k", "(magnitude and float32) or (infinite and float32)")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 
