@@ -20,10 +20,13 @@ struct Results {
   Tensors products;
 };
 
-inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes) {
+// The activation of a product. On a CPU it may take the product's place: fresh memory costs a page
+// fault for every 4 KiB, and lines that are read anyway cost less to write.
+inline Tensor activated(
+    const Seam& kind, const Tensor& h, const Passes& passes, bool may_replace = false) {
   if (!kind.activation) return h;
   const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
-  const auto a = empty_rows(h, N);
+  const auto a = may_replace && !kind.is_gated() && h.is_cpu() ? h : empty_rows(h, N);
   auto call = rows_call(h.numel() / h.size(-1), N, passes.context);
   call.activation = kind.activation;
   call.h = address(h);
@@ -157,8 +160,9 @@ inline bool forward_by_product(
   if (activates || !kind.activation) {
     results.outputs = std::move(outputs);
   } else {
-    results.outputs.push_back(activated(kind, outputs[0], kernels.passes));
-    if (keeps && !kind.recompute) results.products.push_back(outputs[0]);
+    const bool stays = keeps && !kind.recompute;
+    results.outputs.push_back(activated(kind, outputs[0], kernels.passes, !stays));
+    if (stays) results.products.push_back(outputs[0]);
   }
   return true;
 }
@@ -219,13 +223,16 @@ inline Results forward(
   if (t.has_sum()) results.sum = at::empty(x.sizes(), x.options());
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
-    const auto z = normalized(kind, t, sizes, kernels.passes, &results);
+    auto z = normalized(kind, t, sizes, kernels.passes, &results);
     auto products = products_of(kind, z, t, sizes, kernels.product);
-    for (const auto& h : products) {
-      results.outputs.push_back(activated(kind, h, kernels.passes));
-    }
     if (kind.returns_norm) results.norm = z;
-    if (keeps && kind.activation && !kind.recompute) results.products = std::move(products);
+    // The activation may have its memory.
+    z.reset();
+    const bool stay = keeps && kind.activation && !kind.recompute;
+    for (const auto& h : products) {
+      results.outputs.push_back(activated(kind, h, kernels.passes, !stay));
+    }
+    if (stay) results.products = std::move(products);
   }
   if (t[OUT_WEIGHT].defined()) results.outputs[0] = second_linear(t, results.outputs[0], kernels);
   return results;
