@@ -20,7 +20,8 @@ from fused_norm.ops.invariance import batch_invariant
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
 
 if TYPE_CHECKING:
-    from fused_norm.models import explain, optimize
+    from fused_norm.models.optimize import optimize
+    from fused_norm.models.report import explain
 
 __version__ = "0.1.0"
 __all__ = [
