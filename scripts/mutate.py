@@ -173,7 +173,7 @@ def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:
         environment = environment_of(copy)
         if mutation.file.endswith(".mojo") and not is_built:
             environment["FUSED_NORM_CACHE_DIR"] = str(copy / "cache")
-        elif is_built:
+        elif is_built and torch.cuda.is_available():
             lend_kernels(copy, environment)
         command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider"]
         process = subprocess.Popen(

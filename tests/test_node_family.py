@@ -8,6 +8,7 @@ from typing import Any
 import family
 import pytest
 import torch
+import torch.nn.functional as F
 from accuracy import as_copies
 from test_family import CASES, PLAIN
 from torch import Tensor
@@ -116,15 +117,34 @@ def test_gradient_of_one_result_alone(name: str, python_calls: list[Tensor]) -> 
 @pytest.mark.as_dispatched
 @pytest.mark.usefixtures("python_calls")
 @pytest.mark.parametrize("name", MEMBERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float32, ((2, 300), 1000, 900)),
+        (torch.float32, ((1, 1), 1000, 900)),
+        (torch.bfloat16, ((1, 1), 4000, 3000)),
+    ],
+    ids=str,
+)
 def test_around_products_of_pytorch(
-    name: str, dtype: torch.dtype, python_forwards: list[Any]
+    name: str, dtype: torch.dtype, shape: Any, python_forwards: list[Any]
 ) -> None:
     """Where ours is slower the product is PyTorch's, and still nothing is Python's."""
-    shape = {torch.float32: ((2, 300), 1000, 900), torch.bfloat16: ((1, 1), 4000, 3000)}[dtype]
     case, tensors = member(name, shape=shape, dtype=dtype)
     family.check(case, tensors)
     assert not python_forwards
+
+
+@pytest.mark.as_dispatched
+def test_an_activation_replaces_nothing_that_a_caller_sees() -> None:
+    """In an inference it takes the product's place, and the normalized rows keep theirs."""
+    x, weight = torch.randn(1, 1000), torch.randn(900, 1000) / 30
+    with torch.no_grad():
+        y, z = fn.norm_linear(x, weight, activation="gelu", return_norm=True)
+        alone = fn.norm_linear(x, weight, activation="gelu")
+    torch.testing.assert_close(z, F.layer_norm(x, (1000,)))
+    torch.testing.assert_close(y, F.gelu(F.linear(z, weight)))
+    torch.testing.assert_close(alone, y)
 
 
 def test_bias_alone_is_a_parameter(python_calls: list[Tensor]) -> None:

@@ -165,13 +165,14 @@ def _results(
     keeps: bool,
 ) -> Results:
     """Return what is a result or kept, the products activated."""
+    stay = keeps and kind.activation != "" and not kind.recompute
     return Results(
-        [activated(kind, h) for h in products],
+        [activated(kind, h, not stay) for h in products],
         total if keeps or kind.returns_sum else None,
         z if kind.returns_norm else None,
         mean,
         rstd,
-        products if keeps and kind.activation and not kind.recompute else [],
+        products if stay else [],
     )
 
 
@@ -209,11 +210,12 @@ def recomputed(kind: Seam, t: Operands) -> Sequence[Tensor]:
     return products_of(kind, z, t)
 
 
-def activated(kind: Seam, h: Tensor) -> Tensor:
-    """Return a product after the activation, if there is one."""
+def activated(kind: Seam, h: Tensor, may_replace: bool = False) -> Tensor:
+    """Return a product after the activation, if there is one: on a CPU in its place, if it may."""
     if not kind.activation:
         return h
-    halves = 2 if is_gate(kind.activation) else 1
-    a = h.new_empty(*h.shape[:-1], h.shape[-1] // halves)
+    gated = is_gate(kind.activation)
+    is_replaced = may_replace and not gated and h.is_cpu and h.is_contiguous()
+    a = h if is_replaced else h.new_empty(*h.shape[:-1], h.shape[-1] // (2 if gated else 1))
     passes.activate(kind.activation, h, a)
     return a

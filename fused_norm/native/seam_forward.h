@@ -19,10 +19,13 @@ struct Results {
   Tensors products;
 };
 
-inline Tensor activated(const Seam& kind, const Tensor& h, const Passes& passes) {
+// The activation of a product. On a CPU it may take the product's place: fresh memory costs a page
+// fault for every 4 KiB, and lines that are read anyway cost less to write.
+inline Tensor activated(
+    const Seam& kind, const Tensor& h, const Passes& passes, bool may_replace = false) {
   if (!kind.activation) return h;
   const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
-  const auto a = empty_rows(h, N);
+  const auto a = may_replace && !kind.is_gated() && h.is_cpu() ? h : empty_rows(h, N);
   auto call = rows_call(h.numel() / h.size(-1), N, passes.context);
   call.activation = kind.activation;
   call.h = address(h);
@@ -53,7 +56,7 @@ inline Tensors products_of(
     }
     return products;
   }
-  const auto joined = at::empty({rows.size(0), sizes.N}, z.options());
+  const auto joined = empty({rows.size(0), sizes.N}, z);
   int64_t first = 0;
   for (size_t i = 0; i < t.count(); ++i) {
     auto part = joined.narrow(1, first, t.weight(i).size(0));
@@ -113,7 +116,7 @@ inline Tensor normalized(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Passes& passes,
     Results* results = nullptr) {
   auto call = norm_call(kind, t, sizes, passes.context);
-  const auto z = at::empty(t[X].sizes(), t[X].options());
+  const auto z = empty(t[X].sizes(), t[X]);
   call.z = address(z);
   call.has_statistics = t[RSTD].defined();
   if (results) {
@@ -189,8 +192,9 @@ inline bool forward_by_product(
   if (activates || !kind.activation) {
     results.outputs = std::move(outputs);
   } else {
-    results.outputs.push_back(activated(kind, outputs[0], kernels.passes));
-    if (keeps && !kind.recompute) results.products.push_back(outputs[0]);
+    const bool stays = keeps && !kind.recompute;
+    results.outputs.push_back(activated(kind, outputs[0], kernels.passes, !stays));
+    if (stays) results.products.push_back(outputs[0]);
   }
   return true;
 }
@@ -231,21 +235,23 @@ inline Results forward(
   const Tensor& x = t[X];
   Results results;
   if (keeps && !t[RSTD].defined()) {
-    const auto wide = x.options().dtype(statistics_dtype(x.scalar_type()));
+    const auto wide = statistics_dtype(x.scalar_type());
     const auto shape = x.sizes().slice(0, x.dim() - 1);
-    if (kind.has_mean()) results.mean = at::empty(shape, wide);
-    results.rstd = at::empty(shape, wide);
+    if (kind.has_mean()) results.mean = empty(shape, x, wide);
+    results.rstd = empty(shape, x, wide);
   }
-  if (t.has_sum()) results.sum = at::empty(x.sizes(), x.options());
+  if (t.has_sum()) results.sum = empty(x.sizes(), x);
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
-    const auto z = normalized(kind, t, sizes, kernels.passes, &results);
+    auto z = normalized(kind, t, sizes, kernels.passes, &results);
     const bool keeps_h = keeps && kind.activation && !kind.recompute;
     if (kind.returns_norm) results.norm = z;
     if (!activated_by_product(kind, z, t, sizes, keeps_h, kernels.product, results)) {
       auto products = products_of(kind, z, t, sizes, kernels.product);
+      // The activation may have its memory.
+      z.reset();
       for (const auto& h : products) {
-        results.outputs.push_back(activated(kind, h, kernels.passes));
+        results.outputs.push_back(activated(kind, h, kernels.passes, !keeps_h));
       }
       if (keeps_h) results.products = std::move(products);
     }

@@ -59,9 +59,23 @@ comptime _ERF_Q = [
     0.500524647,
     1.0,
 ]
-# e^r for |r| < 0.35, within 2e-7 of itself, the highest powers first.
-comptime _EXP = [1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0]
-# The lowest exponent of e whose power is a normal number; those below are of no weight beside other terms.
+# e^r for |r| < 0.35, the highest powers first: within 2e-7 of itself without the first, and 7e-9 with it.
+comptime _EXP = [
+    1.0 / 5040,
+    1.0 / 720,
+    1.0 / 120,
+    1.0 / 24,
+    1.0 / 6,
+    0.5,
+    1.0,
+    1.0,
+]
+comptime _SHORT_EXP = [1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0]
+# ln 2 in two numbers, of which the first times a whole number is exact.
+comptime _LN2_HIGH = 0.693145751953125
+comptime _LN2_LOW = 1.42860682030941723212e-6
+# The lowest exponent of e whose power is a normal number; those below are of no weight beside other terms, and
+# CPUs take a hundred cycles for each.
 comptime _LOWEST = -87.0
 
 
@@ -277,99 +291,52 @@ def _normal_cdf[
 def _power[
     dtype: DType, width: Int, //, narrow: Bool
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns e^x for x up to 0, in fewer operations where only the bits of 16 are kept."""
+    """Returns e^x for x up to 0: of float64 and in float32 on a CPU to the last bit or so, on a GPU to that of
+    x log2(e), and in fewer operations where only the bits of 16 are kept.
+    """
     comptime Lanes = SIMD[dtype, width]
-    comptime if narrow and dtype == DType.float32 and not is_gpu():
+    comptime if dtype == DType.float64:
+        return _power_of_float64(x)
+    elif is_gpu():
+        comptime assert dtype == DType.float32
+        return rebind[Lanes](exp(rebind[SIMD[DType.float32, width]](x)))
+    else:
         var n = round(x * _LOG2_E)
-        var r = fma(n, Lanes(-_LN2), x)
-        var power = _polynomial[_EXP](r)
+        var power: Lanes
+        comptime if narrow:
+            power = _polynomial[_SHORT_EXP](fma(n, Lanes(-_LN2), x))
+        else:
+            var r = fma(n, Lanes(-_LN2_HIGH), x)
+            power = _polynomial[_EXP](fma(n, Lanes(-_LN2_LOW), r))
         comptime Bits = SIMD[DType.int32, width]
         var scale = (n.cast[DType.int32]() + Bits(127)) << Bits(23)
         power *= bitcast[dtype, width](scale)
         # NaN compares false, and stays
         return x.lt(Lanes(_LOWEST)).select(Lanes(0), power)
-    else:
-        return exponential(x)
 
 
 @always_inline
-def exponential[
+def _power_of_float64[
     dtype: DType, width: Int, //
-](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns e^x: to the last bit or so on a CPU and of float64, to that of x log2(e) on a GPU.
-
-    Parameters:
-        dtype: The type, float32 or float64.
-        width: The number of elements.
-
-    Args:
-        x: The exponents.
-
-    Returns:
-        The powers.
-    """
-    comptime if dtype == DType.float64:
-        return _exponential[
-            bits=DType.int64,
-            terms=14,
-            lowest=-746,
-            highest=710,
-            high=-6.93147180369123816490e-01,
-            low=-1.90821492927058770002e-10,
-            mantissa=52,
-            bias=1023,
-        ](x)
-    elif is_gpu():
-        comptime assert dtype == DType.float32
-        return rebind[SIMD[dtype, width]](
-            exp(rebind[SIMD[DType.float32, width]](x))
-        )
-    else:
-        return _exponential[
-            bits=DType.int32,
-            terms=7,
-            lowest=-104,
-            highest=89,
-            high=-0.693145751953125,
-            low=-1.42860682030941723212e-6,
-            mantissa=23,
-            bias=127,
-        ](x)
-
-
-@always_inline
-def _exponential[
-    dtype: DType,
-    width: Int,
-    //,
-    *,
-    bits: DType,
-    terms: Int,
-    lowest: Int,
-    highest: Int,
-    high: Float64,
-    low: Float64,
-    mantissa: Int,
-    bias: Int,
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
     """Returns 2^n e^r for the whole number n that is nearest to x log2(e)."""
     comptime Lanes = SIMD[dtype, width]
+    comptime terms = 14
     # NaN compares false, and stays
-    var clamped = x.lt(Lanes(lowest)).select(Lanes(lowest), x)
-    clamped = clamped.gt(Lanes(highest)).select(Lanes(highest), clamped)
-    var n = round(clamped * 1.4426950408889634)
-    var r = fma(n, Lanes(high), clamped)
-    r = fma(n, Lanes(low), r)
+    var clamped = x.lt(Lanes(-746)).select(Lanes(-746), x)
+    var n = round(clamped * _LOG2_E)
+    var r = fma(n, Lanes(-6.93147180369123816490e-01), clamped)
+    r = fma(n, Lanes(-1.90821492927058770002e-10), r)
     # the series, for |r| < 0.35
     var power = Lanes(1)
     comptime for i in range(terms):
         power = fma(power * r, Lanes(1.0 / Float64(terms - i)), Lanes(1))
-    # in two factors: 2^n may overflow where e^x does not
-    comptime Bits = SIMD[bits, width]
-    var half = n.cast[bits]() >> Bits(1)
-    var rest = n.cast[bits]() - half
-    var one = bitcast[dtype, width]((half + Bits(bias)) << Bits(mantissa))
-    var other = bitcast[dtype, width]((rest + Bits(bias)) << Bits(mantissa))
+    # in two factors: 2^n may be too small for a normal number where e^x is none either
+    comptime Bits = SIMD[DType.int64, width]
+    var half = n.cast[DType.int64]() >> Bits(1)
+    var rest = n.cast[DType.int64]() - half
+    var one = bitcast[dtype, width]((half + Bits(1023)) << Bits(52))
+    var other = bitcast[dtype, width]((rest + Bits(1023)) << Bits(52))
     return power * one * other
 
 
