@@ -20,13 +20,13 @@ struct Shape(Equatable, TrivialRegisterPassable):
 
 
 comptime SHAPES = [
-    Shape(128, True, 100),
-    Shape(128, False, 100),
+    Shape(128, True, 105),
+    Shape(128, False, 105),
     Shape(64, False, 130),
-    Shape(160, True, 100),
-    Shape(192, False, 100),
+    Shape(160, True, 105),
+    Shape(160, False, 103),
+    Shape(96, False, 112),
     Shape(256, False, 100),
-    Shape(96, False, 106),
 ]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
 comptime COMMON_SHAPES = 3
