@@ -339,9 +339,9 @@ def launch_product[
             b_transposed=b_transposed,
             takes_turns=shape.takes_turns,
         )
-        # A box of a gate's c takes twice its columns; tf32 has the common shapes alone.
+        # A box of a gate's c takes twice its columns.
         comptime if not (E.is_gate and config.columns < NARROWEST_GATE) and (
-            i < COMMON_SHAPES or dtype != DType.float32
+            i < COMMON_SHAPES or not (E.activates or dtype == DType.float32)
         ):
             if (
                 tiling.columns == config.columns

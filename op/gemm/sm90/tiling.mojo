@@ -20,17 +20,16 @@ struct Shape(Equatable, TrivialRegisterPassable):
 
 
 comptime SHAPES = [
-    Shape(128, True, 105),
-    Shape(128, False, 105),
-    Shape(64, False, 130),
-    Shape(160, True, 105),
-    Shape(160, False, 103),
-    Shape(96, False, 112),
+    Shape(128, True, 118),
+    Shape(128, False, 118),
+    Shape(64, False, 145),
+    Shape(160, True, 110),
+    Shape(192, True, 106),
     Shape(256, False, 100),
 ]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
 comptime COMMON_SHAPES = 3
-"""How many of them every product has."""
+"""How many of them every product has; what activates, or is tf32, has no other."""
 comptime ANY_COLUMNS = Config.of(128, takes_turns=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16

@@ -89,7 +89,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             k,
             processors,
             NARROWEST_GATE if call.activation >= GATED else 0,
-            common=Self.dtype == DType.float32,
+            common=Self.dtype == DType.float32 or call.activation != 0,
         )
         self.finds_constants = way == NEW_FOLD and one_weight and is_fold(call)
         self.folds = way == NEW_FOLD and not self.finds_constants
