@@ -14,22 +14,22 @@ struct Shape(Equatable, TrivialRegisterPassable):
     """Columns of a tile."""
     var takes_turns: Bool
     """Whether each consumer has whole tiles, in turn."""
-    var percent: Int
-    """Cycles of its products, as a percentage of those that tensor cores need: narrow
-    tiles wait for shared memory and for the L2 cache."""
+    var permille: Int
+    """Cycles of its products, of 1000 that tensor cores need: operands of narrow tiles
+    come from shared memory and from the L2 cache no faster (docs/hopper-log.md, "Tiles of other widths")."""
 
 
 comptime SHAPES = [
-    Shape(128, True, 118),
-    Shape(128, False, 118),
-    Shape(64, False, 145),
-    Shape(160, True, 110),
-    Shape(192, True, 106),
-    Shape(256, False, 100),
+    Shape(128, True, 1160),
+    Shape(128, False, 1160),
+    Shape(64, False, 1430),
+    Shape(160, True, 1100),
+    Shape(192, True, 1030),
+    Shape(256, False, 1000),
 ]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
 comptime COMMON_SHAPES = 3
-"""How many of them every product has; what activates, or is tf32, has no other."""
+"""How many of them every product has; the others are for those without an activation, in 16 bits."""
 comptime ANY_COLUMNS = Config.of(128, takes_turns=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
@@ -85,7 +85,7 @@ def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
     comptime config = Config.of(shape.columns, takes_turns=shape.takes_turns)
     comptime store = _STORE * shape.columns // 128
     var waves = ceildiv(count_tiles(config, m, n), processors // config.cluster)
-    var products = ceildiv(k, 16) * shape.columns * shape.percent // 100
+    var products = ceildiv(k, 16) * shape.columns * shape.permille // 1000
     comptime if shape.takes_turns:
         # One consumer stores while the other multiplies, but for the last tile.
         return waves * max(products, (products + store) // 2) + store
