@@ -47,9 +47,7 @@ def nearest(rows: int, features: int, outputs: int, in_graph: bool, may_keep: bo
     sizes = {"M": rows, "K": features, "N": outputs}
     times = min(MEASURED, key=far)["us"]
     way = dispatch().fastest(times)[2 * in_graph + (not may_keep)]
-    way = getattr(record, dispatch().NAMES[way])
-    # PyTorch's product is slow where rows of y are not aligned.
-    return record.FUSED if way == record.DECLINED and outputs % 8 else way
+    return getattr(record, dispatch().NAMES[way])
 
 
 @pytest.mark.skipif(

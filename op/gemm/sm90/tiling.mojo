@@ -16,15 +16,15 @@ struct Shape(Equatable, TrivialRegisterPassable):
     """Whether each consumer has whole tiles, in turn."""
     var permille: Int
     """Cycles of its products, of 1000 that tensor cores need: operands of narrow tiles
-    come from shared memory and from the L2 cache no faster (docs/hopper-log.md, "Tiles of other widths")."""
+    come from shared memory and from the L2 cache no faster (docs/hopper-log.md, "Tiles")."""
 
 
 comptime SHAPES = [
-    Shape(128, True, 1160),
-    Shape(128, False, 1160),
-    Shape(64, False, 1430),
-    Shape(160, True, 1100),
-    Shape(192, True, 1030),
+    Shape(128, True, 1055),
+    Shape(128, False, 1055),
+    Shape(64, False, 1300),
+    Shape(160, True, 1040),
+    Shape(192, True, 1025),
     Shape(256, False, 1000),
 ]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
