@@ -543,14 +543,6 @@ MUTATIONS = (
         SEVERAL,
     ),
     Mutation(
-        "a gate keeps h where a box of it reaches into the other half",
-        "cpu",
-        f"{SM90}/linear.mojo",
-        "return fits_gate(call) and fills(",
-        "return fills(",
-        ("tests/test_linear.py", "-k", "test_plan"),
-    ),
-    Mutation(
         "both halves of a gate's tile are of the first weight",
         "gpu",
         f"{GEMM_SM90}/producer.mojo",
