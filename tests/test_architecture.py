@@ -6,6 +6,8 @@ import ast
 import ctypes
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -196,12 +198,27 @@ def assert_one_way(imports: dict[str, set[str]], layers: list[list[str]]) -> Non
 
 def test_python_imports_run_one_way() -> None:
     imports = python_imports()
-    public = {"call", "composed", "functional", "models", "modules", "ops", "trainable_eps"}
+    # And models, when it is first asked for.
+    public = {"call", "composed", "functional", "modules", "ops", "trainable_eps"}
     assert imports.pop("__init__") == public
     for names in imports.values():
         # `from fused_norm import name` of something public is for those at the end of the line.
         names -= {"fused_layernorm_linear", "frozen_parameters", "trainable_eps_layer_norm"}
     assert_one_way(imports, PYTHON_LAYERS)
+
+
+def test_models_are_imported_when_asked_for() -> None:
+    script = """
+import sys
+import fused_norm as fn
+
+assert "fused_norm.models" not in sys.modules
+assert {*fn.__all__} <= {*dir(fn)}
+assert fn.models.optimize is fn.optimize
+assert callable(fn.explain)
+assert not hasattr(fn, "another")
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, check=True)
 
 
 @cache

@@ -10,6 +10,7 @@ A comment before a fenced block says what a reader need not see:
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -213,3 +214,23 @@ def test_figures_are_those_of_the_script() -> None:
     assert {image.name for image in images} == set(re.findall(r"images/(tutorial-\S+?\.png)", page))
     wanted = digest(ROOT / "scripts/tutorial_figures.py")
     assert {description(image) for image in images} == {wanted}
+
+
+def test_steps_in_graphs_are_those_measured() -> None:
+    page = (ROOT / "docs/guide/cuda-graphs.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d+) x (\d+) \|(.*)\|$", page, re.M)
+    assert len(rows) == 2
+    measured = json.loads((ROOT / "benchmarks/h200-host.json").read_text())["measurements"]
+    steps = {
+        tuple(m["shape"]): {result["provider"]: result["timings"] for result in m["results"]}
+        for m in measured
+        if m["mode"] == "train"
+    }
+    for *sizes, cells in rows:
+        found = steps[tuple(map(int, sizes))]
+        expected = [
+            f"{found[provider][clock]['median']:.0f} us"
+            for provider in ("fused_norm", "eager")
+            for clock in ("launch", "graph")
+        ]
+        assert [cell.strip() for cell in cells.split("|")] == expected

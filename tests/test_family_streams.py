@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ def test_cuda_graph(member: str) -> None:
     replayed, anew = replay_of(True), replay_of(False)
     for mine, again, launched in zip(replayed, anew, step(layer, x), strict=True):
         assert torch.equal(mine, again)
+        assert (mine - launched).norm() <= 4e-3 * launched.norm()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+@pytest.mark.parametrize("member", MEMBERS)
+def test_graphed_callable_trains(member: str) -> None:
+    """What the guide shows: forward and backward are replays, and read what is there then."""
+    layer, x = make(member)
+    twin = copy.deepcopy(layer)  # The callable is the module itself, with another forward.
+    graphed = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
+    for mine, launched in zip(step(graphed, x), step(twin, x), strict=True):
         assert (mine - launched).norm() <= 4e-3 * launched.norm()
 
 

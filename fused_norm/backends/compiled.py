@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fused_norm.backends import cpu, gpu, sm90, sm90_kernels
-from fused_norm.call import folds
 from fused_norm.call import parameters as known_parameters
 from fused_norm.native import build
 
@@ -34,11 +32,6 @@ def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, int, str, i
         gpu.library("passes_gpu", x),
         gpu.launcher("passes_gpu", x)[1],
     )
-
-
-def conditions() -> tuple[bool, int]:
-    """Return whether no collective runs beside our kernels, and the promise that holds, or 0."""
-    return not torch.distributed.is_initialized(), folds.promise()
 
 
 def fold(

@@ -256,7 +256,7 @@ inline Tensor scratch_of(Call& call, const Tensor& like) {
   if (!scratch.defined() || scratch.numel() < call.workspace_bytes) {
     auto bytes = least;
     while (bytes < call.workspace_bytes) bytes *= 2;
-    scratch = at::empty({bytes}, like.options().dtype(at::kByte));
+    scratch = empty({bytes}, like, at::kByte);
   }
   call.workspace = scratch.data_ptr();
   return scratch;

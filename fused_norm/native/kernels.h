@@ -9,7 +9,7 @@
 #include <string>
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_ops.h>
 
 #include "call.h"
 
@@ -90,6 +90,20 @@ inline int64_t threads() {
   return forked ? 1 : at::get_num_threads();
 }
 
+// A tensor beside another, as `at::empty` gives it, on a CPU or a CUDA device. Nothing watches here,
+// so that the dispatcher's first stops are passed by.
+inline Tensor empty(at::IntArrayRef shape, const Tensor& like, at::ScalarType dtype) {
+  const c10::DispatchKeySet backend(
+      like.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  return at::_ops::empty_memory_format::redispatch(
+      backend, c10::fromIntArrayRefSlow(shape), dtype, at::kStrided, like.device(), false,
+      std::nullopt);
+}
+
+inline Tensor empty(at::IntArrayRef shape, const Tensor& like) {
+  return empty(shape, like, like.scalar_type());
+}
+
 // Gives a call the workspace that its plan asks for. On a CPU it is that of the thread's calls
 // before, if it is large enough: fresh memory would cost a page fault for every 4 KiB.
 inline Tensor workspace_of(Call& call, const Tensor& like) {
@@ -100,7 +114,7 @@ inline Tensor workspace_of(Call& call, const Tensor& like) {
     if (may_keep && kept.defined() && kept.numel() >= call.workspace_bytes) {
       workspace = kept;
     } else {
-      workspace = at::empty({call.workspace_bytes}, like.options().dtype(at::kByte));
+      workspace = empty({call.workspace_bytes}, like, at::kByte);
       if (may_keep) kept = workspace;
     }
   }

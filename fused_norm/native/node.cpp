@@ -22,9 +22,10 @@ namespace {
 using namespace fused_norm;
 namespace py = fused_norm::python;
 
-// kernels(x, normalization, is_alone) and conditions(), of backends/compiled.py; and PyTorch's own
-// is_captured().
-PyObject *python_kernels = nullptr, *python_conditions = nullptr, *python_is_captured = nullptr;
+// kernels(x, normalization, is_alone), of backends/compiled.py; is_alone(), of sm90_kernels.py; the
+// number of the promise() that holds, of folds.py; and PyTorch's own is_captured().
+PyObject *python_kernels = nullptr, *python_is_alone = nullptr, *python_promise = nullptr,
+         *python_is_captured = nullptr;
 
 // The kernels of each dtype, device, stream and norm, found by Python once.
 class KernelsOf {
@@ -145,18 +146,17 @@ bool is_watched(const Tensor& x) {
   return fused_norm::is_watched() || at::autocast::is_autocast_enabled(x.device().type());
 }
 
-// Where a call is made: beside a collective, under a promise not to change parameters, or in a
-// CUDA graph. On a CPU none of it matters.
+// Where a call is made: beside a collective, in a CUDA graph, or, where folds may be kept, under a
+// promise not to change parameters. On a CPU none of it matters.
 struct Conditions {
   bool is_alone = true, is_captured = false;
   int64_t promise = 0;
 
-  explicit Conditions(const Tensor& x) {
+  Conditions(const Tensor& x, bool keeps) {
     if (x.is_cpu()) return;
     is_captured = py::checked(PyObject_CallNoArgs(python_is_captured)).ptr() == Py_True;
-    const auto found = py::checked(PyObject_CallNoArgs(python_conditions));
-    is_alone = PyTuple_GetItem(found.ptr(), 0) == Py_True;
-    promise = PyLong_AsLongLong(PyTuple_GetItem(found.ptr(), 1));
+    is_alone = py::checked(PyObject_CallNoArgs(python_is_alone)).ptr() == Py_True;
+    if (!keeps) promise = PyLong_AsLongLong(py::checked(PyObject_CallNoArgs(python_promise)).ptr());
   }
 };
 
@@ -195,7 +195,7 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                      });
   const Tensor& x = (*t)[X];
   if (is_watched(x) || is_first_of_thread(current_stream(x.device()))) Py_RETURN_NONE;
-  const Conditions conditions(x);
+  const Conditions conditions(x, keeps);
   const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
   if (is_left(*kind, *t, *sizes, conditions.is_captured, kernels)) Py_RETURN_NONE;
   const auto folds = keeping(*t, keeps, conditions.is_alone, conditions.promise);
@@ -229,7 +229,7 @@ PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   Tensor y;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    y = at::empty(x.sizes(), x.options());
+    y = empty(x.sizes(), x);
     auto call = row_call(x, o, kernels.context);
     call.inputs[0] = x.data_ptr();
     call.outputs[0] = y.data_ptr();
@@ -240,13 +240,13 @@ PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-// set_python(kernels, conditions, is_captured, fold, backward, row_kernels, row_backward): what this
-// module calls.
+// set_python(kernels, is_alone, promise, is_captured, fold, backward, row_kernels,
+// row_backward): what this module calls.
 PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   PyObject** const places[] = {
-      &python_kernels, &python_conditions, &python_is_captured, &python_fold, &python_backward,
-      &python_row_kernels, &python_row_backward};
+      &python_kernels, &python_is_alone, &python_promise, &python_is_captured, &python_fold,
+      &python_backward, &python_row_kernels, &python_row_backward};
   TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
   for (Py_ssize_t i = 0; i < count; ++i) {
     Py_IncRef(arguments[i]);
@@ -266,7 +266,8 @@ PyMethodDef methods[] = {
      "joined, return_sum, return_norm, recompute)"},
     {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
     {"set_python", fast(set_python), METH_FASTCALL,
-     "set_python(kernels, conditions, is_captured, fold, backward, row_kernels, row_backward)"},
+     "set_python(kernels, is_alone, promise, is_captured, fold, backward, row_kernels, "
+     "row_backward)"},
     {nullptr, nullptr, 0, nullptr}};
 #define AS_TEXT_(major, minor) #major "." #minor
 #define AS_TEXT(major, minor) AS_TEXT_(major, minor)

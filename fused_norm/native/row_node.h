@@ -131,10 +131,10 @@ class TrainableEpsLayerNormBackward : public torch::autograd::Node {
     const auto dy = given.contiguous();
     auto call = row_call(x, o, kernels_.context);
     Tensor shares;
-    if (task_should_compute_output(0)) results[0] = at::empty(x.sizes(), x.options());
+    if (task_should_compute_output(0)) results[0] = empty(x.sizes(), x);
     if (task_should_compute_output(1)) {
-      results[1] = at::empty(o.sizes(), o.options());
-      shares = at::empty({call.M}, x.options().dtype(statistics_dtype(x.scalar_type())));
+      results[1] = empty(o.sizes(), o);
+      shares = empty({call.M}, x, statistics_dtype(x.scalar_type()));
     }
     call.inputs[0] = dy.data_ptr();
     call.inputs[1] = x.data_ptr();

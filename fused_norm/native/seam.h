@@ -265,7 +265,7 @@ inline Call rows_call(int64_t M, int64_t N, int64_t context) {
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
   c10::DimVector shape(x.sizes().begin(), x.sizes().end());
   shape.back() = last;
-  return at::empty(shape, x.options());
+  return empty(shape, x);
 }
 
 inline Tensor as_rows(const Tensor& v) {

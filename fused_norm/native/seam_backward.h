@@ -69,7 +69,7 @@ class Backward {
   }
 
   Tensor sum_of_rows(const Tensor& rows) const {
-    const auto sum = at::empty({rows.size(1)}, rows.options());
+    const auto sum = empty({rows.size(1)}, rows);
     auto call = rows_call(sizes_.M, rows.size(1), kernels_.passes.context);
     call.da = address(rows);
     call.dbias = address(sum);
@@ -104,8 +104,8 @@ class Backward {
         continue;
       }
       const auto h = as_rows(products_[i]);
-      const auto dh = at::empty(h.sizes(), h.options());
-      const auto dbias = wants_bias ? at::empty({h.size(1)}, h.options()) : Tensor();
+      const auto dh = empty(h.sizes(), h);
+      const auto dbias = wants_bias ? empty({h.size(1)}, h) : Tensor();
       auto call = rows_call(sizes_.M, da.size(1), kernels_.passes.context);
       call.activation = kind_.activation;
       call.da = address(da);
@@ -113,7 +113,7 @@ class Backward {
       call.dh = address(dh);
       call.dbias = address(dbias);
       if (t_[OUT_WEIGHT].defined() && wanted_[OUT_WEIGHT]) {
-        a_ = at::empty(da.sizes(), da.options());
+        a_ = empty(da.sizes(), da);
         call.a = address(a_);
         a_written_ = true;
       }
@@ -177,7 +177,7 @@ class Backward {
     for (const auto& [place, address, like] : results) {
       if (!address) continue;
       const auto shape = like.sizes();
-      found_[place] = at::empty(place == NAMED + 1 ? shape.slice(0, 1) : shape, like.options());
+      found_[place] = empty(place == NAMED + 1 ? shape.slice(0, 1) : shape, like);
       address = found_[place].data_ptr();
     }
     const auto workspace = workspace_of(call, t_[X]);
@@ -194,7 +194,7 @@ class Backward {
     if (wants_weight_ && !is_passed) {
       // The pass over x writes the normalized rows again, over dz: it is the last to need that.
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_);
-      z = may_replace ? dz : at::empty({sizes_.M, sizes_.K}, x.options());
+      z = may_replace ? dz : empty({sizes_.M, sizes_.K}, x);
     }
     // The products that find gradients of several weights and, on their way, of their biases.
     c10::SmallVector<std::optional<Call>, MOST_PARTS> by_kernel(count);
@@ -208,9 +208,9 @@ class Backward {
       auto& dbias = found_[NAMED + count + i];
       if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
       if (count == 1 && (dz.defined() || z.defined())) {
-        sum = dbias = at::empty({sizes_.N}, x.options());
+        sum = dbias = empty({sizes_.N}, x);
       } else if (by_kernel[i]) {
-        dbias = at::empty({dhs_[i].size(1)}, x.options());
+        dbias = empty({dhs_[i].size(1)}, x);
         by_kernel[i]->dbias = address(dbias);
       } else {
         dbias = sum_of_rows(dhs_[i]);
@@ -246,7 +246,7 @@ class Backward {
     call.dx = WANTED;
     if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
     find_results(call);
-    const auto z = at::empty({sizes_.M, sizes_.K}, x.options());
+    const auto z = empty({sizes_.M, sizes_.K}, x);
     call.dz = address(z);
     const auto workspace = workspace_of(call, x);
     launch(product.passed_rows, call, x);
@@ -275,7 +275,7 @@ class Backward {
   void find_results(Call& call) {
     const auto find = [&](Place place, void* Call::*gradient) {
       if (!wanted_[place]) return;
-      found_[place] = at::empty(t_[place].sizes(), t_[place].options());
+      found_[place] = empty(t_[place].sizes(), t_[place]);
       call.*gradient = found_[place].data_ptr();
     };
     find(X, &Call::dx);

@@ -54,7 +54,7 @@ inline Tensors products_of(
     }
     return products;
   }
-  const auto joined = at::empty({rows.size(0), sizes.N}, z.options());
+  const auto joined = empty({rows.size(0), sizes.N}, z);
   int64_t first = 0;
   for (size_t i = 0; i < t.count(); ++i) {
     auto part = joined.narrow(1, first, t.weight(i).size(0));
@@ -74,7 +74,7 @@ inline Tensor normalized(
     const Seam& kind, const Operands& t, const Sizes& sizes, const Passes& passes,
     Results* results = nullptr) {
   auto call = norm_call(kind, t, sizes, passes.context);
-  const auto z = at::empty(t[X].sizes(), t[X].options());
+  const auto z = empty(t[X].sizes(), t[X]);
   call.z = address(z);
   call.has_statistics = t[RSTD].defined();
   if (results) {
@@ -193,7 +193,7 @@ inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& k
     call.bias = address(bias);
     call.residual = address(residual);
     if (kernels.product.plan_linear_add(&call) == 0 && call.way == FUSED) {
-      const auto y = at::empty(residual.sizes(), residual.options());
+      const auto y = empty(residual.sizes(), residual);
       call.y = address(y);
       launch(kernels.product.linear_add, call, a);
       return y;
@@ -215,12 +215,12 @@ inline Results forward(
   const Tensor& x = t[X];
   Results results;
   if (keeps && !t[RSTD].defined()) {
-    const auto wide = x.options().dtype(statistics_dtype(x.scalar_type()));
+    const auto wide = statistics_dtype(x.scalar_type());
     const auto shape = x.sizes().slice(0, x.dim() - 1);
-    if (kind.has_mean()) results.mean = at::empty(shape, wide);
-    results.rstd = at::empty(shape, wide);
+    if (kind.has_mean()) results.mean = empty(shape, x, wide);
+    results.rstd = empty(shape, x, wide);
   }
-  if (t.has_sum()) results.sum = at::empty(x.sizes(), x.options());
+  if (t.has_sum()) results.sum = empty(x.sizes(), x);
   if (!has_product(kind, t, sizes, kernels) ||
       !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
     auto z = normalized(kind, t, sizes, kernels.passes, &results);

@@ -18,6 +18,7 @@ class SeamBackward : public torch::autograd::Node {
       : kind_(kind), kernels_(kernels), stream_(current_stream(t[X].device())),
         has_sum_(t.has_sum()), edges_(t.flat.size()) {
     torch::autograd::edge_list edges;
+    edges.reserve(t.flat.size());
     for (size_t place = 0; place < t.flat.size(); ++place) {
       edges_[place] = -1;
       if (!t.flat[place].defined() || place == MEAN || place == RSTD) continue;
@@ -29,6 +30,7 @@ class SeamBackward : public torch::autograd::Node {
 
   // Keeps what the backward needs, once the results have this node.
   void save(const Operands& t, const Results& results) {
+    saved_.reserve(t.flat.size() + results.products.size());
     const auto keep = [&](size_t place, const Tensor& tensor, bool is_output = false) {
       if (!tensor.defined()) return;
       places_.push_back(static_cast<int>(place));

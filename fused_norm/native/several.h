@@ -110,7 +110,7 @@ inline Tensor several_input_gradients(
       call.way == DECLINED) {
     return {};
   }
-  const auto dz = at::empty({sizes.M, sizes.K}, t[X].options());
+  const auto dz = empty({sizes.M, sizes.K}, t[X]);
   call.dz = address(dz);
   launch(product.input_gradients, call, dz);
   return dz;

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.backends import compiled, rows
+from fused_norm.backends import compiled, rows, sm90_kernels
+from fused_norm.call import folds
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import node
 from fused_norm.native.cache import BuildError
-from fused_norm.ops.invariance import is_batch_invariant
+from fused_norm.ops.invariance import is_in_mode
 from fused_norm.ops.rows import trainable_eps_gradients
 from fused_norm.ops.seam import gradients
 
@@ -40,7 +41,8 @@ def tell(found: Any) -> None:
     """Give the compiled module the Python functions that it calls."""
     found.set_python(
         compiled.kernels,
-        compiled.conditions,
+        sm90_kernels.is_alone,
+        folds.promise,
         # Not there without CUDA. What PyTorch documents is a turn in Python around it.
         getattr(torch._C, "_cuda_isCurrentStreamCapturing", None),
         compiled.fold,
@@ -86,7 +88,7 @@ def forward(
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
-    if torch.compiler.is_compiling() or is_batch_invariant() or (run := module()) is None:
+    if torch.compiler.is_compiling() or is_in_mode() or (run := module()) is None:
         return None
     *tensors, normalization, eps, offset, activation, statistics, return_sum, return_norm = options
     mean = rstd = None
@@ -121,7 +123,7 @@ def layernorm_linear(
         bias: Its bias, or None.
         eps: Added to the variance.
     """
-    if torch.compiler.is_compiling() or is_batch_invariant() or (run := module()) is None:
+    if torch.compiler.is_compiling() or is_in_mode() or (run := module()) is None:
         return None
     try:
         found: Tensor | None

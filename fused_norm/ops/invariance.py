@@ -10,6 +10,8 @@ from contextvars import ContextVar
 import torch
 
 _mode = ContextVar("fused_norm.batch_invariant", default=False)
+# Whether a caller that nothing compiles is in the mode, found sooner than by `is_batch_invariant`.
+is_in_mode = _mode.get
 _lock = threading.Lock()
 _inside = 0
 # What compilers guard on, of which not all know context variables.

@@ -280,6 +280,7 @@ class TestGpu:
             # Kernels of cuBLAS, whose names begin so, have hazards that are not ours to fix.
             hazards = [line for line in result.stdout.splitlines() if "Race reported" in line]
             assert "RACECHECK SUMMARY" in result.stdout, output
-            assert all("nvjet" in line for line in hazards), output
+            ours = [line for line in hazards if "nvjet" not in line]
+            assert not ours, "\n".join(ours[:10])
         else:
             assert "ERROR SUMMARY: 0 errors" in result.stdout, output
