@@ -35,7 +35,10 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "mutations.json"
-COPIED = ("fused_norm", "op", "tests", "scripts", "solutions", "problems", "pyproject.toml")
+COPIED = (
+    *("fused_norm", "op", "tests", "scripts", "solutions", "problems", "benchmarks"),
+    "pyproject.toml",
+)
 STYLES = {"noticed": "green", "unnoticed": "red", "broken": "red", "not run": "dim"}
 LIMIT = 900  # seconds for the tests of an edit; a hang that is ended counts as noticed
 

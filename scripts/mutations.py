@@ -42,8 +42,6 @@ WAITING = ("tests/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a
 SEVERAL = ("tests/test_several.py", "-k", "test_values_and_gradients and bfloat16")
 PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
 TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
-GATES_ON_TILES = ("tests/test_cpu_family.py", "-k", "test_activations and bfloat16 and 8-5")
-CHOICE = ("tests/test_tiles.py", "-k", "faster_way and float32")
 MAGNITUDES = ("tests/test_passes.py", "-k", "(magnitude and float32) or (infinite and float32)")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 
@@ -286,22 +284,6 @@ MUTATIONS = (
         TILES,
     ),
     Mutation(
-        "of few rows, a gate is multiplied with itself",
-        "cpu",
-        f"{CPU}/forward_tiles.mojo",
-        "which * call.N + column,\n                            min(",
-        "column,\n                            min(",
-        GATES_ON_TILES,
-    ),
-    Mutation(
-        "of a gate's kept product, both halves are the gate's",
-        "cpu",
-        f"{CPU}/activate.mojo",
-        "self._store(self.h, self.up, factor)",
-        "self._store(self.h, self.up, self.half.at[Self.width](self.row, self.column))",
-        GATES_ON_TILES,
-    ),
-    Mutation(
         "a block of the weight is copied but for its last rows",
         "cpu",
         f"{CPU}/forward_tiles.mojo",
@@ -318,52 +300,12 @@ MUTATIONS = (
         TILES,
     ),
     Mutation(
-        "tiles keep the number of rows of those before",
-        "cpu",
-        f"{GEMM_CPU}/tile_product.mojo",
-        "        set_tile_rows(TILES_ROWS)\n",
-        "        pass\n",
-        TILES,
-    ),
-    Mutation(
-        "the rows that wait last are never made",
-        "cpu",
-        f"{CPU}/forward_tiles.mojo",
-        "\n    waiting.finish()",
-        "",
-        TILES,
-    ),
-    Mutation(
-        "an exponential takes ln 2 for its first bits",
-        "cpu",
-        "op/gemm/activation.mojo",
-        "_polynomial[_EXP](fma(n, Lanes(-_LN2_LOW), r))",
-        "_polynomial[_EXP](r)",
-        MAGNITUDES,
-    ),
-    Mutation(
         "an exponential too small for its type is whatever its bits say",
         "cpu",
         "op/gemm/activation.mojo",
         "return x.lt(Lanes(_LOWEST)).select(Lanes(0), power)",
         "return power",
         MAGNITUDES,
-    ),
-    Mutation(
-        "a training goes the way of an inference",
-        "cpu",
-        f"{CPU}/choice.mojo",
-        "way = at.training if follows else at.forward",
-        "way = at.forward",
-        CHOICE,
-    ),
-    Mutation(
-        "the way of a product alone is that of any activation",
-        "cpu",
-        f"{CPU}/choice.mojo",
-        "if not is_alike:",
-        "if not is_alike and False:",
-        CHOICE,
     ),
     Mutation(
         "tile registers are used whether Linux grants them or not",

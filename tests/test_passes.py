@@ -483,7 +483,7 @@ def test_activation_wanted(kind, wanted, device):
 
 
 @pytest.mark.parametrize("kind", [2, 5], ids=["gelu", "silu"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_activation_of_every_magnitude(kind, dtype):
     """No element is off, where a formula of few operations begins, ends or is scaled either."""
     least = torch.finfo(dtype).smallest_normal
@@ -493,8 +493,9 @@ def test_activation_of_every_magnitude(kind, dtype):
     exact = act(h.double(), kind)
     eps = torch.finfo(dtype).eps
     for found in (activate(h, kind), activate_backward(h, h, kind, {"a"})["a"]):
-        # GELU's share of h is a difference of numbers near 1/2.
-        bound = 3e-7 * h.abs() + eps / 2 * exact.abs() + least
+        # GELU's share of h is a difference of numbers near 1/2; that of SiLU has bits of its own.
+        of_share = 3e-7 * h.abs() if ACTIVATIONS[kind] == "gelu" else 4e-7 * exact.abs()
+        bound = of_share + eps / 2 * exact.abs() + least
         assert ((found - exact).abs() <= bound).all()
 
 
