@@ -91,13 +91,13 @@ def figures(found: dict[str, Any]) -> str:
         found: What the file holds.
     """
     kinds = found["content"]["kinds"]
-    kernels = {
-        name.split("_", 1)[1]: kind["kernels"] for name, kind in kinds.items() if "_" in name
-    }
+    gpus = {name.split("_", 1)[1]: kind for name, kind in kinds.items() if "_" in name}
     size = found["content"]["bytes"] / 1e6
-    gpus = ", ".join(f"{count} for {name}" for name, count in kernels.items())
+    kernels = ", ".join(f"{kind['kernels']} for {name}" for name, kind in gpus.items())
+    texts = sum(kind["kernels"] - kind["cubins"] for kind in gpus.values())
+    form = f"machine code but for {texts}, which the driver compiles" if texts else "machine code"
     lines = [
-        f"The wheel is {size:.1f} MB. Its GPU kernels, {gpus}, are all machine code.",
+        f"The wheel is {size:.1f} MB. Its GPU kernels, {kernels}, are {form}.",
         "Installed with what it requires and no more, it ran with these, in fresh processes:",
         "",
         "| PyTorch | Python | node | `import fused_norm` | first forward on a CPU |",
