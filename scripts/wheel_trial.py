@@ -138,7 +138,7 @@ def trial(wheel: Path, version: str | None = None) -> dict[str, Any]:
         runs = []
         for _ in range(RUNS):
             printed = _apart(inner, "-W", "ignore", str(TRY), cwd=folder)
-            runs.append(_printed(printed))
+            runs.append(_printed(printed.replace(f"{folder}/", "")))
         said = _least(runs)
         report = _apart(inner, "-m", "fused_norm", "doctor", cwd=folder)
         if (folder / "cache").exists():
