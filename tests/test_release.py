@@ -43,8 +43,9 @@ def test_the_wheel_is_small_and_starts_at_once(found: Any) -> None:
     assert {"kernels v3", "kernels v4", "kernels amx", "runtime", "nodes"} < set(kinds)
     for name, kind in kinds.items():
         if "sm_" in name:
-            # One whose text has a second name may stay a text.
-            assert 0 < kind["kernels"] <= kind["cubins"] + 2
+            # One of Blackwell's stays a text: its address occurs in its file by chance as well.
+            texts = 1 if "sm_100a" in name else 0
+            assert kind["kernels"] == kind["cubins"] + texts > texts
     for trial in found["trials"]:
         assert trial["import_s"] < LONGEST_IMPORT
         assert max(dtype["first_s"] for dtype in trial["cpu"].values()) < LONGEST_FIRST_CALL

@@ -542,15 +542,17 @@ def ptxas() -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "operands", "count"),
+    ("dtype", "operands", "count", "stride"),
     [
-        ("float32", "tf32.tf32", 12),
-        pytest.param("bfloat16", "bf16.bf16", 91, marks=pytest.mark.slow),
-        pytest.param("float16", "f16.f16", 59, marks=pytest.mark.slow),
+        # Every third kernel by name, of which each kind has several.
+        ("bfloat16", "bf16.bf16", 91, 3),
+        pytest.param("bfloat16", "bf16.bf16", 91, 1, marks=pytest.mark.slow),
+        pytest.param("float16", "f16.f16", 59, 1, marks=pytest.mark.slow),
+        pytest.param("float32", "tf32.tf32", 12, 1, marks=pytest.mark.slow),
     ],
 )
 def test_no_spills_and_no_serialized_products(
-    dtype: str, operands: str, count: int, tmp_path: Path
+    dtype: str, operands: str, count: int, stride: int, tmp_path: Path
 ) -> None:
     """Costs that no numerical test sees: spilled registers, wgmma that wait for each other."""
     assembler = ptxas()
@@ -573,7 +575,7 @@ def test_no_spills_and_no_serialized_products(
     for kernel in kernels:
         multiplies = "matrix" in kernel.name or "few_rows" in kernel.name
         assert (f".f32.{operands} " in kernel.read_text()) == multiplies
-    for kernel in kernels:
+    for kernel in kernels[::stride]:
         result = subprocess.run(
             [assembler, "-v", "-arch=sm_90a", "-o", str(tmp_path / "cubin"), str(kernel)],
             capture_output=True,
@@ -583,7 +585,5 @@ def test_no_spills_and_no_serialized_products(
         said = result.stdout + result.stderr
         spills = re.findall(r"(\d+) bytes spill", said)
         assert spills, said
-        # This one keeps two registers in memory while it stores: 12 bytes written, 8 read.
-        has_few = re.search(r"nn_128x256_plain_passes_on_[0-9a-f]+$", kernel.stem)
-        assert set(spills) <= ({"0", "8", "12"} if has_few else {"0"}), said
+        assert set(spills) == {"0"}, said
         assert "warning" not in said.lower(), said
