@@ -26,6 +26,8 @@ EPS = 1e-5
 BOUND = {torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
 # As the extension counts them.
 KINDS = ["transposed", "bias", "gelu", "swiglu", "add", "scale", "gathered"]
+# Those that have a bias, or none.
+BARE = ["bias", "gelu", "swiglu", "add"]
 GELU, SILU = 2, 5
 # Columns of the tiles that plans choose from, and whether consumers take turns. Narrower ones have
 # no kernel with a gate, those after the common ones none that activates; two gather statistics.
@@ -66,7 +68,7 @@ def test_every_shape_is_tried() -> None:
     assert set(GATHERING) <= set(TILES)
 
 
-@pytest.mark.parametrize("kind", ["bias", "scale"])
+@pytest.mark.parametrize("kind", ["bias", "bias-bare", "scale"])
 @pytest.mark.parametrize("shape", ODD)
 def test_any_columns(
     kernels: tuple[ModuleType, torch.dtype], shape: tuple[int, int, int], kind: str
@@ -74,7 +76,7 @@ def test_any_columns(
     check_product(kernels, TILES[0], shape, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + [f"{kind}-bare" for kind in BARE])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_products(
@@ -85,9 +87,10 @@ def test_products(
 ) -> None:
     if tile not in (GATHERING if kind == "gathered" else TILES):
         pytest.skip("no such kernel")
-    if kind == "swiglu" and tile[0] < NARROWEST_GATE:
+    activation = kind.removesuffix("-bare")
+    if activation == "swiglu" and tile[0] < NARROWEST_GATE:
         pytest.skip("no such kernel")
-    if kind in ("gelu", "swiglu") and tile not in TILES[:COMMON]:
+    if activation in ("gelu", "swiglu") and tile not in TILES[:COMMON]:
         pytest.skip("no such kernel")
     check_product(kernels, tile, shape, kind)
 
@@ -100,6 +103,7 @@ def check_product(
 ) -> None:
     module, dtype = kernels
     m, k, n = shape
+    kind, is_bare = kind.removesuffix("-bare"), kind.endswith("-bare")
     if kind == "gathered" and k % 64:
         pytest.skip("the zeros that fill up a k block would change a variance")
     if kind == "swiglu" and n % 128:
@@ -128,7 +132,7 @@ def check_product(
     if scaled:
         exact = true_rstd[:, None] * (exact - true_mean[:, None] * corrections.double())
         exact += constants.double()
-    elif kind != "transposed":
+    elif kind != "transposed" and not is_bare:
         exact += bias.double()
     if kind == "add":
         exact += added.double()
@@ -138,6 +142,7 @@ def check_product(
         "swiglu": lambda: F.silu(gates) * others,
     }
     truth = activated[kind]() if kind in activated else exact
+    vector = constants if scaled else None if is_bare else bias
     own = module.new_launcher(0, torch.cuda.current_stream().cuda_stream, 1)
     b = w.t().contiguous() if kind == "transposed" else w
     results = []
@@ -156,7 +161,7 @@ def check_product(
                 n,
                 k,
             ),
-            *(address(constants if scaled else bias), address(added), address(corrections)),
+            *(address(vector), address(added), address(corrections)),
             *(address(mean.tensor), address(rstd.tensor), address(h.tensor) if stores_h else 0),
             SILU if kind == "swiglu" else GELU,
         )

@@ -53,6 +53,8 @@ trait Epilogue(TrivialRegisterPassable):
     """How many vectors along the columns it needs."""
     comptime vector_dtype: DType = DType.float32
     """Their type."""
+    comptime may_lack_vectors: Bool = False
+    """Whether they may be at address 0, all of them: they are then zeros."""
     comptime has_row_terms: Bool = False
     """Whether it needs terms of each row."""
     comptime activates: Bool = False

@@ -6,7 +6,7 @@ from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
 
 @fieldwise_init
 struct Bias[bias_dtype: DType](Epilogue):
-    """Sums + bias.
+    """Sums + bias, if there is one.
 
     Parameters:
         bias_dtype: Type of the bias.
@@ -18,9 +18,11 @@ struct Bias[bias_dtype: DType](Epilogue):
     """The bias."""
     comptime vector_dtype = Self.bias_dtype
     """Its type."""
+    comptime may_lack_vectors = True
+    """It may."""
 
     var bias: Int64
-    """Address of the bias [N]."""
+    """Address of the bias [N], 0 for none."""
 
     @doc_hidden
     @always_inline
@@ -44,7 +46,7 @@ struct Bias[bias_dtype: DType](Epilogue):
 
 @fieldwise_init
 struct BiasOfParts[bias_dtype: DType](Epilogue):
-    """Sums + the bias of each of three matrices that stand side by side.
+    """Sums + the bias of each of three matrices that stand side by side, if they have one.
 
     Parameters:
         bias_dtype: Type of the biases.
@@ -56,9 +58,11 @@ struct BiasOfParts[bias_dtype: DType](Epilogue):
     """The biases."""
     comptime vector_dtype = Self.bias_dtype
     """Their type."""
+    comptime may_lack_vectors = True
+    """It may, all three."""
 
     var first: Int64
-    """Address of the first bias."""
+    """Address of the first bias, 0 where there is none at all."""
     var second: Int64
     """Address of the second."""
     var third: Int64
@@ -169,6 +173,8 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
     """The other's."""
     comptime vector_dtype = Self.E.vector_dtype
     """Their type."""
+    comptime may_lack_vectors = Self.E.may_lack_vectors
+    """As the other."""
     comptime has_row_terms = Self.E.has_row_terms
     """The other's."""
     comptime activates = True
@@ -241,14 +247,14 @@ struct Added[E: Epilogue](Epilogue):
         E: The other, which adds what is the same in each row.
     """
 
-    comptime name = StaticString("add_bias") if Self.E.vectors > 0 else (
-        StaticString("add")
-    )
+    comptime name = StaticString("add")
     """Tells kernels apart."""
     comptime vectors = Self.E.vectors
     """The other's."""
     comptime vector_dtype = Self.E.vector_dtype
     """Their type."""
+    comptime may_lack_vectors = Self.E.may_lack_vectors
+    """As the other."""
     comptime adds = True
     """It does."""
 

@@ -316,9 +316,12 @@ def few_rows_kernel[
         if output < UInt32(n):
             var columns = ColumnTerms[DType.float32, 1, E.vectors](fill=0)
             comptime for i in range(E.vectors):
+                var vector = product.epilogue.vector[i]()
+                comptime if E.may_lack_vectors:
+                    if Int(vector) == 0:
+                        continue
                 columns[i] = (
-                    product.epilogue.vector[i]()
-                    .unsafe_offset(Int(output))
+                    vector.unsafe_offset(Int(output))
                     .unsafe_load()
                     .cast[DType.float32]()
                 )

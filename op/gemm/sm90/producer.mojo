@@ -24,6 +24,7 @@ from .ptx import (
     mbarrier_expect_bytes,
     mbarrier_wait,
     store_shared_element,
+    store_shared_pair,
 )
 from .tiles import Tiles
 from .wgmma import ROW_BYTES, SLICE_BYTES, row_elements
@@ -77,6 +78,73 @@ def _load_slices[
             load_tile_multicast(at, map, barrier, across, down, blocks)
         else:
             load_tile(at, map, barrier, across, down)
+
+
+@always_inline
+def _load_vectors[
+    E: Epilogue, H: RowHook, //, config: Config
+](
+    shared: Shared[config],
+    product: Product[E, H],
+    turn: UInt32,
+    n: Int32,
+    column: Int32,
+    part: Int,
+):
+    """Copies the elements of the epilogue's vectors that go with a tile's columns."""
+    comptime columns = config.columns
+    comptime size = size_of[E.vector_dtype]()
+    var epilogue = product.epilogue
+    var vectors = shared.vectors(turn)
+    var full = shared.vectors_full(turn)
+    comptime if E.may_lack_vectors:
+        if Int(epilogue.vector_of_part[0](0, 0)) == 0:
+            for at in range(E.vectors * columns * size // 8):
+                store_shared_pair(vectors + UInt32(8 * at), 0)
+            mbarrier_expect_bytes(full, 0)
+            return
+    var count = min(Int32(columns), n - column)
+    comptime if config.any_columns:
+        # Only multiples of 16 bytes can be copied like the rest.
+        comptime step = Int32(16 // size)
+        comptime for i in range(E.vectors):
+            var vector = epilogue.vector[i]()
+            for at in range(count // step * step, count):
+                store_shared_element[E.vector_dtype](
+                    vectors + UInt32(i * columns * size + Int(at) * size),
+                    vector.unsafe_offset(Int(column + at)).unsafe_load(),
+                )
+        count = count // step * step
+    var bytes = count * Int32(size)
+    mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
+    comptime if config.parts == HALVES:
+        comptime assert E.vectors == 1
+        comptime for half in range(2):
+            load_bytes(
+                vectors + UInt32(half * columns // 2 * size),
+                Int(
+                    epilogue.vector_of_part[0](half, 0).unsafe_offset(
+                        Int(column // 2)
+                    )
+                ),
+                bytes // 2,
+                full,
+            )
+        return
+    comptime for i in range(E.vectors):
+        comptime if config.any_columns:
+            if bytes == 0:
+                continue
+        load_bytes(
+            vectors + UInt32(i * columns * size),
+            Int(
+                epilogue.vector_of_part[i](
+                    part, first_of(product.sizes, part)
+                ).unsafe_offset(Int(column))
+            ),
+            bytes,
+            full,
+        )
 
 
 @doc_hidden
@@ -178,55 +246,8 @@ def produce[
 
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
-            comptime size = size_of[E.vector_dtype]()
-            var count = min(Int32(columns), n - column)
-            var full = shared.vectors_full(turn)
             mbarrier_wait(shared.vectors_empty(turn), parity)
-            comptime if config.any_columns:
-                # Only multiples of 16 bytes can be copied like the rest.
-                comptime step = Int32(16 // size)
-                comptime for i in range(E.vectors):
-                    var vector = product.epilogue.vector[i]()
-                    for at in range(count // step * step, count):
-                        store_shared_element[E.vector_dtype](
-                            shared.vectors(turn)
-                            + UInt32(i * columns * size)
-                            + UInt32(at) * UInt32(size),
-                            vector.unsafe_offset(
-                                Int(column + at)
-                            ).unsafe_load(),
-                        )
-                count = count // step * step
-            var bytes = count * Int32(size)
-            mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
-            comptime if config.parts == HALVES:
-                comptime for half in range(2):
-                    comptime assert E.vectors == 1
-                    load_bytes(
-                        shared.vectors(turn)
-                        + UInt32(half * columns // 2 * size),
-                        Int(
-                            product.epilogue.vector_of_part[0](
-                                half, 0
-                            ).unsafe_offset(Int(b_row))
-                        ),
-                        bytes // 2,
-                        full,
-                    )
-            comptime for i in range(0 if config.parts == HALVES else E.vectors):
-                comptime if config.any_columns:
-                    if bytes == 0:
-                        continue
-                load_bytes(
-                    shared.vectors(turn) + UInt32(i * columns * size),
-                    Int(
-                        product.epilogue.vector_of_part[i](
-                            Int(part), first_of(product.sizes, Int(part))
-                        ).unsafe_offset(Int(column))
-                    ),
-                    bytes,
-                    full,
-                )
+            _load_vectors(shared, product, turn, n, column, Int(part))
             comptime if config.takes_turns:
                 turn ^= 1
             if turn == 0:

@@ -81,15 +81,16 @@ struct Boxes[bytes: Int](TrivialRegisterPassable):
 
     comptime _count = 2 * BOX_BYTES // Self.bytes
 
-    var first: UInt32
-    """The first one."""
     var next: UInt32
-    """From there to the next one."""
+    """The next one."""
+    var other: UInt32
+    """Of two, the other one; of more, the first one."""
 
     @always_inline
     def __init__(out self, first: UInt32):
         """Starts with the first place."""
-        self = Self(first, 0)
+        comptime two = Self._count == 2
+        self = Self(first, first + UInt32(Self.bytes) if two else first)
 
     @always_inline
     def take(mut self, lane: UInt32) -> UInt32:
@@ -97,8 +98,13 @@ struct Boxes[bytes: Int](TrivialRegisterPassable):
         if lane == 0:
             store_wait_read[Self._count - 1]()
         warp_sync()
-        var place = self.first + self.next
-        self.next = (self.next + UInt32(Self.bytes)) % (2 * BOX_BYTES)
+        var place = self.next
+        comptime if Self._count == 2:
+            swap(self.next, self.other)
+        else:
+            self.next += UInt32(Self.bytes)
+            if self.next == self.other + 2 * BOX_BYTES:
+                self.next = self.other
         return place
 
 

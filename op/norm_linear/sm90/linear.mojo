@@ -9,7 +9,7 @@ Where the plan declines, PyTorch's product is faster, or a matrix does not lie a
 from ...call import Call
 from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
-from ...gemm.epilogue import Epilogue, Plain
+from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated, Added, Bias, BiasOfParts
 from ...gemm.row_hook import NoHook
 from ...gemm.sm90.config import Config
@@ -143,38 +143,11 @@ def launch_linear[
     Raises:
         If the driver refuses.
     """
-    if call.activation >= GATED:
-        comptime if dtype != DType.float32:
-            if call.bias == 0:
-                _launch_gate[dtype](gpu, call, rows, Plain())
-            else:
-                _launch_gate[dtype](
-                    gpu,
-                    call,
-                    rows,
-                    BiasOfParts[dtype](
-                        Int64(call.bias), Int64(call.up_bias), 0
-                    ),
-                )
-    elif call.bias == 0:
-        _launch[dtype](gpu, call, tiling, rows, b_is_older, Plain())
-    else:
-        _launch[dtype](
-            gpu, call, tiling, rows, b_is_older, Bias[dtype](Int64(call.bias))
-        )
-
-
-def _launch[
-    E: Epilogue, //, dtype: DType
-](
-    gpu: Gpu,
-    call: Call,
-    tiling: Tiling,
-    rows: Int,
-    b_is_older: Bool,
-    epilogue: E,
-) raises:
+    var epilogue = Bias[dtype](Int64(call.bias))
     comptime if dtype != DType.float32:
+        if call.activation >= GATED:
+            _launch_gate[dtype](gpu, call, rows)
+            return
         if call.residual != 0:
             _launch_product[dtype](
                 gpu,
@@ -182,7 +155,7 @@ def _launch[
                 tiling,
                 rows,
                 b_is_older,
-                Added[E](epilogue, Int64(call.residual)),
+                Added(epilogue, Int64(call.residual)),
             )
             return
         if call.activation != 0:
@@ -197,17 +170,16 @@ def _launch[
     _launch_product[dtype](gpu, call, tiling, rows, b_is_older, epilogue)
 
 
-def _launch_gate[
-    E: Epilogue, //, dtype: DType
-](gpu: Gpu, call: Call, rows: Int, epilogue: E) raises:
+def _launch_gate[dtype: DType](gpu: Gpu, call: Call, rows: Int) raises:
     var weights = Matrices(call.weight)
     weights.addresses[1] = call.up
+    var biases = BiasOfParts[dtype](Int64(call.bias), Int64(call.up_bias), 0)
     launch_parts[dtype, _GATES](
         gpu,
         Matrices(call.y),
         Matrices(rows),
         weights,
-        _activated[True](call, epilogue),
+        _activated[True](call, biases),
     )
 
 
