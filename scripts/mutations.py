@@ -485,6 +485,14 @@ MUTATIONS = (
         SEVERAL,
     ),
     Mutation(
+        "a product without a bias adds one",
+        "gpu",
+        f"{GEMM_SM90}/producer.mojo",
+        "store_shared_pair(vectors + UInt32(8 * at), 0)",
+        "store_shared_pair(vectors + UInt32(8 * at), 1)",
+        ROWS_PASSED,
+    ),
+    Mutation(
         "both halves of a gate's tile are of the first weight",
         "gpu",
         f"{GEMM_SM90}/producer.mojo",
