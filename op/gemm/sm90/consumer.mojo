@@ -295,8 +295,7 @@ def consume[
                         sums_of_half, shared.vectors(tile), boxes, c_map
                     )
             comptime if E.vectors > 0:
-                if lane == 0:
-                    mbarrier_arrive(shared.vectors_empty(tile))
+                mbarrier_arrive(shared.vectors_empty(tile))
         progress.stored(first_row)
         if sums_here:
             _store_row_sum[dtype, config](product, row_sum, first_row + thread)

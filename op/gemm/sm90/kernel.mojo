@@ -133,7 +133,7 @@ def matrix_kernel[
             mbarrier_init(shared.vectors_full(UInt32(tile)), 1)
             mbarrier_init(
                 shared.vectors_empty(UInt32(tile)),
-                Int32(4 * config.consumers_of_tile()),
+                Int32(128 * config.consumers_of_tile()),
             )
         fence_barrier_init()
         prefetch_tensor_map(address_of(a_maps))

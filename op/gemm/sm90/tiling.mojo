@@ -21,13 +21,14 @@ struct Shape(Equatable, TrivialRegisterPassable):
 
 comptime SHAPES = [
     Shape(128, True, 1055),
+    Shape(128, False, 1055),
     Shape(64, False, 1300),
     Shape(160, True, 1040),
     Shape(192, True, 1025),
     Shape(256, False, 1000),
 ]
-"""Shapes of the matrix kernel."""
-comptime COMMON_SHAPES = 2
+"""Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
+comptime COMMON_SHAPES = 3
 """How many of them every product has; the others are for those without an activation, in 16 bits."""
 comptime ANY_COLUMNS = Config.of(128, takes_turns=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
