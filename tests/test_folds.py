@@ -151,11 +151,12 @@ def test_graph_with_frozen_parameters(folds: list[int]) -> None:
     graph = torch.cuda.CUDAGraph()
     with fn.frozen_parameters():
         for _ in range(2):
-            expected = check(tensors)
+            check(tensors)
         with torch.cuda.graph(graph):
             y = fn.fused_layernorm_linear(*tensors)
     graph.replay()
-    assert torch.equal(y, expected)
+    assert_within_budget("y", y, eager(*as_float64(tensors)), eager(*tensors))
+    expected = y.clone()
     assert len(folds) == 1
     # Other weights and a fold of theirs leave the memory alone that the graph reads.
     tensors[3].mul_(2)

@@ -94,9 +94,21 @@ def sanitized(command: list[str]) -> str:
 
 
 def races(report: str) -> set[str]:
-    """Return where kernels of ours write what others may still read or write."""
-    hazards = re.findall(r"Race reported between .* at (\S+)", report)
-    return {place for place in hazards if not place.startswith("nvjet")}
+    """Return the hazards in kernels of ours, but for those that the tool sees in waits of TMA.
+
+    What thread 0 copies over what others have read, it copies after a barrier at which all of them
+    arrived. The tool does not follow that, not even where each thread arrives by itself; it names
+    the same in kernels of cuBLAS (nvjet).
+    """
+    pattern = (
+        r"Potential (\w+) hazard.*\n=+ +(\w+ Thread .*) at (\S+)\n=+ +(\w+ Thread .*) at (\S+)"
+    )
+    return {
+        f"{kind}: {first} at {place}, {second} at {other}"
+        for kind, first, place, second, other in re.findall(pattern, report)
+        if not place.startswith("nvjet")
+        and not (kind == "WAR" and second == "Write Thread (0,0,0)" and "_matrix_" in place)
+    }
 
 
 def between_nans(tensor: Tensor, shift: int) -> tuple[Tensor, Tensor]:
@@ -293,10 +305,7 @@ class TestGpu:
         if tool != "racecheck":
             assert "ERROR SUMMARY: 0 errors" in sanitized(command)
             return
-        # A missing barrier shows in every run, as no barrier orders the accesses in any. But a wait
-        # for a barrier that some lanes of a warp arrive at for all, the tool misses now and then:
-        # in the kernels of cuBLAS (nvjet), and in ours in another kernel of each run.
+        command[3:3] = ["--racecheck-report", "hazard", "--show-backtrace", "no"]
+        command[3:3] = ["--print-limit", "1000000"]
         found = races(sanitized(command))
-        if found:
-            found &= races(sanitized(command))
         assert not found, "\n".join(sorted(found))
