@@ -56,7 +56,7 @@ def kept_folds() -> list[Fold]:
     return [fold for kept in known_parameters._kept.values() for fold in kept.folds.values()]
 
 
-def inputs(rows: int = 50, mean: float = 0.0) -> list[Tensor]:
+def inputs(rows: int = 16, mean: float = 0.0) -> list[Tensor]:
     return make_inputs(rows, 256, 128, dtype=torch.bfloat16, device="cuda", mean=mean)
 
 
