@@ -86,10 +86,10 @@ def _threads() -> str:
 
 def _cpu_dtypes() -> str:
     """Return which way calls run in each dtype, and why."""
-    chosen = "our product, or PyTorch's where that was measured to be faster"
-    lines = [
-        f"{name}: {chosen if has_tiles() else 'our product'}" for name in ("float32", "float16")
-    ]
+    chosen = "our product"
+    if platform.machine() in ("x86_64", "AMD64"):
+        chosen += ", or PyTorch's where that was measured to be faster"
+    lines = [f"{name}: {chosen}" for name in ("float32", "float16")]
     if has_tiles():
         lines.append(f"bfloat16: {chosen}; both use amx_bf16")
     elif instructions := bfloat16_product():
@@ -98,7 +98,7 @@ def _cpu_dtypes() -> str:
             f"ours have no tiles: {without_tiles()}"
         )
     else:
-        lines.append("bfloat16: our product, in float32; the CPU has no instructions for bfloat16")
+        lines.append(f"bfloat16: {chosen}; ours in float32, whose rate is at least bfloat16's here")
     return "\n".join([*lines, "float64: our product"])
 
 

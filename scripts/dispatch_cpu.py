@@ -1,9 +1,16 @@
 """Measure our product on a CPU against ours around PyTorch's and eager: what its plan chooses by.
 
-    python scripts/dispatch_cpu.py [--commit COMMIT]     measure, write benchmarks/cpu-dispatch.json
-    python scripts/dispatch_cpu.py --table               only rewrite the table from there
+    python scripts/dispatch_cpu.py [--commit COMMIT]  measure, write benchmarks/cpu-dispatch-*.json
+    python scripts/dispatch_cpu.py --table            only rewrite the table from there
 
-Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built with. Measured is
+Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built with. Each set of
+instructions has a file of its own: tiles (AMX), AVX-512 and AVX2. The last, on a CPU with more:
+
+    export FUSED_NORM_TARGET_CPU=x86-64-v3 ATEN_CPU_CAPABILITY=avx2
+    export ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+    python scripts/dispatch_cpu.py --most 3e8
+
+Measured is
 the time of one call, in microseconds: medians of interleaved calls, of which those in which a
 thread waited for a CPU are left out. Calls rotate through inputs that exceed the last cache
 together. What takes the place of our product where it is declined are our passes around
@@ -46,7 +53,8 @@ from fused_norm.native import cpu_features, node
 from fused_norm.ops import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASUREMENTS = ROOT / "benchmarks/cpu-dispatch.json"
+# Sets of instructions, and what the table calls them.
+LEVELS = {"tiles": "TILES", "avx512": "AVX512", "avx2": "AVX2"}
 TABLE = ROOT / "op/norm_linear/cpu/measured.mojo"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -74,12 +82,19 @@ CLEARLY = 0.95
 
 Step = Callable[[int], Any]
 
-ABOUT = """Which of our product and PyTorch's is faster on a CPU with tile registers.
+ABOUT = """Which of our product and PyTorch's is faster on a CPU.
 
-Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch.json as well:
+Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch-*.json as well:
 `python scripts/dispatch_cpu.py --table` writes it anew from there.
 """
+IMPORTS = """from ...gemm.activation import GATED, GELU, SILU
+from ..plan import DECLINED, FUSED
+
+comptime AVX2 = 0
+comptime AVX512 = 1
+comptime TILES = 2"""
 COLUMNS = {
+    "level": "The set of instructions: AVX2, AVX512 or TILES (AMX).",
     **{"dtype": "Element type of the tensors.", "K": "Features.", "N": "Outputs.", "M": "Rows."},
     "activation": "An activation's number, or 0: those with a gate are alike, and the others.",
     "forward": "Of a forward alone.",
@@ -92,7 +107,7 @@ clock = time.perf_counter
 def main() -> int:
     """Measure, write both files and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--out", type=Path, default=MEASUREMENTS)
+    parser.add_argument("--out", type=Path, help="instead of the file of the set of instructions")
     parser.add_argument("--table", action="store_true", help="only write the table")
     parser.add_argument("--commit")
     parser.add_argument(
@@ -101,16 +116,20 @@ def main() -> int:
     parser.add_argument(
         "--activation", action="append", choices=list(KINDS), help="only this one; the rest stays"
     )
+    parser.add_argument(
+        "--most", type=float, default=MOST_PRODUCTS, help="products of the largest sizes"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size and direction")
     parser.add_argument(
         "--busy", action="store_true", help="one thread and its CPU time: other work does not count"
     )
     options = parser.parse_args()
     if options.table:
-        TABLE.write_text(table(json.loads(options.out.read_text())["calls"]))
+        TABLE.write_text(table())
         return 0
-    if not cpu_features.has_tiles():
-        print("SKIPPED: needs a CPU with tile registers (AMX), and Linux's permission to use them")
+    level = level_of_this_cpu()
+    if level is None:
+        print("SKIPPED: needs a CPU with AVX2")
         return 0
     if node.load() is None:
         print("SKIPPED: needs the C++ node: python -m fused_norm build --autograd")
@@ -122,13 +141,14 @@ def main() -> int:
     described = dataclasses.asdict(environment.describe(torch.device("cpu"), options.commit))
     dtypes, kinds = options.dtype or list(DTYPES), options.activation or list(KINDS)
     is_partial = bool(options.dtype or options.activation)
-    kept = json.loads(options.out.read_text())["calls"] if is_partial else []
+    out = options.out or file_of(level)
+    kept = json.loads(out.read_text())["calls"] if is_partial else []
     found = [
         each for each in kept if each["dtype"] not in dtypes or each["activation"] not in kinds
     ]
     with tempfile.TemporaryDirectory() as folder:
         ours = Ways(Path(folder))
-        for name, kind, features, outputs, rows in sizes(dtypes, kinds):
+        for name, kind, features, outputs, rows in sizes(dtypes, kinds, options.most):
             us = measure(
                 ours,
                 *(rows, features, outputs, DTYPES[name], kind),
@@ -154,17 +174,34 @@ def main() -> int:
             # Whatever ends the run, what has been measured is kept.
             found.sort(key=lambda each: (list(DTYPES).index(each["dtype"]), *place(each)))
             content = {"environment": described, "calls": found}
-            options.out.write_text(json.dumps(content, indent=1) + "\n")
-    TABLE.write_text(table(found))
+            out.write_text(json.dumps(content, indent=1) + "\n")
+    TABLE.write_text(table())
     return 0
 
 
-def sizes(dtypes: list[str], kinds: list[str]) -> Iterator[tuple[str, str, int, int, int]]:
+def level_of_this_cpu() -> str | None:
+    """Return the set of instructions that kernels are built for, None for another."""
+    if target := os.environ.get(cpu_features.CPU_VARIABLE):
+        return {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}.get(target)
+    if cpu_features.has_tiles():
+        return "tiles"
+    found = cpu_features.flags()
+    return "avx512" if "avx512f" in found else "avx2" if "avx2" in found else None
+
+
+def file_of(level: str) -> Path:
+    """Return the file of a set's measurements."""
+    return ROOT / f"benchmarks/cpu-dispatch-{level}.json"
+
+
+def sizes(
+    dtypes: list[str], kinds: list[str], most: float
+) -> Iterator[tuple[str, str, int, int, int]]:
     """Yield what is measured: a dtype, an activation, features, outputs and rows."""
     for dtype, kind in itertools.product(dtypes, kinds):
         for features, outputs in ACTIVATED_WEIGHTS if kind else WEIGHTS:
             for rows in ACTIVATED_ROWS if kind else ROWS:
-                if rows * features * outputs <= MOST_PRODUCTS:
+                if rows * features * outputs <= most:
                     yield dtype, kind, features, outputs, rows
 
 
@@ -302,27 +339,29 @@ def declined(us: dict[str, float]) -> float:
     return us.get("around", us["eager"])
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table() -> str:
     """Return the Mojo file."""
     rows = []
-    for each in found:
-        ways = [
-            "FUSED" if us["fused"] <= CLEARLY * declined(us) else "DECLINED"
-            for us in each["us"].values()
-        ]
-        dtype, K, N, M = (f"{each[name]}," for name in ("dtype", "K", "N", "M"))
-        activation = f"{NAMES[each['activation']]},"
-        rows.append(
-            f"DType.{dtype:9} {K:5} {N:5} {M:5} {activation:18} {ways[0] + ',':9} {ways[1]}"
-        )
+    for level, name in LEVELS.items():
+        for each in json.loads(file_of(level).read_text())["calls"]:
+            ways = [
+                "FUSED" if us["fused"] <= CLEARLY * declined(us) else "DECLINED"
+                for us in each["us"].values()
+            ]
+            dtype, K, N, M = (f"{each[name]}," for name in ("dtype", "K", "N", "M"))
+            activation = f"{NAMES[each['activation']]},"
+            rows.append(
+                f"{name + ',':7} DType.{dtype:9} {K:5} {N:5} {M:5} {activation:18} "
+                f"{ways[0] + ',':9} {ways[1]}"
+            )
     return measured_table.text(
         ABOUT,
-        "from ...gemm.activation import GATED, GELU, SILU\nfrom ..plan import DECLINED, FUSED",
+        IMPORTS,
         "Sizes, and the faster way there.",
         COLUMNS,
-        "dtype           K     N     M     activation         forward   training",
+        "level   dtype           K     N     M     activation         forward   training",
         rows,
-        "type, activation, weight and rows",
+        "set of instructions, type, activation, weight and rows",
     )
 
 

@@ -107,13 +107,20 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 def build(target: str) -> int:
     """Build the wrong kernels for a GPU into the cache and return how many could not be."""
-    script = "from fused_norm.native.build import *; build(Extension(*__import__('sys').argv[1:]))"
+    mutations = (each for each in MUTATIONS if each.target == "gpu")
+    return sum(build_one(each, target) for each in mutations if each.file.endswith(".mojo"))
+
+
+def build_one(mutation: Mutation, target: str) -> int:
+    """Build the wrong kernels of an edit for a GPU into the cache and return how many could not be."""
+    script = "import sys; from pathlib import Path; from fused_norm.native.build import *\n"
+    script += "target, name, dtype, *folder = sys.argv[1:]\n"
+    script += "build(Extension(name, dtype, target, *(Path(each).resolve() for each in folder)))"
     failed = 0
-    for mutation in MUTATIONS:
-        if mutation.target == "gpu" and mutation.file.endswith(".mojo"):
-            with edited(mutation) as copy:
-                command = [sys.executable, "-c", script, *KERNELS[mutation.tests], target]
-                failed += subprocess.run(command, cwd=copy, env=environment_of(copy)).returncode
+    with edited(mutation) as copy:
+        for kernels in KERNELS[mutation.tests]:
+            command = [sys.executable, "-c", script, target, *kernels]
+            failed += subprocess.run(command, cwd=copy, env=environment_of(copy)).returncode != 0
     return failed
 
 

@@ -383,11 +383,12 @@ def test_transformers_initializes_what_a_checkpoint_lacks(tmp_path: Path) -> Non
     ("flags", "is_left"),
     [
         ({"amx_bf16", "avx2"}, True),
-        ({"avx512_bf16"}, True),
+        ({"avx512_bf16", "sse4a"}, True),
+        ({"avx512_bf16"}, False),
         ({"avx2", "avx512f"}, False),
         ({"amx_tile", "amx_bf16", "avx512_bf16"}, False),
     ],
-    ids=["AMX alone", "AVX-512 BF16", "AVX-512", "AMX"],
+    ids=["AMX alone", "AVX-512 BF16 of AMD", "of Intel", "AVX-512", "AMX"],
 )
 def test_bfloat16_goes_where_it_is_faster(
     flags: set[str], is_left: bool, monkeypatch: pytest.MonkeyPatch
@@ -401,7 +402,7 @@ def test_bfloat16_goes_where_it_is_faster(
     monkeypatch.delenv(cpu_features.CPU_VARIABLE, raising=False)
     # The compiled node asks once for the kernels of a dtype: tests before have had it ask.
     monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
-    caches = cpu_features._first_flag, cpu_features.has_tiles
+    caches = cpu_features._fast_products, cpu_features.has_tiles
     for cache in caches:
         cache.cache_clear()
     ran = []

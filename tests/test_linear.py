@@ -359,16 +359,22 @@ def test_sums_and_given_statistics(
 
 @ON_HOPPER
 @pytest.mark.gpu
-def test_a_product_waits_for_the_rows_of_a_pass(way: str) -> None:
-    """With a fold that is kept, the pass is all that is queued before: too early, a row is old."""
+@pytest.mark.parametrize(
+    ("rows", "features"), [(16384, 4096), *((132 * n + 1, 8192) for n in (1, 4, 8, 16, 32))]
+)
+def test_a_product_waits_for_the_rows_of_a_pass(way: str, rows: int, features: int) -> None:
+    """With a fold that is kept, the pass is all that is queued before: too early, a row is old.
+
+    The last of an odd number of rows is late: with most multiprocessors the pass is through.
+    """
     case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "return_sum": True}
-    tensors = family.make_tensors(case | {"shape": ((16384,), 4096, 256)}, "cuda")
+    tensors = family.make_tensors(case | {"shape": ((rows,), features, 256)}, "cuda")
     with torch.no_grad():
         for scale in range(1, 12):
             tensors["x"].mul_(-scale / 4)
             y, total = family.ours(case, tensors)
             torch.cuda.synchronize()
-            z = F.layer_norm(total.double(), (4096,)) * tensors["norm_weight"]
+            z = F.layer_norm(total.double(), (features,)) * tensors["norm_weight"]
             z = z + tensors["norm_bias"]
             exact = F.linear(z, tensors["weight"][0].double(), tensors["bias"][0].double())
             assert (y.double() - exact).abs().max() <= 0.05, scale

@@ -11,11 +11,27 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("script", ["dispatch", "dispatch_cpu"])
-def test_table_is_what_was_measured(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_of_hopper_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    module = importlib.import_module(script)
-    content = json.loads(module.MEASUREMENTS.read_text())
-    calls = content["forward" if script == "dispatch" else "calls"]
-    assert module.table(calls) == module.TABLE.read_text()
-    assert module.table(calls[1:]) != module.TABLE.read_text()
+    dispatch = importlib.import_module("dispatch")
+    calls = json.loads(dispatch.MEASUREMENTS.read_text())["forward"]
+    assert dispatch.table(calls) == dispatch.TABLE.read_text()
+    assert dispatch.table(calls[1:]) != dispatch.TABLE.read_text()
+
+
+def test_table_of_cpus_is_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    dispatch = importlib.import_module("dispatch_cpu")
+    assert dispatch.table() == dispatch.TABLE.read_text()
+    file_of = dispatch.file_of
+    for level in dispatch.LEVELS:
+        less = json.loads(file_of(level).read_text())
+        del less["calls"][0]
+        changed = tmp_path / level
+        changed.write_text(json.dumps(less))
+        monkeypatch.setattr(
+            dispatch, "file_of", lambda each, of=level, to=changed: to if each == of else file_of(each)
+        )
+        assert dispatch.table() != dispatch.TABLE.read_text()

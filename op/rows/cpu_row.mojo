@@ -6,7 +6,7 @@ Long sums are made of sums of blocks, so that their rounding errors are those of
 from std.sys import simd_width_of
 from std.utils import StaticTuple
 
-from .cpu_rounding import rounded, widened
+from ..rounding import rounded, widened
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .types import BFLOAT16, FLOAT16

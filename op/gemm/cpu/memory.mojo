@@ -1,6 +1,7 @@
 """Memory as CPU kernels use it: matrices, parts of vectors, arrays of a workspace, prefetches."""
 
 from std.math import align_up, iota
+from std.memory import bitcast
 from std.sys import size_of
 from std.sys.intrinsics import (
     PrefetchOptions,
@@ -145,10 +146,13 @@ def load_first[
     """
     if count >= width:
         return source.unsafe_load[width=width]()
-    return masked_load[width](
-        source,
-        lanes_below[width](count),
-        SIMD[dtype, width](0),
+    comptime Bits = _bits[dtype]()
+    return bitcast[dtype, width](
+        masked_load[width](
+            source.unsafe_bitcast[Scalar[Bits]](),
+            lanes_below[width](count),
+            SIMD[Bits, width](0),
+        )
     )
 
 
@@ -170,7 +174,17 @@ def store_first[
     if count >= width:
         target.unsafe_store(value)
     else:
-        masked_store[width](value, target, lanes_below[width](count))
+        comptime Bits = _bits[dtype]()
+        masked_store[width](
+            bitcast[Bits, width](value),
+            target.unsafe_bitcast[Scalar[Bits]](),
+            lanes_below[width](count),
+        )
+
+
+def _bits[dtype: DType]() -> DType:
+    """Returns the type under whose name masks work without a step for each number."""
+    return DType.uint16 if size_of[dtype]() == 2 else dtype
 
 
 @always_inline

@@ -14,6 +14,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import llvm_intrinsic, size_of
 
+from ...rounding import converted
 from .blocking import Blocking
 from .epilogue import NoEpilogue, Output, TileEpilogue
 from .memory import (
@@ -176,7 +177,7 @@ def _multiply_tile[
             comptime for i in range(rows):
                 store_first(
                     block.at(i, j * B.width),
-                    acc[i * vectors + j].cast[dtype](),
+                    converted[dtype](acc[i * vectors + j]),
                     out.columns - j * B.width,
                 )
     else:

@@ -3,6 +3,7 @@
 from std.math import ceildiv
 from std.memory import bitcast
 
+from ...rounding import converted
 from .blocking import Blocking
 from .memory import Buffer, Matrix, load_first, prefetch_for_read
 
@@ -49,7 +50,7 @@ def _load_units[
             load_first[B.width * B.pair](source, count)
         )
     else:
-        return load_first[B.width](source, count).cast[B.accum]()
+        return converted[B.accum](load_first[B.width](source, count))
 
 
 def pack_transposed[

@@ -1,5 +1,6 @@
 """What is done to an operand while it is packed."""
 
+from ...rounding import converted
 from .blocking import Blocking
 
 
@@ -78,4 +79,4 @@ struct AsIs(RowPrologue):
         Returns:
             The operand's vector.
         """
-        return value.cast[Blocking[dtype].operand]()
+        return converted[Blocking[dtype].operand](value)

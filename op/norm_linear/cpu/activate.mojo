@@ -17,6 +17,7 @@ from ...gemm.cpu.memory import (
     prefetch_for_write,
     store_first,
 )
+from ...rounding import converted
 
 comptime _AHEAD = 4
 """Rows ahead of which the lines to write are asked for."""
@@ -173,7 +174,7 @@ struct FinishRows[dtype: DType](Beside):
         prefetch_for_write(target.at(self.row + _AHEAD, offset + self.column))
         store_first(
             target.at(self.row, offset + self.column),
-            value.cast[Self.dtype](),
+            converted[Self.dtype](value),
             self.columns - self.column,
         )
 

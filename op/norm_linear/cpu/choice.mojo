@@ -5,10 +5,14 @@ from std.sys import CompilationTarget
 from ...call import Call
 from ...gemm.activation import GATED
 from ..plan import FUSED
-from .measured import MEASURED
+from .measured import AVX2, AVX512, MEASURED, TILES
 
-comptime WAS_MEASURED = CompilationTarget._has_feature["amx-tile"]()
-"""Whether the build is for CPUs like the one that was measured, whose tiles PyTorch's products use."""
+comptime LEVEL = (
+    TILES if CompilationTarget._has_feature[
+        "amx-tile"
+    ]() else AVX512 if CompilationTarget.has_avx512f() else AVX2 if CompilationTarget.has_avx2() else -1
+)
+"""The set of instructions that the build is for, -1 for one that was not measured."""
 
 
 def fastest[dtype: DType](call: Call, follows: Bool) -> Int:
@@ -25,24 +29,23 @@ def fastest[dtype: DType](call: Call, follows: Bool) -> Int:
         FUSED, or DECLINED for PyTorch's own product.
     """
     var way = FUSED
-    comptime if WAS_MEASURED:
-        var nearest = Float64.MAX
-        comptime for i in range(len(MEASURED)):
-            comptime at = MEASURED[i]
-            comptime if at.dtype == dtype:
-                var is_alike = _is_alike(call.activation, at.activation)
-                if is_alike or at.activation == 0:
-                    # Distances are those of logarithms. That of the weight's
-                    # sizes comes first: rows are measured at all of them. The
-                    # product alone stands in for what was not measured.
-                    var far = (
-                        _ratio(call.K, at.K) * _ratio(call.N, at.N)
-                    ) * 1e9 + _ratio(call.M, at.M)
-                    if not is_alike:
-                        far *= 1e18
-                    if far < nearest:
-                        nearest = far
-                        way = at.training if follows else at.forward
+    var nearest = Float64.MAX
+    comptime for i in range(len(MEASURED)):
+        comptime at = MEASURED[i]
+        comptime if at.level == LEVEL and at.dtype == dtype:
+            var is_alike = _is_alike(call.activation, at.activation)
+            if is_alike or at.activation == 0:
+                # Distances are those of logarithms. That of the weight's
+                # sizes comes first: rows are measured at all of them. The
+                # product alone stands in for what was not measured.
+                var far = (
+                    _ratio(call.K, at.K) * _ratio(call.N, at.N)
+                ) * 1e9 + _ratio(call.M, at.M)
+                if not is_alike:
+                    far *= 1e18
+                if far < nearest:
+                    nearest = far
+                    way = at.training if follows else at.forward
     return way
 
 

@@ -10,6 +10,7 @@ from ...gemm.cpu.memory import (
     store_first,
 )
 from ...norms.norm import Norm
+from ...rounding import converted
 from .statistics import Statistics
 
 
@@ -52,9 +53,9 @@ def finish_input_gradient[
                 var value = h.unsafe_offset(k).unsafe_load[width=B.width]()
                 value *= load_first[B.width](gamma.unsafe_offset(k), left)
                 var x_hat = statistics.normalize(
-                    load_first[B.width](x.unsafe_offset(k), left).cast[
-                        B.accum
-                    ]()
+                    converted[B.accum](
+                        load_first[B.width](x.unsafe_offset(k), left)
+                    )
                 )
                 # Beyond the row, h holds whatever the padded columns made.
                 if left < B.width:
@@ -75,11 +76,11 @@ def finish_input_gradient[
         var left = K - k
         var value = h.unsafe_offset(k).unsafe_load[width=B.width]()
         var x_hat = statistics.normalize(
-            load_first[B.width](x.unsafe_offset(k), left).cast[B.accum]()
+            converted[B.accum](load_first[B.width](x.unsafe_offset(k), left))
         )
         value = ThisNorm.dx(value, x_hat, statistics.rstd, c0, c1)
         if dsum != 0:
-            value += load_first[B.width](
-                Matrix[dtype](dsum, K).at(row, k), left
-            ).cast[B.accum]()
-        store_first(dx.unsafe_offset(k), value.cast[dtype](), left)
+            value += converted[B.accum](
+                load_first[B.width](Matrix[dtype](dsum, K).at(row, k), left)
+            )
+        store_first(dx.unsafe_offset(k), converted[dtype](value), left)

@@ -7,6 +7,7 @@ from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Buffer, Matrix, buffer, load_first, store_first
 from ...gemm.cpu.prologue import RowPrologue
 from ...norms.norm import Norm
+from ...rounding import converted
 from .statistics import Statistics
 
 
@@ -135,7 +136,7 @@ struct NormalizeRows[
         Returns:
             The operand, x_hat or z.
         """
-        var z = self.statistics.normalize(value.cast[Self.B.accum]())
+        var z = self.statistics.normalize(converted[Self.B.accum](value))
         comptime if Self.is_affine:
             z = z.fma(
                 load_first[width](self.gamma.unsafe_offset(column), count),
@@ -146,16 +147,16 @@ struct NormalizeRows[
                 z *= 1 + _load[Self.x_dtype, width](self.scale, column, count)
             if self.shift != 0:
                 z += _load[Self.x_dtype, width](self.shift, column, count)
-        return z.cast[Blocking[dtype].operand]()
+        return converted[Blocking[dtype].operand](z)
 
 
 @always_inline
 def _load[
     dtype: DType, width: Int
 ](row: Int, column: Int, count: Int) -> SIMD[Blocking[dtype].accum, width]:
-    return load_first[width](
-        buffer[dtype](row).unsafe_offset(column), count
-    ).cast[Blocking[dtype].accum]()
+    return converted[Blocking[dtype].accum](
+        load_first[width](buffer[dtype](row).unsafe_offset(column), count)
+    )
 
 
 def _add_residual[dtype: DType](call: Call, index: Int):
@@ -166,10 +167,9 @@ def _add_residual[dtype: DType](call: Call, index: Int):
     var sum = Matrix[dtype](call.sum, call.K).at(index)
     for k in range(0, call.K, B.width):
         var left = call.K - k
-        var value = (
-            load_first[B.width](x.unsafe_offset(k), left).cast[B.accum]()
-            + load_first[B.width](residual.unsafe_offset(k), left).cast[
-                B.accum
-            ]()
+        var value = converted[B.accum](
+            load_first[B.width](x.unsafe_offset(k), left)
+        ) + converted[B.accum](
+            load_first[B.width](residual.unsafe_offset(k), left)
         )
-        store_first(sum.unsafe_offset(k), value.cast[dtype](), left)
+        store_first(sum.unsafe_offset(k), converted[dtype](value), left)

@@ -18,6 +18,7 @@ from ...call import Call, CallPointer
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Matrix, buffer, load_first, store_first
 from ...norms.norm import Norm
+from ...rounding import converted
 from .backward_plan import BackwardPlan, SUM_ROWS
 from .job import Job
 from .parameters import store_gradient
@@ -95,7 +96,7 @@ def sum_over_rows[
                 Statistics[dtype, ThisNorm]
                 .saved(call_at, m)
                 .normalize(
-                    load_first[B.width](x.at(m, k), left).cast[B.accum]()
+                    converted[B.accum](load_first[B.width](x.at(m, k), left))
                 )
             )
             dgamma += (value * x_hat).cast[DType.float64]()
@@ -161,7 +162,7 @@ def _store_weight_gradient[
             var beta = load_first[B.width](betas.unsafe_offset(j), left)
             store_first(
                 dweight.at(i, j),
-                g.fma(gamma, beta * db).cast[dtype](),
+                converted[dtype](g.fma(gamma, beta * db)),
                 left,
             )
 
@@ -189,7 +190,9 @@ def _store_partial_sums[
         var gamma_sum = Lanes(0)
         var beta_sum = Lanes(0)
         for i in range(rows):
-            var w = load_first[B.width](weight.at(i, j), left).cast[B.accum]()
+            var w = converted[B.accum](
+                load_first[B.width](weight.at(i, j), left)
+            )
             if call.dgamma != 0:
                 gamma_sum = w.fma(
                     product.at(i, j).unsafe_load[width=B.width](), gamma_sum

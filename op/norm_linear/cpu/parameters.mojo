@@ -2,6 +2,7 @@
 
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Buffer, buffer, load_first, store_first
+from ...rounding import converted
 
 
 def in_type_of_sums[
@@ -52,9 +53,11 @@ def in_type_of_sums[
                 buffer[B.accum](address).unsafe_offset(k), left
             )
         else:
-            values = load_first[B.width](
-                buffer[dtype](address).unsafe_offset(k), left
-            ).cast[B.accum]()
+            values = converted[B.accum](
+                load_first[B.width](
+                    buffer[dtype](address).unsafe_offset(k), left
+                )
+            )
         if offset != 0:
             values += offset.cast[B.accum]()
         store_first(target.unsafe_offset(k), values, all - k)
@@ -92,6 +95,6 @@ def store_gradient[
     else:
         store_first(
             buffer[dtype](address).unsafe_offset(k),
-            rounded.cast[dtype](),
+            converted[dtype](rounded),
             count,
         )

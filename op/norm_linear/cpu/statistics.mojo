@@ -12,6 +12,7 @@ from ...gemm.cpu.memory import (
     prefetch_for_read,
 )
 from ...norms.norm import Norm
+from ...rounding import converted
 
 
 @fieldwise_init
@@ -72,9 +73,11 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
                 comptime for u in range(unroll):
                     _prefetch_next_row(x.unsafe_offset(K + k + u * B.width))
                     sums[u] += (
-                        x.unsafe_offset(k + u * B.width)
-                        .unsafe_load[width=B.width]()
-                        .cast[B.accum]()
+                        converted[B.accum](
+                            x.unsafe_offset(k + u * B.width).unsafe_load[
+                                width=B.width
+                            ]()
+                        )
                         - first
                     )
             for k in range(whole, K, B.width):
@@ -91,9 +94,11 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
                 comptime if not Self.ThisNorm.has_mean:
                     _prefetch_next_row(x.unsafe_offset(K + k + u * B.width))
                 var deviation = (
-                    x.unsafe_offset(k + u * B.width)
-                    .unsafe_load[width=B.width]()
-                    .cast[B.accum]()
+                    converted[B.accum](
+                        x.unsafe_offset(k + u * B.width).unsafe_load[
+                            width=B.width
+                        ]()
+                    )
                     - center
                 )
                 sums[u] += deviation
@@ -174,7 +179,7 @@ def _deviation[
     Blocking[dtype].accum, Blocking[dtype].width
 ]:
     comptime B = Blocking[dtype]
-    var deviation = load_first[B.width](x, count).cast[B.accum]() - center
+    var deviation = converted[B.accum](load_first[B.width](x, count)) - center
     return lanes_below[B.width](count).select(
         deviation, SIMD[B.accum, B.width](0)
     )

@@ -1,6 +1,7 @@
 """Rounds what a CPU has computed to the type it is stored in, and widens what it reads."""
 
 from std.memory import bitcast
+from std.sys import CompilationTarget, size_of
 
 
 @always_inline
@@ -61,3 +62,28 @@ def widened[
         return bitcast[to, value.length](bits.cast[DType.uint32]() << Bits(16))
     else:
         return value.cast[to]()
+
+
+@always_inline
+def converted[
+    dtype: DType, //, to: DType
+](value: SIMD[dtype, _]) -> SIMD[to, value.length]:
+    """Converts numbers of a product: by instructions where the target has them, though they round subnormal
+    numbers to zero, as PyTorch's products do.
+
+    Parameters:
+        dtype: The type of the numbers.
+        to: The type to convert to.
+
+    Args:
+        value: The numbers.
+
+    Returns:
+        The same, rounded to the nearest if `to` is narrower.
+    """
+    comptime if CompilationTarget._has_feature["avx512bf16"]():
+        return value.cast[to]()
+    elif size_of[to]() < size_of[dtype]():
+        return rounded[to](value)
+    else:
+        return widened[to](value)
