@@ -112,7 +112,7 @@ def build(target: str) -> int:
 
 
 def build_one(mutation: Mutation, target: str) -> int:
-    """Build the wrong kernels of an edit for a GPU into the cache and return how many could not be."""
+    """Build the wrong kernels of an edit into the cache and return how many could not be."""
     script = "import sys; from pathlib import Path; from fused_norm.native.build import *\n"
     script += "target, name, dtype, *folder = sys.argv[1:]\n"
     script += "build(Extension(name, dtype, target, *(Path(each).resolve() for each in folder)))"

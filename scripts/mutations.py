@@ -47,7 +47,8 @@ TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = ("tests/test_passes.py", "-k", "(magnitude and float32) or (infinite and float32)")
 GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
 
-# The extensions that some tests need, for building them ahead: name, dtype, and folder if not the package's.
+# The extensions that some tests need, for building them ahead: name, dtype, and folder where it is
+# not the package's.
 _PRODUCT = ("norm_linear_sm90", "bfloat16")
 _DOORS = ("sm90_doors", "bfloat16", "tests/mojo")
 KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {

@@ -39,7 +39,7 @@ PYTHON_LAYERS = [
     ["__main__"],
 ]
 MOJO_LAYERS = [
-    ["call", "python", "team", "pages", "grids"],
+    ["call", "python", "team", "pages", "grids", "rounding"],
     ["device"],
     ["norms"],
     ["rows", "gemm"],

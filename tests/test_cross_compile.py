@@ -71,8 +71,8 @@ def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     assert not missing
 
 
-# Feature sets of CPUs that this machine may not be: half the registers of AVX-512, all of them without
-# instructions for bfloat16, with its products (Zen 4 and 5), tiles, and NEON with its own products.
+# Feature sets of CPUs that this machine may not be: half the registers of AVX-512, all of them
+# without instructions for bfloat16, with its products (Zen 4 and 5), tiles, and NEON with its own.
 CPUS = {
     "avx2": ["--target-cpu", "x86-64-v3"],
     "avx512": ["--target-cpu", "x86-64-v4"],

@@ -297,7 +297,9 @@ def test_gradient_of_the_sum_in_the_product(
     if in_python:
         monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
     case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "return_sum": True}
-    case |= {"normalization": normalization, "weights": weights, "shape": ((10410,), 2056, 2064)}
+    # A gradient of the weight that fills the device: what is declined for that goes another way.
+    outputs = 2560 if weights == 1 else 2064
+    case |= {"normalization": normalization, "weights": weights, "shape": ((10410,), 2056, outputs)}
     if weights == 2:
         case |= {"activation": "swiglu"}
     tensors = family.make_tensors(case, "cuda")

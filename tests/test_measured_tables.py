@@ -32,6 +32,8 @@ def test_table_of_cpus_is_what_was_measured(
         changed = tmp_path / level
         changed.write_text(json.dumps(less))
         monkeypatch.setattr(
-            dispatch, "file_of", lambda each, of=level, to=changed: to if each == of else file_of(each)
+            dispatch,
+            "file_of",
+            lambda each, of=level, to=changed: to if each == of else file_of(each),
         )
         assert dispatch.table() != dispatch.TABLE.read_text()

@@ -462,6 +462,23 @@ class TestBesideOthers:
             late.fill_(float("nan"))
             assert torch.equal(y, expected)
 
+    def test_weight_made_just_before(self, dtype: torch.dtype) -> None:
+        """A product lets a fold start beside its last tiles, when most of the device idles."""
+        kernels = Kernels(dtype)
+        a, b = random(5120, 8192, dtype=dtype), random(2048, 8192, dtype=dtype, scale=1 / 90)
+        w = kernels.product(a, b)
+        expected = kernels.fold(w, None, None, None)
+        found = kernels.fold(w, None, None, None)
+        call = kernels.call(None, None, None, w, None)
+        call.fold_weight, call.fold_sums, call.fold_constants = map(address, found)
+        for _ in range(10):
+            w.fill_(float("nan"))
+            torch.cuda._sleep(100_000)
+            # Nothing of PyTorch's between the two: that would not let a kernel start beside it.
+            kernels.parts.product(kernels.own, *map(address, (w, a, b)), 5120, 2048, 8192, 0)
+            kernels.module.fold(ctypes.addressof(call))
+            assert all(map(torch.equal, found, expected))
+
     @pytest.mark.parametrize("way", [record.FUSED, record.NEW_FOLD])
     @pytest.mark.parametrize("shape", [(1, 4096, 4096), (64, 1024, 1024), (4096, 1024, 4096)])
     def test_parameters_written_just_before(

@@ -48,7 +48,9 @@ def sum_dy[dtype: DType](job: Job[dtype, BackwardPlan[dtype]], first: Int):
     for row in range(call.M):
         var line = Matrix[dtype](call.dy, call.N).at(row, first)
         for j in range(0, columns, B.width):
-            var value = load_first[B.width](line.unsafe_offset(j), columns - j)
+            var value = converted[B.accum](
+                load_first[B.width](line.unsafe_offset(j), columns - j)
+            )
             var target = sums.unsafe_offset(j)
             target.unsafe_store(
                 target.unsafe_load[width=B.width]()
@@ -56,9 +58,12 @@ def sum_dy[dtype: DType](job: Job[dtype, BackwardPlan[dtype]], first: Int):
             )
     if call.dbias != 0:
         var target = buffer[dtype](call.dbias).unsafe_offset(first)
-        for j in range(columns):
-            target.unsafe_offset(j).unsafe_store(
-                sums.unsafe_offset(j).unsafe_load().cast[dtype]()
+        for j in range(0, columns, B.width):
+            var sum = sums.unsafe_offset(j).unsafe_load[width=B.width]()
+            store_first(
+                target.unsafe_offset(j),
+                converted[dtype](sum.cast[B.accum]()),
+                columns - j,
             )
 
 
