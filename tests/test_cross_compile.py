@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_package_parses_without_warnings(package: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(shutil.which("mojo") is None, reason="no Mojo compiler on this machine")
 def test_gpu_kernels_agree_with_the_cpu() -> None:
     """Prints SKIPPED, and passes, where the compiler knows no such GPU."""
     result = subprocess.run(

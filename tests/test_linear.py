@@ -42,7 +42,7 @@ PLANS = {
     (64, 4096, 12288): (False, False, False, True, True),
     # Tiles that leave much of the device idle.
     (512, 1024, 1024): (False, False, False, False, False),
-    (2048, 768, 3072): (False, True, True, True, False),
+    (2048, 768, 3072): (True, True, True, True, False),
     # The last box of a gate's h would reach into its other half. dy weight has sums too long.
     (8192, 1024, 4136): (True, True, False, True, False),
     # Rows at no multiple of 16 bytes.

@@ -35,8 +35,8 @@ ON_HOPPER = pytest.mark.skipif(
 # M, K, three N and a pitch, beside what is planned: all products in one launch, dx in one, the way
 # of the forward, launched, and where a fold may be kept.
 PLANS = {
-    (8192, 4096, 4096, 1024, 1024, 0): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
-    (16384, 1024, 1024, 1024, 1024, 0): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
+    (8192, 4096, 4096, 1024, 1024, 0): (True, True, record.DECLINED, record.KEPT_FOLD),
+    (16384, 1024, 1024, 1024, 1024, 0): (True, True, record.DECLINED, record.KEPT_FOLD),
     (8448, 1024, 1000, 264, 0, 1264): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
     # Few rows, few tiles, a length and a pitch that TMA cannot step over, and one layer alone.
     (64, 4096, 4096, 1024, 1024, 0): (False, False, record.DECLINED, record.DECLINED),
@@ -365,7 +365,8 @@ def test_one_launch_for_all(in_python: bool, monkeypatch: pytest.MonkeyPatch) ->
     if in_python:
         monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
     three = make(SHAPE, "b-b", dtype=torch.bfloat16, device="cuda", residual=True)
-    pair = make((8400, 1024, [704, 704]), "bb", dtype=torch.bfloat16, device="cuda", residual=True)
+    # Whose h no kernel with a gate in its epilogue stores.
+    pair = make((8400, 1024, [712, 712]), "bb", dtype=torch.bfloat16, device="cuda", residual=True)
     for inputs, activation in ((three, None), (pair, "swiglu")):
         check(inputs, activation=activation)
         launched = names(lambda i=inputs, a=activation: ours(i, a))

@@ -95,9 +95,11 @@ class StandIn:
     def __init__(self) -> None:
         self.kept, self.otherwise = record.DECLINED, record.DECLINED
         self.done: list[str] = []
+        self.residuals: list[int] = []
 
     def plan_forward(self, place: int) -> None:
         call = record.Call.from_address(place)
+        self.residuals.append(call.residual)
         call.way = self.kept if call.may_keep else self.otherwise
 
     def forward(self, place: int) -> None:
@@ -153,6 +155,23 @@ def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API")
+def test_plan_is_told_how_a_residual_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: an address of 1 stood for any, and no product behind the sum was aligned."""
+    x, *parameters = make_inputs(8, 64, 32, dtype=torch.bfloat16)
+    known = Parameters(*parameters)
+    kernels = StandIn()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sm90, "launcher_of", lambda *_: (kernels, 0))
+    monkeypatch.setattr(sm90, "prepare_products", lambda *_: None)
+    shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view_as(x)
+    for residual in (None, torch.zeros_like(x), shifted, None):
+        assert sm90.product(sm90.Rows(x, residual, None, None), known, 1e-5, True, False) is None
+    none, aligned, at_two = kernels.residuals
+    assert none == 0 < aligned
+    assert (aligned % sm90.ALIGNMENT, at_two % sm90.ALIGNMENT) == (0, 2)
+
+
 def test_both_settings_for_tf32_are_read() -> None:
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision

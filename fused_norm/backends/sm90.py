@@ -120,11 +120,13 @@ def product(
     # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
     may_keep = not keeps and parameters.dtype is torch.bfloat16
     start = x.data_ptr()
-    is_given, is_sum = rows.rstd is not None, residual is not None
+    is_given = rows.rstd is not None
     statistics = keeps and not is_given
+    # Plans ask of an address whether there is one, and how it is aligned.
+    added = 0 if residual is None else ALIGNMENT + residual.data_ptr() % ALIGNMENT
     conditions = (
         *(eps, context, in_graph, statistics, keeps_h),
-        *(is_given, is_sum, start % ALIGNMENT),
+        *(is_given, added, start % ALIGNMENT),
     )
     planned = _plan(kernels, x, parameters, may_keep, conditions)
     fold = None
@@ -198,13 +200,13 @@ def _plan(
     key = (x.numel(), may_keep, asked, conditions)
     planned = parameters.plans.get(key)
     if planned is None:
-        eps, context, in_graph, statistics, keeps_h, is_given, is_sum, _ = conditions
+        eps, context, in_graph, statistics, keeps_h, is_given, added, _ = conditions
         call = parameters.call(x, eps)
         call.context, call.in_graph, call.may_keep, call.way = context, in_graph, may_keep, asked
         call.has_statistics = is_given
         call.rstd = WANTED if statistics or is_given else 0
         call.mean = call.rstd if parameters.has_mean else 0
-        call.residual = WANTED if is_sum else 0
+        call.residual = added
         call.activation, call.h = parameters.norm[2], WANTED if keeps_h else 0
         kernels.plan_forward(ctypes.addressof(call))
         planned = parameters.plan(key, call)

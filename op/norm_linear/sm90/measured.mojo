@@ -44,7 +44,7 @@ comptime MEASURED = [
     Measured(4096,  4096,  1024,  KEPT_FOLD, DECLINED,  KEPT_FOLD, DECLINED,  DECLINED),
     Measured(4096,  4096,  2048,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
     Measured(4096,  4096,  4096,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
-    Measured(4096,  4096,  8192,  KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD,  FUSED),
+    Measured(4096,  4096,  8192,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
     Measured(4096,  4096,  16384, KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD,  FUSED),
     Measured(1024,  1024,  1,     KEPT_FOLD, FUSED,     FUSED,     FUSED,     FUSED),
     Measured(1024,  1024,  16,    KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
@@ -74,11 +74,11 @@ comptime MEASURED = [
     Measured(4096,  12288, 128,   DECLINED,  DECLINED,  DECLINED,  DECLINED,  DECLINED),
     Measured(4096,  12288, 256,   DECLINED,  DECLINED,  DECLINED,  DECLINED,  DECLINED),
     Measured(4096,  12288, 512,   FUSED,     FUSED,     FUSED,     FUSED,     FUSED),
-    Measured(4096,  12288, 1024,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
-    Measured(4096,  12288, 2048,  FUSED,     FUSED,     FUSED,     FUSED,     FUSED),
+    Measured(4096,  12288, 1024,  FUSED,     FUSED,     FUSED,     FUSED,     FUSED),
+    Measured(4096,  12288, 2048,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
     Measured(4096,  12288, 4096,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
     Measured(4096,  12288, 8192,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
-    Measured(4096,  12288, 16384, FUSED,     FUSED,     FUSED,     FUSED,     FUSED),
+    Measured(4096,  12288, 16384, KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD,  FUSED),
     Measured(2048,  2048,  1,     KEPT_FOLD, FUSED,     FUSED,     FUSED,     FUSED),
     Measured(2048,  2048,  16,    KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
     Measured(2048,  2048,  64,    KEPT_FOLD, FUSED,     FUSED,     FUSED,     FUSED),
@@ -111,7 +111,7 @@ comptime MEASURED = [
     Measured(1280,  5120,  2048,  FUSED,     FUSED,     FUSED,     FUSED,     FUSED),
     Measured(1280,  5120,  4096,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
     Measured(1280,  5120,  8192,  KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
-    Measured(1280,  5120,  16384, KEPT_FOLD, NEW_FOLD,  KEPT_FOLD, NEW_FOLD,  FUSED),
+    Measured(1280,  5120,  16384, KEPT_FOLD, FUSED,     KEPT_FOLD, FUSED,     FUSED),
 ]
 """The measurements, by weight and then by rows."""
 # fmt: on
