@@ -17,7 +17,7 @@ from fused_norm.native import build, cache, compiler, node, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
 # The version that the kernels are written for.
-COMPILER = "1.2.0"
+COMPILERS = ("1.1", "1.2")
 # CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
 OLDEST_NVIDIA_DRIVER = 525
 OLDEST_OF_MAX = 580
@@ -74,8 +74,9 @@ def _compiler(advice: list[str]) -> str:
     version = compiler.version()
     if version is None:
         return f"none; `{compiler.INSTALL}` installs it"
-    if version != COMPILER:
-        advice.append(f"Mojo {version} is installed, the kernels are written for {COMPILER}")
+    if version.rpartition(".")[0] not in COMPILERS:
+        known = " and ".join(COMPILERS)
+        advice.append(f"Mojo {version} is installed, the kernels are written for {known}")
     return version
 
 
