@@ -55,10 +55,10 @@ zeros gives.
 
 ## Products and sums
 
-- **CPU, forward**: normalized rows enter the product in float32, or in bfloat16 if the CPU
-  multiplies bfloat16 itself (AVX-512 BF16, AMX). 128 products (512 with AVX-512 BF16) are summed
-  before they join the total, which keeps the error of long sums small. On AMX tiles, 32 at a time
-  join one sum, and subnormal numbers count as zeros.
+- **CPU, forward**: normalized rows enter the product in float32, or in bfloat16 on AMX tiles (and
+  with AVX-512 BF16 on AMD's CPUs, where `batch_invariant` runs our product). 128 products (512 of
+  bfloat16) are summed before they join the total, which keeps the error of long sums small. On AMX
+  tiles, 32 at a time join one sum, and subnormal numbers count as zeros.
 - **CPU, backward**: the product of dy and the normalized rows, before `ln_weight` is applied, gives
   the gradients of `ln_weight` and `linear_weight`. Up to 192 rows, the product of dy and
   `linear_weight`, which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`

@@ -148,8 +148,9 @@ def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
         ]
         expected = fn.fused_layernorm_linear(dense[0], gamma, beta, dense[1], bias[:20])
     if layout == "transposed":
-        # PyTorch's product takes such a weight as it lies.
-        torch.testing.assert_close(y, expected)
+        # PyTorch's product takes such a weight as it lies, and rows rounded to its type.
+        close = {"rtol": 0.016, "atol": 0.01} if dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(y, expected, **close)
     else:
         assert_same(y, expected)
     assert y.is_contiguous()

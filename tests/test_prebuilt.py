@@ -304,8 +304,10 @@ class TestChoice:
         dtype: str = "bfloat16",
         name: str = "norm_linear_cpu",
         machine: str = "x86_64",
+        has_tiles: bool = True,
     ) -> object:
         self.patch.setattr(levels, "flags", lambda: frozenset(flags.split()))
+        self.patch.setattr(levels, "has_tiles", lambda: has_tiles)
         self.patch.setattr(levels.platform, "machine", lambda: machine)
         levels.of_this_cpu.cache_clear()
         found = build.Extension(name, dtype).prebuilt
@@ -317,6 +319,7 @@ class TestChoice:
             self.has(prebuilt.file_name("norm_linear_cpu", "bfloat16", level.name))
         for name, has in flags.items():
             assert self.chosen(has + " other") == name
+        assert self.chosen(flags["amx"], has_tiles=False) == "v4"
         assert self.chosen(flags["v3"] + " amx_bf16 amx_tile avx512_bf16") == "v3"
         assert self.chosen("avx avx2") is None
         assert self.chosen(flags["amx"], "float16") is None
