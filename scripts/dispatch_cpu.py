@@ -91,8 +91,11 @@ IMPORTS = """from ...gemm.activation import GATED, GELU, SILU
 from ..plan import DECLINED, FUSED
 
 comptime AVX2 = 0
+\"\"\"AVX2.\"\"\"
 comptime AVX512 = 1
-comptime TILES = 2"""
+\"\"\"AVX-512, with or without instructions for bfloat16.\"\"\"
+comptime TILES = 2
+\"\"\"Tile registers (AMX).\"\"\""""
 COLUMNS = {
     "level": "The set of instructions: AVX2, AVX512 or TILES (AMX).",
     **{"dtype": "Element type of the tensors.", "K": "Features.", "N": "Outputs.", "M": "Rows."},

@@ -8,8 +8,11 @@ from ...gemm.activation import GATED, GELU, SILU
 from ..plan import DECLINED, FUSED
 
 comptime AVX2 = 0
+"""AVX2."""
 comptime AVX512 = 1
+"""AVX-512, with or without instructions for bfloat16."""
 comptime TILES = 2
+"""Tile registers (AMX)."""
 
 
 @fieldwise_init
