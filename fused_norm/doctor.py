@@ -16,7 +16,7 @@ from fused_norm.backends.sm90_kernels import is_hopper
 from fused_norm.native import build, cache, compiler, node, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
-# The version that the kernels are written for.
+# The versions that the kernels are written for; pyproject.toml asks for these.
 COMPILERS = ("1.1", "1.2")
 # CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
 OLDEST_NVIDIA_DRIVER = 525

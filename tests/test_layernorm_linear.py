@@ -148,9 +148,11 @@ def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
         ]
         expected = fn.fused_layernorm_linear(dense[0], gamma, beta, dense[1], bias[:20])
     if layout == "transposed":
-        # PyTorch's product takes such a weight as it lies, and rows rounded to its type.
-        close = {"rtol": 0.016, "atol": 0.01} if dtype is torch.bfloat16 else {}
-        torch.testing.assert_close(y, expected, **close)
+        # PyTorch's product takes such a weight as it lies, and rows that are rounded to bfloat16.
+        inputs = [varied_x, gamma, beta, varied_w, bias[:20]]
+        assert_within_budget("y", y, eager(*as_float64(inputs)), eager(*inputs))
+        if dtype is torch.float32:
+            torch.testing.assert_close(y, expected)
     else:
         assert_same(y, expected)
     assert y.is_contiguous()

@@ -154,7 +154,6 @@ def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert forward(record.KEPT_FOLD, record.FUSED) == ["fused" if allowed else "declined"]
 
 
-@pytest.mark.filterwarnings("ignore:Please use the new API")
 def test_plan_is_told_how_a_residual_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: an address of 1 stood for any, and no product behind the sum was aligned."""
     x, *parameters = make_inputs(8, 64, 32, dtype=torch.bfloat16)
@@ -172,6 +171,7 @@ def test_plan_is_told_how_a_residual_lies(monkeypatch: pytest.MonkeyPatch) -> No
     assert (aligned % sm90.ALIGNMENT, at_two % sm90.ALIGNMENT) == (0, 2)
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API")
 def test_both_settings_for_tf32_are_read() -> None:
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision

@@ -7,11 +7,7 @@ from ...gemm.activation import GATED
 from ..plan import FUSED
 from .measured import AVX2, AVX512, MEASURED, TILES
 
-comptime LEVEL = (
-    TILES if CompilationTarget._has_feature[
-        "amx-tile"
-    ]() else AVX512 if CompilationTarget.has_avx512f() else AVX2 if CompilationTarget.has_avx2() else -1
-)
+comptime LEVEL = _level()
 """The set of instructions that the build is for, -1 for one that was not measured."""
 
 
@@ -47,6 +43,15 @@ def fastest[dtype: DType](call: Call, follows: Bool) -> Int:
                     nearest = far
                     way = at.training if follows else at.forward
     return way
+
+
+def _level() -> Int:
+    """Finds the best set that the target has."""
+    if CompilationTarget._has_feature["amx-tile"]():
+        return TILES
+    if CompilationTarget.has_avx512f():
+        return AVX512
+    return AVX2 if CompilationTarget.has_avx2() else -1
 
 
 def _is_alike(activation: Int, measured: Int) -> Bool:
