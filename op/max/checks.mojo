@@ -6,8 +6,13 @@ from max.gpu.host import DeviceBuffer, DeviceContext
 from ..rows.operands import accumulator
 
 
-def clear(tensor: ManagedTensorSlice, ctx: DeviceContext) raises:
+def clear[
+    target: StaticString
+](tensor: ManagedTensorSlice, ctx: DeviceContext) raises:
     """Writes the zeros that a sum over no rows is, if it is wanted.
+
+    Parameters:
+        target: The device's kind.
 
     Args:
         tensor: Where to; without elements, nowhere.
@@ -18,12 +23,17 @@ def clear(tensor: ManagedTensorSlice, ctx: DeviceContext) raises:
     """
     if tensor.size() == 0:
         return
-    ctx.enqueue_memset(
-        DeviceBuffer[tensor.dtype](
-            ctx, tensor.unsafe_ptr(), tensor.size(), owning=False
-        ),
-        Scalar[tensor.dtype](0),
-    )
+    comptime if target == "cpu":
+        # A graph does not wait for what is queued on a CPU.
+        for i in range(tensor.size()):
+            tensor.unsafe_ptr()[i] = 0
+    else:
+        ctx.enqueue_memset(
+            DeviceBuffer[tensor.dtype](
+                ctx, tensor.unsafe_ptr(), tensor.size(), owning=False
+            ),
+            Scalar[tensor.dtype](0),
+        )
 
 
 def require_dtypes[

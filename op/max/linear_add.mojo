@@ -95,7 +95,7 @@ struct FusedNormLinearAddBackward:
             call.x = address[op, "x"](x, M, K)
         call.dbias = optional[op, "dlinear_bias"](dlinear_bias, N)
         if M == 0:
-            clear(dlinear_weight, ctx)
-            clear(dlinear_bias, ctx)
+            clear[target](dlinear_weight, ctx)
+            clear[target](dlinear_bias, ctx)
         else:
             linear_add_backward[target, dtype](Device[target](ctx), call)

@@ -97,10 +97,10 @@ struct FusedNormLayerNormLinearBackward:
         call.mean = address[op, "mean"](mean, M)
         call.rstd = address[op, "rstd"](rstd, M)
         if M == 0:
-            clear(dln_weight, ctx)
-            clear(dln_bias, ctx)
-            clear(dlinear_weight, ctx)
-            clear(dlinear_bias, ctx)
+            clear[target](dln_weight, ctx)
+            clear[target](dln_bias, ctx)
+            clear[target](dlinear_weight, ctx)
+            clear[target](dlinear_bias, ctx)
             return
         comptime if target == "cpu":
             norm_linear_cpu.backward[dtype, LayerNorm](call)

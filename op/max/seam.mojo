@@ -183,12 +183,12 @@ struct FusedNormNormLinearBackward:
         )
         call.dbias = optional[op, "dlinear_bias"](dlinear_bias, products(call))
         if call.M == 0:
-            clear(dln_weight, ctx)
-            clear(dln_bias, ctx)
-            clear(dscale, ctx)
-            clear(dshift, ctx)
-            clear(dlinear_weight, ctx)
-            clear(dlinear_bias, ctx)
+            clear[target](dln_weight, ctx)
+            clear[target](dln_bias, ctx)
+            clear[target](dscale, ctx)
+            clear[target](dshift, ctx)
+            clear[target](dlinear_weight, ctx)
+            clear[target](dlinear_bias, ctx)
             return
         comptime if normalization == "rms_norm":
             backward[target, dtype, RmsNorm](Device[target](ctx), call)
