@@ -113,7 +113,11 @@ class Case:
         # The norm's gradient is the sum of dy, and one that cancels leaves a number of noise a row.
         dy = torch.randn(shape, device=device, dtype=dtype) + (op == "norm")
         self.dy = Guarded.of(dy, shift).tensor
-        function: Callable[..., Tensor] = globals()[op]
+        self.solve()
+
+    def solve(self) -> None:
+        """Compute the results in float64 and by PyTorch."""
+        function: Callable[..., Tensor] = globals()[self.op]
         exact = [t.double().requires_grad_() for t in self.tensors]
         self.exact = function(*exact)
         self.exact_grads = torch.autograd.grad(self.exact, exact, self.dy.double())
@@ -258,6 +262,21 @@ def test_far_from_zero(far, K, device):
     call("composed_mean", [x], [m])
     assert (y - trainable_eps(x.double(), o.double())).abs().max() < 4e-6
     assert (m - mean(x.double())).abs().max() < 4e-6
+
+
+@every_device
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("K", [100, 769, 5001])
+def test_first_elements_unlike_the_rest(K, dtype, device):
+    """A pass over a part of a row only estimates its mean."""
+    case = Case("trainable_eps", (20, K), dtype, device)
+    for tensor in (case.tensors[0], case.dy):
+        tensor.copy_(tensor.sort(-1).values)
+        tensor[:10, : K // 8] -= 1000
+    case.solve()
+    assert_as_exact(case.forward(), case.peer, case.exact, "y")
+    for i, grad in enumerate(case.backward()):
+        assert_as_exact(grad, case.peer_grads[i], case.exact_grads[i], f"gradient {i}")
 
 
 @every_device

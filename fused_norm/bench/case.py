@@ -40,6 +40,8 @@ class Input(NamedTuple):
         is_matrix: Whether every row of x is multiplied with it.
         is_summand: Whether it is added to x at once: a backward needs only the sum, and the
             gradient of the sum is its own.
+        is_scalar: Whether it is one number for all rows: the sum of what each adds to its gradient
+            may cancel.
     """
 
     sizes: tuple[int, ...]
@@ -47,6 +49,7 @@ class Input(NamedTuple):
     std: float = 1.0
     is_matrix: bool = False
     is_summand: bool = False
+    is_scalar: bool = False
 
     @property
     def elements(self) -> int:

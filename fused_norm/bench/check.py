@@ -26,10 +26,13 @@ class Truth:
     Attributes:
         outputs: By name.
         gradients: Those of the inputs by name, None for an input that is not used.
+        sizes: What the errors of some gradients are measured by, in place of their own norm: for a
+            scalar, the norm of what each row adds to it.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
+    sizes: dict[str, float]
 
 
 def truth(
@@ -47,9 +50,19 @@ def truth(
     ys = listed(formula(*wide))
     dys = [gradient.double() for gradient in grad_outputs]
     gradients = torch.autograd.grad(ys, wide, dys, allow_unused=True)
+    made = case.op.inputs(case.shape)
+    sizes = {}
+    for i, (name, one) in enumerate(made.items()):
+        if one.is_scalar and gradients[i] is not None:
+            of_rows = wide[i].detach().repeat(*inputs[0].shape[:-1], 1).requires_grad_()
+            (shares,) = torch.autograd.grad(
+                listed(formula(*wide[:i], of_rows, *wide[i + 1 :])), of_rows, dys
+            )
+            sizes[name] = float(shares.norm())
     return Truth(
         dict(zip(case.op.outputs(case.shape), (y.detach() for y in ys), strict=True)),
-        dict(zip(case.op.inputs(case.shape), gradients, strict=True)),
+        dict(zip(made, gradients, strict=True)),
+        sizes,
     )
 
 
@@ -63,8 +76,9 @@ def errors(
 ) -> dict[str, float]:
     """Return a provider's relative error against float64, by tensor.
 
-    The error is the Frobenius norm of the difference over the norm of the truth; infinity where
-    a value is not finite, or has another shape or dtype than it should.
+    The error is the Frobenius norm of the difference over the norm of the truth, or over the size
+    that the truth names; infinity where a value is not finite, or has another shape or dtype than
+    it should.
 
     Args:
         bind: Binds the provider to inputs.
@@ -89,7 +103,7 @@ def errors(
         computed = torch.autograd.grad(ys, bound.leaves, grad_outputs, allow_unused=True)
         for gradient, (name, wanted) in zip(computed, exact.gradients.items(), strict=True):
             if wanted is not None:
-                found[f"grad_{name}"] = _error(gradient, wanted, dtype)
+                found[f"grad_{name}"] = _error(gradient, wanted, dtype, exact.sizes.get(name))
     return found
 
 
@@ -110,11 +124,13 @@ def verdict(found: dict[str, float], eager: dict[str, float], dtype: torch.dtype
     return "; ".join(wrong)
 
 
-def _error(value: Tensor | None, exact: Tensor, dtype: torch.dtype) -> float:
+def _error(
+    value: Tensor | None, exact: Tensor, dtype: torch.dtype, size: float | None = None
+) -> float:
     if value is None or value.shape != exact.shape or value.dtype is not dtype:
         return float("inf")
     difference = float((value.detach().double() - exact).norm())
     if difference != difference:
         return float("inf")
-    scale = float(exact.norm())
+    scale = float(exact.norm()) if size is None else size
     return difference / scale if scale else difference

@@ -295,7 +295,7 @@ MEMBERS: tuple[Member, ...] = (
 LAYER_NORM = Op(
     name="layer_norm",
     title="LayerNorm as a row program",
-    inputs=lambda s: {"x": rows(s), "o": Input((1,), mean=SCALE, std=0.0)},
+    inputs=lambda s: {"x": rows(s), "o": Input((1,), mean=SCALE, std=0.0, is_scalar=True)},
     outputs=lambda s: {"y": s.K},
     reference=reference.trainable_eps_layer_norm,
     # Sum, center, square, sum, divide.

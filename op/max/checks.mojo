@@ -26,7 +26,7 @@ def clear[
     comptime if target == "cpu":
         # A graph does not wait for what is queued on a CPU.
         for i in range(tensor.size()):
-            tensor.unsafe_ptr()[i] = 0
+            tensor.unsafe_ptr()[unsafe_offset=i] = 0
     else:
         ctx.enqueue_memset(
             DeviceBuffer[tensor.dtype](

@@ -91,6 +91,23 @@ trait RowProgram:
         return count
 
     @staticmethod
+    def share_of(pass_index: Int) -> Int:
+        """Returns how much of a row a pass has to read: its first 1 / `share`.
+
+        Args:
+            pass_index: The pass.
+
+        Returns:
+            The share of its stages, 1 for the pass that stores.
+        """
+        var share = 0
+        comptime for i in range(Self.stages):
+            if Self.pass_of(i) == pass_index:
+                comptime of_stage = Self.Stages[i].share
+                share = of_stage if share == 0 else min(share, of_stage)
+        return max(share, 1)
+
+    @staticmethod
     @always_inline
     def visit[
         dtype: DType, width: Int, //, pass_index: Int

@@ -15,6 +15,9 @@ trait Stage:
     and no pass over the row ends here."""
     comptime results: Int = 0
     """How many of the totals are stored for each row."""
+    comptime share: Int = 1
+    """Of how much of a row the totals may be estimates: its first 1 / `share`. A later stage corrects what comes of
+    that, up to roundings that grow with the root of `share`."""
 
     @staticmethod
     @always_inline

@@ -114,6 +114,20 @@ def test_all_outputs_are_compared(registry: Callable[..., None]) -> None:
     assert forward.of("one").message == "ValueError: returned 1 tensors, expected y, sum"
 
 
+def test_a_scalar_is_measured_by_what_rows_add() -> None:
+    """Regression: the gradient of eps was refused where the rows' shares all but cancel."""
+    op = OPS["layer_norm"]
+    case = Case(op, Shape(64, 1024, 0), torch.float32, torch.device("cpu"))
+    x, o = torch.randn(64, 1024), torch.tensor([0.25])
+    exact = truth(op.reference, case, [x, o], [dy := torch.randn(64, 1024)])
+    shares = [
+        truth(op.reference, case, [x[i : i + 1], o], [dy[i : i + 1]]).gradients["o"]
+        for i in range(64)
+    ]
+    assert exact.sizes == pytest.approx({"o": float(torch.stack(shares).norm())})
+    assert float(exact.gradients["o"]) == pytest.approx(float(sum(shares)))
+
+
 def test_check_needs_finite_eager() -> None:
     """Regression: beside an eager that is not finite, everything would count as right."""
     inf = float("inf")

@@ -2,14 +2,22 @@
 
 The first mean is that of x less the row's first element: a constant row gives exactly zero. It is rounded to
 its type; the mean of what is left is small, and is subtracted in a second stage or in the stage that follows.
+It may be that of the row's first elements alone: the mean of 1 / n of a row is within sqrt(n - 1) standard deviations
+of its whole mean, so the squares of what is left sum up to at most n times those of the centered row.
 """
 
 from ..stage import Stage
 from ..values import Row, Values
 
 
+comptime ESTIMATE = 8
+"""The first mean may be that of the first 1 / `ESTIMATE` of a row."""
+
+
 struct _Center(Stage):
     """(x, ...) -> (x - mean(x), ...), give or take the rounding of the mean."""
+
+    comptime share = ESTIMATE
 
     @staticmethod
     @always_inline

@@ -8,7 +8,7 @@ from ...norms.norm import inverse_sqrt
 from ..program import Program
 from ..stage import Stage
 from ..values import Row, Values
-from .center import _Center
+from .center import ESTIMATE, _Center
 from .norm import _Normalize
 
 
@@ -16,6 +16,7 @@ struct _CenterBoth(Stage):
     """(dy, x) -> (dy - mean, x - mean), give or take the rounding of the means."""
 
     comptime terms = 2
+    comptime share = ESTIMATE
 
     @staticmethod
     @always_inline
