@@ -127,6 +127,9 @@ def render(files: Sequence[Path], docs: Path) -> str:
     parts = [INTRODUCTION]
     for name, title in SEAMS.items():
         parts += _seams(ROOT / name, title)
+    for name, path in front.CPUS.items():
+        if ROOT / path not in files:
+            parts += _dtypes(ROOT / path, f"The family on a Xeon with {name}")
     for path in files:
         run = results.load(path)
         parts += _machine(path, run)
@@ -185,6 +188,31 @@ def _seams(path: Path, title: str) -> list[str]:
         f"and launched one by one (*launch*).\nFrom `{path.relative_to(ROOT)}`, made by "
         f"`{run.environment.command}`.\n",
         markdown.table(header, rows, right=range(3, len(header))),
+    ]
+
+
+def _dtypes(path: Path, title: str) -> list[str]:
+    """Return a run on a CPU as one table, whose columns are dtypes."""
+    run = results.load(path)
+    dtypes = list(dict.fromkeys(m.dtype for m in run.measurements))
+    found: dict[tuple[str, str, str], dict[str, Measurement]] = {}
+    for m in run.measurements:
+        found.setdefault((m.op, _shape(m), m.mode), {})[m.dtype] = m
+    rows = []
+    for (op, shape, mode), of_dtypes in found.items():
+        cells = [EVERY[op].title, shape, mode]
+        for dtype in dtypes:
+            m = of_dtypes.get(dtype)
+            result = m and m.of("fused_norm")
+            ratio = result.vs_eager.get("wall") if result else None
+            cells.append("-" if ratio is None else f"**{ratio:.2f}**")
+        rows.append(cells)
+    return [
+        f"## {title}\n",
+        f"{run.environment.cpu}, {run.environment.threads} threads, torch {run.environment.torch}, "
+        f"{run.environment.date}. Ratios to eager in the same run.\n"
+        f"From `{path.relative_to(ROOT)}`, made by `{run.environment.command}`.\n",
+        markdown.table(["what", "MxKxN", "mode", *dtypes], rows, right=range(3, 3 + len(dtypes))),
     ]
 
 

@@ -234,6 +234,22 @@ MUTATIONS = (
         ROWS,
     ),
     Mutation(
+        "a mean of a row's first elements is taken for that of the row",
+        "cpu",
+        "op/rows/programs/trainable_eps.mojo",
+        "var rest_v = total[1] * row.inverse_n",
+        "var rest_v = Scalar[dtype](0)",
+        ("tests/test_row_kernels.py", "-k", "first_elements"),
+    ),
+    Mutation(
+        "a graph on a CPU does not wait for sums over no rows",
+        "cpu",
+        "op/max/checks.mojo",
+        'comptime if target == "cpu":',
+        'comptime if target == "none":',
+        ("tests/test_max_door.py", "-k", "test_no_rows"),
+    ),
+    Mutation(
         "a child of fork waits for threads that it has not",
         "cpu",
         "fused_norm/backends/cpu.py",

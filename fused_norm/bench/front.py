@@ -27,11 +27,13 @@ BLOCKS = "benchmarks/h200-blocks.json"
 FAMILY = "benchmarks/h200-family.json"
 FAMILY_MLP = "benchmarks/h200-family-mlp.json"
 OPS = "benchmarks/results/h200.json"
-CPU = "benchmarks/results/cpu-xeon.json"
+CPUS = {"AMX": "benchmarks/results/cpu-xeon.json", "AVX-512": "benchmarks/cpu-avx512.json"}
+CPU_ROWS = "benchmarks/cpu-avx512-rows.json"
 IMAGES = "docs/images"
 PAGE = "README.md"
 MODES = {"forward": "Inference", "train": "Training step"}
 PEER = "compile"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -164,32 +166,42 @@ def table(root: Path) -> str:
     Args:
         root: The repository.
     """
-    blocks, family, ops, cpu = (results.load(root / path) for path in (BLOCKS, FAMILY, OPS, CPU))
+    blocks, family, ops = (results.load(root / path) for path in (BLOCKS, FAMILY, OPS))
+    trained = results.load(root / CPU_ROWS)
+    pair, row_op = "layernorm_linear", "layer_norm"
 
     def only(run: Run, op: str, dtype: str) -> Run:
         kept = [m for m in run.measurements if (m.op, m.dtype) == (op, dtype)]
         return replace(run, measurements=kept)
 
-    pair = "layernorm_linear"
+    def seams(run: Run, dtype: str) -> Run:
+        kept = [m for m in run.measurements if m.op != row_op and m.dtype == dtype]
+        return replace(run, measurements=kept)
+
     gpu = f"{ops.environment.gpu.removeprefix('NVIDIA ')}"
-    xeon = f"{cpu.environment.threads} Xeon threads"
     rows = [
         ("a whole block, compiled", f"{gpu}, bfloat16, device", blocks, "graph"),
         ("", f"{gpu}, bfloat16, launched", blocks, "launch"),
         ("a call of the family", f"{gpu}, bfloat16, device", family, "graph"),
         ("", f"{gpu}, bfloat16, launched", family, "launch"),
+    ]
+    for name, path in CPUS.items():
+        run = results.load(root / path)
+        place = f"Xeon with {name}, {run.environment.threads} threads"
+        rows += [("", f"{place}, {dtype}", seams(run, dtype), "wall") for dtype in DTYPES]
+    rows += [
         ("LayerNorm + Linear", f"{gpu}, bfloat16, device", only(ops, pair, "bfloat16"), "graph"),
         ("", f"{gpu}, bfloat16, launched", only(ops, pair, "bfloat16"), "launch"),
         ("", f"{gpu}, float32, device", only(ops, pair, "float32"), "graph"),
-        ("", f"{xeon}, float32", only(cpu, pair, "float32"), "wall"),
         (
             "LayerNorm with trained eps",
             f"{gpu}, bfloat16, device",
-            only(ops, "layer_norm", "bfloat16"),
+            only(ops, row_op, "bfloat16"),
             "graph",
         ),
-        ("", f"{xeon}, float32", only(cpu, "layer_norm", "float32"), "wall"),
     ]
+    place = f"Xeon, {trained.environment.threads} threads"
+    rows += [("", f"{place}, {dtype}", only(trained, row_op, dtype), "wall") for dtype in DTYPES]
     header = ["what", "where", "inference", "training", "training / `torch.compile`"]
     lines = []
     for what, where, run, metric in rows:
