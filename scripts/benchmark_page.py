@@ -127,9 +127,9 @@ def render(files: Sequence[Path], docs: Path) -> str:
     parts = [INTRODUCTION]
     for name, title in SEAMS.items():
         parts += _seams(ROOT / name, title)
-    for name, path in front.CPUS.items():
-        if ROOT / path not in files:
-            parts += _dtypes(ROOT / path, f"The family on a Xeon with {name}")
+    for name, place in front.CPUS.items():
+        if ROOT / place not in files:
+            parts += _dtypes(ROOT / place, f"The family on a Xeon with {name}")
     for path in files:
         run = results.load(path)
         parts += _machine(path, run)
@@ -202,8 +202,7 @@ def _dtypes(path: Path, title: str) -> list[str]:
     for (op, shape, mode), of_dtypes in found.items():
         cells = [EVERY[op].title, shape, mode]
         for dtype in dtypes:
-            m = of_dtypes.get(dtype)
-            result = m and m.of("fused_norm")
+            result = of_dtypes[dtype].of("fused_norm") if dtype in of_dtypes else None
             ratio = result.vs_eager.get("wall") if result else None
             cells.append("-" if ratio is None else f"**{ratio:.2f}**")
         rows.append(cells)
