@@ -111,9 +111,9 @@ def _take_columns[
         var readers = StaticTuple[Reader, at_once](fill=features)
         comptime for i in range(at_once):
             var reader = features
-            reader.load_inputs(
-                operands, min(base + i * COLUMN_WARPS, end - 1), column, 0
-            )
+            var row = min(base + i * COLUMN_WARPS, end - 1)
+            reader.load_inputs(operands, row, column, 0)
+            reader.load_addend(operands, row, column, 0)
             readers[i] = reader
         comptime for i in range(at_once):
             var row = base + i * COLUMN_WARPS

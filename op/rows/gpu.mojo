@@ -6,8 +6,9 @@ read again in each pass, mostly from cache. Loads and stores are of `width` elem
 addresses allow, one element otherwise.
 
 Grid: a block for each row of a group or, where each warp has a row, for as many rows as it has warps; groups.
-Persistent kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where one block
-fills an SM, no other has work while it waits, so it loads the next row while it computes one.
+Persistent kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where they have all
+registers of an SM, they load the next row before they take this one through its passes: memory is busy only while
+some tens of kilobytes are on their way to every SM, also while threads add up or store.
 """
 
 from max.gpu import (
@@ -71,6 +72,7 @@ def _reduce[
     comptime warps = ceildiv(shape.threads, WARP_SIZE)
     var half = shared.unsafe_offset(flip * (P.stages * CAPACITY * warps))
     flip = 1 - flip
+    var parts = block_dim.x // WARP_SIZE
     comptime for s in range(P.stages):
         comptime if P.pass_of(s) == pass_index:
             var sum = sums[s]
@@ -83,22 +85,22 @@ def _reduce[
                         ).unsafe_store(sum[t])
             totals[s] = sum
     comptime if shape.whole_block:
-        barrier()
-        # each group of `warps` lanes adds up the same parts
-        var part_index = lane_id() % warps
-        var parts = block_dim.x // WARP_SIZE
-        comptime for s in range(P.stages):
-            comptime if P.pass_of(s) == pass_index:
-                comptime redo = P.Stages[s].redo
-                var total = Values[dtype, 1]()
-                comptime for t in range(P.Stages[s].terms):
-                    var part = materialize[redo]().identity[dtype, 1]()
-                    if part_index < parts:
-                        part = half.unsafe_offset(
-                            (s * CAPACITY + t) * warps + part_index
-                        ).unsafe_load()
-                    total[t] = _butterfly[redo, warps](part)
-                totals[s] = total
+        if parts > 1:
+            barrier()
+            # each group of `warps` lanes adds up the same parts
+            var part_index = lane_id() % warps
+            comptime for s in range(P.stages):
+                comptime if P.pass_of(s) == pass_index:
+                    comptime redo = P.Stages[s].redo
+                    var total = Values[dtype, 1]()
+                    comptime for t in range(P.Stages[s].terms):
+                        var part = materialize[redo]().identity[dtype, 1]()
+                        if part_index < parts:
+                            part = half.unsafe_offset(
+                                (s * CAPACITY + t) * warps + part_index
+                            ).unsafe_load()
+                        total[t] = _butterfly[redo, warps](part)
+                    totals[s] = total
     P.finish[pass_index](row, totals)
 
 
@@ -180,6 +182,7 @@ def row_kernel[
                 )
             else:
                 reader.load_inputs(operands, index, start, step)
+            reader.load_addend(operands, index, start, step)
             reader.load_features(operands, group, start, step)
             _resident_row(
                 operands, index, reader, start, step, shared, flip, columns
@@ -197,6 +200,7 @@ def row_kernel[
         comptime if shape.resident:
             var reader = RowReader[P, dtype, ftype, shape]()
             reader.load_inputs(operands, index, start, step)
+            reader.load_addend(operands, index, start, step)
             reader.load_features(operands, group, start, step)
             _resident_row(
                 operands, index, reader, start, step, shared, flip, columns
@@ -258,6 +262,8 @@ def _long_row[
         while first < operands.length:
             var reader = RowReader[P, dtype, ftype, shape]()
             reader.load_inputs(operands, index, first, step)
+            comptime if p == P.passes:
+                reader.load_addend(operands, index, first, step)
             reader.load_features(operands, group, first, step)
             var part = P.identities[accum, 1]()
             reader.take[p](operands, index, first, step, totals, part, columns)
@@ -302,10 +308,8 @@ def _store_columns[
     start: Int32,
     step: Int32,
 ):
-    """Stores the sums over the block's rows, those of its warps added in their order."""
-    comptime width = shape.width
-    comptime tile = shape.tile
-    comptime alignment = min(16, width * size_of[accum]())
+    """Stores the sums over the block's rows."""
+    comptime alignment = min(16, shape.width * size_of[accum]())
     var length = Int(operands.length)
     comptime for c in range(P.columns):
         var partial = GlobalPointer[accum](
@@ -313,35 +317,9 @@ def _store_columns[
         ).unsafe_offset(
             ((c * grid_dim.y + block_idx.y) * grid_dim.x + block_idx.x) * length
         )
-        comptime if shape.whole_block:
-            comptime for i in range(tile):
-                var column = start + Int32(i) * step
-                if column < operands.length:
-                    partial.unsafe_offset(Int(column)).unsafe_store[
-                        alignment=alignment
-                    ](columns[c * tile + i])
-        else:
-            var shared = stack_allocation[
-                WARP_SIZE * tile * width,
-                Scalar[accum],
-                address_space=AddressSpace.SHARED,
-                alignment=16,
-            ]()
-            for w in range(block_dim.x // WARP_SIZE):
-                if w == warp_id():
-                    comptime for i in range(tile):
-                        var sum = columns[c * tile + i]
-                        var place = shared.unsafe_offset(
-                            Int(start + Int32(i) * step)
-                        )
-                        if w > 0:
-                            sum += place.unsafe_load[
-                                width=width, alignment=alignment
-                            ]()
-                        place.unsafe_store[alignment=alignment](sum)
-                barrier()
-            for column in range(thread_idx.x, length, block_dim.x):
-                partial.unsafe_offset(column).unsafe_store(
-                    shared.unsafe_offset(column).unsafe_load()
-                )
-            barrier()
+        comptime for i in range(shape.tile):
+            var column = start + Int32(i) * step
+            if column < operands.length:
+                partial.unsafe_offset(Int(column)).unsafe_store[
+                    alignment=alignment
+                ](columns[c * shape.tile + i])

@@ -166,6 +166,8 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
     """Loads per input."""
     comptime accum = accumulator[Self.dtype]()
     """The type computed in."""
+    comptime has_early_addend = Self.P.has_addend and Self.tile == 1
+    """Whether registers suffice to load what is added to the first output ahead of the sums over the row."""
 
     var inputs: StaticTuple[
         SIMD[Self.dtype, Self.width], max(1, Self.P.inputs * Self.tile)
@@ -175,6 +177,8 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         SIMD[Self.ftype, Self.width], max(1, Self.P.features * Self.tile)
     ]
     """Loads of the first feature, then of the next."""
+    var addend: SIMD[Self.dtype, Self.width]
+    """What is added to the first output, if it is loaded early."""
     var row: Row[Self.accum]
     """What the stages may know of the row."""
 
@@ -183,6 +187,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         """Holds zeros."""
         self.inputs = {fill = 0}
         self.features = {fill = 0}
+        self.addend = 0
         self.row = Row[Self.accum](0, 0, {}, {}, 0, 0, 0)
 
     @always_inline
@@ -222,6 +227,25 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                         start + Int32(i) * step,
                     ),
                 )
+
+    @always_inline
+    def load_addend(
+        mut self,
+        operands: Operands[Self.accum],
+        row: Int,
+        start: Int32,
+        step: Int32,
+    ):
+        """Loads what is added to the first output of the same elements, if registers suffice.
+
+        Args:
+            operands: The tensors.
+            row: The row's index.
+            start: The first element's index.
+            step: The distance of two loads.
+        """
+        comptime if Self.has_early_addend:
+            self.addend = Self._load(operands, operands.addend, row, start)
 
     @always_inline
     @staticmethod
@@ -393,8 +417,16 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                 )
         comptime for k in range(Self.P.outputs):
             if operands.outputs[k] != 0:
+                var output = v[k]
+                comptime if Self.P.has_addend and k == 0:
+                    var addend = self.addend
+                    comptime if not Self.has_early_addend:
+                        addend = Self._load(
+                            operands, operands.addend, index, column
+                        )
+                    output += widen[Self.accum](addend)
                 _store[Self.P, Self.dtype, k, Self.width](
-                    operands, index, column, v[k]
+                    operands, index, column, output
                 )
 
 
@@ -413,12 +445,6 @@ def _store[
     comptime alignment = width * size_of[dtype]()
     var index = row * stride * Int(operands.length) + Int(column)
     var value = output
-    comptime if P.has_addend and k == 0:
-        value += widen[accum](
-            _at[dtype](operands.addend, index).unsafe_load[
-                width=width, alignment=alignment
-            ]()
-        )
     comptime if dtype == DType.float32 and k >= P.first_narrow:
         comptime for narrow in [DType.bfloat16, DType.float16]:
             if operands.narrow == code_of[narrow]():

@@ -132,17 +132,8 @@ def _launch_rows[
         )
         return
     comptime if P.inputs == 1 and not P.has_residual:
-        # one such block fills an SM, so it has to load ahead
         if loads <= PERSISTENT_THREADS * tile:
-            comptime shape = Shape(
-                width, tile, True, True, True, PERSISTENT_THREADS, 1
-            )
-            var launch = _persistent_blocks(
-                gpu, operands, align_up(ceildiv(loads, tile), WARP_SIZE), 1
-            )
-            _launch[P, dtype, ftype, shape](
-                gpu, operands, launch.blocks, launch.threads
-            )
+            _ = launch_persistent[P, dtype, ftype, width, tile](gpu, operands)
             return
     _launch_long_rows[P, dtype, ftype, width, tile](gpu, operands)
 
@@ -181,31 +172,74 @@ def _launch_long_rows[
     )
 
 
-@fieldwise_init
-struct _Persistent(TrivialRegisterPassable):
+def persistent_shape[dtype: DType](width: Int, tile: Int) -> Shape:
+    """Returns the shape of a persistent kernel.
+
+    Parameters:
+        dtype: The type of inputs and outputs.
+
+    Args:
+        width: Elements of one load.
+        tile: Loads of a row that a thread has.
+
+    Returns:
+        The shape.
+    """
+    # Loads of 4-byte elements keep memory busy with twice the threads and half the registers; 16 bytes of
+    # smaller ones are too many sums for those.
+    var blocks = 2 if tile == 1 and size_of[dtype]() > 2 else 1
+    return Shape(width, tile, True, True, True, PERSISTENT_THREADS, blocks)
+
+
+struct PersistentGrid(TrivialRegisterPassable):
     """The launch of a persistent kernel."""
 
     var blocks: Int
+    """Blocks for each group."""
     var threads: Int
+    """Threads of a block."""
+
+    def __init__(out self, gpu: Gpu, operands: Operands, shape: Shape):
+        """Shares the blocks that the GPU has room for among the groups.
+
+        Args:
+            gpu: Where to run.
+            operands: The sizes.
+            shape: Of the kernel.
+        """
+        self.threads = align_up(
+            ceildiv(Int(operands.length), shape.width * shape.tile), WARP_SIZE
+        )
+        var of_sm = shape.blocks * shape.threads // self.threads
+        self.blocks = min(
+            Int(operands.rows),
+            max(1, gpu.processors * of_sm // Int(operands.groups)),
+        )
 
 
-def _persistent_warps(gpu: Gpu, operands: Operands) -> _Persistent:
-    comptime threads = PERSISTENT_THREADS // 2
-    return {
-        min(
-            ceildiv(gpu.processors, Int(operands.groups)),
-            ceildiv(Int(operands.rows), threads // WARP_SIZE),
-        ),
-        threads,
-    }
+def launch_persistent[
+    P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
+](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises -> Int:
+    """Launches a program whose rows stay in registers and whose blocks go on to further rows.
 
+    Parameters:
+        P: The row program.
+        dtype: The type of inputs and outputs.
+        ftype: The type of the features.
+        width: Elements of one load.
+        tile: Loads of a row that a thread has.
 
-def _persistent_blocks(
-    gpu: Gpu, operands: Operands, threads: Int, blocks: Int
-) -> _Persistent:
-    """Shares the blocks that the GPU has room for among the groups."""
-    var together = gpu.processors * (blocks * PERSISTENT_THREADS // threads)
-    return {
-        min(Int(operands.rows), ceildiv(together, Int(operands.groups))),
-        threads,
-    }
+    Args:
+        gpu: Where to run.
+        operands: The tensors; a row has at most `PERSISTENT_THREADS * tile` loads.
+
+    Returns:
+        How many blocks each group has.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime shape = persistent_shape[dtype](width, tile)
+    var grid = PersistentGrid(gpu, operands, shape)
+    _launch[P, dtype, ftype, shape](gpu, operands, grid.blocks, grid.threads)
+    return grid.blocks

@@ -23,11 +23,11 @@ from .columns import (
 from .gpu_row import Shape
 from .launch import (
     PERSISTENT_THREADS,
-    _launch,
-    _persistent_blocks,
-    _persistent_warps,
+    PersistentGrid,
     can_vectorize,
     launch_long_rows,
+    launch_persistent,
+    persistent_shape,
 )
 from .operands import Operands, Sums, accumulator
 from .program import RowProgram
@@ -48,11 +48,6 @@ comptime _MOST_PARTS = 65535
 def _tiles(width: Int) -> List[Int]:
     """Returns how many loads of a row a thread of a persistent block may have, fewest first."""
     return [1, 2] if width > 1 else [8]
-
-
-def _blocks(tile: Int) -> Int:
-    """Returns how many persistent blocks of PERSISTENT_THREADS fit into the registers of an SM."""
-    return 2 if tile == 1 else 1
 
 
 def _stores[P: RowProgram]() -> Bool:
@@ -104,12 +99,10 @@ def column_sums_bytes[
         parts = max(parts, _column_parts[P](gpu, shape, width))
         comptime if P.outputs > 0 and P.passes > 0:
             comptime for tile in _tiles(width):
-                comptime blocks = _blocks(tile)
-                var threads = align_up(ceildiv(length, width * tile), WARP_SIZE)
-                if threads <= PERSISTENT_THREADS:
+                if ceildiv(length, width * tile) <= PERSISTENT_THREADS:
+                    comptime kernel = persistent_shape[dtype](width, tile)
                     parts = max(
-                        parts,
-                        _persistent_blocks(gpu, shape, threads, blocks).blocks,
+                        parts, PersistentGrid(gpu, shape, kernel).blocks
                     )
     return align_up(
         P.columns * groups * parts * length * size_of[accumulator[dtype]()](),
@@ -173,29 +166,11 @@ def _launch_persistent[
     width: Int,
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises -> Int:
     """Launches a persistent kernel and returns the number of partial sums; 0 if rows are too long for one."""
-    var loads = ceildiv(Int(operands.length), width)
-    comptime if width > 1:
-        comptime tile = 2
-        if loads <= WARP_SIZE * tile:
-            comptime threads = PERSISTENT_THREADS // 2
-            comptime shape = Shape(width, tile, False, True, True, threads, 1)
-            var launch = _persistent_warps(gpu, operands)
-            _launch[P, dtype, ftype, shape](
-                gpu, operands, launch.blocks, launch.threads
-            )
-            return launch.blocks
     comptime for tile in _tiles(width):
-        comptime blocks = _blocks(tile)
-        var threads = align_up(ceildiv(loads, tile), WARP_SIZE)
-        if threads <= PERSISTENT_THREADS:
-            comptime shape = Shape(
-                width, tile, True, True, True, PERSISTENT_THREADS, blocks
+        if ceildiv(Int(operands.length), width * tile) <= PERSISTENT_THREADS:
+            return launch_persistent[P, dtype, ftype, width, tile](
+                gpu, operands
             )
-            var launch = _persistent_blocks(gpu, operands, threads, blocks)
-            _launch[P, dtype, ftype, shape](
-                gpu, operands, launch.blocks, launch.threads
-            )
-            return launch.blocks
     return 0
 
 
