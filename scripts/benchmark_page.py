@@ -24,7 +24,6 @@ IMAGES = "images/benchmarks"
 SEAMS = {
     front.BLOCKS: "Whole blocks",
     front.FAMILY: "The family",
-    front.FAMILY_MLP: "The family: MLPs and AdaLN",
 }
 FOLDED = "ours, folds kept"
 PROVIDERS = {
@@ -127,6 +126,7 @@ def render(files: Sequence[Path], docs: Path) -> str:
     parts = [INTRODUCTION]
     for name, title in SEAMS.items():
         parts += _seams(ROOT / name, title)
+    parts += _dtypes(ROOT / front.FAMILY_DTYPES, "The family in float16 and float32")
     for name, place in front.CPUS.items():
         if ROOT / place not in files:
             parts += _dtypes(ROOT / place, f"The family on a Xeon with {name}")
@@ -192,8 +192,13 @@ def _seams(path: Path, title: str) -> list[str]:
 
 
 def _dtypes(path: Path, title: str) -> list[str]:
-    """Return a run on a CPU as one table, whose columns are dtypes."""
+    """Return a run as one table of ours, whose columns are dtypes."""
     run = results.load(path)
+    on_gpu = run.environment.device == "cuda"
+    metric = "graph" if on_gpu else "wall"
+    place = f"{run.environment.cpu}, {run.environment.threads} threads"
+    if on_gpu:
+        place = f"{run.environment.gpu}, device times, {run.environment.tf32}"
     dtypes = list(dict.fromkeys(m.dtype for m in run.measurements))
     found: dict[tuple[str, str, str], dict[str, Measurement]] = {}
     for m in run.measurements:
@@ -203,13 +208,13 @@ def _dtypes(path: Path, title: str) -> list[str]:
         cells = [EVERY[op].title, shape, mode]
         for dtype in dtypes:
             result = of_dtypes[dtype].of("fused_norm") if dtype in of_dtypes else None
-            ratio = result.vs_eager.get("wall") if result else None
+            ratio = result.vs_eager.get(metric) if result else None
             cells.append("-" if ratio is None else f"**{ratio:.2f}**")
         rows.append(cells)
     return [
         f"## {title}\n",
-        f"{run.environment.cpu}, {run.environment.threads} threads, torch {run.environment.torch}, "
-        f"{run.environment.date}. Ratios to eager in the same run.\n"
+        f"{place}, torch {run.environment.torch}, {run.environment.date}. "
+        "Ratios to eager in the same run.\n"
         f"From `{path.relative_to(ROOT)}`, made by `{run.environment.command}`.\n",
         markdown.table(["what", "MxKxN", "mode", *dtypes], rows, right=range(3, 3 + len(dtypes))),
     ]

@@ -25,7 +25,7 @@ from fused_norm.bench.results import Measurement, Run
 
 BLOCKS = "benchmarks/h200-blocks.json"
 FAMILY = "benchmarks/h200-family.json"
-FAMILY_MLP = "benchmarks/h200-family-mlp.json"
+FAMILY_DTYPES = "benchmarks/h200-family-dtypes.json"
 OPS = "benchmarks/results/h200.json"
 CPUS = {"AMX": "benchmarks/results/cpu-xeon.json", "AVX-512": "benchmarks/cpu-avx512.json"}
 CPU_ROWS = "benchmarks/cpu-avx512-rows.json"
@@ -167,7 +167,7 @@ def table(root: Path) -> str:
         root: The repository.
     """
     blocks, family, ops = (results.load(root / path) for path in (BLOCKS, FAMILY, OPS))
-    trained = results.load(root / CPU_ROWS)
+    others, trained = (results.load(root / path) for path in (FAMILY_DTYPES, CPU_ROWS))
     pair, row_op = "layernorm_linear", "layer_norm"
 
     def only(run: Run, op: str, dtype: str) -> Run:
@@ -184,6 +184,8 @@ def table(root: Path) -> str:
         ("", f"{gpu}, bfloat16, launched", blocks, "launch"),
         ("a call of the family", f"{gpu}, bfloat16, device", family, "graph"),
         ("", f"{gpu}, bfloat16, launched", family, "launch"),
+        ("", f"{gpu}, float16, device", seams(others, "float16"), "graph"),
+        ("", f"{gpu}, float32 (TF32), device", seams(others, "float32"), "graph"),
     ]
     for name, path in CPUS.items():
         run = results.load(root / path)
