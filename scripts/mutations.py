@@ -349,8 +349,8 @@ MUTATIONS = (
         "no barrier between the parts of a block's sum and their reader",
         "gpu",
         "op/rows/gpu.mojo",
-        "        barrier()\n        # each group of `warps` lanes",
-        "        # each group of `warps` lanes",
+        "            barrier()\n            # each group of `warps` lanes",
+        "            # each group of `warps` lanes",
         GPU_LAYERNORM,
     ),
     Mutation(
