@@ -3,8 +3,11 @@
 
 #pragma once
 
+#include <array>
+
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 
 #include "seam.h"
 
@@ -66,6 +69,42 @@ inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& p
   const auto workspace = workspace_of(call, weight);
   launch(product.weight_gradient, call, weight);
   return dweight;
+}
+
+// Whether kernels take a Linear layer's tensors as they stand.
+inline bool is_plain_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& sum) {
+  if (!x.defined() || !x.dim() || !x.numel() || !weight.defined() || weight.dim() != 2) {
+    return false;
+  }
+  const Plain is_plain(x);
+  const auto dtype = x.scalar_type();
+  const auto N = weight.size(0);
+  c10::DimVector shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = N;
+  return N && is_plain.is(x) && is_plain(weight, {N, x.size(-1)}, dtype) &&
+      is_plain.may_be(bias, N, dtype) && is_plain.may_be(sum, shape, dtype);
+}
+
+// The gradients of a Linear layer's rows, weight and bias, undefined where not wanted.
+inline std::array<Tensor, 3> linear_gradients(
+    const Tensor& grad, const Tensor& x, const Tensor& weight, const std::array<bool, 3>& wanted,
+    const Product& product) {
+  const auto dy = as_rows(grad), rows = as_rows(x);
+  std::array<Tensor, 3> found;
+  auto& [dx, dweight, dbias] = found;
+  if (wanted[0]) dx = input_gradient(dy, weight, product).view(x.sizes());
+  if (wanted[1]) {
+    if (auto call = planned_weight_gradient(dy, rows, product)) {
+      if (wanted[2]) dbias = at::empty({dy.size(1)}, dy.options());
+      call->dbias = address(dbias);
+      dweight = weight_gradient(*call, weight, product);
+    } else {
+      dweight = at::mm(dy.t(), rows);
+    }
+  }
+  if (wanted[2] && !dbias.defined()) dbias = dy.sum(0);
+  return found;
 }
 
 }  // namespace fused_norm

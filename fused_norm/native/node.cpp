@@ -178,6 +178,34 @@ bool is_left(
   return !t[X].is_cpu() && has_product(kind, t, sizes, kernels) && is_captured;
 }
 
+struct Computed {
+  Results results;
+  const Kernels& kernels;
+};
+
+// Computes a call, that of an op if it is not to be recorded; nothing where that is left to Python.
+std::optional<Computed> computed(
+    const Seam& kind, const Operands& t, bool keeps, const char* recorded = nullptr) {
+  const auto sizes = sizes_of(kind, t);
+  const Tensor& x = t[X];
+  if (!sizes) return std::nullopt;
+  // What watches ops has seen them; autocast has, when they were traced.
+  if (recorded ? is_watched(x) : fused_norm::is_watched()) return std::nullopt;
+  if (is_first_of_thread(current_stream(x.device()))) return std::nullopt;
+  const Conditions conditions(x, keeps);
+  const Kernels& kernels = KernelsOf::find(x, kind.normalization, conditions.is_alone);
+  if (is_left(kind, t, *sizes, conditions.is_captured, kernels)) return std::nullopt;
+  const auto folds = keeping(t, keeps, conditions.is_alone, conditions.promise);
+  std::optional<at::RecordFunction> record;
+  if (recorded) {
+    record.emplace(at::RecordScope::USER_SCOPE);
+    if (record->isActive()) record->before(recorded);
+  }
+  py::gil_scoped_release without_lock;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return Computed{fused_norm::forward(kind, t, *sizes, keeps, folds, kernels), kernels};
+}
+
 // Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
 // is left to Python.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -187,31 +215,162 @@ PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (!t) Py_RETURN_NONE;
   auto kind = seam_of(arguments, *t);
   if (!kind) Py_RETURN_NONE;
-  const auto sizes = sizes_of(*kind, *t);
-  if (!sizes) Py_RETURN_NONE;
   const bool keeps = at::GradMode::is_enabled() &&
       std::any_of(t->flat.begin(), t->flat.end(), [](const Tensor& v) {
                        return v.defined() && v.requires_grad();
                      });
-  const Tensor& x = (*t)[X];
-  if (is_watched(x) || is_first_of_thread(current_stream(x.device()))) Py_RETURN_NONE;
-  const Conditions conditions(x, keeps);
-  const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
-  if (is_left(*kind, *t, *sizes, conditions.is_captured, kernels)) Py_RETURN_NONE;
-  const auto folds = keeping(*t, keeps, conditions.is_alone, conditions.promise);
-  const bool returns_sum = arguments[RETURN_SUM] == Py_True;
   // What is saved has to be an input or a result: second derivatives reach x through it.
   if (keeps) kind->returns_sum = t->has_sum();
-  Results results;
-  {
-    RECORD_USER_SCOPE(
-        (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
-    py::gil_scoped_release without_lock;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    results = fused_norm::forward(*kind, *t, *sizes, keeps, folds, kernels);
+  const auto found = computed(
+      *kind, *t, keeps,
+      (*t)[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
+  if (!found) Py_RETURN_NONE;
+  if (keeps) set_node(*kind, *t, found->results, found->kernels);
+  return wrapped(*kind, *t, found->results, arguments[RETURN_SUM] == Py_True);
+  END_HANDLE_TH_ERRORS
+}
+
+// The kind of an op's call, which says itself whether the sum is a result: of its backward the sum
+// is x. Nothing where kernels cannot take it.
+std::optional<Seam> op_of(PyObject* const* arguments, const std::optional<Operands>& t) {
+  if (!t) return std::nullopt;
+  auto kind = seam_of(arguments, *t);
+  if (kind) kind->returns_sum = arguments[RETURN_SUM] == Py_True;
+  return kind;
+}
+
+// op_forward(*those of forward, keeps): the list that the op seam_forward returns. None where that is
+// left to Python.
+PyObject* op_forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == ARGUMENTS + 1, "op_forward takes ", ARGUMENTS + 1, " arguments");
+  const auto t = operands_of(arguments, arguments[WEIGHT], arguments[BIAS]);
+  const auto kind = op_of(arguments, t);
+  if (!kind) Py_RETURN_NONE;
+  const bool keeps = arguments[ARGUMENTS] == Py_True;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto found = computed(*kind, *t, keeps);
+  if (!found) Py_RETURN_NONE;
+  const auto& [outputs, sum, norm, mean, rstd, products] = found->results;
+  Tensors all = outputs;
+  if (keeps || kind->returns_sum) all.push_back(sum);
+  for (const auto& one : {norm, mean, rstd}) all.push_back(one);
+  all.append(products.begin(), products.end());
+  all.erase(
+      std::remove_if(all.begin(), all.end(), [](const Tensor& v) { return !v.defined(); }),
+      all.end());
+  return wrap_all(all).release();
+  END_HANDLE_TH_ERRORS
+}
+
+// The tensors of a list, undefined for None; nothing where one is not ordinary.
+std::optional<Tensors> tensors_of(PyObject* list) {
+  Tensors tensors;
+  for (PyObject* item : items_of(list)) {
+    if (!is_tensor_or_none(item)) return std::nullopt;
+    tensors.push_back(tensor_of(item));
   }
-  if (keeps) set_node(*kind, *t, results, kernels);
-  return wrapped(*kind, *t, results, returns_sum);
+  return tensors;
+}
+
+// op_backward(*those of forward, products, grad_outputs, wanted): the list that the op seam_backward
+// returns. None where that is left to Python.
+PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == ARGUMENTS + 3, "op_backward takes ", ARGUMENTS + 3, " arguments");
+  const auto t = operands_of(arguments, arguments[WEIGHT], arguments[BIAS]);
+  const auto kind = op_of(arguments, t);
+  const auto products = tensors_of(arguments[ARGUMENTS]);
+  const auto grads = tensors_of(arguments[ARGUMENTS + 1]);
+  if (!kind || !products || !grads) Py_RETURN_NONE;
+  const Tensor& x = (*t)[X];
+  if (!x.defined() || !has_kernel(x, t->norm_dtype()) || fused_norm::is_watched() ||
+      is_first_of_thread(current_stream(x.device()))) {
+    Py_RETURN_NONE;
+  }
+  Wanted wanted;
+  for (PyObject* flag : items_of(arguments[ARGUMENTS + 2])) wanted.push_back(flag == Py_True);
+  const Conditions conditions(x, true);
+  if (conditions.is_captured || wanted.size() != t->flat.size()) Py_RETURN_NONE;
+  const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
+  std::optional<Tensors> found;
+  {
+    py::gil_scoped_release without_lock;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    found = gradients_of(*kind, *t, *products, *grads, wanted, kernels);
+  }
+  if (!found) Py_RETURN_NONE;
+  py::list all;
+  for (size_t place = 0; place < wanted.size(); ++place) {
+    if (!wanted[place] || !t->flat[place].defined()) continue;
+    if (!(*found)[place].defined()) Py_RETURN_NONE;
+    all.append(wrap((*found)[place]));
+  }
+  return all.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// The kernels for a Linear layer in a compiled graph; null where that is left to Python.
+const Kernels* kernels_of_linear(const Tensor& x) {
+  if (fused_norm::is_watched() || is_first_of_thread(current_stream(x.device()))) return nullptr;
+  const Conditions conditions(x, true);
+  return conditions.is_captured ? nullptr : &KernelsOf::find(x, 0, conditions.is_alone);
+}
+
+// op_linear_add(x, weight, bias, residual): what the op linear_add returns. None where that is left to
+// Python.
+PyObject* op_linear_add(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 4, "op_linear_add takes 4 arguments");
+  if (!std::all_of(arguments, arguments + count, is_tensor_or_none)) Py_RETURN_NONE;
+  const auto x = tensor_of(arguments[0]);
+  Operands t;
+  t.flat[OUT_WEIGHT] = tensor_of(arguments[1]);
+  t.flat[OUT_BIAS] = tensor_of(arguments[2]);
+  t.flat[OUT_RESIDUAL] = tensor_of(arguments[3]);
+  if (!is_plain_linear(x, t[OUT_WEIGHT], t[OUT_BIAS], t[OUT_RESIDUAL])) Py_RETURN_NONE;
+  const auto* kernels = kernels_of_linear(x);
+  if (!kernels) Py_RETURN_NONE;
+  Tensor y;
+  {
+    py::gil_scoped_release without_lock;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = second_linear(t, x, *kernels);
+  }
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+// op_linear_add_backward(grad_output, x, weight, wanted): the list that the op linear_add_backward
+// returns. None where that is left to Python.
+PyObject* op_linear_add_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 4, "op_linear_add_backward takes 4 arguments");
+  if (!std::all_of(arguments, arguments + 3, is_tensor_or_none)) Py_RETURN_NONE;
+  const auto flags = items_of(arguments[3]);
+  const auto x = tensor_of(arguments[1]), weight = tensor_of(arguments[2]);
+  Tensor grad = tensor_of(arguments[0]);
+  if (flags.size() != 3 || !grad.defined()) Py_RETURN_NONE;
+  if (!is_plain_linear(x, weight, Tensor(), Tensor())) Py_RETURN_NONE;
+  const auto* kernels = kernels_of_linear(x);
+  if (!kernels) Py_RETURN_NONE;
+  std::array<Tensor, 3> found;
+  {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    grad = grad.contiguous();
+    if (!is_plain_linear(x, weight, Tensor(), grad)) Py_RETURN_NONE;
+    std::array<bool, 3> wanted;
+    for (size_t i = 0; i < 3; ++i) wanted[i] = flags[i] == Py_True;
+    py::gil_scoped_release without_lock;
+    found = linear_gradients(grad, x, weight, wanted, kernels->product);
+    // A schema cannot promise None.
+    for (auto& gradient : found) {
+      if (!gradient.defined()) gradient = at::empty({0}, x.options());
+    }
+  }
+  return wrap_all(found).release();
   END_HANDLE_TH_ERRORS
 }
 
@@ -264,6 +423,12 @@ PyMethodDef methods[] = {
     {"forward", fast(forward), METH_FASTCALL,
      "forward(*tensors by name, weight, bias, normalization, activation, eps, weight_offset, "
      "joined, return_sum, return_norm, recompute)"},
+    {"op_forward", fast(op_forward), METH_FASTCALL, "op_forward(*those of forward, keeps)"},
+    {"op_backward", fast(op_backward), METH_FASTCALL,
+     "op_backward(*those of forward, products, grad_outputs, wanted)"},
+    {"op_linear_add", fast(op_linear_add), METH_FASTCALL, "op_linear_add(x, weight, bias, residual)"},
+    {"op_linear_add_backward", fast(op_linear_add_backward), METH_FASTCALL,
+     "op_linear_add_backward(grad_output, x, weight, wanted)"},
     {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
     {"set_python", fast(set_python), METH_FASTCALL,
      "set_python(kernels, is_alone, promise, is_captured, fold, backward, row_kernels, "

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <optional>
+
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -321,5 +323,28 @@ class Backward {
   Tensor dsum_, dnorm_, a_;
   bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false, a_written_ = false;
 };
+
+// The gradients of a call by place; nothing where its tensors are not such as kernels take.
+inline std::optional<Tensors> gradients_of(
+    const Seam& kind, const Operands& t, const Tensors& products, at::ArrayRef<Tensor> gradients,
+    const Wanted& wanted, const Kernels& kernels) {
+  // Tensors may have been given other memory since the forward, by an assignment to their `data`.
+  const auto sizes = sizes_of(kind, t);
+  if (!sizes) return std::nullopt;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensor& x = t[X];
+  const Plain is_plain(x);
+  for (const auto& h : products) {
+    if (!is_plain.is(h)) return std::nullopt;
+  }
+  Tensors grads;
+  for (const auto& grad : gradients) {
+    if (grad.defined() && (!is_plain.is_kind(grad) || grad.scalar_type() != x.scalar_type())) {
+      return std::nullopt;
+    }
+    grads.push_back(grad.defined() ? grad.contiguous() : grad);
+  }
+  return Backward(kind, t, *sizes, products, grads, wanted, kernels).run();
+}
 
 }  // namespace fused_norm

@@ -152,20 +152,7 @@ class SeamBackward : public torch::autograd::Node {
         current_stream(x.device()) != stream_) {
       return std::nullopt;
     }
-    // Tensors may have been given other memory since the forward, by an assignment to their `data`.
-    const auto sizes = sizes_of(kind_, t);
-    if (!sizes) return std::nullopt;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const Plain is_plain(x);
-    Tensors grads;
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      const auto& grad = gradients[i];
-      if (grad.defined() && (!is_plain.is_kind(grad) || grad.scalar_type() != x.scalar_type())) {
-        return std::nullopt;
-      }
-      grads.push_back(grad.defined() ? grad.contiguous() : grad);
-    }
-    return Backward(kind_, t, *sizes, products, grads, wanted, kernels_).run();
+    return gradients_of(kind_, t, products, gradients, wanted, kernels_);
   }
 
   Tensors call_python(

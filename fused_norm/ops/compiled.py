@@ -15,6 +15,7 @@ from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import node
 from fused_norm.native.cache import BuildError
 from fused_norm.ops.invariance import is_in_mode
+from fused_norm.ops.registration import ask_first
 from fused_norm.ops.rows import trainable_eps_gradients
 from fused_norm.ops.seam import gradients
 
@@ -25,6 +26,8 @@ _OUT_BIAS = _NAMED.index("out_bias")
 # What LayerNorm + Linear has not, of the tensors by name: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NO_FLAG = (False,) * 4
+# The arguments of the op's backward that are the forward's.
+_OF_BACKWARD = len(Operands._fields) + len(Seam._fields)
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 
 
@@ -106,6 +109,75 @@ def forward(
     except BuildError:
         # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
         return None
+
+
+def _op_forward(*arguments: Any) -> list[Tensor] | None:
+    """Return what the op `seam_forward` does; None where Python has to."""
+    (*tensors, norm, activation, eps, offset, joined, total, rows, again, invariant, keeps) = (
+        arguments
+    )
+    if invariant or (run := module()) is None:
+        return None
+    flags = (joined, total, rows, again, keeps)
+    try:
+        found: list[Tensor] | None
+        found = run.op_forward(
+            *tensors, _NORMS[norm], _NUMBERS[activation or None], eps, offset, *flags
+        )
+    except BuildError:
+        return None
+    return found
+
+
+def _op_backward(*arguments: Any) -> list[Tensor] | None:
+    """Return what the op `seam_backward` does; None where Python has to."""
+    (*tensors, norm, activation, eps, offset, joined, total, rows, again, invariant) = arguments[
+        :_OF_BACKWARD
+    ]
+    if invariant or (run := module()) is None:
+        return None
+    options = (eps, offset, joined, total, rows, again, *arguments[_OF_BACKWARD:])
+    try:
+        found: list[Tensor] | None
+        found = run.op_backward(*tensors, _NORMS[norm], _NUMBERS[activation or None], *options)
+    except BuildError:
+        return None
+    return found
+
+
+def _op_linear_add(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    invariant: bool = False,
+) -> Tensor | None:
+    """Return what the op `linear_add` does; None where Python has to."""
+    if invariant or (run := module()) is None:
+        return None
+    try:
+        found: Tensor | None = run.op_linear_add(x, weight, bias, residual)
+    except BuildError:
+        return None
+    return found
+
+
+def _op_linear_add_backward(*arguments: Any) -> list[Tensor] | None:
+    """Return what the op `linear_add_backward` does; None where Python has to."""
+    if (run := module()) is None:
+        return None
+    try:
+        found: list[Tensor] | None = run.op_linear_add_backward(*arguments)
+    except BuildError:
+        return None
+    return found
+
+
+# Compiled graphs run the ops, where Python would take longer than the kernels of a small model.
+ask_first("seam_forward", _op_forward)
+ask_first("seam_backward", _op_backward)
+ask_first("linear_add", _op_linear_add)
+ask_first("linear_add_backward", _op_linear_add_backward)
 
 
 def layernorm_linear(

@@ -18,6 +18,7 @@ from fused_norm.ops.flops import tell_counters
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, str, list})
 _library = torch.library.Library("fused_norm", "DEF")
+_asked_first: dict[str, Callable[..., Any]] = {}
 
 
 def register(
@@ -35,7 +36,7 @@ def register(
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
-        _library.impl(name, _unrecorded(kernel), key)
+        _library.impl(name, _unrecorded(name, kernel), key)
     torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
     torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
@@ -50,12 +51,24 @@ def register(
     return call
 
 
-def _unrecorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def ask_first(name: str, kernel: Callable[..., Any]) -> None:
+    """Have the dispatcher ask another kernel of an op first: what compiled graphs run.
+
+    Args:
+        name: Of the op.
+        kernel: Computes the results, or returns None where the registered one has to.
+    """
+    _asked_first[name] = kernel
+
+
+def _unrecorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel as the dispatcher runs it: autograd sees none of the ops in it."""
 
     def run(*arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return kernel(*arguments)
+            first = _asked_first.get(name)
+            found = None if first is None else first(*arguments)
+            return kernel(*arguments) if found is None else found
 
     return run
 
