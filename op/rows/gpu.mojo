@@ -170,7 +170,7 @@ def row_kernel[
 
     var columns = _ColumnSums[P, accum, shape](fill=0)
     comptime if shape.persistent:
-        comptime ahead = shape.blocks == 1 or not shape.whole_block
+        comptime ahead = shape.blocks == 1
         var reader = RowReader[P, dtype, ftype, shape]()
         comptime if ahead:
             reader.load_inputs(operands, min(index, end - 1), start, step)

@@ -95,11 +95,6 @@ def launch_rows[
         _launch_rows[P, dtype, ftype, 1, 8](gpu, operands)
 
 
-def _warp_tiles(width: Int, tile: Int) -> List[Int]:
-    """Returns how many loads of a row a lane may have where each warp has a row."""
-    return [1, tile // 2, tile] if width > 1 else [tile // 2, tile]
-
-
 @always_inline
 def _launch_rows[
     P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
@@ -114,30 +109,17 @@ def _launch_rows[
     comptime spare = 1 if is_wide or P.has_residual else 0
     var rows = Int(operands.rows)
     var loads = ceildiv(Int(operands.length), width)
-    comptime for warp_tile in _warp_tiles(width, tile):
+    comptime for warp_tile in [tile // 2, tile]:
         if loads <= WARP_SIZE * warp_tile:
-            # A single load a lane leaves registers for the next row's.
-            comptime is_persistent = warp_tile == 1 and not P.has_residual
-            comptime blocks = 8 if is_persistent else (
-                6 if P.inputs == 1 else 4
-            ) - 2 * spare
+            comptime blocks = (6 if P.inputs == 1 else 4) - 2 * spare
             comptime shape = Shape(
-                width,
-                warp_tile,
-                False,
-                True,
-                is_persistent,
-                _WARP_THREADS,
-                blocks,
+                width, warp_tile, False, True, False, _WARP_THREADS, blocks
             )
-            var needed = ceildiv(rows, _WARP_THREADS // WARP_SIZE)
-            comptime if is_persistent:
-                needed = min(
-                    needed,
-                    ceildiv(gpu.processors * blocks, Int(operands.groups)),
-                )
             _launch[P, dtype, ftype, shape](
-                gpu, operands, needed, _WARP_THREADS
+                gpu,
+                operands,
+                ceildiv(rows, _WARP_THREADS // WARP_SIZE),
+                _WARP_THREADS,
             )
             return
     if loads <= threads * block_tile:

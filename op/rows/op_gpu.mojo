@@ -3,8 +3,6 @@
 from max.gpu import barrier, thread_idx
 from max.gpu.memory import AddressSpace
 from std.memory import stack_allocation
-from std.sys import size_of
-from std.utils import StaticTuple
 
 from ..device import Gpu
 from ..grids import (
@@ -82,26 +80,19 @@ def add_up_kernel[
     var shared = stack_allocation[
         ADD_UP_THREADS, Scalar[accum], address_space=AddressSpace.SHARED
     ]()
-    # Loads of 16 bytes, four at a time: one SM alone reads them all.
+    var sum = Scalar[accum](0)
     comptime UNROLL = 4
-    comptime width = 16 // size_of[accum]()
-    var source = GlobalPointer[accum](unsafe_from_address=Int(terms))
-    var sums = SIMD[accum, width](0)
-    var whole = Int(count) // width
-    for first in range(thread_idx.x, whole, ADD_UP_THREADS * UNROLL):
-        var parts = StaticTuple[SIMD[accum, width], UNROLL](fill=0)
+    for first in range(thread_idx.x, Int(count), ADD_UP_THREADS * UNROLL):
+        var part = SIMD[accum, UNROLL](0)
         comptime for u in range(UNROLL):
             var i = first + u * ADD_UP_THREADS
-            if i < whole:
-                parts[u] = source.unsafe_offset(i * width).unsafe_load[
-                    width=width, alignment=16
-                ]()
-        comptime for u in range(UNROLL):
-            sums += parts[u]
-    var sum = sums.reduce_add()
-    var rest = whole * width + thread_idx.x
-    if rest < Int(count):
-        sum += source.unsafe_offset(rest).unsafe_load()
+            if i < Int(count):
+                part[u] = (
+                    GlobalPointer[accum](unsafe_from_address=Int(terms))
+                    .unsafe_offset(i)
+                    .unsafe_load()
+                )
+        sum += part.reduce_add()
     shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
     barrier()
     comptime for level in range(10):
