@@ -41,7 +41,7 @@ def main() raises:
             Int(linear_pays[DType.bfloat16](added, PROCESSORS)),
             Int(input_gradient_pays[DType.bfloat16](call, PROCESSORS)),
             Int(linear_pays[DType.float32](call, PROCESSORS)),
-            choose_forward[DType.float32](activated, True),
+            choose_forward[DType.float32](activated, PROCESSORS, True),
             Int(linear_pays[DType.bfloat16](shifted, PROCESSORS)),
             Int(linear_pays[DType.bfloat16](invariant, PROCESSORS)),
         )

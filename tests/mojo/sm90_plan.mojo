@@ -1,13 +1,17 @@
 """Prints the way that is planned for forwards on Hopper: no GPU is asked.
 
 For each group of five arguments M, K, N, in_graph, may_keep, a line with the ways in bfloat16, float16 and float32;
-then the way in bfloat16 where x is not aligned, where the weight is not, and of an RMSNorm without parameters.
+then the way in bfloat16 where x is not aligned, where the weight is not, and of an RMSNorm without parameters; then
+whether the tiles of our product fill the device.
 """
 
 from std.sys import argv
 
 from op.call import Call
+from op.gemm.sm90.tiling import Tiling
 from op.norm_linear.sm90.choice import choose_forward
+
+comptime PROCESSORS = 132
 
 
 def main() raises:
@@ -26,10 +30,11 @@ def main() raises:
         bare.normalization = 1
         shifted_weight.weight = 2
         print(
-            choose_forward[DType.bfloat16](call),
-            choose_forward[DType.float16](call),
-            choose_forward[DType.float32](call),
-            choose_forward[DType.bfloat16](shifted_x),
-            choose_forward[DType.bfloat16](shifted_weight),
-            choose_forward[DType.bfloat16](bare),
+            choose_forward[DType.bfloat16](call, PROCESSORS),
+            choose_forward[DType.float16](call, PROCESSORS),
+            choose_forward[DType.float32](call, PROCESSORS),
+            choose_forward[DType.bfloat16](shifted_x, PROCESSORS),
+            choose_forward[DType.bfloat16](shifted_weight, PROCESSORS),
+            choose_forward[DType.bfloat16](bare, PROCESSORS),
+            Int(Tiling.best(call.M, call.N, call.K, PROCESSORS).fills),
         )

@@ -8,7 +8,7 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.activation import GATED
-from ...gemm.sm90.tiling import MOST_FEW_ROWS
+from ...gemm.sm90.tiling import MOST_FEW_ROWS, Tiling
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .fold import products
 from .measured import MEASURED, Measured
@@ -33,6 +33,10 @@ comptime _FEWEST_OUTPUTS = 8
 # Of sums longer than so many times the columns, the table has none: there operands come from the L2 cache as fast as it
 # gives them, and PyTorch's larger tiles need fewer (docs/hopper-log.md, "Behind a pass").
 comptime _LONGEST_SUMS = 3
+
+# The tiles of every weight in the table fill the device where there are more rows. Those of others may not
+# (docs/hopper-log.md, "Tiles").
+comptime _ROWS_THAT_FILL = 512
 
 
 def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
@@ -141,6 +145,14 @@ def _fold_pays(call: Call) -> Bool:
     return 5 * n * call.K < (5 * call.K + 2 * n) * call.M
 
 
+def _leaves_idle(call: Call, processors: Int) -> Bool:
+    """Tells whether the tiles of our product leave much of the device idle, unlike those in the table."""
+    return (
+        call.M > _ROWS_THAT_FILL
+        and not Tiling.best(call.M, call.N, call.K, processors).fills
+    )
+
+
 def is_fold(call: Call) -> Bool:
     """Tells whether a call's weight is its own fold: nothing is taken off rows, nothing multiplies their features.
 
@@ -169,7 +181,9 @@ def fits_gate(call: Call) -> Bool:
     return call.activation < GATED or call.h == 0 or call.N % _BOX == 0
 
 
-def choose_forward[dtype: DType](call: Call, activates: Bool = False) -> Int:
+def choose_forward[
+    dtype: DType
+](call: Call, processors: Int, activates: Bool = False) -> Int:
     """Chooses the way of a forward.
 
     Parameters:
@@ -177,6 +191,7 @@ def choose_forward[dtype: DType](call: Call, activates: Bool = False) -> Int:
 
     Args:
         call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or the one to take.
+        processors: SMs of the device.
         activates: Whether the product of normalized rows is ours to make, and activates them as asked.
 
     Returns:
@@ -213,6 +228,8 @@ def choose_forward[dtype: DType](call: Call, activates: Bool = False) -> Int:
                 call.in_graph != 0,
                 folds and (call.may_keep != 0 or needs_no_fold),
             )
+            if call.activation == 0 and _leaves_idle(call, processors):
+                way = DECLINED
             # PyTorch's product takes six times as long where y's rows are not aligned.
             if way == DECLINED and call.N * size_of[dtype]() % ALIGNMENT != 0:
                 way = FUSED

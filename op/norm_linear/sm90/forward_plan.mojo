@@ -153,6 +153,7 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
     """
     call.way = choose_forward[dtype](
         call,
+        launcher.gpu.processors,
         call.activation != 0
         and call.way in (0, FUSED)
         and linear_pays[dtype](call, launcher.gpu.processors),
