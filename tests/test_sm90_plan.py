@@ -23,7 +23,14 @@ ROOT = Path(__file__).parent.parent
 MEASURED = json.loads((ROOT / "benchmarks" / "h200-dispatch.json").read_text())["forward"]
 SIZES = [(measured["M"], measured["K"], measured["N"]) for measured in MEASURED]
 # Some between those that were measured and beyond; rows right between two of them.
-SIZES += [(1576, 768, 3072), (20000, 1024, 1280), (1, 8, 8), (4, 1024, 1024), (32, 4096, 4096)]
+SIZES += [
+    (1576, 768, 3072),
+    (1576, 768, 2304),
+    (20000, 1024, 1280),
+    (1, 8, 8),
+    (4, 1024, 1024),
+    (32, 4096, 4096),
+]
 # Threads store y where TMA cannot.
 SIZES += [(8192, 768, 50257), (40, 768, 50257), (300, 1024, 1001)]
 SIZES += [(100_000, 16384, 16384), (300, 2048, 2048), (3000, 776, 1032)]
@@ -66,11 +73,11 @@ def test_plan_follows_the_table() -> None:
     )
     planned = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
     assert len(planned) == len(cases)
-    for case, (*found, fills) in zip(cases, planned, strict=True):
+    for case, (*found, used) in zip(cases, planned, strict=True):
         *size, in_graph, may_keep = case
         rows, features, outputs = size
-        # Of many rows, the table has only such whose tiles fill the device.
-        idle = rows > 512 and not fills
+        # Of many rows, the table has only such whose tiles use most of the device's time.
+        idle = rows > 512 and used < 86
         assert not idle or tuple(size) not in SIZES[: len(MEASURED)], case
         kept, anew = (
             record.DECLINED if idle else nearest(*size, in_graph, keeps) for keeps in (True, False)
@@ -92,9 +99,9 @@ def test_plan_follows_the_table() -> None:
             bare,
         ]
         assert found == expected, case
-    # Three quarters of its waves are tiles: 22 us instead of 17 around PyTorch's product.
+    # Tiles use 75 and 84 % of their waves: 22 us for 17 around PyTorch's product, 15.5 for 14.
     of_idle = [found[0] for case, found in zip(cases, planned, strict=True) if case[0] == 1576]
-    assert of_idle == [record.DECLINED] * 4
+    assert of_idle == [record.DECLINED] * 8
 
 
 class StandIn:

@@ -2,7 +2,7 @@
 
 For each group of five arguments M, K, N, in_graph, may_keep, a line with the ways in bfloat16, float16 and float32;
 then the way in bfloat16 where x is not aligned, where the weight is not, and of an RMSNorm without parameters; then
-whether the tiles of our product fill the device.
+how much of the device's time the tiles of our product use, in percent.
 """
 
 from std.sys import argv
@@ -36,5 +36,5 @@ def main() raises:
             choose_forward[DType.bfloat16](shifted_x, PROCESSORS),
             choose_forward[DType.bfloat16](shifted_weight, PROCESSORS),
             choose_forward[DType.bfloat16](bare, PROCESSORS),
-            Int(Tiling.best(call.M, call.N, call.K, PROCESSORS).fills),
+            Tiling.best(call.M, call.N, call.K, PROCESSORS).percent,
         )

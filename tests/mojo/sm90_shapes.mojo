@@ -83,7 +83,7 @@ def product(
     var rstd = arguments.integer()
     var h = arguments.integer()
     var activation = Int32(arguments.integer())
-    var tiling = Tiling(columns, takes_turns, True)
+    var tiling = Tiling(columns, takes_turns, 100)
     var plus = Bias[DTYPE](Int64(bias))
     var scale = ScaleAndCorrect(
         {unsafe_from_address = rstd},

@@ -63,6 +63,23 @@ def count_tiles(config: Config, m: Int, n: Int) -> Int:
     return ceildiv(m, config.cluster_rows()) * ceildiv(n, config.columns)
 
 
+def percent_used(config: Config, m: Int, n: Int, clusters: Int) -> Int:
+    """Estimates how busy the tiles of a product keep the device.
+
+    Args:
+        config: Shape of the matrix kernel.
+        m: Rows of the product.
+        n: Columns of the product.
+        clusters: Clusters that run together.
+
+    Returns:
+        Percentage of its time: the last wave may be idle in part, and tiles empty.
+    """
+    var waves = ceildiv(count_tiles(config, m, n), clusters)
+    var area = config.cluster_rows() * config.columns
+    return 100 * m * n // (waves * clusters * area)
+
+
 def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
     """Tells whether the tiles of a product keep the device busy.
 
@@ -75,9 +92,7 @@ def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
     Returns:
         Whether little of the last wave is idle and of the tiles is empty.
     """
-    var waves = ceildiv(count_tiles(config, m, n), clusters)
-    var area = config.cluster_rows() * config.columns
-    return 100 * m * n >= _FULL_PERCENT * waves * clusters * area
+    return percent_used(config, m, n, clusters) >= _FULL_PERCENT
 
 
 def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
@@ -101,8 +116,16 @@ struct Tiling(TrivialRegisterPassable):
     """Columns of a tile, or `FEW_ROWS`."""
     var takes_turns: Bool
     """Whether each consumer has whole tiles."""
-    var fills: Bool
-    """Whether it keeps the device busy, or the rows are few."""
+    var percent: Int
+    """Percentage of the device's time that it uses; 100 if the rows are few."""
+
+    def fills(self) -> Bool:
+        """Tells whether it keeps the device busy, or the rows are few.
+
+        Returns:
+            Whether it does.
+        """
+        return self.percent >= _FULL_PERCENT
 
     @staticmethod
     def best(
@@ -132,8 +155,8 @@ struct Tiling(TrivialRegisterPassable):
         """
         # The kernel for few rows shares the sums between two blocks.
         if m <= MOST_FEW_ROWS and k > K_BLOCK and not invariant:
-            return Self(FEW_ROWS, False, True)
-        var best = Self(0, False, False)
+            return Self(FEW_ROWS, False, 100)
+        var best = Self(0, False, 0)
         var least = Int.MAX
         comptime for i in range(len(SHAPES)):
             comptime shape = SHAPES[i]
@@ -148,6 +171,6 @@ struct Tiling(TrivialRegisterPassable):
                 best = Self(
                     shape.columns,
                     shape.takes_turns,
-                    fills(config, m, n, processors // config.cluster),
+                    percent_used(config, m, n, processors // config.cluster),
                 )
         return best

@@ -99,7 +99,7 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
         )
         # Either both products fill the device, or they are so small that it does not matter.
         if call.M * call.N * call.K <= few or (
-            plan.tiling.fills and plan.split.fills
+            plan.tiling.fills() and plan.split.fills
         ):
             call.way = FUSED
             call.workspace_bytes = plan.workspace_bytes

@@ -34,9 +34,10 @@ comptime _FEWEST_OUTPUTS = 8
 # gives them, and PyTorch's larger tiles need fewer (docs/hopper-log.md, "Behind a pass").
 comptime _LONGEST_SUMS = 3
 
-# The tiles of every weight in the table fill the device where there are more rows. Those of others may not
-# (docs/hopper-log.md, "Tiles").
+# Where there are more rows, all sizes in the table have tiles that use so much of the device's time. Those of other
+# sizes may not (docs/hopper-log.md, "The ways, measured anew").
 comptime _ROWS_THAT_FILL = 512
+comptime _LEAST_PERCENT = 86
 
 
 def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
@@ -149,7 +150,8 @@ def _leaves_idle(call: Call, processors: Int) -> Bool:
     """Tells whether the tiles of our product leave much of the device idle, unlike those in the table."""
     return (
         call.M > _ROWS_THAT_FILL
-        and not Tiling.best(call.M, call.N, call.K, processors).fills
+        and Tiling.best(call.M, call.N, call.K, processors).percent
+        < _LEAST_PERCENT
     )
 
 

@@ -108,7 +108,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             if call.activation != 0 or n * size % ALIGNMENT != 0:
                 self.gathers = False
             elif waves <= _FEW_WAVES and fills(shared, m, n, clusters):
-                self.tiling = Tiling(SHARED_COLUMNS, False, True)
+                self.tiling = Tiling(SHARED_COLUMNS, False, 100)
             else:
                 self.gathers = (
                     self.tiling.takes_turns

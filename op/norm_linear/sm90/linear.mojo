@@ -78,7 +78,7 @@ def linear_pays[dtype: DType](call: Call, processors: Int) -> Bool:
             _ACTIVATES, call.M, products(call), clusters
         )
     # So is one over y where a residual is added.
-    return linear_tiling(call, processors).fills and (
+    return linear_tiling(call, processors).fills() and (
         call.residual != 0 or is_faster(call.M, call.K, call.N)
     )
 

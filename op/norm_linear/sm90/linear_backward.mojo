@@ -47,7 +47,7 @@ def input_gradient_pays[dtype: DType](call: Call, processors: Int) -> Bool:
     ):
         return False
     return call.invariant != 0 or (
-        _input_gradient_tiling(call, processors).fills
+        _input_gradient_tiling(call, processors).fills()
         and is_faster(call.M, call.N, call.K)
     )
 

@@ -78,7 +78,7 @@ def fills(tiling: Tiling) -> Bool:
     Returns:
         Whether it is, and keeps the device busy.
     """
-    return tiling.takes_turns and tiling.columns == COLUMNS and tiling.fills
+    return tiling.takes_turns and tiling.columns == COLUMNS and tiling.fills()
 
 
 def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
