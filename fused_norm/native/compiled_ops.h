@@ -67,12 +67,12 @@ inline PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
   const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
   std::optional<Tensors> found;
   {
-    python::gil_scoped_release without_lock;
+    py::gil_scoped_release without_lock;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     found = gradients_of(*kind, *t, *products, *grads, wanted, kernels);
   }
   if (!found) Py_RETURN_NONE;
-  python::list all;
+  py::list all;
   for (size_t place = 0; place < wanted.size(); ++place) {
     if (!wanted[place] || !t->flat[place].defined()) continue;
     if (!(*found)[place].defined()) Py_RETURN_NONE;
@@ -105,7 +105,7 @@ inline PyObject* op_linear_add(PyObject*, PyObject* const* arguments, Py_ssize_t
   if (!kernels) Py_RETURN_NONE;
   Tensor y;
   {
-    python::gil_scoped_release without_lock;
+    py::gil_scoped_release without_lock;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = second_linear(t, x, *kernels);
@@ -135,7 +135,7 @@ inline PyObject* op_linear_add_backward(PyObject*, PyObject* const* arguments, P
     if (!is_plain_linear(x, weight, Tensor(), grad)) Py_RETURN_NONE;
     std::array<bool, 3> wanted;
     for (size_t i = 0; i < 3; ++i) wanted[i] = flags[i] == Py_True;
-    python::gil_scoped_release without_lock;
+    py::gil_scoped_release without_lock;
     found = linear_gradients(grad, x, weight, wanted, kernels->product);
     // A schema cannot promise None.
     for (auto& gradient : found) {

@@ -28,13 +28,13 @@ class KernelsOf {
     for (const auto& [of, kernels] : known) {
       if (of == key) return kernels;
     }
-    const auto found = python::checked(PyObject_CallFunction(
+    const auto found = py::checked(PyObject_CallFunction(
         python_kernels, "Nii", THPVariable_Wrap(x), normalization, is_alone));
     const char *product, *passes;
     long long product_context, way, passes_context;
     if (!PyArg_ParseTuple(
             found.ptr(), "sLLsL", &product, &product_context, &way, &passes, &passes_context)) {
-      python::throw_error();
+      py::throw_error();
     }
     const Kernels kernels{
         Product(Library(product), product_context, way), Passes(Library(passes), passes_context)};
@@ -71,9 +71,9 @@ struct Conditions {
 
   Conditions(const Tensor& x, bool keeps) {
     if (x.is_cpu()) return;
-    is_captured = python::checked(PyObject_CallNoArgs(python_is_captured)).ptr() == Py_True;
-    is_alone = python::checked(PyObject_CallNoArgs(python_is_alone)).ptr() == Py_True;
-    if (!keeps) promise = PyLong_AsLongLong(python::checked(PyObject_CallNoArgs(python_promise)).ptr());
+    is_captured = py::checked(PyObject_CallNoArgs(python_is_captured)).ptr() == Py_True;
+    is_alone = py::checked(PyObject_CallNoArgs(python_is_alone)).ptr() == Py_True;
+    if (!keeps) promise = PyLong_AsLongLong(py::checked(PyObject_CallNoArgs(python_promise)).ptr());
   }
 };
 
@@ -108,7 +108,7 @@ inline std::optional<Computed> computed(
     record.emplace(at::RecordScope::USER_SCOPE);
     if (record->isActive()) record->before(recorded);
   }
-  python::gil_scoped_release without_lock;
+  py::gil_scoped_release without_lock;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return Computed{forward(kind, t, *sizes, keeps, folds, kernels), kernels};
 }

@@ -71,6 +71,17 @@ inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& p
   return dweight;
 }
 
+// dW, shaped as the weight, by our product or PyTorch's; ours finds db as well, if that is wanted.
+inline Tensor weight_gradient(
+    const Tensor& dy, const Tensor& rows, const Tensor& weight, bool wants_bias, Tensor& dbias,
+    const Product& product) {
+  auto call = planned_weight_gradient(dy, rows, product);
+  if (!call) return at::mm(dy.t(), rows);
+  if (wants_bias) dbias = at::empty({dy.size(1)}, dy.options());
+  call->dbias = address(dbias);
+  return weight_gradient(*call, weight, product);
+}
+
 // Whether kernels take a Linear layer's tensors as they stand.
 inline bool is_plain_linear(
     const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& sum) {
@@ -94,15 +105,7 @@ inline std::array<Tensor, 3> linear_gradients(
   std::array<Tensor, 3> found;
   auto& [dx, dweight, dbias] = found;
   if (wanted[0]) dx = input_gradient(dy, weight, product).view(x.sizes());
-  if (wanted[1]) {
-    if (auto call = planned_weight_gradient(dy, rows, product)) {
-      if (wanted[2]) dbias = at::empty({dy.size(1)}, dy.options());
-      call->dbias = address(dbias);
-      dweight = weight_gradient(*call, weight, product);
-    } else {
-      dweight = at::mm(dy.t(), rows);
-    }
-  }
+  if (wanted[1]) dweight = weight_gradient(dy, rows, weight, wanted[2], dbias, product);
   if (wanted[2] && !dbias.defined()) dbias = dy.sum(0);
   return found;
 }

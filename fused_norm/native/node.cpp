@@ -17,6 +17,7 @@
 namespace {
 
 using namespace fused_norm;
+// PyTorch's headers have another of that name.
 namespace py = fused_norm::python;
 
 PyObject* wrapped(const Seam& kind, const Operands& t, const Results& results, bool returns_sum) {

@@ -96,13 +96,8 @@ class Backward {
     auto& dbias = found_[OUT_BIAS];
     if (wanted_[OUT_WEIGHT]) {
       if (!a_written_) a_ = as_rows(activated(kind_, products_[0], kernels_.passes));
-      if (auto call = planned_weight_gradient(dout, a_, kernels_.product)) {
-        if (wanted_[OUT_BIAS]) dbias = at::empty({dout.size(1)}, dout.options());
-        call->dbias = address(dbias);
-        found_[OUT_WEIGHT] = weight_gradient(*call, t_[OUT_WEIGHT], kernels_.product);
-      } else {
-        found_[OUT_WEIGHT] = at::mm(dout.t(), a_);
-      }
+      found_[OUT_WEIGHT] = weight_gradient(
+          dout, a_, t_[OUT_WEIGHT], wanted_[OUT_BIAS], dbias, kernels_.product);
     }
     if (wanted_[OUT_BIAS] && !dbias.defined()) dbias = sum_of_rows(dout);
   }

@@ -26,8 +26,6 @@ _OUT_BIAS = _NAMED.index("out_bias")
 # What LayerNorm + Linear has not, of the tensors by name: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NO_FLAG = (False,) * 4
-# The arguments of the op's backward that are the forward's.
-_OF_BACKWARD = len(Operands._fields) + len(Seam._fields)
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 
 
@@ -55,6 +53,17 @@ def tell(found: Any) -> None:
     )
 
 
+def _run(name: str, *arguments: Any) -> Any:
+    """Return what a function of the compiled module does; None where Python has to."""
+    if (found := module()) is None:
+        return None
+    try:
+        return getattr(found, name)(*arguments)
+    except BuildError:
+        # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
+        return None
+
+
 def trainable_eps(x: Any, o: Any) -> Tensor | None:
     """Return what `trainable_eps_layer_norm` does; None where Python has to.
 
@@ -62,12 +71,9 @@ def trainable_eps(x: Any, o: Any) -> Tensor | None:
         x: Input of shape `[..., K]`.
         o: Tensor of one element.
     """
-    if torch.compiler.is_compiling() or (run := module()) is None:
+    if torch.compiler.is_compiling():
         return None
-    try:
-        found: Tensor | None = run.trainable_eps(x, o)
-    except BuildError:
-        return None
+    found: Tensor | None = _run("trainable_eps", x, o)
     return found
 
 
@@ -91,7 +97,7 @@ def forward(
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
-    if torch.compiler.is_compiling() or is_in_mode() or (run := module()) is None:
+    if torch.compiler.is_compiling() or is_in_mode() or module() is None:
         return None
     *tensors, normalization, eps, offset, activation, statistics, return_sum, return_norm = options
     mean = rstd = None
@@ -104,80 +110,38 @@ def forward(
     except (KeyError, TypeError):
         return None
     kind = (norm, number, eps, offset, joined, return_sum, return_norm, recompute)
-    try:
-        return run.forward(x, *tensors, mean, rstd, *second, weight, bias, *kind)
-    except BuildError:
-        # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
-        return None
+    return _run("forward", x, *tensors, mean, rstd, *second, weight, bias, *kind)
 
 
-def _op_forward(*arguments: Any) -> list[Tensor] | None:
+def _op_forward(*arguments: Any) -> Any:
     """Return what the op `seam_forward` does; None where Python has to."""
-    (*tensors, norm, activation, eps, offset, joined, total, rows, again, invariant, keeps) = (
+    *tensors, norm, activation, eps, offset, joined, total, rows, again, invariant, keeps = (
         arguments
     )
-    if invariant or (run := module()) is None:
-        return None
-    flags = (joined, total, rows, again, keeps)
-    try:
-        found: list[Tensor] | None
-        found = run.op_forward(
-            *tensors, _NORMS[norm], _NUMBERS[activation or None], eps, offset, *flags
-        )
-    except BuildError:
-        return None
-    return found
+    kind = (_NORMS[norm], _NUMBERS[activation or None], eps, offset, joined, total, rows, again)
+    return None if invariant else _run("op_forward", *tensors, *kind, keeps)
 
 
-def _op_backward(*arguments: Any) -> list[Tensor] | None:
+def _op_backward(*arguments: Any) -> Any:
     """Return what the op `seam_backward` does; None where Python has to."""
-    (*tensors, norm, activation, eps, offset, joined, total, rows, again, invariant) = arguments[
-        :_OF_BACKWARD
-    ]
-    if invariant or (run := module()) is None:
+    *others, products, grad_outputs, wanted = arguments
+    *tensors, norm, activation, eps, offset, joined, total, rows, again, invariant = others
+    kind = (_NORMS[norm], _NUMBERS[activation or None], eps, offset, joined, total, rows, again)
+    if invariant:
         return None
-    options = (eps, offset, joined, total, rows, again, *arguments[_OF_BACKWARD:])
-    try:
-        found: list[Tensor] | None
-        found = run.op_backward(*tensors, _NORMS[norm], _NUMBERS[activation or None], *options)
-    except BuildError:
-        return None
-    return found
+    return _run("op_backward", *tensors, *kind, products, grad_outputs, wanted)
 
 
-def _op_linear_add(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    invariant: bool = False,
-) -> Tensor | None:
+def _op_linear_add(x: Any, weight: Any, bias: Any, residual: Any, invariant: bool = False) -> Any:
     """Return what the op `linear_add` does; None where Python has to."""
-    if invariant or (run := module()) is None:
-        return None
-    try:
-        found: Tensor | None = run.op_linear_add(x, weight, bias, residual)
-    except BuildError:
-        return None
-    return found
-
-
-def _op_linear_add_backward(*arguments: Any) -> list[Tensor] | None:
-    """Return what the op `linear_add_backward` does; None where Python has to."""
-    if (run := module()) is None:
-        return None
-    try:
-        found: list[Tensor] | None = run.op_linear_add_backward(*arguments)
-    except BuildError:
-        return None
-    return found
+    return None if invariant else _run("op_linear_add", x, weight, bias, residual)
 
 
 # Compiled graphs run the ops, where Python would take longer than the kernels of a small model.
 ask_first("seam_forward", _op_forward)
 ask_first("seam_backward", _op_backward)
 ask_first("linear_add", _op_linear_add)
-ask_first("linear_add_backward", _op_linear_add_backward)
+ask_first("linear_add_backward", functools.partial(_run, "op_linear_add_backward"))
 
 
 def layernorm_linear(
@@ -195,13 +159,10 @@ def layernorm_linear(
         bias: Its bias, or None.
         eps: Added to the variance.
     """
-    if torch.compiler.is_compiling() or is_in_mode() or (run := module()) is None:
+    if torch.compiler.is_compiling() or is_in_mode():
         return None
-    try:
-        found: Tensor | None
-        found = run.forward(x, None, gamma, beta, *_ABSENT, weight, bias, 0, 0, eps, 0.0, *_NO_FLAG)
-    except BuildError:
-        return None
+    found: Tensor | None
+    found = _run("forward", x, None, gamma, beta, *_ABSENT, weight, bias, 0, 0, eps, 0.0, *_NO_FLAG)
     return found
 
 
