@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fused_norm import composed
-from fused_norm.call.folds import frozen_parameters
+from fused_norm.freeze import freeze, frozen_parameters, unfreeze
 from fused_norm.functional import (
     Statistics,
     fused_layernorm_linear,
@@ -34,6 +34,7 @@ __all__ = [
     "composed",
     "decompositions",
     "explain",
+    "freeze",
     "frozen_parameters",
     "fused_layernorm_linear",
     "linear_add",
@@ -41,6 +42,7 @@ __all__ = [
     "norm_mlp",
     "optimize",
     "trainable_eps_layer_norm",
+    "unfreeze",
 ]
 
 

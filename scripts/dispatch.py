@@ -32,7 +32,7 @@ from fused_norm.bench import environment
 from fused_norm.bench.case import EPS
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm.call import parameters, record
-from fused_norm.call.folds import Fold
+from fused_norm.call.frozen import Prepared
 from fused_norm.call.parameters import Parameters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,8 +94,7 @@ def measure(rows: int, features: int, outputs: int, budget: Budget) -> dict[str,
         for _ in range(count):
             inputs = _inputs(rows, features, outputs)
             known = parameters.of(*inputs[1:])
-            kept = Fold(())
-            sm90._make(kept, known, *_kernels())
+            kept = sm90.make_fold(known, *_kernels())
             for way, calls in steps.items():
                 calls.append(partial(run, way, inputs, known, kept))
     rounds = Rounds({way: GpuTimer(each, stream) for way, each in steps.items()}, budget, 0)
@@ -170,7 +169,7 @@ def fastest(times: dict[str, float]) -> list[str]:
     ] + [min(("composed", "torch"), key=times.__getitem__)]
 
 
-def run(way: str, inputs: Inputs, known: Parameters, kept: Fold) -> Tensor:
+def run(way: str, inputs: Inputs, known: Parameters, kept: Prepared) -> Tensor:
     """Compute a forward in one way."""
     x, gamma, beta, weight, bias = inputs
     if way == "eager":
@@ -183,7 +182,7 @@ def run(way: str, inputs: Inputs, known: Parameters, kept: Fold) -> Tensor:
     call.fold_weight, call.fold_sums, call.fold_constants = kept.addresses
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
-    y = x.new_empty(len(x), known.N)
+    y = x.new_empty(len(x), known.layout.N)
     scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=x.device)
     call.y, call.workspace = y.data_ptr(), scratch.data_ptr()
     kernels.forward(place)

@@ -18,7 +18,6 @@ from worklog_steps import Sizes, Step
 from fused_norm.backends import gpu, sm90, sm90_kernels
 from fused_norm.bench.case import EPS
 from fused_norm.call import parameters, record
-from fused_norm.call.folds import Fold
 from fused_norm.call.parameters import Parameters
 from fused_norm.native import build
 
@@ -225,8 +224,7 @@ def folded(inputs: Inputs, way: int, activation: int) -> Run:
     """
     known = _known(inputs, activation)
     kernels, context = _launcher(build.HOPPER_EXTENSION)
-    fold = Fold(())
-    sm90._make(fold, known, kernels, context)
+    fold = sm90.make_fold(known, kernels, context)
     call = known.call(inputs.x, EPS)
     call.context, call.way, call.activation = context, way, activation
     call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
@@ -264,8 +262,7 @@ def _epilogue(step: Step, inputs: Inputs) -> Run:
     assert step.extension
     known = _known(inputs)
     kernels, context = _launcher(step.extension)
-    fold = Fold(())
-    sm90._make(fold, known, *_launcher(build.HOPPER_EXTENSION))
+    fold = sm90.make_fold(known, *_launcher(build.HOPPER_EXTENSION))
     mean, rstd = (torch.empty(len(inputs.x), device="cuda") for _ in range(2))
     tensors = (mean.data_ptr(), rstd.data_ptr())
     M, N = inputs.y.shape

@@ -1,21 +1,23 @@
-"""The weights that the fused way on Hopper keeps folded: made once, never out of date."""
+"""Folds on Hopper: made anew by every call, and kept for frozen parameters alone."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget, eager, make_inputs
-from torch import Tensor
+from torch import Tensor, nn
 
 import fused_norm as fn
 from fused_norm.backends import sm90
-from fused_norm.call import parameters as known_parameters
-from fused_norm.call.folds import Fold
+from fused_norm.call import frozen
+from fused_norm.call.frozen import Prepared
 from fused_norm.call.parameters import Parameters
 from fused_norm.ops.family import family_call
 
@@ -26,6 +28,7 @@ pytestmark = [
         reason="no Hopper GPU on this machine",
     ),
 ]
+BFLOAT16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True, params=["C++", "Python"])
@@ -35,29 +38,32 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         request.getfixturevalue("python_calls")
     else:
         monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
-    known_parameters._kept.clear()
 
 
 @pytest.fixture
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The addresses of the weights that were folded."""
+    """The addresses of the weights whose folds were made to be kept."""
     made: list[int] = []
-    make: Callable[..., None] = sm90._make
+    make: Callable[..., Prepared] = sm90.make_fold
 
-    def counted(fold: Fold, parameters: Parameters, *others: object) -> None:
-        made.append(parameters.tensors()[2].data_ptr())
-        make(fold, parameters, *others)
+    def counted(parameters: Parameters, *others: Any) -> Prepared:
+        made.append(parameters.tensors[2].data_ptr())
+        return make(parameters, *others)
 
-    monkeypatch.setattr(sm90, "_make", counted)
+    monkeypatch.setattr(sm90, "make_fold", counted)
     return made
 
 
-def kept_folds() -> list[Fold]:
-    return [fold for kept in known_parameters._kept.values() for fold in kept.folds.values()]
+def a_layer() -> fn.LayerNormLinear:
+    layer = fn.LayerNormLinear(256, 128, **BFLOAT16)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) / 16)
+    return layer.eval()
 
 
 def inputs(rows: int = 16, mean: float = 0.0) -> list[Tensor]:
-    return make_inputs(rows, 256, 128, dtype=torch.bfloat16, device="cuda", mean=mean)
+    return make_inputs(rows, 256, 128, mean=mean, **BFLOAT16)
 
 
 def check(tensors: list[Tensor]) -> Tensor:
@@ -66,71 +72,157 @@ def check(tensors: list[Tensor]) -> Tensor:
     return y
 
 
-def test_kept_from_the_second_call_on(folds: list[int]) -> None:
-    tensors = inputs()
-    results = [check(tensors) for _ in range(4)]
+def check_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = layer(x)
+        bar = eager(x, *layer.parameters())
+        assert_within_budget("y", y, eager(*as_float64([x, *layer.parameters()])), bar)
+    return y
+
+
+def _fused(name: str) -> Callable[[list[nn.Parameter]], Callable[[], None]]:
+    def begin(parameters: list[nn.Parameter]) -> Callable[[], None]:
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.5, fused=True)
+
+        def step() -> None:
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+
+        return step
+
+    begin.__name__ = f"fused {name}"
+    return begin
+
+
+def _data(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    def step() -> None:
+        for p in parameters:
+            p.data += torch.randn_like(p)
+
+    return step
+
+
+def _data_copy(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    def step() -> None:
+        for p in parameters:
+            p.data.copy_(torch.randn_like(p))
+
+    return step
+
+
+def _vector(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    def step() -> None:
+        vector = torch.randn(sum(p.numel() for p in parameters), **BFLOAT16)
+        nn.utils.vector_to_parameters(vector, parameters)
+
+    return step
+
+
+def _dlpack(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    def step() -> None:
+        for p in parameters:
+            torch.from_dlpack(p.detach()).normal_()
+
+    return step
+
+
+def _raw(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """Write by the driver, as a communication library does."""
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def step() -> None:
+        for p in parameters:
+            values = torch.randn_like(p)
+            torch.cuda.synchronize()
+            places = map(ctypes.c_uint64, (p.data_ptr(), values.data_ptr()))
+            assert driver.cuMemcpyDtoD_v2(*places, ctypes.c_size_t(p.nbytes)) == 0
+
+    return step
+
+
+WRITES = [
+    *map(_fused, ("AdamW", "Adam", "SGD", "Adagrad")),
+    *(_data, _data_copy, _vector, _dlpack, _raw),
+]
+
+
+@pytest.mark.parametrize("writes", WRITES, ids=lambda f: f.__name__.strip("_"))
+def test_writes_that_no_version_tells_of(
+    writes: Callable[[list[nn.Parameter]], Callable[[], None]], folds: list[int]
+) -> None:
+    """Regression: a kept fold went by version counters, which these leave as they are."""
+    layer, (x, *_) = a_layer(), inputs()
+    step = writes(list(layer.parameters()))
+    for _ in range(3):
+        for _ in range(3):
+            check_layer(layer, x)
+        step()
+    check_layer(layer, x)
+    assert not folds
+
+
+def test_one_fold_of_frozen_parameters(folds: list[int]) -> None:
+    layer, (x, *_) = fn.freeze(a_layer()), inputs()
+    results = [check_layer(layer, x) for _ in range(4)]
     assert len(folds) == 1
-    assert torch.equal(results[1], results[3])
+    assert torch.equal(results[0], results[3])
+    layer.train()
+    layer(x).square().mean().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.5).step()
+    check_layer(layer, x)
+    fn.freeze(layer.eval())
+    check_layer(layer, x)
+    assert len(folds) == 2
 
 
-def test_many_rows_fold_at_once(folds: list[int]) -> None:
-    """In the workspace of the call: nothing is kept."""
-    check(inputs(rows=5000))
-    assert not folds
-    assert not any(fold.tensors for fold in kept_folds())
-
-
-@pytest.mark.parametrize("index", [1, 2, 3, 4], ids=["gamma", "beta", "weight", "bias"])
-def test_parameter_changed_in_place(index: int, folds: list[int]) -> None:
-    tensors = inputs()
-    for _ in range(3):
-        check(tensors)
-        check(tensors)
-        tensors[index].mul_(1.5).add_(0.25)
-    check(tensors)
-    assert len(folds) == 3
-
-
-def test_optimizer_steps() -> None:
-    layer = fn.LayerNormLinear(256, 128, device="cuda", dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    x = inputs()[0]
-    for _ in range(3):
-        with torch.no_grad():
-            for _ in range(3):
-                y = layer(x)
-            bar = eager(x, *layer.parameters())
-            truth = eager(*as_float64([x, *layer.parameters()]))
-            assert_within_budget("y", y, truth, bar)
-        layer(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_other_parameters_in_the_same_memory(folds: list[int]) -> None:
-    """Regression: a freed parameter's successor may have its address, its id and its version."""
-    x, gamma, beta, weight, bias = inputs()
-    for scale in (1.0, 2.0, 3.0, 4.0):
-        check([x, gamma * scale, beta, weight, bias])
-        check([x, gamma * scale, beta, weight, bias])
-
-
-def test_goes_with_the_weight(folds: list[int]) -> None:
-    tensors = inputs()
-    check(tensors)
-    check(tensors)
-    assert kept_folds()
-    del tensors
+def test_memory_of_folds_goes_with_the_model() -> None:
+    layer, (x, *_) = fn.freeze(a_layer()), inputs()
+    check_layer(layer, x)
     gc.collect()
-    assert not kept_folds()
+    before = torch.cuda.memory_allocated()
+    fn.unfreeze(layer)
+    assert torch.cuda.memory_allocated() <= before - 2 * layer.weight.numel()
 
 
-def test_none_is_kept_where_a_gradient_follows(folds: list[int]) -> None:
-    tensors = [t.requires_grad_() for t in inputs(rows=5000)]
-    for _ in range(3):
-        fn.fused_layernorm_linear(*tensors)
-    assert not folds
-    assert not kept_folds()
+def test_offloaded_weight(folds: list[int]) -> None:
+    layer, x = a_layer(), inputs()[0]
+    expected, weight = check_layer(layer, x), layer.weight.detach().clone()
+    truth = eager(*as_float64([x, *layer.parameters()]))
+    bar = eager(x, *layer.parameters())
+    fn.freeze(layer, offload=True)
+    with torch.no_grad():
+        for rows in (16, 1, 16, 5000):
+            y = layer(x[:1].expand(rows, -1).contiguous() if rows != 16 else x)
+            if rows == 16:
+                assert_within_budget("y", y, truth, bar)
+            else:
+                torch.testing.assert_close(y[-1], expected[0], rtol=0.05, atol=0.05)
+    assert len(folds) == 1
+    assert layer.weight.isnan().all()
+    with pytest.raises(RuntimeError, match="offload=True"):
+        layer(x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="offload=True"):
+        fn.norm_linear(x, layer.weight, scale=torch.zeros_like(x))
+    layer.train()
+    assert torch.equal(layer.weight, weight)
+    layer(x).sum().backward()
+
+
+def test_offloaded_model_takes_no_more_memory() -> None:
+    torch.cuda.empty_cache()
+    x = torch.randn(64, 1024, **BFLOAT16)
+    before = torch.cuda.memory_allocated()
+    model = nn.Sequential(*(fn.LayerNormLinear(1024, 1024, **BFLOAT16) for _ in range(16))).eval()
+    plain = torch.cuda.memory_allocated() - before
+    with torch.no_grad():
+        expected = model(x)
+        fn.freeze(model, offload=True)
+        torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+    torch.cuda.synchronize()
+    gc.collect()
+    # What stands in for all weights is as large as one of them.
+    assert torch.cuda.memory_allocated() - before - expected.nbytes < plain * 1.15
 
 
 @pytest.mark.parametrize("rows", [50, 5000])
@@ -146,35 +238,97 @@ def test_graph_sees_the_weights_of_its_replay(rows: int) -> None:
     assert_within_budget("y", y, eager(*as_float64(tensors)), eager(*tensors))
 
 
-def test_graph_with_frozen_parameters(folds: list[int]) -> None:
-    tensors = inputs()
-    graph = torch.cuda.CUDAGraph()
-    with fn.frozen_parameters():
+def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    with torch.no_grad():
         for _ in range(2):
-            check(tensors)
+            run()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = fn.fused_layernorm_linear(*tensors)
+            y = run()
     graph.replay()
-    assert_within_budget("y", y, eager(*as_float64(tensors)), eager(*tensors))
-    expected = y.clone()
+    return graph, y
+
+
+def _other_norm(layer: fn.LayerNormLinear, x: Tensor) -> None:
+    with torch.no_grad(), fn.frozen_parameters():
+        for _ in range(3):
+            fn.norm_linear(x, layer.weight, normalization="rms_norm")
+
+
+def _data_of_gamma(layer: fn.LayerNormLinear, x: Tensor) -> None:
+    layer.layer_norm_weight.data = layer.layer_norm_weight.data.clone()
+
+
+def _in_training(layer: fn.LayerNormLinear, x: Tensor) -> None:
+    layer.train()
+
+
+@pytest.mark.parametrize("then", [_other_norm, _data_of_gamma, _in_training])
+@pytest.mark.parametrize("frozen_by", ["freeze", "context"])
+def test_graph_keeps_what_it_reads(
+    then: Callable[[fn.LayerNormLinear, Tensor], None], frozen_by: str, folds: list[int]
+) -> None:
+    """Regression: its fold was freed when the weight met another norm or got other data."""
+    layer, x = a_layer(), inputs()[0]
+    if frozen_by == "freeze":
+        graph, y = captured(lambda: fn.freeze(layer)(x) if not frozen.is_any() else layer(x))
+    else:
+        with fn.frozen_parameters():
+            graph, y = captured(lambda: layer(x))
     assert len(folds) == 1
-    # Other weights and a fold of theirs leave the memory alone that the graph reads.
-    tensors[3].mul_(2)
-    for _ in range(3):
-        check(tensors)
+    expected = y.clone()
+    then(layer, x)
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(8):
+        # Whatever was freed is NaN now.
+        torch.full((128, 256), float("nan"), **BFLOAT16)
     graph.replay()
     assert torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_graph_trees_of_the_compiler(is_frozen: bool) -> None:
+    """Regression: what was kept between calls was allocated in a graph's memory."""
+    layers = nn.Sequential(*(fn.LayerNormLinear(256, 256, **BFLOAT16) for _ in range(3))).eval()
+    x = torch.randn(64, 256, **BFLOAT16)
+    if is_frozen:
+        fn.freeze(layers)
+    compiled = torch.compile(layers, mode="reduce-overhead")
+    with torch.no_grad():
+        expected = layers(x)
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(x), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_option_of_the_backend(mode: str | None, folds: list[int]) -> None:
+    model = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 128)).to(**BFLOAT16).eval()
+    x = inputs()[0]
+    options: dict[str, Any] = {"freeze": True, "small": True}
+    if mode:
+        options["triton.cudagraphs"] = True
+    compiled = torch.compile(model, backend="fused_norm", options=options)
+    with torch.no_grad():
+        expected = model(x)
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(compiled(x), expected, rtol=0.05, atol=0.05)
+    assert len(folds) == 1
+    model.train()
+    torch._dynamo.reset()
+
+
 def test_streams_and_threads() -> None:
-    tensors = inputs()
-    expected = [check(tensors) for _ in range(3)][-1]
+    layer, x = fn.freeze(a_layer()), inputs()[0]
+    expected = check_layer(layer, x)
 
     def run(_: int) -> Tensor:
         stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), torch.no_grad():
             for _ in range(4):
-                y = fn.fused_layernorm_linear(*tensors)
+                y = layer(x)
         stream.synchronize()
         return y
 
@@ -184,10 +338,13 @@ def test_streams_and_threads() -> None:
 
 
 @pytest.mark.parametrize("mean", [0, 1, 10, 100, 1000])
-def test_large_means(mean: float) -> None:
-    tensors = inputs(rows=1500, mean=mean)
-    for _ in range(2):
-        check(tensors)
+@pytest.mark.parametrize("rows", [50, 1500])
+def test_large_means(mean: float, rows: int) -> None:
+    tensors = inputs(rows, mean=mean)
+    check(tensors)
+    with fn.frozen_parameters():
+        for _ in range(3):
+            check(tensors)
 
 
 def test_misaligned_tensors() -> None:
@@ -196,70 +353,26 @@ def test_misaligned_tensors() -> None:
     for tensor in (x, weight):
         room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
         shifted.append(room[1:].view_as(tensor).copy_(tensor))
-    for _ in range(2):
-        check([shifted[0], gamma, beta, shifted[1], bias])
+    with fn.frozen_parameters():
+        for _ in range(3):
+            check([shifted[0], gamma, beta, shifted[1], bias])
 
 
-def test_inference_tensors_without_a_promise(folds: list[int]) -> None:
+def test_inference_tensors(folds: list[int]) -> None:
     with torch.inference_mode():
         tensors = [t.clone() for t in inputs()]
-        for _ in range(3):
-            check(tensors)
-        assert not folds
-        with fn.frozen_parameters():
-            for _ in range(3):
-                y = check(tensors)
-            assert len(folds) == 1
-            assert y.is_inference()
-        # Nothing tells of it.
-        tensors[3].mul_(2)
-        with fn.frozen_parameters():
+        for number in (1, 2):
             for _ in range(3):
                 check(tensors)
-        assert len(folds) == 2
-        check(tensors)
-
-
-def test_beside_other_processes(folds: list[int]) -> None:
-    """Sharded training writes gathered parameters without counting a version."""
-    tensors = inputs()
-    for _ in range(3):
-        check(tensors)
-    assert len(folds) == 1
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        tensors[3].data.mul_(2)
-        for _ in range(3):
-            check(tensors)
-        assert len(folds) == 1
-        with fn.frozen_parameters():
-            tensors[3].add_(1)
-            for _ in range(3):
-                check(tensors)
-        assert len(folds) == 2
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_each_stream_makes_its_own(folds: list[int]) -> None:
-    tensors = inputs()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    for number in (1, 2):
-        for stream in streams:
-            with torch.cuda.stream(stream):
+            with fn.frozen_parameters():
                 for _ in range(3):
-                    check(tensors)
-        assert len(folds) == 2 * number
-        torch.cuda.synchronize()
-        tensors[3].mul_(2)
-        torch.cuda.synchronize()
+                    y = check(tensors)
+                assert len(folds) == number
+                assert y.is_inference()
+            tensors[3].mul_(2)
 
 
-@pytest.mark.parametrize("index", [1, 3, 5, 6], ids=["gamma", "gate", "up", "bias of up"])
-def test_pair_that_a_gate_joins(index: int, folds: list[int]) -> None:
+def test_pair_that_a_gate_joins(folds: list[int]) -> None:
     x, gamma, beta, gate, bias = inputs()
     tensors = [x, gamma, beta, gate, bias, torch.randn_like(gate) / 16, torch.randn_like(bias)]
 
@@ -269,14 +382,15 @@ def test_pair_that_a_gate_joins(index: int, folds: list[int]) -> None:
         return F.silu(F.linear(z, gate, bias)) * F.linear(z, up, up_bias)
 
     for number in (1, 2, 3):
-        for _ in range(3):
-            x, gamma, beta, gate, bias, up, up_bias = tensors
-            (y,) = family_call(
-                *(x, [gate, up], [bias, up_bias], (None, None, None), True, False),
-                norm_weight=gamma,
-                norm_bias=beta,
-                activation="swiglu",
-            )
-            assert_within_budget("y", y, composed(*as_float64(tensors)), composed(*tensors))
+        with fn.frozen_parameters():
+            for _ in range(3):
+                x, gamma, beta, gate, bias, up, up_bias = tensors
+                (y,) = family_call(
+                    *(x, [gate, up], [bias, up_bias], (None, None, None), True, False),
+                    norm_weight=gamma,
+                    norm_bias=beta,
+                    activation="swiglu",
+                )
+                assert_within_budget("y", y, composed(*as_float64(tensors)), composed(*tensors))
         assert len(folds) == number
-        tensors[index].mul_(1.25)
+        tensors[2 * number - 1].mul_(1.25)

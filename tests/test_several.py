@@ -299,9 +299,9 @@ def test_parameters_know_each_of_several() -> None:
     gamma, beta, *linears = (None if t is None else t.detach() for t in tensors[2:])
     pairs = [v for pair in zip(linears[:3], linears[3:], strict=True) for v in pair]
     known = known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:])
-    assert known.sizes == (16, 8, 24)
-    assert known.N == known.products == 48
-    outputs = [torch.empty(4, n) for n in known.sizes]
+    assert known.layout.sizes == (16, 8, 24)
+    assert known.layout.N == known.products == 48
+    outputs = [torch.empty(4, n) for n in known.layout.sizes]
     for part, weight, bias, y in zip(
         known.parts(outputs), linears[:3], linears[3:], outputs, strict=True
     ):
@@ -311,12 +311,13 @@ def test_parameters_know_each_of_several() -> None:
     call = known.call(tensors[0], 0.0)
     assert call.part_count == 3
     assert record.Part.from_address(call.parts).weight == linears[0].data_ptr()
-    assert known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:]) is known
+    again = known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:])
+    assert again.layout is known.layout
     # The first of them alone is something else, in a backward, too.
-    assert known_parameters.of_saved(gamma, beta, linears[0]).N == 16
+    assert known_parameters.of(gamma, beta, linears[0], None).layout.N == 16
     other = known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:4])
-    assert other.sizes == (16, 8)
-    assert not known_parameters.of(gamma, beta, *pairs[:2]).sizes
+    assert other.layout.sizes == (16, 8)
+    assert not known_parameters.of(gamma, beta, *pairs[:2]).layout.sizes
 
 
 SHAPE = (8400, 1024, [1000, 264, 136])
@@ -390,19 +391,30 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
     kind = Seam(normalization=norm, activation="", eps=1e-5, weight_offset=0.0)
     ran: list[int] = []
     monkeypatch.setattr(sm90, "asked_way", lambda keeps: way if keeps else record.NEW_FOLD)
-    make_fold = sm90._make
-    monkeypatch.setattr(sm90, "_make", lambda *a: (ran.append(1), make_fold(*a)))
+    make_fold = sm90.make_fold
+
+    def counted(*arguments: Any) -> Any:
+        ran.append(1)
+        return make_fold(*arguments)
+
+    monkeypatch.setattr(sm90, "make_fold", counted)
     first = None
+
+    def run() -> Any:
+        return seams.forward(kind, t, keeps=way == record.NEW_FOLD).outputs
+
     for _ in range(3):
-        outputs = seams.forward(kind, t, keeps=way == record.NEW_FOLD).outputs
-        launched = names(lambda: seams.forward(kind, t, keeps=way == record.NEW_FOLD))
+        with fn.frozen_parameters():
+            run()
+            outputs = run()
+            launched = names(run)
         assert launched.count("side_by_side") == 1, launched
         assert "scale" in launched, launched
         for mine, low, high in zip(outputs, bar, exact, strict=True):
             assert_within_budget("y", mine, high.detach(), low)
         assert first is None or all(map(torch.equal, outputs, first))
         first = outputs
-    assert len(ran) == (way == record.KEPT_FOLD)
+    assert len(ran) == 3 * (way == record.KEPT_FOLD)
 
 
 @ON_HOPPER
@@ -410,13 +422,14 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
 def test_kept_folds_are_found_by_either_language() -> None:
     inputs = make(SHAPE, "b-b", dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
-        results = [ours(inputs) for _ in range(4)]
-        launched = names(lambda: ours(inputs))
+        with fn.frozen_parameters():
+            results = [ours(inputs) for _ in range(4)]
+            launched = names(lambda: ours(inputs))
         assert "side_by_side_scale" in launched
         inputs[5].mul_(2)
         changed = ours(inputs)
     for first, *others in zip(*results, strict=True):
-        # The first call has no fold yet; all later ones read the same.
+        # The first call is not frozen yet; all later ones read the same fold.
         assert all(torch.equal(other, others[0]) for other in others[1:])
         torch.testing.assert_close(first, others[0], rtol=0.02, atol=0.05)
     assert not torch.equal(changed[1], results[-1][1])

@@ -160,7 +160,7 @@ def run(
     inputs: Inputs, dy: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]
 ) -> list[Tensor | None]:
     x, gamma, beta, w, _ = inputs
-    known = parameters.of_saved(gamma, beta, w)
+    known = parameters.of(gamma, beta, w, None)
     return backends.backward(dy, x, known, mean, rstd, EPS, wanted, None)
 
 

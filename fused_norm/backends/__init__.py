@@ -29,13 +29,13 @@ BACKENDS: tuple[ModuleType, ...] = (sm90, gpu, cpu, pytorch)
 
 def of(x: Tensor, parameters: Parameters) -> tuple[ModuleType, ...]:
     """Return the backends that accept a call, the preferred one first."""
-    if not x.numel() or not parameters.N:
+    if not x.numel() or not parameters.layout.N:
         return (pytorch,)
-    if x.dtype is not parameters.dtype:
+    if x.dtype is not parameters.layout.dtype:
         return _accepting(x, parameters)
-    if parameters.backends is None:
-        parameters.backends = _accepting(x, parameters)
-    return parameters.backends
+    if parameters.layout.backends is None:
+        parameters.layout.backends = _accepting(x, parameters)
+    return parameters.layout.backends
 
 
 def _accepting(x: Tensor, parameters: Parameters) -> tuple[ModuleType, ...]:

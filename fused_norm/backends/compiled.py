@@ -44,9 +44,7 @@ def fold(
     bias: Tensor | None,
     *up: Tensor | None,
 ) -> tuple[Tensor, ...] | None:
-    """Return the fold that is kept of parameters in dense memory, in two tensors.
-
-    None where the current stream meets them for the first time, as they are.
+    """Return the fold of frozen parameters in dense memory, in two tensors; None for others.
 
     Args:
         norm: The number of the norm.
@@ -59,4 +57,4 @@ def fold(
         up: Weight and bias that the others gate, if they are tensors of their own.
     """
     kind = (norm, weight_offset, activation)
-    return sm90.kept_fold(known_parameters.of(gamma, beta, weight, bias, kind, *up))
+    return sm90.frozen_fold(known_parameters.of(gamma, beta, weight, bias, kind, *up))

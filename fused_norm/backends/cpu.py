@@ -24,7 +24,7 @@ _kept = threading.local()
 
 def accepts(x: Tensor, parameters: Parameters) -> bool:
     """Return whether x is on a CPU, in the dtype of the weight."""
-    return x.is_cpu and x.dtype is parameters.dtype
+    return x.is_cpu and x.dtype is parameters.layout.dtype
 
 
 def is_left_to_pytorch(x: Tensor) -> bool:
@@ -69,7 +69,7 @@ def forward(
     kernels = extension("norm_linear_cpu", x.dtype)
     count = threads()
     key = (x.numel(), eps, statistics, count)
-    planned = parameters.plans.get(key)
+    planned = parameters.layout.plans.get(key)
     if planned is None:
         template = _record(x, parameters, eps)
         template.rstd = int(statistics)
@@ -78,7 +78,7 @@ def forward(
         planned = parameters.plan(key, template)
     if planned.way == DECLINED:
         return None
-    y = x.new_empty(*x.shape[:-1], parameters.N)
+    y = x.new_empty(*x.shape[:-1], parameters.layout.N)
     mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     size = planned.workspace_bytes
     memory = scratch(size) if size else None
@@ -104,13 +104,15 @@ def backward(
     main_grad: Tensor | None,
 ) -> list[Tensor | None] | None:
     """Return the gradients that are wanted; None where PyTorch's own ops are faster."""
-    if declines(x.dtype, x.numel() // parameters.K, parameters.K, parameters.N, True):
+    if declines(
+        x.dtype, x.numel() // parameters.layout.K, parameters.layout.K, parameters.layout.N, True
+    ):
         return None
     kernels = extension("norm_linear_cpu", x.dtype)
     dy, x = dense(grad_output, x)
     if main_grad is not None:
         # The kernels round the weight's gradient to its dtype.
-        gamma, beta, *_ = parameters.tensors()
+        gamma, beta, *_ = parameters.tensors
         reference.add_weight_gradient(main_grad, dy, x, gamma, beta, eps)
         wanted = [*wanted[:3], False, wanted[4]]
     gradients = empty_gradients(x, parameters, wanted)

@@ -35,22 +35,22 @@ def accepts(x: Tensor, parameters: Parameters) -> bool:
     """Return whether x is on a GPU, in the dtype of the weight or float32 beside a narrower one."""
     if not x.is_cuda or x.dtype not in _DTYPES:
         return False
-    is_narrow = x.dtype is torch.float32 and parameters.dtype in LOW_PRECISION
-    return x.dtype is parameters.dtype or is_narrow
+    is_narrow = x.dtype is torch.float32 and parameters.layout.dtype in LOW_PRECISION
+    return x.dtype is parameters.layout.dtype or is_narrow
 
 
 def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y, and mean and rstd if asked for."""
-    z = torch.empty_like(x, dtype=parameters.dtype)
+    z = torch.empty_like(x, dtype=parameters.layout.dtype)
     mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     kernels, context = launcher("passes_gpu", x)
     call = parameters.call(x, eps)
     call.context = context
     call.z, call.mean, call.rstd = z.data_ptr(), address(mean), address(rstd)
     kernels.normalize(ctypes.addressof(call))
-    _, _, weight, bias = parameters.tensors()
+    _, _, weight, bias = parameters.tensors
     return F.linear(z, weight, bias), mean, rstd
 
 
@@ -67,11 +67,11 @@ def backward(
     """Return the gradients that are wanted."""
     want_dx, want_dgamma, want_dbeta, want_dweight, want_dbias = wanted
     grad_output, x = dense(grad_output, x)
-    weight = parameters.tensors()[2]
+    weight = parameters.tensors[2]
     kernels, context = launcher("passes_gpu", x)
     call = parameters.call(x, eps)
     place = ctypes.addressof(call)
-    dy = grad_output.view(call.M, parameters.N)
+    dy = grad_output.view(call.M, parameters.layout.N)
     gradients = empty_gradients(x, parameters, [*wanted[:3], False, want_dbias])
     call.dx, call.dgamma, call.dbeta, _, call.dbias = map(address, gradients)
     dz = None
@@ -83,7 +83,7 @@ def backward(
     # memory. It takes the place of dz, which that pass is the last to need.
     z = None
     if want_dweight:
-        z = weight.new_empty(call.M, parameters.K) if dz is None or call.narrow else dz
+        z = weight.new_empty(call.M, parameters.layout.K) if dz is None or call.narrow else dz
     call.context = context
     call.dy, call.mean, call.rstd = dy.data_ptr(), address(mean), rstd.data_ptr()
     call.dz, call.z = address(dz), address(z)

@@ -20,7 +20,7 @@ def forward(
     x: Tensor, parameters: Parameters, eps: float, statistics: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, mean and rstd."""
-    gamma, beta, weight, bias = parameters.tensors()
+    gamma, beta, weight, bias = parameters.tensors
     if x.dtype is not weight.dtype:
         # Under autocast a norm computes in float32, whatever the precision of its input.
         x = x.float()
@@ -42,7 +42,7 @@ def backward(
     main_grad: Tensor | None,
 ) -> list[Tensor | None]:
     """Return the gradients that are wanted."""
-    gamma, beta, weight, _ = parameters.tensors()
+    gamma, beta, weight, _ = parameters.tensors
     gradients = reference.layernorm_linear_backward(grad_output, x, gamma, beta, weight, eps)
     kept = [g if wanted else None for g, wanted in zip(gradients, wanted, strict=True)]
     if main_grad is not None:

@@ -192,7 +192,7 @@ class _Backward:
         kind, t = self.kind, self.t
         x, mean, rstd = dense(t.x, t.mean, t.rstd)
         norm = (*norm_of(kind), 0)
-        parameters = known_parameters.of_saved(t.gamma, t.beta, t.weights[0], norm)
+        parameters = known_parameters.of(t.gamma, t.beta, t.weights[0], None, norm)
         if not sm90.accepts(x, parameters):
             return None
         dy = dh.view(*x.shape[:-1], dh.shape[-1])

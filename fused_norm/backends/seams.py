@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_norm.backends import cpu, cpu_seam, linear, passes, several, sm90
 from fused_norm.backends.products import linear_add
+from fused_norm.call import frozen
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import aligned, dense, empty_statistics
 from fused_norm.call.record import MOST_PARTS
@@ -116,6 +117,7 @@ def norm_of(kind: Seam) -> tuple[int, float]:
 
 def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
     """Compute a call but for its second Linear layer by row passes around products."""
+    frozen.require_values((*t.weights, *t.biases))
     t = _rows(kind, t)
     (x,) = dense(t.x)
     z = torch.empty_like(x, dtype=t.weights[0].dtype)

@@ -18,6 +18,7 @@ to be faster with PyTorch's products, or whose matrices TMA cannot read.
 from __future__ import annotations
 
 import ctypes
+import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from fused_norm.backends.sm90_kernels import (
     may_use_tf32,
     prepare_products,
 )
-from fused_norm.call.folds import Fold, kept
+from fused_norm.call import frozen
+from fused_norm.call.frozen import Frozen, Keys, Prepared
 from fused_norm.call.memory import (
     LOW_PRECISION,
     address,
@@ -70,9 +72,9 @@ _OWN_WAYS = (FUSED, KEPT_FOLD, NEW_FOLD)
 
 def accepts(x: Tensor, parameters: Parameters) -> bool:
     """Return whether x is on a Hopper GPU, in rows that TMA can read; a plan knows of y's."""
-    if not x.is_cuda or x.dtype is not parameters.dtype or x.dtype not in _DTYPES:
+    if not x.is_cuda or x.dtype is not parameters.layout.dtype or x.dtype not in _DTYPES:
         return False
-    fits = not parameters.K * x.element_size() % ALIGNMENT
+    fits = not parameters.layout.K * x.element_size() % ALIGNMENT
     return fits and is_hopper(x.device.index)
 
 
@@ -110,15 +112,18 @@ def product(
         them; or None where our passes around products are faster.
     """
     x, residual, *given = rows
-    if parameters.dtype is torch.float32 and not may_use_tf32():
+    if parameters.layout.dtype is torch.float32 and not may_use_tf32():
         return None
-    device = parameters.device.index
+    device = parameters.layout.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernels, context = launcher_of(parameters, stream)
     in_graph = torch.cuda.is_current_stream_capturing()
     prepare_products(device, in_graph)
-    # Where a gradient follows, the parameters are about to change: a fold kept is memory lost.
-    may_keep = not keeps and parameters.dtype is torch.bfloat16
+    if keeps:
+        frozen.require_values(parameters.tensors)
+    # Only frozen parameters have folds that outlive a call.
+    found = None if keeps else frozen.find(parameters.tensors)
+    may_keep = found is not None and parameters.layout.dtype is torch.bfloat16
     start = x.data_ptr()
     is_given = rows.rstd is not None
     statistics = keeps and not is_given
@@ -128,29 +133,28 @@ def product(
         *(eps, context, in_graph, statistics, keeps_h),
         *(is_given, added, start % ALIGNMENT),
     )
-    planned = _plan(kernels, x, parameters, may_keep, conditions)
+    asked = asked_way(may_keep)
+    is_offloaded = found is not None and found[0].is_offloaded(found[1])
+    if is_offloaded:
+        asked = KEPT_FOLD
+    planned = _plan(kernels, x, parameters, may_keep, asked, conditions)
     fold = None
-    if planned.way == KEPT_FOLD:
-        fold = kept(parameters, stream, in_graph)
-        if fold is None:
-            planned = _plan(kernels, x, parameters, False, conditions)
-        elif not fold.tensors:
-            _make(fold, parameters, kernels, context)
+    if planned.way == KEPT_FOLD and found is not None:
+        fold = _fold(*found, parameters, kernels, context, stream, in_graph)
+    if is_offloaded and fold is None:
+        frozen.require_values(parameters.tensors)
+    if planned.way == KEPT_FOLD and fold is None:
+        planned = _plan(kernels, x, parameters, False, asked_way(False), conditions)
     if planned.way not in _OWN_WAYS:
         return None
-    sizes = parameters.sizes or (parameters.N,)
+    sizes = parameters.layout.sizes or (parameters.layout.N,)
     outputs = [x.new_empty(*x.shape[:-1], size) for size in sizes]
     mean, rstd = empty_statistics(x, parameters.has_mean) if statistics else (None, None)
     size = planned.workspace_bytes
-    if fold is None or in_graph:
-        scratch = workspace(size, x.device) if size else None
-    else:
-        scratch = fold.scratch
-        if scratch is None or scratch.numel() < size:
-            scratch = fold.scratch = workspace(size, x.device)
+    scratch = workspace(size, x.device) if size else None
     record = call, place = planned.take()
     call[X], call[Y] = start, outputs[0].data_ptr()
-    if parameters.sizes:
+    if parameters.layout.sizes:
         parts = parameters.parts(outputs)
         call[PARTS] = ctypes.addressof(parts)
     total = None
@@ -174,18 +178,38 @@ def product(
     return Results(outputs, total, None, mean, rstd, [] if h is None else [h])
 
 
-def kept_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
-    """Return Wc, and s and c, of parameters that the current stream has met before as they are.
+def frozen_fold(parameters: Parameters) -> tuple[Tensor, ...] | None:
+    """Return Wc `[N, K]`, and s and c `[2, N]`, of frozen parameters; None for others.
 
-    None the first time. What is returned may be read until a parameter changes, or is freed.
+    They may be read on the current stream until the parameters are thawed.
     """
-    stream = torch._C._cuda_getCurrentRawStream(parameters.device.index)
-    fold = kept(parameters, stream, False)
-    if fold is None:
+    found = frozen.find(parameters.tensors)
+    if found is None:
         return None
-    if not fold.tensors:
-        _make(fold, parameters, *launcher_of(parameters, stream))
-    return fold.tensors
+    stream = torch._C._cuda_getCurrentRawStream(parameters.layout.device.index)
+    fold = _fold(*found, parameters, *launcher_of(parameters, stream), stream, False)
+    return None if fold is None else fold.tensors
+
+
+def _fold(
+    record: Frozen,
+    keys: Keys,
+    parameters: Parameters,
+    kernels: ModuleType,
+    context: int,
+    stream: int,
+    in_graph: bool,
+) -> Prepared | None:
+    """Return the fold of frozen parameters, made now unless a CUDA graph captures the call."""
+    name = ("fold", parameters.norm)
+    is_late = in_graph or record.is_offloaded(keys)
+    make = None if is_late else functools.partial(make_fold, parameters, kernels, context)
+    fold = record.prepared((*name, keys), make)
+    if fold is not None:
+        fold.read_on(stream, in_graph)
+        if record.offloads and not in_graph:
+            record.offload(name, keys)
+    return fold
 
 
 def _plan(
@@ -193,12 +217,12 @@ def _plan(
     x: Tensor,
     parameters: Parameters,
     may_keep: bool,
+    asked: int,
     conditions: tuple[Any, ...],
 ) -> Planned:
     """Return the plan of a forward, made once for all that it depends on."""
-    asked = asked_way(may_keep)
     key = (x.numel(), may_keep, asked, conditions)
-    planned = parameters.plans.get(key)
+    planned = parameters.layout.plans.get(key)
     if planned is None:
         eps, context, in_graph, statistics, keeps_h, is_given, added, _ = conditions
         call = parameters.call(x, eps)
@@ -254,7 +278,7 @@ def backward(
     if accumulates:
         # The kernel adds to both what it writes in float32.
         results[3] = main_grad
-        results[4] = x.new_zeros(parameters.N, dtype=torch.float32) if wanted[4] else None
+        results[4] = x.new_zeros(parameters.layout.N, dtype=torch.float32) if wanted[4] else None
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, results)
     scratch = _scratch(call, x)
     kernels.backward(place)
@@ -285,16 +309,27 @@ def _scratch(call: Call, x: Tensor) -> Tensor | None:
     return memory
 
 
-def _make(fold: Fold, parameters: Parameters, kernels: ModuleType, context: int) -> None:
-    """Fold the parameters as they are now."""
-    weight = parameters.tensors()[2]
-    folded = weight.new_empty(parameters.products, parameters.K)
-    sums = weight.new_empty(2, parameters.products, dtype=torch.float32)
+def make_fold(parameters: Parameters, kernels: ModuleType, context: int) -> Prepared:
+    """Return the fold of parameters, Wc and s beside c, once any stream may read it.
+
+    Args:
+        parameters: Of a call in bfloat16.
+        kernels: Hopper's.
+        context: Of their calls on the current stream.
+    """
+    weight = parameters.tensors[2]
+    rows = parameters.products
+
+    def memory() -> tuple[Tensor, ...]:
+        sums = weight.new_empty(2, rows, dtype=torch.float32)
+        return weight.new_empty(rows, parameters.layout.K), sums
+
+    folded, sums = frozen.allocate(memory, weight.device)
     addresses = folded.data_ptr(), sums.data_ptr(), sums[1].data_ptr()
     call = parameters.call(weight, 0.0)
     call.context, call.activation = context, parameters.norm[2]
     call.fold_weight, call.fold_sums, call.fold_constants = addresses
     kernels.fold(ctypes.addressof(call))
-    # Only now may other threads read it. One of them may have made another in the meantime.
-    if not fold.tensors:
-        fold.addresses, fold.tensors = addresses, (folded, sums)
+    stream = torch.cuda.current_stream(weight.device)
+    stream.synchronize()
+    return Prepared((folded, sums), stream.cuda_stream, addresses=addresses)

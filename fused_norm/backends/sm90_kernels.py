@@ -32,11 +32,11 @@ is_hopper.__wrapped__.__dict__["_dynamo_marked_constant"] = True
 def launcher_of(parameters: Parameters, stream: int) -> tuple[ModuleType, int]:
     """Return the kernels for some parameters, and the context of their calls on a stream."""
     alone = is_alone()
-    found: tuple[ModuleType, int] | None = parameters.launchers.get((stream, alone))
+    found: tuple[ModuleType, int] | None = parameters.layout.launchers.get((stream, alone))
     if found is None:
-        kernels = extension(parameters.dtype, parameters.norm[0])
-        found = launcher(kernels, parameters.device.index, stream, alone)
-        parameters.launchers[stream, alone] = found
+        kernels = extension(parameters.layout.dtype, parameters.norm[0])
+        found = launcher(kernels, parameters.layout.device.index, stream, alone)
+        parameters.layout.launchers[stream, alone] = found
     return found
 
 

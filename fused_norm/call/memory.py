@@ -77,8 +77,8 @@ def empty_gradients(x: Tensor, parameters: Parameters, wanted: list[bool]) -> li
         parameters: The call's.
         wanted: Whether the gradients of x, gamma, beta, the weight and the bias are wanted.
     """
-    K, N = parameters.K, parameters.N
-    norm, linear = parameters.norm_dtype or x.dtype, parameters.dtype
+    K, N = parameters.layout.K, parameters.layout.N
+    norm, linear = parameters.layout.norm_dtype or x.dtype, parameters.layout.dtype
     dx, dgamma, dbeta, dweight, dbias = wanted
     return [
         _empty(x, x.shape) if dx else None,

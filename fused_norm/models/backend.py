@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
+from fused_norm.models.freezing import FrozenRun
 from fused_norm.models.fuse import Options, fuse
 from fused_norm.models.sites import Site
 from fused_norm.ops.invariance import is_batch_invariant
@@ -39,7 +41,9 @@ def backend(
             `small`: whether to fuse even calls that PyTorch finishes before Python has started one
             of ours. By default they are not fused before Inductor, except in CUDA graphs, which
             start them at no cost, and in inference if the products of the graph keep a GPU busy
-            for longer than Python needs for its norms. All other options are Inductor's.
+            for longer than Python needs for its norms. `freeze`: whether to freeze the parameters
+            of runs without gradients, as `fused_norm.freeze` does a model's; by default as
+            Inductor's `freezing` says. All other options are Inductor's.
         sites: Receives what became of each norm.
 
     Returns:
@@ -52,6 +56,7 @@ def backend(
     given = dict(options or {})
     then = given.pop("then", "inductor")
     own = {name: given.pop(name) for name in _OWN if name in given}
+    freezes = bool(given.pop("freeze", False))
     patches: dict[str, Any] = {}
     if then == "inductor":
         from torch._inductor import list_mode_options
@@ -65,15 +70,37 @@ def backend(
         log.info(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
+    run = _compiled(module, example_inputs, then, given, patches)
+    if freezes or (then == "inductor" and _inductor_freezes(patches)):
+        run = FrozenRun(run, module)
+    return _in_its_mode(run)
+
+
+def _compiled(
+    module: GraphModule,
+    example_inputs: list[Any],
+    then: str,
+    given: dict[str, Any],
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """Return what runs a graph, compiled by the backend that follows."""
     if then == "eager":
-        return _in_its_mode(module.forward)
+        return module.forward
     from torch._dynamo.backends.registry import lookup_backend
 
-    if then != "inductor":
-        return _in_its_mode(lookup_backend(then)(module, example_inputs, **given))
-    inductor: Any = lookup_backend("inductor")
-    compiled: Callable[..., Any] = inductor(module, example_inputs, config_patches=patches)
-    return _in_its_mode(compiled)
+    following: Any = lookup_backend(then)
+    compiled: Callable[..., Any]
+    if then == "inductor":
+        compiled = following(module, example_inputs, config_patches=patches)
+    else:
+        compiled = following(module, example_inputs, **given)
+    return compiled
+
+
+def _inductor_freezes(patches: Mapping[str, Any]) -> bool:
+    from torch._inductor import config
+
+    return bool(patches.get("freezing", config.freezing)) and not torch.is_grad_enabled()
 
 
 def _in_its_mode(run: Callable[..., Any]) -> Callable[..., Any]:

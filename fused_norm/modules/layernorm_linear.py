@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.call.memory import statistics_dtype
-from fused_norm.call.parameters import forget_before_swap
 from fused_norm.functional import fused_layernorm_linear
 from fused_norm.modules import parts
 from fused_norm.ops import norm_linear
@@ -184,20 +183,6 @@ class LayerNormLinear(parts.NormModule):
             [getattr(self, f"{prefix}weight") for prefix in prefixes],
             [getattr(self, f"{prefix}bias") for prefix in prefixes],
         )
-
-    def _apply(self, *args: Any, **kwargs: Any) -> LayerNormLinear:
-        self._forget_before_swap()
-        # PyTorch's own has no annotations.
-        apply: Any = super()._apply
-        return cast(LayerNormLinear, apply(*args, **kwargs))
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._forget_before_swap()
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def _forget_before_swap(self) -> None:
-        for weight in self._linear_parameters()[0]:
-            forget_before_swap(weight)
 
     def forward(self, x: Tensor) -> Any:
         """Return `[..., out_features]` for an input of shape `[..., in_features]`.

@@ -62,7 +62,7 @@ inline PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
   }
   Wanted wanted;
   for (PyObject* flag : items_of(arguments[ARGUMENTS + 2])) wanted.push_back(flag == Py_True);
-  const Conditions conditions(x, true);
+  const Conditions conditions(x);
   if (conditions.is_captured || wanted.size() != t->flat.size()) Py_RETURN_NONE;
   const Kernels& kernels = KernelsOf::find(x, kind->normalization, conditions.is_alone);
   std::optional<Tensors> found;
@@ -85,7 +85,7 @@ inline PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
 // The kernels for a Linear layer in a compiled graph; null where that is left to Python.
 inline const Kernels* kernels_of_linear(const Tensor& x) {
   if (is_watched() || is_first_of_thread(current_stream(x.device()))) return nullptr;
-  const Conditions conditions(x, true);
+  const Conditions conditions(x);
   return conditions.is_captured ? nullptr : &KernelsOf::find(x, 0, conditions.is_alone);
 }
 

@@ -13,9 +13,9 @@
 
 namespace fused_norm {
 
-// kernels(x, normalization, is_alone), of backends/compiled.py; is_alone(), of sm90_kernels.py; the
-// number of the promise() that holds, of folds.py; and PyTorch's own is_captured().
-inline PyObject *python_kernels = nullptr, *python_is_alone = nullptr, *python_promise = nullptr,
+// kernels(x, normalization, is_alone), of backends/compiled.py; is_alone(), of sm90_kernels.py; and
+// PyTorch's own is_captured().
+inline PyObject *python_kernels = nullptr, *python_is_alone = nullptr,
                 *python_is_captured = nullptr;
 
 // The kernels of each dtype, device, stream and norm, found by Python once.
@@ -63,17 +63,14 @@ inline bool is_watched(const Tensor& x) {
   return is_watched() || at::autocast::is_autocast_enabled(x.device().type());
 }
 
-// Where a call is made: beside a collective, in a CUDA graph, or, where folds may be kept, under a
-// promise not to change parameters. On a CPU none of it matters.
+// Where a call is made: beside a collective, or in a CUDA graph. On a CPU neither matters.
 struct Conditions {
   bool is_alone = true, is_captured = false;
-  int64_t promise = 0;
 
-  Conditions(const Tensor& x, bool keeps) {
+  explicit Conditions(const Tensor& x) {
     if (x.is_cpu()) return;
     is_captured = py::checked(PyObject_CallNoArgs(python_is_captured)).ptr() == Py_True;
     is_alone = py::checked(PyObject_CallNoArgs(python_is_alone)).ptr() == Py_True;
-    if (!keeps) promise = PyLong_AsLongLong(py::checked(PyObject_CallNoArgs(python_promise)).ptr());
   }
 };
 
@@ -95,14 +92,13 @@ inline std::optional<Computed> computed(
     const Seam& kind, const Operands& t, bool keeps, const char* recorded = nullptr) {
   const auto sizes = sizes_of(kind, t);
   const Tensor& x = t[X];
-  if (!sizes) return std::nullopt;
+  if (!sizes || frozen_level > 1) return std::nullopt;
   // What watches ops has seen them; autocast has, when they were traced.
   if (recorded ? is_watched(x) : is_watched()) return std::nullopt;
   if (is_first_of_thread(current_stream(x.device()))) return std::nullopt;
-  const Conditions conditions(x, keeps);
+  const Conditions conditions(x);
   const Kernels& kernels = KernelsOf::find(x, kind.normalization, conditions.is_alone);
   if (is_left(kind, t, *sizes, conditions.is_captured, kernels)) return std::nullopt;
-  const auto folds = keeping(t, keeps, conditions.is_alone, conditions.promise);
   std::optional<at::RecordFunction> record;
   if (recorded) {
     record.emplace(at::RecordScope::USER_SCOPE);
@@ -110,7 +106,7 @@ inline std::optional<Computed> computed(
   }
   py::gil_scoped_release without_lock;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return Computed{forward(kind, t, *sizes, keeps, folds, kernels), kernels};
+  return Computed{forward(kind, t, *sizes, keeps, may_have_fold(t, keeps), kernels), kernels};
 }
 
 }  // namespace fused_norm

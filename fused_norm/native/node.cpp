@@ -79,18 +79,27 @@ PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-// set_python(kernels, is_alone, promise, is_captured, fold, backward, row_kernels,
+// set_python(kernels, is_alone, is_captured, fold, backward, row_kernels,
 // row_backward): what this module calls.
 PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   PyObject** const places[] = {
-      &python_kernels, &python_is_alone, &python_promise, &python_is_captured, &python_fold,
+      &python_kernels, &python_is_alone, &python_is_captured, &python_fold,
       &python_backward, &python_row_kernels, &python_row_backward};
   TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
   for (Py_ssize_t i = 0; i < count; ++i) {
     Py_IncRef(arguments[i]);
     Py_DecRef(std::exchange(*places[i], arguments[i]));
   }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// set_frozen(level): whether parameters are frozen, and values of some offloaded.
+PyObject* set_frozen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 1, "set_frozen takes 1 argument");
+  frozen_level = static_cast<int>(PyLong_AsLong(arguments[0]));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -111,8 +120,9 @@ PyMethodDef methods[] = {
      "op_linear_add_backward(grad_output, x, weight, wanted)"},
     {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
     {"set_python", fast(set_python), METH_FASTCALL,
-     "set_python(kernels, is_alone, promise, is_captured, fold, backward, row_kernels, "
+     "set_python(kernels, is_alone, is_captured, fold, backward, row_kernels, "
      "row_backward)"},
+    {"set_frozen", fast(set_frozen), METH_FASTCALL, "set_frozen(level)"},
     {nullptr, nullptr, 0, nullptr}};
 #define AS_TEXT_(major, minor) #major "." #minor
 #define AS_TEXT(major, minor) AS_TEXT_(major, minor)

@@ -147,7 +147,7 @@ inline bool has_product(
 
 // Computes up to the activation, or past it, in one native call; false where the plan declines.
 inline bool forward_by_product(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool may_fold,
     const Kernels& kernels, bool activates, Results& results) {
   const Tensor& x = t[X];
   const bool keeps_h = activates && keeps && !kind.recompute;
@@ -160,14 +160,14 @@ inline bool forward_by_product(
     call.rstd = address(results.rstd);
   }
   call.h = keeps_h ? WANTED : nullptr;
-  call.may_keep = keeping.is_allowed;
+  call.may_keep = may_fold;
   call.way = kernels.product.way;
   std::optional<Parts> parts;
   if (are_apart(kind, t)) parts.emplace(call, t);
   if (kernels.product.plan_forward(&call) != 0) return false;
   std::optional<Fold> fold;
   if (call.way == KEPT_FOLD) {
-    fold = kept_fold(kind, t, call, keeping.promise);
+    fold = frozen_fold(kind, t, call);
     if (fold) {
       fold->give(call);
     } else {
@@ -187,7 +187,7 @@ inline bool forward_by_product(
     results.products.push_back(empty_rows(x, sizes.N));
     call.h = address(results.products[0]);
   }
-  const auto workspace = scratch_of(call, x);
+  const auto workspace = workspace_of(call, x);
   launch(kernels.product.forward, call, x);
   if (activates || !kind.activation) {
     results.outputs = std::move(outputs);
@@ -201,10 +201,10 @@ inline bool forward_by_product(
 
 // The same either way: the product may have no place for the activation.
 inline bool forward_by_product(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool may_fold,
     const Kernels& kernels, Results& results) {
   const auto run = [&](bool activates) {
-    return forward_by_product(kind, t, sizes, keeps, keeping, kernels, activates, results);
+    return forward_by_product(kind, t, sizes, keeps, may_fold, kernels, activates, results);
   };
   if (kind.activation && run(true)) return true;
   const bool is_apart = t.count() == 1 || are_apart(kind, t);
@@ -230,7 +230,7 @@ inline Tensor second_linear(const Operands& t, const Tensor& a, const Kernels& k
 
 // Computes a call whose sizes are known.
 inline Results forward(
-    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, Keeping keeping,
+    const Seam& kind, const Operands& t, const Sizes& sizes, bool keeps, bool may_fold,
     const Kernels& kernels) {
   const Tensor& x = t[X];
   Results results;
@@ -242,7 +242,7 @@ inline Results forward(
   }
   if (t.has_sum()) results.sum = empty(x.sizes(), x);
   if (!has_product(kind, t, sizes, kernels) ||
-      !forward_by_product(kind, t, sizes, keeps, keeping, kernels, results)) {
+      !forward_by_product(kind, t, sizes, keeps, may_fold, kernels, results)) {
     auto z = normalized(kind, t, sizes, kernels.passes, &results);
     const bool keeps_h = keeps && kind.activation && !kind.recompute;
     if (kind.returns_norm) results.norm = z;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.backends import compiled, rows, sm90_kernels
-from fused_norm.call import folds
+from fused_norm.call import frozen
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
 from fused_norm.native import node
 from fused_norm.native.cache import BuildError
@@ -43,7 +43,6 @@ def tell(found: Any) -> None:
     found.set_python(
         compiled.kernels,
         sm90_kernels.is_alone,
-        folds.promise,
         # Not there without CUDA. What PyTorch documents is a turn in Python around it.
         getattr(torch._C, "_cuda_isCurrentStreamCapturing", None),
         compiled.fold,
@@ -51,6 +50,7 @@ def tell(found: Any) -> None:
         rows.trainable_eps,
         trainable_eps_gradients,
     )
+    frozen.tell_changes(found.set_frozen)
 
 
 def _run(name: str, *arguments: Any) -> Any:

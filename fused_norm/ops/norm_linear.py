@@ -186,7 +186,7 @@ def _by_backends(
     grad_output: Tensor, saved: Any, eps: float, wanted: list[bool], main_grad: Tensor | None
 ) -> list[Tensor | None]:
     x, gamma, beta, weight, mean, rstd = saved
-    parameters = known_parameters.of_saved(gamma, beta, weight)
+    parameters = known_parameters.of(gamma, beta, weight, None)
     return backends.backward(grad_output, x, parameters, mean, rstd, eps, wanted, main_grad)
 
 

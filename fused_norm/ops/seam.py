@@ -12,6 +12,7 @@ from torch.autograd.profiler import record_function
 from fused_norm import backends, composition
 from fused_norm.backends import seam_backward, seams
 from fused_norm.backends.products import require_invariant
+from fused_norm.call import frozen
 from fused_norm.call import parameters as known_parameters
 from fused_norm.call.memory import lies_transposed, statistics_dtype
 from fused_norm.call.results import Results
@@ -333,7 +334,8 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         name = "norm_linear" if t.out_weight is None else "norm_mlp"
         with record_function(f"fused_norm::{name}"):
             return call(kind, t, owners, True)
-    if owners is None and not (kind.batch_invariant or is_watched()) and is_host_bound(t):
+    may_be_bound = owners is None and not (kind.batch_invariant or is_watched())
+    if may_be_bound and not frozen.has_offloaded() and is_host_bound(t):
         return composition.seam(kind, t)
     if has_dtensor(t):
         if kind.batch_invariant:
@@ -346,6 +348,7 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         return composition.seam(kind, t) if found is None else found
     ready = as_kernels_need(kind, t)
     if ready is None:
+        frozen.require_values(t.weights)
         computed = composition.seam(kind, t)
         if kind.batch_invariant:
             # PyTorch's ops had nothing to say against it.

@@ -1,0 +1,375 @@
+"""Parameters that do not change for a while, and what kernels have prepared of them.
+
+Nothing that a call makes outlives it, unless its parameters are frozen: then a weight's fold is
+made by the first call that wants it, and kept. Parameters are known by their memory, which is held,
+so that nothing else can have its place; one that is given other memory is not frozen any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# More weights than a model has of a dtype.
+_STAND_INS = 4096
+# Of a tensor: where its memory is, and how it is read.
+Key = tuple[Any, ...]
+# What parameters of a call are known by, None for one that is not there.
+Keys = tuple["Key | None", ...]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What was made of a call's parameters, ready to be read on every stream.
+
+    Attributes:
+        tensors: What was made.
+        stream: The raw stream on which their memory was allocated.
+        is_captured: Whether a CUDA graph reads them.
+        addresses: For whoever made them.
+    """
+
+    tensors: tuple[Tensor, ...]
+    stream: int = 0
+    is_captured: bool = False
+    addresses: tuple[int, ...] = ()
+
+    def read_on(self, stream: int, in_graph: bool) -> None:
+        """Have the memory outlast what reads it.
+
+        Args:
+            stream: The raw stream that is about to.
+            in_graph: Whether a CUDA graph captures that.
+        """
+        if in_graph:
+            self.is_captured = True
+        elif stream != self.stream:
+            for tensor in self.tensors:
+                tensor.record_stream(torch.cuda.ExternalStream(stream, tensor.device))
+
+
+@dataclass(slots=True)
+class _Offloaded:
+    """A parameter whose values are in the host's memory."""
+
+    parameter: Tensor
+    device: torch.device
+    values: Tensor
+
+
+@dataclass(eq=False)
+class Frozen:
+    """Parameters that do not change until they are thawed.
+
+    Attributes:
+        offloads: The parameters whose values may leave the device once nothing needs them there.
+        on_thaw: What else ends with it.
+    """
+
+    offloads: dict[Key | None, Tensor] = field(default_factory=dict)
+    on_thaw: list[Callable[[], None]] = field(default_factory=list)
+    _memory: dict[Key, torch.UntypedStorage] = field(default_factory=dict)
+    _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
+    _offloaded: dict[Key, _Offloaded] = field(default_factory=dict)
+    _nan: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)
+
+    def admit(self, tensors: Iterable[Tensor]) -> None:
+        """Freeze tensors, and have calls on them find this."""
+        with _lock:
+            for tensor in tensors:
+                key = key_of(tensor)
+                if key not in self._memory:
+                    self._memory[key] = tensor.untyped_storage()
+                    _frozen.setdefault(key, []).append(weakref.ref(self))
+            _tell()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether it has not been thawed."""
+        return bool(self._memory)
+
+    def holds(self, keys: Iterable[Key | None]) -> bool:
+        """Return whether all parameters of a call are frozen by this."""
+        return all(key is None or key in self._memory for key in keys)
+
+    def prepared(self, name: Hashable, make: Callable[[], Prepared] | None) -> Prepared | None:
+        """Return what was made under a name, or make it; None if it is not to be made now.
+
+        Args:
+            name: What it is, with the keys of what it was made of.
+            make: Makes it, or None.
+        """
+        with _lock:
+            found = self._prepared.get(name)
+        if found is not None or make is None:
+            return found
+        made = make()
+        with _lock:
+            # Another thread may have made it meanwhile.
+            return self._prepared.setdefault(name, made)
+
+    def offload(self, name: Sequence[Hashable], keys: Sequence[Key | None]) -> None:
+        """Move values that nothing but what was made of them needs to the host's memory.
+
+        NaN stands in their place, in memory that all of them share.
+
+        Args:
+            name: What was made, without its keys, which change.
+            keys: Of the call's parameters.
+        """
+        if not any(key in self.offloads for key in keys):
+            return
+        changed = tuple(self._move(key) if key in self.offloads else key for key in keys)
+        before, after = (*name, tuple(keys)), (*name, changed)
+        with _lock:
+            self._prepared[after] = self._prepared.pop(before)
+
+    @property
+    def has_offloaded(self) -> bool:
+        """Return whether values of any parameter have left the device."""
+        return bool(self._offloaded)
+
+    def is_offloaded(self, keys: Iterable[Key | None]) -> bool:
+        """Return whether values of a call's parameters have left the device."""
+        return any(key in self._offloaded for key in keys if key is not None)
+
+    def thaw(self) -> None:
+        """End it: free what was made, and bring values back that left the device."""
+        for each in self._offloaded.values():
+            each.parameter.data = each.values.to(each.device)
+        self._offloaded.clear()
+        self._nan.clear()
+        self._forget()
+        while self.on_thaw:
+            self.on_thaw.pop()()
+
+    def __del__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        with _lock:
+            for key in self._memory:
+                self._leave(key)
+            _captured[:] = [(of, made) for of, made in _captured if not of.expired()]
+            for made in self._prepared.values():
+                if made.is_captured:
+                    # A graph that reads it reads other memory of the model as well.
+                    memory = next(iter(self._memory.values()))
+                    _captured.append((StorageWeakRef(memory), made))
+            self._memory.clear()
+            self._prepared.clear()
+            _tell()
+
+    def _move(self, key: Key | None) -> Key:
+        assert key is not None
+        parameter = self.offloads[key]
+        values, device = parameter.detach().cpu(), parameter.device
+        parameter.data = self._stand_in(parameter)
+        self.admit([parameter])
+        instead = key_of(parameter)
+        with _lock:
+            self._offloaded[instead] = _Offloaded(parameter, device, values)
+            del self._memory[key], self.offloads[key]
+            self._leave(key)
+            _tell()
+        return instead
+
+    def _leave(self, key: Key) -> None:
+        left = [r for r in _frozen.get(key, ()) if r() not in (None, self)]
+        if left:
+            _frozen[key] = left
+        else:
+            _frozen.pop(key, None)
+
+    def _stand_in(self, parameter: Tensor) -> Tensor:
+        """Return NaN that looks like a parameter, at an offset of its own in shared memory."""
+        place, size = (parameter.device, parameter.dtype), parameter.numel()
+        # What a load of 16 bytes needs.
+        step = max(16 // parameter.element_size(), 1)
+        memory, used = self._nan.get(place, (None, 0))
+        if memory is None or memory.numel() < used + size:
+            like, whole = parameter.detach(), size + _STAND_INS * step
+            (memory,) = allocate(lambda: (like.new_full((whole,), float("nan")),), like.device)
+            used = 0
+        self._nan[place] = memory, used + step
+        return memory[used : used + size].view(parameter.shape)
+
+
+def key_of(tensor: Tensor) -> Key:
+    """Return what a tensor is known by, as long as its memory is held."""
+    memory = tensor.untyped_storage()._cdata
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_ordinary(tensor: Any) -> bool:
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def find(tensors: Iterable[Tensor | None]) -> tuple[Frozen, Keys] | None:
+    """Return what froze all of a call's parameters, and their keys; None if nothing did.
+
+    Args:
+        tensors: The parameters, None for one that is not there.
+    """
+    if not is_any():
+        return None
+    given = tuple(tensors)
+    if not all(t is None or _is_ordinary(t) for t in given):
+        return None
+    keys = tuple(None if t is None else key_of(t) for t in given)
+    for key in keys:
+        for reference in _frozen.get(key, ()) if key is not None else ():
+            found = reference()
+            if found is not None and found.holds(keys):
+                return found, keys
+    return _here.find(given, keys)
+
+
+def of(tensors: Iterable[Tensor]) -> list[Frozen]:
+    """Return everything that froze some of the tensors, each once."""
+    if not is_any():
+        return []
+    found: dict[int, Frozen] = {}
+    for tensor in tensors:
+        for reference in tuple(_frozen.get(key_of(tensor), ())):
+            record = reference()
+            if record is not None:
+                found[id(record)] = record
+    return list(found.values())
+
+
+def require_values(tensors: Iterable[Tensor | None]) -> None:
+    """Raise an error if values of a call's parameters have left the device.
+
+    Args:
+        tensors: The parameters, None for one that is not there.
+
+    Raises:
+        RuntimeError: If they have: the call needs them, and not what was made of them.
+    """
+    found = find(tensors)
+    if found is not None and found[0].is_offloaded(found[1]):
+        raise RuntimeError(
+            "freeze(offload=True) moved a weight of this call to the host's memory, and the call "
+            "needs it: run it under torch.no_grad() as the calls before, or unfreeze the model"
+        )
+
+
+def is_any() -> bool:
+    """Return whether anything is frozen: otherwise a call need not ask."""
+    return _level > 0
+
+
+def has_offloaded() -> bool:
+    """Return whether values of any parameter have left their device."""
+    return _level > 1
+
+
+class Context:
+    """Freezes the parameters that calls of this thread meet twice in it; the outermost one counts.
+
+    What they meet once may be made for a call, and gone after it.
+    """
+
+    def __enter__(self) -> None:
+        global _contexts
+        self._is_outermost = _here.frozen is None
+        if self._is_outermost:
+            _here.frozen, _here.seen = Frozen(), {}
+            with _lock:
+                _contexts += 1
+                _tell()
+
+    def __exit__(self, *_: object) -> None:
+        global _contexts
+        if self._is_outermost:
+            frozen, _here.frozen = _here.frozen, None
+            with _lock:
+                _contexts -= 1
+            assert frozen is not None
+            frozen.thaw()
+
+
+def tell_changes(listener: Callable[[int], None]) -> None:
+    """Have a listener know from now on whether anything is frozen (1), or also offloaded (2)."""
+    with _lock:
+        _listeners.append(listener)
+        _tell()
+
+
+def allocate(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    """Return tensors from the allocator's general memory, not from a CUDA graph's.
+
+    PyTorch's compiler has a thread allocate in a graph's memory before it captures the graph, and
+    what outlives the call is an error there.
+
+    Args:
+        make: Allocates them.
+        device: Where.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(run).result()
+
+
+def _tell() -> None:
+    global _level
+    references = [r for each in tuple(_frozen.values()) for r in each]
+    records = [record for record in (r() for r in references) if record is not None]
+    _level = 2 if any(record.has_offloaded for record in records) else 1
+    if not records and not _contexts:
+        _level = 0
+    for listener in _listeners:
+        listener(_level)
+
+
+class _Here(threading.local):
+    """The context of a thread, and the memory of tensors that it has met."""
+
+    frozen: Frozen | None = None
+    seen: dict[Key, StorageWeakRef]
+
+    def find(self, tensors: Sequence[Tensor | None], keys: Keys) -> tuple[Frozen, Keys] | None:
+        if self.frozen is None:
+            return None
+        pairs = [(t, k) for t, k in zip(tensors, keys, strict=True) if t is not None and k]
+        new = [(t, k) for t, k in pairs if not self._has_met(k)]
+        for tensor, key in new:
+            self.seen[key] = StorageWeakRef(tensor.untyped_storage())
+        if new:
+            return None
+        self.frozen.admit(t for t, _ in pairs)
+        return self.frozen, keys
+
+    def _has_met(self, key: Key) -> bool:
+        return key in self.seen and not self.seen[key].expired()
+
+
+_here = _Here()
+_lock = threading.RLock()
+_contexts = 0
+# 1 where anything is frozen, 2 where values have left a device.
+_level = 0
+_frozen: dict[Key, list[weakref.ref[Frozen]]] = {}
+# What CUDA graphs read, as long as the memory of the parameters that they read as well.
+_captured: list[tuple[StorageWeakRef, Prepared]] = []
+_listeners: list[Callable[[int], None]] = []

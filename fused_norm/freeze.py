@@ -1,0 +1,160 @@
+"""Freezing: the one way in which anything that is made of parameters outlives a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fused_norm.call import frozen
+from fused_norm.call.frozen import Frozen
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def freeze(model: Model, *, offload: bool = False) -> Model:
+    """Promise not to change a model's parameters, so that calls may keep what they make of them.
+
+    On Hopper, an inference call in bfloat16 is often fastest with a fold: a copy of the weight with
+    gamma multiplied in, and its rows centered. Without freezing, every call makes its own; of a
+    frozen model the first call makes it, and it is kept. CUDA graphs captured after that call read
+    it. Elsewhere nothing is kept yet.
+
+    A write to a frozen parameter goes unnoticed. A parameter that gets other memory, such as by an
+    assignment to its `data`, is no longer frozen. `unfreeze`, `train()` of any of the modules, and
+    `load_state_dict` end it. Until then, the gradient of a parameter is an error in `backward`.
+
+    Args:
+        model: In evaluation mode.
+        offload: Whether weights of which a fold was made move to the host's memory, so that a
+            frozen model takes no more of the device's than another. NaN stands in their place: what
+            else reads them has to wait until they are back. What ends freezing brings them back,
+            and so does `state_dict`.
+
+    Returns:
+        The model.
+
+    Raises:
+        RuntimeError: If a module is in training mode.
+    """
+    modules = list(model.modules())
+    if any(module.training for module in modules):
+        raise RuntimeError("freeze() needs a model in evaluation mode: call model.eval() first")
+    unfreeze(model)
+    record = Frozen()
+    parameters = list(model.parameters())
+    if offload:
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        matrices = (p for p in parameters if p.dim() == 2 and uses[id(p)] == 1)
+        record.offloads |= {frozen.key_of(p): p for p in matrices}
+    _freeze(record, parameters, modules)
+    return model
+
+
+def freeze_parameters(parameters: Iterable[Tensor], modules: Iterable[nn.Module] = ()) -> Frozen:
+    """Freeze parameters for as long as what is returned is held.
+
+    Args:
+        parameters: Those of a compiled graph.
+        modules: Those that own them, as far as known: their `train()` ends it.
+    """
+    record = Frozen()
+    _freeze(record, list(parameters), modules)
+    return record
+
+
+def unfreeze(model: Model) -> Model:
+    """End what `freeze`, or a backend's option of that name, did to a model's parameters.
+
+    What CUDA graphs read stays as long as the memory of the parameters.
+
+    Args:
+        model: A model, or a part of one: whatever was frozen with its parameters is frozen no more.
+
+    Returns:
+        The model.
+    """
+    for record in frozen.of(model.parameters()):
+        record.thaw()
+    return model
+
+
+def frozen_parameters() -> AbstractContextManager[None]:
+    """Promise not to change the parameters of calls of this thread in a `with` block.
+
+    As `freeze`, for parameters of any kind, from their second call on. What CUDA graphs captured in
+    the block read stays as long as the memory of the parameters.
+    """
+    return frozen.Context()
+
+
+def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
+    for parameter in parameters:
+        if parameter.requires_grad and not parameter.is_inference():
+            record.on_thaw.append(parameter.register_hook(_refuse).remove)
+    for module in modules:
+        # They stay: what runs them could not have them removed meanwhile. The others do no harm.
+        if not any(hook is _thaw_offloaded for hook in module._state_dict_pre_hooks.values()):
+            module.register_load_state_dict_pre_hook(_thaw)
+            module.register_state_dict_pre_hook(_thaw_offloaded)
+        vars(module)["train"] = _Train(module, record)
+        record.on_thaw.append(_WithoutTrain(module))
+    record.admit(p for p in parameters if p.layout is torch.strided)
+
+
+class _Train:
+    """Stands for `train` of a module: ends freezing first. It owns what was frozen.
+
+    Copies and pickled modules have one that does no more than `train`.
+    """
+
+    def __init__(self, module: nn.Module, record: Frozen | None) -> None:
+        # Not the module itself: a circle would keep its memory until Python looks for circles.
+        self._module, self._record = weakref.ref(module), record
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        if mode and self._record is not None:
+            self._record.thaw()
+        return type(module).train(module, mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._module, self._record = weakref.ref(state["module"]), None
+
+
+class _WithoutTrain:
+    """Gives a module its own `train` back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> None:
+        module = self._module()
+        if module is not None:
+            vars(module).pop("train", None)
+
+
+def _refuse(_: Tensor) -> None:
+    raise RuntimeError(
+        "this parameter is frozen: call model.train() or fused_norm.unfreeze(model) before a "
+        "forward whose gradients are taken"
+    )
+
+
+def _thaw(module: nn.Module, *_: object) -> None:
+    unfreeze(module)
+
+
+def _thaw_offloaded(module: nn.Module, *_: object) -> None:
+    for record in frozen.of(module.parameters(recurse=False)):
+        if record.has_offloaded:
+            record.thaw()

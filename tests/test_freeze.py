@@ -1,0 +1,293 @@
+"""Freezing: what ends it, what it forbids, and that nothing outlives a call without it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm as fn
+from fused_norm.call import frozen
+
+x = torch.randn(6, 32)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    gc.collect()
+    assert not frozen.is_any()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    assert not frozen.is_any()
+
+
+def a_model(device: str = "cpu", dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    options = {"device": device, "dtype": dtype}
+    return nn.Sequential(
+        fn.LayerNormLinear(32, 16, **options),
+        nn.Linear(16, 32, **options),
+        fn.LayerNormMLP(32, 64, **options),
+    ).eval()
+
+
+def is_frozen(model: nn.Module) -> bool:
+    return len(frozen.of(model.parameters())) > 0
+
+
+def test_gradients_of_frozen_parameters_are_an_error(device: str) -> None:
+    model, rows = a_model(device), x.to(device)
+    assert fn.freeze(model) is model
+    with torch.no_grad():
+        model(rows)
+    for module in (model, model[1]):
+        with pytest.raises(RuntimeError, match="frozen"):
+            module(
+                torch.randn(6, module[0].in_features if module is model else 16, device=device)
+            ).sum().backward()
+    fn.unfreeze(model)
+    model(rows).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_without_gradients_let_them_through() -> None:
+    """What trains an adapter, or an input, changes no frozen parameter."""
+    model = a_model().requires_grad_(False)
+    fn.freeze(model)
+    rows = x.clone().requires_grad_()
+    model(rows).sum().backward()
+    other = a_model()
+    expected = x.clone().requires_grad_()
+    other(expected).sum().backward()
+    torch.testing.assert_close(rows.grad, expected.grad)
+    fn.unfreeze(model)
+
+
+def test_a_model_in_training_is_refused() -> None:
+    model = a_model()
+    model[1].train()
+    with pytest.raises(RuntimeError, match="evaluation mode"):
+        fn.freeze(model)
+
+
+def _train(model: nn.Sequential) -> None:
+    assert model.train() is model
+    assert model.training
+
+
+def _train_a_part(model: nn.Sequential) -> None:
+    model[1].train()
+    assert model[1].training
+    assert not model[0].training
+
+
+def _train_a_parent(model: nn.Sequential) -> None:
+    nn.ModuleList([model]).train()
+
+
+def _load(model: nn.Sequential) -> None:
+    model.load_state_dict(a_model().state_dict())
+
+
+def _load_a_part(model: nn.Sequential) -> None:
+    model[2].load_state_dict(a_model()[2].state_dict())
+
+
+def _unfreeze_a_part(model: nn.Sequential) -> None:
+    fn.unfreeze(model[0])
+
+
+ENDS = [_train, _train_a_part, _train_a_parent, _load, _load_a_part, _unfreeze_a_part]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda f: f.__name__.strip("_"))
+def test_what_ends_it(end: Callable[[nn.Sequential], None]) -> None:
+    model = fn.freeze(a_model())
+    assert is_frozen(model)
+    model.eval()
+    assert is_frozen(model)
+    end(model)
+    assert not is_frozen(model)
+    assert not any("train" in vars(m) for m in model.modules())
+    model(x).sum().backward()
+    fn.freeze(model.eval())
+    assert is_frozen(model)
+    fn.unfreeze(model)
+
+
+def test_a_model_that_is_gone_is_not_frozen() -> None:
+    model = fn.freeze(a_model())
+    assert frozen.is_any()
+    memory = [p.data_ptr() for p in model.parameters()]
+    del model
+    # By counting references alone.
+    assert not frozen.is_any()
+    assert memory
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "pickled"]
+)
+def test_copies_are_not_frozen(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model = fn.freeze(a_model())
+    other = duplicate(model)
+    assert not is_frozen(other)
+    other.train()
+    assert other.training
+    assert is_frozen(model)
+    assert not model.training
+    other(x).sum().backward()
+    fn.unfreeze(model)
+
+
+def test_models_that_share_a_parameter() -> None:
+    first, second = a_model(), a_model()
+    second[1].weight = first[1].weight
+    fn.freeze(first)
+    fn.freeze(second)
+    assert len(frozen.of([first[1].weight])) == 1, "a second freeze is anew"
+    fn.unfreeze(second)
+    assert not is_frozen(second)
+
+
+def test_moved_parameters_are_not_frozen() -> None:
+    model = fn.freeze(a_model())
+    model.double()
+    assert not is_frozen(model)
+    fn.freeze(model)
+    model[0].weight.data = model[0].weight.data.clone()
+    assert frozen.find([model[0].weight]) is None
+    fn.unfreeze(model)
+
+
+def offloaded(model: nn.Sequential) -> frozen.Frozen:
+    """Freeze a model, and have its first weight stand for one of which a fold was made."""
+    fn.freeze(model, offload=True)
+    (record,) = frozen.of([model[0].weight])
+    weight = (model[0].weight,)
+    found = frozen.find(weight)
+    assert found is not None
+    record.prepared(("test", found[1]), lambda: frozen.Prepared((torch.ones(1),)))
+    record.offload(("test",), found[1])
+    return record
+
+
+def test_offloaded_weights(device: str) -> None:
+    model, rows = a_model(device), x.to(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(rows)
+    record = offloaded(model)
+    weight = model[0].weight
+    assert weight.isnan().all()
+    assert weight.is_contiguous()
+    assert frozen.has_offloaded()
+    # What was made of it is found by what stands in its place.
+    found = frozen.find([weight])
+    assert found is not None
+    assert record.is_offloaded(found[1])
+    assert record.prepared(("test", found[1]), None) is not None
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads), pytest.raises(RuntimeError, match="offload=True"):
+            frozen.require_values([weight])
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    for name, value in torch.load(saved).items():
+        assert torch.equal(value, before[name])
+    assert not is_frozen(model)
+    with torch.no_grad():
+        assert torch.equal(model(rows), expected)
+
+
+def test_offloaded_weights_come_back(device: str) -> None:
+    model, rows = a_model(device), x.to(device)
+    before = model[0].weight.detach().clone()
+    for trains in (True, False):
+        offloaded(model.eval())
+        if trains:
+            model.train()
+        else:
+            fn.unfreeze(model)
+        assert torch.equal(model[0].weight, before)
+    model(rows).sum().backward()
+
+
+def test_a_shared_weight_stays() -> None:
+    model = a_model()
+    model[1].weight = nn.Parameter(torch.randn(32, 16))
+    tied = nn.ModuleList([model, nn.Linear(16, 32)]).eval()
+    tied[1].weight = model[1].weight
+    fn.freeze(tied, offload=True)
+    (record,) = frozen.of([model[0].weight])
+    assert frozen.key_of(model[1].weight) not in record.offloads
+    assert frozen.key_of(model[0].weight) in record.offloads
+    fn.unfreeze(tied)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("then", ["eager", "inductor"])
+def test_option_of_the_backend(then: str) -> None:
+    model = Block().eval()
+    options = {"freeze": True, "then": then, "small": True}
+    compiled = torch.compile(model, backend="fused_norm", options=options)
+    expected = model(x).detach()
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+    assert is_frozen(model)
+    with pytest.raises(RuntimeError, match="frozen"):
+        model(x).sum().backward()
+    # Its owners were found.
+    model.train()
+    assert not is_frozen(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x))
+        assert is_frozen(model)
+        # A run with gradients ends it, too.
+        compiled(x)
+        assert not is_frozen(model)
+        model.train()
+
+
+def test_freezing_of_inductor() -> None:
+    model = Block().eval()
+    compiled = torch.compile(model, backend="fused_norm", options={"freezing": True, "small": True})
+    with torch.no_grad():
+        expected = model(x)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+        assert is_frozen(model)
+
+
+def test_instances_of_one_class_are_frozen_apart() -> None:
+    models = [Block().eval() for _ in range(2)]
+    options = {"freeze": True, "then": "eager", "small": True}
+    compiled = [torch.compile(m, backend="fused_norm", options=options) for m in models]
+    with torch.no_grad():
+        for run, model in zip(compiled, models, strict=True):
+            torch.testing.assert_close(run(x), model(x))
+    assert all(map(is_frozen, models))
+    models[0].train()
+    assert not is_frozen(models[0])
+    assert is_frozen(models[1])
