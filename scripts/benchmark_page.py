@@ -54,10 +54,9 @@ How it is measured:
 - Ratios are to PyTorch eager in the same run; below 1 is faster. `linear` is the bare `F.linear`
   without the LayerNorm: what a perfect fusion would reach by hiding the LayerNorm behind PyTorch's
   own matrix product. The floor of a block is its products and its attention alone.
-- Weights do not change between calls, as in inference and within one training step. A CUDA graph
-  of `fused_norm` would notice a change; `fused_norm-frozen` was captured under
-  `frozen_parameters`, where the caller promises not to change the weights, and reads weights
-  folded beforehand.
+- Nothing is kept between calls, and a CUDA graph of `fused_norm` notices a change of the weights;
+  `fused_norm-frozen` was captured under `frozen_parameters`, where the caller promises not to
+  change them, and reads weights folded beforehand.
 - `uv run poe bench --schema` documents every field of the JSON.
 - What the numbers do not show: several streams and other clocks. Whole models are on
   [their page](models.md#speed), and two GPUs on [another](adopting.md#tensor-parallel).

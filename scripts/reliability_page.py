@@ -32,6 +32,25 @@ uv run poe mutate                                  # wrong edits, one at a time
 
 The oldest PyTorch tested is 2.11, on an H200, and the newest is 2.15, on a CPU.
 
+## What is promised
+
+"""
+
+# What holds, and the tests that show it.
+PROMISES = {
+    "Whatever writes a weight, the next call reads it: nothing that a call makes outlives it, "
+    "unless the parameters are frozen": ("test_folds.py", "test_node_folds.py"),
+    "A CUDA graph reads no memory that was freed": (
+        "test_folds.py::test_graph_keeps_what_it_reads",
+    ),
+    "A frozen parameter's gradient is an error; `train()`, `load_state_dict` and `unfreeze` end "
+    "freezing": ("test_freeze.py",),
+    "No parameter is met again by its address alone, and nothing refers to it after a call": (
+        "test_parameters.py",
+    ),
+}
+
+TRIALS = """
 ## What was tried
 
 Each parametrization counts as one test; most check the output and five gradients. Tests that need
@@ -62,6 +81,10 @@ TRIED = {
     "alike, and of several in 2,000 calls; 1,000 wrong inputs and parameters after right ones; the "
     "exception is PyTorch's, word for word, and no kernel runs",
     "tests/reliability/test_install.py": "a wheel installed, used, upgraded, uninstalled",
+    "tests/test_folds.py": "on Hopper: writes that no version counter tells of (fused optimizers, "
+    "`.data`, `vector_to_parameters`, dlpack, the driver), CUDA graphs, streams, offloading",
+    "tests/test_freeze.py": "what ends freezing, what it forbids, copies, the backend's option, "
+    "Inductor's",
     "tests/test_native.py": "building: full, damaged and unwritable caches, two processes at once, "
     "an interrupted build, a missing compiler",
     "tests/test_wheel.py": "what a wheel carries; that using it writes nothing beside its code",
@@ -90,11 +113,15 @@ a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90
 `test_sm90_backward.py` |
 | `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
 way chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
-| reading what puts a fold out of date, for C++ | a weight given other `data` twice between two \
-calls, whose memory began where the folded one's had, was multiplied by the old fold; so was an \
-inference tensor changed between two `frozen_parameters`; a second thread could read a fold \
-before it was queued | `folds.py`, `sm90.py` | `test_other_data_at_the_same_address`, \
-`test_promise_stands_for_a_version`, `test_fold_is_there_once_it_is_queued` |
+| a review | kept folds went by version counters, which fused optimizers and writes through \
+`.data` leave as they are: results were of the weights before (error 1.31 of the result) | \
+`frozen.py`: none is kept | `test_writes_that_no_version_tells_of` |
+| the same | a fold that a CUDA graph read was freed when the weight met another norm | \
+`frozen.py` | `test_graph_keeps_what_it_reads` |
+| the same | a gamma of another dtype or length in the same memory was read as the one before | \
+`parameters.py` | `test_other_gamma_in_the_same_memory` |
+| the same | scratch memory that was kept between calls lay in a CUDA graph's | `seam_forward.h`, \
+`sm90.py` | `test_graph_trees_of_the_compiler` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 
@@ -128,7 +155,10 @@ def page(tests: Counter[str]) -> str:
     Args:
         tests: How many tests each file has.
     """
-    text = INTRODUCTION + "\n| where | tests | what |\n|---|---|---|\n"
+    text = INTRODUCTION + "| what holds | shown by |\n|---|---|\n"
+    for promise, shown in PROMISES.items():
+        text += f"| {promise} | {', '.join(f'`{name}`' for name in shown)} |\n"
+    text += TRIALS + "\n| where | tests | what |\n|---|---|---|\n"
     for where, what in TRIED.items():
         text += f"| [{Path(where).name}](../{where}) | {tests[where]} | {what} |\n"
     text += FIXED + "| edit | in | result | noticed by |\n|---|---|---|---|\n"

@@ -8,7 +8,9 @@ and DiT-XL/2 (diffusers), with random weights; one whose library is missing is l
 so. Eager, torch.compile and this library's backend share a model's parameters and take turns, in a
 new random order each round. Training is forward and backward, with new gradients and no
 optimizer. Each is first compared with the model in float32: whatever errs more than twice as much
-as eager is not timed. `--resume` measures what a file lacks.
+as eager is not timed. In inference, `fused_norm-frozen` is a copy of the model that is frozen, with
+weights offloaded; its memory counts what it takes more than the model. `--resume` measures what a
+file lacks.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from fused_norm.bench.environment import describe
 from fused_norm.bench.memory import is_out_of_memory, peak
 from fused_norm.bench.report import size as bytes_in_words
 from fused_norm.bench.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from fused_norm.freeze import freeze
 from fused_norm.models import Site, backend
 from fused_norm.models.sites import RESIDUAL
 
@@ -43,8 +46,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 # Calls in a batch of inference and training, as many as keep an H200 busy.
 MODELS = {"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)}
 MODES = ("forward", "train")
-PROVIDERS = ("eager", "compile", "fused_norm")
-COLORS = {"eager": "#5f6b76", "compile": "#edae49", "fused_norm": "#d1495b"}
+FROZEN = "fused_norm-frozen"
+PROVIDERS = ("eager", "compile", "fused_norm", FROZEN)
+COLORS = dict(zip(PROVIDERS, ("#5f6b76", "#edae49", "#d1495b", "#8d2f3d"), strict=True))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What errs more than this of eager's error is wrong; less than the other is rounding alone.
 MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
@@ -182,14 +186,26 @@ def _results(
     exact = bound(wide, trained(wide), given)()
     del wide
     asked = ["eager", *(p for p in options.provider or PROVIDERS if p != "eager")]
-    steps = {p: bound(_provided(p, model, options.then, sites), parameters, inputs) for p in asked}
-    results: dict[str, Any] = {}
-    for provider, step in steps.items():
-        results[provider] = _checked(step, exact, results.get("eager"))
-    good = [p for p in asked if results[p]["status"] == "ok"]
+    if mode == "train" and FROZEN in asked:
+        asked.remove(FROZEN)
     device = parameters[0].device
+    # A copy, as the others' parameters are not frozen.
+    models = {p: copy.deepcopy(model) if p == FROZEN else model for p in asked}
+    before = _allocated(device)
+    steps = {
+        p: bound(_provided(p, models[p], options.then, sites), parameters, inputs) for p in asked
+    }
+    results: dict[str, Any] = {}
+    for provider in sorted(steps, key=lambda p: p == FROZEN):
+        results[provider] = _checked(steps[provider], exact, results.get("eager"))
+        if provider != FROZEN:
+            before = _allocated(device)
+    good = [p for p in asked if results[p]["status"] == "ok"]
     for provider in good:
-        results[provider]["peak bytes"] = peak(steps[provider], device)
+        held = peak(steps[provider], device)
+        if held is not None and provider == FROZEN:
+            held += _allocated(device) - before
+        results[provider]["peak bytes"] = held
     rounds = Rounds(
         {p: _timer(steps[p], device) for p in good},
         Budget(options.seconds, warm_up=options.seconds / 4, most=50),
@@ -219,8 +235,19 @@ def _provided(provider: str, model: nn.Module, then: str, sites: list[Site]) -> 
         return model
     if provider == "compile":
         return torch.compile(model)
+    if provider == FROZEN:
+        freeze(model.eval(), offload=True)
+        sites = []
     ours: Any = functools.partial(backend, options={"then": then}, sites=sites)
     return torch.compile(model, backend=ours)
+
+
+def _allocated(device: torch.device) -> int:
+    """Return the bytes of a GPU that tensors have."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated(device)
 
 
 def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> dict[str, Any]:

@@ -38,6 +38,10 @@ def test_page_names_what_there_is(scripts: tuple[ModuleType, ...]) -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)[\[`]", scripts[2].FIXED):
         assert f"def {name}(" in tests, name
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for name in (name for shown in scripts[2].PROMISES.values() for name in shown):
+        file, _, test = name.partition("::")
+        assert f"def {test or 'test_'}" in files[file], name
 
 
 def test_edits_find_their_text(scripts: tuple[ModuleType, ...]) -> None:
