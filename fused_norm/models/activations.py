@@ -19,10 +19,10 @@ from fused_norm.models.forms import (
     is_plain_sum,
     only_user,
     other,
-    written,
 )
 from fused_norm.models.readers import Product, find_product
 from fused_norm.models.values import are_same, dtype, is_number, is_tensor, number, shape, value
+from fused_norm.models.writes import written
 
 GATES = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 # The ops that activations are written with; no known formula has more nodes than this.
@@ -118,7 +118,7 @@ def _between(first: Node, last: Node) -> set[Node]:
 
 def _is_product_of(node: Any, a: Node, b: Node) -> bool:
     f = form(node)
-    if f.kind != "mul" or written(node) is not None or not is_tensor(other(node, a)):
+    if f.kind != "mul" or written(node) or not is_tensor(other(node, a)):
         return False
     return above(other(node, a), casts=False) is b and are_same(shape(a), shape(b))
 
@@ -207,7 +207,7 @@ def _formula(node: Node) -> tuple[str, Node, set[Node]] | None:
         user = ahead.pop()
         if user in region or len(region) > _LONGEST_FORMULA:
             continue
-        if form(user).kind not in _FORMULA or written(user) is not None:
+        if form(user).kind not in _FORMULA or written(user):
             continue
         if any(
             v is not node and v not in region and number(v) is None for v in user.all_input_nodes

@@ -17,10 +17,11 @@ from torch.fx.node import map_arg
 
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import form, is_noop, only_user, written
+from fused_norm.models.forms import form, is_noop, only_user
 from fused_norm.models.norms import candidates, find_norm
 from fused_norm.models.readers import find_product, find_readers
 from fused_norm.models.values import is_tensor, shape, value
+from fused_norm.models.writes import written
 
 _BY_ELEMENT = {"gelu", "silu", "relu", "tanh", "sigmoid"}
 
@@ -82,7 +83,7 @@ def _now(now: dict[Node, Node], node: Node) -> Node:
 def _chain(node: Node) -> list[Node]:
     """Return the nodes after one, each its only reader, that see each row by itself."""
     chain: list[Node] = []
-    while (user := only_user(node)) is not None and written(user) is None and is_tensor(user):
+    while (user := only_user(node)) is not None and not written(user) and is_tensor(user):
         product = find_product(user, node)
         is_layer = product is not None and product.node is user and form(user).kind == "linear"
         is_dropout = form(user).kind == "dropout" and is_noop(user)

@@ -9,17 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fused_norm.models.forms import form, written
-
-# Their results may share memory with their first argument.
-_ALIASES = {
-    *("view", "expand", "permute", "transpose", "t", "getitem", "select", "slice"),
-    *("chunk", "split", "contiguous", "cast", "dropout", "from_local", "redistribute", "to_local"),
-}
-_OTHER_ALIASES = {
-    *("unbind", "narrow", "movedim", "detach", "real", "imag", "view_as_complex", "alias"),
-    *("view_as_real", "tensor_split", "diagonal", "unfold", "as_strided"),
-}
+from fused_norm.models.values import value
+from fused_norm.models.writes import storages, written
 
 
 class Flow:
@@ -34,10 +25,11 @@ class Flow:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._roots: dict[Node, Node] = {}
+        self._storages: dict[Node, frozenset[int]] = {}
         self._autocasts: dict[Node, tuple[Node, ...]] = {}
         self._grad_modes: dict[Node, Any] = {}
-        self._writes: list[tuple[Node, Node | None]] = []
+        # Each with the memory that it writes, None where that is not known.
+        self._writes: list[tuple[Node, frozenset[int] | None]] = []
         entered: tuple[Node, ...] = ()
         # What holds around the graph holds at its start.
         grad_mode: Any = torch.is_grad_enabled()
@@ -52,30 +44,25 @@ class Flow:
             elif "inference_mode" in name:
                 grad_mode = node
             self._autocasts[node], self._grad_modes[node] = entered, grad_mode
-            self._roots[node] = self._root(node, name)
-            target = written(node)
-            if target is not None:
-                is_node = isinstance(target, Node)
-                self._writes.append((node, self._roots[target] if is_node else None))
+            self._storages[node] = storages(node)
+            if targets := written(node):
+                is_known = all(value(target) is not None for target in targets)
+                self._writes.append((node, self._reach(targets) if is_known else None))
 
-    def _root(self, node: Node, name: str) -> Node:
-        target = written(node)
-        if isinstance(target, Node):
-            return self._roots[target]
-        f = form(node)
-        base = f["input"] if f.kind in _ALIASES else None
-        if not f.kind and (name or str(node.target)).split(".")[0] in _OTHER_ALIASES:
-            base = next(iter(node.all_input_nodes), None)
-        return self._roots[base] if isinstance(base, Node) else node
+    def _reach(self, nodes: Iterable[Node]) -> frozenset[int]:
+        """Return the memory that the results of nodes lie in."""
+        for node in nodes:
+            if node not in self._storages:
+                self._storages[node] = storages(node)
+        return frozenset[int]().union(*(self._storages[node] for node in nodes))
 
     def add(self, node: Node, like: Node) -> None:
         """Take up a node that was put into the graph.
 
         Args:
-            node: The new node, whose result is memory of its own.
+            node: The new node.
             like: A node under the same modes.
         """
-        self._roots[node] = node
         self._autocasts[node] = self._autocasts[like]
         self._grad_modes[node] = self._grad_modes[like]
 
@@ -93,36 +80,41 @@ class Flow:
             yield
 
     def is_written(
-        self, operands: Iterable[Node], first: Node, last: Node, but: Iterable[Node] = ()
+        self,
+        operands: Iterable[Node],
+        first: Node,
+        last: Node | None = None,
+        but: Iterable[Node] = (),
     ) -> bool:
         """Return whether memory of an operand is written between two nodes.
 
         Args:
             operands: Nodes whose results are read.
             first: The earliest node.
-            last: The latest node.
+            last: The latest node, or None for the end of the graph.
             but: Nodes whose writes are part of what is fused.
         """
-        roots = {self._roots[operand] for operand in operands}
-        but = set(but)
+        reach, but = self._reach(list(operands)), set(but)
         return any(
-            first < node < last and node not in but and (root is None or root in roots)
-            for node, root in self._writes
+            first < node
+            and (last is None or node < last)
+            and node not in but
+            and (memory is None or memory & reach)
+            for node, memory in self._writes
         )
 
-    def is_seen_after(self, target: Any, write: Node) -> bool:
+    def is_write_seen(self, write: Node) -> bool:
         """Return whether a tensor that a node writes in place is read later, but for its result.
 
         Args:
-            target: What is written.
-            write: The node that writes it.
+            write: The node; one that writes nothing is not seen.
         """
-        root = self._roots[target]
-        if root.op in ("placeholder", "get_attr"):
+        targets = written(write)
+        if any(value(target) is None for target in targets):
             return True
+        reach = self._reach(targets)
         return any(
-            user > write
-            for node, own in self._roots.items()
-            if own is root and node < write and not node._erased
-            for user in node.users
+            node.op in ("placeholder", "get_attr") or any(user > write for user in node.users)
+            for node, own in self._storages.items()
+            if own & reach and not node._erased and node < write
         )

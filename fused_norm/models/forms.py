@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fused_norm.models.values import are_same, is_number, is_tensor, value
+from fused_norm.models.writes import written
 
 # Names of arguments in the order of positions, with defaults where callers leave them out.
 _SIGNATURES: dict[str, str] = {
@@ -111,11 +112,6 @@ _NAMES: dict[str, str] = {
     **{"layer_norm": "layer_norm", "rms_norm": "rms_norm"},
 }
 _KINDS = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
-_WRITING_OPERATORS = {
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
-    *(operator.imatmul, operator.setitem),
-}
 
 
 @dataclass(frozen=True)
@@ -181,30 +177,6 @@ def _kind_of_sharding(target: Any) -> str:
     return kind if kind in ("from_local", "redistribute", "to_local") else ""
 
 
-def written(node: Node) -> Any:
-    """Return what a node writes to in place, True where that is not known, None for none.
-
-    Args:
-        node: A node of a graph.
-    """
-    if node.op == "call_method":
-        name = str(node.target)
-        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        return node.args[0] if writes else None
-    if node.op != "call_function":
-        return None
-    target = node.target
-    if target in _WRITING_OPERATORS or node.kwargs.get("inplace") is True:
-        return node.args[0]
-    if node.kwargs.get("out") is not None:
-        return node.kwargs["out"]
-    if isinstance(target, torch._ops.OpOverload):
-        return (node.args[0] if node.args else True) if target._schema.is_mutable else None
-    name = getattr(target, "__name__", "")
-    writes = name.endswith("_") and not name.startswith("_")
-    return node.args[0] if writes and node.args and is_tensor(node.args[0]) else None
-
-
 def pair(node: Any) -> tuple[Any, Any]:
     """Return both operands of a sum or a product, tensors before numbers."""
     f = form(node)
@@ -221,7 +193,7 @@ def other(node: Node, one: Node) -> Any:
 def is_plain_sum(node: Any) -> bool:
     """Return whether a node is a + b, written nowhere in place."""
     f = form(node)
-    return f.kind == "add" and f.args.get("alpha", 1) == 1 and written(node) is None
+    return f.kind == "add" and f.args.get("alpha", 1) == 1 and not written(node)
 
 
 def is_noop(node: Any) -> bool:
@@ -238,7 +210,7 @@ def is_noop(node: Any) -> bool:
         return True
     a, b = value(node), value(x)
     if kind in ("mul", "div"):
-        one = is_number(f["other"], 1.0) and written(node) is None
+        one = is_number(f["other"], 1.0) and not written(node)
         return bool(one and a.dtype is b.dtype)
     if kind == "cast":
         return bool(a.dtype is b.dtype and a.device == b.device)
@@ -281,7 +253,7 @@ def only_user(node: Node) -> Node | None:
 
 def below(node: Node, casts: bool = False) -> Node:
     """Return the end of a chain of single readers that leave a node's values as they are."""
-    while (user := only_user(node)) is not None and written(user) is None:
+    while (user := only_user(node)) is not None and not written(user):
         if not is_noop(user) and not (casts and is_cast(user)):
             break
         node = user

@@ -19,9 +19,9 @@ from fused_norm.models.forms import (
     only_user,
     other,
     pair,
-    written,
 )
 from fused_norm.models.values import dtype, is_number, is_tensor, is_vector, number, shape, value
+from fused_norm.models.writes import written
 
 LAYER_NORM, RMS_NORM = NORMALIZATIONS
 
@@ -112,7 +112,7 @@ def _written_out(root: Node, kind: str) -> Norm | None:
         return None
     found = _mean_square(spread) or _variance(spread)
     product = only_user(root)
-    if found is None or product is None or written(product) is not None:
+    if found is None or product is None or written(product):
         return None
     x, is_centered, inner = found
     if form(product).kind != ("div" if kind == "sqrt" else "mul"):
@@ -145,7 +145,7 @@ def _mean_square(node: Any) -> tuple[Node, bool, set[Node]] | None:
         or (g.kind == "mul" and g["input"] is g["other"])
     )
     rows = g["input"]
-    if not is_square or not is_tensor(rows) or not is_last(node, rows):
+    if written(squares) or not is_square or not is_tensor(rows) or not is_last(node, rows):
         return None
     centered = _centered(rows)
     if centered is not None:
@@ -165,7 +165,7 @@ def _centered(node: Any) -> tuple[Node, set[Node]] | None:
     """Return x and the nodes of x - x.mean(-1, keepdim=True)."""
     node = above(node)
     f = form(node)
-    if f.kind != "sub" or written(node) is not None:
+    if f.kind != "sub" or written(node):
         return None
     x, mean = f["input"], f["other"]
     g = form(mean)
@@ -190,7 +190,7 @@ def _take_in_affine(norm: Norm) -> None:
     """Take in the casts, gamma and beta that follow."""
     features = shape(norm.out)[-1]
     widest = dtype(norm.out).itemsize
-    while (user := only_user(norm.out)) is not None and written(user) is None:
+    while (user := only_user(norm.out)) is not None and not written(user):
         f = form(user)
         if is_noop(user) or is_cast(user):
             norm.out = user

@@ -118,4 +118,6 @@ def _fitting(old: Node, new: Node) -> Node:
         raise Left(f"would be placed {places[1]} where the model has {places[0]}")
     if not are_same(tuple(shape(old)), tuple(shape(new))):
         raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
+    # Views of the old node's memory are views of the new one's from now on.
+    new.meta.update({key: old.meta[key] for key in ("example_value", "val") if key in old.meta})
     return new

@@ -16,11 +16,11 @@ from fused_norm.models.forms import (
     only_user,
     other,
     pair,
-    written,
 )
 from fused_norm.models.norms import Norm
 from fused_norm.models.values import are_same, is_number, is_tensor, shape, value
 from fused_norm.models.views import VIEWS, column_after
+from fused_norm.models.writes import written
 
 _SHAPE_ONLY = {"size", "dim", "numel", "new_zeros", "new_ones", "new_empty", "new_full"}
 _SHAPE_ONLY |= {"zeros_like", "ones_like", "empty_like"}
@@ -129,7 +129,7 @@ def find_readers(norm: Norm) -> Readers:
                 continue
             mark = len(others), len(shapes)
             arrives = False
-            if written(user) is not None:
+            if written(user):
                 pass
             elif is_noop(user) or is_cast(user):
                 step = () if is_noop(user) else (value(user).dtype,)

@@ -17,7 +17,7 @@ from fused_norm.models.calls import CALLS, Call, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, form, written
+from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
 from fused_norm.models.put import put_call
@@ -181,9 +181,9 @@ class Rewriter:
 
     def _expose(self, norm: Norm, readers: Readers, calls: list[Call]) -> None:
         """Have one call return the normalized rows, which others read, too."""
-        for user, _ in readers.others:
-            if written(user) is not None:
-                raise Left("the normalized rows are written in place")
+        rows = {source for _, source in readers.others}
+        if self.flow.is_written(rows, norm.anchor, but=norm.inner):
+            raise Left("the normalized rows are written in place")
         wanted = {above(source, casts=False) for _, source in readers.others}
         for call in calls:
             reading = call.reading
@@ -207,8 +207,7 @@ class Rewriter:
         total = found[2]
         if total in self.sums:
             return None
-        target = written(total)
-        if target is not None and self.flow.is_seen_after(target, total):
+        if self.flow.is_write_seen(total):
             return None
         return found if self.flow.are_under_same_modes([total, norm.anchor]) else None
 
@@ -249,7 +248,7 @@ class Rewriter:
             raise Left(f"{late[0]} is computed after a result is read by {earliest}")
         if not self.flow.are_under_same_modes([first, earliest]):
             raise Left("read under another autocast or recording of gradients")
-        begin = min(norm.inner if call.total is None else {*norm.inner, call.total[2]})
+        begin = min(_reads(norm.inner | call.inner(), nodes))
         end = max(self._last(call), earliest)
         if self.flow.is_written(nodes, min(begin, earliest), end, but=dead):
             raise Left("an operand is written in between")
@@ -289,3 +288,14 @@ class Rewriter:
                 self.graph.erase_node(node)
                 gone.append(node)
         return gone
+
+
+def _reads(inner: AbstractSet[Node], operands: Iterable[Node]) -> set[Node]:
+    """Return all nodes of a call, and those between it and its operands, which may be copies."""
+    found, ahead, ends = set(inner), list(inner), set(operands)
+    while ahead:
+        for node in ahead.pop().all_input_nodes:
+            if node not in found and node not in ends and node.op != "placeholder":
+                found.add(node)
+                ahead.append(node)
+    return found

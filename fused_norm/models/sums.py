@@ -13,7 +13,7 @@ from fused_norm.functional import linear_add
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import above, form, written
+from fused_norm.models.forms import above, form
 from fused_norm.models.norms import module_path
 from fused_norm.models.readers import Product, find_product, residual_of
 from fused_norm.models.sites import RESIDUAL, Site
@@ -56,8 +56,7 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
     summands = residual_of(total)
     if summands is None or summands[2] is not total:
         return None
-    target = written(total)
-    if target is not None and flow.is_seen_after(target, total):
+    if flow.is_write_seen(total):
         return None
     # The later layer adds the result of the earlier one.
     for end, residual in sorted((summands[:2], summands[1::-1]), reverse=True):
