@@ -47,9 +47,9 @@ class Flow:
             self._storages[node] = storages(node)
             if targets := written(node):
                 is_known = all(value(target) is not None for target in targets)
-                self._writes.append((node, self._reach(targets) if is_known else None))
+                self._writes.append((node, self.reach(targets) if is_known else None))
 
-    def _reach(self, nodes: Iterable[Node]) -> frozenset[int]:
+    def reach(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Return the memory that the results of nodes lie in."""
         for node in nodes:
             if node not in self._storages:
@@ -94,7 +94,7 @@ class Flow:
             last: The latest node, or None for the end of the graph.
             but: Nodes whose writes are part of what is fused.
         """
-        reach, but = self._reach(list(operands)), set(but)
+        reach, but = self.reach(list(operands)), set(but)
         return any(
             first < node
             and (last is None or node < last)
@@ -112,7 +112,7 @@ class Flow:
         targets = written(write)
         if any(value(target) is None for target in targets):
             return True
-        reach = self._reach(targets)
+        reach = self.reach(targets)
         return any(
             node.op in ("placeholder", "get_attr") or any(user > write for user in node.users)
             for node, own in self._storages.items()

@@ -184,12 +184,14 @@ class Rewriter:
         rows = {source for _, source in readers.others}
         if self.flow.is_written(rows, norm.anchor, but=norm.inner):
             raise Left("the normalized rows are written in place")
-        wanted = {above(source, casts=False) for _, source in readers.others}
+        # Copies of the rows stay copies.
+        is_one = len({self.flow.reach([source]) for source in rows}) == 1
+        wanted = {above(source, casts=False) for source in rows}
         for call in calls:
             reading = call.reading
             is_turned = reading.modulation is None and all(map(is_permutation, reading.views))
             for node in (reading.source, *([norm.out] if is_turned else [])):
-                if wanted == {above(node, casts=False)}:
+                if is_one and wanted == {above(node, casts=False)}:
                     call.norm = node
                     return
         kinds = sorted({name_of(user) for user, _ in readers.others})
