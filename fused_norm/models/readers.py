@@ -11,6 +11,7 @@ from fused_norm.models.forms import (
     above,
     form,
     is_cast,
+    is_narrowing,
     is_noop,
     is_plain_sum,
     only_user,
@@ -73,6 +74,7 @@ class Reading:
         modulation: Between the norm and them, or None.
         inner: All nodes between.
         products: The layers.
+        is_rounded: Whether a cast between rounds.
     """
 
     source: Node
@@ -80,6 +82,7 @@ class Reading:
     modulation: Modulation | None = None
     inner: set[Node] = field(default_factory=set)
     products: list[Product] = field(default_factory=list)
+    is_rounded: bool = False
 
 
 class Readers(NamedTuple):
@@ -88,13 +91,13 @@ class Readers(NamedTuple):
     Attributes:
         readings: By Linear layers.
         others: Nodes that read it otherwise, each with what it reads, a node between included.
-        shapes: Nodes that need its shape alone, likewise.
+        shapes: Nodes that need its shape, dtype and layout alone, likewise, with what lies between.
         beyond: Linear layers that read it as a part of a concatenation, and whether of rows.
     """
 
     readings: list[Reading]
     others: list[tuple[Node, Node]]
-    shapes: list[tuple[Node, Node]]
+    shapes: list[tuple[Node, Node, list[Node]]]
     beyond: list[tuple[Product, bool]]
 
 
@@ -106,7 +109,7 @@ def find_readers(norm: Norm) -> Readers:
     """
     found: dict[tuple[Any, ...], Reading] = {}
     others: list[tuple[Node, Node]] = []
-    shapes: list[tuple[Node, Node]] = []
+    shapes: list[tuple[Node, Node, list[Node]]] = []
     beyond: list[tuple[Product, bool]] = []
 
     def walk(reading: Reading, key: tuple[Any, ...], column: int) -> bool:
@@ -133,7 +136,9 @@ def find_readers(norm: Norm) -> Readers:
                 pass
             elif is_noop(user) or is_cast(user):
                 step = () if is_noop(user) else (value(user).dtype,)
-                arrives = walk(_beyond(reading, user, {user}), key + step, column)
+                through = _beyond(reading, user, {user})
+                through.is_rounded |= is_narrowing(user)
+                arrives = walk(through, key + step, column)
             elif is_row and reading.modulation is None and (m := find_modulation(user, source)):
                 modulation, end, inner = m
                 through = _beyond(reading, end, inner)
@@ -150,7 +155,10 @@ def find_readers(norm: Norm) -> Readers:
             if not arrives:
                 del others[mark[0] :], shapes[mark[1] :]
                 is_shape = getattr(user.target, "__name__", user.target) in _SHAPE_ONLY
-                (shapes if is_shape else others).append((user, source))
+                if is_shape and reading.modulation is None and not written(user):
+                    shapes.append((user, source, sorted(reading.inner)))
+                else:
+                    others.append((user, source))
             leads |= arrives
         return leads
 
@@ -168,7 +176,13 @@ def _how(view: Node) -> tuple[Any, ...]:
 
 
 def _beyond(reading: Reading, source: Node, inner: set[Node]) -> Reading:
-    return Reading(source, reading.views, reading.modulation, reading.inner | inner)
+    return Reading(
+        source,
+        reading.views,
+        reading.modulation,
+        reading.inner | inner,
+        is_rounded=reading.is_rounded,
+    )
 
 
 def find_product(node: Node, source: Node) -> Product | None:

@@ -22,7 +22,14 @@ from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
 from fused_norm.models.put import put_call
 from fused_norm.models.readers import Readers, Reading, residual_of
-from fused_norm.models.values import dtype, is_plain, is_sharded, is_tensor, value
+from fused_norm.models.values import (
+    are_laid_out_alike,
+    dtype,
+    is_plain,
+    is_sharded,
+    is_tensor,
+    value,
+)
 from fused_norm.models.views import is_permutation
 
 # More layers than this normalize once and multiply by themselves as well.
@@ -106,19 +113,19 @@ class Rewriter:
         """Return the calls that a norm and its readers become, with less and less taken in."""
         low = dtype(norm.out).itemsize < 4
         if self.keeps_rounding and norm.is_rounded:
-            raise Left("rounded between the norm and its weight")
+            raise Left("rounded between the norm and its weight, or within it")
         calls = []
         for reading in readers.readings:
             self._check(norm, reading)
             if self.keeps_rounding and low and reading.modulation is not None:
                 raise Left("rounded between the norm and its modulation")
+            if self.keeps_rounding and reading.is_rounded:
+                raise Left("rounded between the norm and its Linear layers")
             call = Call(reading)
             if not (self.keeps_rounding and low):
                 call.activated = self._activated(norm, reading)
             calls.append(call)
         first = calls[0]
-        if readers.others:
-            self._expose(norm, readers, calls)
         if less < _MOST_SIMPLER and not any(call.reading.views for call in calls):
             first.total = self._total(norm)
         activated = first.activated
@@ -132,7 +139,24 @@ class Rewriter:
         if first.total is not None:
             gone = norm.inner | first.inner()
             first.returns_sum = len(calls) > 1 or any(u not in gone for u in first.total[2].users)
+        if others := self._others(norm, readers, calls):
+            self._expose(norm, others, calls)
         return calls
+
+    @staticmethod
+    def _like(norm: Norm, calls: Iterable[Call]) -> Node | None:
+        """Return a node that looks as the normalized rows do and stays in the graph, or None."""
+        totals = [call.total for call in calls if call.total is not None]
+        candidates = totals[0][:2] if totals else (norm.x,)
+        return next((node for node in candidates if are_laid_out_alike(node, norm.out)), None)
+
+    def _others(
+        self, norm: Norm, readers: Readers, calls: Iterable[Call]
+    ) -> list[tuple[Node, Node]]:
+        """Return what reads the normalized rows themselves, each with the rows that it reads."""
+        if self._like(norm, calls) is not None:
+            return readers.others
+        return readers.others + [(user, source) for user, source, _ in readers.shapes]
 
     def _check(self, norm: Norm, reading: Reading) -> None:
         products = reading.products
@@ -179,9 +203,9 @@ class Rewriter:
         """Return whether a call may end in a sum: where no norm is better off with adding it."""
         return total in self.sums or not self.is_summed_by_norm(total)
 
-    def _expose(self, norm: Norm, readers: Readers, calls: list[Call]) -> None:
+    def _expose(self, norm: Norm, others: list[tuple[Node, Node]], calls: list[Call]) -> None:
         """Have one call return the normalized rows, which others read, too."""
-        rows = {source for _, source in readers.others}
+        rows = {source for _, source in others}
         if self.flow.is_written(rows, norm.anchor, but=norm.inner):
             raise Left("the normalized rows are written in place")
         # Copies of the rows stay copies.
@@ -194,7 +218,7 @@ class Rewriter:
                 if is_one and wanted == {above(node, casts=False)}:
                     call.norm = node
                     return
-        kinds = sorted({name_of(user) for user, _ in readers.others})
+        kinds = sorted({name_of(user) for user, _ in others})
         views = sorted({name_of(view) for call in calls for view in call.reading.views})
         raise Left(
             f"output read by more than the Linear layers: {', '.join(kinds)}"
@@ -268,19 +292,19 @@ class Rewriter:
         self,
         norm: Norm,
         readers: Readers,
-        calls: Iterable[Call],
+        calls: list[Call],
         swaps: list[tuple[Node, Node]],
         dead: set[Node],
     ) -> list[Node]:
         """Have the results of calls take the place of what they stand for; return what goes."""
         sources = {call.norm for call in calls if call.norm is not None}
-        totals = [call.total for call in calls if call.total is not None]
-        like = totals[0][0] if totals else norm.x
-        for user, source in readers.shapes:
-            user.replace_input_with(source, like)
+        others = self._others(norm, readers, calls)
+        if (like := self._like(norm, calls)) is not None:
+            for user, source, between in readers.shapes:
+                self._read_shape_of(like, norm, user, source, between)
         for old, new in swaps:
             if old in sources:
-                for user, source in readers.others:
+                for user, source in others:
                     user.replace_input_with(source, new)
             else:
                 old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in dead)
@@ -290,6 +314,17 @@ class Rewriter:
                 self.graph.erase_node(node)
                 gone.append(node)
         return gone
+
+    def _read_shape_of(
+        self, like: Node, norm: Norm, user: Node, source: Node, between: list[Node]
+    ) -> None:
+        """Have a reader of a shape look at a node like the norm, in the same views of it."""
+        now = {norm.out: like}
+        with self.graph.inserting_before(user):
+            for node in between:
+                now[node] = self.graph.node_copy(node, lambda old: now.get(old, old))
+                self.flow.add(now[node], user)
+        user.replace_input_with(source, now[source])
 
 
 def _reads(inner: AbstractSet[Node], operands: Iterable[Node]) -> set[Node]:

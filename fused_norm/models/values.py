@@ -54,6 +54,17 @@ def are_same(a: Any, b: Any) -> bool:
     return statically_known_true(a == b)
 
 
+def are_laid_out_alike(a: Any, b: Any) -> bool:
+    """Return whether two nodes are surely tensors of one shape, dtype, device and memory layout."""
+    one, two = value(a), value(b)
+    return (
+        (one.dtype, one.device) == (two.dtype, two.device)
+        and getattr(one, "placements", None) == getattr(two, "placements", None)
+        and are_same(tuple(one.shape), tuple(two.shape))
+        and are_same(tuple(one.stride()), tuple(two.stride()))
+    )
+
+
 def number(argument: Any) -> float | None:
     """Return the number that an argument is, or that an input stands for, guarded then.
 
