@@ -6,12 +6,13 @@ import inspect
 import operator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
-from fused_norm.models.values import shape, value
+from fused_norm.models.values import dtype, shape, value
 
 
 def write_out_attention(graph: Graph, emitter: Emitter) -> None:
@@ -68,11 +69,16 @@ def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
         rows = put("unflatten", rows, -1, (heads, features // heads))
         # [length, batch, heads, size] -> [batch, heads, length, size]
         split.append(put("permute", rows, 1, 2, 0, 3))
-    mask = p["attn_mask"]
+    is_causal = bool(p["is_causal"])
+    # Told that attention is causal, PyTorch does not look at the mask.
+    mask = None if is_causal else p["attn_mask"]
+    if isinstance(mask, Node) and not value(mask).is_floating_point():
+        # True is what is left out.
+        zeros = put(torch.zeros_like, mask, dtype=dtype(split[0]))
+        mask = put("masked_fill", zeros, mask, float("-inf"))
     if isinstance(mask, Node) and value(mask).dim() == 3:
         mask = put("unflatten", mask, 0, (-1, heads))
     chance = p["dropout_p"] if p["training"] else 0.0
-    is_causal = bool(p["is_causal"]) and mask is None
     mixed = put(F.scaled_dot_product_attention, *split, mask, chance, is_causal)
     mixed = put("flatten", put("contiguous", put("permute", mixed, 2, 0, 1, 3)), 2)
     return put(F.linear, mixed, p["out_proj_weight"], p["out_proj_bias"])

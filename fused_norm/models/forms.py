@@ -222,16 +222,38 @@ def is_noop(node: Any) -> bool:
         return whole and are_same(a.shape, b.shape)
     if kind == "slice":
         return f.args.get("step", 1) == 1 and are_same(a.shape, b.shape)
-    return kind in ("view", "expand") and are_same(a.shape, b.shape)
+    # A view as another dtype leaves no value as it is.
+    return kind in ("view", "expand") and a.dtype is b.dtype and are_same(a.shape, b.shape)
 
 
 def is_cast(node: Any) -> bool:
-    """Return whether a node changes one floating dtype to another, on the same device."""
+    """Return whether a node changes one floating dtype to another, on the same device.
+
+    Rounding to 8 bits is what a model is made for, and no cast that may be left out.
+    """
     f = form(node)
     if f.kind != "cast" or not is_tensor(node) or not is_tensor(f["input"]):
         return False
     a, b = value(node), value(f["input"])
-    return bool(a.is_floating_point() and b.is_floating_point() and a.device == b.device)
+    are_floating = a.is_floating_point() and b.is_floating_point()
+    return bool(are_floating and min(a.itemsize, b.itemsize) > 1 and a.device == b.device)
+
+
+def is_narrowing(node: Any) -> bool:
+    """Return whether a node is a cast that rounds, as from float32 or float16 to bfloat16."""
+    if not is_cast(node):
+        return False
+    a, b = value(node).dtype, value(form(node)["input"]).dtype
+    return torch.promote_types(a, b) is not a
+
+
+def is_narrowed(node: Any) -> bool:
+    """Return whether casts that `above` goes up through round."""
+    while is_noop(node) or is_cast(node):
+        if is_narrowing(node):
+            return True
+        node = form(node)["input"]
+    return False
 
 
 def above(node: Any, casts: bool = True) -> Any:

@@ -14,6 +14,8 @@ from fused_norm.models.forms import (
     form,
     is_cast,
     is_last,
+    is_narrowed,
+    is_narrowing,
     is_noop,
     is_plain_sum,
     only_user,
@@ -40,7 +42,8 @@ class Norm:
         gamma: The weight, or None for ones.
         offset: Added to gamma.
         beta: The bias, or None for zeros.
-        is_rounded: Whether the model rounds between the norm and its gamma or beta.
+        is_rounded: Whether the model rounds in the midst of it: before gamma or beta, or to a dtype
+            that it leaves again.
     """
 
     kind: str
@@ -96,6 +99,7 @@ def _called(node: Node) -> Norm | None:
     if eps is not None and exact is None:
         return None
     norm = Norm(f.kind, f["input"], exact, node, node, {node}, beta=f["bias"])
+    norm.is_rounded = is_narrowed(f["weight"])
     if f["weight"] is not None:
         norm.gamma, norm.offset = _gamma(f["weight"], features[0]) or (f["weight"], 0.0)
     return norm
@@ -130,7 +134,9 @@ def _written_out(root: Node, kind: str) -> Norm | None:
     # The rows as they are multiplied: a model may square a wider copy of them.
     x = rows if is_tensor(rows) and not is_centered else x
     name = LAYER_NORM if is_centered else RMS_NORM
-    return Norm(name, x, eps, product, product, {root, total, product, *inner})
+    norm = Norm(name, x, eps, product, product, {root, total, product, *inner})
+    norm.is_rounded = any(map(is_narrowed, (found[0], rows, x)))
+    return norm
 
 
 def _mean_square(node: Any) -> tuple[Node, bool, set[Node]] | None:
@@ -189,10 +195,13 @@ def _gamma(node: Any, features: Any) -> tuple[Node, float] | None:
 def _take_in_affine(norm: Norm) -> None:
     """Take in the casts, gamma and beta that follow."""
     features = shape(norm.out)[-1]
-    widest = dtype(norm.out).itemsize
+    widest, is_narrow = dtype(norm.out).itemsize, False
     while (user := only_user(norm.out)) is not None and not written(user):
         f = form(user)
         if is_noop(user) or is_cast(user):
+            # What was rounded to is wide again: the rounding would be seen.
+            norm.is_rounded |= is_narrow and not is_noop(user)
+            is_narrow |= is_narrowing(user)
             norm.out = user
             norm.inner.add(user)
             continue
@@ -206,7 +215,7 @@ def _take_in_affine(norm: Norm) -> None:
             norm.beta = found[0]
         else:
             break
-        norm.is_rounded |= dtype(norm.out).itemsize < max(widest, 4)
+        norm.is_rounded |= is_narrowed(operand) or dtype(norm.out).itemsize < max(widest, 4)
         norm.out = user
         norm.inner.add(user)
 

@@ -28,6 +28,8 @@ def column_after(node: Node, source: Node, column: int) -> int | None:
     f = form(node)
     if f.kind not in VIEWS or f["input"] is not source or not is_tensor(node):
         return None
+    if value(node).dtype is not value(source).dtype:
+        return None
     before, after = shape(source), shape(node)
     last = len(after) - 1
     if is_permutation(node):
