@@ -104,9 +104,13 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
     new = [result]
     if len(old) > 1:
         new = [put(operator.getitem, result, i) for i in range(len(old))]
-    return [
-        (node, _fitting(node, by)) for node, by in zip([*old, *extras], [*new, *rest], strict=True)
-    ]
+    pairs = list(zip([*old, *extras], [*new, *rest], strict=True))
+    if any(value(node).requires_grad for node, _ in pairs):
+        # One result of a call takes gradients where another does, and not where the model's does.
+        pairs = [
+            (node, by if value(node).requires_grad else put("detach", by)) for node, by in pairs
+        ]
+    return [(node, _fitting(node, by)) for node, by in pairs]
 
 
 def _fitting(old: Node, new: Node) -> Node:

@@ -278,6 +278,9 @@ class Rewriter:
         end = max(self._last(call), earliest)
         if self.flow.is_written(nodes, min(begin, earliest), end, but=dead):
             raise Left("an operand is written in between")
+        trains = any(value(node).requires_grad for node in replaced)
+        if trains and self.flow.is_written(nodes, begin, but=dead):
+            raise Left("an operand that the backward needs is written later")
         return earliest
 
     @staticmethod
