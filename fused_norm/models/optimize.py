@@ -44,7 +44,7 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
-            if node.target in (*CALLS, torch.t, torch.permute):
+            if node.target in (*CALLS, torch.t, torch.permute, torch.clone, torch.detach):
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
         module.graph.lint()

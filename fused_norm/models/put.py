@@ -15,8 +15,17 @@ from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
 from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product
-from fused_norm.models.values import are_same, dtype, is_tensor, shape, value
+from fused_norm.models.values import (
+    are_same,
+    dtype,
+    have_same_strides,
+    is_sharded,
+    is_tensor,
+    shape,
+    value,
+)
 from fused_norm.models.views import inverse
+from fused_norm.ops.seam_validation import hint
 
 
 def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
@@ -108,13 +117,13 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
     if any(value(node).requires_grad for node, _ in pairs):
         # One result of a call takes gradients where another does, and not where the model's does.
         pairs = [
-            (node, by if value(node).requires_grad else put("detach", by)) for node, by in pairs
+            (node, by if value(node).requires_grad else put(torch.detach, by)) for node, by in pairs
         ]
-    return [(node, _fitting(node, by)) for node, by in pairs]
+    return [(node, _fitting(node, by, put)) for node, by in pairs]
 
 
-def _fitting(old: Node, new: Node) -> Node:
-    """Return what takes the place of a node: the same shape and dtype."""
+def _fitting(old: Node, new: Node, put: Callable[..., Node]) -> Node:
+    """Return what takes the place of a node: the same shape, dtype and layout in memory."""
     if not is_tensor(new) or dtype(new) is not dtype(old):
         raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
     places = [getattr(value(node), "placements", None) for node in (old, new)]
@@ -122,6 +131,14 @@ def _fitting(old: Node, new: Node) -> Node:
         raise Left(f"would be placed {places[1]} where the model has {places[0]}")
     if not are_same(tuple(shape(old)), tuple(shape(new))):
         raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
+    if not (is_sharded(value(old)) or have_same_strides(value(old), value(new))):
+        strides = value(old).stride()
+        order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
+        new = put(torch.permute, new, order)
+        new = put(torch.clone, new, memory_format=torch.contiguous_format)
+        new = put(torch.permute, new, [order.index(dim) for dim in range(len(order))])
+        if not have_same_strides(value(old), value(new)):
+            raise Left(f"would lie in memory as {value(new).stride()}, not {strides}")
     # Views of the old node's memory are views of the new one's from now on.
     new.meta.update({key: old.meta[key] for key in ("example_value", "val") if key in old.meta})
     return new
