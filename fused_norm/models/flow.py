@@ -118,3 +118,14 @@ class Flow:
             for node, own in self._storages.items()
             if own & reach and not node._erased and node < write
         )
+
+
+def reads(inner: Iterable[Node], operands: Iterable[Node]) -> set[Node]:
+    """Return all nodes of a call, and those between it and its operands, which may be copies."""
+    found, ahead, ends = set(inner), list(inner), set(operands)
+    while ahead:
+        for node in ahead.pop().all_input_nodes:
+            if node not in found and node not in ends and node.op != "placeholder":
+                found.add(node)
+                ahead.append(node)
+    return found

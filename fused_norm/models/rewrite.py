@@ -16,7 +16,7 @@ from fused_norm.models.activations import Activated, find_activated, with_second
 from fused_norm.models.calls import CALLS, Call, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
-from fused_norm.models.flow import Flow
+from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
@@ -274,7 +274,11 @@ class Rewriter:
             raise Left(f"{late[0]} is computed after a result is read by {earliest}")
         if not self.flow.are_under_same_modes([first, earliest]):
             raise Left("read under another autocast or recording of gradients")
-        begin = min(_reads(norm.inner | call.inner(), nodes))
+        read = reads(norm.inner | call.inner(), nodes)
+        begin = min(read)
+        results = set().union(*(product.inner for product in call.reading.products))
+        # What lies between an operand and the call may be a copy that is written.
+        nodes = [*nodes, *(read - results - (call.activated.inner if call.activated else set()))]
         end = max(self._last(call), earliest)
         if self.flow.is_written(nodes, min(begin, earliest), end, but=dead):
             raise Left("an operand is written in between")
@@ -328,14 +332,3 @@ class Rewriter:
                 now[node] = self.graph.node_copy(node, lambda old: now.get(old, old))
                 self.flow.add(now[node], user)
         user.replace_input_with(source, now[source])
-
-
-def _reads(inner: AbstractSet[Node], operands: Iterable[Node]) -> set[Node]:
-    """Return all nodes of a call, and those between it and its operands, which may be copies."""
-    found, ahead, ends = set(inner), list(inner), set(operands)
-    while ahead:
-        for node in ahead.pop().all_input_nodes:
-            if node not in found and node not in ends and node.op != "placeholder":
-                found.add(node)
-                ahead.append(node)
-    return found

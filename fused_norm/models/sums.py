@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fused_norm.functional import linear_add
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
-from fused_norm.models.flow import Flow
+from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
 from fused_norm.models.norms import module_path
 from fused_norm.models.readers import Product, find_product, residual_of
@@ -76,7 +76,7 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
             and all(is_plain(value(v)) for v in operands)
             and len(shape(x)) > 1
             and flow.are_under_same_modes([start, total])
-            and not flow.is_written(operands, start, total)
+            and not flow.is_written(operands, min(reads(inner, operands)), total)
         ):
             return Sum(total, x, product, residual, inner)
     return None
