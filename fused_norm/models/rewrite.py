@@ -267,7 +267,10 @@ class Rewriter:
         first = min(product.node for product in call.reading.products)
         readers = {u for r in replaced for u in r.users if u not in dead}
         if call.norm is not None:
-            readers |= {u for u in call.norm.users if u not in dead}
+            # The rows go by the names of all that leaves them as they are.
+            rows = above(call.norm, casts=False)
+            names = [node for node in {*dead, rows, call.norm} if above(node, casts=False) is rows]
+            readers |= {u for node in names for u in node.users if u not in dead}
         earliest = min([first, *readers])
         late = [node for node in nodes if node >= earliest]
         if late:
