@@ -60,7 +60,10 @@ def test_fake_quantization(
     """Both casts were left out, and with them what the model was trained for."""
 
     def function(x: Tensor, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        x, g, w = (quantize(v, low) if where == n else v for v, n in ((x, "x"), (g, "gamma"), (w, "weight")))
+        x, g, w = (
+            quantize(v, low) if where == n else v
+            for v, n in ((x, "x"), (g, "gamma"), (w, "weight"))
+        )
         z = F.rms_norm(x, (K,), g, 1e-5)
         more = (z.sin(),) if where == "rows that others read" else ()
         return (F.linear(quantize(z, low) if where.startswith("rows") else z, w), *more)
@@ -103,7 +106,6 @@ def gamma_times(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
 def squares(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
     root = torch.rsqrt(narrow(x).float().pow(2).mean(-1, keepdim=True) + 1e-6)
     return F.linear(x * root * g, w)
-
 
 
 @pytest.mark.parametrize(

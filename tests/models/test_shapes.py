@@ -75,7 +75,9 @@ def test_made_like_rows_of_another_dtype() -> None:
 
     x, w = torch.randn(3, K).bfloat16(), torch.randn(N, K).bfloat16()
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=functools.partial(backend, options={"then": "eager"}))
+    compiled = torch.compile(
+        function, backend=functools.partial(backend, options={"then": "eager"})
+    )
     assert [y.dtype for y in compiled(x, w)] == [y.dtype for y in function(x, w)]
 
 

@@ -39,7 +39,7 @@ def given() -> dict[str, Tensor]:
 
 
 def hold(function: Function, **options: Any) -> list[Site]:
-    """Hold results and the inputs' final contents against PyTorch's; return what became of norms."""
+    """Hold results and the inputs' final contents to PyTorch's; return what became of norms."""
     torch._dynamo.reset()
     sites: list[Site] = []
     how = functools.partial(backend, options={"then": "eager", **options}, sites=sites)
@@ -110,7 +110,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "operator": lambda s: operator.imul(s, 2),
     "item": lambda s: s.__setitem__((..., 0), 1.0),
     "out": lambda s: torch.add(s, 1, out=s),
-    "out by method's name": lambda s: torch.mul(s, 2, out=s.view(-1, K)[: s.numel() // K].view_as(s)),
+    "out by method's name": lambda s: torch.mul(
+        s, 2, out=s.view(-1, K)[: s.numel() // K].view_as(s)
+    ),
     "custom op": lambda s: add_into(s * 2, s),
     "custom op by name": lambda s: torch.ops.fused_norm_tests.add_into(total=s, x=s * 2),
     "opaque": opaque,
@@ -118,9 +120,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "foreach, second": lambda s: torch._foreach_mul_([torch.ones_like(s), s], [s * 2, s * 3]),
     "copy": lambda s: s.copy_(s * 2),
     "init": nn.init.zeros_,
-    "batch norm": lambda s: F.batch_norm(
-        s, s[0, :, 0].mul(1), s[0, :, 1].mul(1), training=True
-    ) + F.instance_norm(s, s[0, :, 0], s[1, :, 0].abs()).mul(0),
+    "batch norm": lambda s: (
+        F.batch_norm(s, s[0, :, 0].mul(1), s[0, :, 1].mul(1), training=True)
+        + F.instance_norm(s, s[0, :, 0], s[1, :, 0].abs()).mul(0)
+    ),
     **{
         name: (lambda s, view=view: view(s).mul_(2))
         for name, view in {
@@ -261,7 +264,9 @@ def test_copies_of_normalized_rows_are_no_aliases() -> None:
         return z, c, F.linear(z, w), F.linear(c, v)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=functools.partial(backend, options={"then": "eager"}))
+    compiled = torch.compile(
+        function, backend=functools.partial(backend, options={"then": "eager"})
+    )
     p = given()
     z, c, *_ = compiled(p["x"], p["w"], p["v"])
     assert z.untyped_storage().data_ptr() != c.untyped_storage().data_ptr()
