@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
@@ -58,7 +59,12 @@ def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
     """Return the result of attention, whose nodes are put where the graph inserts."""
 
     def put(target: Any, *args: Any, **kwargs: Any) -> Node:
-        return emitter.put(target, args, kwargs, like)
+        node = emitter.put(target, args, kwargs, like)
+        # Nodes are put without gradients, which the model's own have.
+        for each in tree_leaves(value(node)):
+            if each.is_floating_point():
+                each.requires_grad_(value(like)[0].requires_grad)
+        return node
 
     x, heads = p["query"], p["num_heads"]
     features = shape(x)[-1]
