@@ -131,7 +131,7 @@ def norm_linear(
             bfloat16 and float16.
         norm_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `norm_weight`.
         eps: Added to the variance, or to the mean square for RMSNorm. None, for RMSNorm only,
-            means the dtype's own eps, as in `F.rms_norm`.
+            means PyTorch's own, as in `F.rms_norm`.
         weight_offset: Added to `norm_weight`: 1.0 for a gamma that is kept around zero.
         scale: AdaLN's scale, broadcast against `x`.
         shift: AdaLN's shift, broadcast against `x`.

@@ -18,6 +18,14 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def own_eps(dtype: torch.dtype) -> float:
+    """Return what PyTorch adds to the mean square of an RMSNorm whose eps is None.
+
+    It is that of the dtype of sums, on CPUs and GPUs alike, in every version that is supported.
+    """
+    return torch.finfo(statistics_dtype(dtype)).eps
+
+
 def address(tensor: Tensor | None) -> int:
     """Return the address of a tensor's first element, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

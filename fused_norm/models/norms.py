@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from fused_norm.call.memory import own_eps
 from fused_norm.composition import NORMALIZATIONS
 from fused_norm.models.forms import (
     above,
@@ -35,7 +36,7 @@ class Norm:
     Attributes:
         kind: One of NORMALIZATIONS.
         x: What is normalized.
-        eps: Added to the variance, or to the mean square; None is the dtype's own.
+        eps: Added to the variance, or to the mean square.
         out: The result, with gamma and beta.
         anchor: The node that says which module the norm is in.
         inner: All nodes that are the norm.
@@ -48,7 +49,7 @@ class Norm:
 
     kind: str
     x: Node
-    eps: float | None
+    eps: float
     out: Node
     anchor: Node
     inner: set[Node] = field(default_factory=set)
@@ -92,11 +93,12 @@ def candidates(graph: Graph) -> list[Node]:
 def _called(node: Node) -> Norm | None:
     f = form(node)
     features = f["normalized_shape"]
-    if not isinstance(features, (tuple, list)) or len(features) != 1:
+    if not isinstance(features, (tuple, list)) or len(features) != 1 or not is_tensor(f["input"]):
         return None
     eps = f.args.get("eps", 1e-5 if f.kind == LAYER_NORM else None)
-    exact = None if eps is None else number(eps)
-    if eps is not None and exact is None:
+    # Said once and for all: the rows that a call takes may be narrower than those here.
+    exact = own_eps(dtype(f["input"])) if eps is None else number(eps)
+    if exact is None:
         return None
     norm = Norm(f.kind, f["input"], exact, node, node, {node}, beta=f["bias"])
     norm.is_rounded = is_narrowed(f["weight"])

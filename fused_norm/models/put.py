@@ -96,7 +96,6 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
         name: each
         for name, each in options.items()
         if not (each is None or each is False or each == defaults.get(name))
-        or (name == "eps" and each is None)
     }
     result = put(target, *arguments, **kwargs)
     old = call.results()

@@ -27,7 +27,7 @@ class LayerNormLinear(parts.NormModule):
         out_features: N, the size of the last dimension of the Linear layer's output, which a gate
             halves.
         eps: Added to the variance before the square root, or to the mean square for RMSNorm. None,
-            for RMSNorm only, means the dtype's own eps, as in `nn.RMSNorm`.
+            for RMSNorm only, means PyTorch's own, as in `nn.RMSNorm`.
         elementwise_affine: Whether the norm has a weight and, for LayerNorm, a bias.
         bias: Whether the Linear layer has a bias.
         device: Device of the parameters.

@@ -24,7 +24,7 @@ class LayerNormMLP(parts.NormModule):
         hidden_size: Size of the last dimension of input and output.
         ffn_hidden_size: Size between the two Linear layers, after a gate.
         eps: Added to the variance before the square root, or to the mean square for RMSNorm. None,
-            for RMSNorm only, means the dtype's own eps.
+            for RMSNorm only, means PyTorch's own.
         bias: Whether the Linear layers have biases.
         device: Device of the parameters.
         dtype: Dtype of the parameters.

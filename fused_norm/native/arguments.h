@@ -50,11 +50,10 @@ inline std::optional<Operands> operands_of(PyObject* const* named, PyObject* wei
   return t;
 }
 
+// As own_eps in call/memory.py.
 inline double epsilon_of(at::ScalarType dtype) {
-  if (dtype == at::kBFloat16) return std::numeric_limits<c10::BFloat16>::epsilon();
-  if (dtype == at::kHalf) return std::numeric_limits<c10::Half>::epsilon();
-  if (dtype == at::kFloat) return std::numeric_limits<float>::epsilon();
-  return std::numeric_limits<double>::epsilon();
+  return statistics_dtype(dtype) == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                                : std::numeric_limits<float>::epsilon();
 }
 
 // Where the arguments of `forward` stand after the tensors by name.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
+from fused_norm.call.memory import own_eps
 from fused_norm.composition import (
     ACTIVATIONS,
     NORMALIZATIONS,
@@ -137,7 +138,7 @@ def parameters_of(weight: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | N
 
 
 def checked_eps(normalization: str, activation: str | None, eps: float | None, x: Any) -> float:
-    """Return eps, of the dtype where it is None.
+    """Return eps, PyTorch's own where it is None.
 
     Raises:
         ValueError: If the normalization or the activation is not known.
@@ -152,7 +153,7 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
     if eps is None:
         if normalization == "layer_norm":
             raise TypeError("layer_norm needs an eps, got None")
-        return torch.finfo(x.dtype).eps
+        return own_eps(x.dtype)
     return float(eps)
 
 
