@@ -295,6 +295,24 @@ def gradients(
     return [next(found) if w else None for w in wanted]
 
 
+def reached(kind: Seam, count: int, grad_outputs: Sequence[Tensor | None]) -> list[bool]:
+    """Return which tensors have a gradient, in the order of `flat`; PyTorch leaves others None.
+
+    Args:
+        kind: What was computed.
+        count: How many weights there are.
+        grad_outputs: Those of the results of `seam`, None where nothing depends on one.
+    """
+    *outputs, norm = [g is not None for g in grad_outputs] + [False] * (not kind.returns_norm)
+    total = outputs.pop() if kind.returns_sum else False
+    through = any(outputs)
+    places = {name: norm or through for name in WITH_GRADIENT}
+    places |= dict.fromkeys(("x", *NAMES["rows"]), total or norm or through)
+    places |= dict.fromkeys(NAMES["statistics"], False)
+    layers = outputs if len(outputs) == count else [through] * count
+    return [places.get(name, through) for name in Operands._fields[:-2]] + 2 * layers
+
+
 def flat(t: Operands) -> list[Tensor | None]:
     """Return the tensors of a call in one list, weights and then biases at the end."""
     return [*t[:-2], *t.weights, *t.biases]

@@ -38,8 +38,8 @@ def backward(
         kind: What was computed.
         t: The tensors, x being the sum where there was a residual, statistics included.
         products: What the forward kept of this name.
-        grad_outputs: Those of the outputs, the sum and the normalized rows, None for zeros.
-        wanted: Which are.
+        grad_outputs: Those of the outputs, the sum and the normalized rows, or None.
+        wanted: Which are, of those that more than the sum's reaches: `composition.reached`.
         main_grads: What is added to in place of a gradient, for each weight, or None.
     """
     return _Backward(kind, t, products, grad_outputs, wanted, main_grads).run()
@@ -94,9 +94,6 @@ class _Backward:
             self._second_parameters(dout, a)
         if not self._by_product():
             self._around_products()
-        for place, bias in enumerate(t.biases, self.biases):
-            if self.wanted[place] and self.found[place] is None and bias is not None:
-                self.found[place] = torch.zeros_like(bias)
         return self.found
 
     def _second_linear(self) -> Tensor | None:
@@ -104,9 +101,6 @@ class _Backward:
         t, dout = self.t, self.das[0]
         assert t.out_weight is not None
         if dout is None:
-            for place, like in ((_OUT_WEIGHT, t.out_weight), (_OUT_BIAS, t.out_bias)):
-                if self.wanted[place] and like is not None:
-                    self.found[place] = torch.zeros_like(like)
             return None
         is_passed_on = self.wants_norm or self.wants_weight or self.wants_bias
         self.das[0] = None
@@ -285,7 +279,8 @@ class _Backward:
                 dz = torch.addmm(dz, dh, weight)
             else:
                 dz.addmm_(dh, weight)
-        return x.new_zeros(self.rows, x.shape[-1]) if dz is None else dz
+        assert dz is not None
+        return dz
 
     def _results(self) -> dict[str, Tensor]:
         """Return memory for the gradients of the sum (x) and of what comes with it, by name."""
@@ -321,8 +316,7 @@ def _dweight(
     dh: Tensor | None, z: Tensor | None, weight: Tensor, main_grad: Tensor | None
 ) -> Tensor | None:
     """Return the gradient of a weight, None if it was added to what there was."""
-    if dh is None:
-        return torch.zeros_like(weight) if main_grad is None else None
+    assert dh is not None
     assert z is not None
     if main_grad is None:
         return torch.mm(z.t(), dh).t() if lies_transposed(weight) else torch.mm(dh.t(), z)

@@ -5,9 +5,6 @@
 
 #include <optional>
 
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
-
 #include "seam_forward.h"
 
 namespace fused_norm {
@@ -15,11 +12,39 @@ namespace fused_norm {
 // Which gradients are wanted, by place; that of x stands for the residual's, too.
 using Wanted = c10::SmallVector<bool, 16>;
 
+// Whether a gradient of a result but the sum's is there.
+inline bool reaches_norm(const Seam& kind, at::ArrayRef<Tensor> gradients) {
+  const size_t sum = kind.returns_sum ? gradients.size() - 1 - kind.returns_norm : gradients.size();
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (i != sum && gradients[i].defined()) return true;
+  }
+  return false;
+}
+
+// Which tensors have a gradient, by place: `reached` in composition.py.
+inline Wanted reached(const Seam& kind, size_t count, at::ArrayRef<Tensor> gradients) {
+  const size_t outputs = gradients.size() - kind.returns_sum - kind.returns_norm;
+  const bool total = kind.returns_sum && gradients[outputs].defined();
+  const bool norm = reaches_norm(kind, gradients);
+  const bool through = std::any_of(
+      gradients.begin(), gradients.begin() + outputs, [](const Tensor& g) { return g.defined(); });
+  Wanted places(NAMED + 2 * count, through);
+  for (const auto& o : OF_NORM) {
+    places[o.place] = is_summand(o.place) ? total || norm : o.gradient && norm;
+  }
+  places[X] = total || norm;
+  for (size_t i = 0; outputs == count && i < count; ++i) {
+    places[NAMED + i] = places[NAMED + count + i] = gradients[i].defined();
+  }
+  return places;
+}
+
 // Computes gradients by place, once. Those of the residuals are those of x and of the output.
 class Backward {
  public:
   // x is the sum where there was a residual. `grads` are those of the outputs, the sum and the
-  // normalized rows as far as these are results, in dense memory, undefined for zeros.
+  // normalized rows as far as these are results, in dense memory. Wanted are those that more than
+  // the sum's reaches.
   Backward(
       const Seam& kind, const Operands& t, const Sizes& sizes, const Tensors& products,
       const Tensors& grads, const Wanted& wanted, const Kernels& kernels)
@@ -45,21 +70,12 @@ class Backward {
     before_activation();
     if (dout.defined()) second_parameters(dout);
     if (!by_product()) around_products();
-    for (size_t i = 0; i < t_.count(); ++i) {
-      auto& dbias = found_[NAMED + t_.count() + i];
-      if (wanted_[NAMED + t_.count() + i] && !dbias.defined()) dbias = zeros(t_.weight(i).size(0));
-    }
     return std::move(found_);
   }
 
  private:
   bool any(size_t first) const {
     return std::any_of(&wanted_[first], &wanted_[first] + t_.count(), [](bool w) { return w; });
-  }
-
-  // The gradient of a bias on which nothing depends.
-  Tensor zeros(int64_t N) const {
-    return at::zeros({N}, t_[X].options());
   }
 
   void activate_backward(Call& call) const {
@@ -80,12 +96,7 @@ class Backward {
   Tensor second_linear() {
     const Tensor dout = das_[0];
     das_[0] = Tensor();
-    if (!dout.defined()) {
-      if (wanted_[OUT_WEIGHT]) found_[OUT_WEIGHT] = at::zeros_like(t_[OUT_WEIGHT]);
-      if (wanted_[OUT_BIAS]) found_[OUT_BIAS] = zeros(t_[OUT_WEIGHT].size(0));
-      return dout;
-    }
-    if (wants_norm_ || wants_weight_ || wants_bias_) {
+    if (dout.defined() && (wants_norm_ || wants_weight_ || wants_bias_)) {
       das_[0] = input_gradient(dout, t_[OUT_WEIGHT], kernels_.product);
     }
     return dout;
@@ -234,8 +245,7 @@ class Backward {
         found_[NAMED + i] = weight_gradient(*call, t_.weight(i), kernels_.product);
         continue;
       }
-      found_[NAMED + i] =
-          dhs_[i].defined() ? at::mm(dhs_[i].t(), z) : at::zeros_like(t_.weight(i));
+      found_[NAMED + i] = at::mm(dhs_[i].t(), z);
     }
   }
 
@@ -277,7 +287,7 @@ class Backward {
         at::addmm_out(dz, dz, dh, t_.weight(i));
       }
     }
-    return dz.defined() ? dz : at::zeros({sizes_.M, sizes_.K}, t_[X].options());
+    return dz;
   }
 
   // Gives a record memory for the gradients of x and of what comes with the norm.

@@ -66,8 +66,9 @@ class SeamBackward : public torch::autograd::Node {
 
   variable_list apply(variable_list&& gradients) override {
     if (none_defined(gradients)) return variable_list(num_outputs());
+    if (!reaches_norm(kind_, gradients)) return by_edge(passed_on(gradients), gradients);
     const auto [t, products] = unpacked();
-    const auto wanted = wanted_places();
+    const auto wanted = wanted_places(gradients);
     auto found = compute(t, products, gradients, wanted);
     if (!found) found = call_python(t, products, gradients, wanted);
     return by_edge(*found, gradients);
@@ -96,7 +97,9 @@ class SeamBackward : public torch::autograd::Node {
     variable_list results(num_outputs());
     if (!none_defined(gradients)) {
       const auto [t, products] = unpacked();
-      const auto found = call_python(t, products, gradients, wanted_places());
+      const auto found = reaches_norm(kind_, gradients)
+          ? call_python(t, products, gradients, wanted_places(gradients))
+          : passed_on(gradients);
       results = by_edge(found, gradients);
     }
     for (auto& variable : saved_) swap.after(variable);
@@ -123,13 +126,21 @@ class SeamBackward : public torch::autograd::Node {
   }
 
   // All summands get the same gradient, and what is added at the end that of the output.
-  Wanted wanted_places() const {
+  Wanted wanted_places(const variable_list& gradients) const {
     Wanted wanted(edges_.size());
+    const auto places = reached(kind_, (edges_.size() - NAMED) / 2, gradients);
     for (size_t place = 0; place < wanted.size(); ++place) {
-      if (!is_wanted(place) || place == OUT_RESIDUAL) continue;
+      if (!is_wanted(place) || !places[place] || place == OUT_RESIDUAL) continue;
       wanted[is_summand(place) ? X : place] = true;
     }
     return wanted;
+  }
+
+  // Where nothing else has one, the gradient of the sum is that of its summands.
+  Tensors passed_on(const variable_list& gradients) const {
+    Tensors found(edges_.size());
+    found[X] = gradients[gradients.size() - 1 - kind_.returns_norm];
+    return found;
   }
 
   variable_list by_edge(const Tensors& found, const variable_list& gradients) const {

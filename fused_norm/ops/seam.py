@@ -25,6 +25,7 @@ from fused_norm.composition import (
     flat,
     has_sum,
     is_gate,
+    reached,
     summed,
     unflat,
 )
@@ -46,6 +47,7 @@ _NAMED = Operands._fields[:-2]
 _SUMMANDS = [_NAMED.index(name) for name in ("x", *NAMES["rows"])]
 _NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
 _LAST = _NAMED.index("out_residual")
+_GAMMA = _NAMED.index("gamma")
 _KIND = (
     "str normalization, str activation, float eps, float weight_offset, bool joined, "
     "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
@@ -216,18 +218,25 @@ class SeamFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the tensors that require one."""
-        saved = ctx.saved_tensors
-        tensors, products = saved[: ctx.count], saved[ctx.count :]
         needed = list(ctx.needs_input_grad[2:])
         if all(g is None for g in grad_outputs):
             return (None,) * (2 + len(needed))
-        wanted = list(needed)
+        kind = ctx.kind
+        reaches = reached(kind, (ctx.count - len(_NAMED)) // 2, grad_outputs)
+        wanted = [n and r for n, r in zip(needed, reaches, strict=True)]
         # All summands get the same gradient, and what is added at the end that of the output.
-        wanted[0] = any(needed[place] for place in _SUMMANDS)
+        wanted[0] = any(wanted[place] for place in _SUMMANDS)
         wanted[_LAST] = False
         for place in _SUMMANDS[1:]:
             wanted[place] = False
-        found = gradients(ctx.kind, ctx.owners, tensors, products, grad_outputs, wanted)
+        if reaches[_GAMMA]:
+            saved = ctx.saved_tensors
+            tensors, products = saved[: ctx.count], saved[ctx.count :]
+            found = gradients(kind, ctx.owners, tensors, products, grad_outputs, wanted)
+        else:
+            # The sum's alone.
+            found = [None] * len(needed)
+            found[0] = grad_outputs[-1 - kind.returns_norm]
         dx = found[0]
         for place in _SUMMANDS:
             found[place] = dx if needed[place] else None
