@@ -306,7 +306,7 @@ def reached(kind: Seam, count: int, grad_outputs: Sequence[Tensor | None]) -> li
     *outputs, norm = [g is not None for g in grad_outputs] + [False] * (not kind.returns_norm)
     total = outputs.pop() if kind.returns_sum else False
     through = any(outputs)
-    places = {name: norm or through for name in WITH_GRADIENT}
+    places = dict.fromkeys(WITH_GRADIENT, norm or through)
     places |= dict.fromkeys(("x", *NAMES["rows"]), total or norm or through)
     places |= dict.fromkeys(NAMES["statistics"], False)
     layers = outputs if len(outputs) == count else [through] * count

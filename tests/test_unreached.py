@@ -1,4 +1,4 @@
-"""Where PyTorch's composition leaves a gradient None, so do we: an optimizer then leaves it alone."""
+"""Where PyTorch leaves a gradient None, so do we, and an optimizer leaves the parameter alone."""
 
 from __future__ import annotations
 
