@@ -278,7 +278,7 @@ def gradients(
         grad_outputs: Those of the results of `seam`, None for zeros.
         wanted: Which are, in the order of `flat`.
     """
-    tensors = flat(t)
+    tensors = _with_biases(flat(t), wanted)
     chosen = [i for i, w in enumerate(wanted) if w]
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -293,6 +293,20 @@ def gradients(
     pull = torch.func.vjp(function, *values)[1]
     found = iter(pull(tuple(g for g in grad_outputs if g is not None)))
     return [next(found) if w else None for w in wanted]
+
+
+def _with_biases(tensors: list[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """Return the tensors with zeros for the biases that no gradient depends on, nor anyone kept."""
+    named = Operands._fields[:-2]
+    count = (len(tensors) - len(named)) // 2
+    out_weight = named.index("out_weight")
+    pairs = [(out_weight, out_weight + 1)]
+    pairs += [(place, place + count) for place in range(len(named), len(named) + count)]
+    for of_weight, place in pairs:
+        weight = tensors[of_weight]
+        if wanted[place] and tensors[place] is None and weight is not None:
+            tensors[place] = weight.new_zeros(weight.shape[0])
+    return tensors
 
 
 def reached(kind: Seam, count: int, grad_outputs: Sequence[Tensor | None]) -> list[bool]:

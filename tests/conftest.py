@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import make_inputs
 from devices import GPU
 from torch import Tensor
 
-import fused_norm as fn
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.native import node
 from fused_norm.ops import compiled
@@ -180,10 +178,4 @@ def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]
     monkeypatch.setattr(compiled, "backward", backward)
     compiled.tell(module)
     monkeypatch.setattr(compiled, "module", lambda: module)
-    if torch.cuda.is_available():
-        # The first of a thread is Python's.
-        inputs = make_inputs(16, 8, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        for _ in range(2):
-            fn.fused_layernorm_linear(*inputs).sum().backward()
-        calls.clear()
     return calls

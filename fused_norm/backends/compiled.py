@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fused_norm.backends import cpu, gpu, sm90, sm90_kernels
@@ -32,6 +33,17 @@ def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, int, str, i
         gpu.library("passes_gpu", x),
         gpu.launcher("passes_gpu", x)[1],
     )
+
+
+def prepare_products(device: int) -> bool:
+    """Have PyTorch's products ready in this thread, and return whether they are: not in a capture.
+
+    Args:
+        device: Index of the device.
+    """
+    in_graph = torch.cuda.is_current_stream_capturing()
+    sm90_kernels.prepare_products(device, in_graph)
+    return not in_graph
 
 
 def fold(

@@ -80,10 +80,11 @@ def backward(
     kernels.plan_backward(place)
     if call.way != FUSED:
         return None
-    gradients = [
+    gradients: list[Tensor | None] = [
         torch.empty_like(like, memory_format=torch.contiguous_format) if wants else None
-        for like, wants in zip((x, t.gamma, t.beta, weight, t.biases[0]), wanted, strict=True)
+        for like, wants in zip((x, t.gamma, t.beta, weight), wanted, strict=False)
     ]
+    gradients.append(weight.new_empty(weight.shape[0]) if wanted[4] else None)
     call.dx, call.dgamma, call.dbeta, call.dweight, call.dbias = map(address, gradients)
     size: int = call.workspace_bytes
     scratch = cpu.scratch(size) if size else None

@@ -56,10 +56,8 @@ inline PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
   const auto grads = tensors_of(arguments[ARGUMENTS + 1]);
   if (!kind || !products || !grads) Py_RETURN_NONE;
   const Tensor& x = (*t)[X];
-  if (!x.defined() || !has_kernel(x, t->norm_dtype()) || is_watched() ||
-      is_first_of_thread(current_stream(x.device()))) {
-    Py_RETURN_NONE;
-  }
+  if (!x.defined() || !has_kernel(x, t->norm_dtype()) || is_watched()) Py_RETURN_NONE;
+  prepare_products(current_stream(x.device()));
   Wanted wanted;
   for (PyObject* flag : items_of(arguments[ARGUMENTS + 2])) wanted.push_back(flag == Py_True);
   const Conditions conditions(x);
@@ -74,7 +72,7 @@ inline PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
   if (!found) Py_RETURN_NONE;
   py::list all;
   for (size_t place = 0; place < wanted.size(); ++place) {
-    if (!wanted[place] || !t->flat[place].defined()) continue;
+    if (!wanted[place]) continue;
     if (!(*found)[place].defined()) Py_RETURN_NONE;
     all.append(wrap((*found)[place]));
   }
@@ -84,7 +82,8 @@ inline PyObject* op_backward(PyObject*, PyObject* const* arguments, Py_ssize_t c
 
 // The kernels for a Linear layer in a compiled graph; null where that is left to Python.
 inline const Kernels* kernels_of_linear(const Tensor& x) {
-  if (is_watched() || is_first_of_thread(current_stream(x.device()))) return nullptr;
+  if (is_watched()) return nullptr;
+  prepare_products(current_stream(x.device()));
   const Conditions conditions(x);
   return conditions.is_captured ? nullptr : &KernelsOf::find(x, 0, conditions.is_alone);
 }

@@ -95,7 +95,7 @@ inline std::optional<Computed> computed(
   if (!sizes || frozen_level > 1) return std::nullopt;
   // What watches ops has seen them; autocast has, when they were traced.
   if (recorded ? is_watched(x) : is_watched()) return std::nullopt;
-  if (is_first_of_thread(current_stream(x.device()))) return std::nullopt;
+  prepare_products(current_stream(x.device()));
   const Conditions conditions(x);
   const Kernels& kernels = KernelsOf::find(x, kind.normalization, conditions.is_alone);
   if (is_left(kind, t, *sizes, conditions.is_captured, kernels)) return std::nullopt;

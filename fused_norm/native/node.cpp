@@ -79,13 +79,13 @@ PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-// set_python(kernels, is_alone, is_captured, fold, backward, row_kernels,
-// row_backward): what this module calls.
+// set_python(kernels, is_alone, is_captured, fold, backward, row_kernels, row_backward,
+// prepare_products): what this module calls.
 PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   PyObject** const places[] = {
       &python_kernels, &python_is_alone, &python_is_captured, &python_fold,
-      &python_backward, &python_row_kernels, &python_row_backward};
+      &python_backward, &python_row_kernels, &python_row_backward, &python_prepare};
   TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
   for (Py_ssize_t i = 0; i < count; ++i) {
     Py_IncRef(arguments[i]);
@@ -121,7 +121,7 @@ PyMethodDef methods[] = {
     {"trainable_eps", fast(trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
     {"set_python", fast(set_python), METH_FASTCALL,
      "set_python(kernels, is_alone, is_captured, fold, backward, row_kernels, "
-     "row_backward)"},
+     "row_backward, prepare_products)"},
     {"set_frozen", fast(set_frozen), METH_FASTCALL, "set_frozen(level)"},
     {nullptr, nullptr, 0, nullptr}};
 #define AS_TEXT_(major, minor) #major "." #minor

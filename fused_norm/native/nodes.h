@@ -49,13 +49,18 @@ inline std::optional<c10::Stream> current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// The first call of a thread on each GPU is Python's, which initializes PyTorch's products there: a
-// captured graph may choose them later, and they cannot be initialized within a capture.
-inline bool is_first_of_thread(const std::optional<c10::Stream>& stream) {
+// prepare_products(device), of backends/compiled.py.
+inline PyObject* python_prepare = nullptr;
+
+// Has PyTorch's products ready in this thread on a GPU, once: a captured graph may choose them later,
+// and they cannot begin within a capture.
+inline void prepare_products(const std::optional<c10::Stream>& stream) {
   thread_local std::bitset<std::numeric_limits<c10::DeviceIndex>::max() + 1> ready;
-  if (!stream || ready[stream->device_index()]) return false;
-  ready.set(stream->device_index());
-  return true;
+  if (!stream || ready[stream->device_index()]) return;
+  py::gil_scoped_acquire lock;
+  const auto done =
+      py::checked(PyObject_CallFunction(python_prepare, "i", int{stream->device_index()}));
+  ready[stream->device_index()] = done.ptr() == Py_True;
 }
 
 inline bool none_defined(const variable_list& gradients) {

@@ -28,7 +28,8 @@ class SeamBackward : public torch::autograd::Node {
     set_next_edges(std::move(edges));
   }
 
-  // Keeps what the backward needs, once the results have this node.
+  // Keeps what the backward needs, once the results have this node: what Python's function keeps, in
+  // the same order, so that of a checkpoint one may compute what the other did.
   void save(const Operands& t, const Results& results) {
     saved_.reserve(t.flat.size() + results.products.size());
     const auto keep = [&](size_t place, const Tensor& tensor, bool is_output = false) {
@@ -44,9 +45,9 @@ class SeamBackward : public torch::autograd::Node {
     for (const auto& o : OF_NORM) {
       if (o.gradient) keep(o.place, t[o.place]);
     }
-    keep(OUT_WEIGHT, t[OUT_WEIGHT]);
     keep(MEAN, results.mean.defined() ? results.mean : t[MEAN]);
     keep(RSTD, results.rstd.defined() ? results.rstd : t[RSTD]);
+    keep(OUT_WEIGHT, t[OUT_WEIGHT]);
     for (size_t i = 0; i < t.count(); ++i) keep(NAMED + i, t.weight(i));
     for (size_t i = 0; i < t.count(); ++i) {
       // Only an activation's gradient depends on it.
@@ -159,10 +160,10 @@ class SeamBackward : public torch::autograd::Node {
       const Operands& t, const Tensors& products, const variable_list& gradients,
       const Wanted& wanted) const {
     const Tensor& x = t[X];
-    if (at::GradMode::is_enabled() || is_watched() || is_first_of_thread(stream_) ||
-        current_stream(x.device()) != stream_) {
+    if (at::GradMode::is_enabled() || is_watched() || current_stream(x.device()) != stream_) {
       return std::nullopt;
     }
+    prepare_products(stream_);
     return gradients_of(kind_, t, products, gradients, wanted, kernels_);
   }
 

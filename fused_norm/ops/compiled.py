@@ -22,7 +22,6 @@ from fused_norm.ops.seam import gradients
 _NORMS = {name: number for number, name in enumerate(NORMALIZATIONS)}
 _NUMBERS: dict[Any, int] = {None: 0, **{name: number for name, (number, _) in ACTIVATIONS.items()}}
 _NAMED = Operands._fields[:-2]
-_OUT_BIAS = _NAMED.index("out_bias")
 # What LayerNorm + Linear has not, of the tensors by name: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NO_FLAG = (False,) * 4
@@ -49,6 +48,7 @@ def tell(found: Any) -> None:
         backward,
         rows.trainable_eps,
         trainable_eps_gradients,
+        compiled.prepare_products,
     )
     frozen.tell_changes(found.set_frozen)
 
@@ -184,20 +184,4 @@ def backward(
     """
     norm, activation, *options = kind
     seam = Seam(NORMALIZATIONS[norm], _NAMES[activation], *options)
-    return gradients(seam, None, _with_biases(tensors, wanted), products, grad_outputs, wanted)
-
-
-def _with_biases(tensors: list[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Return the tensors with zeros for the biases that no gradient depends on."""
-    complete = list(tensors)
-    x = tensors[0]
-    assert x is not None
-    count = (len(tensors) - len(_NAMED)) // 2
-    pairs = [(_OUT_BIAS, _OUT_BIAS - 1)] + [
-        (len(_NAMED) + count + i, len(_NAMED) + i) for i in range(count)
-    ]
-    for place, weight in pairs:
-        like = tensors[weight]
-        if wanted[place] and tensors[place] is None and like is not None:
-            complete[place] = like.new_zeros(like.shape[0])
-    return complete
+    return gradients(seam, None, tensors, products, grad_outputs, wanted)

@@ -121,7 +121,7 @@ count_flops("layernorm_linear_backward", _backward_flops)
 class LayerNormLinear(torch.autograd.Function):
     """Gradients of the op. The forward saves the input, the parameters, mean and rstd.
 
-    The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
+    It saves them in the order in which C++ does. The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
     gradient for the weight; and what is known of the parameters where nothing watches the call.
     """
 
@@ -142,7 +142,7 @@ class LayerNormLinear(torch.autograd.Function):
         x, gamma, beta, weight, _, eps, owner, _ = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gamma, beta, weight, *output[1:], owner)
+        ctx.save_for_backward(x, gamma, beta, *output[1:], weight, owner)
         ctx.eps = eps
 
     @staticmethod
@@ -150,17 +150,23 @@ class LayerNormLinear(torch.autograd.Function):
         """Return the gradients of the tensors that require one."""
         if grad_output is None:
             return (None,) * 8
-        *saved, owner = ctx.saved_tensors
+        saved, owner = _saved(ctx)
         wanted = list(ctx.needs_input_grad[:5])
         if owner is None:
             return (*gradients(grad_output, saved, ctx.eps, wanted), None, None, None)
         return _accumulate(ctx, grad_output)
 
 
+def _saved(ctx: Any) -> tuple[list[Any], Any]:
+    """Return what was kept in the order of the ops' arguments, and the owner of a `main_grad`."""
+    x, gamma, beta, mean, rstd, weight, owner = ctx.saved_tensors
+    return [x, gamma, beta, weight, mean, rstd], owner
+
+
 @once_differentiable
 def _accumulate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients; for a Parameter with a `main_grad`, a stand-in for its own."""
-    *saved, owner = ctx.saved_tensors
+    saved, owner = _saved(ctx)
     wanted = [*ctx.needs_input_grad[:3], False, ctx.needs_input_grad[4]]
     if is_watched() or not are_plain((grad_output, *saved)):
         found = gradients(grad_output, saved, ctx.eps, wanted)

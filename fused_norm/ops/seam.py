@@ -48,6 +48,7 @@ _SUMMANDS = [_NAMED.index(name) for name in ("x", *NAMES["rows"])]
 _NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
 _LAST = _NAMED.index("out_residual")
 _GAMMA = _NAMED.index("gamma")
+_OUT_BIAS = _NAMED.index("out_bias")
 _KIND = (
     "str normalization, str activation, float eps, float weight_offset, bool joined, "
     "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
@@ -107,12 +108,14 @@ def _backward(*arguments: Any) -> list[Tensor]:
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     *arguments_, _, _, wanted = arguments
     t, _, _ = unpacked((*arguments_, False))
-    head, weights = len(_NAMED), len(t.weights)
-    found = [p if p is None else p.new_empty(p.shape) for p in flat(t)]
-    found[head : head + weights] = [
+    found = [p if p is None else p.new_empty(p.shape) for p in t[: len(_NAMED)]]
+    if t.out_weight is not None:
+        found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
+    found += [
         w.new_empty(w.t().shape).t() if lies_transposed(w) else w.new_empty(w.shape)
         for w in t.weights
     ]
+    found += [w.new_empty(w.shape[0]) for w in t.weights]
     return [p for p, w in zip(found, wanted, strict=True) if w and p is not None]
 
 
@@ -203,7 +206,10 @@ class SeamFunction(torch.autograd.Function):
             x=t.x if results.sum is None else results.sum,
             mean=t.mean if results.mean is None else results.mean,
             rstd=t.rstd if results.rstd is None else results.rstd,
+            out_bias=None,
             out_residual=None,
+            # Only an activation's gradient depends on them.
+            biases=t.biases if kind.activation else [None] * len(t.biases),
             **_NO_SUMMANDS,
         )
         ctx.set_materialize_grads(False)
