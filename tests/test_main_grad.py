@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +138,91 @@ def test_state_and_second_derivatives() -> None:
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
+
+
+FAMILY: dict[str, dict[str, Any]] = {
+    "RMSNorm": {"normalization": "RMSNorm"},
+    "split": {"normalization": "RMSNorm", "parameters_split": ["a", "b"]},
+    "activated": {"activation": "gelu"},
+    "gate": {"normalization": "RMSNorm", "activation": "swiglu", "bias": False},
+}
+
+
+def members(name: str, device: str, dtype: torch.dtype) -> tuple[fn.LayerNormLinear, ...]:
+    """Return a layer that accumulates, and the same without."""
+    options = FAMILY[name]
+    layer = fn.LayerNormLinear(
+        48, 40, device=device, dtype=dtype, fuse_wgrad_accumulation=True, **options
+    )
+    plain = copy.deepcopy(layer)
+    plain.fuse_wgrad_accumulation = False
+    for weight in layer._linear_parameters()[0]:
+        weight.main_grad = torch.ones_like(weight, dtype=torch.promote_types(dtype, torch.float32))
+        weight.grad_added_to_main_grad = False
+        weight.zero_out_wgrad = True
+    return layer, plain
+
+
+def assert_added(layer: fn.LayerNormLinear, plain: fn.LayerNormLinear) -> None:
+    """Compare what was added with the gradients of the plain layer."""
+    for weight, other in zip(*(m._linear_parameters()[0] for m in (layer, plain)), strict=True):
+        torch.testing.assert_close(
+            weight.main_grad - 1, other.grad.to(weight.main_grad.dtype), rtol=1e-2, atol=2e-2
+        )
+        assert weight.grad_added_to_main_grad
+        assert not weight.grad.any()
+
+
+def _longer_than_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_norm.ops.seam_validation.LONGEST_ROW", 40)
+
+
+def _of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_norm.ops.seam.fits", lambda *_: False)
+
+
+REASONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "kernels": lambda _: None,
+    "no forward": _longer_than_kernels_take,
+    "no backward": _of_another_size,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family(name: str, reason: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call had no kernel, `main_grad` stayed as it was, and the gradient went to `grad`."""
+    layer, plain = members(name, device, torch.float32)
+    x = torch.randn(30, 48, device=device)
+    plain(x).square().sum().backward()
+    REASONS[reason](monkeypatch)
+    layer(x).square().sum().backward()
+    assert_added(layer, plain)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_no_kernel_for_a_dtype(name: str) -> None:
+    """The real thing: a GPU has no kernel of float64, and no device one for no rows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer, plain = members(name, device, torch.float64)
+    for rows in (0, 7):
+        x = torch.randn(rows, 48, device=device, dtype=torch.float64)
+        for module in (layer, plain):
+            module(x).square().sum().backward()
+    assert_added(layer, plain)
+
+
+# Of Dynamo, where it leaves the function to autograd.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["plain", *FAMILY])
+def test_compiled(name: str, device: str) -> None:
+    layer, plain = (
+        members(name, device, torch.float32) if name in FAMILY else layers(torch.float32, device)
+    )
+    if name not in FAMILY:
+        layer.weight.grad_added_to_main_grad, layer.weight.zero_out_wgrad = False, True
+    x = torch.randn(30, 48, device=device)
+    plain(x).square().sum().backward()
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager")(x).square().sum().backward()
+    assert_added(layer, plain)

@@ -18,6 +18,7 @@ from fused_norm.composition import Operands, Seam
 from fused_norm.ops import compiled, seam
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import is_batch_invariant
+from fused_norm.ops.main_grad import stand_in
 from fused_norm.ops.registration import (
     are_plain,
     differentiable,
@@ -119,9 +120,9 @@ count_flops("layernorm_linear_backward", _backward_flops)
 
 
 class LayerNormLinear(torch.autograd.Function):
-    """Gradients of the op. The forward saves the input, the parameters, mean and rstd.
+    """Gradients of the op. The forward saves the input, the parameters, mean and rstd, as C++ does.
 
-    It saves them in the order in which C++ does. The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
+    The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
     gradient for the weight; and what is known of the parameters where nothing watches the call.
     """
 
@@ -176,16 +177,7 @@ def _accumulate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     else:
         wanted[3] = True
         found = _by_backends(grad_output, saved, ctx.eps, wanted, owner.main_grad)
-    return (*found[:3], None, found[4], None, _stand_in(owner), None)
-
-
-def _stand_in(weight: Tensor) -> Tensor | None:
-    """Return a gradient for Megatron's hooks, which wait for one but do not read its values."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    stand_in = torch.empty_like(weight)
-    return stand_in.zero_() if getattr(weight, "zero_out_wgrad", False) else stand_in
+    return (*found[:3], None, found[4], None, stand_in(owner), None)
 
 
 def _by_backends(

@@ -31,6 +31,7 @@ from fused_norm.composition import (
 )
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import is_batch_invariant
+from fused_norm.ops.main_grad import add, added, stand_in
 from fused_norm.ops.registration import (
     are_plain,
     is_forward_mode,
@@ -108,7 +109,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     *arguments_, _, _, wanted = arguments
     t, _, _ = unpacked((*arguments_, False))
-    found = [p if p is None else p.new_empty(p.shape) for p in t[: len(_NAMED)]]
+    named = flat(t)[: len(_NAMED)]
+    found = [p if p is None else p.new_empty(p.shape) for p in named]
     if t.out_weight is not None:
         found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
     found += [
@@ -247,6 +249,14 @@ class SeamFunction(torch.autograd.Function):
         for place in _SUMMANDS:
             found[place] = dx if needed[place] else None
         found[_LAST] = grad_outputs[0] if needed[_LAST] else None
+        for place, owner in enumerate(ctx.owners or (), len(_NAMED)):
+            if owner is None or not wanted[place]:
+                continue
+            gradient = found[place]
+            if gradient is not None:
+                # No kernel has added it.
+                add(owner, gradient)
+            found[place] = stand_in(owner)
         return (None, None, *found)
 
 
@@ -364,6 +374,8 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
     ready = as_kernels_need(kind, t)
     if ready is None:
         frozen.require_values(t.weights)
+        if owners is not None:
+            t = t._replace(weights=added(t.weights, owners))
         computed = composition.seam(kind, t)
         if kind.batch_invariant:
             # PyTorch's ops had nothing to say against it.

@@ -1,0 +1,53 @@
+"""Gradients of weights that are added to a `main_grad`, in place of those that autograd keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def add(owner: Any, gradient: Tensor) -> None:
+    """Add a gradient to the `main_grad` of its Parameter."""
+    with torch.no_grad():
+        owner.main_grad.add_(gradient)
+
+
+def stand_in(weight: Any) -> Tensor | None:
+    """Return a gradient for Megatron's hooks, which wait for one but do not read its values."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    stand_in = torch.empty_like(weight)
+    return stand_in.zero_() if getattr(weight, "zero_out_wgrad", False) else stand_in
+
+
+class _Added(torch.autograd.Function):
+    """A weight whose gradient is added to its `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        ctx.owner = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
+        """Add the gradient, and return what stands in for it."""
+        add(ctx.owner, gradient)
+        return stand_in(ctx.owner)
+
+
+def added(weights: Sequence[Tensor], owners: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return weights for PyTorch's ops, whose gradients go where the kernels would have added them.
+
+    Args:
+        weights: Of Linear layers.
+        owners: The Parameter that each is, None where its gradient is autograd's.
+    """
+    return [
+        weight if owner is None else _Added.apply(weight)
+        for weight, owner in zip(weights, owners, strict=True)
+    ]
