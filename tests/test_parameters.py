@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +176,38 @@ def test_traced_graphs_contain_the_call(device: str) -> None:
         traced = torch.jit.trace(lambda x: fn.fused_layernorm_linear(x, *tensors[1:]), tensors[0])
     x = torch.randn_like(tensors[0])
     torch.testing.assert_close(traced(x), eager(x, *tensors[1:]))
+
+
+MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "plain": lambda: fn.LayerNormLinear(12, 10),
+    "RMSNorm": lambda: fn.LayerNormLinear(12, 10, normalization="RMSNorm", eps=None),
+    "split gate": lambda: fn.LayerNormLinear(
+        12, 10, parameters_split=["gate", "up"], activation="swiglu"
+    ),
+    "MLP": lambda: fn.LayerNormMLP(12, 20, activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_traced_modules(name: str, grad: bool, device: str, tmp_path: Path) -> None:
+    """The check of `torch.jit.trace` runs without gradients, and met another graph, or an error."""
+    module = MODULES[name]().to(device)
+    x = torch.randn(6, 12, device=device, requires_grad=grad)
+    with warnings.catch_warnings(), torch.set_grad_enabled(grad):
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(module, x)
+        torch.jit.save(traced, tmp_path / "module.pt")
+        loaded = torch.jit.load(tmp_path / "module.pt")
+    other = torch.randn(5, 12, device=device)
+    found = []
+    for run in (module, traced, loaded):
+        leaf = other.clone().requires_grad_()
+        y = run(leaf)
+        parameter = next(run.parameters())
+        found.append([y, *torch.autograd.grad(y.square().sum(), [leaf, parameter])])
+    for mine in found[1:]:
+        torch.testing.assert_close(mine, found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("node", ["C++", "Python"])

@@ -275,13 +275,22 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     if is_forward_mode():
         # PyTorch's ops carry tangents, the kernels would drop them.
         return False
-    if is_onnx_export():
+    if is_onnx_export() or _is_traced():
         return False
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:
         _say_no_kernel(x.device.type, dtype, dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES))
     return False
+
+
+def _is_traced() -> bool:
+    """Return whether `torch.jit.trace` watches.
+
+    It runs a call with gradients and without, and expects the same ops: PyTorch's, which a program
+    that is loaded without this library has, too, and which have derivatives.
+    """
+    return not torch.compiler.is_compiling() and bool(torch._C._get_tracing_state())
 
 
 def _say_no_kernel(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
