@@ -11,7 +11,7 @@ from fused_norm.backends import cpu_seam, linear, passes, several, sm90
 from fused_norm.backends.products import input_gradient
 from fused_norm.backends.seams import activated, has_product, norm_of, recomputed
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, aligned, dense, lies_transposed
+from fused_norm.call.memory import LOW_PRECISION, aligned, dense, laid_as_sum, lies_transposed
 from fused_norm.composition import WITH_GRADIENT, Operands, Seam, first
 
 Found = list[Tensor | None]
@@ -42,7 +42,13 @@ def backward(
         wanted: Which are, of those that more than the sum's reaches: `composition.reached`.
         main_grads: What is added to in place of a gradient, for each weight, or None.
     """
-    return _Backward(kind, t, products, grad_outputs, wanted, main_grads).run()
+    found = _Backward(kind, t, products, grad_outputs, wanted, main_grads).run()
+    if kind.returns_sum and found[0] is not None:
+        dsum = grad_outputs[-1 - kind.returns_norm]
+        if dsum is not None:
+            # To which autograd would add that of the norm.
+            found[0] = laid_as_sum(found[0], dsum, found[0])
+    return found
 
 
 class _Backward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,22 @@ def aligned(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(
         t.clone() if t is not None and t.is_cuda and t.data_ptr() % 16 else t for t in tensors
     )
+
+
+def laid_as_sum(tensor: Tensor, *summands: Tensor | None) -> Tensor:
+    """Return a dense tensor, laid out as PyTorch lays out the sum of some tensors of its shape."""
+    given = [v for v in summands if v is not None]
+    if all(v.is_contiguous() for v in given):
+        return tensor
+    # Without values, an op gives a layout alone.
+    bare = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in given]
+    total = functools.reduce(torch.add, bare)
+    if tensor.stride() == total.stride():
+        return tensor
+    laid = torch.empty_strided(
+        total.shape, total.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return laid.copy_(tensor)
 
 
 def lies_transposed(weight: Tensor) -> bool:

@@ -5,6 +5,9 @@
 
 #include <optional>
 
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty_strided.h>
+
 #include "seam_forward.h"
 
 namespace fused_norm {
@@ -349,7 +352,20 @@ inline std::optional<Tensors> gradients_of(
     }
     grads.push_back(grad.defined() ? grad.contiguous() : grad);
   }
-  return Backward(kind, t, *sizes, products, grads, wanted, kernels).run();
+  auto found = Backward(kind, t, *sizes, products, grads, wanted, kernels).run();
+  if (!kind.returns_sum || !found[X].defined()) return found;
+  // Autograd would add the gradient of the norm to that of the sum.
+  const Tensor& dsum = gradients[gradients.size() - 1 - kind.returns_norm];
+  if (!dsum.defined() || dsum.is_contiguous()) return found;
+  // Without values, an op gives a layout alone.
+  const auto bare = [&](const Tensor& v) {
+    return at::empty_strided(v.sizes(), v.strides(), v.options().device(at::kMeta));
+  };
+  const auto total = at::add(bare(dsum), bare(found[X]));
+  if (total.strides() != found[X].strides()) {
+    found[X] = at::empty_strided(total.sizes(), total.strides(), x.options()).copy_(found[X]);
+  }
+  return found;
 }
 
 }  // namespace fused_norm

@@ -14,7 +14,7 @@ from fused_norm.backends import seam_backward, seams
 from fused_norm.backends.products import require_invariant
 from fused_norm.call import frozen
 from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import lies_transposed, statistics_dtype
+from fused_norm.call.memory import laid_as_sum, lies_transposed, statistics_dtype
 from fused_norm.call.results import Results
 from fused_norm.composition import (
     NAMES,
@@ -64,7 +64,11 @@ def _forward(*arguments: Any) -> list[Tensor]:
     t, kind, keeps = unpacked(arguments)
     if is_empty(t):
         return _empty_forward(kind, t, keeps)
-    return seams.forward(kind, t, keeps).flat()
+    results = seams.forward(kind, t, keeps)
+    if results.sum is not None:
+        rows = (getattr(t, name) for name in ("x", *NAMES["rows"]))
+        results = results._replace(sum=laid_as_sum(results.sum, *rows))
+    return results.flat()
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
@@ -84,7 +88,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
     keeps_statistics = keeps and t.rstd is None
     return Results(
         outputs,
-        x.new_empty(x.shape) if has_sum(t) and (keeps or kind.returns_sum) else None,
+        summed(t) if has_sum(t) and (keeps or kind.returns_sum) else None,
         x.new_empty(x.shape, dtype=dtype) if kind.returns_norm else None,
         x.new_empty(rows, dtype=wide)
         if keeps_statistics and kind.normalization == NORMALIZATIONS[0]
@@ -107,10 +111,13 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
-    *arguments_, _, _, wanted = arguments
-    t, _, _ = unpacked((*arguments_, False))
+    *arguments_, _, grad_outputs, wanted = arguments
+    t, kind, _ = unpacked((*arguments_, False))
     named = flat(t)[: len(_NAMED)]
     found = [p if p is None else p.new_empty(p.shape) for p in named]
+    dsum = grad_outputs[-1 - kind.returns_norm] if kind.returns_sum else None
+    if dsum is not None:
+        found[0] = dsum + t.x.new_empty(t.x.shape)
     if t.out_weight is not None:
         found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
     found += [
