@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import fused_norm as fn
 from fused_norm.ops import compiled
@@ -139,3 +141,28 @@ def test_between_convolutions(batch: int, backend: str, device: str) -> None:
     for mine, other in zip(*found, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
         assert mine.stride() == other.stride()
+
+
+@pytest.mark.usefixtures("chain")
+def test_fakes_lie_as_results_do(device: str) -> None:
+    """What compiled graphs know of the ops' results before they run."""
+    p = {name: t.detach() for name, t in parameters(device).items()}
+    kind = ("layer_norm", "", 1e-5, 0.0, False, True, False, False, False)
+    forward = torch.ops.fused_norm.seam_forward.default
+    backward = torch.ops.fused_norm.seam_backward.default
+    for shape, first, second in itertools.product(SHAPES, ORDERS, ORDERS):
+        x, r = laid(shape, first, device), laid(shape, second, device)
+        dy = torch.randn(*shape[:-1], N, device=device)
+        given = [x, r, p["gamma"], *[None] * 8, [p["weight"]], [p["bias"]], *kind]
+        results = forward(*given, True)
+        _, total, mean, rstd = results
+        saved = [total, None, p["gamma"], None, None, None, mean, rstd, *[None] * 3]
+        wanted = [True, False, True, *[False] * 8, True, True]
+        given_back = [*saved, [p["weight"]], [None], *kind, [], [dy, r], wanted]
+        found = [*results, *backward(*given_back)]
+        with FakeTensorMode() as mode:
+            fake = [tree_map_only(Tensor, mode.from_tensor, g) for g in (given, given_back)]
+            expected = [*forward(*fake[0], True), *backward(*fake[1])]
+        assert [(v.shape, v.stride(), v.dtype) for v in found] == [
+            (v.shape, v.stride(), v.dtype) for v in expected
+        ], (shape, first, second)

@@ -28,7 +28,7 @@ def forward(kind: Seam, t: Operands, keeps: bool) -> Results | None:
     kernels = cpu.extension("norm_linear_cpu", x.dtype)
     products = weight.shape[0]
     call.N = products // 2 if is_gate(kind.activation) else products
-    total = torch.empty_like(x) if has_sum(t) else None
+    total = torch.empty_like(x, memory_format=torch.contiguous_format) if has_sum(t) else None
     mean, rstd = empty_statistics(x, kind.normalization == "layer_norm") if keeps else (None, None)
     h = None
     if keeps and kind.activation and not kind.recompute:

@@ -120,8 +120,8 @@ def _around_products(kind: Seam, t: Operands, keeps: bool) -> Results:
     frozen.require_values((*t.weights, *t.biases))
     t = _rows(kind, t)
     (x,) = dense(t.x)
-    z = torch.empty_like(x, dtype=t.weights[0].dtype)
-    total = torch.empty_like(x) if has_sum(t) else None
+    z = x.new_empty(x.shape, dtype=t.weights[0].dtype)
+    total = torch.empty_like(x, memory_format=torch.contiguous_format) if has_sum(t) else None
     mean = rstd = None
     if keeps and t.rstd is None:
         mean, rstd = empty_statistics(x, kind.normalization == "layer_norm")

@@ -163,7 +163,7 @@ def product(
     elif statistics:
         call[MEAN], call[RSTD] = address(mean), address(rstd)
     if residual is not None:
-        total = torch.empty_like(x)
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
         call[RESIDUAL], call[SUM] = residual.data_ptr(), total.data_ptr()
     h = None
     if keeps_h:

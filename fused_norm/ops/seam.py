@@ -66,9 +66,12 @@ def _forward(*arguments: Any) -> list[Tensor]:
         return _empty_forward(kind, t, keeps)
     results = seams.forward(kind, t, keeps)
     if results.sum is not None:
-        rows = (getattr(t, name) for name in ("x", *NAMES["rows"]))
-        results = results._replace(sum=laid_as_sum(results.sum, *rows))
+        results = results._replace(sum=_laid_sum(t, results.sum))
     return results.flat()
+
+
+def _laid_sum(t: Operands, total: Tensor) -> Tensor:
+    return laid_as_sum(total, *(getattr(t, name) for name in ("x", *NAMES["rows"])))
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
@@ -88,7 +91,7 @@ def _fake_forward(*arguments: Any) -> list[Tensor]:
     keeps_statistics = keeps and t.rstd is None
     return Results(
         outputs,
-        summed(t) if has_sum(t) and (keeps or kind.returns_sum) else None,
+        _laid_sum(t, x.new_empty(x.shape)) if has_sum(t) and (keeps or kind.returns_sum) else None,
         x.new_empty(x.shape, dtype=dtype) if kind.returns_norm else None,
         x.new_empty(rows, dtype=wide)
         if keeps_statistics and kind.normalization == NORMALIZATIONS[0]
@@ -117,7 +120,8 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     found = [p if p is None else p.new_empty(p.shape) for p in named]
     dsum = grad_outputs[-1 - kind.returns_norm] if kind.returns_sum else None
     if dsum is not None:
-        found[0] = dsum + t.x.new_empty(t.x.shape)
+        dx = t.x.new_empty(t.x.shape)
+        found[0] = laid_as_sum(dx, dsum, dx)
     if t.out_weight is not None:
         found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
     found += [
