@@ -41,8 +41,12 @@ def report() -> int:
     table.add_row("batch_invariant", _batch_invariant())
     table.add_row("cache", _folder(advice))
     usable = not advice
-    table.add_row("built", _built(advice))
-    table.add_row("autograd", _autograd())
+    try:
+        table.add_row("built", _built(advice))
+        table.add_row("autograd", _autograd())
+    except cache.BuildError:
+        # The folder is refused, as the advice says.
+        table.add_row("built", "unknown")
 
     console = Console(markup=False)
     console.print(table)
@@ -143,12 +147,12 @@ def _nvidia_driver() -> str | None:
 
 def _folder(advice: list[str]) -> str:
     folder = cache.cache_dir()
-    parent = folder
-    while not parent.exists():
-        parent = parent.parent
-    if not os.access(parent, os.W_OK):
-        advice.append(f"{folder} cannot be written: set FUSED_NORM_CACHE_DIR to a folder that can")
-    free = shutil.disk_usage(parent).free / 2**30
+    try:
+        place = cache.check()
+    except cache.BuildError as error:
+        advice.append(str(error))
+        return f"{folder} (not in use)"
+    free = shutil.disk_usage(place).free / 2**30
     return f"{folder} ({free:.0f} GiB free)"
 
 

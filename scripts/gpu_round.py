@@ -136,7 +136,9 @@ def run(options: argparse.Namespace) -> int:
     (site / "mojo").mkdir(exist_ok=True)
     (site / "mojo" / "__init__.py").touch()
     # A copy: loading a kernel locks its file, and the folder may be read-only.
-    shutil.copytree(options.folder / "kernels", site / "kernels")
+    # With this user's modes: a folder that came with others' is refused.
+    shutil.copytree(options.folder / "kernels", site / "kernels", copy_function=shutil.copyfile)
+    (site / "kernels").chmod(0o700)
     environment = os.environ | {
         "FUSED_NORM_CACHE_DIR": str(site / "kernels"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]),

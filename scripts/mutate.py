@@ -169,7 +169,7 @@ def lend_kernels(copy: Path, environment: dict[str, str]) -> None:
                 Path(old).stem.rpartition("-")[2], Path(new).stem.rpartition("-")[2]
             )
             if not file.with_name(lent).exists():
-                file.with_name(lent).symlink_to(file)
+                file.with_name(lent).hardlink_to(file)
 
 
 def tried(mutation: Mutation, is_built: bool) -> dict[str, Any]:

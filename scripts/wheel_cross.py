@@ -34,7 +34,7 @@ def runtime(machine: str, libraries: tuple[str, ...]) -> Path:
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is None:
         raise cache.BuildError(f"there is no uv to fetch the runtime for {machine} with")
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    cache.make_folder(kept.parent)
     with tempfile.TemporaryDirectory(dir=kept.parent) as name:
         command = [uv, "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
         command += ["--python-platform", f"{machine}-manylinux_2_34", "--target", name]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fused_norm.native import node
-from fused_norm.native.cache import BuildError, build, cache_dir
+from fused_norm.native.cache import BuildError, build, cache_dir, make_folder
 
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 _LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
@@ -100,7 +100,7 @@ def _pytorch(version: str) -> Path:
     kept = cache_dir() / "wheel" / f"torch-{version}"
     if kept.is_dir():
         return kept
-    kept.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(kept.parent)
     with tempfile.TemporaryDirectory(dir=kept.parent) as name:
         command = [*_installer(), "--quiet", "--no-deps", "--target", name]
         subprocess.run([*command, f"torch=={version}.*"], check=True)
