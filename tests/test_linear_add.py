@@ -55,7 +55,7 @@ def test_values_and_gradients(device: str, has_bias: bool) -> None:
 
 
 # Where nothing builds the kernels of float64.
-@pytest.mark.filterwarnings("ignore:fused_norm has no kernel for torch.float64:UserWarning")
+@pytest.mark.filterwarnings("ignore:fused_norm has no kernels for torch.float64:UserWarning")
 @pytest.mark.usefixtures("_added")
 def test_registration(device: str) -> None:
     tensors = leaves(device)

@@ -188,7 +188,9 @@ def test_what_did_not_come_is_pytorchs_and_says_what_mends_it(
     installed: Path, tmp_path: Path
 ) -> None:
     said = run(installed, tmp_path, "-c", WITHOUT)
-    assert "no kernel for torch.float16 on cpu: PyTorch's own ops compute it" in said
+    assert (
+        "no kernels for torch.bfloat16, torch.float16, torch.float64 on cpu: PyTorch's own" in said
+    )
     assert "`pip install fused-norm[compiler]`" in said
     report = run(installed, tmp_path, "-m", "fused_norm", "doctor")
     assert re.search(r"prebuilt +for this CPU \w+ \(float32\)", report)

@@ -332,7 +332,7 @@ def test_without_a_kernel(op: Op, dtype: torch.dtype, monkeypatch: pytest.Monkey
     # The compiled node keeps the kernel of the call before.
     monkeypatch.setattr(compiled, "module", lambda: None)
     validation._say_once.cache_clear()
-    with pytest.warns(UserWarning, match=rf"no kernel for {dtype} on cpu") as said:
+    with pytest.warns(UserWarning, match=rf"no kernels for {dtype} on cpu") as said:
         results = [op.call(*inputs) for _ in range(2)]
     assert len(said) == 1
     for y in results:

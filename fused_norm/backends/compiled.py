@@ -22,7 +22,11 @@ def kernels(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, int, str, i
 
     Returns:
         `""` for the product's file where PyTorch's own product is to be taken.
+
+    Raises:
+        BuildError: If there are none, and no compiler to build them.
     """
+    build.check_at_hand(x.device, x.dtype)
     if x.is_cpu:
         context = build.gomp_parallel()
         product = "" if cpu.is_left_to_pytorch(x) else cpu.library("norm_linear_cpu", x.dtype)

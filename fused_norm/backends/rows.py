@@ -77,7 +77,11 @@ def trainable_eps(x: Tensor) -> tuple[Callable[[int], int], Callable[[int], int]
 
     Args:
         x: A tensor of the dtype, on the device, whose current stream is meant.
+
+    Raises:
+        BuildError: If there are none, and no compiler to build them.
     """
+    build.check_at_hand(x.device, x.dtype)
     name = "trainable_eps_layer_norm"
     forward, backward = (_kernel(each, x) for each in (name, f"{name}_backward"))
     return forward.run, backward.run, forward.context

@@ -174,7 +174,9 @@ def build(extension: Extension, *, force: bool = False) -> Path:
         BuildError: If the cache cannot be written, the compiler is missing, or it fails.
     """
     path = extension.path
-    if path != extension.prebuilt:
+    if path != extension.prebuilt and (force or not cache.is_intact(path)):
+        # Before anything is said of building it, or a folder made for it.
+        compiler.check(extension)
         cache.build(path, extension, lambda output: _compile(extension, output), force=force)
     return path
 
@@ -192,6 +194,20 @@ def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
         dtype: One of `DTYPES`.
     """
     return _is_at_hand(device.type, device.index, dtype)
+
+
+def check_at_hand(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise unless the kernels for a dtype are built or can be.
+
+    Args:
+        device: Where they run.
+        dtype: One of `DTYPES`.
+
+    Raises:
+        BuildError: If there is no compiler to build what is missing.
+    """
+    if not is_at_hand(device, dtype):
+        compiler.check(f"the kernels for {dtype} on {device.type}")
 
 
 # The compiler would otherwise trace into the search for files. See cpu_features.py.

@@ -7,7 +7,9 @@ import importlib.metadata
 import importlib.util
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fused_norm.native.cache import BuildError
 
@@ -25,6 +27,20 @@ def version() -> str | None:
         return None
 
 
+def check(name: object) -> None:
+    """Raise if there is no compiler.
+
+    Args:
+        name: What is to be built, for messages.
+
+    Raises:
+        BuildError: If it is missing.
+    """
+    if version() is None:
+        raise _missing(name, "it is not installed")
+    _runner(name)
+
+
 def run(name: object, arguments: list[str], output: Path) -> None:
     """Run the Mojo compiler.
 
@@ -36,25 +52,37 @@ def run(name: object, arguments: list[str], output: Path) -> None:
     Raises:
         BuildError: If it is missing or fails.
     """
+    runner = _runner(name)
     try:
-        from mojo.run import subprocess_run_mojo
-
-        result = subprocess_run_mojo(
+        result = runner(
             [*arguments, "-o", str(output)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=output.parent,
         )
-    except (ImportError, RuntimeError, FileNotFoundError) as error:
-        raise BuildError(
-            f"fused_norm needs the Mojo compiler to build {name}: {error}. `{INSTALL}` installs it."
-        ) from error
+    except (RuntimeError, FileNotFoundError) as error:
+        raise _missing(name, error) from error
     if result.returncode != 0 or not output.is_file():
         raise BuildError(
             f"the Mojo compiler failed on {name} (exit status {result.returncode}):\n"
             f"{result.stdout[-4000:]}"
         )
+
+
+def _runner(name: object) -> Callable[..., Any]:
+    try:
+        from mojo.run import subprocess_run_mojo
+    except ImportError as error:
+        raise _missing(name, error) from error
+    runner: Callable[..., Any] = subprocess_run_mojo
+    return runner
+
+
+def _missing(name: object, why: object) -> BuildError:
+    return BuildError(
+        f"fused_norm needs the Mojo compiler to build {name}: {why}. `{INSTALL}` installs it."
+    )
 
 
 def portable_cpu() -> str:

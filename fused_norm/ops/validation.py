@@ -271,7 +271,7 @@ def _last_size(tensor: Any) -> torch.Size:
 
 
 def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether kernels serve a call now; say once for which dtype there are none."""
+    """Return whether kernels serve a call now; say once for which dtypes there are none."""
     if is_forward_mode():
         # PyTorch's ops carry tangents, the kernels would drop them.
         return False
@@ -280,7 +280,7 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     if serves(x, dtype):
         return True
     if dtype.is_floating_point:
-        _say_no_kernel(x.device.type, dtype, dtype in (GPU_DTYPES if x.is_cuda else CPU_DTYPES))
+        _say_no_kernel(x.device, dtype)
     return False
 
 
@@ -293,8 +293,13 @@ def _is_traced() -> bool:
     return not torch.compiler.is_compiling() and bool(torch._C._get_tracing_state())
 
 
-def _say_no_kernel(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
-    _say_once(device_type, dtype, can_be_built)
+def _say_no_kernel(device: torch.device, dtype: torch.dtype) -> None:
+    served = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
+    if dtype not in served:
+        return _say_once(device.type, (dtype,), False)
+    # All in one: a model that meets them one after another is told once.
+    missing = [d for d in build.DTYPES if d in served and not build.is_at_hand(device, d)]
+    return _say_once(device.type, tuple(missing) or (dtype,), True)
 
 
 # A compiler cannot trace a warning.
@@ -309,9 +314,10 @@ def is_onnx_export() -> bool:
 
 
 @functools.cache
-def _say_once(device_type: str, dtype: torch.dtype, can_be_built: bool) -> None:
-    how = f". `{compiler.INSTALL}` installs what builds it" if can_be_built else ""
+def _say_once(device_type: str, dtypes: tuple[torch.dtype, ...], can_be_built: bool) -> None:
+    how = f". `{compiler.INSTALL}` installs what builds those" if can_be_built else ""
     warnings.warn(
-        f"fused_norm has no kernel for {dtype} on {device_type}: PyTorch's own ops compute it{how}",
+        f"fused_norm has no kernels for {', '.join(map(str, dtypes))} on {device_type}: "
+        f"PyTorch's own ops compute them{how}",
         stacklevel=5,
     )

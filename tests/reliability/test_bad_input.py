@@ -24,7 +24,7 @@ pytestmark = [
     # PyTorch's own, about layouts, and ours, about dtypes without a kernel.
     pytest.mark.filterwarnings("ignore:Sparse:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*[Nn]ested [Tt]ensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:fused_norm has no kernel:UserWarning"),
+    pytest.mark.filterwarnings("ignore:fused_norm has no kernels:UserWarning"),
 ]
 
 

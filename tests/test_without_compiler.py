@@ -1,0 +1,64 @@
+"""What is said where nothing came prebuilt and nothing can be built: once, who computes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# Every dtype and kind of op, forward, backward and compiled, where no compiler can be imported.
+NONE_AT_ALL = """
+import sys, warnings
+sys.modules.update(dict.fromkeys(("max", "mojo", "modular")))
+import torch
+import fused_norm as fn
+from fused_norm.native import node
+assert node.load() is not None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x, w, u = (torch.randn(n, 8, dtype=dtype, requires_grad=True) for n in (4, 8, 8))
+        g = torch.ones(8, dtype=dtype)
+        layer = fn.LayerNormLinear(8, 6, dtype=dtype)
+        for _ in range(3):
+            for y in (
+                fn.fused_layernorm_linear(x, g, None, w),
+                fn.norm_linear(x, w, normalization="rms_norm", activation="silu"),
+                torch.cat(fn.norm_linear(x, (w, u), norm_weight=g)),
+                fn.norm_mlp(x, w, None, w, None, activation="gelu"),
+                fn.linear_add(x, w, None, x)[0],
+                fn.trainable_eps_layer_norm(x, torch.ones(1, dtype=dtype)),
+                fn.composed.div(x, x),
+                torch.compile(layer, backend="aot_eager")(x),
+                layer(x),
+            ):
+                y.sum().backward()
+        torch.compile(layer, backend="fused_norm")(x).sum().backward()
+ours = [str(w.message) for w in caught if "fused_norm" in str(w.message)]
+assert len(ours) == 1, ours
+print(ours[0])
+"""
+
+
+def test_nothing_is_said_to_be_built_where_nothing_can_be(library: Path, tmp_path: Path) -> None:
+    """Regression: each call said that it was building kernels, which no compiler was there for."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    for suffix in (".so", ".sha256"):
+        shutil.copyfile(library.with_suffix(suffix), folder / f"{library.stem}{suffix}")
+    result = subprocess.run(
+        [sys.executable, "-c", NONE_AT_ALL],
+        env=os.environ | {"FUSED_NORM_CACHE_DIR": str(folder), "FUSED_NORM_PREBUILT": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fused_norm" not in result.stderr
+    every = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
+    notice = f"fused_norm has no kernels for {every} on cpu: PyTorch's own ops compute them"
+    how = "`pip install fused-norm[compiler]` installs what builds those"
+    assert result.stdout.splitlines() == [f"{notice}. {how}"]
+    assert {path.suffix for path in folder.iterdir()} == {".so", ".sha256"}
