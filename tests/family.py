@@ -220,16 +220,30 @@ def eager(case: Mapping[str, Any], t: Mapping[str, Any]) -> list[Tensor]:
     return outputs
 
 
-def check(case: Mapping[str, Any], tensors: Mapping[str, Any], factor: float = 2.0) -> None:
-    """Compare the results and every gradient with float64."""
-    mine, low = replaced(tensors, as_copies), replaced(tensors, as_copies)
+def check(
+    case: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    factor: float = 2.0,
+    copied: Callable[[list[Any]], list[Any]] = as_copies,
+    placed: Callable[[Tensor], Tensor] = lambda gradient: gradient,
+) -> None:
+    """Compare the results and every gradient with float64.
+
+    Args:
+        case: The options.
+        tensors: The tensors, as `make_tensors` returns them.
+        factor: How many of PyTorch's errors are allowed.
+        copied: Makes the copies that the library gets.
+        placed: Makes the gradients of the results that it gets.
+    """
+    mine, low = replaced(tensors, copied), replaced(tensors, as_copies)
     exact = replaced(tensors, as_float64)
     results, bars, truths = ours(case, mine), eager(case, low), eager(case, exact)
     assert len(results) == len(truths)
     grads = [torch.randn_like(truth) for truth in truths]
     for i, (result, truth, bar) in enumerate(zip(results, truths, bars, strict=True)):
         assert_within_budget(f"result {i}", result, truth, bar.to(result.dtype), factor)
-    _backward(results, grads)
+    _backward(results, grads, placed)
     _backward(bars, grads)
     _backward(truths, grads)
     highs, lows = leaves(exact), leaves(low)
@@ -245,6 +259,11 @@ def check(case: Mapping[str, Any], tensors: Mapping[str, Any], factor: float = 2
         assert_within_budget(f"grad_{name}", leaf.grad, highs[name].grad, bar, allowed)
 
 
-def _backward(results: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    pairs = [(r, g.to(r.dtype)) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+def _backward(
+    results: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    placed: Callable[[Tensor], Tensor] = lambda gradient: gradient,
+) -> None:
+    both = zip(results, grads, strict=True)
+    pairs = [(r, placed(g.to(r.dtype))) for r, g in both if r.requires_grad]
     torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])

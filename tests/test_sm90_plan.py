@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from functools import cache
 from itertools import product
@@ -56,10 +57,13 @@ def nearest(rows: int, features: int, outputs: int, in_graph: bool, may_keep: bo
     return getattr(record, dispatch().NAMES[way])
 
 
-@pytest.mark.skipif(
+needs_mojo = pytest.mark.skipif(
     not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
     reason="no Mojo compiler on this machine",
 )
+
+
+@needs_mojo
 def test_plan_follows_the_table() -> None:
     cases = [(*size, *flags) for size, flags in product(SIZES, product((False, True), repeat=2))]
     run = subprocess.run(
@@ -205,3 +209,39 @@ def test_both_settings_for_tf32_are_read() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
         setting.fp32_precision = before
+
+
+# What kernels read and write number by number, or find aligned because it is theirs.
+BY_NUMBER = {"mean", "rstd", "dgamma", "dbeta", "dbias", "dscale", "dshift"}
+OF_KERNELS = {"workspace", "fold_sums", "fold_constants", "parts"}
+# Read by the norm's pass alone, where a forward has one before its product.
+OF_PASS = {"x", "residual", "sum", "gamma", "beta", "scale", "shift"}
+
+
+@needs_mojo
+def test_no_kernel_is_given_a_tensor_that_lies_elsewhere() -> None:
+    """Regression: nobody asked where a gate's second weight lies. Every tensor of the record is."""
+    declared = re.findall(r"void ([^;]+);", (ROOT / "fused_norm/native/call.h").read_text())
+    pointers = set(re.findall(r"\*(\w+)", " ".join(declared))) - {"WANTED", "context"}
+    fields = [*record.CALL_FIELDS, *record.PARAMETER_FIELDS]
+    names = [name for name in fields if name in pointers - OF_KERNELS]
+    run = subprocess.run(
+        ["mojo", "run", "-I", ".", "tests/mojo/sm90_alignment.mojo", "-1"]
+        + [str(fields.index(name)) for name in names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    aligned, *shifted = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    fold, fused = record.NEW_FOLD, record.FUSED
+    assert aligned == (fold, fold, fused, 1, 1, 1, 1)
+    assert {"up", "up_bias", "weight", "bias", "x", "dsum", "dweight", "residual"} <= set(names)
+    declined = record.DECLINED
+    for name, planned in zip(names, shifted, strict=True):
+        if name in BY_NUMBER:
+            assert planned == aligned, name
+            continue
+        # A gate without an epilogue that finishes the norm is made by the passes.
+        expected = (fused, declined, fused) if name in OF_PASS else (declined,) * 3
+        assert planned == (*expected, 0, 0, 0, 0), name

@@ -13,7 +13,7 @@ from ...gemm.sm90.tiling import Tiling
 from ...passes.gpu import GpuRunner
 from ...passes.normalize_backward import workspace
 from ..plan import DECLINED, FUSED
-from .choice import ALIGNMENT, has_kernels
+from .choice import has_kernels
 from .launch_row_pass import RowPassLayout, pays
 from .workspace import PART
 
@@ -88,10 +88,7 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
     call.way = DECLINED
     call.workspace_bytes = 0
     comptime if dtype != DType.float32:
-        var matrices = call.dy | call.x | call.weight | call.dsum
-        if call.accumulate != 0:
-            matrices |= call.dweight
-        if not has_kernels[dtype](call) or matrices % ALIGNMENT != 0:
+        if not has_kernels[dtype](call):
             return
         var plan = BackwardPlan[dtype](launcher, call)
         var few = (

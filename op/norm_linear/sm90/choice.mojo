@@ -10,11 +10,9 @@ from ...call import Call
 from ...gemm.activation import GATED
 from ...gemm.sm90.tiling import MOST_FEW_ROWS, Tiling
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+from .alignment import ALIGNMENT, are_aligned, behind_pass
 from .fold import products
 from .measured import MEASURED, Measured
-
-comptime ALIGNMENT = 16
-"""Boxes that TMA copies, and every row, start at multiples of so many bytes."""
 
 # A tile of y in float32 takes twice as long to store: where many tiles have short sums, that shows
 # (docs/hopper-log.md, "float32").
@@ -41,17 +39,17 @@ comptime _LEAST_PERCENT = 86
 
 
 def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
-    """Tells whether there are kernels for a call's sizes.
+    """Tells whether there are kernels for a call's sizes, and for where its tensors lie.
 
     Parameters:
         dtype: Type of the matrices.
 
     Args:
-        call: The sizes.
+        call: The sizes and the addresses.
         any_outputs: Whether threads may store y, where TMA cannot.
 
     Returns:
-        Whether no matrix is empty, and TMA can read every row.
+        Whether no matrix is empty, and every tensor and every row starts where TMA can read it.
     """
     var rows = call.K
     # Whoever folds takes some rows of the weight together.
@@ -62,6 +60,7 @@ def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
         and call.K > 0
         and call.N > 0
         and rows * size_of[dtype]() % ALIGNMENT == 0
+        and are_aligned(call)
     )
 
 
@@ -147,7 +146,8 @@ def _fold_pays(call: Call) -> Bool:
 
 
 def _leaves_idle(call: Call, processors: Int) -> Bool:
-    """Tells whether the tiles of our product leave much of the device idle, unlike those in the table."""
+    """Tells whether the tiles of our product leave much of the device idle, unlike those in the table.
+    """
     return (
         call.M > _ROWS_THAT_FILL
         and Tiling.best(call.M, call.N, call.K, processors).percent
@@ -199,8 +199,11 @@ def choose_forward[
     Returns:
         FUSED, KEPT_FOLD, NEW_FOLD or DECLINED.
     """
+    # A fold reads all tensors itself.
     if (
-        not has_kernels[dtype](call, any_outputs=call.activation == 0)
+        not has_kernels[dtype](
+            behind_pass(call), any_outputs=call.activation == 0
+        )
         or call.way == AROUND_PRODUCTS
     ):
         return DECLINED
@@ -214,11 +217,7 @@ def choose_forward[
         if call.activation != 0:
             way = DECLINED
     else:
-        var rows = call.sum if call.residual != 0 else call.x
-        var folds = (
-            dtype == DType.bfloat16
-            and (rows | call.weight | call.gamma | call.beta) % ALIGNMENT == 0
-        )
+        var folds = dtype == DType.bfloat16 and are_aligned(call)
         way = call.way
         # For few rows, finding the constants takes as long as normalizing them.
         var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
@@ -246,7 +245,4 @@ def choose_forward[
                 call.way == 0 and folds and (is_fold(call) or _fold_pays(call))
             )
             way = FUSED if activates else NEW_FOLD if pays else DECLINED
-    # x may start anywhere: only the norm's own kernel reads it.
-    if way == FUSED and (call.weight | call.bias) % ALIGNMENT != 0:
-        return DECLINED
     return way

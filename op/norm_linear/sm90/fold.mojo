@@ -40,7 +40,7 @@ def launch_fold[
 
     Args:
         gpu: Where to run.
-        call: The parameters; K is a multiple of 8, N is at least 8, and weight, gamma and beta
+        call: The parameters; K is a multiple of 8, N is at least 8, and weights, gamma and beta
             start at multiples of 16 bytes. K of 0 is for an RMSNorm whose constants alone are wanted.
         folded: Address of the folded weight [N, K]; before a gate all sizes are of 2N.
         sums: Address of its row sums [N].

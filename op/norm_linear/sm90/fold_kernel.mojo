@@ -124,7 +124,8 @@ def _dot(a: _Floats, b: _Floats, start: Float32) -> Float32:
 def _across_lanes[
     count: Int, distance: Int
 ](values: SIMD[DType.float32, count], lane: UInt32) -> Float32:
-    """Adds up what the lanes of a warp have: lane / (32 / count) says which sum is left in a lane."""
+    """Adds up what the lanes of a warp have: lane / (32 / count) says which sum is left in a lane.
+    """
     comptime if distance == 0:
         return values[0]
     elif count == 1:
@@ -153,7 +154,8 @@ def _across_group[
     first_warp: Int,
     warps: Int,
 ) -> Float32:
-    """Adds up what the threads of a group have, in the same order every time; the whole block takes part."""
+    """Adds up what the threads of a group have, in the same order every time; the whole block takes part.
+    """
     comptime lanes = 32 // count
     var index = Int(lane) // lanes
     var sum = _across_lanes[count, 16](values, lane)
@@ -216,7 +218,7 @@ def fold_kernel[
         gamma: Scale of the normalized features [K].
         beta: Shift of the normalized features [K].
         bias: Bias of the linear layer [N].
-        up: The weight that the first one gates, of the same size, if it is a gate.
+        up: The weight that the first one gates, which lies like that, if it is a gate.
         up_bias: Bias of that.
         gates: Whether it is one: eight rows of the weight and eight of the other then alternate.
         n: Rows of the folded weight, at least shape.rows; a multiple of 8 before a gate.

@@ -21,7 +21,8 @@ from ...gemm.sm90.tiling import (
 )
 from ...gemm.sm90.wgmma import K_BLOCK
 from ..plan import DECLINED, FUSED, NEW_FOLD
-from .choice import ALIGNMENT, choose_forward, is_fold
+from .alignment import ALIGNMENT
+from .choice import choose_forward, is_fold
 from .fold import products
 from .linear import linear_pays
 from .workspace import part

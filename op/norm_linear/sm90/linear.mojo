@@ -24,7 +24,7 @@ from ...gemm.sm90.parts import HALVES
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import Tiling, fills
 from ..plan import DECLINED, FUSED
-from .choice import ALIGNMENT, fits_gate, has_kernels, is_faster
+from .choice import fits_gate, has_kernels, is_faster
 from .fold import products
 
 # The kernels that activate: one consumer does so while the other multiplies.
@@ -60,14 +60,7 @@ def linear_pays[dtype: DType](call: Call, processors: Int) -> Bool:
     Returns:
         Whether it is.
     """
-    var tensors = (call.x | call.z | call.residual | call.y) | (
-        call.weight | call.bias | call.up | call.up_bias
-    )
-    if (
-        dtype == DType.float32
-        or not has_kernels[dtype](call)
-        or tensors % ALIGNMENT != 0
-    ):
+    if dtype == DType.float32 or not has_kernels[dtype](call):
         return False
     if call.invariant != 0:
         return call.activation == 0

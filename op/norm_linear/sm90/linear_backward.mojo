@@ -13,7 +13,7 @@ from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import SplitK, launch_split_k
 from ...gemm.sm90.tiling import Tiling
 from ..plan import DECLINED, FUSED
-from .choice import ALIGNMENT, has_kernels, is_faster
+from .choice import has_kernels, is_faster
 
 # From so many rows on, two grids that share them take no longer than PyTorch's product does
 # (docs/hopper-log.md, "Several Linear layers on one norm").
@@ -40,11 +40,7 @@ def input_gradient_pays[dtype: DType](call: Call, processors: Int) -> Bool:
     Returns:
         Whether it is.
     """
-    if (
-        dtype == DType.float32
-        or not has_kernels[dtype](call)
-        or (call.dy | call.weight | call.dx) % ALIGNMENT != 0
-    ):
+    if dtype == DType.float32 or not has_kernels[dtype](call):
         return False
     return call.invariant != 0 or (
         _input_gradient_tiling(call, processors).fills()
@@ -107,11 +103,7 @@ def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
     """
     call.way = DECLINED
     call.workspace_bytes = 0
-    if (
-        dtype == DType.float32
-        or not has_kernels[dtype](call)
-        or (call.dy | call.z) % ALIGNMENT != 0
-    ):
+    if dtype == DType.float32 or not has_kernels[dtype](call):
         return
     var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
     if split.fills and (split.grids == 1 or call.M >= _LONG_SUMS):

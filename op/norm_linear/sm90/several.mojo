@@ -25,7 +25,8 @@ from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import Tiling
 from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
-from .choice import ALIGNMENT, fastest
+from .alignment import ALIGNMENT, are_aligned
+from .choice import fastest
 from .fold import launch_fold
 from .forward_plan import ForwardPlan
 from .parts import part_at, sizes_of
@@ -56,16 +57,15 @@ def can[dtype: DType](call: Call) -> Bool:
     ):
         return False
     var lengths = call.K | call.pitch
-    var addresses = call.x | call.z | call.dz | call.gamma | call.beta
-    addresses |= call.dsum
     for i in range(call.part_count):
         var part = part_at(call, i)
         if part.N <= 0:
             return False
         lengths |= part.N
-        addresses |= part.weight | part.bias | part.y | part.dy
     return (
-        call.K > 0 and (lengths * size_of[dtype]() | addresses) % ALIGNMENT == 0
+        call.K > 0
+        and lengths * size_of[dtype]() % ALIGNMENT == 0
+        and are_aligned(call)
     )
 
 
