@@ -1,4 +1,4 @@
-"""Each operand in turn one element beyond a multiple of 16 bytes, where no vector load may start."""
+"""Each operand in turn one element beyond a multiple of 16 bytes, where vector loads start."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from .backward_plan import BackwardPlan
 from .job import Job
 from .norms import with_norm
 from .plan import STACK_BYTES
+from .shifts import find_shifts
 
 
 def backward[dtype: DType](call: CallPointer):
@@ -70,6 +71,10 @@ def backward_of[dtype: DType, ThisNorm: Norm](call: CallPointer):
     var job = Job[dtype, BackwardPlan[dtype]](
         call, plan.copy(), workspace, plan.gamma, plan.beta
     )
+    comptime if size_of[dtype]() == size_of[
+        Job[dtype, BackwardPlan[dtype]].accum
+    ]():
+        find_shifts[dtype, ThisNorm](job, team)
     if plan.few_rows:
         run_few_rows[dtype, ThisNorm](job, team)
     else:

@@ -125,7 +125,7 @@ def _prepare_z[dtype: DType, ThisNorm: Norm](job: _Job[dtype], panel: Int):
         call.M,
         min(B.tile_n, call.K - column),
         NormalizeRows[dtype, ThisNorm, is_saved=True, is_affine=True](
-            job.call, job.gamma, job.beta
+            job.call, job.gamma, job.beta, job.shifts
         ),
     )
 
@@ -185,7 +185,7 @@ def _h_task[
                 n > 0,
             )
     if call.dgamma != 0 or call.dbeta != 0:
-        sum_over_rows[dtype, ThisNorm](job.call, h, first, last)
+        sum_over_rows[dtype, ThisNorm](job.call, h, first, last, job.shifts)
 
 
 def _weight_task[dtype: DType](job: _Job[dtype], task: Int, own: Int):
@@ -227,5 +227,5 @@ def _finish_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
     var chunks = _row_chunks(job)
     for row in range(call.M * index // chunks, call.M * (index + 1) // chunks):
         finish_input_gradient[dtype, ThisNorm](
-            job.call, row, _h(job).at(row), job.gamma
+            job.call, row, _h(job).at(row), job.gamma, job.shifts
         )

@@ -199,7 +199,7 @@ def _pack_x_hat_to[
         rows,
         columns,
         NormalizeRows[dtype, ThisNorm, is_saved=True, is_affine=False](
-            job.call, job.gamma, job.beta
+            job.call, job.gamma, job.beta, job.shifts
         ),
     )
 
@@ -334,7 +334,7 @@ def _slab_task[
             )
     for i in range(count):
         finish_input_gradient[dtype, ThisNorm](
-            job.call, first + i, h.at(i), job.gamma
+            job.call, first + i, h.at(i), job.gamma, job.shifts
         )
 
 

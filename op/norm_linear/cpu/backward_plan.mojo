@@ -75,6 +75,8 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
     """Bias of the norm in the type of sums."""
     var dbias: Int
     """Column sums of dy."""
+    var shifts: Int
+    """What the rounded means of the rows lack."""
     var dy: Int
     """Few rows: dy in rows."""
     var dy_panels: Int
@@ -192,6 +194,10 @@ struct BackwardPlan[dtype: DType](Copyable, Movable):
         self.beta = arena.take[B.accum](K)
         self.dbias = arena.take[DType.float64](
             N + B.width if needs_dbias else 0
+        )
+        # Narrower rows have no features as fine.
+        self.shifts = arena.take[B.accum](
+            M if size_of[Self.dtype]() == size_of[B.accum]() else 0
         )
         self.dy_stride = align_up(M, B.step) * B.tile_m
         self.dy = arena.next

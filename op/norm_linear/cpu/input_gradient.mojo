@@ -21,6 +21,7 @@ def finish_input_gradient[
     row: Int,
     h: Buffer[Blocking[dtype].accum],
     gamma: Buffer[Blocking[dtype].accum],
+    shifts: Int,
 ):
     """Computes a row of dx from the same row of `dy @ weight`.
 
@@ -33,13 +34,14 @@ def finish_input_gradient[
         row: Which row.
         h: The row of `dy @ weight`, readable in whole vectors; overwritten.
         gamma: Weight of the norm.
+        shifts: Address of what the saved means lack; 0 for nothing.
     """
     ref call = call_at[]
     var K = call.K
     var dx = Matrix[dtype](call.dx, K).at(row)
     var x = Matrix[dtype](call.x, K).at(row)
     var dsum = call.dsum
-    var statistics = Statistics[dtype, ThisNorm].saved(call_at, row)
+    var statistics = Statistics[dtype, ThisNorm].saved(call_at, row, shifts)
     comptime B = Blocking[dtype]
     comptime Lanes = SIMD[B.accum, B.width]
     comptime unroll = 2

@@ -29,6 +29,8 @@ struct Job[dtype: DType, Plan: Movable & Deinitable](Movable):
     """Weight of the norm [K] in the type of sums, its offset added."""
     var beta: Buffer[Self.accum]
     """Bias of the norm [K] in the type of sums."""
+    var shifts: Int
+    """In a backward, address of what the rounded means lack [M]; 0 where that is nothing to speak of."""
     var next_task: Int64
     """Counter from which workers take tasks."""
 
@@ -68,6 +70,7 @@ struct Job[dtype: DType, Plan: Movable & Deinitable](Movable):
             default=0,
             is_float32=is_float32,
         )
+        self.shifts = 0
         self.next_task = 0
 
     @always_inline

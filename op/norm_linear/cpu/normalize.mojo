@@ -51,6 +51,8 @@ struct NormalizeRows[
     """Weight of the norm in the type of sums."""
     var beta: Buffer[Self.B.accum]
     """Bias of the norm in the type of sums."""
+    var shifts: Int
+    """Where the statistics are saved, address of what their means lack; 0 for nothing."""
     var statistics: Statistics[Self.x_dtype, Self.ThisNorm]
     """Those of the row at hand."""
     var scale: Int
@@ -63,6 +65,7 @@ struct NormalizeRows[
         call: CallPointer,
         gamma: Buffer[Self.B.accum],
         beta: Buffer[Self.B.accum],
+        shifts: Int = 0,
     ):
         """Begins with no row.
 
@@ -70,8 +73,10 @@ struct NormalizeRows[
             call: The call.
             gamma: Weight of the norm in the type of sums.
             beta: Bias of the norm in the type of sums.
+            shifts: Where the statistics are saved, address of what their means lack; 0 for nothing.
         """
         self.call = call
+        self.shifts = shifts
         self.gamma = gamma
         self.beta = beta
         self.statistics = {0, 0, 0, 0}
@@ -90,7 +95,9 @@ struct NormalizeRows[
         """
         var its = self
         comptime if Self.is_saved:
-            its.statistics = type_of(self.statistics).saved(self.call, index)
+            its.statistics = type_of(self.statistics).saved(
+                self.call, index, self.shifts
+            )
         else:
             ref call = self.call[]
             if call.residual != 0:

@@ -74,6 +74,7 @@ def sum_over_rows[
     h: Matrix[Blocking[dtype].accum],
     first: Int,
     last: Int,
+    shifts: Int,
 ):
     """Computes dgamma and dbeta of some features from h, where they are wanted.
 
@@ -86,6 +87,7 @@ def sum_over_rows[
         h: `dy @ weight`, readable in whole vectors.
         first: First feature.
         last: End of the features.
+        shifts: Address of what the saved means lack; 0 for nothing.
     """
     comptime B = Blocking[dtype]
     comptime Lanes = SIMD[DType.float64, B.width]
@@ -99,7 +101,7 @@ def sum_over_rows[
             var value = h.at(m, k).unsafe_load[width=B.width]()
             var x_hat = (
                 Statistics[dtype, ThisNorm]
-                .saved(call_at, m)
+                .saved(call_at, m, shifts)
                 .normalize(
                     converted[B.accum](load_first[B.width](x.at(m, k), left))
                 )

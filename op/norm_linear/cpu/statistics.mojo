@@ -120,12 +120,13 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
 
     @always_inline
     @staticmethod
-    def saved(call: CallPointer, row: Int) -> Self:
+    def saved(call: CallPointer, row: Int, shifts: Int) -> Self:
         """Reads the statistics that a forward left to its backward.
 
         Args:
             call: The backward.
             row: Which row.
+            shifts: Address of each row's shift from its rounded mean; 0 if there are none.
 
         Returns:
             The statistics.
@@ -138,7 +139,48 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
             return {0, rstd, 0, 0}
         var mean = buffer[accum](call[].mean).unsafe_offset(row).unsafe_load()
         # -0 is what changes nothing when it is added.
-        return {mean, rstd, mean, -0.0}
+        var shift = Scalar[accum](-0.0)
+        if shifts != 0:
+            shift = buffer[accum](shifts).unsafe_offset(row).unsafe_load()
+        return {mean, rstd, mean, shift}
+
+    @staticmethod
+    def is_far(call: CallPointer, row: Int) -> Bool:
+        """Tells whether rounding a row's mean loses more than rounding one of its normalized features.
+
+        Args:
+            call: The backward.
+            row: Which row.
+
+        Returns:
+            Whether it does: the row's mean is farther from zero than its deviation.
+        """
+        comptime if not Self.ThisNorm.has_mean:
+            return False
+        var its = Self.saved(call, row, 0)
+        return abs(its.mean) * its.rstd > 1
+
+    @staticmethod
+    def shift_of(call: CallPointer, row: Int) -> Scalar[Self.B.accum]:
+        """Finds what the rounded mean of a row lacks: its normalized features add up to zero.
+
+        The gradients of a weight and of gamma add up what all of a row's features have in common.
+
+        Args:
+            call: The backward.
+            row: Which row.
+
+        Returns:
+            What is added to the deviations from the rounded mean, scaled.
+        """
+        comptime B = Self.B
+        ref its = call[]
+        var x = buffer[Self.dtype](its.x).unsafe_offset(row * its.K)
+        var known = Self.saved(call, row, 0)
+        var sums = Array[SIMD[B.accum, B.width], 1](fill=0)
+        for k in range(0, its.K, B.width):
+            sums[0] += _deviation(x.unsafe_offset(k), its.K - k, known.mean)
+        return -(_total(sums) / Scalar[B.accum](its.K)) * known.rstd
 
     @always_inline
     def normalize[

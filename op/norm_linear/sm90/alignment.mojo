@@ -15,7 +15,8 @@ comptime _WANTED = 1
 def are_aligned(call: Call) -> Bool:
     """Tells whether all tensors of a call start where kernels can read and write them.
 
-    Statistics, and gradients of vectors, may start anywhere: they are read and written number by number.
+    Statistics, and gradients of vectors, may start anywhere: they are read and written number by number. What
+    modulates rows is for passes, whose row programs ask themselves.
 
     Args:
         call: The call; its parts are asked about as well.
@@ -30,8 +31,6 @@ def are_aligned(call: Call) -> Bool:
         call.sum,
         call.gamma,
         call.beta,
-        call.scale,
-        call.shift,
         call.z,
         # Of the product.
         call.weight,
@@ -72,8 +71,6 @@ def behind_pass(call: Call) -> Call:
     product.sum = 0
     product.gamma = 0
     product.beta = 0
-    product.scale = 0
-    product.shift = 0
     return product
 
 

@@ -146,8 +146,7 @@ def _fold_pays(call: Call) -> Bool:
 
 
 def _leaves_idle(call: Call, processors: Int) -> Bool:
-    """Tells whether the tiles of our product leave much of the device idle, unlike those in the table.
-    """
+    """Tells whether the tiles of our product leave much of the device idle, unlike those in the table."""
     return (
         call.M > _ROWS_THAT_FILL
         and Tiling.best(call.M, call.N, call.K, processors).percent

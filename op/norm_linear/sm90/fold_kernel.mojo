@@ -124,8 +124,7 @@ def _dot(a: _Floats, b: _Floats, start: Float32) -> Float32:
 def _across_lanes[
     count: Int, distance: Int
 ](values: SIMD[DType.float32, count], lane: UInt32) -> Float32:
-    """Adds up what the lanes of a warp have: lane / (32 / count) says which sum is left in a lane.
-    """
+    """Adds up what the lanes of a warp have: lane / (32 / count) says which sum is left in a lane."""
     comptime if distance == 0:
         return values[0]
     elif count == 1:
@@ -154,8 +153,7 @@ def _across_group[
     first_warp: Int,
     warps: Int,
 ) -> Float32:
-    """Adds up what the threads of a group have, in the same order every time; the whole block takes part.
-    """
+    """Adds up what the threads of a group have, in the same order every time; the whole block takes part."""
     comptime lanes = 32 // count
     var index = Int(lane) // lanes
     var sum = _across_lanes[count, 16](values, lane)

@@ -115,8 +115,7 @@ def _launch_product[
 ](
     gpu: Gpu, call: Call, plan: ForwardPlan[dtype], rows: Int, epilogue: E
 ) raises:
-    """Queues the product of rows, which are x if that gathers their statistics, and the folded weight.
-    """
+    """Queues the product of rows, which are x if that gathers their statistics, and the folded weight."""
     var m, n, k = call.M, products(call), call.K
     if not plan.gathers:
         launch_product[dtype](
