@@ -269,7 +269,7 @@ MUTATIONS = (
         "a damaged build is loaded",
         "cpu",
         "fused_norm/native/cache.py",
-        'return path.with_suffix(".sha256").read_text() == _digest(path)',
+        'return _read(path.with_suffix(".sha256")) == _digest(path).encode()',
         "return path.is_file()",
         ("tests/test_native.py", "-k", "damage"),
     ),

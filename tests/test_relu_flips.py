@@ -21,7 +21,7 @@ Leaves = list[Tensor]
 
 
 def inputs(seed: int) -> list[Tensor]:
-    """Return one bfloat16 row, gamma and beta, and weight and bias of a gate and of its other half."""
+    """Return a bfloat16 row, gamma, beta, and weight and bias of a gate and of its other half."""
     torch.manual_seed(seed)
     parts = [torch.randn(1, K), 1 + 0.2 * torch.randn(K), 0.2 * torch.randn(K)]
     parts += [torch.randn(N, K) / K**0.5, 0.2 * torch.randn(N)]
