@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from zoo import ZOO
+from zoo import ZOO, Zoo
 
 from fused_norm.models import Site, backend
 
@@ -26,10 +26,10 @@ class Comparison(NamedTuple):
         return [site for site in self.sites if site.linears]
 
 
-def load(name: str, deep: bool = False) -> tuple[nn.Module, Any]:
+def load(name: str, deep: bool = False, zoo: Zoo = ZOO) -> tuple[nn.Module, Any]:
     """Return a model of the zoo with parameters that hide nothing, ready to train, and inputs."""
     torch.manual_seed(0)
-    model, inputs = ZOO[name][1](deep)
+    model, inputs = zoo[name][1](deep)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():

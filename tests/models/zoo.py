@@ -18,7 +18,9 @@ Inputs = dict[str, Any] | tuple[Any, ...]
 Built = tuple[nn.Module, Inputs]
 # Called with whether the model is to have its true depth.
 Build = Callable[[bool], Built]
-ZOO: dict[str, tuple[str, Build]] = {}
+# Families and builds by names.
+Zoo = dict[str, tuple[str, Build]]
+ZOO: Zoo = {}
 # Options that say how many layers there are.
 _DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "depths"}
 _DEPTHS |= {"encoder_layers", "decoder_layers"}
@@ -36,9 +38,9 @@ def tokens(length: int = 7, batch: int = 2) -> torch.Tensor:
     return torch.randint(5, VOCABULARY - 5, (batch, length))
 
 
-def entry(name: str, family: str) -> Callable[[Build], Build]:
+def entry(name: str, family: str, zoo: Zoo = ZOO) -> Callable[[Build], Build]:
     def add(build: Build) -> Build:
-        ZOO[name] = (family, build)
+        zoo[name] = (family, build)
         return build
 
     return add
@@ -51,11 +53,12 @@ def transformers(
     config: str,
     inputs: Any,
     true: dict[str, Any] | None = None,
+    zoo: Zoo = ZOO,
     **options: Any,
 ) -> None:
     """Add a model of transformers; `inputs` makes those of a forward, `true` options of depth."""
 
-    @entry(name, family)
+    @entry(name, family, zoo)
     def build(deep: bool) -> Built:
         import transformers
 
@@ -311,8 +314,8 @@ for _name, _model, _config, _options in [
     )
 
 
-def timm(name: str, model: str, size: int, **options: Any) -> None:
-    @entry(name, "timm")
+def timm(name: str, model: str, size: int, zoo: Zoo = ZOO, **options: Any) -> None:
+    @entry(name, "timm", zoo)
     def build(deep: bool) -> Built:
         import timm
 
