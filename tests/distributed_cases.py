@@ -51,4 +51,12 @@ TENSOR_PARALLEL = [
 ]
 # A model that knows nothing of us, by torch.compile's backend.
 BACKEND = ["backend; R", "backend; S(1)"]
-NAMES = [*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, "DDP", "FSDP2", "linear_add", "mixed"]
+# Of twenty steps, with evaluations in between. FSDP2 takes modules, whose forward gathers theirs.
+TRAINING = [
+    *("training; DDP; modules", "training; DDP; functions", "training; DDP; backend"),
+    *("training; FSDP2; modules", "training; FSDP2; backend"),
+]
+NAMES = [
+    *(*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, "DDP", "FSDP2", *TRAINING),
+    *("linear_add", "mixed"),
+]
