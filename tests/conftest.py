@@ -30,6 +30,7 @@ LONGEST = {
             *("test_puzzle_driver.py", "test_puzzle.py", "test_worklog.py", "test_distributed.py"),
             *("test_batch_invariant.py", "test_family_peers.py", "test_family_registration.py"),
             *("test_registration.py", "test_compile.py", "test_node.py", "test_adoption.py"),
+            *("test_training_optimizers.py", "test_training_writes.py", "test_training_loops.py"),
         ]
     )
 }

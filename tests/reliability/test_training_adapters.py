@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import peft
 import pytest
 import torch
 from accuracy import assert_within_budget
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from training import Subject, check_training, subject
 from training_net import Net
 
+peft = pytest.importorskip("peft", reason="peft is not installed: uv sync")
 pytestmark = [*ITS_OWN_WARNINGS, pytest.mark.usefixtures("own_kernels")]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
