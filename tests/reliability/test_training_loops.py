@@ -17,7 +17,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from training import KINDS, Recipe, Subject, check_training
 
-pytestmark = [*ITS_OWN_WARNINGS, pytest.mark.usefixtures("own_kernels")]
+pytestmark = [
+    *ITS_OWN_WARNINGS,
+    # PyTorch's compiler, where a graph breaks between two blocks.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("own_kernels"),
+]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 of_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -182,8 +187,8 @@ def test_checkpointing(kind: str, reentrant: bool, dtype: torch.dtype, device: s
 @of_kinds
 @pytest.mark.slow
 def test_inductor(kind: str, dtype: torch.dtype, device: str) -> None:
-    options = {"small": True} if kind == "backend" else {}
-    check_training(plain, kind, device, dtype, **_inductor(kind), options=options)
+    options = {"options": {"small": True}} if kind == "backend" else {"backend": "inductor"}
+    check_training(plain, kind, device, dtype, **options)
 
 
 @of_dtypes
@@ -192,8 +197,5 @@ def test_inductor(kind: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_reduce_overhead(kind: str, dtype: torch.dtype, device: str) -> None:
     """Graphs of CUDA, recorded and replayed, in training and in evaluation between the steps."""
-    check_training(plain, kind, device, dtype, mode="reduce-overhead", **_inductor(kind))
-
-
-def _inductor(kind: str) -> dict[str, Any]:
-    return {"options": {}} if kind == "backend" else {"backend": "inductor"}
+    options = {"options": {}} if kind == "backend" else {"backend": "inductor"}
+    check_training(plain, kind, device, dtype, mode="reduce-overhead", **options)
