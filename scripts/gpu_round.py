@@ -73,6 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--limit", type=float, default=570, help="seconds for all of it")
     running.add_argument("--seconds", type=float, default=0.2, help="for each provider and shape")
     running.add_argument("--steps", type=int, default=100, help="of each training (default: 100)")
+    running.add_argument(
+        "--workers", type=int, default=0, help="processes that test at once, by pytest-xdist"
+    )
+    running.add_argument("--test", action="append", help="only these, as pytest takes them")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
     options = parser.parse_args(arguments)
     if options.command == "pack":
@@ -170,6 +174,11 @@ def run(options: argparse.Namespace) -> int:
             failed.append("worklog")
     if options.only in (None, "tests"):
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        # Tests share the GPU; what they do on the host takes most of their time.
+        if options.workers:
+            # Another plug-in of pytest's warns beside this one, and warnings are errors.
+            command += ["-n", str(options.workers), "--dist", "loadfile", "-p", "no:benchmark"]
+        command += options.test or []
         command += _tests_beyond_this_machine()
         if _logged(command, environment, options.out / "tests.log", options.limit - 30):
             failed.append("tests")

@@ -157,7 +157,12 @@ def test_writes_that_no_version_tells_of(
     for _ in range(3):
         for _ in range(3):
             check_layer(layer, x)
-        step()
+        try:
+            step()
+        except RuntimeError as error:
+            if "`fused=True` requires" not in str(error):
+                raise
+            pytest.skip("this PyTorch has no fused Adagrad on GPUs")
     check_layer(layer, x)
     assert not folds
 
@@ -287,6 +292,7 @@ def test_graph_keeps_what_it_reads(
     assert torch.equal(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_graph_trees_of_the_compiler(is_frozen: bool) -> None:
     """Regression: what was kept between calls was allocated in a graph's memory."""
@@ -302,6 +308,7 @@ def test_graph_trees_of_the_compiler(is_frozen: bool) -> None:
             torch.testing.assert_close(compiled(x), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_option_of_the_backend(mode: str | None, folds: list[int]) -> None:
     model = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 128)).to(**BFLOAT16).eval()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fused_norm.models.freezing import FrozenRun
 from fused_norm.models.fuse import Options, fuse
@@ -63,6 +63,7 @@ def backend(
 
         patches = {**(list_mode_options(mode) if mode else {}), **given}
         own.setdefault("small", bool(patches.get("triton.cudagraphs")))
+    nodes = _nodes(module)
     found = fuse(module, Options(**own))
     if sites is not None:
         sites += found
@@ -71,6 +72,10 @@ def backend(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
     run = _compiled(module, example_inputs, then, given, patches)
+    # Nodes, those taken out among them, hold what they were traced with; that refers weakly to the
+    # parameters, with which PyTorch swaps none.
+    for node in (*nodes, *_nodes(module)):
+        node.meta.pop("example_value", None)
     if freezes or (then == "inductor" and _inductor_freezes(patches)):
         run = FrozenRun(run, module)
     return _in_its_mode(run)
@@ -95,6 +100,11 @@ def _compiled(
     else:
         compiled = following(module, example_inputs, **given)
     return compiled
+
+
+def _nodes(module: GraphModule) -> list[Node]:
+    graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
+    return [node for graph in graphs for node in graph.nodes]
 
 
 def _inductor_freezes(patches: Mapping[str, Any]) -> bool:

@@ -222,10 +222,10 @@ def test_cpu_and_gpu_agree(shape: tuple[int, int, int], dtype: torch.dtype) -> N
 @pytest.mark.parametrize(("rows", "features"), [(64, 4096), (4096, 1024), (1000, 768)])
 def test_fused_and_composed_agree(rows: int, features: int, dtype: torch.dtype) -> None:
     from fused_norm import backends
-    from fused_norm.call.parameters import Parameters
+    from fused_norm.call import parameters as known_parameters
 
     inputs = make_inputs(rows, features, features, dtype=dtype, device="cuda")
-    parameters = Parameters(*inputs[1:])
+    parameters = known_parameters.of(*inputs[1:])
     ys = [
         backend.forward(inputs[0], parameters, 1e-5, True)
         for backend in backends.of(inputs[0], parameters)[:2]

@@ -65,4 +65,9 @@ def cases() -> Iterator[Any]:
 def test_optimizer(kind: str, implementation: str, name: str, dtype: str, device: str) -> None:
     """Regression: results of parameters before a fused step, which changes no version counter."""
     then = "inductor" if device == "cuda" else "aot_eager"
-    check_training(by(name, implementation, then), kind, device, DTYPES[dtype])
+    try:
+        check_training(by(name, implementation, then), kind, device, DTYPES[dtype])
+    except RuntimeError as error:
+        if "`fused=True` requires" not in str(error):
+            raise
+        pytest.skip(f"this PyTorch has no fused {name} there")

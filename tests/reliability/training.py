@@ -7,7 +7,8 @@ modules, the library's modules, its functions, and the backend of torch.compile.
   the very same parameters: what is out of date by a step shows at once, and the step is seen to
   have moved the result by more than the bound;
 - losses, evaluations and parameters are held against a training in float64 from the same start:
-  they may be off by twice what PyTorch's own training in that dtype has been off by so far.
+  they may be off by twice what PyTorch's own training has been off by so far, in 16 bits by six
+  times that.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from training_net import Modules, Net
 from fused_norm.models import backend
 
 STEPS = 20
+# One after another, each of which may err twice as much as PyTorch's.
+BLOCKS = 4.0
 KINDS = ("modules", "functions", "backend")
 EAGER: dict[str, Any] = {"backend": backend, "options": {"then": "eager"}}
 # Of rows that Hopper multiplies by a folded weight, as tests/test_folds.py has them.
@@ -80,7 +83,7 @@ class Subject:
         if self.kind != "plain":
             bar, truth = self.by_pytorch(self.parameters())
             for y in results:
-                assert_within_budget("evaluation", y, truth, bar)
+                assert_within_budget("evaluation", y, truth, bar, BLOCKS)
         return results[1]
 
     def by_pytorch(self, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -218,6 +221,9 @@ def check_training(
     moments = follow(ours, recipe, steps)
     assert_seen(ours, moments)
     floor = torch.finfo(dtype).eps / 2
+    # Trainings in 16 bits that round otherwise drift apart by chance, as each does from the truth;
+    # what is out of date, the evaluations show, which are of the same parameters.
+    times = 2 if dtype is torch.float32 else 6
     allowed: dict[str, float] = {}
     for i, (found, bar, truth) in enumerate(zip(moments, bars, truths, strict=True)):
         for (name, a), (_, b), (_, t) in zip(
@@ -225,10 +231,10 @@ def check_training(
         ):
             # Of all steps so far: PyTorch's own may happen to cross the truth.
             allowed[name] = max(allowed.get(name, 0.0), distance(b, t))
-            error, bound = distance(a, t), 2 * (allowed[name] + floor)
+            error, bound = distance(a, t), times * (allowed[name] + floor)
             assert error <= bound, f"{name} after step {i}: off by {error:.3g}, not {bound:.3g}"
     a, b, t = (torch.stack([m.loss.double() for m in each]) for each in (moments, bars, truths))
-    assert distance(a, t) <= 2 * (distance(b, t) + floor), "losses"
+    assert distance(a, t) <= times * (distance(b, t) + floor), "losses"
 
 
 def distance(a: Tensor, truth: Tensor) -> float:
@@ -250,7 +256,7 @@ def is_noticed(ours: Subject, old: dict[str, Tensor], new: dict[str, Tensor]) ->
     stale, _ = ours.by_pytorch(old)
     bar, truth = ours.by_pytorch(new)
     try:
-        assert_within_budget("stale", stale, truth, bar)
+        assert_within_budget("stale", stale, truth, bar, BLOCKS)
     except AssertionError:
         return True
     return False
