@@ -317,8 +317,11 @@ def reached(kind: Seam, count: int, grad_outputs: Sequence[Tensor | None]) -> li
         count: How many weights there are.
         grad_outputs: Those of the results of `seam`, None where nothing depends on one.
     """
-    *outputs, norm = [g is not None for g in grad_outputs] + [False] * (not kind.returns_norm)
-    total = outputs.pop() if kind.returns_sum else False
+    there = [g is not None for g in grad_outputs]
+    last = len(there) - kind.returns_norm
+    norm = kind.returns_norm and there[last]
+    total = kind.returns_sum and there[last - 1]
+    outputs = there[: last - kind.returns_sum]
     through = any(outputs)
     places = dict.fromkeys(WITH_GRADIENT, norm or through)
     places |= dict.fromkeys(("x", *NAMES["rows"]), total or norm or through)

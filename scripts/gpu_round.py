@@ -139,6 +139,12 @@ def run(options: argparse.Namespace) -> int:
     # Stands for the compiler: where one is installed, its version is part of a kernel's key.
     (site / "mojo").mkdir(exist_ok=True)
     (site / "mojo" / "__init__.py").touch()
+    # By which torch.compile finds the backend, as if the checkout were installed.
+    installed = site / "fused_norm-0.dist-info"
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fused-norm\nVersion: 0\n")
+    entry = "fused_norm = fused_norm.models:backend\n"
+    (installed / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{entry}")
     # A copy: loading a kernel locks its file, and the folder may be read-only.
     # With this user's modes: a folder that came with others' is refused.
     shutil.copytree(options.folder / "kernels", site / "kernels", copy_function=shutil.copyfile)

@@ -14,7 +14,13 @@ from fused_norm.backends.linear import may_add
 from fused_norm.backends.products import require_invariant
 from fused_norm.composition import Added
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import is_watched, may_follow, register, without_none
+from fused_norm.ops.registration import (
+    each_once,
+    is_watched,
+    may_follow,
+    register,
+    without_none,
+)
 from fused_norm.ops.seam_validation import adds_in_product as is_added_in_product
 from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
@@ -131,7 +137,7 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
     elif residual is not None and not _pays(x, weight):
         return residual + F.linear(x, weight, bias)
     if may_follow() and any(v is not None and v.requires_grad for v in t):
-        total: Tensor = (LinearAdd.apply if is_watched() else _apply)(*t, invariant)
+        total: Tensor = (LinearAdd.apply if is_watched() else _apply)(*each_once(t), invariant)
     else:
         total = _op(*t, invariant)
     return total

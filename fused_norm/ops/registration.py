@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,21 @@ def is_exporting() -> bool:
     of whatever it compiles.
     """
     return torch.compiler._is_exporting_flag
+
+
+def each_once(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return an autograd function's tensors; while compiling, views for those that come again.
+
+    PyTorch's compiler gives an autograd function each tensor once: it breaks the graph where one
+    comes twice, as the residual of an MLP does, and 2.11 loses one of the gradients.
+    """
+    if not torch.compiler.is_compiling():
+        return tensors
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        is_again = tensor is not None and any(tensor is other for other in found)
+        found.append(tensor.view_as(tensor) if is_again and tensor is not None else tensor)
+    return found
 
 
 def is_forward_mode() -> bool:

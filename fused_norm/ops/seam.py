@@ -34,6 +34,7 @@ from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.main_grad import add, added, stand_in
 from fused_norm.ops.registration import (
     are_plain,
+    each_once,
     is_forward_mode,
     is_profiled,
     is_watched,
@@ -404,7 +405,7 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         apply = SeamFunction.apply if is_watched() else _apply
         # What is saved has to be an input or a result: second derivatives reach x through it.
         is_sum = has_sum(ready)
-        found = list(apply(kind._replace(returns_sum=is_sum), owners, *tensors))
+        found = list(apply(kind._replace(returns_sum=is_sum), owners, *each_once(tensors)))
         if is_sum and not kind.returns_sum:
             found.pop(-2 if kind.returns_norm else -1)
         return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from fused_norm.backends import passes
 from fused_norm.call.memory import dense, statistics_dtype
 from fused_norm.composition import Operands, Seam
-from fused_norm.ops.registration import is_watched, may_follow, register
+from fused_norm.ops.registration import each_once, is_watched, may_follow, register
 from fused_norm.ops.validation import has_row_kernel
 from fused_norm.reference import widened
 
@@ -101,7 +101,7 @@ def add_statistics(
         return add_by_pytorch(x, residual, normalization, eps)
     if may_follow() and (x.requires_grad or residual.requires_grad):
         apply = AddStatistics.apply if is_watched() else _apply
-        total, *statistics = apply(x, residual, normalization, eps)
+        total, *statistics = apply(*each_once((x, residual)), normalization, eps)
     else:
         total, *statistics = _op(x, residual, normalization, eps)
     mean, rstd = (None, *statistics)[-2:]
