@@ -213,7 +213,9 @@ def _key(tensors: tuple[Any, ...], norm: Kind) -> tuple[Any, ...] | None:
         if t is None:
             key.append(None)
             continue
-        if type(t) not in _ORDINARY or t.layout is not torch.strided or not t.is_contiguous():
+        if type(t) not in _ORDINARY or t.layout is not torch.strided or t.is_nested:
+            return None
+        if not t.is_contiguous():
             return None
         # The keys tell a tensor whose values are not those in memory.
         keys = torch._C._dispatch_keys(t).raw_repr()

@@ -63,8 +63,9 @@ def backend(
 
         patches = {**(list_mode_options(mode) if mode else {}), **given}
         own.setdefault("small", bool(patches.get("triton.cudagraphs")))
+    chosen = Options(**own)
     nodes = _nodes(module)
-    found = fuse(module, Options(**own))
+    found = fuse(module, chosen)
     if sites is not None:
         sites += found
     for site in found:

@@ -55,7 +55,10 @@ def _inner(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _inner(getattr(tensor, name))
+        held = getattr(tensor, name)
+        # A DTensor names its mesh as well.
+        if isinstance(held, Tensor):
+            yield from _inner(held)
 
 
 def written(node: Any) -> list[Node]:

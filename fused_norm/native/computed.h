@@ -21,9 +21,12 @@ inline PyObject *python_kernels = nullptr, *python_is_alone = nullptr,
 // The kernels of each dtype, device, stream and norm, found by Python once.
 class KernelsOf {
  public:
+  // How often Python has told this module what to call: it may find others from then on.
+  static inline int told = 0;
+
   static const Kernels& find(const Tensor& x, int normalization, bool is_alone) {
     const auto stream = current_stream(x.device());
-    const Key key{x.scalar_type(), stream, normalization, is_alone, may_use_tf32(x)};
+    const Key key{x.scalar_type(), stream, normalization, is_alone, may_use_tf32(x), told};
     static std::deque<std::pair<Key, Kernels>> known;
     for (const auto& [of, kernels] : known) {
       if (of == key) return kernels;
@@ -54,6 +57,7 @@ class KernelsOf {
     std::optional<c10::Stream> stream;
     int normalization;
     bool is_alone, may_use_tf32;
+    int told;
     bool operator==(const Key&) const = default;
   };
 };

@@ -87,6 +87,7 @@ PyObject* set_python(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       &python_kernels, &python_is_alone, &python_is_captured, &python_fold,
       &python_backward, &python_row_kernels, &python_row_backward, &python_prepare};
   TORCH_CHECK(count == std::ssize(places), "set_python takes ", std::size(places), " arguments");
+  ++KernelsOf::told;
   for (Py_ssize_t i = 0; i < count; ++i) {
     Py_IncRef(arguments[i]);
     Py_DecRef(std::exchange(*places[i], arguments[i]));

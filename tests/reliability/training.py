@@ -7,7 +7,7 @@ modules, the library's modules, its functions, and the backend of torch.compile.
   the very same parameters: what is out of date by a step shows at once, and the step is seen to
   have moved the result by more than the bound;
 - losses, evaluations and parameters are held against a training in float64 from the same start:
-  they may be off by twice what PyTorch's own training has been off by so far, in 16 bits by six
+  they may be off by twice what PyTorch's own training has been off by so far, in 16 bits by eight
   times that.
 """
 
@@ -30,8 +30,9 @@ from training_net import Modules, Net
 from fused_norm.models import backend
 
 STEPS = 20
-# One after another, each of which may err twice as much as PyTorch's.
-BLOCKS = 4.0
+# How much more than PyTorch's an evaluation may err: in float32, blocks one after another may each
+# err twice as much; in 16 bits their rounding is PyTorch's own.
+BUDGET = {torch.float32: 4.0, torch.float64: 4.0, torch.bfloat16: 2.0}
 KINDS = ("modules", "functions", "backend")
 EAGER: dict[str, Any] = {"backend": backend, "options": {"then": "eager"}}
 # Of rows that Hopper multiplies by a folded weight, as tests/test_folds.py has them.
@@ -83,7 +84,7 @@ class Subject:
         if self.kind != "plain":
             bar, truth = self.by_pytorch(self.parameters())
             for y in results:
-                assert_within_budget("evaluation", y, truth, bar, BLOCKS)
+                assert_within_budget("evaluation", y, truth, bar, BUDGET[y.dtype])
         return results[1]
 
     def by_pytorch(self, parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,7 @@ def check_training(
     floor = torch.finfo(dtype).eps / 2
     # Trainings in 16 bits that round otherwise drift apart by chance, as each does from the truth;
     # what is out of date, the evaluations show, which are of the same parameters.
-    times = 2 if dtype is torch.float32 else 6
+    times = 2 if dtype is torch.float32 else 8
     allowed: dict[str, float] = {}
     for i, (found, bar, truth) in enumerate(zip(moments, bars, truths, strict=True)):
         for (name, a), (_, b), (_, t) in zip(
@@ -256,7 +257,7 @@ def is_noticed(ours: Subject, old: dict[str, Tensor], new: dict[str, Tensor]) ->
     stale, _ = ours.by_pytorch(old)
     bar, truth = ours.by_pytorch(new)
     try:
-        assert_within_budget("stale", stale, truth, bar, BLOCKS)
+        assert_within_budget("stale", stale, truth, bar, BUDGET[stale.dtype])
     except AssertionError:
         return True
     return False
