@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from fused_norm import doctor
+from fused_norm.chain import library
 from fused_norm.native import build as native
-from fused_norm.native import cache, node
+from fused_norm.native import cache
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument(
         "--autograd",
         action="store_true",
-        help="compile only the C++ node, which takes Python out of training steps",
+        help="compile only C++: the chain, and the node that takes Python out of training steps",
     )
     commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
     options, rest = parser.parse_known_args(arguments)
@@ -68,7 +69,8 @@ def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) 
 
 def _build_node(*, force: bool) -> int:
     try:
-        print(f"{node.NAME}: {node.build(force=force)}")
+        for binary in (library.CHAIN, library.NODE):
+            print(f"{binary.name}: {library.build(binary, force=force)}")
     except cache.BuildError as error:
         print(error, file=sys.stderr)
         return 1

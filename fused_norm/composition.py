@@ -46,6 +46,15 @@ ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
 }
 
 
+def number_of(activation: str) -> int:
+    """Return the number of an activation in the record.
+
+    Args:
+        activation: One of ACTIVATIONS, or `""` for none.
+    """
+    return ACTIVATIONS[activation][0] if activation else 0
+
+
 def is_gate(activation: str) -> bool:
     """Return whether an activation takes two halves, of which one gates the other."""
     return activation != "" and ACTIVATIONS[activation][0] >= GATED
@@ -205,9 +214,13 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
         x: The sum that is normalized.
         t: Gamma, beta, scale and shift.
     """
-    if not isinstance(x, Tensor) or x.is_nested or not x.dim():
-        return F.layer_norm(x, (), t.gamma, t.beta, kind.eps)
     rows, gamma, beta, scale, shift = x, t.gamma, t.beta, t.scale, t.shift
+    features = _features(x, gamma, t.weights[0] if t.weights else None)
+    if not isinstance(x, Tensor) or x.is_nested or not x.dim():
+        return F.layer_norm(x, features, gamma, beta, kind.eps)
+    if kind.normalization == "layer_norm" and not kind.weight_offset and scale is shift is None:
+        # PyTorch's own op, whatever the dtypes: it says which do not go together.
+        return _layer_norm(x, features, gamma, beta, kind.eps)
     # PyTorch's norms compute in float32, too, and round once.
     if not _is_rounded_once(kind, x, t):
         rows = widened(x)
@@ -216,12 +229,8 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
         )
     if gamma is not None and kind.weight_offset:
         gamma = gamma + kind.weight_offset
-    features = _features(x, gamma, t.weights[0] if t.weights else None)
     if kind.normalization == "layer_norm":
-        if gamma is None and beta is not None:
-            # PyTorch's second derivative of a bias without a weight drops a term.
-            gamma = torch.ones_like(beta)
-        z = F.layer_norm(rows, features, gamma, beta, kind.eps)
+        z = _layer_norm(rows, features, gamma, beta, kind.eps)
     else:
         z = F.rms_norm(rows, features, gamma, kind.eps)
         if beta is not None:
@@ -231,6 +240,15 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
     if shift is not None:
         z = z + shift
     return z.to(x.dtype) if x.is_floating_point() else z
+
+
+def _layer_norm(
+    rows: Tensor, features: Sequence[int], gamma: Tensor | None, beta: Tensor | None, eps: float
+) -> Tensor:
+    if gamma is None and isinstance(beta, Tensor) and beta.requires_grad and beta.shape == features:
+        # PyTorch's second derivative of a bias without a weight drops a term.
+        gamma = torch.ones_like(beta)
+    return F.layer_norm(rows, features, gamma, beta, eps)
 
 
 def _is_rounded_once(kind: Seam, x: Tensor, t: Operands) -> bool:
@@ -246,9 +264,15 @@ def _is_rounded_once(kind: Seam, x: Tensor, t: Operands) -> bool:
 
 def _features(x: Tensor, *others: Tensor | None) -> torch.Size:
     """Return the size of a row; of a row that fits no parameter, what the parameters ask for."""
-    sizes = [o.shape[-1:] for o in others if isinstance(o, Tensor) and o.dim()]
-    features = x.shape[-1:]
+    sizes = [size for size in map(_last_size, others) if size]
+    features = _last_size(x)
     return features if features in sizes or not sizes else sizes[-1]
+
+
+def _last_size(tensor: Any) -> torch.Size:
+    """Return the size of the last dimension, an empty one where there is none."""
+    # A nested tensor of this layout raises when asked for a shape.
+    return torch.Size() if not isinstance(tensor, Tensor) or tensor.is_nested else tensor.shape[-1:]
 
 
 def activated(activation: str, h: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fused_norm.backends.sm90_kernels import is_hopper
-from fused_norm.native import build, cache, compiler, node, prebuilt
+from fused_norm.chain import library
+from fused_norm.chain.kernels import is_hopper
+from fused_norm.native import build, cache, compiler, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
 # The versions that the kernels are written for; pyproject.toml asks for these.
@@ -43,6 +44,7 @@ def report() -> int:
     usable = not advice
     try:
         table.add_row("built", _built(advice))
+        table.add_row("C++", _chain(advice))
         table.add_row("autograd", _autograd())
     except cache.BuildError:
         # The folder is refused, as the advice says.
@@ -178,13 +180,29 @@ def _built(advice: list[str]) -> str:
     return "\n".join(lines)
 
 
+def _chain(advice: list[str]) -> str:
+    """Return where the C++ comes from that calls kernels, and what to do where there is none."""
+    if library.prebuilt_path(library.CHAIN):
+        return "prebuilt"
+    if library.is_built(library.CHAIN):
+        return "built"
+    if cxx := library.compiler():
+        return f"built on first use with {cxx}"
+    advice.append(
+        "PyTorch's own ops compute everything: C++ that calls the kernels is to be built first, "
+        "and there is no compiler. Install g++ (Debian, Ubuntu: apt-get install g++), or a wheel"
+    )
+    return "none"
+
+
 def _autograd() -> str:
-    if node.is_built() or node.prebuilt_path():
-        came = "" if node.is_built() else ", prebuilt"
-        if node.load():
+    node = library.NODE
+    if library.is_built(node) or library.prebuilt_path(node):
+        came = "" if library.is_built(node) else ", prebuilt"
+        if library.load_node():
             return f"C++{came}"
-        if os.environ.get(node.SWITCH) == "python":
-            return f"Python, as {node.SWITCH} asks; C++ is there"
-    cxx = node.compiler()
+        if os.environ.get(library.SWITCH):
+            return f"Python, as {library.SWITCH} asks; C++ is there"
+    cxx = library.compiler()
     how = f"`python -m fused_norm build --autograd` builds C++ with {cxx}"
     return f"Python; {how if cxx else 'C++ needs a compiler, and there is none'}"

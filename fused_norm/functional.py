@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from fused_norm.composition import ACTIVATIONS, Added, is_gate
-from fused_norm.ops import compiled
+from fused_norm import composition
+from fused_norm.composition import ACTIVATIONS, Added, Operands, Seam, is_gate
 from fused_norm.ops import linear_add as linear_add_ops
-from fused_norm.ops import norm_linear as norm_linear_ops
-from fused_norm.ops import seam as seam_ops
+from fused_norm.ops import node
 from fused_norm.ops.family import (
     by_python,
     checked_eps,
@@ -76,7 +75,7 @@ def fused_layernorm_linear(
         TypeError: As in PyTorch, if an argument is not a tensor.
         NotImplementedError: As in PyTorch, for a dtype that has no LayerNorm.
     """
-    y = compiled.layernorm_linear(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+    y = node.layernorm_linear(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
     if y is not None:
         return y
     if is_traced(x, linear_weight, None):
@@ -90,7 +89,14 @@ def fused_layernorm_linear(
             linear_bias,
             eps,
         )
-    return norm_linear_ops.by_python(x, (ln_weight, ln_bias, linear_weight, linear_bias), eps)
+    if not isinstance(eps, (float, int)):
+        # PyTorch's ops say what is wrong with it, if anything is.
+        parameters = [linear_weight], [linear_bias]
+        t = Operands(x, None, ln_weight, ln_bias, *[None] * 7, *parameters)
+        return composition.seam(Seam(eps=eps), t)[0]
+    norm = (None, ln_weight, ln_bias, None, None, "layer_norm", eps, 0.0)
+    layers = ([linear_weight], [linear_bias], (None, None, None), False, False)
+    return by_python(x, layers, (*norm, None, None, False, False))[0]
 
 
 def norm_linear(
@@ -157,32 +163,14 @@ def norm_linear(
     tensors = (residual, norm_weight, norm_bias, scale, shift)
     rest = (activation, statistics, return_sum, return_norm)
     options = (*tensors, normalization, eps, weight_offset, *rest)
-    found = compiled.forward(x, weight, bias, options, joined=gated)
+    found = node.forward(x, weight, bias, options, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
-    is_bare = residual is None and scale is None and shift is None
-    if is_bare and type(x) is Tensor and x.is_cuda and not any(rest):
-        norm = (normalization, norm_weight, norm_bias, eps, weight_offset)
-        y = seam_ops.inference_again(x, weight, bias, *norm)
-        if y is not None:
-            return y
     if is_traced(x, weight, residual):
         relevant = tensors_of(x, weight)
         return handle_torch_function(norm_linear, relevant, x, weight, bias, **named(options))
     weights, biases = parameters_of(weight, bias)
-    is_plain = (
-        is_bare
-        and normalization == "layer_norm"
-        and len(weights) == 1
-        and activation is None
-        and statistics is None
-        and not (weight_offset or return_norm)
-    )
-    if is_plain:
-        y = norm_linear_ops.by_python(x, (norm_weight, norm_bias, weights[0], biases[0]), eps)
-        results = [y, x] if return_sum else [y]
-    else:
-        results = by_python(x, (weights, biases, (None, None, None), gated, False), options)
+    results = by_python(x, (weights, biases, (None, None, None), gated, False), options)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
     return _grouped(tuple(results), weight)
@@ -257,7 +245,7 @@ def norm_mlp(
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (residual, norm_weight, norm_bias, scale, shift, normalization, eps, weight_offset)
     options = (*norm, activation, statistics, return_sum, return_norm)
-    found = compiled.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
+    found = node.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
     if found is not None:
         return found
     if is_traced(x, fc1_weight, residual):

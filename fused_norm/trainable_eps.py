@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fused_norm.ops import compiled
+from fused_norm.ops import node
 from fused_norm.ops.registration import is_watched, may_follow
 from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
 from fused_norm.ops.validation import (
@@ -37,7 +37,7 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
         RuntimeError: If `o` does not have one element, and as in PyTorch's ops.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
-    if (found := compiled.trainable_eps(x, o)) is not None:
+    if (found := node.trainable_eps(x, o)) is not None:
         return found
     if not is_watched() and surely_has_trainable_eps_kernel(x, o):
         if not (torch.is_grad_enabled() and (x.requires_grad or o.requires_grad)):

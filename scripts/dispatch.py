@@ -21,19 +21,20 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import measured_table
 import torch
+from hopper_records import Fold, fold_of, record_of
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm.backends import gpu, sm90, sm90_kernels
 from fused_norm.bench import environment
 from fused_norm.bench.case import EPS
 from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
-from fused_norm.call import parameters, record
-from fused_norm.call.frozen import Prepared
-from fused_norm.call.parameters import Parameters
+from fused_norm.call import record
+from fused_norm.chain import kernels as chain_kernels
+from fused_norm.chain import library
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASUREMENTS = ROOT / "benchmarks/h200-dispatch.json"
@@ -93,10 +94,9 @@ def measure(rows: int, features: int, outputs: int, budget: Budget) -> dict[str,
         steps: dict[str, list[Step]] = {way: [] for way in WAYS}
         for _ in range(count):
             inputs = _inputs(rows, features, outputs)
-            known = parameters.of(*inputs[1:])
-            kept = sm90.make_fold(known, *_kernels())
+            kept = fold_of(inputs[1:])
             for way, calls in steps.items():
-                calls.append(partial(run, way, inputs, known, kept))
+                calls.append(partial(run, way, inputs, kept))
     rounds = Rounds({way: GpuTimer(each, stream) for way, each in steps.items()}, budget, 0)
     rounds.run()
     for failure in rounds.failures.values():
@@ -169,31 +169,44 @@ def fastest(times: dict[str, float]) -> list[str]:
     ] + [min(("composed", "torch"), key=times.__getitem__)]
 
 
-def run(way: str, inputs: Inputs, known: Parameters, kept: Prepared) -> Tensor:
+def run(way: str, inputs: Inputs, kept: Fold) -> Tensor:
     """Compute a forward in one way."""
     x, gamma, beta, weight, bias = inputs
     if way == "eager":
         return reference.layernorm_linear(x, gamma, beta, weight, bias)
     if way == "torch":
-        return gpu.forward(x, known, EPS, False)[0]
+        return _around_products(inputs)
     kernels, context = _kernels()
-    call = known.call(x, EPS)
+    call = record_of(inputs, EPS)
     call.context, call.way = context, getattr(record, NAMES[way])
     call.fold_weight, call.fold_sums, call.fold_constants = kept.addresses
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
-    y = x.new_empty(len(x), known.layout.N)
+    y = x.new_empty(len(x), len(weight))
     scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device=x.device)
     call.y, call.workspace = y.data_ptr(), scratch.data_ptr()
     kernels.forward(place)
     return y
 
 
+def _around_products(inputs: Inputs) -> Tensor:
+    """Return y by our pass and PyTorch's product."""
+    x, gamma, beta, weight, bias = inputs
+    with mock.patch.object(chain_kernels, "gpu_way", lambda _: record.AROUND_PRODUCTS):
+        if (chain := library.load()) is not None:
+            chain_kernels.tell(chain)
+        op = torch.ops.fused_norm.norm_linear_forward
+        named = (None, gamma, beta, *[None] * 8)
+        kind = ("layer_norm", "", EPS, 0.0, *[False] * 5)
+        found: list[Tensor] = op(x, *named, [weight], [bias], *kind, False)
+    return found[0]
+
+
 def _kernels() -> tuple[Any, int]:
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    kernels = sm90_kernels.extension(torch.bfloat16, 0)
-    return sm90_kernels.launcher(kernels, device, stream, True)
+    kernels = chain_kernels.hopper_extension(torch.bfloat16, 0)
+    return chain_kernels.launcher(kernels, device, stream, True)
 
 
 def _inputs(rows: int, features: int, outputs: int) -> Inputs:

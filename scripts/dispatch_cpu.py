@@ -31,9 +31,7 @@ import itertools
 import json
 import math
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,13 +42,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.backends import compiled as backend
-from fused_norm.backends import cpu
+import fused_norm as fn
 from fused_norm.bench import environment
 from fused_norm.call.record import FUSED
+from fused_norm.chain import kernels, library
 from fused_norm.composition import ACTIVATIONS
-from fused_norm.native import cpu_features, node
-from fused_norm.ops import compiled
+from fused_norm.native import cpu_features
+from fused_norm.ops import node
 
 ROOT = Path(__file__).resolve().parent.parent
 # Sets of instructions, and what the table calls them.
@@ -134,7 +132,7 @@ def main() -> int:
     if level is None:
         print("SKIPPED: needs a CPU with AVX2")
         return 0
-    if node.load() is None:
+    if library.load_node() is None:
         print("SKIPPED: needs the C++ node: python -m fused_norm build --autograd")
         return 0
     global clock
@@ -149,35 +147,32 @@ def main() -> int:
     found = [
         each for each in kept if each["dtype"] not in dtypes or each["activation"] not in kinds
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        ours = Ways(Path(folder))
-        for name, kind, features, outputs, rows in sizes(dtypes, kinds, options.most):
-            us = measure(
-                ours,
-                *(rows, features, outputs, DTYPES[name], kind),
-                *(described["cache_bytes"], options.seconds),
-            )
-            found.append(
-                {
-                    "dtype": name,
-                    "M": rows,
-                    "K": features,
-                    "N": outputs,
-                    "activation": kind,
-                    "us": us,
-                }
-            )
-            cells = (
-                f"{direction} {way} {us[direction][way] / us[direction]['eager']:.2f}"
-                for direction in us
-                for way in us[direction]
-                if way != "eager"
-            )
-            print(f"{name} {rows}x{features}x{outputs} {kind}: {', '.join(cells)}", flush=True)
-            # Whatever ends the run, what has been measured is kept.
-            found.sort(key=lambda each: (list(DTYPES).index(each["dtype"]), *place(each)))
-            content = {"environment": described, "calls": found}
-            out.write_text(json.dumps(content, indent=1) + "\n")
+    for name, kind, features, outputs, rows in sizes(dtypes, kinds, options.most):
+        us = measure(
+            *(rows, features, outputs, DTYPES[name], kind),
+            *(described["cache_bytes"], options.seconds),
+        )
+        found.append(
+            {
+                "dtype": name,
+                "M": rows,
+                "K": features,
+                "N": outputs,
+                "activation": kind,
+                "us": us,
+            }
+        )
+        cells = (
+            f"{direction} {way} {us[direction][way] / us[direction]['eager']:.2f}"
+            for direction in us
+            for way in us[direction]
+            if way != "eager"
+        )
+        print(f"{name} {rows}x{features}x{outputs} {kind}: {', '.join(cells)}", flush=True)
+        # Whatever ends the run, what has been measured is kept.
+        found.sort(key=lambda each: (list(DTYPES).index(each["dtype"]), *place(each)))
+        content = {"environment": described, "calls": found}
+        out.write_text(json.dumps(content, indent=1) + "\n")
     TABLE.write_text(table())
     return 0
 
@@ -214,30 +209,19 @@ def place(each: dict[str, Any]) -> tuple[int, int]:
     return list(KINDS).index(each["activation"]), weights.index((each["K"], each["N"]))
 
 
-class Ways:
-    """The C++ node twice, as each remembers its kernels: with our product alone, and without."""
-
-    def __init__(self, folder: Path) -> None:
-        cpu.asked_way = lambda: FUSED
-        kernels = backend.kernels
-        self.fused = self._node(folder / "fused.so")
-
-        def without_product(x: Tensor, norm: int, is_alone: bool) -> tuple[str, int, int, str, int]:
-            return ("", *kernels(x, norm, is_alone)[1:])
-
-        backend.kernels = without_product
-        self.around = self._node(folder / "around.so")
-        backend.kernels = kernels
-
-    def _node(self, file: Path) -> Any:
-        shutil.copyfile(node.path(), file)
-        found = node.import_from(file)
-        compiled.tell(found)
-        return found
+def goes(way: str, dtype: torch.dtype) -> None:
+    """Have calls go one way from now on: by our product alone, or around PyTorch's."""
+    kernels.cpu_way = lambda: FUSED
+    kernels.is_left_to_pytorch = lambda dtype: way == "around"
+    chain = library.load()
+    assert chain is not None
+    kernels.tell(chain)
+    # The chain asks for the kernels once; that is not to be timed.
+    x = torch.ones(1, 8, dtype=dtype)
+    fn.fused_layernorm_linear(x, None, None, x)
 
 
 def measure(
-    ours: Ways,
     rows: int,
     features: int,
     outputs: int,
@@ -264,16 +248,18 @@ def measure(
         gamma, beta, weight, bias = others
         return activate(F.linear(F.layer_norm(x, (features,), gamma, beta, EPS), weight, bias))
 
-    def by(found: Any, x: Tensor, *others: Tensor) -> Tensor:
+    def ours(x: Tensor, *others: Tensor) -> Tensor:
         gamma, beta, weight, bias = others
         before, after = (x, None, gamma, beta, *[None] * 7), (0, number, EPS, 0.0, *[False] * 4)
-        y: Tensor = found.forward(*before, weight, bias, *after)
+        y: Tensor = found_node.forward(*before, weight, bias, *after)
         return y
+
+    found_node: Any = node.module()
 
     calls: dict[str, Callable[..., Tensor]] = {
         "eager": eager,
-        "fused": functools.partial(by, ours.fused),
-        "around": functools.partial(by, ours.around),
+        "fused": ours,
+        "around": ours,
     }
 
     def forward(call: Callable[..., Tensor], i: int) -> None:
@@ -288,31 +274,37 @@ def measure(
         steps: dict[str, Step] = {
             name: functools.partial(forward, call) for name, call in calls.items()
         }
-        found = {"forward": times(steps, count, seconds)}
+        found = {"forward": times(steps, count, seconds, dtype)}
     for tensors in sets:
         for tensor in tensors:
             tensor.requires_grad_()
     steps = {name: functools.partial(train, call) for name, call in calls.items()}
-    return found | {"training": times(steps, count, seconds)}
+    return found | {"training": times(steps, count, seconds, dtype)}
 
 
-def times(steps: dict[str, Step], count: int, seconds: float) -> dict[str, float]:
+def times(
+    steps: dict[str, Step], count: int, seconds: float, dtype: torch.dtype
+) -> dict[str, float]:
     """Return the median of each step's calls, which take turns, as their inputs do."""
-    found = _times(steps, count, seconds)
+    found = _times(steps, count, seconds, dtype)
     is_near = abs(found["fused"] / declined(found) - 1) < NEAR
-    return _times(steps, count, LONGER * seconds) if is_near else found
+    return _times(steps, count, LONGER * seconds, dtype) if is_near else found
 
 
-def _times(steps: dict[str, Step], count: int, seconds: float) -> dict[str, float]:
+def _times(
+    steps: dict[str, Step], count: int, seconds: float, dtype: torch.dtype
+) -> dict[str, float]:
     every: dict[str, list[float]] = {name: [] for name in steps}
     quiet: dict[str, list[float]] = {name: [] for name in steps}
     turns = itertools.cycle(range(count))
-    for step in steps.values():
+    for name, step in steps.items():
+        goes(name, dtype)
         step(next(turns))
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(every["eager"]) < FEWEST:
         for name, step in steps.items():
             turn = next(turns)
+            goes(name, dtype)
             before, start = waited(), clock()
             step(turn)
             taken = clock() - start

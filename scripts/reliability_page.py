@@ -39,7 +39,7 @@ The oldest PyTorch tested is 2.11, on an H200, and the newest is 2.15, on a CPU.
 # What holds, and the tests that show it.
 PROMISES = {
     "Whatever writes a weight, the next call reads it: nothing that a call makes outlives it, "
-    "unless the parameters are frozen": ("test_folds.py", "test_node_folds.py"),
+    "unless the parameters are frozen": ("test_folds.py", "test_freeze.py"),
     "A CUDA graph reads no memory that was freed": (
         "test_folds.py::test_graph_keeps_what_it_reads",
     ),
@@ -112,7 +112,7 @@ filled again before TMA had read it: with few rows, 8 outputs and 32768 features
 a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
 | `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
-way chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
+way chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
 | a review | kept folds went by version counters, which fused optimizers and writes through \
 `.data` leave as they are: results were of the weights before (error 1.31 of the result) | \
 `frozen.py`: none is kept | `test_writes_that_no_version_tells_of` |
@@ -120,8 +120,8 @@ way chosen for graphs did | `sm90.py` | `test_cuda_graph_of_nothing_else` |
 `frozen.py` | `test_graph_keeps_what_it_reads` |
 | the same | a gamma of another dtype or length in the same memory was read as the one before | \
 `parameters.py` | `test_other_gamma_in_the_same_memory` |
-| the same | scratch memory that was kept between calls lay in a CUDA graph's | `seam_forward.h`, \
-`sm90.py` | `test_graph_trees_of_the_compiler` |
+| the same | scratch memory that was kept between calls lay in a CUDA graph's | `forward.h`, \
+`kernels.h` | `test_graph_trees_of_the_compiler` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 

@@ -55,9 +55,9 @@ def main() -> int:
             for name in said[device]:
                 # Where kernels are chosen that a small call does not reach.
                 try_dtype(device, name, *LARGE[device])
-        from fused_norm.native import node
+        from fused_norm.chain import library
 
-        said["node"] = getattr(node.load(), "__file__", None)
+        said["node"] = getattr(library.load_node(), "__file__", None)
         said["runtime"] = sorted({p for p in libraries() if "AsyncRT" in p})
         print(json.dumps(said))
         return 0 if all(said[device] for device in devices) else 1

@@ -104,6 +104,7 @@ def build(
             for kernels in wanted
         }
         for version in versions:
+            makers["chain.so"] = wheel_nodes.compile_chain
             name = wheel_nodes.file_name(version)
             makers[name] = functools.partial(wheel_nodes.compile_kept, version)
         for name, make in makers.items():

@@ -1,4 +1,4 @@
-"""Compiles the C++ node for the versions of PyTorch that a wheel serves, each with its headers."""
+"""Compiles C++ for the PyTorch versions that a wheel serves: the chain once, a node for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from fused_norm.native import node
+from fused_norm.chain import library
+from fused_norm.chain.library import CHAIN, NODE, Binary
 from fused_norm.native.cache import BuildError, build, cache_dir, make_folder
 
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -45,26 +46,48 @@ def file_name(version: str) -> str:
     Args:
         version: Such as `2.15`.
     """
-    return node.file_name(version)
+    return library.file_name(NODE, version)
 
 
-def compile_kept(version: str) -> Path:
+def compile_kept(version: str, binary: Binary = NODE) -> Path:
     """Return the node for a version of PyTorch, compiled unless that has been done.
 
     Args:
         version: Such as `2.15`.
+        binary: The node, or another library that is compiled with that version's headers.
 
     Raises:
-        BuildError: If there is no compiler, it fails, or the node asks for more than is stable.
+        BuildError: If there is no compiler, it fails, or the library asks for more than is stable.
     """
     # Wherever the checkout is.
-    told = [part for part in node.command([], []) if part != str(node.SOURCE)]
+    told = [part for part in library.command(binary, [], []) if not part.endswith(binary.source)]
     digest = hashlib.sha256(repr(told).encode())
-    for source in node.sources():
+    for source in library.sources():
         digest.update(source.read_bytes())
-    path = cache_dir() / "wheel" / f"node-torch-{version}-{digest.hexdigest()[:16]}.so"
-    build(path, f"the node for PyTorch {version}", lambda out: _compile(version, out), force=False)
+    stem = Path(binary.source).stem
+    path = cache_dir() / "wheel" / f"{stem}-torch-{version}-{digest.hexdigest()[:16]}.so"
+    name = f"{binary.name} for PyTorch {version}"
+    build(path, name, lambda out: _compile(binary, version, out), force=False)
     return path
+
+
+def compile_chain() -> Path:
+    """Return the chain, compiled with the headers of the oldest PyTorch that it serves."""
+    return compile_kept(VERSIONS[0], CHAIN)
+
+
+def stable_symbols(library: Path) -> set[str]:
+    """Return what a library asks of PyTorch that is no C function of its stable ABI: nothing.
+
+    Args:
+        library: The file.
+    """
+    command = ["nm", "-D", "--undefined-only", str(library)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    asked = set(
+        re.findall(r" U (\S*(?:aoti_torch|torch_|c10|at::|_ZN[0-9]*(?:2at|3c10|5torch))\S*)", said)
+    )
+    return {name for name in asked if not re.match(r"(aoti_torch|torch)_\w+$", name)}
 
 
 def python_symbols(library: Path) -> set[str]:
@@ -78,19 +101,26 @@ def python_symbols(library: Path) -> set[str]:
     return set(re.findall(r" U (_?Py\w+)", said))
 
 
-def _compile(version: str, output: Path) -> None:
-    compiler = node.compiler()
+def _compile(binary: Binary, version: str, output: Path) -> None:
+    compiler = library.compiler()
     if compiler is None:
-        raise BuildError("the nodes need a C++ compiler: install g++, or name one in CXX")
+        raise BuildError(f"{binary.name} needs a C++ compiler: install g++, or name one in CXX")
     folder = _pytorch(version)
     includes = [str(folder / "include"), str(folder / "include/torch/csrc/api/include")]
     includes.append(sysconfig.get_paths()["include"])
-    command = [compiler, *node.command(includes, [str(folder / "lib")]), "-o", str(output)]
+    command = [
+        compiler,
+        *library.command(binary, includes, [str(folder / "lib")]),
+        "-o",
+        str(output),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise BuildError(f"{compiler} failed on PyTorch {version}:\n{result.stderr[-4000:]}")
     if other := python_symbols(output) - STABLE:
         raise BuildError(f"no part of Python's stable ABI: {', '.join(sorted(other))}")
+    if binary is CHAIN and (other := stable_symbols(output)):
+        raise BuildError(f"no part of PyTorch's stable ABI: {', '.join(sorted(other))}")
 
 
 def _pytorch(version: str) -> Path:

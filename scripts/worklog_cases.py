@@ -12,13 +12,14 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from hopper_records import fold_of, record_of
 from torch import Tensor
 from worklog_steps import Sizes, Step
 
-from fused_norm.backends import gpu, sm90, sm90_kernels
 from fused_norm.bench.case import EPS
-from fused_norm.call import parameters, record
-from fused_norm.call.parameters import Parameters
+from fused_norm.call import record
+from fused_norm.chain import kernels as chain_kernels
+from fused_norm.composition import Operands, Seam
 from fused_norm.native import build
 
 FOLDER = Path(__file__).resolve().parent.parent / "worklog"
@@ -201,17 +202,16 @@ def training_step(inputs: Inputs, alone: bool) -> Outputs:
         alone: Whether no collective runs beside: only then may the backward's pass over rows run in
             the kernel of its first product.
     """
-    known = _known(inputs)
+    x, gamma, beta, weight, bias = inputs.leaves
+    t = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
+    kind, ops = Seam(eps=EPS), torch.ops.fused_norm
     # Its own name: a renaming is found without a GPU.
-    name = sm90_kernels.is_alone.__name__
-    with mock.patch.object(sm90_kernels, name, return_value=alone):
-        found = sm90.forward(inputs.x, known, EPS, True) or gpu.forward(inputs.x, known, EPS, True)
-        y, mean, rstd = found
-        assert rstd is not None
-        gradients = sm90.backward(inputs.dy, inputs.x, known, mean, rstd, EPS, [True] * 5, None)
-    if gradients is None:
-        raise ValueError("the plan leaves this backward to PyTorch's products")
-    return (y, *(gradient for gradient in gradients if gradient is not None))
+    name = chain_kernels.is_alone.__name__
+    with mock.patch.object(chain_kernels, name, return_value=alone):
+        y, mean, rstd = ops.norm_linear_forward(*t, *kind, True)
+        saved = t._replace(mean=mean, rstd=rstd)
+        gradients = ops.norm_linear_backward(*saved, *kind, [], [inputs.dy], [0, 2, 3, 11, 12])
+    return (y, *gradients)
 
 
 def folded(inputs: Inputs, way: int, activation: int) -> Run:
@@ -222,10 +222,9 @@ def folded(inputs: Inputs, way: int, activation: int) -> Run:
         way: KEPT_FOLD or NEW_FOLD.
         activation: The activation's number, 0 for none.
     """
-    known = _known(inputs, activation)
     kernels, context = _launcher(build.HOPPER_EXTENSION)
-    fold = sm90.make_fold(known, kernels, context)
-    call = known.call(inputs.x, EPS)
+    fold = fold_of(inputs.leaves[1:], activation)
+    call = record_of(inputs.leaves, EPS)
     call.context, call.way, call.activation = context, way, activation
     call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
     place = ctypes.addressof(call)
@@ -235,16 +234,11 @@ def folded(inputs: Inputs, way: int, activation: int) -> Run:
     scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device="cuda")
     call.y, call.workspace = inputs.y.data_ptr(), scratch.data_ptr()
 
-    def run(_: object = (fold, scratch, call, known)) -> Outputs:
+    def run(_: object = (fold, scratch, call)) -> Outputs:
         kernels.forward(place)
         return (inputs.y,)
 
     return run
-
-
-def _known(inputs: Inputs, activation: int = 0) -> Parameters:
-    _, gamma, beta, weight, bias = inputs.leaves
-    return parameters.of(gamma, beta, weight, bias, (0, 0.0, activation))
 
 
 def product(step: Step, inputs: Inputs) -> Outputs:
@@ -260,9 +254,8 @@ def product(step: Step, inputs: Inputs) -> Outputs:
 def _epilogue(step: Step, inputs: Inputs) -> Run:
     """Return the forward on a kept fold, with statistics by a kernel before the product."""
     assert step.extension
-    known = _known(inputs)
     kernels, context = _launcher(step.extension)
-    fold = sm90.make_fold(known, *_launcher(build.HOPPER_EXTENSION))
+    fold = fold_of(inputs.leaves[1:])
     mean, rstd = (torch.empty(len(inputs.x), device="cuda") for _ in range(2))
     tensors = (mean.data_ptr(), rstd.data_ptr())
     M, N = inputs.y.shape
@@ -281,4 +274,4 @@ def _launcher(name: str) -> tuple[ModuleType, int]:
     extension = build.Extension(name, build.DTYPES[DTYPE], "nvidia:sm_90a", folder)
     device = torch.cuda.current_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    return sm90_kernels.launcher(extension, device, stream, True)
+    return chain_kernels.launcher(extension, device, stream, True)

@@ -14,8 +14,9 @@ from devices import GPU
 from torch import Tensor
 
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
-from fused_norm.native import node
-from fused_norm.ops import compiled
+from fused_norm.chain import kernels
+from fused_norm.chain import library as chain
+from fused_norm.ops import node
 
 # cuBLAS asks for this where PyTorch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -122,9 +123,8 @@ def _poison() -> Iterator[None]:
 def _forward_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if name := request.config.option.forward_way:
         ways = FORWARD_WAYS[name]
-        monkeypatch.setattr("fused_norm.backends.sm90.asked_way", lambda may_keep: ways[may_keep])
-        # C++ asks for no way.
-        monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
+        monkeypatch.setattr(kernels, "gpu_way", lambda may_keep: ways[may_keep])
+        tell_again()
 
 
 @pytest.fixture(params=["cpu", GPU])
@@ -136,16 +136,11 @@ def device(request: pytest.FixtureRequest) -> str:
 def own_kernels() -> Iterator[None]:
     """Have the CPU's kernels run in bfloat16 where PyTorch's ops are faster, too."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("fused_norm.backends.cpu.bfloat16_product", lambda: None)
-    found = compiled.module()
-    if found is None:
-        yield
-        return
-    # C++ knows kernels again that it has found.
-    compiled.tell(found)
+    monkeypatch.setattr(kernels, "bfloat16_product", lambda: None)
+    tell_again()
     yield
     monkeypatch.undo()
-    compiled.tell(found)
+    tell_again()
 
 
 @pytest.fixture
@@ -166,6 +161,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[t
     return watched
 
 
+def tell_again() -> None:
+    """Have the chain ask anew for kernels, and for the way that their plans are asked for."""
+    # What it is told here may be undone before the next test.
+    _told[0] = None
+    if (found := chain.load()) is not None:
+        kernels.tell(found)
+
+
 # Whether C++ was last told to go the ways that users have.
 _told: list[bool | None] = [None]
 
@@ -175,20 +178,19 @@ def _kernels_at_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Have kernels run at sizes, too, at which PyTorch's ops finish sooner."""
     is_dispatched = "as_dispatched" in request.keywords
     if not is_dispatched:
-        monkeypatch.setattr("fused_norm.backends.cpu.asked_way", lambda: FUSED)
-        monkeypatch.setattr("fused_norm.ops.seam.is_host_bound", lambda t: False)
-    if _told[0] is not is_dispatched and (found := compiled.module()) is not None:
-        # C++ knows again what it was told.
-        compiled.tell(found)
+        monkeypatch.setattr(kernels, "cpu_way", lambda: FUSED)
+        monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda t: False)
+    if _told[0] is not is_dispatched:
+        tell_again()
         _told[0] = is_dispatched
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled node: that of the cache, or one for these tests."""
-    if node.is_built():
-        return node.path()
-    if node.compiler() is None:
+    if chain.is_built(chain.NODE):
+        return chain.NODE.path
+    if chain.compiler() is None:
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -196,21 +198,21 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSED_NORM_CACHE_DIR", str(folder / "node"))
-        return node.build()
+        return chain.build(chain.NODE)
 
 
 @pytest.fixture
 def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Have the node in force, and see the grad_outputs that it leaves to Python."""
-    module = node.import_from(library)
+    module = chain.import_node(library)
     calls = []
 
     def backward(kind: object, tensors: object, products: object, *others: Any) -> Any:
         calls.append(others[0][0])
         return python(kind, tensors, products, *others)
 
-    python = compiled.backward
-    monkeypatch.setattr(compiled, "backward", backward)
-    compiled.tell(module)
-    monkeypatch.setattr(compiled, "module", lambda: module)
+    python = node.backward
+    monkeypatch.setattr(node, "backward", backward)
+    node.tell(module)
+    monkeypatch.setattr(node, "module", lambda: module)
     return calls

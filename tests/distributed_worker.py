@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fused_norm as fn
 from fused_norm import composition
 from fused_norm.models import backend
-from fused_norm.ops import seam
+from fused_norm.ops import norm_linear as ops_norm_linear
 
 CASES: dict[str, Callable[[DeviceMesh], None]] = {}
 PLACES = {"R": Replicate(), "S(0)": Shard(0), "S(1)": Shard(1), "S(2)": Shard(2)}
@@ -318,7 +318,7 @@ def main(rank: int, store: str, names: list[str]) -> None:
     """Run the cases, one after another."""
     torch.set_num_threads(1)
     # The kernels run on small tensors, too.
-    seam.is_host_bound = lambda t: False
+    ops_norm_linear.is_host_bound = lambda t: False
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -16,7 +16,7 @@ from max_graphs import EPS, GATES, INPUTS, OFFSET, Kind
 from torch import Tensor
 
 from fused_norm import composition
-from fused_norm.backends import seam_backward, seams
+from fused_norm.call.results import Results
 from fused_norm.composition import Operands, Seam
 from fused_norm.native.cpu_features import has_tiles
 from fused_norm.ops import norm_linear
@@ -215,12 +215,16 @@ def linear_add_by_pytorch(kind: Kind, t: Tensors) -> Tensors:
 def by_native_door(kind: Kind, t: Tensors) -> Tensors:
     """Return all results of norm + Linear by the kernels of PyTorch's door."""
     what, o = operands(kind, t, False, OFFSET)
-    results = seams.forward(what, o, True)
+    results = Results.unflat(
+        torch.ops.fused_norm.norm_linear_forward(*o, *what, True), what, o, True
+    )
     x = o.x if results.sum is None else results.sum
     saved = o._replace(x=x, residual=None, mean=results.mean, rstd=results.rstd)
     grads = [t["dy"], t["dtotal"]] if o.residual is not None else [t["dy"]]
     wanted = [value is not None for value in composition.flat(o._replace(residual=None))]
-    gradients = seam_backward.backward(what, saved, results.products, grads, wanted)
+    gradients = norm_linear.gradients(
+        what, None, composition.flat(saved), results.products, grads, wanted
+    )
     found = {"y": results.outputs[0], "total": results.sum, "mean": results.mean}
     found |= {"rstd": results.rstd, "product": (*results.products, None)[0]}
     return {name: v for name, v in found.items() if v is not None} | _gradients(gradients)
@@ -228,10 +232,15 @@ def by_native_door(kind: Kind, t: Tensors) -> Tensors:
 
 def plain_by_native_door(t: Tensors) -> Tensors:
     """Return all results of LayerNorm + Linear by the kernels of PyTorch's door."""
-    inputs = [t[name] for name in ("x", "norm_weight", "norm_bias", "weight", "bias")]
-    y, mean, rstd = norm_linear.layernorm_linear_forward(*inputs, EPS)
-    gradients = norm_linear.layernorm_linear_backward(
-        t["dy"], *inputs[:4], mean, rstd, EPS, [True] * 5
+    x, gamma, beta, weight, bias = (
+        t[name] for name in ("x", "norm_weight", "norm_bias", "weight", "bias")
     )
+    o = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
+    kind = Seam(eps=EPS)
+    y, mean, rstd = torch.ops.fused_norm.norm_linear_forward(*o, *kind, True)
+    saved = o._replace(mean=mean, rstd=rstd)
+    wanted = [value is not None for value in composition.flat(o)]
+    found = norm_linear.gradients(kind, None, composition.flat(saved), [], [t["dy"]], wanted)
     names = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
+    gradients = [gradient for gradient in found if gradient is not None]
     return {"y": y, "mean": mean, "rstd": rstd, **dict(zip(names, gradients, strict=True))}

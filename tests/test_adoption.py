@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import make_inputs
+from conftest import tell_again
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from weights import Wrapped
 
 import fused_norm as fn
 from fused_norm.call import memory
+from fused_norm.chain import kernels
 from fused_norm.native import build, cpu_features
-from fused_norm.ops import norm_linear
 
 K, N = 24, 10
 
@@ -400,24 +401,21 @@ def test_bfloat16_goes_where_it_is_faster(
     monkeypatch.setattr(cpu_features, "flags", lambda: frozenset(flags))
     monkeypatch.setattr(cpu_features, "_permits_tiles", lambda: True)
     monkeypatch.delenv(cpu_features.CPU_VARIABLE, raising=False)
-    # The compiled node asks once for the kernels of a dtype: tests before have had it ask.
-    monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
     caches = cpu_features._fast_products, cpu_features.has_tiles
     for cache in caches:
         cache.cache_clear()
-    ran = []
-    straight = norm_linear.straight_by_pytorch
-    monkeypatch.setattr(
-        norm_linear, "straight_by_pytorch", lambda *args: ran.append(1) or straight(*args)
-    )
+    tell_again()
+    question, answer = kernels.Question(dtype=15, is_cpu=True), kernels.Answer()
     try:
+        kernels.find(question, answer)
         x, gamma, beta, weight, bias = make_inputs((5,), K, N, dtype=torch.bfloat16)
         y = fn.fused_layernorm_linear(x, gamma, beta, weight, bias)
     finally:
         monkeypatch.undo()
         for cache in caches:
             cache.cache_clear()
-    assert len(ran) == is_left
+        tell_again()
+    assert (answer.product == b"") == is_left
     expected = F.linear(F.layer_norm(x, (K,), gamma, beta), weight, bias)
     torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
 

@@ -16,14 +16,16 @@ import pytest
 
 from fused_norm import composition
 from fused_norm.call import record
+from fused_norm.chain import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-CALL_H = (ROOT / "fused_norm/native/call.h").read_text()
+CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
-SEAM_H = (ROOT / "fused_norm/native/seam.h").read_text()
+OPERANDS_H = (ROOT / "fused_norm/chain/operands.h").read_text()
+CHAIN_H = (ROOT / "fused_norm/chain/chain.h").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 # Each may import those before it, and parts of itself.
@@ -31,7 +33,7 @@ PYTHON_LAYERS = [
     ["reference", "native", "puzzle"],
     ["composition"],
     ["call"],
-    ["backends"],
+    ["chain"],
     ["ops"],
     ["functional", "composed", "freeze", "trainable_eps"],
     ["modules", "models"],
@@ -103,7 +105,8 @@ def test_limits_are_the_same_in_every_language() -> None:
         found |= {n: int(v) for n, v in (part.split(" = ") for part in names.split(", "))}
     limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT", "MOST_PARTS")
     gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
-    assert found == {name: getattr(record, name) for name in limits} | {"GATED": gated}
+    others = {"GATED": gated, "NO_NORM": record.NO_NORM}
+    assert found == {name: getattr(record, name) for name in limits} | others
     assert gated == composition.GATED
     parts = re.findall(r"^comptime MOST_PARTS = (\d+)$", PARTS_MOJO, re.M)
     assert [int(most) for most in parts] == [record.MOST_PARTS]
@@ -111,13 +114,15 @@ def test_limits_are_the_same_in_every_language() -> None:
 
 def test_operands_are_the_same_in_two_languages() -> None:
     """Their order, their forms, and the record's names for them and their gradients."""
-    enum = re.search(r"enum Place \{(.*?)\}", SEAM_H, re.S)
+    enum = re.search(r"enum Place : size_t \{(.*?)\}", CHAIN_H, re.S)
     assert enum is not None
     *places, end = [name.strip() for name in enum[1].split(",")]
     named = composition.Operands._fields[:-2]
     assert [place.lower() for place in places] == list(named)
     assert end == "NAMED"
-    table = re.findall(r"\{(\w+), Form::(\w+), &Call::(\w+), (?:&Call::(\w+)|nullptr)\}", SEAM_H)
+    table = re.findall(
+        r"\{(\w+), Form::(\w+), &Call::(\w+), (?:&Call::(\w+)|nullptr)\}", OPERANDS_H
+    )
     assert {place.lower(): form.lower() for place, form, _, _ in table} == composition.FORMS
     assert list(composition.FORMS) == list(named[1 : 1 + len(composition.FORMS)])
     fields = {name for name, _ in record.Call._fields_}
@@ -126,6 +131,44 @@ def test_operands_are_the_same_in_two_languages() -> None:
         assert address == name
         assert gradient == ("" if form in ("ROWS", "STATISTICS") else f"d{name}")
         assert {address, gradient} <= fields | {""}
+
+
+@pytest.mark.parametrize("name", ["Question", "Answer"])
+def test_what_the_chain_asks_is_the_same_in_two_languages(name: str) -> None:
+    body = re.search(rf"struct {name} \{{(.*?)\}};", CHAIN_H, re.S)
+    assert body is not None
+    kinds = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "const char": ctypes.c_char_p}
+    fields = []
+    for line in filter(None, (part.strip() for part in body[1].split(";"))):
+        kind = next(kind for kind in kinds if line.startswith(kind))
+        names = line.removeprefix(kind).split(",")
+        fields += [(each.strip(" *"), kinds[kind]) for each in names]
+    assert fields == list(getattr(kernels, name)._fields_)
+
+
+# Each may include those before it.
+C_LAYERS = [
+    ["call", "chain", "python"],
+    ["tensor", "nodes"],
+    ["kernels", "row_node"],
+    ["operands"],
+    ["linear", "folds"],
+    ["several"],
+    ["forward"],
+    ["backward"],
+]
+
+
+def test_c_includes_run_one_way() -> None:
+    folder = ROOT / "fused_norm/chain"
+    includes = {
+        path.stem: set(re.findall(r'^#include "(\w+)\.h"$', path.read_text(), re.M))
+        for path in folder.glob("*.h")
+    }
+    assert_one_way(includes, C_LAYERS)
+    # The node calls the chain by its address, and knows nothing of kernels.
+    node = re.findall(r'^#include "(\w+)\.h"$', (folder / "node.cpp").read_text(), re.M)
+    assert set(node) == {"chain", "nodes", "row_node"}
 
 
 def code_of(path: Path) -> str:
@@ -152,7 +195,7 @@ def test_what_a_modulation_touches_is_what_the_page_says() -> None:
     line = re.search(r"^\| a modulation\b.*\| (\d+) \|$", ARCHITECTURE, re.M)
     assert line is not None
     listed = set(re.findall(r"`(\S+)`", line[0]))
-    assert len(listed) == int(line[1]) <= 10
+    assert len(listed) == int(line[1]) <= 11
     named = set()
     for path in [*(ROOT / "fused_norm").rglob("*"), *(ROOT / "op").rglob("*.mojo")]:
         place = path.relative_to(ROOT)

@@ -19,8 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm as fn
-from fused_norm.backends import products
-from fused_norm.ops import compiled, invariance
+from fused_norm.ops import invariance, node
 
 Call = Callable[..., Any]
 aten = torch.ops.aten
@@ -256,7 +255,7 @@ def test_node_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def module() -> Any:
         raise AssertionError("C++ was asked")
 
-    monkeypatch.setattr(compiled, "module", module)
+    monkeypatch.setattr(node, "module", module)
     p = Parameters(torch.float32, "cpu", 16, 8)
     with fn.batch_invariant():
         for call in CALLS:
@@ -334,14 +333,14 @@ def test_empty_batches_stay_empty() -> None:
 def test_gpus(
     monkeypatch: pytest.MonkeyPatch, hopper: bool, dtype: torch.dtype, N: int, words: str
 ) -> None:
-    monkeypatch.setattr(products, "is_hopper", lambda device: hopper)
-    monkeypatch.setattr(products, "_name", lambda device: "a GPU")
+    monkeypatch.setattr(invariance, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(invariance, "_name", lambda device: "a GPU")
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, 16, device="cuda", dtype=dtype)
         weight = torch.empty(N, 16, device="cuda", dtype=dtype)
     expected = pytest.raises(RuntimeError, match=words) if words else nullcontext()
     with expected:
-        products.require_invariant(x, dtype, [weight])
+        invariance.require_invariant(x, dtype, [weight])
 
 
 def test_compiled_functions_are_compiled_anew_in_the_mode() -> None:

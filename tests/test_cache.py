@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from fused_norm.__main__ import main
-from fused_norm.native import cache, node
+from fused_norm.chain import library
+from fused_norm.native import cache
 
 ANOTHER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
@@ -67,7 +68,7 @@ def test_folder_that_others_may_write_to_is_refused(
     with pytest.raises(cache.BuildError, match=refused):
         write()
     with pytest.raises(cache.BuildError, match=refused):
-        node.load.__wrapped__()
+        library.load_node.__wrapped__()
     assert main(["doctor"]) == 1
     assert "others may write to it" in capsys.readouterr().out
     folder.chmod(0o700)
@@ -91,7 +92,7 @@ def test_folder_of_another_is_refused(
     with pytest.raises(cache.BuildError, match=refused):
         write()
     with pytest.raises(cache.BuildError, match=refused):
-        node.is_built()
+        library.is_built(library.NODE)
     assert main(["doctor"]) == 1
     assert "it belongs to another user" in capsys.readouterr().out
 
@@ -186,9 +187,11 @@ import torch
 import torch.nn.functional as F
 import fused_norm as fn
 from fused_norm import doctor
+from fused_norm.chain import library
 from fused_norm.native import cache, compiler
 # Who this is cannot see an interpreter's packages where root alone may.
 compiler.version = lambda: None
+library.compiler = lambda: None
 for variable in ("HOME", "XDG_CACHE_HOME", "FUSED_NORM_CACHE_DIR"):
     os.environ.pop(variable, None)
 os.environ["TMPDIR"] = sys.argv[1]

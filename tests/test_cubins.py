@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_norm.native import node
+from fused_norm.chain import library as chain
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
@@ -19,7 +19,7 @@ import cubin_places  # noqa: E402
 import cubins  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or node.compiler() is None,
+    platform.machine() != "x86_64" or chain.compiler() is None,
     reason="code for x86-64 is compiled and run",
 )
 
@@ -56,7 +56,15 @@ def library(tmp_path: Path) -> Path:
     code = tmp_path / "library.cpp"
     code.write_text(SOURCE.format(*texts, len(PTX[0]), len(PTX[1])))
     path = tmp_path / "library.so"
-    command = [node.compiler() or "", "-O1", "-s", "-shared", "-fPIC", "-Wl,--build-id", str(code)]
+    command = [
+        chain.compiler() or "",
+        "-O1",
+        "-s",
+        "-shared",
+        "-fPIC",
+        "-Wl,--build-id",
+        str(code),
+    ]
     subprocess.run([*command, "-o", str(path)], check=True)
     return path
 

@@ -19,8 +19,7 @@ pytestmark = ITS_OWN_WARNINGS
 
 OPS = {
     "fused_norm.add_statistics.default",
-    "fused_norm.layernorm_linear.default",
-    "fused_norm.seam_forward.default",
+    "fused_norm.norm_linear_forward.default",
 }
 
 
@@ -79,9 +78,10 @@ def test_programs_hold_what_inference_takes() -> None:
     model, program = exported()
     found = {op for op in ops(program) if op.startswith("fused_norm")}
     assert found == OPS
-    seams = [n for n in program.graph.nodes if str(n.target) == "fused_norm.seam_forward.default"]
-    assert len(seams) == 3
-    assert not any(node.args[-1] for node in seams)
+    op = torch.ops.fused_norm.norm_linear_forward.default
+    calls = [node for node in program.graph.nodes if node.target is op]
+    assert len(calls) == 4
+    assert not any(node.args[-1] for node in calls)
     x = torch.randn(7, 8)
     torch.testing.assert_close(program.module()(x), model(x))
 

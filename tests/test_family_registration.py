@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
+from fused_norm.call.results import Results
+from fused_norm.composition import Operands, Seam
 from fused_norm.ops import registration
 
 pytestmark = ITS_OWN_WARNINGS
@@ -93,10 +95,10 @@ def assert_all_close(mine: Sequence[Tensor], theirs: Sequence[Tensor], tolerance
 @pytest.mark.parametrize("member", LONG)
 def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the very arguments with which the library calls its ops."""
-    from fused_norm.ops import compiled, seam, statistics
+    from fused_norm.ops import node, norm_linear, statistics
 
-    # C++ calls none of them.
-    monkeypatch.setattr(compiled, "module", lambda: None)
+    # The node calls none of them.
+    monkeypatch.setattr(node, "module", lambda: None)
     calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,18 +108,10 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         return call
 
-    monkeypatch.setattr(seam, "_seam_forward", noted("seam_forward", seam._seam_forward))
+    monkeypatch.setattr(norm_linear, "_op", noted("norm_linear_forward", norm_linear._op))
+    backward = noted("norm_linear_backward", norm_linear._backward_op)
+    monkeypatch.setattr(norm_linear, "_backward_op", backward)
     monkeypatch.setattr(statistics, "_op", noted("add_statistics", statistics._op))
-
-    kernels = seam.seam_backward.backward
-
-    def backward(kind: Any, t: Any, *others: Any) -> Any:
-        products, grads, wanted, *_ = others
-        arguments = (*t, *kind, list(products), list(grads), list(wanted))
-        calls.append((torch.ops.fused_norm.seam_backward.default, arguments))
-        return kernels(kind, t, *others)
-
-    monkeypatch.setattr(seam.seam_backward, "backward", backward)
     call = Call(member, device)
     gradients(call, call.inputs)
     with torch.no_grad():
@@ -130,23 +124,16 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
         torch.library.opcheck(op, detached)
 
 
-def test_given_statistics_are_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_statistics_are_no_results() -> None:
     """Regression: they came back in the place of h."""
-    from fused_norm.backends import seams
-    from fused_norm.call.results import Results
-    from fused_norm.composition import Operands, Seam
-
-    rows, width = torch.empty(5, 8, device="meta"), torch.empty(5, device="meta")
-    y, h = torch.empty_like(rows), torch.empty_like(rows)
-    found = Results([y], None, None, None, None, [h])
-    monkeypatch.setattr(seams.sm90, "accepts", lambda *_: True)
-    monkeypatch.setattr(seams.sm90, "product", lambda *_: found)
+    x, w, width = torch.randn(5, 8), torch.randn(6, 8), torch.ones(5)
+    t = Operands(x, mean=width, rstd=width, weights=[w], biases=[None])
     kind = Seam(activation="gelu")
-    t = Operands(rows, mean=width, rstd=width, weights=[rows.new_empty(8, 8)], biases=[None])
-    results = Results.unflat(seams.forward(kind, t, True).flat(), kind, t, True)
-    assert results.products[0] is h
+    found = torch.ops.fused_norm.norm_linear_forward(*t, *kind, True)
+    results = Results.unflat(found, kind, t, True)
     assert results.mean is None
     assert results.rstd is None
+    torch.testing.assert_close(results.products[0], (x - 1) @ w.t())
 
 
 @pytest.mark.parametrize("member", LONG)
@@ -181,7 +168,7 @@ def test_export(member: str, device: str) -> None:
     call = Call(member, device)
     inputs = tuple(t.detach() for t in call.inputs)
     program = torch.export.export(call, inputs)
-    assert "fused_norm.seam_forward" in program.graph_module.code
+    assert "fused_norm.norm_linear_forward" in program.graph_module.code
     assert_all_close(listed(program.module()(*inputs)), listed(call(*inputs)), 1e-5)
 
 

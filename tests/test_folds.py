@@ -15,10 +15,8 @@ from accuracy import as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm.backends import sm90
 from fused_norm.call import frozen
-from fused_norm.call.frozen import Prepared
-from fused_norm.call.parameters import Parameters
+from fused_norm.ops import folding
 from fused_norm.ops.family import family_call
 
 pytestmark = [
@@ -37,20 +35,20 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "C++":
         request.getfixturevalue("python_calls")
     else:
-        monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
+        monkeypatch.setattr("fused_norm.ops.node.module", lambda: None)
 
 
 @pytest.fixture
 def folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses of the weights whose folds were made to be kept."""
     made: list[int] = []
-    make: Callable[..., Prepared] = sm90.make_fold
+    make = folding._fold
 
-    def counted(parameters: Parameters, *others: Any) -> Prepared:
-        made.append(parameters.tensors[2].data_ptr())
-        return make(parameters, *others)
+    def counted(gamma: Any, beta: Any, weights: Any, *others: Any) -> Any:
+        made.append(weights[0].data_ptr())
+        return make(gamma, beta, weights, *others)
 
-    monkeypatch.setattr(sm90, "make_fold", counted)
+    monkeypatch.setattr(folding, "_fold", counted)
     return made
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget
+from conftest import tell_again
+from stand_in import standing_in
 from test_family import PLAIN
 from test_several import ON_HOPPER, names
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.backends import linear, seam_backward, seams, sm90
 from fused_norm.call import record
+from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import ACTIVATIONS, GATED
-from fused_norm.ops import compiled
-from fused_norm.ops import seam as ops_seam
+from fused_norm.ops import node
 
 ROOT = Path(__file__).parent.parent
 # M, K, N: whether a product alone is ours, one that is activated, one that gates and keeps h, one
@@ -88,6 +89,10 @@ def _activated(number: int, h: Tensor) -> Tensor:
     return kinds[number - GATED](gate) * up
 
 
+# What test_several.py is about.
+SEVERAL = ("products", "input_gradients", "passed_rows")
+
+
 class StandIn:
     """Kernels that find in a record what they compute with, by PyTorch on the CPU."""
 
@@ -146,19 +151,12 @@ class StandIn:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Put the stand-in in the place of Hopper's kernels, and Python in that of the C++ node."""
+def kernels(tmp_path: Path) -> Iterator[StandIn]:
+    """Put the stand-in in the place of Hopper's kernels."""
     stand_in = StandIn()
-    monkeypatch.setattr(linear, "may_add", lambda *_: True)
-    monkeypatch.setattr(linear, "extension", lambda *_: None)
-    monkeypatch.setattr(linear, "launcher", lambda *_: (stand_in, 0))
-    for module in (seams, seam_backward):
-        monkeypatch.setattr(module, "has_product", lambda *_: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
-    monkeypatch.setattr(ops_seam, "is_host_bound", lambda _: False)
-    return stand_in
+    stand_in.declines = SEVERAL
+    with standing_in(tmp_path, lambda name, place: getattr(stand_in, name)(place)):
+        yield stand_in
 
 
 # Options of a call, and what runs in its forward and in its backward.
@@ -214,14 +212,14 @@ def test_records_say_what_to_compute(kernels: StandIn, name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_declined_pytorch_multiplies(kernels: StandIn, name: str) -> None:
-    kernels.declines = ("linear", "input_gradient", "weight_gradient")
+    kernels.declines = (*SEVERAL, "linear", "input_gradient", "weight_gradient")
     case = case_of(name)
     family.check(case, family.make_tensors(case))
     assert not kernels.done
 
 
 def test_a_pass_activates_where_the_product_does_not(kernels: StandIn) -> None:
-    kernels.declines = ("activated_linear",)
+    kernels.declines = (*SEVERAL, "activated_linear")
     case = case_of("GELU")
     family.check(case, family.make_tensors(case))
     assert kernels.done == ["linear", "input_gradient", "weight_gradient"]
@@ -267,7 +265,7 @@ def test_values_and_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if in_python:
-        monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
+        monkeypatch.setattr(node, "forward", lambda *_, **__: None)
     case = case_of(name, dtype=dtype, shape=SHAPES[shape])
     tensors = family.make_tensors(case, "cuda")
     family.check(case, tensors)
@@ -295,7 +293,7 @@ def test_gradient_of_the_sum_in_the_product(
 ) -> None:
     """The kernel that makes dz adds what reaches the sum besides: whole blocks, and edges."""
     if in_python:
-        monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
+        monkeypatch.setattr(node, "forward", lambda *_, **__: None)
     case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "return_sum": True}
     # A gradient of the weight that fills the device: what is declined for that goes another way.
     outputs = 2560 if weights == 1 else 2064
@@ -319,13 +317,17 @@ def test_every_activation(activation: str) -> None:
 
 
 @pytest.fixture(params=["composed", "folded", "kept"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have Hopper's forward go one way, which Python asks for."""
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Have Hopper's forward go one way."""
     ways = {"composed": record.FUSED, "folded": record.NEW_FOLD, "kept": record.KEPT_FOLD}
     without = {"composed": record.FUSED}.get(request.param, record.NEW_FOLD)
-    monkeypatch.setattr(sm90, "asked_way", lambda keeps: ways[request.param] if keeps else without)
-    monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
-    return request.param
+    monkeypatch.setattr(
+        chain_kernels, "gpu_way", lambda keeps: ways[request.param] if keeps else without
+    )
+    tell_again()
+    yield request.param
+    monkeypatch.undo()
+    tell_again()
 
 
 @ON_HOPPER

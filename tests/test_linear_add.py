@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
-from fused_norm.backends import linear
 from fused_norm.ops import linear_add as ops
 
 M, K, N = (3, 5), 24, 16
@@ -28,7 +27,7 @@ def plain(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> T
 @pytest.fixture
 def _added(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device whose products add."""
-    monkeypatch.setattr(ops, "may_add", lambda *_: True)
+    monkeypatch.setattr(ops, "may_multiply", lambda *_: True)
     monkeypatch.setattr(ops, "is_small", lambda *_: False)
 
 
@@ -97,14 +96,15 @@ def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper")
     from fused_norm.models.report import explain
+    from fused_norm.ops.seam_validation import adds_in_product
 
     monkeypatch.setattr(ops, "is_small", lambda *_: False)
     tensors = leaves("cuda", dtype, 128)
     x, weight, *_ = tensors
-    assert linear.adds(x, x.numel() // x.shape[-1], *weight.shape)
+    assert adds_in_product(x, weight)
     called = []
-    kernels = linear.linear
-    monkeypatch.setattr(linear, "linear", lambda *t, **o: called.append(1) or kernels(*t, **o))
+    op = ops._op
+    monkeypatch.setattr(ops, "_op", lambda *t: called.append(1) or op(*t))
     total, _ = fn.linear_add(*tensors, normalization=None)
     assert called
     exact = plain(*(t.detach().double() for t in tensors))

@@ -23,23 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
-from fused_norm.backends import cpu, sm90
-from fused_norm.ops import compiled
+from fused_norm.ops import node, norm_linear
 
 pytestmark = ITS_OWN_WARNINGS
 
 
 @pytest.fixture
 def python_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """See the inputs whose forward is Python's."""
+    """See the inputs whose forward goes by Python."""
     calls: list[Tensor] = []
-    for way in (cpu, sm90):
+    run = norm_linear._op
 
-        def forward(x: Tensor, *others: object, run: Callable[..., object] = way.forward) -> object:
-            calls.append(x)
-            return run(x, *others)
+    def forward(x: Tensor, *others: object) -> object:
+        calls.append(x)
+        return run(x, *others)
 
-        monkeypatch.setattr(way, "forward", forward)
+    monkeypatch.setattr(norm_linear, "_op", forward)
     return calls
 
 
@@ -50,9 +49,9 @@ def inputs_for(device: str, rows: int = 16) -> list[Tensor]:
 
 
 def from_python(run: Callable[[], object]) -> object:
-    """Return what a function does without C++."""
+    """Return what a function does without the node."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
+        patch.setattr(node, "module", lambda: None)
         return run()
 
 
@@ -419,7 +418,7 @@ def test_modes_see_the_backward(python_calls: list[Tensor], device: str) -> None
     y = fn.fused_layernorm_linear(*inputs_for(device))
     with Log():
         y.backward(torch.randn_like(y))
-    assert "fused_norm.seam_backward.default" in names
+    assert "fused_norm.norm_linear_backward.default" in names
     assert len(python_calls) == 1
 
 
@@ -470,7 +469,7 @@ def test_error_of_python_is_raised(
         raise ZeroDivisionError("of a test")
 
     y = fn.fused_layernorm_linear(*inputs_for("cpu"))
-    monkeypatch.setattr(compiled, "gradients", fail)
+    monkeypatch.setattr(node, "gradients", fail)
     with pytest.raises(ZeroDivisionError, match="of a test"):
         y.backward(torch._neg_view(torch.ones_like(y)))
 
@@ -531,11 +530,12 @@ def test_fork(library: Path) -> None:
     script = """
     import os, sys, torch, fused_norm as fn
     from pathlib import Path
-    from fused_norm.native import node
-    from fused_norm.ops import compiled
-    module = node.import_from(Path(sys.argv[1]))
-    compiled.tell(module)
-    compiled.module = lambda: module
+    from fused_norm.chain import library
+    from fused_norm.ops import node
+    library.load()
+    module = library.import_node(Path(sys.argv[1]))
+    node.tell(module)
+    node.module = lambda: module
     torch.set_num_threads(2)
     x, w = torch.randn(200, 256, requires_grad=True), torch.randn(128, 256, requires_grad=True)
     grad_output = torch.randn(200, 128)

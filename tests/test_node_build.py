@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from fused_norm.__main__ import main
-from fused_norm.native import cache, node
+from fused_norm.chain import library as chain
+from fused_norm.native import cache
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_NORM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("FUSED_NORM_AUTOGRAD", raising=False)
-    monkeypatch.setattr(node, "load", node.load.__wrapped__)
+    monkeypatch.setattr(chain, "load_node", chain.load_node.__wrapped__)
 
 
 def test_nothing_is_compiled_unasked() -> None:
-    assert node.load() is None
-    assert not node.is_built()
+    assert chain.load_node() is None
+    assert not chain.is_built(chain.NODE)
 
 
 def test_command_line_and_doctor(
@@ -28,24 +29,28 @@ def test_command_line_and_doctor(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(node, "_compile", lambda path: path.write_bytes(library.read_bytes()))
+    def copy(binary: chain.Binary, output: Path) -> None:
+        output.write_bytes((library if binary is chain.NODE else built).read_bytes())
+
+    built = chain.path()
+    monkeypatch.setattr(chain, "_compile", copy)
     monkeypatch.setenv("COLUMNS", "500")
     main(["doctor"])
     assert "fused_norm build --autograd" in capsys.readouterr().out
     assert main(["build", "--autograd"]) == 0
-    assert str(node.path()) in capsys.readouterr().out
-    assert node.load() is not None
+    assert str(chain.NODE.path) in capsys.readouterr().out
+    assert chain.load_node() is not None
     main(["doctor"])
     assert re.search(r"autograd +C\+\+", capsys.readouterr().out)
     monkeypatch.setenv("FUSED_NORM_AUTOGRAD", "python")
-    assert node.load() is None
+    assert chain.load_node() is None
 
 
 def test_damaged_file_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_compile", lambda path: path.write_bytes(b"something"))
-    path = node.build()
+    monkeypatch.setattr(chain, "_compile", lambda binary, path: path.write_bytes(b"something"))
+    path = chain.build(chain.NODE)
     path.write_bytes(b"another")
-    assert node.load() is None
+    assert chain.load_node() is None
 
 
 def test_without_a_compiler(
@@ -59,8 +64,8 @@ def test_without_a_compiler(
 def test_compiler_errors_are_shown(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "SOURCE", tmp_path / "autograd.cpp")
-    node.SOURCE.write_text("nonsense here")
+    monkeypatch.setattr(chain, "FOLDER", tmp_path)
+    (tmp_path / chain.NODE.source).write_text("nonsense here")
     with pytest.raises(cache.BuildError, match=r"(?s)failed on the autograd node.*nonsense"):
-        node.build()
+        chain.build(chain.NODE)
     assert not list(cache.cache_dir().glob(".build-*"))

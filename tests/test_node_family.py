@@ -14,8 +14,7 @@ from test_family import CASES, PLAIN
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.backends import products, seam_backward, seams
-from fused_norm.ops import compiled, seam
+from fused_norm.ops import node, norm_linear
 
 # The C++ node's name for the members with one Linear layer, and with two.
 NAMES = {"norm_linear": "NormLinearBackward", "norm_mlp": "NormMlpBackward"}
@@ -24,7 +23,7 @@ NAMES = {"norm_linear": "NormLinearBackward", "norm_mlp": "NormMlpBackward"}
 @pytest.fixture
 def python_forwards(watch: Callable[..., list[Any]]) -> list[Any]:
     """See the calls whose forward is Python's."""
-    return watch(seam, "call")
+    return watch(norm_linear, "call")
 
 
 def is_dense(case: dict[str, Any]) -> bool:
@@ -177,12 +176,6 @@ def test_what_is_saved(name: str, python_calls: list[Tensor]) -> None:
     assert len(statistics) == (1 if case["normalization"] == "rms_norm" else 2)
 
 
-@pytest.fixture
-def python_kernels(watch: Callable[..., list[Any]]) -> tuple[list[Any], list[Any]]:
-    """See what Python computes of the ops that compiled graphs run, forward and backward."""
-    return watch(seams, "forward"), watch(seam_backward, "backward")
-
-
 def _compiled_gradients(run: Callable[..., Any], tensors: dict[str, Any]) -> list[Tensor]:
     results = run(tensors)
     grads = [torch.sin(torch.arange(r.numel()).view(r.shape)).to(r.dtype) for r in results]
@@ -190,11 +183,7 @@ def _compiled_gradients(run: Callable[..., Any], tensors: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_compiled_graphs_without_python(
-    name: str,
-    python_calls: list[Tensor],
-    python_kernels: tuple[list[Any], list[Any]],
-) -> None:
+def test_compiled_graphs(name: str, python_calls: list[Tensor]) -> None:
     case, tensors = member(name)
     torch._dynamo.reset()
 
@@ -203,55 +192,38 @@ def test_compiled_graphs_without_python(
         return tuple(family.ours(case, tensors))
 
     mine = _compiled_gradients(run, tensors)
-    assert python_kernels == ([], [])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
-        others = _compiled_gradients(run, tensors)
-    assert list(map(len, python_kernels)) == [1, 1]
+    others = _compiled_gradients(lambda t: family.ours(case, t), tensors)
+    assert not python_calls
     assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
 
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("has_residual", [True, False], ids=["residual", "no residual"])
-def test_linear_add_of_compiled_graphs_without_python(
-    has_bias: bool, has_residual: bool, python_calls: list[Tensor], watch: Callable[..., list[Any]]
-) -> None:
-    by_python = watch(products, "linear_add"), watch(products, "gradients")
+def test_linear_add_of_compiled_graphs(has_bias: bool, has_residual: bool) -> None:
     x, weight, grad = torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(3, 2, 6).transpose(0, 1)
     bias = torch.randn(6) if has_bias else None
     residual = torch.randn(2, 3, 6) if has_residual else None
-    ops = torch.ops.fused_norm.linear_add.default, torch.ops.fused_norm.linear_add_backward.default
-
-    def run() -> list[Tensor]:
-        gradients = ops[1](grad, x, weight, [True, has_residual, has_bias])
-        return [ops[0](x, weight, bias, residual), *gradients]
-
-    mine = run()
-    assert by_python == ([], [])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
-        others = run()
-    assert list(map(len, by_python)) == [1, 1]
-    assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+    places = [0, *[1] * has_residual, *[2] * has_bias]
+    y = torch.ops.fused_norm.linear_add(x, weight, bias, residual)
+    found = torch.ops.fused_norm.linear_add_backward(grad, x, weight, places)
     expected = F.linear(x, weight, bias) + (0 if residual is None else residual)
-    torch.testing.assert_close(mine[0], expected)
-    torch.testing.assert_close(mine[1], grad @ weight)
+    torch.testing.assert_close(y, expected)
+    rows = grad.reshape(-1, 6)
+    every = [grad @ weight, rows.t() @ x.reshape(-1, 8), rows.sum(0)]
+    torch.testing.assert_close(found, [every[place] for place in places])
 
 
-def test_compiled_graph_called_under_autocast(
-    python_calls: list[Tensor], python_kernels: tuple[list[Any], list[Any]]
-) -> None:
+def test_compiled_graph_called_under_autocast() -> None:
     """A graph has its dtypes from when it was traced, and no op in it is to change them."""
     _, tensors = member("MLP", dtype=torch.float64)
     operands = [tensors[name] for name in ("x", "norm_weight")]
-    op = torch.ops.fused_norm.seam_forward.default
+    op = torch.ops.fused_norm.norm_linear_forward.default
     weights = [w.detach() for w in tensors["weight"]]
     absent = [None] * 8
     arguments = [operands[0].detach(), None, operands[1].detach(), *absent, weights, [None]]
     kind = ("rms_norm", "gelu", 1e-6, 0.0, True, False, False, False, False)
     with torch.autocast("cpu", torch.bfloat16):
         found = op(*arguments, *kind, True)
-    assert python_kernels == ([], [])
     assert found[0].dtype == found[-1].dtype == torch.float64
     expected = F.linear(F.rms_norm(operands[0], (24,), operands[1], 1e-6), weights[0])
     torch.testing.assert_close(found[-1], expected.detach())
@@ -286,7 +258,7 @@ def test_what_is_left_to_python(
     y = run()
     assert len(python_forwards) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
+        patch.setattr(node, "module", lambda: None)
         torch.testing.assert_close(y, run())
 
 
@@ -321,7 +293,7 @@ def test_trained_eps(
     names: list[str] = []
     mine = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
+        patch.setattr(node, "module", lambda: None)
         others = run()
     assert names == ["TrainableEpsLayerNormBackward", "EagerBackward"]
     assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))

@@ -11,7 +11,7 @@ from accuracy import assert_within_budget
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm.ops import compiled
+from fused_norm.ops import node
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 K, N = 24, 16
@@ -72,7 +72,7 @@ def test_is_pytorchs(
     if device == "cuda" and dtype is torch.float64:
         pytest.skip("float64 has no GPU kernel")
     if is_python:
-        monkeypatch.setattr(compiled, "module", lambda: None)
+        monkeypatch.setattr(node, "module", lambda: None)
     eps = pytorchs(dtype, device)
     x = (
         torch.randn(7, K, dtype=torch.float64)

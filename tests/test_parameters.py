@@ -91,7 +91,7 @@ def test_wrong_shapes_are_errors_after_a_right_call(device: str) -> None:
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the C++ node aside, which knows no parameters again."""
-    monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
+    monkeypatch.setattr("fused_norm.ops.node.module", lambda: None)
 
 
 @pytest.mark.usefixtures("by_python", "own_kernels")

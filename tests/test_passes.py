@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from kernel_harness import DEVICES, Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
-from fused_norm.backends import passes
 from fused_norm.call.record import Call
-from fused_norm.composition import Operands, Seam
+from fused_norm.chain import kernels
 from fused_norm.native import build
 
 DTYPES = [
@@ -552,8 +551,10 @@ def test_rounding_to_bfloat16() -> None:
     x = x[: len(x) // 64 * 64].view(-1, 64)
     z = torch.empty(x.shape, dtype=torch.bfloat16)
     mean, rstd = torch.zeros(len(x)), torch.ones(len(x))
-    tensors = Operands(x, *[None] * 5, mean, rstd, *[None] * 3, [], [])
-    passes.normalize(Seam("layer_norm", "", EPS, 0.0, False, False, False, False), tensors, x, z=z)
+    call = Call(M=len(x), K=64, eps=EPS, x=x.data_ptr(), z=z.data_ptr(), narrow=1, threads=1)
+    call.mean, call.rstd, call.has_statistics = mean.data_ptr(), rstd.data_ptr(), True
+    call.context = build.gomp_parallel()
+    kernels.cpu_extension("passes_cpu", torch.float32).normalize(ctypes.addressof(call))
     expected = x.to(torch.bfloat16)
     assert torch.equal(z.isnan(), expected.isnan())
     assert torch.equal(z[~z.isnan()], expected[~z.isnan()])

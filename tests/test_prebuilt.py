@@ -25,7 +25,8 @@ import pytest
 import torch
 
 from fused_norm.__main__ import main
-from fused_norm.native import build, levels, node, prebuilt, runtime
+from fused_norm.chain import library as chain
+from fused_norm.native import build, levels, prebuilt, runtime
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
@@ -100,9 +101,10 @@ def wheel_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prebuilt.file_name(extension.stem, "float32", level.name): build.build(extension)
         for extension in build.extensions("cpu", ["float32"])
     }
-    if node.is_built():
+    files[chain.file_name(chain.CHAIN, "")] = chain.path()
+    if chain.is_built(chain.NODE):
         version = ".".join(torch.__version__.split(".")[:2])
-        files[node.file_name(version)] = node.path()
+        files[chain.file_name(chain.NODE, version)] = chain.NODE.path
     return wheel.assemble(files, tmp_path_factory.mktemp("dist"), platform.machine())
 
 
@@ -144,7 +146,7 @@ def test_runs_without_a_compiler(
     assert not (tmp_path / "cache").exists()
     assert said["runtime"]
     assert all(Path(p).parent == site / "fused_norm/prebuilt/lib" for p in said["runtime"])
-    if node.is_built():
+    if chain.is_built(chain.NODE):
         assert Path(said["node"]).parent == site / "fused_norm/prebuilt"
     import_s, first_s = said["import_s"], said["cpu"]["float32"]["first_s"]
     with capsys.disabled():
@@ -361,14 +363,14 @@ class TestChoice:
         assert self.chosen(" ".join(v3.flags)) is None
 
     def test_node_is_that_of_this_pytorch(self) -> None:
-        self.has(node.file_name("2.1"), node.file_name("99.0"))
-        assert node.prebuilt_path() is None
+        self.has(chain.file_name(chain.NODE, "2.1"), chain.file_name(chain.NODE, "99.0"))
+        assert chain.prebuilt_path(chain.NODE) is None
         version = ".".join(torch.__version__.split(".")[:2])
-        self.has(node.file_name(version))
-        assert node.prebuilt_path() == self.folder / f"node-torch-{version}.so"
+        self.has(chain.file_name(chain.NODE, version))
+        assert chain.prebuilt_path(chain.NODE) == self.folder / f"node-torch-{version}.so"
         # An empty file is none that loads: Python's node serves.
-        self.patch.setattr(node, "is_built", lambda: False)
-        assert node.load.__wrapped__() is None
+        self.patch.setattr(chain, "is_built", lambda binary: False)
+        assert chain.load_node.__wrapped__() is None
 
 
 def test_every_imported_file_counts() -> None:
@@ -422,12 +424,13 @@ def test_metadata_that_change_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(node.compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(chain.compiler() is None, reason="there is no C++ compiler")
 def test_node_asks_for_the_stable_abi_alone() -> None:
     version = ".".join(torch.__version__.split(".")[:2])
     path = wheel_nodes.compile_kept(version)
     assert wheel_nodes.python_symbols(path)
     assert wheel_nodes.python_symbols(path) <= wheel_nodes.STABLE
+    assert not wheel_nodes.stable_symbols(chain.path())
 
 
 @pytest.mark.slow

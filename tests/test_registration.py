@@ -42,17 +42,23 @@ INPUT_SETS = {
 
 @pytest.mark.parametrize("inputs", INPUT_SETS)
 def test_opcheck(inputs: str, device: str) -> None:
-    arguments = (*INPUT_SETS[inputs](device), 1e-5)
+    x, gamma, beta, weight, bias = INPUT_SETS[inputs](device)
     ops = torch.ops.fused_norm
-    torch.library.opcheck(ops.layernorm_linear.default, arguments)
-    torch.library.opcheck(ops.layernorm_linear_forward.default, arguments)
-    y, mean, rstd = ops.layernorm_linear_forward(*arguments)
-    x, gamma, beta, weight, _, eps = arguments
-    for mask in ([True] * 5, [True, False, False, True, False]):
-        torch.library.opcheck(
-            ops.layernorm_linear_backward.default,
-            (torch.randn_like(y), x, gamma, beta, weight, mean, rstd, eps, mask),
-        )
+    kind = ("layer_norm", "", 1e-5, 0.0, False, False, False, False, False)
+
+    def tensors(bias: Tensor | None, *statistics: Tensor | None) -> tuple[Any, ...]:
+        norm = (None, gamma, beta, None, None, *statistics)
+        return (x, *norm, None, None, None, [weight], [bias], *kind)
+
+    for keeps in (False, True):
+        arguments = (*tensors(bias, None, None), keeps)
+        torch.library.opcheck(ops.norm_linear_forward.default, arguments)
+    y, mean, rstd = ops.norm_linear_forward(*arguments)
+    there = [place for place, t in enumerate((x, None, gamma, beta)) if t is not None]
+    # Gradients of empty tensors are PyTorch's, by a transform that the check cannot see.
+    for wanted in ([*there, 11, 12], [0, 11]) if x.numel() else ():
+        given = (*tensors(None, mean, rstd), [], [torch.randn_like(y)], wanted)
+        torch.library.opcheck(ops.norm_linear_backward.default, given)
 
 
 def test_gradcheck() -> None:
@@ -88,7 +94,7 @@ def test_export(device: str) -> None:
     x = torch.randn(6, 24, device=device)
     rows = torch.export.Dim("rows", min=2, max=4096)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: rows},))
-    assert "fused_norm.layernorm_linear" in program.graph_module.code
+    assert "fused_norm.norm_linear_forward" in program.graph_module.code
     y = torch.randn(19, 24, device=device)
     torch.testing.assert_close(program.module()(y), layer(y))
 

@@ -96,8 +96,9 @@ def test_a_flipped_relu_is_all_that_is_off(kernel: Callable[[Leaves], Tensor], d
         ratio = float((errors["kernel"] / errors["PyTorch"]).max())
         worst[has_flipped] = max(worst[has_flipped], ratio)
     assert flips["PyTorch"] > 0
-    # What the unaware take for a defect, and the same where nothing flips.
-    assert worst[False] < 2 < worst[True]
+    # What the unaware take for a defect, where a relu flips that matters; not every CPU has one.
+    assert worst[False] < 2
+    assert worst[True] > 2 or flips["kernel"] <= flips["PyTorch"]
     # Counts of chance deviate by their root.
     assert flips["kernel"] <= flips["PyTorch"] + 3 * flips["PyTorch"] ** 0.5
     assert (squares["kernel"].sqrt() <= 2 * squares["PyTorch"].sqrt()).all()

@@ -8,7 +8,7 @@ import torch
 from kernel_harness import ROOT
 
 import fused_norm  # noqa: F401  registers the ops
-from fused_norm.call import rows as record
+from fused_norm.chain import row_record as record
 
 OPS = (ROOT / "op/rows/op.mojo").read_text()
 NAMES = re.findall(r'^    Entry\[\s*"(\w+)"', OPS, re.MULTILINE)

@@ -22,7 +22,7 @@ from kernel_harness import (
 )
 from torch import Tensor
 
-from fused_norm.call import rows as record
+from fused_norm.chain import row_record as record
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 # widths around the limits of each way through a kernel; multiples of no vector

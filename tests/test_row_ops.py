@@ -14,7 +14,7 @@ from row_ops import OPS, SCALE, Op
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.ops import compiled, validation
+from fused_norm.ops import node, validation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [
@@ -330,7 +330,7 @@ def test_without_a_kernel(op: Op, dtype: torch.dtype, monkeypatch: pytest.Monkey
     expected = op.call(*inputs)
     monkeypatch.setattr(validation, "serves", lambda x, dtype: False)
     # The compiled node keeps the kernel of the call before.
-    monkeypatch.setattr(compiled, "module", lambda: None)
+    monkeypatch.setattr(node, "module", lambda: None)
     validation._say_once.cache_clear()
     with pytest.warns(UserWarning, match=rf"no kernels for {dtype} on cpu") as said:
         results = [op.call(*inputs) for _ in range(2)]

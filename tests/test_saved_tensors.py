@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 
 import fused_norm as fn
-from fused_norm.ops import compiled
+from fused_norm.ops import node
 
 MEMBERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -60,7 +60,7 @@ def test_the_same_in_both_languages(name: str, python_calls: list[Tensor]) -> No
         case["statistics"] = False
     mine = saved(lambda: family.ours(case, tensors))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
+        patch.setattr(node, "module", lambda: None)
         others = saved(lambda: family.ours(case, tensors))
     assert [m[:-1] for m in mine] == [o[:-1] for o in others]
     assert all(torch.equal(m[-1], o[-1]) for m, o in zip(mine, others, strict=True))
@@ -71,7 +71,7 @@ def test_layernorm_linear(python_calls: list[Tensor]) -> None:
     inputs = make_inputs((3, 4), 24, 16, requires_grad=True)
     mine = saved(lambda: fn.fused_layernorm_linear(*inputs))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "module", lambda: None)
+        patch.setattr(node, "module", lambda: None)
         others = saved(lambda: fn.fused_layernorm_linear(*inputs))
     assert [m[:-1] for m in mine] == [o[:-1] for o in others]
     assert all(torch.equal(m[-1], o[-1]) for m, o in zip(mine, others, strict=True))
@@ -98,7 +98,10 @@ class Block(nn.Module):
 
 def _selective() -> Any:
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        saves = op in (torch.ops.aten.addmm.default, torch.ops.fused_norm.seam_forward.default)
+        saves = op in (
+            torch.ops.aten.addmm.default,
+            torch.ops.fused_norm.norm_linear_forward.default,
+        )
         kinds = checkpoints.CheckpointPolicy
         return kinds.MUST_SAVE if saves else kinds.PREFER_RECOMPUTE
 
@@ -153,16 +156,16 @@ def test_checkpoint_in_a_fresh_process(how: str, chain: str, device: str, librar
 @pytest.mark.parametrize("how", HOWS)
 def test_either_language_computes_again(how: str, python_calls: list[Tensor]) -> None:
     """One computes the forward, and the other computes it again."""
-    node = compiled.module()
+    found = node.module()
     x = torch.randn(3, 7, 32, requires_grad=True)
-    for order in ((node, None), (None, node)):
+    for order in ((found, None), (None, found)):
         block = Block("RMSNorm")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compiled, "module", lambda order=order: order[0])
+            patch.setattr(node, "module", lambda order=order: order[0])
             options = {k: v for k, v in HOWS[how].items() if k != "early_stop"}
             with checkpoints.set_checkpoint_early_stop(HOWS[how].get("early_stop", True)):
                 y = checkpoints.checkpoint(block, x, use_reentrant=False, **options)
-            patch.setattr(compiled, "module", lambda order=order: order[1])
+            patch.setattr(node, "module", lambda order=order: order[1])
             leaves = [x, *block.parameters()]
             mine = torch.autograd.grad(y.square().sum(), leaves)
         others = torch.autograd.grad(block(x).square().sum(), leaves)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_copies, as_float64, assert_within_budget
+from conftest import tell_again
+from stand_in import standing_in
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fused_norm as fn
-from fused_norm.backends import linear, seams, several, sm90
-from fused_norm.call import parameters as known_parameters
 from fused_norm.call import record
+from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import Operands, Seam
-from fused_norm.ops import compiled
-from fused_norm.ops import seam as ops_seam
+from fused_norm.ops import folding, node
 
 ROOT = Path(__file__).parent.parent
 ON_HOPPER = pytest.mark.skipif(
@@ -154,17 +154,11 @@ class StandIn:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Put the stand-in in the place of Hopper's kernels, and Python in that of the C++ node."""
+def kernels(tmp_path: Path) -> Iterator[StandIn]:
+    """Put the stand-in in the place of Hopper's kernels."""
     stand_in = StandIn()
-    monkeypatch.setattr(several, "_serves", lambda x, w: len(w) in (2, 3))
-    monkeypatch.setattr(linear, "may_add", lambda *_: True)
-    for module in (linear, several):
-        monkeypatch.setattr(module, "extension", lambda *_: None)
-        monkeypatch.setattr(module, "launcher", lambda *_: (stand_in, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return stand_in
+    with standing_in(tmp_path, lambda name, place: getattr(stand_in, name)(place)):
+        yield stand_in
 
 
 def make(
@@ -240,8 +234,8 @@ def check(inputs: list[Tensor | None], *, used: set[int] | None = None, **option
 @pytest.fixture
 def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave calls to Python and to kernels, however small they are."""
-    monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
-    monkeypatch.setattr(ops_seam, "is_host_bound", lambda _: False)
+    monkeypatch.setattr(node, "forward", lambda *_, **__: None)
+    monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda _: False)
 
 
 @pytest.mark.usefixtures("_in_python")
@@ -294,32 +288,6 @@ def test_what_is_declined_pytorch_multiplies(kernels: StandIn) -> None:
     assert kernels.done == ["weight_gradient"] * 4
 
 
-def test_parameters_know_each_of_several() -> None:
-    tensors = make((4, 32, [16, 8, 24]), "b-b", dtype=torch.bfloat16)
-    gamma, beta, *linears = (None if t is None else t.detach() for t in tensors[2:])
-    pairs = [v for pair in zip(linears[:3], linears[3:], strict=True) for v in pair]
-    known = known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:])
-    assert known.layout.sizes == (16, 8, 24)
-    assert known.layout.N == known.products == 48
-    outputs = [torch.empty(4, n) for n in known.layout.sizes]
-    for part, weight, bias, y in zip(
-        known.parts(outputs), linears[:3], linears[3:], outputs, strict=True
-    ):
-        address = 0 if bias is None else bias.data_ptr()
-        assert (part.N, part.weight, part.bias) == (len(weight), weight.data_ptr(), address)
-        assert part.y == y.data_ptr()
-    call = known.call(tensors[0], 0.0)
-    assert call.part_count == 3
-    assert record.Part.from_address(call.parts).weight == linears[0].data_ptr()
-    again = known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:])
-    assert again.layout is known.layout
-    # The first of them alone is something else, in a backward, too.
-    assert known_parameters.of(gamma, beta, linears[0], None).layout.N == 16
-    other = known_parameters.of(gamma, beta, *pairs[:2], (0, 0.0, 0), *pairs[2:4])
-    assert other.layout.sizes == (16, 8)
-    assert not known_parameters.of(gamma, beta, *pairs[:2]).layout.sizes
-
-
 SHAPE = (8400, 1024, [1000, 264, 136])
 # Where the pass over rows runs in the kernel that adds up their gradients.
 PASSED = (10400, 2048, [1800, 264, 136])
@@ -350,7 +318,7 @@ def test_values_and_gradients(norm: str, biases: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_rows_passed_on(norm: str, in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if in_python:
-        monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
+        monkeypatch.setattr(node, "forward", lambda *_, **__: None)
     inputs = make(PASSED, "b-b", dtype=torch.bfloat16, device="cuda")
     check(inputs, norm=norm)
     total = sum(y.sum() for y in ours(inputs, norm=norm))
@@ -364,7 +332,7 @@ def test_rows_passed_on(norm: str, in_python: bool, monkeypatch: pytest.MonkeyPa
 def test_one_launch_for_all(in_python: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and dx, with a residual before the norm, too, and for a gate's pair behind one."""
     if in_python:
-        monkeypatch.setattr(compiled, "forward", lambda *_, **__: None)
+        monkeypatch.setattr(node, "forward", lambda *_, **__: None)
     three = make(SHAPE, "b-b", dtype=torch.bfloat16, device="cuda", residual=True)
     # Whose h no kernel with a gate in its epilogue stores.
     pair = make((8400, 1024, [712, 712]), "bb", dtype=torch.bfloat16, device="cuda", residual=True)
@@ -390,18 +358,20 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
     t = Operands(x, residual, gamma, beta, weights=linears[:3], biases=linears[3:])
     kind = Seam(normalization=norm, activation="", eps=1e-5, weight_offset=0.0)
     ran: list[int] = []
-    monkeypatch.setattr(sm90, "asked_way", lambda keeps: way if keeps else record.NEW_FOLD)
-    make_fold = sm90.make_fold
+    monkeypatch.setattr(chain_kernels, "gpu_way", lambda keeps: way if keeps else record.NEW_FOLD)
+    make_fold = folding._fold
 
     def counted(*arguments: Any) -> Any:
         ran.append(1)
         return make_fold(*arguments)
 
-    monkeypatch.setattr(sm90, "make_fold", counted)
+    monkeypatch.setattr(folding, "_fold", counted)
+    tell_again()
     first = None
 
     def run() -> Any:
-        return seams.forward(kind, t, keeps=way == record.NEW_FOLD).outputs
+        keeps = way == record.NEW_FOLD
+        return torch.ops.fused_norm.norm_linear_forward(*t, *kind, keeps)[:3]
 
     for _ in range(3):
         with fn.frozen_parameters():
@@ -415,6 +385,8 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
         assert first is None or all(map(torch.equal, outputs, first))
         first = outputs
     assert len(ran) == 3 * (way == record.KEPT_FOLD)
+    monkeypatch.undo()
+    tell_again()
 
 
 @ON_HOPPER

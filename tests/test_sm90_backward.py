@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from kernel_harness import Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
-from fused_norm import backends
-from fused_norm.call import parameters
+from fused_norm.composition import Operands, Seam
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
@@ -160,8 +159,11 @@ def run(
     inputs: Inputs, dy: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]
 ) -> list[Tensor | None]:
     x, gamma, beta, w, _ = inputs
-    known = parameters.of(gamma, beta, w, None)
-    return backends.backward(dy, x, known, mean, rstd, EPS, wanted, None)
+    t = Operands(x, gamma=gamma, beta=beta, mean=mean, rstd=rstd, weights=[w], biases=[None])
+    places = [place for place, w in zip((0, 2, 3, 11, 12), wanted, strict=True) if w]
+    op = torch.ops.fused_norm.norm_linear_backward
+    found = dict(zip(places, op(*t, *Seam(eps=EPS), [], [dy], places), strict=True))
+    return [found.get(place) for place in (0, 2, 3, 11, 12)]
 
 
 def backward(inputs: Inputs, dy: Tensor, mask: list[bool]) -> list[Tensor | None]:

@@ -9,15 +9,13 @@ import subprocess
 from functools import cache
 from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-from accuracy import make_inputs
 
-import fused_norm as fn
-from fused_norm.backends import sm90
-from fused_norm.call import parameters, record
+from fused_norm.call import record
+from fused_norm.chain import kernels
 
 ROOT = Path(__file__).parent.parent
 MEASURED = json.loads((ROOT / "benchmarks" / "h200-dispatch.json").read_text())["forward"]
@@ -107,91 +105,6 @@ def test_plan_follows_the_table() -> None:
     assert of_idle == [record.DECLINED] * 8
 
 
-class StandIn:
-    """Kernels that plan what they are told, and note what they are asked to do."""
-
-    def __init__(self) -> None:
-        self.kept, self.otherwise = record.DECLINED, record.DECLINED
-        self.done: list[str] = []
-        self.residuals: list[int] = []
-
-    def plan_forward(self, place: int) -> None:
-        call = record.Call.from_address(place)
-        self.residuals.append(call.residual)
-        call.way = self.kept if call.may_keep else self.otherwise
-
-    def forward(self, place: int) -> None:
-        names = {record.FUSED: "fused", record.KEPT_FOLD: "kept", record.NEW_FOLD: "new"}
-        self.done.append(names[record.Call.from_address(place).way])
-
-    def fold(self, place: int) -> None:
-        self.done.append("fold")
-
-
-def test_forward_goes_the_planned_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a fold is kept, Python says, and is held to here with a stand-in for the kernels."""
-    x, gamma, beta, weight, bias = make_inputs(8, 64, 32, dtype=torch.bfloat16)
-    known = parameters.of(gamma, beta, weight, bias)
-    kernels = StandIn()
-    captured = [False]
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
-    monkeypatch.setattr(sm90, "launcher_of", lambda *_: (kernels, 0))
-    monkeypatch.setattr(sm90, "prepare_products", lambda *_: None)
-    stream = SimpleNamespace(synchronize=lambda: None, cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-
-    def forward(kept: int, otherwise: int, *, statistics: bool = False) -> list[str]:
-        """Run with what is planned where a fold may be kept, and where none may."""
-        kernels.done.clear()
-        known.layout.plans.clear()
-        kernels.kept, kernels.otherwise = kept, otherwise
-        result = sm90.forward(x, known, 1e-5, statistics)
-        return list(kernels.done) if result else ["declined"]
-
-    assert forward(record.FUSED, record.FUSED) == ["fused"]
-    assert forward(record.DECLINED, record.DECLINED) == ["declined"]
-    assert forward(record.NEW_FOLD, record.NEW_FOLD) == ["new"]
-    # Only of frozen parameters: then it is made once.
-    assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
-    with fn.frozen_parameters():
-        assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
-        assert forward(record.KEPT_FOLD, record.FUSED) == ["fold", "kept"]
-        assert forward(record.KEPT_FOLD, record.FUSED) == ["kept"]
-        assert forward(record.KEPT_FOLD, record.FUSED, statistics=True) == ["fused"]
-        captured[0] = True
-        assert forward(record.KEPT_FOLD, record.DECLINED) == ["kept"]
-    assert forward(record.KEPT_FOLD, record.DECLINED) == ["declined"]
-    with fn.frozen_parameters():
-        for _ in range(3):
-            assert forward(record.KEPT_FOLD, record.DECLINED) == ["declined"]
-        captured[0] = False
-        assert forward(record.KEPT_FOLD, record.FUSED) == ["fold", "kept"]
-        monkeypatch.setattr(known.layout, "dtype", torch.float16)
-        assert forward(record.KEPT_FOLD, record.FUSED) == ["fused"]
-    monkeypatch.setattr(known.layout, "dtype", torch.float32)
-    for allowed in (True, False, True):
-        monkeypatch.setattr(sm90, "may_use_tf32", lambda answer=allowed: answer)
-        assert forward(record.KEPT_FOLD, record.FUSED) == ["fused" if allowed else "declined"]
-
-
-def test_plan_is_told_how_a_residual_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: an address of 1 stood for any, and no product behind the sum was aligned."""
-    x, *tensors = make_inputs(8, 64, 32, dtype=torch.bfloat16)
-    known = parameters.of(*tensors)
-    kernels = StandIn()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(sm90, "launcher_of", lambda *_: (kernels, 0))
-    monkeypatch.setattr(sm90, "prepare_products", lambda *_: None)
-    shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view_as(x)
-    for residual in (None, torch.zeros_like(x), shifted, None):
-        assert sm90.product(sm90.Rows(x, residual, None, None), known, 1e-5, True, False) is None
-    none, aligned, at_two = kernels.residuals
-    assert none == 0 < aligned
-    assert (aligned % sm90.ALIGNMENT, at_two % sm90.ALIGNMENT) == (0, 2)
-
-
 @pytest.mark.filterwarnings("ignore:Please use the new API")
 def test_both_settings_for_tf32_are_read() -> None:
     setting = torch.backends.cuda.matmul
@@ -199,13 +112,13 @@ def test_both_settings_for_tf32_are_read() -> None:
     try:
         for precision, allowed in (("high", True), ("highest", False), ("medium", True)):
             torch.set_float32_matmul_precision(precision)
-            assert sm90.may_use_tf32() == allowed
+            assert kernels.may_use_tf32() == allowed
         for allowed in (False, True):
             setting.allow_tf32 = allowed
-            assert sm90.may_use_tf32() == allowed
+            assert kernels.may_use_tf32() == allowed
         for precision, allowed in (("ieee", False), ("tf32", True)):
             setting.fp32_precision = precision
-            assert sm90.may_use_tf32() == allowed
+            assert kernels.may_use_tf32() == allowed
     finally:
         torch.set_float32_matmul_precision("highest")
         setting.fp32_precision = before
@@ -223,7 +136,7 @@ OF_PASS = {"x", "residual", "sum", "gamma", "beta"}
 @needs_mojo
 def test_no_kernel_is_given_a_tensor_that_lies_elsewhere() -> None:
     """Regression: nobody asked where a gate's second weight lies. Every tensor of the record is."""
-    declared = re.findall(r"void ([^;]+);", (ROOT / "fused_norm/native/call.h").read_text())
+    declared = re.findall(r"void ([^;]+);", (ROOT / "fused_norm/chain/call.h").read_text())
     pointers = set(re.findall(r"\*(\w+)", " ".join(declared))) - {"WANTED", "context"}
     fields = [*record.CALL_FIELDS, *record.PARAMETER_FIELDS]
     names = [name for name in fields if name in pointers - OF_KERNELS]

@@ -14,8 +14,8 @@ from accuracy import make_inputs
 from test_cpu_kernels import Kernels, check
 
 import fused_norm as fn
-from fused_norm.backends import cpu
 from fused_norm.call.record import DECLINED, Call
+from fused_norm.chain import kernels
 from fused_norm.composition import ACTIVATIONS
 from fused_norm.native import build, cpu_features
 
@@ -76,13 +76,13 @@ def test_every_edge_of_a_tile(rows: int) -> None:
 @pytest.mark.parametrize("rows", [40, 600])
 def test_nan_stays_in_its_row_and_column(rows: int) -> None:
     """Tiles of the weight reach into its next row where features end within a step."""
-    kernels = Kernels(BF16)
+    ours = Kernels(BF16)
     inputs = make_inputs(rows, 70, 50, dtype=BF16)
-    clean, _, _ = kernels.forward(inputs)
+    clean, _, _ = ours.forward(inputs)
     inputs[0][7, 3] = float("nan")
     inputs[3][9, 69] = float("inf")
     inputs[3][11, 0] = float("nan")
-    y, _, _ = kernels.forward(inputs, may_be_nan=True)
+    y, _, _ = ours.forward(inputs, may_be_nan=True)
     is_bad = torch.zeros(rows, 50, dtype=torch.bool)
     is_bad[7], is_bad[:, 9], is_bad[:, 11] = True, True, True
     assert torch.equal(y[~is_bad], clean[~is_bad])
@@ -92,13 +92,13 @@ def test_nan_stays_in_its_row_and_column(rows: int) -> None:
 @needs_tiles
 def test_few_and_many_rows_give_the_same_bits() -> None:
     """Either operand may be the weight."""
-    kernels = Kernels(BF16)
+    ours = Kernels(BF16)
     inputs = make_inputs(1400, 1030, 333, dtype=BF16)
-    y, _, _ = kernels.forward(inputs)
-    some, _, _ = kernels.forward([inputs[0][900:917], *inputs[1:]])
+    y, _, _ = ours.forward(inputs)
+    some, _, _ = ours.forward([inputs[0][900:917], *inputs[1:]])
     assert torch.equal(some, y[900:917])
     # So many that a block of their columns meets one after another of the weight's.
-    some, _, _ = kernels.forward([inputs[0][600:1100], *inputs[1:]])
+    some, _, _ = ours.forward([inputs[0][600:1100], *inputs[1:]])
     assert torch.equal(some, y[600:1100])
 
 
@@ -132,13 +132,13 @@ def test_the_faster_way_of_what_was_measured_is_chosen(
         "swiglu": [number for number in numbers if number >= GATED],
     }
     assert {each["activation"] for each in calls} == set(alike)
-    kernels = cpu.extension("norm_linear_cpu", getattr(torch, dtype))
+    extension = kernels.cpu_extension("norm_linear_cpu", getattr(torch, dtype))
     for each in calls:
         for direction, us in each["us"].items():
             declined = us.get("around", us["eager"])
             for activation in alike[each["activation"]]:
                 call = Call(M=each["M"], K=each["K"], N=each["N"], threads=1)
                 call.activation, call.rstd = activation, direction == "training"
-                kernels.plan_forward(ctypes.addressof(call))
+                extension.plan_forward(ctypes.addressof(call))
                 is_ours = us["fused"] <= clearly * declined
                 assert (call.way == DECLINED) != is_ours, (each, direction)

@@ -9,10 +9,12 @@ import family
 import pytest
 import torch
 from accuracy import as_copies, assert_within_budget
+from conftest import tell_again
 from torch import Tensor
 
 import fused_norm as fn
 from fused_norm.call import record
+from fused_norm.chain import kernels
 
 PLAIN = dict(zip(family.GRID, (values[0] for values in family.GRID.values()), strict=True))
 CASES: dict[str, dict[str, Any]] = {
@@ -41,16 +43,20 @@ def shifted(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["as it comes", "folded", "normalized first"])
-def way(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which way Hopper's kernels are asked to go; C++ asks for none."""
+def way(
+    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Which way Hopper's kernels are asked to go."""
     ways = {"folded": record.NEW_FOLD, "normalized first": record.FUSED}
     if request.param in ways:
         if device == "cpu":
             pytest.skip("a CPU has one way")
         asked = ways[request.param]
-        monkeypatch.setattr("fused_norm.backends.sm90.asked_way", lambda may_keep: asked)
-        monkeypatch.setattr("fused_norm.ops.compiled.module", lambda: None)
-    return str(request.param)
+        monkeypatch.setattr(kernels, "gpu_way", lambda may_keep: asked)
+        tell_again()
+    yield str(request.param)
+    monkeypatch.undo()
+    tell_again()
 
 
 def with_shift(tensors: dict[str, Any]) -> Iterator[tuple[str, Callable[[list[Any]], list[Any]]]]:

@@ -12,7 +12,7 @@ from accuracy import as_copies
 from test_family import PLAIN
 from torch import Tensor
 
-from fused_norm.ops import compiled
+from fused_norm.ops import node
 
 MEMBERS: dict[str, dict[str, Any]] = {
     "q, k, v": {"weights": 3},
@@ -44,7 +44,7 @@ def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "node":
         request.getfixturevalue("python_calls")
     else:
-        monkeypatch.setattr(compiled, "module", lambda: None)
+        monkeypatch.setattr(node, "module", lambda: None)
     return str(request.param)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accuracy import as_copies, eager, make_inputs
 
+from fused_norm.chain import library
 from fused_norm.native import build
 
 ROOT = Path(__file__).parents[1]
@@ -81,9 +82,11 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
     if not compiles:
         # The same sources, the same build: it finds what a checkout has built.
         cache.mkdir()
-        built = build.build(build.Extension("norm_linear_cpu", "float32"))
-        for suffix in (".so", ".sha256"):
-            shutil.copyfile(built.with_suffix(suffix), (cache / built.name).with_suffix(suffix))
+        chain = library.path()
+        assert chain is not None
+        for built in (build.build(build.Extension("norm_linear_cpu", "float32")), chain):
+            for suffix in (".so", ".sha256"):
+                shutil.copyfile(built.with_suffix(suffix), (cache / built.name).with_suffix(suffix))
     environment = os.environ | {
         "PYTHONPATH": str(site),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fused_norm.chain import library as chain
+
 # Every dtype and kind of op, forward, backward and compiled, where no compiler can be imported.
 NONE_AT_ALL = """
 import sys, warnings
 sys.modules.update(dict.fromkeys(("max", "mojo", "modular")))
 import torch
 import fused_norm as fn
-from fused_norm.native import node
-assert node.load() is not None
+from fused_norm.chain import library
+
+assert library.load_node() is not None
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -46,8 +49,9 @@ def test_nothing_is_said_to_be_built_where_nothing_can_be(library: Path, tmp_pat
     """Regression: each call said that it was building kernels, which no compiler was there for."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
-    for suffix in (".so", ".sha256"):
-        shutil.copyfile(library.with_suffix(suffix), folder / f"{library.stem}{suffix}")
+    for built in (library, chain.CHAIN.path):
+        for suffix in (".so", ".sha256"):
+            shutil.copyfile(built.with_suffix(suffix), folder / f"{built.stem}{suffix}")
     result = subprocess.run(
         [sys.executable, "-c", NONE_AT_ALL],
         env=os.environ | {"FUSED_NORM_CACHE_DIR": str(folder), "FUSED_NORM_PREBUILT": "0"},

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 import fused_norm
 from fused_norm.bench.case import dtype_name
 from fused_norm.bench.results import Ceiling, Environment
-from fused_norm.native import build, node
+from fused_norm.chain import library
+from fused_norm.native import build
 
 # Where the system does not say.
 TYPICAL_CPU_CACHE = 32 * 2**20
@@ -55,7 +56,7 @@ def describe(device: torch.device, commit: str | None = None) -> Environment:
         cuda=f"ROCm {torch.version.hip}" if torch.version.hip else torch.version.cuda or "",
         max=version("max"),
         mojo=version("mojo-compiler"),
-        fused_norm=version("fused-norm") + (", its C++ node" if node.load() else ""),
+        fused_norm=version("fused-norm") + (", its C++ node" if library.load_node() else ""),
         commit=_commit() if commit is None else commit,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         command=" ".join(["python -m fused_norm", *map(_without_folder, sys.argv[1:])]),

@@ -34,13 +34,13 @@ class Prepared:
         tensors: What was made.
         stream: The raw stream on which their memory was allocated.
         is_captured: Whether a CUDA graph reads them.
-        addresses: For whoever made them.
+        activation: The number of that in the epilogue that they are for.
     """
 
     tensors: tuple[Tensor, ...]
     stream: int = 0
     is_captured: bool = False
-    addresses: tuple[int, ...] = ()
+    activation: int = 0
 
     def read_on(self, stream: int, in_graph: bool) -> None:
         """Have the memory outlast what reads it.

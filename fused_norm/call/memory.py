@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fused_norm.call.parameters import Parameters
-
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's first element, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,11 +28,6 @@ def own_eps(dtype: torch.dtype) -> float:
     It is that of the dtype of sums, on CPUs and GPUs alike, in every version that is supported.
     """
     return torch.finfo(statistics_dtype(dtype)).eps
-
-
-def address(tensor: Tensor | None) -> int:
-    """Return the address of a tensor's first element, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -47,11 +45,14 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
-def aligned(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return dense tensors, on a GPU copies of those that loads of 16 bytes cannot read."""
-    return tuple(
-        t.clone() if t is not None and t.is_cuda and t.data_ptr() % 16 else t for t in tensors
-    )
+def in_memory(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return tensors whose values are those in their memory, wherever they lie there.
+
+    PyTorch's dispatcher sees to that, but not in lists that may have None among them.
+    """
+    if any(t is not None and (t.is_neg() or t._is_zerotensor()) for t in tensors):
+        return [t if t is None else _in_memory(t) for t in tensors]
+    return tensors
 
 
 def laid_as_sum(tensor: Tensor, *summands: Tensor | None) -> Tensor:
@@ -76,39 +77,3 @@ def lies_transposed(weight: Tensor) -> bool:
     Its gradient does, too: autograd would copy it.
     """
     return not weight.is_contiguous() and weight.t().is_contiguous()
-
-
-def workspace(size: int, device: torch.device) -> Tensor:
-    """Return scratch memory of a number of bytes."""
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def empty_statistics(x: Tensor, has_mean: bool = True) -> tuple[Tensor | None, Tensor]:
-    """Return memory for the mean and rstd of each row; None for the mean of a norm without."""
-    rstd = _empty(x, x.shape[:-1], dtype=statistics_dtype(x.dtype))
-    return torch.empty_like(rstd) if has_mean else None, rstd
-
-
-def _empty(like: Tensor, shape: torch.Size, **options: Any) -> Tensor:
-    # Sizes one by one: PyTorch takes half as long again to return a tuple of them.
-    return like.new_empty(*shape, **options) if shape else like.new_empty(shape, **options)
-
-
-def empty_gradients(x: Tensor, parameters: Parameters, wanted: list[bool]) -> list[Tensor | None]:
-    """Return memory for the five gradients, None for each that is not wanted.
-
-    Args:
-        x: Input of shape `[..., K]`.
-        parameters: The call's.
-        wanted: Whether the gradients of x, gamma, beta, the weight and the bias are wanted.
-    """
-    K, N = parameters.layout.K, parameters.layout.N
-    norm, linear = parameters.layout.norm_dtype or x.dtype, parameters.layout.dtype
-    dx, dgamma, dbeta, dweight, dbias = wanted
-    return [
-        _empty(x, x.shape) if dx else None,
-        x.new_empty(K, dtype=norm) if dgamma else None,
-        x.new_empty(K, dtype=norm) if dbeta else None,
-        x.new_empty(N, K, dtype=linear) if dweight else None,
-        x.new_empty(N, dtype=linear) if dbias else None,
-    ]

@@ -18,16 +18,6 @@ PARAMETER_FIELDS = (
     *("fold_weight", "fold_sums", "fold_constants"),
 )
 
-# Where each field stands among the record's numbers.
-X, Y, MEAN, RSTD, Z, RESIDUAL, SUM, H, PARTS, WORKSPACE = map(
-    (*CALL_FIELDS, *PARAMETER_FIELDS).index,
-    ("x", "y", "mean", "rstd", "z", "residual", "sum", "h", "parts", "workspace"),
-)
-FOLD_WEIGHT, FOLD_SUMS, FOLD_CONSTANTS = range(
-    len(CALL_FIELDS) + PARAMETER_FIELDS.index("fold_weight"),
-    len(CALL_FIELDS) + len(PARAMETER_FIELDS),
-)
-
 # Stands for the address of a result, before there is one.
 WANTED = 1
 
@@ -61,35 +51,3 @@ class Part(ctypes.Structure):
     """One of several Linear layers on the same rows: `Part` in op/call.mojo and native/call.h."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("N", "weight", "bias", "y", "dy"))
-
-
-class Planned:
-    """The plan of a forward, and records that are filled but for x and the results.
-
-    A call takes a record away while it needs it, so that no other thread writes on it. Through a
-    view of its numbers, a field is set in half of ctypes' time.
-
-    Attributes:
-        way: How it runs.
-        workspace_bytes: Size of its scratch memory.
-    """
-
-    __slots__ = ("_call", "_records", "way", "workspace_bytes")
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._records: list[tuple[memoryview, int]] = []
-        self.way: int = call.way
-        self.workspace_bytes: int = call.workspace_bytes
-
-    def take(self) -> tuple[memoryview, int]:
-        """Return a record as a view of its numbers, and its address."""
-        try:
-            return self._records.pop()
-        except IndexError:
-            call = Call.from_buffer_copy(self._call)
-            return memoryview(call).cast("B").cast("q"), ctypes.addressof(call)
-
-    def give_back(self, record: tuple[memoryview, int]) -> None:
-        """Keep a record for the next call."""
-        self._records.append(record)

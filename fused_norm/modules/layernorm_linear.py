@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fused_norm.call.memory import statistics_dtype
 from fused_norm.functional import fused_layernorm_linear
 from fused_norm.modules import parts
-from fused_norm.ops import norm_linear
 from fused_norm.ops.family import family_call, is_traced
 
 
@@ -190,11 +189,9 @@ class LayerNormLinear(parts.NormModule):
         After a gate, half as many features. With `return_layernorm_output`, a tuple of that and
         the normalized rows.
         """
-        if self._is_plain:
+        if self._is_plain and (not self.fuse_wgrad_accumulation or is_traced(x, None, None)):
             tensors = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
-            if not self.fuse_wgrad_accumulation or is_traced(x, None, None):
-                return fused_layernorm_linear(x, *tensors, cast(float, self.eps))
-            return norm_linear.call(x, tensors, self.eps, self._owner(self.weight))
+            return fused_layernorm_linear(x, *tensors, cast(float, self.eps))
         weights, biases = self._linear_parameters()
         owners = [self._owner(weight) for weight in weights]
         results = family_call(

@@ -195,6 +195,11 @@ def norm_linear_input_gradient(call: CallPointer) abi("C") -> Int:
 
 
 @export
+def norm_linear_fold(call: CallPointer) abi("C") -> Int:
+    return from_c[_fold](call)
+
+
+@export
 def norm_linear_plan_products(call: CallPointer) abi("C") -> Int:
     return from_c[_plan_products](call)
 

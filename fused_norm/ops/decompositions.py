@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, reference
-from fused_norm.composition import Operands, Seam
-from fused_norm.ops.seam import unpacked
+from fused_norm.ops.norm_linear import unpacked
 from fused_norm.ops.statistics import add_by_pytorch
 from fused_norm.ops.validation import by_pytorch_widened
 
@@ -28,14 +27,7 @@ def decompositions() -> Any:
     return table
 
 
-def _layernorm_linear(
-    x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, eps: float
-) -> Tensor:
-    t = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
-    return composition.seam(Seam(eps=eps), t)[0]
-
-
-def _seam_forward(*arguments: Any) -> Any:
+def _norm_linear(*arguments: Any) -> Any:
     t, kind, keeps = unpacked(arguments)
     # What is kept for a backward has no place in what is exported.
     return NotImplemented if keeps else composition.seam(kind, t)
@@ -61,8 +53,7 @@ def _row_op(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
-    "layernorm_linear": _layernorm_linear,
-    "seam_forward": _seam_forward,
+    "norm_linear_forward": _norm_linear,
     "add_statistics": _add_statistics,
     "row_statistics": _row_statistics,
     "linear_add": _linear_add,

@@ -20,8 +20,8 @@ from fused_norm.composition import (
     has_sum,
     is_gate,
 )
-from fused_norm.ops import compiled
-from fused_norm.ops import seam as seam_ops
+from fused_norm.ops import node
+from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops.invariance import is_batch_invariant
 
 # Weight and bias of a Linear layer after the activation, and what is added to it.
@@ -70,7 +70,7 @@ def family_call(
         )
     values = tuple([options.get(name, default) for name, default in OPTIONS.items()])
     if owners is None:
-        found = compiled.forward(x, weights, biases, values, second, joined, recompute)
+        found = node.forward(x, weights, biases, values, second, joined, recompute)
         if found is not None:
             return [found] if isinstance(found, Tensor) else list(found)
     return by_python(x, (weights, biases, second, joined, recompute), values, owners)
@@ -119,7 +119,7 @@ def by_python(
         recompute,
         is_batch_invariant(),
     )
-    results = seam_ops.call(kind, t, owners)
+    results = norm_linear_ops.call(kind, t, owners)
     if return_sum and not has_sum(t):
         results.insert(len(results) - return_norm, x)
     return results
@@ -151,10 +151,14 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
             f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
         )
     if eps is None:
-        if normalization == "layer_norm":
-            raise TypeError("layer_norm needs an eps, got None")
-        return own_eps(x.dtype)
-    return float(eps)
+        if normalization == "rms_norm":
+            return own_eps(x.dtype)
+    elif isinstance(eps, (float, int)):
+        return float(eps)
+    # PyTorch's own words for what is wrong with it, if anything is.
+    value: Any = eps
+    torch.layer_norm(torch.ones(1), (1,), None, None, value)
+    return float(value)
 
 
 def tensors_of(x: Any, weight: Any) -> tuple[Any, ...]:

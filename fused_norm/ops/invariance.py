@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
+from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.chain.kernels import ALIGNMENT, is_hopper
+
+_WHERE = "batch_invariant() needs a CPU, or a Hopper GPU with bfloat16 or float16"
 _mode = ContextVar("fused_norm.batch_invariant", default=False)
 # Whether a caller that nothing compiles is in the mode, found sooner than by `is_batch_invariant`.
 is_in_mode = _mode.get
@@ -65,3 +70,37 @@ def _count(change: int) -> None:
     with _lock:
         _inside += change
         _anyone_is_inside = _inside > 0
+
+
+def require_invariant(x: Tensor, dtype: torch.dtype, weights: Iterable[Tensor | None]) -> None:
+    """Raise an error if there are no products whose rows do not depend on each other.
+
+    Args:
+        x: Rows, on their device.
+        dtype: That of the products.
+        weights: All that they multiply, None for none.
+
+    Raises:
+        RuntimeError: If there are none on this device, in this dtype or of such sizes.
+    """
+    if x.is_cpu or x.is_meta:
+        return
+    if not x.is_cuda or not is_hopper(x.device.index or 0):
+        raise RuntimeError(f"{_WHERE}, but got a tensor on {_name(x.device)}")
+    if dtype not in LOW_PRECISION:
+        raise RuntimeError(f"{_WHERE}, but got {dtype} on {_name(x.device)}")
+    elements = ALIGNMENT // dtype.itemsize
+    for weight in weights:
+        if weight is not None and any(size % elements for size in weight.shape):
+            raise RuntimeError(
+                f"batch_invariant() needs features and outputs that are multiples of {elements} "
+                f"on a GPU, but got a weight of shape {list(weight.shape)}"
+            )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+# For PyTorch's compiler, which traces no question to the driver.
+_name.__dict__["_dynamo_marked_constant"] = True

@@ -9,63 +9,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.backends import products
-from fused_norm.backends.linear import may_add
-from fused_norm.backends.products import require_invariant
+from fused_norm.call.memory import lies_transposed
+from fused_norm.chain.kernels import may_multiply
 from fused_norm.composition import Added
 from fused_norm.ops.flops import count_flops
+from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.registration import (
+    define,
     each_once,
     is_watched,
     may_follow,
-    register,
-    without_none,
 )
 from fused_norm.ops.seam_validation import adds_in_product as is_added_in_product
 from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
 
 
-def _compute(*arguments: Any) -> Tensor:
-    return products.linear_add(Added(*arguments[:4]), *arguments[4:])
-
-
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_op = register(
+def _by_pytorch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, _: bool = False
+) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if residual is None else residual + y
+
+
+_op = define(
     "linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
     "bool batch_invariant=False) -> Tensor",
-    _compute,
     _fake,
+    _by_pytorch,
 )
 count_flops("linear_add", lambda x, weight, *_: 2 * x.numel() * weight.shape[0])
 
 
-def _gradients(
-    grad_output: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
-) -> list[Tensor]:
-    return without_none(products.gradients(grad_output, x, weight, wanted), x)
-
-
-def _fake_gradients(_: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+def _fake_gradients(_: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[int]) -> list[Tensor]:
     like = (x, weight, weight[:, 0])
-    found = [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if w else None
-        for t, w in zip(like, wanted, strict=True)
+    return [
+        like[place].new_empty(like[1].t().shape).t()
+        if place == 1 and lies_transposed(weight)
+        else like[place].new_empty(like[place].shape)
+        for place in wanted
     ]
-    return without_none(found, x)
 
 
-_gradients_op = register(
-    "linear_add_backward(Tensor grad_output, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]",
-    _gradients,
+_gradients_op = define(
+    "linear_add_backward(Tensor grad_output, Tensor x, Tensor weight, int[] wanted) -> Tensor[]",
     _fake_gradients,
 )
 count_flops(
     "linear_add_backward",
-    lambda _, x, weight, wanted: 2 * x.numel() * weight.shape[0] * sum(wanted[:2]),
+    lambda _, x, weight, wanted: 2 * x.numel() * weight.shape[0] * len({0, 1} & set(wanted)),
 )
 
 
@@ -90,8 +86,9 @@ class LinearAdd(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         is_twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not (is_twice or ctx.batch_invariant):
-            found = _gradients_op(grad_output, x, weight, list(wanted[:3]))
-            gradients = [g if w else None for g, w in zip(found, wanted, strict=False)]
+            places = [place for place, w in enumerate(wanted[:3]) if w]
+            found = iter(_gradients_op(grad_output, x, weight, places) if places else ())
+            gradients = [next(found) if w else None for w in wanted[:3]]
             return (*gradients, grad_output if wanted[3] else None, None)
         rows = grad_output.flatten(0, -2)
         dx = None
@@ -198,7 +195,7 @@ def _fits(t: Added) -> bool:
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
     """Return whether one product is to add."""
-    if not may_add(x, *weight.shape):
+    if not may_multiply(x, *weight.shape):
         return False
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return is_watched() or not is_small(x.numel() * weight.shape[0], x.device, follows)

@@ -8,11 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.call.memory import LOW_PRECISION
+
 
 def add(owner: Any, gradient: Tensor) -> None:
     """Add a gradient to the `main_grad` of its Parameter."""
     with torch.no_grad():
         owner.main_grad.add_(gradient)
+
+
+def add_product(owner: Any, dy: Tensor, z: Tensor) -> None:
+    """Add dy^T z to the `main_grad` of a Parameter.
+
+    Args:
+        owner: The Parameter, of shape `[N, K]`.
+        dy: Gradient of its product, of shape `[M, N]`.
+        z: What it multiplied, of shape `[M, K]`.
+    """
+    total = owner.main_grad
+    if dy.is_cuda and dy.dtype in LOW_PRECISION:
+        # Tensor cores multiply what they are given and add up in float32.
+        torch.addmm(total, dy.t(), z, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(dy.t().to(total.dtype), z.to(total.dtype))
 
 
 def stand_in(weight: Any) -> Tensor | None:

@@ -1,7 +1,8 @@
-"""LayerNorm + Linear as PyTorch knows it: schemas, fakes, one autograd function, and its calls."""
+"""The op family as PyTorch knows it: schemas, fakes, one autograd function, and its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,335 +10,417 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
-from fused_norm import backends, reference
-from fused_norm.backends import cpu
-from fused_norm.call import parameters as known_parameters
-from fused_norm.call.memory import LOW_PRECISION, dense, empty_statistics, lies_transposed
-from fused_norm.call.parameters import Parameters
-from fused_norm.composition import Operands, Seam
-from fused_norm.ops import compiled, seam
+from fused_norm import composition
+from fused_norm.call import frozen
+from fused_norm.call.memory import (
+    LOW_PRECISION,
+    in_memory,
+    laid_as_sum,
+    lies_transposed,
+    statistics_dtype,
+)
+from fused_norm.call.results import Results
+from fused_norm.composition import (
+    NAMES,
+    NORMALIZATIONS,
+    WITH_GRADIENT,
+    Operands,
+    Seam,
+    flat,
+    has_sum,
+    is_gate,
+    reached,
+    summed,
+    unflat,
+)
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.invariance import is_batch_invariant
-from fused_norm.ops.main_grad import stand_in
+from fused_norm.ops.folding import folded
+from fused_norm.ops.invariance import require_invariant
+from fused_norm.ops.main_grad import add, add_product, added, stand_in
 from fused_norm.ops.registration import (
-    are_plain,
-    differentiable,
+    KIND_SCHEMA,
+    TENSORS_SCHEMA,
+    define,
+    each_once,
     is_forward_mode,
     is_profiled,
     is_watched,
     may_follow,
-    register,
-    without_none,
 )
+from fused_norm.ops.seam_validation import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.sharding import has_dtensor, over_shards
-from fused_norm.ops.validation import (
-    by_pytorch,
-    has_kernel,
-    is_slower_here,
-    straight_by_pytorch,
-)
 
-_Results = tuple[Tensor, Tensor, Tensor]
-# Gamma, beta, the weight and the bias.
-_Parameters = tuple[Any, Any, Any, Any]
+# The operands that an op's schema lists one by one: all but the weights and the biases.
+_NAMED = Operands._fields[:-2]
+_SUMMANDS = [_NAMED.index(name) for name in ("x", *NAMES["rows"])]
+_NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
+_LAST = _NAMED.index("out_residual")
+_GAMMA = _NAMED.index("gamma")
+_OUT_BIAS = _NAMED.index("out_bias")
 
 
-def _y(x: Tensor, *arguments: Any) -> Tensor:
-    *tensors, eps = arguments
-    return backends.forward(dense(x)[0], known_parameters.of(*tensors), eps, False)[0]
+def _laid_sum(t: Operands, total: Tensor) -> Tensor:
+    return laid_as_sum(total, *(getattr(t, name) for name in ("x", *NAMES["rows"])))
 
 
-def _forward(x: Tensor, *arguments: Any) -> _Results:
-    *tensors, eps = arguments
-    return backends.forward(dense(x)[0], known_parameters.of(*tensors), eps, True)
+def _fake_forward(*arguments: Any) -> list[Tensor]:
+    t, kind, keeps = unpacked(arguments)
+    x, rows = t.x, t.x.shape[:-1]
+    dtype = t.weights[0].dtype
+    sizes = [weight.shape[0] for weight in t.weights]
+    sizes = [sum(sizes)] if kind.is_joined else sizes
+    products = [x.new_empty((*rows, n), dtype=dtype) for n in sizes]
+    outputs = products
+    if t.out_weight is not None:
+        outputs = [x.new_empty((*rows, t.out_weight.shape[0]), dtype=dtype)]
+    elif kind.activation:
+        halves = 2 if is_gate(kind.activation) else 1
+        outputs = [x.new_empty((*rows, n // halves), dtype=dtype) for n in sizes]
+    wide = statistics_dtype(x.dtype)
+    keeps_statistics = keeps and t.rstd is None
+    return Results(
+        outputs,
+        _laid_sum(t, x.new_empty(x.shape)) if has_sum(t) and (keeps or kind.returns_sum) else None,
+        x.new_empty(x.shape, dtype=dtype) if kind.returns_norm else None,
+        x.new_empty(rows, dtype=wide)
+        if keeps_statistics and kind.normalization == NORMALIZATIONS[0]
+        else None,
+        x.new_empty(rows, dtype=wide) if keeps_statistics else None,
+        [torch.empty_like(p) for p in products]
+        if keeps and kind.activation and not kind.recompute
+        else [],
+    ).flat()
 
 
-def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    *saved, eps, wanted = arguments
-    return without_none(_by_backends(grad_output, saved, eps, wanted, None), saved[0])
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    *others, _, grad_outputs, wanted = arguments
+    t, kind, _ = unpacked((*others, False))
+    named = flat(t)[: len(_NAMED)]
+    found = [p if p is None else p.new_empty(p.shape) for p in named]
+    dsum = grad_outputs[-1 - kind.returns_norm] if kind.returns_sum else None
+    if dsum is not None:
+        dx = t.x.new_empty(t.x.shape)
+        found[0] = laid_as_sum(dx, dsum, dx)
+    if t.out_weight is not None:
+        found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
+    found += [
+        w.new_empty(w.t().shape).t() if lies_transposed(w) else w.new_empty(w.shape)
+        for w in t.weights
+    ]
+    found += [w.new_empty(w.shape[0]) for w in t.weights]
+    return [p for p in (found[place] for place in wanted) if p is not None]
 
 
-def _fake_y(x: Tensor, gamma: Any, beta: Any, weight: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=weight.dtype)
+def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
+    """Return the tensors, the kind and whether a backward follows from an op's arguments."""
+    count = len(Operands._fields)
+    tensors, (normalization, activation, eps, offset, *flags, keeps) = (
+        arguments[:count],
+        arguments[count:],
+    )
+    return Operands(*tensors), Seam(normalization, activation, eps, offset, *flags), keeps
 
 
-def _fake_forward(x: Tensor, *arguments: Any) -> _Results:
-    mean, rstd = empty_statistics(x)
-    assert mean is not None
-    return _fake_y(x, *arguments), mean, rstd
+def _empty_forward(kind: Seam, t: Operands, keeps: bool) -> list[Tensor]:
+    """Return the results of a call without rows, features or outputs, by PyTorch's ops."""
+    outputs = composition.seam(kind, t)
+    kept = _fake_forward(*t, *kind, keeps)
+    given = len(outputs) - kind.returns_sum - kind.returns_norm
+    results = Results.unflat([torch.zeros_like(k) for k in kept], kind, t, keeps)
+    rest = list(outputs[given:])
+    total = rest.pop(0) if kind.returns_sum else None
+    if total is None and results.sum is not None:
+        total = summed(t)
+    norm = rest.pop(0) if kind.returns_norm else None
+    outputs = [torch.clone(o) for o in outputs[:given]]
+    return results._replace(outputs=outputs, sum=total, norm=norm).flat()
 
 
-def _fake_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    weight: Tensor,
-    *others: Any,
-) -> list[Tensor]:
-    norm = next((t for t in (gamma, beta) if t is not None), x)
-    N, K = weight.shape
-    sizes = ((x, x.shape), (norm, (K,)), (norm, (K,)), (weight, (N, K)), (weight, (N,)))
-    wanted = zip(sizes, others[-1], strict=True)
-    return without_none([like.new_empty(size) if w else None for (like, size), w in wanted], x)
-
-
-_INPUTS = "Tensor x, Tensor? ln_weight, Tensor? ln_bias, Tensor linear_weight"
-layernorm_linear = register(
-    f"layernorm_linear({_INPUTS}, Tensor? linear_bias, float eps) -> Tensor",
-    _y,
-    _fake_y,
-    rows=1,
-)
-layernorm_linear_forward = register(
-    f"layernorm_linear_forward({_INPUTS}, Tensor? linear_bias, float eps) "
-    "-> (Tensor, Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-    rows=1,
-)
-layernorm_linear_backward = register(
-    f"layernorm_linear_backward(Tensor grad_output, {_INPUTS}, Tensor mean, Tensor rstd, "
-    "float eps, bool[5] mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
-)
-
-
-def _forward_flops(x: Tensor, gamma: Any, beta: Any, weight: Tensor, *_: Any) -> int:
-    return 2 * x.numel() * weight.shape[0]
-
-
-def _backward_flops(grad_output: Tensor, x: Tensor, *others: Any) -> int:
-    wanted = others[-1]
-    products: int = any(wanted[:3]) + wanted[3]
-    return 2 * x.numel() * grad_output.shape[-1] * products
-
-
-count_flops("layernorm_linear", _forward_flops)
-count_flops("layernorm_linear_forward", _forward_flops)
-count_flops("layernorm_linear_backward", _backward_flops)
-
-
-class LayerNormLinear(torch.autograd.Function):
-    """Gradients of the op. The forward saves the input, the parameters, mean and rstd, as C++ does.
-
-    The last two arguments are None or: the Parameter whose `main_grad` is added to in place of a
-    gradient for the weight; and what is known of the parameters where nothing watches the call.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> _Results:
-        """Return y, mean and rstd."""
-        x, *tensors, eps, _, parameters = arguments
-        if parameters is not None:
-            return backends.forward(x, parameters, eps, True)
-        y, mean, rstd = layernorm_linear_forward(x, *tensors, eps)
-        return y, mean, rstd
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep what the backward needs."""
-        x, gamma, beta, weight, _, eps, owner, _ = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gamma, beta, *output[1:], weight, owner)
-        ctx.eps = eps
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors that require one."""
-        if grad_output is None:
-            return (None,) * 8
-        saved, owner = _saved(ctx)
-        wanted = list(ctx.needs_input_grad[:5])
-        if owner is None:
-            return (*gradients(grad_output, saved, ctx.eps, wanted), None, None, None)
-        return _accumulate(ctx, grad_output)
-
-
-def _saved(ctx: Any) -> tuple[list[Any], Any]:
-    """Return what was kept in the order of the ops' arguments, and the owner of a `main_grad`."""
-    x, gamma, beta, mean, rstd, weight, owner = ctx.saved_tensors
-    return [x, gamma, beta, weight, mean, rstd], owner
-
-
-@once_differentiable
-def _accumulate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients; for a Parameter with a `main_grad`, a stand-in for its own."""
-    saved, owner = _saved(ctx)
-    wanted = [*ctx.needs_input_grad[:3], False, ctx.needs_input_grad[4]]
-    if is_watched() or not are_plain((grad_output, *saved)):
-        found = gradients(grad_output, saved, ctx.eps, wanted)
-        x, gamma, beta, *_ = saved
-        with torch.autocast(x.device.type, enabled=False):
-            reference.add_weight_gradient(owner.main_grad, grad_output, x, gamma, beta, ctx.eps)
-    else:
-        wanted[3] = True
-        found = _by_backends(grad_output, saved, ctx.eps, wanted, owner.main_grad)
-    return (*found[:3], None, found[4], None, stand_in(owner), None)
-
-
-def _by_backends(
-    grad_output: Tensor, saved: Any, eps: float, wanted: list[bool], main_grad: Tensor | None
-) -> list[Tensor | None]:
-    x, gamma, beta, weight, mean, rstd = saved
-    parameters = known_parameters.of(gamma, beta, weight, None)
-    return backends.backward(grad_output, x, parameters, mean, rstd, eps, wanted, main_grad)
-
-
-def gradients(
-    grad_output: Tensor, saved: Any, eps: float, wanted: list[bool]
-) -> list[Tensor | None]:
-    """Return the gradients that are wanted."""
-    if torch.is_grad_enabled() or is_forward_mode():
-        # A second derivative is being taken: PyTorch's ops have it, the kernels do not.
-        x, gamma, beta, weight, *_ = saved
-        found = reference.layernorm_linear_backward(grad_output, x, gamma, beta, weight, eps)
-    elif is_watched() or not are_plain((grad_output, *saved)):
-        found = layernorm_linear_backward(grad_output, *saved, eps, wanted)
-    else:
-        return _by_backends(grad_output, saved, eps, wanted, None)
-    return [g if w else None for g, w in zip(found, wanted, strict=True)]
-
-
-_with_gradients = differentiable(LayerNormLinear)
-
-
-def call(x: Any, tensors: _Parameters, eps: Any, owner: Tensor | None = None) -> Tensor:
-    """Compute a call of the op; PyTorch's ops take what no kernel serves, wrong calls included.
-
-    Args:
-        x: Input of shape `[..., K]`.
-        tensors: Gamma, beta, the weight and the bias.
-        eps: Added to the variance.
-        owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
-    """
-    if owner is None:
-        y = compiled.layernorm_linear(x, *tensors, eps)
-        if y is not None:
-            return y
-    return by_python(x, tensors, eps, owner)
-
-
-def by_python(
-    x: Any,
-    tensors: _Parameters,
-    eps: Any,
-    owner: Tensor | None = None,
-    is_recorded: bool = False,
-) -> Tensor:
-    """Do the same without C++.
-
-    Args:
-        x: Input of shape `[..., K]`.
-        tensors: Gamma, beta, the weight and the bias.
-        eps: Added to the variance.
-        owner: A Parameter whose `main_grad` gets the gradient of the weight, or None.
-        is_recorded: Whether a running profiler has been told.
-    """
-    if not is_recorded and is_profiled():
-        with record_function("fused_norm::norm_linear"):
-            return by_python(x, tensors, eps, owner, True)
-    if is_batch_invariant():
-        kind = Seam(eps=float(eps), batch_invariant=True)
-        owners = None if owner is None else [owner]
-        return seam.call(kind, _operands(x, tensors), owners, is_recorded=True)[0]
-    autocast = torch._C._is_any_autocast_enabled()
-    if not autocast:
-        if owner is None and type(x) is Tensor and x.is_cpu and cpu.is_left_to_pytorch(x):
-            return straight_by_pytorch(x, *tensors, eps)
-        if not is_watched():
-            if owner is None and type(x) is Tensor and x.is_cpu:
-                follows = torch.is_grad_enabled() and _wants_gradients(x, tensors)
-                if is_slower_here(x, tensors[2], follows):
-                    return straight_by_pytorch(x, *tensors, eps)
-            parameters = known_parameters.known(*tensors)
-            if parameters is not None and parameters.take(x, eps):
-                if torch.is_grad_enabled():
-                    return _run(x, tensors, eps, owner, parameters)
-                return backends.forward(x, parameters, eps, False)[0]
-    inputs, cast = tensors, False
-    if autocast and _is_autocast(x):
-        if x.is_cpu and x.dtype in LOW_PRECISION:
-            # As under autocast on a GPU, where a norm computes in float32.
-            x = x.float()
-        inputs, cast = _autocast(x, tensors)
-    if owner is None and isinstance(x, Tensor) and x.is_cpu and (cast or cpu.is_left_to_pytorch(x)):
-        return by_pytorch(x, *tensors, eps)
-    operands = _operands(x, tensors)
-    if has_dtensor(operands):
-        return _over_shards(operands, eps, owner)
-    if not has_kernel(x, *inputs, eps, cast):
-        y = by_pytorch(x, *tensors, eps)
-        if owner is None or not _wants_gradients(x, tensors):
-            return y
-    elif owner is None and lies_transposed(inputs[2]):
-        # These kernels would copy the weight in every call, PyTorch's product takes it as it lies.
-        return seam.call(Seam(eps=float(eps)), operands, is_recorded=True)[0]
-    elif not is_watched() and are_plain((x, *inputs, eps)):
-        (ready,) = dense(x)
-        # The backward keeps x itself, not a copy of it.
-        if ready is x or not _wants_gradients(x, inputs):
-            return _run(ready, inputs, eps, owner, known_parameters.of(*inputs))
-    return _run(x, inputs, eps, owner, None)
-
-
-def _operands(x: Any, tensors: _Parameters) -> Operands:
-    gamma, beta, weight, bias = tensors
-    return Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
-
-
-def _over_shards(t: Operands, eps: Any, owner: Any) -> Tensor:
-    """Compute a call on DTensors."""
-    if owner is not None:
-        raise NotImplementedError("no main_grad is added to beside DTensors")
-
-    def run(_: Seam, local: Operands) -> list[Tensor]:
-        return [call(local.x, _tensors(local), eps)]
-
-    found = over_shards(run, Seam(eps=eps), t)
-    return by_pytorch(t.x, *_tensors(t), eps) if found is None else found[0]
-
-
-def _tensors(t: Operands) -> _Parameters:
-    return t.gamma, t.beta, t.weights[0], t.biases[0]
-
-
-def _run(
-    x: Tensor, tensors: _Parameters, eps: float, owner: Any, parameters: Parameters | None
-) -> Tensor:
-    """Compute a valid call; where parameters are given, one that nothing watches."""
-    y: Tensor
-    if _wants_gradients(x, tensors):
-        y = _with_gradients(x, *tensors, eps, owner, parameters)
-    elif parameters is not None:
-        y = backends.forward(x, parameters, eps, False)[0]
-    else:
-        y = layernorm_linear(x, *tensors, eps)
-    return y
-
-
-def _wants_gradients(x: Tensor, tensors: _Parameters) -> bool:
-    return may_follow() and (
-        x.requires_grad or any(getattr(t, "requires_grad", False) for t in tensors)
+def is_empty(t: Operands) -> bool:
+    """Return whether a call has no rows, features or outputs."""
+    return (
+        not t.x.numel()
+        or not all(w.numel() for w in t.weights)
+        or (t.out_weight is not None and not t.out_weight.numel())
     )
 
 
-def _is_autocast(x: Any) -> bool:
-    if not isinstance(x, Tensor) or not (x.is_cpu or x.is_cuda):
-        return False
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+def _forward_by_python(*arguments: Any) -> list[Tensor]:
+    """Compute what C++ leaves to Python: parameters that are frozen, empty tensors."""
+    t, kind, keeps = unpacked(arguments)
+    if is_empty(t):
+        return _empty_forward(kind, t, keeps)
+    return folded(kind, t, keeps, arguments)
 
 
-def _autocast(x: Tensor, tensors: _Parameters) -> tuple[_Parameters, bool]:
-    """Return the Linear parameters in autocast's dtype, as autocast treats a Linear layer."""
-    gamma, beta, weight, bias = tensors
-    dtype = torch.get_autocast_dtype(x.device.type)
-    castable = (torch.float32, torch.bfloat16, torch.float16)
-    if not isinstance(weight, Tensor) or weight.dtype not in castable or x.dtype not in castable:
-        return tensors, False
-    bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
-    return (gamma, beta, weight.to(dtype), bias), True
+def _backward_by_python(*arguments: Any) -> list[Tensor]:
+    """Compute the gradients of a call with empty tensors."""
+    *others, _, grad_outputs, wanted = arguments
+    t, kind, _ = unpacked((*others, False))
+    if not is_empty(t):
+        raise RuntimeError(f"fused_norm has no kernels at hand for {t.x.dtype} on {t.x.device}")
+    found = composition.gradients(kind, t, grad_outputs, _flags(wanted, len(flat(t))))
+    return [g for g in (found[place] for place in wanted) if g is not None]
+
+
+_op = define(
+    f"norm_linear_forward({TENSORS_SCHEMA}, {KIND_SCHEMA}, bool keeps) -> Tensor[]",
+    _fake_forward,
+    _forward_by_python,
+)
+_backward_op = define(
+    f"norm_linear_backward({TENSORS_SCHEMA}, {KIND_SCHEMA}, Tensor[] products, "
+    "Tensor?[] grad_outputs, int[] wanted) -> Tensor[]",
+    _fake_backward,
+    _backward_by_python,
+)
+# In eager mode alone: it adds to what it is given.
+_backward_into_op = define(
+    f"norm_linear_backward_into({TENSORS_SCHEMA}, {KIND_SCHEMA}, Tensor[] products, "
+    "Tensor?[] grad_outputs, int[] wanted, Tensor?[] main_grads) -> Tensor[]"
+)
+
+
+def _places(wanted: Sequence[bool]) -> list[int]:
+    return [place for place, w in enumerate(wanted) if w]
+
+
+def _flags(places: Sequence[int], count: int) -> list[bool]:
+    return [place in places for place in range(count)]
+
+
+def _forward_flops(*arguments: Any) -> int:
+    t, _, _ = unpacked(arguments)
+    rows = t.x.numel() // max(t.x.shape[-1], 1)
+    products = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
+    return sum(2 * rows * w.numel() for w in products)
+
+
+def _backward_flops(*arguments: Any) -> int:
+    *others, _, _, places = arguments
+    t, _, _ = unpacked((*others, False))
+    wanted = _flags(places, len(flat(t)))
+    rows = t.x.numel() // max(t.x.shape[-1], 1)
+    count = len(t.weights)
+    norm, weights = any(wanted[: len(WITH_GRADIENT)]), wanted[-2 * count : -count]
+    flops: int = sum(
+        2 * rows * w.numel() * (norm + dw) for w, dw in zip(t.weights, weights, strict=True)
+    )
+    if t.out_weight is not None:
+        out = wanted[_NAMED.index("out_weight")]
+        flops += 2 * rows * t.out_weight.numel() * (out + (norm or any(wanted[-2 * count :])))
+    return flops
+
+
+count_flops("norm_linear_forward", _forward_flops)
+count_flops("norm_linear_backward", _backward_flops)
+
+
+class NormLinear(torch.autograd.Function):
+    """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
+
+    The first two arguments are the kind, and the Parameters whose `main_grad` is added to in place
+    of a gradient, for each weight, or None. The others are tensors in the order of `flat`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kind: Seam, owners: Any, *tensors: Any) -> Any:
+        """Return the outputs, then the sum and the normalized rows if they are results."""
+        t = unflat(tensors)
+        results = Results.unflat(_op(*t, *kind, True), kind, t, True)
+        saved = t._replace(
+            x=t.x if results.sum is None else results.sum,
+            mean=t.mean if results.mean is None else results.mean,
+            rstd=t.rstd if results.rstd is None else results.rstd,
+            out_bias=None,
+            out_residual=None,
+            # Only an activation's gradient depends on them.
+            biases=t.biases if kind.activation else [None] * len(t.biases),
+            **_NO_SUMMANDS,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*flat(saved), *results.products)
+        ctx.kind, ctx.owners, ctx.count = kind, owners, len(tensors)
+        extras = (
+            results.sum if kind.returns_sum else None,
+            results.norm if kind.returns_norm else None,
+        )
+        return (*results.outputs, *(e for e in extras if e is not None))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of the tensors that require one."""
+        return (_backward if ctx.owners is None else _accumulate)(ctx, *grad_outputs)
+
+
+def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+    needed = list(ctx.needs_input_grad[2:])
+    if all(g is None for g in grad_outputs):
+        return (None,) * (2 + len(needed))
+    kind = ctx.kind
+    reaches = reached(kind, (ctx.count - len(_NAMED)) // 2, grad_outputs)
+    wanted = [n and r for n, r in zip(needed, reaches, strict=True)]
+    # All summands get the same gradient, and what is added at the end that of the output.
+    wanted[0] = any(wanted[place] for place in _SUMMANDS)
+    wanted[_LAST] = False
+    for place in _SUMMANDS[1:]:
+        wanted[place] = False
+    if reaches[_GAMMA]:
+        saved = ctx.saved_tensors
+        tensors, products = saved[: ctx.count], saved[ctx.count :]
+        found = gradients(kind, ctx.owners, tensors, products, grad_outputs, wanted)
+    else:
+        # The sum's alone.
+        found = [None] * len(needed)
+        found[0] = grad_outputs[-1 - kind.returns_norm]
+    dx = found[0]
+    for place in _SUMMANDS:
+        found[place] = dx if needed[place] else None
+    found[_LAST] = grad_outputs[0] if needed[_LAST] else None
+    for place, owner in enumerate(ctx.owners or (), len(_NAMED)):
+        if owner is None or not wanted[place]:
+            continue
+        gradient = found[place]
+        if gradient is not None:
+            # No kernel has added it.
+            add(owner, gradient)
+        found[place] = stand_in(owner)
+    return (None, None, *found)
+
+
+# What is added to a `main_grad` has no derivative.
+_accumulate = once_differentiable(_backward)
+
+
+def gradients(
+    kind: Seam,
+    owners: Any,
+    tensors: Sequence[Tensor | None],
+    products: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor | None],
+    wanted: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients that are wanted, None for others.
+
+    Args:
+        kind: What was computed.
+        owners: Parameters that have a `main_grad`, for each weight, or None.
+        tensors: Those saved, in the order of `flat`.
+        products: Kept products.
+        grad_outputs: Those of the results.
+        wanted: Which are.
+    """
+    t = unflat(tensors)
+    if not torch.compiler.is_compiling() and (_may_be_derived(grad_outputs) or not fits(kind, t)):
+        if kind.batch_invariant:
+            raise RuntimeError(
+                "batch_invariant() has no derivatives of gradients, nor many at once"
+            )
+        return composition.gradients(kind, t, grad_outputs, wanted)
+    if not is_watched():
+        t, grad_outputs = unflat(in_memory(tensors)), in_memory(grad_outputs)
+    arguments = (*t, *kind, list(products), list(grad_outputs), _places(wanted))
+    if owners and not (is_watched() or is_empty(t)):
+        return _with_main_grads(kind, t, owners, arguments, len(wanted))
+    results = iter(_backward_op(*arguments))
+    return [next(results) if w else None for w in wanted]
+
+
+def _with_main_grads(
+    kind: Seam, t: Operands, owners: Sequence[Any], arguments: tuple[Any, ...], count: int
+) -> list[Tensor | None]:
+    """Return the gradients, None for what has been added to a `main_grad`."""
+    main_grads = [o if o is None else o.main_grad for o in owners]
+    places = arguments[-1]
+    results = _backward_into_op(*arguments, main_grads)
+    found: list[Tensor | None] = [None] * count
+    for place, gradient in zip(places, results, strict=False):
+        found[place] = gradient
+    for place, owner in enumerate(owners, len(_NAMED)):
+        gradient = found[place]
+        if owner is None or gradient is None:
+            continue
+        if gradient.numel():
+            # No kernel has added it: this is that of the product; what it multiplied is last.
+            exact = gradient.is_cpu and gradient.dtype in LOW_PRECISION
+            add_product(owner, gradient, _unrounded_rows(kind, t) if exact else results[-1])
+        found[place] = None
+    return found
+
+
+def _unrounded_rows(kind: Seam, t: Operands) -> Tensor:
+    """Return the normalized rows `[M, K]` in float32, as their product on a CPU is."""
+    rows = unflat([None if v is None else v.float() for v in flat(t)])
+    return composition.normalized(kind, rows.x, rows).reshape(-1, t.x.shape[-1])
+
+
+def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
+    """Return whether derivatives of gradients may be taken, or many at once, as kernels cannot."""
+    return (
+        torch.is_grad_enabled()
+        or is_forward_mode()
+        or torch._C._are_functorch_transforms_active()
+        or any(
+            g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grad_outputs
+        )
+    )
+
+
+# What `apply` comes down to where no transform is active, 3 us faster.
+_apply = super(torch.autograd.Function, NormLinear).apply
+
+
+def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
+    """Compute a call; PyTorch's ops take what no kernel serves, wrong calls included.
+
+    Args:
+        kind: What to compute.
+        t: The tensors.
+        owners: Parameters whose `main_grad` gets the gradient of their weight, or None.
+        is_recorded: Whether a running profiler has been told.
+    """
+    if not is_recorded and is_profiled():
+        name = "norm_linear" if t.out_weight is None else "norm_mlp"
+        with record_function(f"fused_norm::{name}"):
+            return call(kind, t, owners, True)
+    may_be_bound = owners is None and not (kind.batch_invariant or is_watched())
+    if may_be_bound and not frozen.has_offloaded() and is_host_bound(t):
+        return composition.seam(kind, t)
+    if has_dtensor(t):
+        if kind.batch_invariant:
+            raise RuntimeError(
+                "batch_invariant() does not reach the sums over processes of DTensors"
+            )
+        if owners is not None:
+            raise NotImplementedError("no main_grad is added to beside DTensors")
+        found = over_shards(call, kind, t)
+        return composition.seam(kind, t) if found is None else found
+    ready = as_kernels_need(kind, t)
+    if ready is None:
+        frozen.require_values(t.weights)
+        if owners is not None:
+            t = t._replace(weights=added(t.weights, owners))
+        computed = composition.seam(kind, t)
+        if kind.batch_invariant:
+            # PyTorch's ops had nothing to say against it.
+            raise RuntimeError(
+                f"batch_invariant() has no kernel for this call on a tensor of {t.x.dtype}: "
+                "another layout, a transform, mixed dtypes, or one that no kernel is built for"
+            )
+        return computed
+    if kind.batch_invariant:
+        require_invariant(ready.x, ready.weights[0].dtype, (*ready.weights, ready.out_weight))
+        # Whoever gave statistics may have found them in any order.
+        ready = ready._replace(mean=None, rstd=None)
+    tensors = flat(ready) if is_watched() else in_memory(flat(ready))
+    ready = unflat(tensors)
+    if may_follow() and any(v is not None and v.requires_grad for v in tensors):
+        apply = NormLinear.apply if is_watched() else _apply
+        # What is saved has to be an input or a result: second derivatives reach x through it.
+        is_sum = has_sum(ready)
+        found = list(apply(kind._replace(returns_sum=is_sum), owners, *each_once(tensors)))
+        if is_sum and not kind.returns_sum:
+            found.pop(-2 if kind.returns_norm else -1)
+        return found
+    results = Results.unflat(_op(*ready, *kind, False), kind, ready, False)
+    return results.flat()

@@ -14,17 +14,68 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from fused_norm.chain import library
+from fused_norm.composition import Operands
 from fused_norm.ops.flops import tell_counters
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, str, list})
+
+# The operands that schemas list one by one: all but the weights and the biases.
+TENSORS_SCHEMA = (
+    "Tensor x, "
+    + "".join(f"Tensor? {name}, " for name in Operands._fields[1:-2])
+    + "Tensor[] weights, Tensor?[] biases"
+)
+KIND_SCHEMA = (
+    "str normalization, str activation, float eps, float weight_offset, bool joined, "
+    "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
+)
 _library = torch.library.Library("fused_norm", "DEF")
-_asked_first: dict[str, Callable[..., Any]] = {}
+# Stands in until the chain is loaded, which registers its own.
+_first = torch.library.Library("fused_norm", "IMPL")
+library.before_loading.append(_first._destroy)
+
+
+def define(
+    schema: str,
+    fake: Callable[..., Any] | None = None,
+    by_python: Callable[..., Any] | None = None,
+    rows: int = 0,
+) -> Callable[..., Any]:
+    """Define an op that the chain computes, and return what calls it.
+
+    Args:
+        schema: The op's name, arguments and results.
+        fake: Returns results of the right shape and dtype from arguments without values; None for
+            an op that is never traced.
+        by_python: Computes what the chain leaves to Python, as the op `..._by_python`; None for
+            nothing.
+        rows: As in `register`.
+    """
+    name = schema[: schema.index("(")]
+    _define(schema, fake, rows)
+
+    def first(*arguments: Any) -> Any:
+        if library.load() is not None:
+            return overload(*arguments)
+        if by_python is None:
+            raise RuntimeError(f"fused_norm::{name} needs a C++ compiler, and there is none")
+        return by_python(*arguments)
+
+    for key in ("CPU", "CUDA"):
+        _first.impl(name, first, key)
+    if by_python is not None:
+        _library.define(f"{name}_by_python{schema[len(name) :]}")
+        for key in ("CPU", "CUDA"):
+            _library.impl(f"{name}_by_python", by_python, key)
+    overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
+    return _called(overload)
 
 
 def register(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], rows: int = 0
 ) -> Callable[..., Any]:
-    """Register an op and return what calls it, bound once so that a call looks nothing up.
+    """Register an op that Python computes, and return what calls it.
 
     Args:
         schema: The op's name, arguments and results.
@@ -34,41 +85,49 @@ def register(
             first one: a batch of them is more rows. 0 where results are sums over the rows.
     """
     name = schema[: schema.index("(")]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _define(schema, fake, rows)
     for key in ("CPU", "CUDA"):
-        _library.impl(name, _unrecorded(name, kernel), key)
-    torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
-    torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
-    overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
+        _library.impl(name, _unrecorded(kernel), key)
+    called = _called(getattr(torch.ops.fused_norm, name).default)
 
     def call(*arguments: Any) -> Any:
-        if not is_watched() and are_plain(arguments):
-            return kernel(*arguments)
-        if not torch.compiler.is_compiling():
-            tell_counters()
-        return overload(*arguments)
+        return (
+            kernel(*arguments) if not is_watched() and are_plain(arguments) else called(*arguments)
+        )
 
     return call
 
 
-def ask_first(name: str, kernel: Callable[..., Any]) -> None:
-    """Have the dispatcher ask another kernel of an op first: what compiled graphs run.
-
-    Args:
-        name: Of the op.
-        kernel: Computes the results, or returns None where the registered one has to.
-    """
-    _asked_first[name] = kernel
+def _define(schema: str, fake: Callable[..., Any] | None, rows: int) -> None:
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if fake is not None:
+        torch.library.register_fake(f"fused_norm::{name}", fake, lib=_library)
+        torch.library.register_vmap(f"fused_norm::{name}", _batched(name, rows), lib=_library)
 
 
-def _unrecorded(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return overload(*arguments)
+        tell_counters()
+        try:
+            return overload(*arguments)
+        except RuntimeError as error:
+            # The stable ABI lets no type of PyTorch's through.
+            if type(error) is RuntimeError and "out of memory" in str(error):
+                raise torch.OutOfMemoryError(str(error)) from None
+            raise
+
+    return call
+
+
+def _unrecorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel as the dispatcher runs it: autograd sees none of the ops in it."""
 
     def run(*arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            first = _asked_first.get(name)
-            found = None if first is None else first(*arguments)
-            return kernel(*arguments) if found is None else found
+            return kernel(*arguments)
 
     return run
 

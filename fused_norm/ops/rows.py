@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm.backends.rows import run
 from fused_norm.call.memory import dense
+from fused_norm.chain.rows import run
 from fused_norm.ops.registration import differentiable, is_forward_mode, register, without_none
 
 Function = Callable[..., Any]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.backends import linear
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
+from fused_norm.chain import library
+from fused_norm.chain.kernels import NUMBERS, may_multiply
 from fused_norm.composition import NAMES, Operands, Seam, first, is_gate
 from fused_norm.ops.validation import is_strided, serves_now
 
@@ -111,7 +112,18 @@ def adds_in_product(x: Tensor, weight: Tensor) -> bool:
         return False
     N, K = map(hint, weight.shape)
     rows = math.prod(map(hint, x.shape[:-1]))
-    return bool(rows and N and K) and linear.adds(x, rows, N, K)
+    if not (rows and N and K and may_multiply(x, N, K)):
+        return False
+    chain = library.load()
+    return chain is not None and _adds(chain, NUMBERS[x.dtype], x.device.index or 0, rows, N, K)
+
+
+def _adds(chain: Any, *arguments: int) -> bool:
+    return bool(chain.chain_adds(*arguments))
+
+
+# For PyTorch's compiler, which traces no call of C.
+_adds.__dict__["_dynamo_marked_constant"] = True
 
 
 def hint(size: Any) -> int:

@@ -10,24 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.backends import passes
-from fused_norm.call.memory import dense, statistics_dtype
-from fused_norm.composition import Operands, Seam
-from fused_norm.ops.registration import each_once, is_watched, may_follow, register
+from fused_norm.call.memory import statistics_dtype
+from fused_norm.ops.registration import define, each_once, is_watched, may_follow
 from fused_norm.ops.validation import has_row_kernel
 from fused_norm.reference import widened
-
-
-def _find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
-    (x,) = dense(x)
-    found = _fake_find(x, normalization, eps)
-    if x.numel():
-        mean, rstd = (None, *found)[-2:]
-        passes.normalize(Seam(normalization, eps=eps), Operands(x), x, mean=mean, rstd=rstd)
-    else:
-        for statistic in found:
-            statistic.zero_()
-    return found
 
 
 def _fake_find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
@@ -36,33 +22,28 @@ def _fake_find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
     return [x.new_empty(x.shape[:-1], dtype=wide) for _ in range(count)]
 
 
-def _add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
-    x, residual = dense(x, residual)
-    total, *statistics = results = _fake_add(x, residual, normalization, eps)
-    if x.numel():
-        mean, rstd = (None, *statistics)[-2:]
-        kind = Seam(normalization, eps=eps)
-        passes.normalize(kind, Operands(x, residual), x, total=total, mean=mean, rstd=rstd)
-    else:
-        for statistic in statistics:
-            statistic.zero_()
-    return results
-
-
 def _fake_add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return [total, *_fake_find(x, normalization, eps)]
 
 
-_op = register(
+def _add_by_python(*arguments: Any) -> list[Tensor]:
+    return [result for result in add_by_pytorch(*arguments) if result is not None]
+
+
+def _find_by_python(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    return _add_by_python(x, torch.zeros_like(x), normalization, eps)[1:]
+
+
+_op = define(
     "add_statistics(Tensor x, Tensor residual, str normalization, float eps) -> Tensor[]",
-    _add,
     _fake_add,
+    _add_by_python,
 )
-
-
-_find_op = register(
-    "row_statistics(Tensor x, str normalization, float eps) -> Tensor[]", _find, _fake_find
+_find_op = define(
+    "row_statistics(Tensor x, str normalization, float eps) -> Tensor[]",
+    _fake_find,
+    _find_by_python,
 )
 
 

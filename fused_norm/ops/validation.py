@@ -12,15 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._C._nn import linear
 from torch.nn import Parameter
 
 from fused_norm import reference
-from fused_norm.backends import cpu
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.call.record import LONGEST_ROW
+from fused_norm.chain import library
 from fused_norm.native import build, compiler
 from fused_norm.ops.registration import is_exporting, is_forward_mode
 
@@ -37,100 +35,10 @@ def serves(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether there are kernels for a dtype on the device of `x`."""
     if dtype not in (GPU_DTYPES if x.is_cuda else CPU_DTYPES):
         return False
-    return x.is_meta or ((x.is_cuda or x.is_cpu) and build.is_at_hand(x.device, dtype))
-
-
-def has_kernel(
-    x: Any,
-    ln_weight: Any,
-    ln_bias: Any,
-    linear_weight: Any,
-    linear_bias: Any,
-    eps: Any,
-    autocast: bool = False,
-) -> bool:
-    """Return whether the kernels serve a call of `fused_layernorm_linear`.
-
-    Args:
-        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
-        ln_weight: Should be None or a tensor of shape `[K]`, in the dtype of `x` or float32.
-        ln_bias: Should be None or a tensor of shape `[K]`, in the dtype of `ln_weight`.
-        linear_weight: Should be a tensor of shape `[N, K]` in the dtype of `x`.
-        linear_bias: Should be None or a tensor of shape `[N]` in the dtype of `linear_weight`.
-        eps: Should be a number.
-        autocast: Whether autocast gave the Linear parameters their dtype.
-    """
-    if not (isinstance(x, Tensor) and isinstance(linear_weight, Tensor)):
-        return False
-    if not (is_strided(x) and is_strided(linear_weight)):
-        return False
-    shape, device, dtype = x.shape, x.device, linear_weight.dtype
-    if linear_weight.dim() != 2 or not shape or linear_weight.device != device:
-        return False
-    outputs, features = linear_weight.shape
-    if shape[-1] != features or not isinstance(eps, (float, int)):
-        return False
-    for vector, size in ((ln_weight, features), (ln_bias, features), (linear_bias, outputs)):
-        if vector is not None and not (
-            isinstance(vector, Tensor)
-            and is_strided(vector)
-            and vector.shape == (size,)
-            and vector.device == device
-        ):
-            return False
-    if not (x.dtype is dtype or autocast) or not (
-        linear_bias is None or linear_bias.dtype is dtype
-    ):
-        return False
-    affine = ln_weight if ln_weight is not None else ln_bias
-    if affine is not None:
-        if ln_bias is not None and ln_bias.dtype is not affine.dtype:
-            return False
-        mixed = affine.dtype is torch.float32 and x.dtype in LOW_PRECISION
-        if not (affine.dtype is x.dtype or mixed):
-            return False
-    return serves_now(x, dtype)
-
-
-def is_slower_here(x: Tensor, weight: Any, follows: bool) -> bool:
-    """Return whether PyTorch's own ops are faster than a CPU's kernels at these sizes.
-
-    Args:
-        x: Input on a CPU that nothing watches.
-        weight: Should be a tensor of shape `[N, K]`.
-        follows: Whether a backward follows.
-    """
-    if type(weight) not in (Tensor, Parameter) or weight.dim() != 2:
-        return False
-    N, K = weight.shape
-    if x.dtype is not weight.dtype or not (serves(x, x.dtype) and N and K and x.numel()):
-        return False
-    return cpu.declines(x.dtype, x.numel() // K, K, N, follows)
-
-
-def straight_by_pytorch(
-    x: Tensor, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
-) -> Tensor:
-    """Return the same as `by_pytorch` at the least cost, where shapes agree."""
-    if type(linear_weight) not in (Tensor, Parameter) or linear_weight.dim() != 2:
-        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-    features = linear_weight.shape[1:]
-    if x.shape[-1:] != features:
-        return by_pytorch(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-    z = torch.layer_norm(x, features, ln_weight, ln_bias, eps)
-    return linear(z, linear_weight, linear_bias)
-
-
-def by_pytorch(
-    x: Any, ln_weight: Any, ln_bias: Any, linear_weight: Any, linear_bias: Any, eps: Any
-) -> Tensor:
-    """Return what `F.layer_norm` and `F.linear` make of a call, or raise what they raise."""
-    features, *others = (_last_size(t) for t in (x, ln_weight, linear_weight))
-    if not features or features not in others:
-        # An input that fits neither parameter is the one at fault, so it is held to theirs.
-        features = others[1] or others[0] or features
-    z = F.layer_norm(x, features, ln_weight, ln_bias, eps)
-    return F.linear(z, linear_weight, linear_bias)
+    if x.is_meta:
+        return True
+    is_known = x.is_cuda or x.is_cpu
+    return is_known and build.is_at_hand(x.device, dtype) and library.is_at_hand()
 
 
 def has_row_kernel(*tensors: Any) -> bool:
@@ -262,14 +170,6 @@ def _is_known(kind: Any) -> bool:
     )
 
 
-def _last_size(tensor: Any) -> torch.Size:
-    """Return the size of the last dimension in a tuple, an empty one where there is none."""
-    # A nested tensor of this layout raises when asked for a shape.
-    if not isinstance(tensor, Tensor) or tensor.is_nested:
-        return torch.Size()
-    return tensor.shape[-1:]
-
-
 def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
     """Return whether kernels serve a call now; say once for which dtypes there are none."""
     if is_forward_mode():
@@ -297,6 +197,8 @@ def _say_no_kernel(device: torch.device, dtype: torch.dtype) -> None:
     served = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in served:
         return _say_once(device.type, (dtype,), False)
+    if not library.is_at_hand():
+        return _say_once(device.type, (dtype,), False, "a C++ compiler such as g++")
     # All in one: a model that meets them one after another is told once.
     missing = [d for d in build.DTYPES if d in served and not build.is_at_hand(device, d)]
     return _say_once(device.type, tuple(missing) or (dtype,), True)
@@ -314,8 +216,11 @@ def is_onnx_export() -> bool:
 
 
 @functools.cache
-def _say_once(device_type: str, dtypes: tuple[torch.dtype, ...], can_be_built: bool) -> None:
+def _say_once(
+    device_type: str, dtypes: tuple[torch.dtype, ...], can_be_built: bool, missing: str = ""
+) -> None:
     how = f". `{compiler.INSTALL}` installs what builds those" if can_be_built else ""
+    how = f": {missing} is missing, which builds what calls them{how}" if missing else how
     warnings.warn(
         f"fused_norm has no kernels for {', '.join(map(str, dtypes))} on {device_type}: "
         f"PyTorch's own ops compute them{how}",

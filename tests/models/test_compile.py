@@ -125,8 +125,8 @@ def test_inductor_takes_the_ops() -> None:
     compiled = torch.compile(model, backend="fused_norm", options=options, dynamic=True)
     _, code = run_and_get_code(lambda: step(model, compiled, torch.randn(2, 9, 32)))
     text = "".join(code)
-    assert "torch.ops.fused_norm.seam_forward" in text
-    assert "torch.ops.fused_norm.seam_backward" in text
+    assert "torch.ops.fused_norm.norm_linear_forward" in text
+    assert "torch.ops.fused_norm.norm_linear_backward" in text
     assert "native_layer_norm" not in text
     with torch.compiler.set_stance("fail_on_recompile"):
         assert_alike(model, compiled, (3, 5, 32))
@@ -239,9 +239,7 @@ def test_exported_program(dynamic: bool, tmp_path: Path) -> None:
     ours = fn.optimize(program)
     assert [node.target for node in program.graph.nodes] == before
     targets = [node.target for node in ours.graph.nodes]
-    # The first norm, without a sum before it, is the op of LayerNorm and Linear alone.
-    assert targets.count(torch.ops.fused_norm.layernorm_linear.default) == 1
-    assert targets.count(torch.ops.fused_norm.seam_forward.default) == 3
+    assert targets.count(torch.ops.fused_norm.norm_linear_forward.default) == 4
     assert torch.ops.aten.layer_norm.default not in targets
     assert ours.state_dict.keys() == model.state_dict().keys()
     torch.export.save(ours, tmp_path / "model.pt2")

@@ -625,7 +625,7 @@ def test_sums_that_products_add(
 ) -> None:
     """As on a device whose products add a residual at no cost."""
     monkeypatch.setattr("fused_norm.models.fuse.adds_in_product", lambda x, weight: True)
-    monkeypatch.setattr("fused_norm.ops.linear_add.may_add", lambda *_: True)
+    monkeypatch.setattr("fused_norm.ops.linear_add.may_multiply", lambda *_: True)
     monkeypatch.setattr("fused_norm.ops.linear_add.is_small", lambda *_: False)
     sites = fused(function, parameters())
     assert [call for site in sites for call in site.calls] == calls + ["linear_add"] * sums

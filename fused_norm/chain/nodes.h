@@ -3,8 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bitset>
-#include <limits>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -12,15 +10,18 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <ATen/core/Tensor.h>
+
 #include "python.h"
-#include "seam.h"
 
 namespace fused_norm {
 
+using at::Tensor;
 namespace py = fused_norm::python;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
@@ -49,20 +50,6 @@ inline std::optional<c10::Stream> current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// prepare_products(device), of backends/compiled.py.
-inline PyObject* python_prepare = nullptr;
-
-// Has PyTorch's products ready in this thread on a GPU, once: a captured graph may choose them later,
-// and they cannot begin within a capture.
-inline void prepare_products(const std::optional<c10::Stream>& stream) {
-  thread_local std::bitset<std::numeric_limits<c10::DeviceIndex>::max() + 1> ready;
-  if (!stream || ready[stream->device_index()]) return;
-  py::gil_scoped_acquire lock;
-  const auto done =
-      py::checked(PyObject_CallFunction(python_prepare, "i", int{stream->device_index()}));
-  ready[stream->device_index()] = done.ptr() == Py_True;
-}
-
 inline bool none_defined(const variable_list& gradients) {
   return std::none_of(
       gradients.begin(), gradients.end(), [](const Tensor& g) { return g.defined(); });
@@ -72,6 +59,19 @@ inline bool none_defined(const variable_list& gradients) {
 inline bool is_watched() {
   const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
   return !(keys - c10::default_included_set).empty();
+}
+
+// Whether tensors are ordinary ones of one device: the chain looks at the rest.
+inline bool are_ordinary(at::ArrayRef<Tensor> tensors, const Tensor& like) {
+  const auto key = like.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor& v) {
+    const auto keys = v.defined()
+        ? v.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+            c10::autocast_dispatch_keyset
+        : c10::DispatchKeySet(key);
+    return keys == c10::DispatchKeySet(key) &&
+        (!v.defined() || (v.device() == like.device() && !torch::autograd::isFwGradDefined(v)));
+  });
 }
 
 inline py::object wrap(const Tensor& tensor) {
@@ -86,8 +86,8 @@ py::list wrap_all(const List& tensors) {
 }
 
 // The tensors that Python returns, None for undefined ones.
-inline Tensors unwrapped(const py::object& sequence, size_t count) {
-  Tensors tensors(count);
+inline c10::SmallVector<Tensor, 16> unwrapped(const py::object& sequence, size_t count) {
+  c10::SmallVector<Tensor, 16> tensors(count);
   for (size_t i = 0; i < count; ++i) {
     const auto item = py::checked(PySequence_GetItem(sequence.ptr(), static_cast<Py_ssize_t>(i)));
     if (!item.is_none()) tensors[i] = THPVariable_Unpack(item.ptr());

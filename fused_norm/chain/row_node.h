@@ -5,6 +5,11 @@
 #include <deque>
 #include <mutex>
 
+#include <pthread.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
 #include "nodes.h"
 
 namespace fused_norm {
@@ -16,6 +21,21 @@ struct RowCall {
   int64_t parameter_is_float32;
   void *parameter_gradient, *workspace, *outputs[2], *inputs[3];
 };
+
+// Set in a child: OpenMP's workers do not survive a fork, and waiting for them would hang.
+inline std::atomic<bool> forked{false};
+
+inline int64_t threads() {
+  return forked ? 1 : at::get_num_threads();
+}
+
+inline void* address(const Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr() : nullptr;
+}
+
+inline at::ScalarType statistics_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // row_kernels(x) returns the forward, the backward and the context of their calls;
 // row_backward(grad_output, x, o, wanted) is what is left to Python.
@@ -66,9 +86,14 @@ inline RowCall row_call(const Tensor& x, const Tensor& o, int64_t context) {
 
 // Whether kernels can take x as it stands, as rows, and o as a scalar beside them.
 inline bool are_rows_with_scalar(const Tensor& x, const Tensor& o) {
-  const Plain is_plain(x);
-  return is_plain.is_kind(x) && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW &&
-      is_plain.is(x) && is_plain.is(o) && o.numel() == 1 && has_kernel(x, o.scalar_type());
+  const auto dtype = x.scalar_type(), own = o.scalar_type();
+  const bool is_narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+  const bool has_kernel = (is_narrow || dtype == at::kFloat || (dtype == at::kDouble && x.is_cpu())) &&
+      (own == dtype || (is_narrow && own == at::kFloat));
+  const Tensor both[] = {x, o};
+  return has_kernel && (x.is_cpu() || x.is_cuda()) && are_ordinary(both, x) && x.dim() &&
+      x.numel() && x.size(-1) <= 2147483647 && x.is_contiguous() && x.data_ptr() &&
+      o.is_contiguous() && o.numel() == 1;
 }
 
 class TrainableEpsLayerNormBackward : public torch::autograd::Node {
@@ -121,9 +146,8 @@ class TrainableEpsLayerNormBackward : public torch::autograd::Node {
   // Runs the kernel; false where Python has to.
   bool compute(
       const Tensor& given, const Tensor& x, const Tensor& o, variable_list& results) const {
-    const Plain is_plain(x);
     if (at::GradMode::is_enabled() || is_watched() || !are_rows_with_scalar(x, o) ||
-        !is_plain.is_kind(given) || given.sizes() != x.sizes() ||
+        !are_ordinary(given, x) || given.sizes() != x.sizes() ||
         given.scalar_type() != x.scalar_type() || current_stream(x.device()) != stream_) {
       return false;
     }
@@ -131,10 +155,10 @@ class TrainableEpsLayerNormBackward : public torch::autograd::Node {
     const auto dy = given.contiguous();
     auto call = row_call(x, o, kernels_.context);
     Tensor shares;
-    if (task_should_compute_output(0)) results[0] = empty(x.sizes(), x);
+    if (task_should_compute_output(0)) results[0] = at::empty(x.sizes(), x.options());
     if (task_should_compute_output(1)) {
-      results[1] = empty(o.sizes(), o);
-      shares = empty({call.M}, x, statistics_dtype(x.scalar_type()));
+      results[1] = at::empty(o.sizes(), o.options());
+      shares = at::empty({call.M}, x.options().dtype(statistics_dtype(x.scalar_type())));
     }
     call.inputs[0] = dy.data_ptr();
     call.inputs[1] = x.data_ptr();
@@ -164,12 +188,44 @@ class TrainableEpsLayerNormBackward : public torch::autograd::Node {
   std::mutex mutex_;
 };
 
-// Gives a result its node.
-inline void set_node(const Tensor& x, const Tensor& o, const Tensor& y, const RowKernels& kernels) {
-  auto* node = new TrainableEpsLayerNormBackward(x, o, kernels);
-  const auto owner = own<NodePointer>(node);
-  torch::autograd::set_history(y, owner);
-  tell_of(owner);
+// trainable_eps(x, o): the norm of a trained eps. None where that is left to Python.
+inline PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "trainable_eps takes 2 arguments");
+  if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) {
+    Py_RETURN_NONE;
+  }
+  const Tensor &x = THPVariable_Unpack(arguments[0]), &o = THPVariable_Unpack(arguments[1]);
+  if (!are_rows_with_scalar(x, o) || is_watched()) Py_RETURN_NONE;
+  const bool keeps = at::GradMode::is_enabled() && (x.requires_grad() || o.requires_grad());
+  const auto& kernels = RowKernels::find(x);
+  Tensor y;
+  {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = at::empty(x.sizes(), x.options());
+    auto call = row_call(x, o, kernels.context);
+    call.inputs[0] = x.data_ptr();
+    call.outputs[0] = y.data_ptr();
+    kernels.run(kernels.forward, call);
+  }
+  if (keeps) {
+    const auto owner = own<NodePointer>(new TrainableEpsLayerNormBackward(x, o, kernels));
+    torch::autograd::set_history(y, owner);
+    tell_of(owner);
+  }
+  return THPVariable_Wrap(y);
+  END_HANDLE_TH_ERRORS
+}
+
+// set_rows(row_kernels, row_backward): what this calls.
+inline PyObject* set_rows(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "set_rows takes 2 arguments");
+  for (int i : {0, 1}) Py_IncRef(arguments[i]);
+  Py_DecRef(std::exchange(python_row_kernels, arguments[0]));
+  Py_DecRef(std::exchange(python_row_backward, arguments[1]));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace fused_norm

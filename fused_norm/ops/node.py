@@ -1,4 +1,4 @@
-"""The op family in C++, where that is built: one call from Python forward, and none backward."""
+"""The op family by the C++ node, where there is one: one call from Python forward, none back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.backends import compiled, rows, sm90_kernels
-from fused_norm.call import frozen
+from fused_norm.call.memory import own_eps
+from fused_norm.chain import kernels, library, rows
 from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
-from fused_norm.native import node
 from fused_norm.native.cache import BuildError
 from fused_norm.ops.invariance import is_in_mode
-from fused_norm.ops.registration import ask_first
+from fused_norm.ops.norm_linear import gradients
 from fused_norm.ops.rows import trainable_eps_gradients
-from fused_norm.ops.seam import gradients
 
 _NORMS = {name: number for number, name in enumerate(NORMALIZATIONS)}
 _NUMBERS: dict[Any, int] = {None: 0, **{name: number for name, (number, _) in ACTIVATIONS.items()}}
@@ -31,26 +29,16 @@ _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 @functools.cache
 def module() -> Any:
     """Return the compiled module, None where there is none."""
-    found = node.load()
+    found = library.load_node()
     if found is not None:
         tell(found)
     return found
 
 
 def tell(found: Any) -> None:
-    """Give the compiled module the Python functions that it calls."""
-    found.set_python(
-        compiled.kernels,
-        sm90_kernels.is_alone,
-        # Not there without CUDA. What PyTorch documents is a turn in Python around it.
-        getattr(torch._C, "_cuda_isCurrentStreamCapturing", None),
-        compiled.fold,
-        backward,
-        rows.trainable_eps,
-        trainable_eps_gradients,
-        compiled.prepare_products,
-    )
-    frozen.tell_changes(found.set_frozen)
+    """Give the compiled module what it calls."""
+    found.set_chain(str(library.path()), backward, kernels.is_alone)
+    found.set_rows(rows.trainable_eps, trainable_eps_gradients)
 
 
 def _run(name: str, *arguments: Any) -> Any:
@@ -109,39 +97,10 @@ def forward(
         norm, number = _NORMS[normalization], _NUMBERS[activation]
     except (KeyError, TypeError):
         return None
+    if eps is None and normalization == "rms_norm" and type(x) is Tensor:
+        eps = own_eps(x.dtype)
     kind = (norm, number, eps, offset, joined, return_sum, return_norm, recompute)
     return _run("forward", x, *tensors, mean, rstd, *second, weight, bias, *kind)
-
-
-def _op_forward(*arguments: Any) -> Any:
-    """Return what the op `seam_forward` does; None where Python has to."""
-    *tensors, norm, activation, eps, offset, joined, total, rows, again, invariant, keeps = (
-        arguments
-    )
-    kind = (_NORMS[norm], _NUMBERS[activation or None], eps, offset, joined, total, rows, again)
-    return None if invariant else _run("op_forward", *tensors, *kind, keeps)
-
-
-def _op_backward(*arguments: Any) -> Any:
-    """Return what the op `seam_backward` does; None where Python has to."""
-    *others, products, grad_outputs, wanted = arguments
-    *tensors, norm, activation, eps, offset, joined, total, rows, again, invariant = others
-    kind = (_NORMS[norm], _NUMBERS[activation or None], eps, offset, joined, total, rows, again)
-    if invariant:
-        return None
-    return _run("op_backward", *tensors, *kind, products, grad_outputs, wanted)
-
-
-def _op_linear_add(x: Any, weight: Any, bias: Any, residual: Any, invariant: bool = False) -> Any:
-    """Return what the op `linear_add` does; None where Python has to."""
-    return None if invariant else _run("op_linear_add", x, weight, bias, residual)
-
-
-# Compiled graphs run the ops, where Python would take longer than the kernels of a small model.
-ask_first("seam_forward", _op_forward)
-ask_first("seam_backward", _op_backward)
-ask_first("linear_add", _op_linear_add)
-ask_first("linear_add_backward", functools.partial(_run, "op_linear_add_backward"))
 
 
 def layernorm_linear(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -10,11 +11,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_norm.backends import cpu
-from fused_norm.call import rows as record
 from fused_norm.call.memory import address, statistics_dtype
-from fused_norm.call.rows import new_record
+from fused_norm.chain import row_record as record
+from fused_norm.chain.row_record import new_record
 from fused_norm.native import build, runtime
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def threads() -> int:
+    """Return how many threads a kernel may use: PyTorch's setting, or 1 after a fork.
+
+    libgomp's workers do not survive a fork, and waiting for them would hang.
+    """
+    return 1 if _forked else torch.get_num_threads()
 
 
 class _Kernel(NamedTuple):
@@ -55,7 +73,7 @@ def run(
     call[record.M] = rows = x.numel() // features
     call[record.K] = features
     call[record.CONTEXT] = kernel.context
-    call[record.THREADS] = cpu.threads()
+    call[record.THREADS] = threads()
     if parameter is not None:
         parameter = parameter.resolve_neg()
         call[record.PARAMETER] = parameter.data_ptr()

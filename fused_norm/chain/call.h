@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#include <ATen/core/Tensor.h>
-
 namespace fused_norm {
-
-using at::Tensor;
 
 // `Part` and `Call` in op/call.mojo, which says what each field is.
 struct Part {
@@ -44,20 +40,18 @@ enum Way : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
 
 // What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
 constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
-// Memory of up to so many bytes is kept by a thread on a CPU for the calls after.
+// A thread on a CPU keeps a workspace of up to this many bytes for its next calls.
 constexpr int64_t MOST_KEPT = 33554432;
-// Most Linear layers whose products one launch makes.
+// Most Linear layers whose products one launch computes.
 constexpr int64_t MOST_PARTS = 3;
 // An activation from this number on is a gate.
 constexpr int64_t GATED = 8;
+// The number of no norm at all: a product of rows as they are.
+constexpr int64_t NO_NORM = 2;
 
-// What stands for the address of a result that a plan is asked about.
+// Stands for the address of a result that a plan is asked about.
 inline void* const WANTED = reinterpret_cast<void*>(1);
 
 using Function = int64_t (*)(Call*);
-
-inline void* address(const Tensor& tensor) {
-  return tensor.defined() ? tensor.data_ptr() : nullptr;
-}
 
 }  // namespace fused_norm

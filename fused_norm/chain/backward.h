@@ -1,0 +1,379 @@
+// The backward of a call of the op family: one native call where the kernels have it, else passes
+// over rows around products.
+
+#pragma once
+
+#include "forward.h"
+
+namespace fused_norm {
+
+// Which gradients are wanted, by place; that of x stands for the residual's, too.
+using Wanted = std::vector<uint8_t>;
+
+// Gradients by place; none for a weight whose `main_grad` a kernel has added to, and of one that none
+// has, that of its product: to be multiplied with the normalized rows, which are there then.
+struct Gradients {
+  Tensors found;
+  Tensor z;
+};
+
+// Computes gradients by place, once. Those of the residuals are those of x and of the output.
+class Backward {
+ public:
+  // x is the sum where there was a residual. `grads` are those of the outputs, the sum and the
+  // normalized rows as far as these are results, in dense memory. Wanted are those that more than
+  // the sum's reaches. `main_grads` has one for each weight, or none.
+  Backward(
+      const Kind& kind, const Operands& t, const Extent& extent, const Tensors& products,
+      const Tensors& grads, const Wanted& wanted, const Tensors& main_grads,
+      const Kernels& kernels)
+      : kind_(kind), t_(t), extent_(extent), products_(products), wanted_(wanted),
+        main_grads_(main_grads), kernels_(kernels) {
+    result_.found.resize(t.flat.size());
+    size_t outputs = grads.size() - kind.returns_sum - kind.returns_norm;
+    for (size_t i = 0; i < outputs; ++i) {
+      das_.push_back(grads[i].defined() ? grads[i].rows() : Tensor());
+    }
+    if (kind.returns_sum) dsum_ = grads[outputs++];
+    if (kind.returns_norm && grads[outputs].defined()) dnorm_ = grads[outputs].rows();
+    wants_norm_ = std::any_of(&wanted[X], &wanted[MEAN], [](bool w) { return w; });
+    wants_weight_ = any(NAMED);
+    wants_bias_ = any(NAMED + t.count());
+  }
+
+  Gradients run() {
+    if (kind_.activation && products_.empty()) {
+      const auto z = normalized(kind_, t_, extent_, kernels_);
+      products_ = products_of(kind_, z, t_, extent_, kernels_);
+    }
+    const Tensor dout = t_[OUT_WEIGHT].defined() ? second_linear() : Tensor();
+    before_activation();
+    if (dout.defined()) second_parameters(dout);
+    if (!by_product()) around_products();
+    return std::move(result_);
+  }
+
+ private:
+  Tensor& found(size_t place) { return result_.found[place]; }
+  bool any(size_t first) const {
+    return std::any_of(&wanted_[first], &wanted_[first] + t_.count(), [](bool w) { return w; });
+  }
+  const Tensor& main_grad(size_t i) const {
+    static const Tensor none;
+    return main_grads_.empty() ? none : main_grads_[i];
+  }
+  Tensor sum_of_rows(const Tensor& rows) const {
+    return fused_norm::sum_of_rows(dense(rows), kernels_.passes);
+  }
+
+  // Puts the gradient of the activation in the place of the output's, and returns that.
+  Tensor second_linear() {
+    const Tensor dout = das_[0];
+    das_[0] = Tensor();
+    if (dout.defined() && (wants_norm_ || wants_weight_ || wants_bias_)) {
+      das_[0] = input_gradient(dout, t_[OUT_WEIGHT], kind_.invariant, kernels_);
+    }
+    return dout;
+  }
+
+  // The gradients of the second Linear layer's parameters.
+  void second_parameters(const Tensor& dout) {
+    if (wanted_[OUT_WEIGHT] && !a_.defined()) {
+      a_ = activated(kind_, products_[0], kernels_).rows();
+    }
+    found(OUT_WEIGHT) = parameter_gradients(
+        dout, a_, t_[OUT_WEIGHT], wanted_[OUT_WEIGHT], wanted_[OUT_BIAS], kind_.invariant,
+        found(OUT_BIAS), kernels_);
+  }
+
+  // The gradient of each product, and of each bias where the kernels after it do not find it.
+  void before_activation() {
+    const auto count = t_.count();
+    for (size_t i = 0; i < das_.size(); ++i) {
+      const Tensor& da = das_[i];
+      const bool wants_bias = kind_.is_joined ? wants_bias_ : wanted_[NAMED + count + i];
+      dbiases_.emplace_back();
+      if (!da.defined() || !kind_.activation || !(wants_norm_ || wants_weight_ || wants_bias)) {
+        if (da.defined() && das_.size() < count && wants_bias) dbiases_[i] = sum_of_rows(da);
+        dhs_.push_back(da);
+        continue;
+      }
+      const auto h = products_[i].rows();
+      const auto dh = empty_like(h);
+      if (wants_bias) dbiases_[i] = empty(Shape{h.size(1)}, h);
+      auto call = rows_call(extent_.M, da.size(1), kernels_.passes.context);
+      call.activation = kind_.activation;
+      call.da = address(da);
+      call.h = address(h);
+      call.dh = address(dh);
+      call.dbias = address(dbiases_[i]);
+      if (t_[OUT_WEIGHT].defined() && wanted_[OUT_WEIGHT]) {
+        a_ = empty_like(da);
+        call.a = address(a_);
+      }
+      fused_norm::run(
+          kernels_.passes.plan_activate_backward, kernels_.passes.activate_backward, call, h);
+      dhs_.push_back(dh);
+    }
+    if (kind_.is_joined && count > 1) split();
+    for (size_t i = 0; i < dbiases_.size(); ++i) {
+      if (wanted_[NAMED + count + i]) found(NAMED + count + i) = dbiases_[i];
+    }
+  }
+
+  // Gives each weight its part of what lies side by side.
+  void split() {
+    const Tensor dh = dhs_[0], dbias = dbiases_[0];
+    dhs_.clear();
+    dbiases_.clear();
+    int64_t first = 0;
+    for (size_t i = 0; i < t_.count(); ++i) {
+      const auto N = t_.weight(i).size(0);
+      dhs_.push_back(dh.defined() ? dh.narrowed(first, N) : Tensor());
+      // Each has memory of its own, so that whoever keeps one keeps no more.
+      dbiases_.push_back(dbias.defined() ? cloned(dbias.narrowed(first, N)) : Tensor());
+      first += N;
+    }
+  }
+
+  // A gradient's place, its address in a record, and what it is like.
+  struct Wish {
+    size_t place;
+    void*& address;
+    const Tensor& like;
+  };
+
+  // Runs the kernels that have both products; false where they decline.
+  bool by_product() {
+    const auto& product = kernels_.product;
+    const Tensor& x = t_[X];
+    if (!product.plan_backward || t_.count() > 1 || t_.has(Form::GROUPS) || dnorm_.defined() ||
+        !dhs_[0].defined() || t_.is_narrow() || !t_.weight(0).is_contiguous() ||
+        (kind_.invariant && !x.is_cpu())) {
+      return false;
+    }
+    auto call = norm_call(kind_, t_, extent_, product.context);
+    call.in_graph = kernels_.is_captured;
+    call.N = extent_.N;
+    call.weight = address(t_.weight(0));
+    call.dy = address(dhs_[0]);
+    call.dsum = address(dsum_);
+    const std::array<Wish, 5> results{{
+        {X, call.dx, x},
+        {GAMMA, call.dgamma, t_[GAMMA]},
+        {BETA, call.dbeta, t_[BETA]},
+        {NAMED, call.dweight, t_.weight(0)},
+        {NAMED + 1, call.dbias, t_.weight(0)}}};
+    bool is_wanted = false;
+    const bool is_added = wanted_[NAMED] && main_grad(0).defined();
+    const bool accumulates = is_added && !x.is_cpu();
+    for (const auto& [place, address, like] : results) {
+      if (!wanted_[place] || found(place).defined()) continue;
+      // A CPU's kernels round a weight's gradient to its dtype.
+      if (place == NAMED && is_added && !accumulates) continue;
+      address = WANTED;
+      is_wanted = true;
+    }
+    if (accumulates) {
+      if (!main_grad(0).is_contiguous() || main_grad(0).dtype() != FLOAT32) return false;
+      call.accumulate = true;
+      call.dweight = address(main_grad(0));
+    }
+    if (is_wanted && !by_product(call, results, accumulates)) return false;
+    if (is_added && !accumulates) {
+      found(NAMED) = dhs_[0];
+      result_.z = normalized(kind_, t_, extent_, kernels_).rows();
+    }
+    return true;
+  }
+
+  bool by_product(Call& call, const std::array<Wish, 5>& results, bool accumulates) {
+    const auto& product = kernels_.product;
+    const Tensor& x = t_[X];
+    call.way = product.way;
+    if (product.plan_backward(&call) != 0 || call.way != FUSED) return false;
+    for (const auto& [place, address, like] : results) {
+      if (!address || (accumulates && place == NAMED)) continue;
+      const auto shape = like.sizes();
+      found(place) = empty(place == NAMED + 1 ? shape.first(1) : shape, like);
+      address = found(place).data();
+    }
+    // The kernel adds to both what it writes in float32.
+    Tensor dbias;
+    if (accumulates && call.dbias) {
+      dbias = empty(Shape{extent_.N}, x, FLOAT32);
+      check(aoti_torch_zero_(dbias.get()), "zero_");
+      call.dbias = address(dbias);
+    }
+    const auto workspace = workspace_of(call, x);
+    launch(product.backward, call, x);
+    if (dbias.defined()) copy(found(NAMED + 1), dbias);
+    return true;
+  }
+
+  void around_products() {
+    const Tensor& x = t_[X];
+    const auto count = t_.count();
+    Tensor z = passed_rows();
+    const bool is_passed = z.defined();
+    Tensor dz = wants_norm_ && !is_passed ? gradient_of_norm() : Tensor();
+    if (wants_weight_ && !is_passed) {
+      // The pass over x writes the normalized rows again, over dz: it is the last to need that.
+      const bool may_replace = dz.defined() && !dz.is_same(dnorm_) && !t_.is_narrow();
+      z = may_replace ? dz : empty(Shape{extent_.M, extent_.K}, x, t_.product_dtype());
+    }
+    // The products that find gradients of weights and, on their way, of their biases.
+    std::vector<std::optional<Call>> by_kernel(count);
+    for (size_t i = 0; i < count; ++i) {
+      const bool is_ours = !kind_.invariant && !main_grad(i).defined();
+      if (!is_ours || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
+      by_kernel[i] = planned_weight_gradient(dhs_[i], z, t_.weight(i), kernels_.product);
+    }
+    // Gradients of other biases that no activation has found: one on the way, several one by one.
+    Tensor sum;
+    for (size_t i = 0; i < count; ++i) {
+      auto& dbias = found(NAMED + count + i);
+      if (!wanted_[NAMED + count + i] || dbias.defined() || !dhs_[i].defined()) continue;
+      if (by_kernel[i]) {
+        dbias = empty(Shape{dhs_[i].size(1)}, dhs_[i]);
+        by_kernel[i]->dbias = address(dbias);
+      } else if (count == 1 && (dz.defined() || z.defined())) {
+        sum = dbias = empty(Shape{extent_.N}, dhs_[i]);
+      } else {
+        dbias = sum_of_rows(dhs_[i]);
+      }
+    }
+    if (!is_passed && (dz.defined() || z.defined())) norm_backward(dz, z, sum);
+    for (size_t i = 0; i < count; ++i) {
+      if (!wanted_[NAMED + i]) continue;
+      if (auto& call = by_kernel[i]) {
+        found(NAMED + i) = weight_gradient(*call, t_.weight(i), kernels_.product);
+      } else if (main_grad(i).defined()) {
+        found(NAMED + i) = dhs_[i];
+        result_.z = z;
+      } else {
+        found(NAMED + i) = weight_gradient_by_pytorch(dhs_[i], z, t_.weight(i));
+      }
+    }
+  }
+
+  // The normalized rows where one kernel adds up the gradients of several weights' rows and passes
+  // over them, which finds those of the norm; undefined elsewhere.
+  Tensor passed_rows() {
+    const auto& product = kernels_.product;
+    const Tensor& x = t_[X];
+    if (!product.passed_rows || t_.count() == 1 || !wanted_[X] || !wants_weight_ ||
+        kind_.invariant || t_.is_narrow() || t_.has(Form::GROUPS) || dnorm_.defined()) {
+      return {};
+    }
+    auto call = norm_call(kind_, t_, extent_, product.context);
+    call.in_graph = kernels_.is_captured;
+    Parts parts;
+    if (!give_gradients(call, parts, dhs_, t_)) return {};
+    call.dx = WANTED;
+    call.dsum = address(dsum_);
+    if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
+    find_results(call);
+    const auto z = empty(Shape{extent_.M, extent_.K}, x);
+    call.dz = address(z);
+    const auto workspace = workspace_of(call, x);
+    launch(product.passed_rows, call, x);
+    return z;
+  }
+
+  // That of the normalized rows, in the dtype of x.
+  Tensor gradient_of_norm() const {
+    Tensor dz = dnorm_;
+    if (!dz.defined() && !t_.is_narrow() && !kind_.invariant) {
+      dz = several_input_gradients(dhs_, t_, extent_, kernels_);
+      if (dz.defined()) return dz;
+    }
+    for (size_t i = 0; i < t_.count(); ++i) {
+      const Tensor &dh = dhs_[i], &weight = t_.weight(i);
+      if (!dh.defined()) continue;
+      if (t_.is_narrow() || kind_.invariant || !dz.defined()) {
+        auto product = t_.is_narrow() && !kind_.invariant
+            ? widened_product(dh, weight, t_[X].dtype())
+            : input_gradient(dh, weight, kind_.invariant, kernels_);
+        if (product.dtype() != t_[X].dtype()) {
+          const auto wide = empty(product.sizes(), product, t_[X].dtype());
+          copy(wide, product);
+          product = wide;
+        }
+        if (!dz.defined()) {
+          dz = product;
+          continue;
+        }
+        add(product, dz, kernels_.norm_passes);
+        dz = product;
+      } else {
+        // Not in place where that is what somebody else was given.
+        const auto sum = dz.is_same(dnorm_) ? empty_like(dz) : dz;
+        addmm(sum, dz, dh, weight);
+        dz = sum;
+      }
+    }
+    return dz;
+  }
+
+  // Gives a record memory for the gradients of x and of what comes with the norm.
+  void find_results(Call& call) {
+    const auto find = [&](Place place, void* Call::*gradient) {
+      if (!wanted_[place] || !t_[place].defined()) return;
+      found(place) = empty_like(t_[place]);
+      call.*gradient = found(place).data();
+    };
+    find(X, &Call::dx);
+    for (const auto& o : OF_NORM) {
+      if (o.gradient) find(o.place, o.gradient);
+    }
+  }
+
+  void norm_backward(const Tensor& dz, const Tensor& z, const Tensor& dbias) {
+    const auto& passes = kernels_.norm_passes;
+    auto call = norm_call(kind_, t_, extent_, passes.context);
+    call.dz = address(dz);
+    call.dsum = address(dsum_);
+    call.z = address(z);
+    const Tensor dy = dbias.defined() ? dense(dhs_[0]) : Tensor();
+    if (dbias.defined()) {
+      call.N = extent_.N;
+      call.dy = address(dy);
+      call.dbias = address(dbias);
+    }
+    if (dz.defined()) find_results(call);
+    fused_norm::run(passes.plan_normalize_backward, passes.normalize_backward, call, t_[X]);
+  }
+
+  const Kind& kind_;
+  const Operands& t_;
+  const Extent& extent_;
+  Tensors products_;
+  const Wanted& wanted_;
+  const Tensors& main_grads_;
+  const Kernels& kernels_;
+  Gradients result_;
+  Tensors das_, dhs_, dbiases_;
+  Tensor dsum_, dnorm_, a_;
+  bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false;
+};
+
+// The gradients of a call by place. `given` are those of its results.
+inline Gradients backward(
+    const Kind& kind, const Operands& t, const Extent& extent, const Tensors& products,
+    const Tensors& given, const Wanted& wanted, const Tensors& main_grads,
+    const Kernels& kernels) {
+  const Operands aligned_t = kind.invariant ? with_aligned_rows(t) : t;
+  Tensors grads, ready;
+  for (const auto& g : given) grads.push_back(kind.invariant ? aligned(g) : dense(g));
+  for (const auto& h : products) ready.push_back(dense(h));
+  auto result =
+      Backward(kind, aligned_t, extent, ready, grads, wanted, main_grads, kernels).run();
+  auto& dx = result.found[X];
+  // Autograd would add the gradient of the norm to that of the sum.
+  const Tensor dsum = kind.returns_sum ? given[given.size() - 1 - kind.returns_norm] : Tensor();
+  if (dx.defined() && dsum.defined()) dx = laid_as_sum(dx, {dsum, dx});
+  return result;
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,89 @@
+// The chain of a call as C functions over PyTorch's stable tensor handles: what a node of autograd
+// or Python calls, whatever their versions.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+namespace fused_norm {
+
+// As `Seam` in composition.py; a norm and an activation are their numbers in the record.
+struct Kind {
+  int64_t normalization = 0, activation = 0;
+  double eps = 0, weight_offset = 0;
+  bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false,
+       invariant = false;
+
+  // A LayerNorm's rows have a mean.
+  bool has_mean() const { return normalization == 0; }
+  // An activation from 8 on is a gate.
+  bool is_gated() const { return activation >= 8; }
+};
+
+// Where the tensors of a call stand, as in composition.py; weights and then biases follow.
+enum Place : size_t {
+  X, RESIDUAL, GAMMA, BETA, SCALE, SHIFT, MEAN, RSTD, OUT_WEIGHT, OUT_BIAS, OUT_RESIDUAL, NAMED
+};
+
+// Where results stand: an output for each weight, or one; then these; then as many products, which
+// are kept before an activation.
+enum Extra : size_t { SUM, NORM, KEPT_MEAN, KEPT_RSTD, EXTRAS };
+
+// Where a call is made, as far as that is known: -1 has Python asked. A CPU needs neither.
+struct Conditions {
+  int32_t is_alone = -1, may_use_tf32 = -1;
+};
+
+// What is asked of Python, which finds and builds kernels.
+struct Question {
+  int32_t dtype, is_cpu, device, unused;
+  int64_t stream, normalization;
+  int32_t is_alone, may_use_tf32, invariant, unused_too;
+};
+
+// Two files with C functions, loaded, each with the context of its calls; and the way that plans are
+// asked for, without and with parameters that are frozen: 0 leaves it to them. No file where
+// PyTorch's own product is to be taken.
+struct Answer {
+  const char *product, *passes;
+  int64_t product_context, passes_context, way, kept_way;
+};
+
+// Python's functions, and what they know.
+struct Python {
+  // Returns 0; or 1 where there are no kernels; or 2, and what is wrong.
+  int (*find)(const Question*, Answer*, const char** error) = nullptr;
+  // Whether no collective runs beside (1), and whether float32 may be multiplied in tf32 (2).
+  int (*conditions)(int32_t device) = nullptr;
+  // Has PyTorch's products ready in this thread; 0 where that has to wait.
+  int (*prepare)(int32_t device) = nullptr;
+  // The numbers of norms and activations: "layer_norm=0 rms_norm=1 ...".
+  const char* numbers = "";
+  // Counts how often this was told: kernels are asked for anew.
+  int told = 0;
+};
+
+// 0; or 1 where the tensors are not such as kernels take as they stand; or 2 for an error.
+enum Status : int { DONE, LEFT, FAILED };
+
+extern "C" {
+
+// Writes 2 count + EXTRAS results, null for none, of NAMED + 2 count tensors.
+using ChainForward = int (*)(
+    const Kind*, Conditions, int64_t count, const AtenTensorHandle* tensors, int keeps,
+    AtenTensorHandle* results);
+
+// Writes NAMED + 2 count gradients: those wanted, null for the others.
+using ChainBackward = int (*)(
+    const Kind*, Conditions, int64_t count, const AtenTensorHandle* tensors,
+    int64_t product_count, const AtenTensorHandle* products, int64_t grad_count,
+    const AtenTensorHandle* grads, const uint8_t* wanted, AtenTensorHandle* gradients);
+
+// What went wrong in this thread's last call.
+using ChainError = const char* (*)();
+}
+
+}  // namespace fused_norm

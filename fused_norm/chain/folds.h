@@ -1,0 +1,92 @@
+// Folds of frozen parameters: Python makes and owns them, and says when they end; here they are found
+// again without it.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <mutex>
+
+#include "operands.h"
+
+namespace fused_norm {
+
+// 1 where any parameters are frozen, 2 where values of some have left their device.
+inline std::atomic<int> frozen_level{0};
+
+// A weight with gamma folded in, beside its row sums and constants.
+struct Fold {
+  Tensor weight, sums;
+  // The activation in the epilogue of the product that it is for; -1 for no fold.
+  int64_t activation = -1;
+  // Whether the parameters' own values are elsewhere.
+  bool is_needed = false;
+
+  bool is_for(int64_t of) const { return activation == of; }
+  void give(Call& call) const {
+    call.fold_weight = address(weight);
+    call.fold_sums = address(sums);
+    call.fold_constants = static_cast<float*>(address(sums)) + sums.size(1);
+  }
+};
+
+// Whether Python may know that a call's parameters are frozen.
+inline bool may_be_frozen(const Operands& t, bool keeps) {
+  const int level = frozen_level;
+  const bool may_fold = !keeps && !t[X].is_cpu() && t[X].dtype() == BFLOAT16;
+  return level > 1 || (level == 1 && may_fold);
+}
+
+// Folds by the memory of their parameters, which whoever froze them holds.
+class Folds {
+ public:
+  // Returns a fold, or what says that Python found none to be made; nothing where Python is to look.
+  std::optional<Fold> find(const Kind& kind, const Operands& t, bool is_captured) {
+    if (is_captured) return std::nullopt;
+    const auto key = key_of(kind, t);
+    const std::lock_guard lock(mutex_);
+    for (const auto& [of, fold] : kept_) {
+      if (of == key) return fold;
+    }
+    return std::nullopt;
+  }
+  void keep(const Kind& kind, const Operands& t, const Fold& fold, bool is_captured) {
+    // Without a fold, another number of rows may want one.
+    if (is_captured || fold.activation < 0 || !frozen_level) return;
+    Fold owned = fold;
+    owned.weight = Tensor::owned(fold.weight.released());
+    owned.sums = Tensor::owned(fold.sums.released());
+    const std::lock_guard lock(mutex_);
+    kept_.emplace_back(key_of(kind, t), std::move(owned));
+  }
+  void clear() {
+    std::deque<std::pair<Key, Fold>> ended;
+    const std::lock_guard lock(mutex_);
+    ended.swap(kept_);
+  }
+
+ private:
+  // Addresses, sizes and what they are for, on a stream.
+  using Key = std::vector<int64_t>;
+
+  static Key key_of(const Kind& kind, const Operands& t) {
+    int64_t offset;
+    std::memcpy(&offset, &kind.weight_offset, sizeof offset);
+    Key key{
+        kind.normalization, kind.activation, kind.is_joined, offset, t.norm_dtype(), t[X].size(-1),
+        t[X].device(), reinterpret_cast<int64_t>(current_stream(t[X].device()))};
+    for (const Place place : {GAMMA, BETA}) key.push_back(reinterpret_cast<int64_t>(address(t[place])));
+    for (size_t i = NAMED; i < t.flat.size(); ++i) {
+      key.push_back(reinterpret_cast<int64_t>(address(t.flat[i])));
+      if (t.flat[i].defined()) key.push_back(t.flat[i].size(0));
+    }
+    return key;
+  }
+
+  std::mutex mutex_;
+  std::deque<std::pair<Key, Fold>> kept_;
+};
+inline Folds folds;
+
+}  // namespace fused_norm

@@ -1,0 +1,294 @@
+// The forward of a call of the op family: one native call on a CPU and for Hopper's products, else
+// passes over rows around products.
+
+#pragma once
+
+#include "folds.h"
+#include "several.h"
+
+namespace fused_norm {
+
+// What a call returns, and what its backward needs.
+struct Results {
+  Tensors outputs;
+  Tensor sum, norm, mean, rstd;
+  Tensors products;
+};
+
+// The activation of a product. On a CPU it may take the product's place: fresh memory costs a page
+// fault for every 4 KiB, and lines that are read anyway cost less to write.
+inline Tensor activated(
+    const Kind& kind, const Tensor& h, const Kernels& kernels, bool may_replace = false) {
+  if (!kind.activation) return h;
+  const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
+  const auto a = may_replace && !kind.is_gated() && h.is_cpu() ? h : empty_rows(h, N);
+  auto call = rows_call(h.numel() / h.size(-1), N, kernels.passes.context);
+  call.activation = kind.activation;
+  call.h = address(h);
+  call.a = address(a);
+  launch(kernels.passes.activate, call, h);
+  return a;
+}
+
+// The products of rows just normalized and each weight, or all side by side in one tensor.
+inline Tensors products_of(
+    const Kind& kind, const Tensor& z, const Operands& t, const Extent& extent,
+    const Kernels& kernels) {
+  auto products = several_products(kind, z, t, extent, kernels);
+  if (!products.empty()) return products;
+  const auto rows = z.rows();
+  const bool is_joined = kind.is_joined && t.count() > 1;
+  if (is_joined) products.push_back(empty_rows(z, extent.N));
+  int64_t first = 0;
+  for (size_t i = 0; i < t.count(); ++i) {
+    const Tensor &weight = t.weight(i), &bias = t.bias(i);
+    const auto N = weight.size(0);
+    const Tensor part = is_joined ? products[0].rows().narrowed(first, N) : Tensor();
+    first += N;
+    if (kind.invariant) {
+      const auto y = invariant_linear(z, weight, bias, {}, kernels);
+      if (!is_joined) {
+        products.push_back(y);
+      } else {
+        copy(part, y.rows());
+      }
+      continue;
+    }
+    if (is_joined) {
+      linear_by_pytorch(part, rows, weight, bias);
+      continue;
+    }
+    auto call = linear_call(z, weight, bias, kernels.product);
+    call.z = address(z);
+    auto y = linear_by_kernel(call, z, weight, kernels.product);
+    if (!y.defined()) {
+      y = empty_rows(z, N);
+      linear_by_pytorch(y.rows(), rows, weight, bias);
+    }
+    products.push_back(y);
+  }
+  return products;
+}
+
+// Gives a record the weights, those of a gate's halves apart, and what becomes of their product.
+inline void give_weights(
+    Call& call, const Kind& kind, const Operands& t, const Extent& extent, bool activates) {
+  call.N = activates && kind.is_gated() ? extent.N / 2 : extent.N;
+  call.activation = activates ? kind.activation : 0;
+  call.weight = address(t.weight(0));
+  call.bias = address(t.bias(0));
+  if (!call.activation || !kind.is_gated()) return;
+  const bool is_pair = t.count() == 2;
+  const auto size = t.weight(0).element_size() * call.N;
+  const auto after = [](void* start, int64_t bytes) -> void* {
+    return start ? static_cast<char*>(start) + bytes : nullptr;
+  };
+  call.up = is_pair ? address(t.weight(1)) : after(call.weight, size * extent.K);
+  call.up_bias = is_pair ? address(t.bias(1)) : after(call.bias, size);
+}
+
+// Computes the output by the product of rows just normalized, whose epilogue activates; false where a
+// pass is to follow.
+inline bool activated_by_product(
+    const Kind& kind, const Tensor& z, const Operands& t, const Extent& extent, bool keeps_h,
+    const Kernels& kernels, Results& results) {
+  const auto& product = kernels.product;
+  const bool is_one = t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair());
+  if (!kind.activation || !is_one || !product.linear || kind.invariant || !t.are_weights_dense()) {
+    return false;
+  }
+  auto call = rows_call(extent.M, extent.N, product.context);
+  call.K = extent.K;
+  call.z = address(z);
+  give_weights(call, kind, t, extent, true);
+  call.h = keeps_h ? WANTED : nullptr;
+  if (product.plan_linear(&call) != 0 || call.way != FUSED) return false;
+  results.outputs.push_back(empty_rows(z, call.N));
+  call.y = address(results.outputs[0]);
+  if (keeps_h) {
+    results.products.push_back(empty_rows(z, extent.N));
+    call.h = address(results.products[0]);
+  }
+  launch(product.linear, call, z);
+  return true;
+}
+
+// Normalizes rows, whose statistics may be given or wanted.
+inline Tensor normalized(
+    const Kind& kind, const Operands& t, const Extent& extent, const Kernels& kernels,
+    Results* results = nullptr) {
+  auto call = norm_call(kind, t, extent, kernels.norm_passes.context);
+  const auto z = empty(t[X].sizes(), t[X], t.product_dtype());
+  call.z = address(z);
+  call.has_statistics = t[RSTD].defined();
+  if (results) {
+    call.sum = address(results->sum);
+    if (!call.has_statistics) {
+      call.mean = address(results->mean);
+      call.rstd = address(results->rstd);
+    }
+  }
+  run(kernels.norm_passes.plan_normalize, kernels.norm_passes.normalize, call, t[X]);
+  return z;
+}
+
+// Whether each of several weights has an output of its own, and nothing follows.
+inline bool are_apart(const Kind& kind, const Operands& t) {
+  return are_several(t) && !kind.is_joined && !kind.activation;
+}
+
+// Whether one native call may normalize and multiply. What modulates rows a GPU's has no place for.
+inline bool may_fuse(const Kind& kind, const Operands& t, const Kernels& kernels) {
+  if (!kernels.product.forward || kind.returns_norm || t.is_narrow() || !t.are_weights_dense()) {
+    return false;
+  }
+  if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined();
+  return !kind.invariant && !t.has(Form::GROUPS) && !(t.has_sum() && t[RSTD].defined()) &&
+      (t.count() == 1 || are_apart(kind, t) ||
+       (kind.is_gated() && kind.is_joined && t.is_pair()));
+}
+
+// The record of a native call up to the activation, or past it, as its plan finds it. Results are at
+// their addresses, or WANTED.
+inline Call planned_forward(
+    const Kind& kind, const Operands& t, const Extent& extent, const Results& results,
+    bool keeps_h, const Fold& fold, const Kernels& kernels, bool activates, Parts& parts) {
+  const auto& product = kernels.product;
+  auto call = norm_call(kind, t, extent, product.context);
+  give_weights(call, kind, t, extent, activates);
+  call.in_graph = kernels.is_captured;
+  call.sum = address(results.sum);
+  call.has_statistics = t[RSTD].defined();
+  if (!call.has_statistics) {
+    call.mean = address(results.mean);
+    call.rstd = address(results.rstd);
+  }
+  call.h = activates && keeps_h ? WANTED : nullptr;
+  if (are_apart(kind, t)) parts.give(call, t);
+  call.may_keep = fold.is_for(call.activation);
+  call.way = !call.may_keep ? product.way : fold.is_needed ? int64_t{KEPT_FOLD} : product.kept_way;
+  if (product.plan_forward(&call) != 0) call.way = DECLINED;
+  return call;
+}
+
+inline bool is_fused(const Call& call) {
+  return call.way == FUSED || call.way == KEPT_FOLD || call.way == NEW_FOLD;
+}
+
+// The activation in the product's epilogue that a fold would be made for, were there one; -1 where
+// the plan wants none.
+inline int64_t wanted_fold(
+    const Kind& kind, const Operands& t, const Extent& extent, const Kernels& kernels) {
+  if (!may_fuse(kind, t, kernels)) return -1;
+  Results results;
+  if (t.has_sum()) results.sum = t[X];
+  for (const bool activates : {true, false}) {
+    if (activates && !kind.activation) continue;
+    if (!activates && t.count() > 1 && !are_apart(kind, t)) continue;
+    Parts parts;
+    Fold any;
+    any.activation = activates ? kind.activation : 0;
+    const auto call =
+        planned_forward(kind, t, extent, results, false, any, kernels, activates, parts);
+    if (call.way == KEPT_FOLD) return call.activation;
+    if (is_fused(call)) return -1;
+  }
+  return -1;
+}
+
+// Computes up to the activation, or past it, in one native call; false where the plan declines.
+inline bool forward_by_product(
+    const Kind& kind, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
+    const Kernels& kernels, bool activates, Results& results) {
+  const Tensor& x = t[X];
+  const bool keeps_h = keeps && !kind.recompute;
+  Parts parts;
+  auto call =
+      planned_forward(kind, t, extent, results, keeps_h, fold, kernels, activates, parts);
+  if (!is_fused(call)) return false;
+  if (call.way == KEPT_FOLD) fold.give(call);
+  Tensors outputs;
+  for (int64_t i = 0; i < call.part_count; ++i) {
+    const auto place = static_cast<size_t>(i);
+    outputs.push_back(empty_rows(x, t.weight(place).size(0)));
+    parts[place].y = address(outputs.back());
+  }
+  if (!call.part_count) outputs.push_back(empty_rows(x, call.N));
+  call.y = address(outputs[0]);
+  if (call.h) {
+    results.products.push_back(empty_rows(x, extent.N));
+    call.h = address(results.products[0]);
+  }
+  const auto workspace = workspace_of(call, x);
+  launch(kernels.product.forward, call, x);
+  if (activates || !kind.activation) {
+    results.outputs = std::move(outputs);
+  } else {
+    results.outputs.push_back(activated(kind, outputs[0], kernels, !keeps_h));
+    if (keeps_h) results.products.push_back(outputs[0]);
+  }
+  return true;
+}
+
+// The same either way: the product may have no place for the activation.
+inline bool forward_by_product(
+    const Kind& kind, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
+    const Kernels& kernels, Results& results) {
+  if (!may_fuse(kind, t, kernels)) return false;
+  const auto run = [&](bool activates) {
+    return forward_by_product(kind, t, extent, keeps, fold, kernels, activates, results);
+  };
+  if (kind.activation && run(true)) return true;
+  const bool is_apart = t.count() == 1 || are_apart(kind, t);
+  return !(kind.activation && t[X].is_cpu()) && is_apart && run(false);
+}
+
+// A call whose rows passes read in the one order in which they read aligned ones.
+inline Operands with_aligned_rows(const Operands& t) {
+  Operands ready = t;
+  for (const Place place : {X, RESIDUAL}) ready.flat[place] = aligned(t[place]);
+  return ready;
+}
+
+// Computes a call.
+inline Results forward(
+    const Kind& kind, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
+    const Kernels& kernels) {
+  const Tensor& x = t[X];
+  Results results;
+  if (keeps && !t[RSTD].defined()) {
+    const auto wide = statistics_dtype(x.dtype());
+    const auto rows = x.sizes().first(static_cast<size_t>(x.dim()) - 1);
+    if (kind.has_mean()) results.mean = empty(rows, x, wide);
+    results.rstd = empty(rows, x, wide);
+  }
+  if (t.has_sum()) results.sum = empty_like(x);
+  if (!forward_by_product(kind, t, extent, keeps, fold, kernels, results)) {
+    if (fold.is_needed) {
+      throw std::runtime_error(
+          "freeze(offload=True) moved a weight of this call to the host's memory, and the call "
+          "needs it: run it under torch.no_grad() as the calls before, or unfreeze the model");
+    }
+    auto z = normalized(
+        kind, kind.invariant ? with_aligned_rows(t) : t, extent, kernels, &results);
+    const bool keeps_h = keeps && kind.activation && !kind.recompute;
+    if (kind.returns_norm) results.norm = z;
+    if (!activated_by_product(kind, z, t, extent, keeps_h, kernels, results)) {
+      auto products = products_of(kind, z, t, extent, kernels);
+      // The activation may have its memory.
+      z = Tensor();
+      for (const auto& h : products) {
+        results.outputs.push_back(activated(kind, h, kernels, !keeps_h));
+      }
+      if (keeps_h) results.products = std::move(products);
+    }
+  }
+  if (t[OUT_WEIGHT].defined()) {
+    results.outputs[0] = linear_add(
+        results.outputs[0], t[OUT_WEIGHT], t[OUT_BIAS], t[OUT_RESIDUAL], kind.invariant, kernels);
+  }
+  if (!keeps && !kind.returns_sum) results.sum = Tensor();
+  return results;
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,233 @@
+// The kernels of a dtype on a device's stream, and how they are run.
+
+#pragma once
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bitset>
+#include <deque>
+#include <limits>
+#include <mutex>
+
+#include "call.h"
+#include "chain.h"
+#include "tensor.h"
+
+namespace fused_norm {
+
+inline Python python;
+
+// Thrown where a call is left to others.
+struct Declined {};
+
+// The functions of a file that Python has loaded; null where there is none.
+class Library {
+ public:
+  explicit Library(const char* path)
+      : handle_(*path ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : nullptr) {}
+
+  Function operator()(const char* name) const {
+    return handle_ ? reinterpret_cast<Function>(dlsym(handle_, name)) : nullptr;
+  }
+
+ private:
+  void* handle_;
+};
+
+// A norm and a product in one, and products by themselves: an extension norm_linear_*.
+struct Product {
+  Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
+           plan_linear = nullptr, linear = nullptr, plan_input_gradient = nullptr,
+           input_gradient = nullptr, plan_weight_gradient = nullptr, weight_gradient = nullptr,
+           plan_products = nullptr, products = nullptr, plan_input_gradients = nullptr,
+           input_gradients = nullptr, plan_passed_rows = nullptr, passed_rows = nullptr,
+           fold = nullptr;
+  int64_t context = 0, way = 0, kept_way = 0;
+
+  Product() = default;
+  Product(const Library& library, const Answer& answer)
+      : plan_forward(library("norm_linear_plan_forward")),
+        forward(library("norm_linear_forward")),
+        plan_backward(library("norm_linear_plan_backward")),
+        backward(library("norm_linear_backward")),
+        plan_linear(library("norm_linear_plan_linear")),
+        linear(library("norm_linear_linear")),
+        plan_input_gradient(library("norm_linear_plan_input_gradient")),
+        input_gradient(library("norm_linear_input_gradient")),
+        plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
+        weight_gradient(library("norm_linear_weight_gradient")),
+        plan_products(library("norm_linear_plan_products")),
+        products(library("norm_linear_products")),
+        plan_input_gradients(library("norm_linear_plan_input_gradients")),
+        input_gradients(library("norm_linear_input_gradients")),
+        plan_passed_rows(library("norm_linear_plan_passed_rows")),
+        passed_rows(library("norm_linear_passed_rows")),
+        fold(library("norm_linear_fold")),
+        context(answer.product_context),
+        way(answer.way),
+        kept_way(answer.kept_way) {}
+};
+
+// Passes over rows around products: an extension passes_*.
+struct Passes {
+  Function plan_normalize = nullptr, normalize = nullptr, plan_normalize_backward = nullptr,
+           normalize_backward = nullptr, activate = nullptr, plan_activate_backward = nullptr,
+           activate_backward = nullptr;
+  int64_t context = 0;
+
+  Passes() = default;
+  Passes(const Library& library, int64_t context)
+      : plan_normalize(library("passes_plan_normalize")),
+        normalize(library("passes_normalize")),
+        plan_normalize_backward(library("passes_plan_normalize_backward")),
+        normalize_backward(library("passes_normalize_backward")),
+        activate(library("passes_activate")),
+        plan_activate_backward(library("passes_plan_activate_backward")),
+        activate_backward(library("passes_activate_backward")),
+        context(context) {}
+};
+
+inline void* current_stream(int32_t device) {
+  using Get = AOTITorchError (*)(int32_t, void**);
+  static const auto get = of_cuda<Get>("aoti_torch_get_current_cuda_stream");
+  void* stream = nullptr;
+  check(get(device, &stream), "the current stream");
+  return stream;
+}
+
+// Whether a CUDA graph captures what is queued on a stream.
+inline bool is_captured(void* stream) {
+  using Ask = int (*)(void*, int*);
+  static const auto ask = [] {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
+    return driver ? reinterpret_cast<Ask>(dlsym(driver, "cuStreamIsCapturing")) : nullptr;
+  }();
+  int status = 0;
+  return ask && ask(stream, &status) == 0 && status == 1;
+}
+
+// Has PyTorch's products ready in this thread on a GPU, once: a captured graph may choose them later,
+// and they cannot begin within a capture.
+inline void prepare_products(int32_t device) {
+  thread_local std::bitset<std::numeric_limits<int8_t>::max() + 1> ready;
+  if (!ready[device]) ready[device] = python.prepare(device) != 0;
+}
+
+// The kernels of a dtype.
+struct Loaded {
+  Product product;
+  Passes passes;
+};
+
+// Returns them; Python finds them once for a device, a stream and a norm.
+inline const Loaded& loaded(const Question& question) {
+  struct Known {
+    Question question;
+    int told;
+    Loaded loaded;
+  };
+  static std::mutex mutex;
+  static std::deque<Known> known;
+  const std::lock_guard lock(mutex);
+  for (const auto& [of, told, found] : known) {
+    if (told == python.told && std::memcmp(&of, &question, sizeof of) == 0) return found;
+  }
+  // Whoever waits here has let go of Python's lock, which Python takes to answer.
+  Answer answer{};
+  const char* error = nullptr;
+  switch (python.find(&question, &answer, &error)) {
+    case 0: break;
+    case 1: throw Declined();
+    default: throw std::runtime_error(error ? error : "fused_norm: no kernels were found");
+  }
+  const Loaded found{
+      Product(Library(answer.product), answer),
+      Passes(Library(answer.passes), answer.passes_context)};
+  return known.emplace_back(Known{question, python.told, found}).loaded;
+}
+
+// The kernels of a call: of its products, of passes over them, and of passes over the rows of x, whose
+// dtype autocast leaves wider.
+struct Kernels {
+  const Product& product;
+  const Passes& passes;
+  const Passes& norm_passes;
+  bool is_captured;
+
+  static Kernels find(
+      const Tensor& x, DType product, int64_t normalization, bool invariant, Conditions given) {
+    Question question{};
+    question.is_cpu = x.is_cpu();
+    question.normalization = normalization;
+    question.invariant = invariant;
+    bool captured = false;
+    if (!x.is_cpu()) {
+      question.device = x.device();
+      prepare_products(question.device);
+      if (given.is_alone < 0 || given.may_use_tf32 < 0) {
+        const int found = python.conditions(question.device);
+        given = {found & 1, found >> 1};
+      }
+      void* const stream = current_stream(question.device);
+      captured = fused_norm::is_captured(stream);
+      question.stream = reinterpret_cast<int64_t>(stream);
+      question.is_alone = given.is_alone;
+    }
+    const auto of = [&](DType dtype) -> const Loaded& {
+      question.dtype = dtype;
+      question.may_use_tf32 = !x.is_cpu() && dtype == FLOAT32 && given.may_use_tf32;
+      return loaded(question);
+    };
+    const Loaded& of_product = of(product);
+    const Loaded& of_norm = product == x.dtype() ? of_product : of(x.dtype());
+    return {of_product.product, of_product.passes, of_norm.passes, captured};
+  }
+};
+
+// Set in a child: OpenMP's workers do not survive a fork, and waiting for them would hang.
+inline std::atomic<bool> forked{false};
+
+inline int64_t threads() {
+  uint32_t count = 1;
+  if (!forked) check(torch_get_num_threads(&count), "the number of threads");
+  return count;
+}
+
+// Gives a call the workspace that its plan asks for. On a CPU it is that of the thread's calls
+// before, if it is large enough: fresh memory would cost a page fault for every 4 KiB.
+inline Tensor workspace_of(Call& call, const Tensor& like) {
+  thread_local Tensor kept;
+  Tensor workspace;
+  if (call.workspace_bytes > 0) {
+    const bool may_keep = like.is_cpu() && call.workspace_bytes <= MOST_KEPT;
+    if (may_keep && kept.defined() && kept.numel() >= call.workspace_bytes) {
+      workspace = kept;
+    } else {
+      workspace = empty(Shape{call.workspace_bytes}, like, BYTES);
+      if (may_keep) kept = workspace;
+    }
+  }
+  call.workspace = address(workspace);
+  return workspace;
+}
+
+// Runs kernels on a CPU, or queues them on a GPU, where threads take turns.
+inline void launch(Function function, Call& call, const Tensor& like) {
+  static std::mutex launching;
+  std::unique_lock<std::mutex> lock(launching, std::defer_lock);
+  if (!like.is_cpu()) lock.lock();
+  if (function(&call) != 0) {
+    throw std::runtime_error("fused_norm: a kernel could not be launched");
+  }
+}
+
+// Runs a pass that has a workspace.
+inline void run(Function plan, Function function, Call& call, const Tensor& like) {
+  if (plan(&call) != 0) throw std::runtime_error("fused_norm: a pass could not be planned");
+  const auto workspace = workspace_of(call, like);
+  launch(function, call, like);
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,261 @@
+"""Which kernels serve a dtype, a device and its stream: what the chain asks, and once each.
+
+A CPU's product normalizes rows as it packs them, on PyTorch's threads. Hopper's are our own, for
+bfloat16 on a folded weight; elsewhere, passes run around PyTorch's products. The plans of the
+kernels choose between what is there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS
+from fused_norm.native import build, runtime
+from fused_norm.native.cache import BuildError
+from fused_norm.native.cpu_features import bfloat16_product
+
+# A box of TMA starts at a multiple of 16 bytes, and so does every row.
+ALIGNMENT = 16
+
+# PyTorch's numbers, which do not change.
+_DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
+NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+
+
+def is_left_to_pytorch(dtype: torch.dtype) -> bool:
+    """Return whether PyTorch's own product is faster than ours on this CPU, whatever the sizes."""
+    return dtype is torch.bfloat16 and bfloat16_product() is not None
+
+
+def cpu_way() -> int:
+    """Return the way that a CPU's plans are asked for, 0 for what they find fastest.
+
+    Tests and measurements put others in its place.
+    """
+    return 0
+
+
+def gpu_way(may_keep: bool) -> int:
+    """Return the way that a forward is to run on Hopper, 0 for what its plan finds fastest.
+
+    Tests and measurements put others in its place.
+
+    Args:
+        may_keep: Whether a fold may be kept.
+    """
+    return 0
+
+
+def is_alone() -> bool:
+    """Return whether no collective, which waits for other GPUs, runs beside our kernels."""
+    return not torch.distributed.is_initialized()
+
+
+@functools.cache
+def is_hopper(device: int) -> bool:
+    """Return whether a device has Hopper's kernels, by its index."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+# PyTorch's compiler cannot trace a question to the driver.
+is_hopper.__wrapped__.__dict__["_dynamo_marked_constant"] = True
+
+
+def may_use_tf32() -> bool:
+    """Return whether PyTorch may multiply float32 in tf32, however it was told so.
+
+    It may be told otherwise before the next call. `allow_tf32` raises an error where both of
+    PyTorch's settings have been used.
+    """
+    precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
+    return precision == "tf32"
+
+
+def cpu_extension(name: str, dtype: torch.dtype) -> ModuleType:
+    """Return an extension of the CPU's, loaded."""
+    return build.load(build.Extension(name, build.DTYPES[dtype]))
+
+
+def gpu_extension(name: str, dtype: torch.dtype, device: int) -> build.Extension:
+    """Return an extension for any GPU, by the device's index."""
+    accelerator = build.accelerator_of(torch.device("cuda", device))
+    return build.Extension(name, build.DTYPES[dtype], accelerator)
+
+
+@functools.cache
+def hopper_extension(dtype: torch.dtype, norm: int) -> build.Extension:
+    """Return Hopper's extension for a dtype and a norm, by its number."""
+    return build.Extension(
+        build.HOPPER_EXTENSION, build.DTYPES[dtype], "nvidia:sm_90a", norm=build.NORMS[norm]
+    )
+
+
+@functools.cache
+def launcher(
+    kernels: build.Extension, device: int, stream: int, alone: bool
+) -> tuple[ModuleType, int]:
+    """Return an extension's module, and the context of its calls on a stream.
+
+    Args:
+        kernels: The extension.
+        device: Index of the device.
+        stream: Of PyTorch's, raw.
+        alone: Whether no collective runs beside.
+    """
+    module = build.load(kernels)
+    return module, runtime.new_launcher(module, device, stream, alone)
+
+
+def may_multiply(x: Tensor, N: int, K: int) -> bool:
+    """Return whether a product of x may be Hopper's own, and add a residual.
+
+    Args:
+        x: Of shape `[..., K]`.
+        N: Outputs of the product.
+        K: Length of its sums.
+    """
+    if not x.is_cuda or x.dtype not in LOW_PRECISION or not is_hopper(x.device.index or 0):
+        return False
+    elements = ALIGNMENT // x.dtype.itemsize
+    return not (N % elements or K % elements)
+
+
+class Question(ctypes.Structure):
+    """`Question` in chain.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("dtype", "is_cpu", "device", "unused")),
+        *((name, ctypes.c_int64) for name in ("stream", "normalization")),
+        *((n, ctypes.c_int32) for n in ("is_alone", "may_use_tf32", "invariant", "unused_too")),
+    )
+
+
+class Answer(ctypes.Structure):
+    """`Answer` in chain.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_char_p) for name in ("product", "passes")),
+        *((n, ctypes.c_int64) for n in ("product_context", "passes_context", "way", "kept_way")),
+    )
+
+
+_Find = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Question), ctypes.POINTER(Answer), ctypes.POINTER(ctypes.c_char_p)
+)
+_Ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32)
+
+
+class _Told(ctypes.Structure):
+    """`Python` in chain.h."""
+
+    _fields_ = (
+        *(("find", _Find), ("conditions", _Ask), ("prepare", _Ask)),
+        *(("numbers", ctypes.c_char_p), ("told", ctypes.c_int)),
+    )
+
+
+def find(question: Any, answer: Any) -> None:
+    """Write which kernels serve a question.
+
+    Args:
+        question: A `Question`.
+        answer: An `Answer`.
+
+    Raises:
+        BuildError: If there are none, and no compiler to build them.
+    """
+    dtype = _DTYPES[question.dtype]
+    if question.is_cpu:
+        build.check_at_hand(torch.device("cpu"), dtype)
+        context = build.gomp_parallel()
+        is_ours = question.invariant or not is_left_to_pytorch(dtype)
+        product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
+        _fill(answer, product, context, _file(cpu_path("passes_cpu", dtype)), context)
+        answer.way = cpu_way()
+        return
+    device, stream, norm = question.device, question.stream, question.normalization
+    build.check_at_hand(torch.device("cuda", device), dtype)
+    passes = gpu_extension("passes_gpu", dtype, device)
+    # Blocks of a pass wait for no others, so they may run beside a collective.
+    context = launcher(passes, device, stream, True)[1]
+    is_served = dtype in LOW_PRECISION or question.may_use_tf32
+    product, own = b"", 0
+    if is_served and is_hopper(device):
+        kernels = hopper_extension(dtype, norm)
+        own = launcher(kernels, device, stream, bool(question.is_alone))[1]
+        product = _file(str(kernels.path))
+    _fill(answer, product, own, _file(str(passes.path)), context)
+    answer.way, answer.kept_way = gpu_way(False), gpu_way(True)
+
+
+@functools.cache
+def cpu_path(name: str, dtype: torch.dtype) -> str:
+    """Return the file of an extension of the CPU's, loaded."""
+    cpu_extension(name, dtype)
+    return str(build.Extension(name, build.DTYPES[dtype]).path)
+
+
+@functools.cache
+def _file(path: str) -> bytes:
+    # Kept, as C++ reads it by its address.
+    return path.encode()
+
+
+def _fill(answer: Any, product: bytes, own: int, passes: bytes, context: int) -> None:
+    answer.product, answer.product_context = product, own
+    answer.passes, answer.passes_context = passes, context
+
+
+class _Thread(threading.local):
+    error = b""
+
+
+_thread = _Thread()
+
+
+def _find(question: Any, answer: Any, error: Any) -> int:
+    try:
+        find(question[0], answer[0])
+    except BuildError:
+        return 1
+    except Exception as fault:
+        # C++ raises it again, where the call was made.
+        _thread.error = str(fault).encode()
+        error[0] = _thread.error
+        return 2
+    return 0
+
+
+def _conditions(device: int) -> int:
+    return is_alone() | may_use_tf32() << 1
+
+
+def _prepare(device: int) -> int:
+    """Have PyTorch's products ready in this thread, before a graph that chooses them needs them.
+
+    Their library cannot begin within a capture, and calls made to warm up may all choose ours.
+    """
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        torch.cuda.current_blas_handle()
+    return 1
+
+
+_NAMES = {name: number for number, name in enumerate(NORMALIZATIONS)}
+_NAMES |= {name: number for name, (number, _) in ACTIVATIONS.items()}
+_NUMBERS = " ".join(f"{name}={number}" for name, number in _NAMES.items())
+_TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode())
+
+
+def tell(library: ctypes.CDLL) -> None:
+    """Give the chain the functions that it calls; it asks anew for kernels that it knows."""
+    library.chain_tell(ctypes.byref(_TOLD))

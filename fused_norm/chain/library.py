@@ -1,0 +1,266 @@
+"""Loads the chain: from the wheel, or compiled on first use by the system's C++ compiler.
+
+One binary serves every PyTorch from 2.11 on. A node of autograd in C++ spares a training step some
+microseconds; a build of that serves one minor version of PyTorch. A wheel brings builds for some,
+and `python -m fused_norm build --autograd` compiles another: nothing does so unasked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from fused_norm.chain import kernels
+from fused_norm.native import cache, prebuilt
+
+FOLDER = Path(__file__).resolve().parent
+# Of fused_norm's own C++: `python` leaves the node out, and `0` all of it.
+SWITCH = "FUSED_NORM_AUTOGRAD"
+# The stable ABI that the chain keeps to.
+OLDEST_PYTORCH = "0x020b000000000000"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A library of C++.
+
+    Attributes:
+        name: What people call it.
+        source: The file that is compiled.
+        arguments: What the compiler is told of it.
+        libraries: PyTorch's that it is linked with.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """Where the compiled library is kept, for this PyTorch and this Python."""
+        digest = hashlib.sha256(b"".join(each.read_bytes() for each in sources()))
+        for part in (
+            torch.__version__,
+            torch.version.git_version,
+            sysconfig.get_config_var("SOABI"),
+        ):
+            digest.update(str(part).encode())
+        return cache.cache_dir() / f"{Path(self.source).stem}-{digest.hexdigest()[:16]}.so"
+
+
+CHAIN = Binary(
+    "the chain of a call (C++)",
+    "chain.cpp",
+    (f"-DTORCH_TARGET_VERSION={OLDEST_PYTORCH}",),
+    ("torch_cpu",),
+)
+# Only the part of pybind11, which comes with PyTorch's headers, that Python's stable ABI covers.
+NODE = Binary(
+    "the autograd node (C++)",
+    "node.cpp",
+    ("-DPYBIND11_SIMPLE_GIL_MANAGEMENT",),
+    ("c10", "torch_cpu", "torch_python"),
+)
+
+
+def sources() -> list[Path]:
+    """Return the files that both are compiled from."""
+    return sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler: `CXX`, or the system's; None where there is none."""
+    if chosen := os.environ.get("CXX"):
+        return shutil.which(chosen)
+    return shutil.which("c++") or shutil.which("g++")
+
+
+def is_built(binary: Binary) -> bool:
+    """Return whether an intact build is in the cache."""
+    return cache.is_intact(binary.path)
+
+
+def build(binary: Binary, *, force: bool = False) -> Path:
+    """Compile a library into the cache and return its path.
+
+    Args:
+        binary: The library.
+        force: Compile even if an intact file is there.
+
+    Raises:
+        BuildError: If the cache cannot be written, there is no compiler, or it fails.
+    """
+    path = binary.path
+    cache.build(path, binary.name, functools.partial(_compile, binary), force=force)
+    return path
+
+
+def prebuilt_path(binary: Binary) -> Path | None:
+    """Return the library that came with the package for this PyTorch, None where there is none."""
+    folder = prebuilt.folder()
+    # Without its lock, or with checks of its own, Python lays objects out in another way.
+    other_abi = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_DEBUG")
+    if folder is None or not torch.compiled_with_cxx11_abi() or (binary is NODE and other_abi):
+        return None
+    found = folder / file_name(binary, _minor_version())
+    return found if found.is_file() else None
+
+
+def file_name(binary: Binary, version: str) -> str:
+    """Return what a wheel calls a library.
+
+    Args:
+        binary: The library.
+        version: Of PyTorch, such as `2.15`.
+    """
+    return f"node-torch-{version}.so" if binary is NODE else "chain.so"
+
+
+def _minor_version() -> str:
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def is_at_hand() -> bool:
+    """Return whether the chain is loaded, or can be: otherwise PyTorch's ops compute all calls."""
+    return load() is not None
+
+
+# A compiler cannot trace this.
+is_at_hand.__dict__["_dynamo_marked_constant"] = True
+
+# What ends when the chain is loaded, and what has to know it from then on.
+before_loading: list[Callable[[], None]] = []
+after_loading: list[Callable[[ctypes.CDLL], None]] = []
+_lock = threading.RLock()
+_loaded: list[ctypes.CDLL | None] = []
+
+
+def load() -> ctypes.CDLL | None:
+    """Return the chain, whose ops are registered then; None where nothing can build it."""
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _loaded.append(_load())
+    return _loaded[0]
+
+
+def path() -> Path | None:
+    """Return the file of the chain, compiled unless that has been done; None without a compiler."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    if found := prebuilt_path(CHAIN):
+        return found
+    if is_built(CHAIN):
+        return CHAIN.path
+    return None if compiler() is None else build(CHAIN)
+
+
+def _load() -> ctypes.CDLL | None:
+    found = path()
+    if found is None:
+        return None
+    for end in before_loading:
+        end()
+    library = ctypes.CDLL(str(found))
+    library.chain_error.restype = ctypes.c_char_p
+    kernels.tell(library)
+    for begin in after_loading:
+        begin(library)
+    return library
+
+
+@functools.cache
+def load_node() -> ModuleType | None:
+    """Return the node compiled here, or the wheel's; None without, or if it is switched off."""
+    if os.environ.get(SWITCH) in ("0", "python") or load() is None:
+        return None
+    if is_built(NODE):
+        return import_node(NODE.path)
+    found = prebuilt_path(NODE)
+    if found is None:
+        return None
+    try:
+        module = import_node(found)
+    except ImportError:
+        # A PyTorch that somebody has modified.
+        return None
+    return module if _minor_version() == module.TORCH else None
+
+
+def import_node(library: Path) -> ModuleType:
+    """Return the compiled node of a file."""
+    loader = importlib.machinery.ExtensionFileLoader("fused_norm_node", str(library))
+    spec = importlib.util.spec_from_loader("fused_norm_node", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def command(binary: Binary, includes: Sequence[str], libraries: Sequence[str]) -> list[str]:
+    """Return what a C++ compiler is told, but for the output.
+
+    Args:
+        binary: The library.
+        includes: Folders of headers: PyTorch's and Python's.
+        libraries: Folders of PyTorch's libraries.
+    """
+    arguments = ["-std=c++20", "-O2", "-shared", "-fPIC", str(FOLDER / binary.source)]
+    arguments += [*binary.arguments, "-fvisibility=hidden"]
+    arguments += ["-ffunction-sections", "-fdata-sections"]
+    arguments += [part for folder in includes for part in ("-isystem", folder)]
+    arguments += [f"-L{folder}" for folder in libraries]
+    arguments += [f"-l{library}" for library in binary.libraries]
+    if sys.platform == "darwin":
+        return [*arguments, "-undefined", "dynamic_lookup"]
+    return [*arguments, "-Wl,--gc-sections", "-s"]
+
+
+def _compile(binary: Binary, output: Path) -> None:
+    found = compiler()
+    if found is None:
+        raise cache.BuildError(
+            f"{binary.name} needs a C++ compiler: install g++, or name one in CXX"
+        )
+    # It imports setuptools, and takes a second.
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    folders = [*include_paths(), sysconfig.get_paths()["include"]]
+    arguments = command(binary, folders, library_paths())
+    arguments += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    print(f"fused_norm: building {binary.name} with {found}", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    result = subprocess.run(
+        [found, *arguments, "-o", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        raise cache.BuildError(
+            f"{found} failed on {binary.name} (exit status {result.returncode}):\n"
+            f"{result.stdout[-4000:]}"
+        )
+    print(
+        f"fused_norm: built in {time.perf_counter() - start:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,234 @@
+// A Linear layer by itself, on rows that a pass has normalized or on any: by our products where they
+// are faster, or where rows may not depend on each other, and else by PyTorch's.
+
+#pragma once
+
+#include "operands.h"
+
+namespace fused_norm {
+
+// Adds a dense tensor to another, rounded once.
+inline void add(const Tensor& to, const Tensor& other, const Passes& passes) {
+  Call call{};
+  call.K = to.size(-1);
+  call.M = to.numel() / call.K;
+  call.context = passes.context;
+  call.threads = threads();
+  call.x = call.sum = address(to);
+  call.residual = address(other);
+  run(passes.plan_normalize, passes.normalize, call, to);
+}
+
+// The record of x weight^T + bias, of dense rows; without x.
+inline Call linear_call(
+    const Tensor& rows, const Tensor& weight, const Tensor& bias, const Product& product) {
+  auto call = rows_call(rows.numel() / rows.size(-1), weight.size(0), product.context);
+  call.K = rows.size(-1);
+  call.weight = address(weight);
+  call.bias = address(bias);
+  return call;
+}
+
+// What a record says, of dense rows; none where PyTorch's product is faster, or what follows it.
+inline Tensor linear_by_kernel(
+    Call& call, const Tensor& rows, const Tensor& weight, const Product& product) {
+  if (!product.linear || !weight.is_contiguous() || product.plan_linear(&call) != 0 ||
+      call.way != FUSED) {
+    return {};
+  }
+  const auto y = empty_rows(rows, call.N);
+  call.y = address(y);
+  launch(product.linear, call, rows);
+  return y;
+}
+
+// Dense tensors; on a GPU copies of those that loads of 16 bytes cannot read.
+inline Tensor aligned(const Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  if (tensor.is_contiguous()) {
+    const bool is_aligned = tensor.is_cpu() || reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0;
+    return is_aligned ? tensor : cloned(tensor);
+  }
+  return dense(tensor);
+}
+
+[[noreturn]] inline void fail_invariant() {
+  throw std::runtime_error("fused_norm: batch_invariant() has no product for such sizes");
+}
+
+// x weight^T + bias + residual, none of whose rows depends on another.
+inline Tensor invariant_linear(
+    const Tensor& given, const Tensor& given_weight, const Tensor& given_bias,
+    const Tensor& given_residual, const Kernels& kernels) {
+  const Tensor x = aligned(given), weight = aligned(given_weight), bias = aligned(given_bias),
+               residual = aligned(given_residual);
+  const auto& product = kernels.product;
+  auto call = linear_call(x, weight, bias, product);
+  call.invariant = true;
+  call.x = address(x);
+  if (!x.is_cpu()) {
+    call.residual = address(residual);
+    const auto y = linear_by_kernel(call, x, weight, product);
+    if (!y.defined()) fail_invariant();
+    return y;
+  }
+  call.normalization = NO_NORM;
+  if (!product.forward || product.plan_forward(&call) != 0 || call.way != FUSED) fail_invariant();
+  const auto y = empty_rows(x, call.N);
+  call.y = address(y);
+  const auto workspace = workspace_of(call, x);
+  launch(product.forward, call, x);
+  if (residual.defined()) add(y, residual, kernels.passes);
+  return y;
+}
+
+// dy weight, none of whose rows depends on another.
+inline Tensor invariant_input_gradient(
+    const Tensor& given, const Tensor& given_weight, const Kernels& kernels) {
+  const Tensor dy = aligned(given), weight = aligned(given_weight);
+  const auto& product = kernels.product;
+  auto call = rows_call(dy.size(0), dy.size(1), product.context);
+  call.K = weight.size(1);
+  call.invariant = true;
+  call.dy = address(dy);
+  call.weight = address(weight);
+  const auto dx = empty(Shape{call.M, call.K}, dy);
+  if (dy.is_cpu()) {
+    // Without a norm nothing comes of x, but it is read.
+    call.normalization = NO_NORM;
+    call.x = call.dx = address(dx);
+    if (!product.backward || product.plan_backward(&call) != 0 || call.way != FUSED) {
+      fail_invariant();
+    }
+    const auto workspace = workspace_of(call, dy);
+    launch(product.backward, call, dy);
+    return dx;
+  }
+  if (!product.input_gradient || product.plan_input_gradient(&call) != 0 || call.way != FUSED) {
+    fail_invariant();
+  }
+  call.dx = address(dx);
+  launch(product.input_gradient, call, dy);
+  return dx;
+}
+
+// Writes rows weight^T + bias by PyTorch's product.
+inline void linear_by_pytorch(
+    const Tensor& y, const Tensor& rows, const Tensor& weight, const Tensor& bias) {
+  const auto by = weight.transposed();
+  if (bias.defined()) {
+    addmm(y, bias, rows, by);
+  } else {
+    mm(y, rows, by);
+  }
+}
+
+// x weight^T + bias + residual, of dense rows.
+inline Tensor linear_add(
+    const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual,
+    bool invariant, const Kernels& kernels) {
+  if (invariant) return invariant_linear(x, weight, bias, residual, kernels);
+  auto call = linear_call(x, weight, bias, kernels.product);
+  call.x = address(x);
+  call.residual = address(residual);
+  auto y = linear_by_kernel(call, x, weight, kernels.product);
+  if (y.defined()) return y;
+  y = empty_rows(x, weight.size(0));
+  if (residual.defined() && !bias.defined()) {
+    addmm(y.rows(), residual.rows(), x.rows(), weight.transposed());
+    return y;
+  }
+  linear_by_pytorch(y.rows(), x.rows(), weight, bias);
+  if (residual.defined()) add(y, residual, kernels.passes);
+  return y;
+}
+
+// dy weight, of matrices.
+inline Tensor input_gradient(
+    const Tensor& dy, const Tensor& weight, bool invariant, const Kernels& kernels) {
+  if (invariant) return invariant_input_gradient(dy, weight, kernels);
+  const auto& product = kernels.product;
+  const auto dx = empty(Shape{dy.size(0), weight.size(1)}, dy);
+  if (product.input_gradient && dy.is_contiguous() && weight.is_contiguous()) {
+    auto call = rows_call(dy.size(0), dy.size(1), product.context);
+    call.K = weight.size(1);
+    call.dy = address(dy);
+    call.weight = address(weight);
+    if (product.plan_input_gradient(&call) == 0 && call.way == FUSED) {
+      call.dx = address(dx);
+      launch(product.input_gradient, call, dy);
+      return dx;
+    }
+  }
+  mm(dx, dy, weight);
+  return dx;
+}
+
+// The product dW = dy^T z, which brings db along; nothing where its plan declines. z may be written
+// after this.
+inline std::optional<Call> planned_weight_gradient(
+    const Tensor& dy, const Tensor& z, const Tensor& weight, const Product& product) {
+  if (!product.weight_gradient || !dy.is_contiguous() || !weight.is_contiguous()) {
+    return std::nullopt;
+  }
+  auto call = rows_call(z.size(0), dy.size(1), product.context);
+  call.K = z.size(1);
+  call.dy = address(dy);
+  call.z = address(z);
+  if (product.plan_weight_gradient(&call) != 0 || call.way == DECLINED) return std::nullopt;
+  return call;
+}
+
+// Runs that product: dW, shaped as the weight, and db where the record has its address.
+inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& product) {
+  const auto dweight = empty_like(weight);
+  call.dweight = address(dweight);
+  const auto workspace = workspace_of(call, weight);
+  launch(product.weight_gradient, call, weight);
+  return dweight;
+}
+
+// dy^T z by PyTorch's product, laid out as the weight: autograd would copy another layout.
+inline Tensor weight_gradient_by_pytorch(
+    const Tensor& dy, const Tensor& z, const Tensor& weight) {
+  if (lies_transposed(weight)) {
+    const auto dweight = empty(Shape{weight.size(1), weight.size(0)}, weight);
+    mm(dweight, z.transposed(), dy);
+    return dweight.transposed();
+  }
+  const auto dweight = empty(weight.sizes(), weight);
+  mm(dweight, dy.transposed(), z);
+  return dweight;
+}
+
+// The sum of the rows of a dense matrix.
+inline Tensor sum_of_rows(const Tensor& rows, const Passes& passes) {
+  const auto sum = empty(Shape{rows.size(1)}, rows);
+  auto call = rows_call(rows.size(0), rows.size(1), passes.context);
+  call.da = address(rows);
+  call.dbias = address(sum);
+  run(passes.plan_activate_backward, passes.activate_backward, call, rows);
+  return sum;
+}
+
+// dW, shaped as the weight, and db, if that is wanted.
+inline Tensor parameter_gradients(
+    const Tensor& dy, const Tensor& rows, const Tensor& weight, bool wants_weight, bool wants_bias,
+    bool invariant, Tensor& dbias, const Kernels& kernels) {
+  Tensor dweight;
+  if (wants_weight) {
+    auto call = invariant ? std::nullopt
+                          : planned_weight_gradient(dy, rows, weight, kernels.product);
+    if (call) {
+      if (wants_bias) dbias = empty(Shape{dy.size(1)}, dy);
+      call->dbias = address(dbias);
+      dweight = weight_gradient(*call, weight, kernels.product);
+    } else {
+      dweight = weight_gradient_by_pytorch(dy, rows, weight);
+    }
+  }
+  if (wants_bias && !dbias.defined()) dbias = sum_of_rows(dense(dy), kernels.passes);
+  return dweight;
+}
+
+}  // namespace fused_norm

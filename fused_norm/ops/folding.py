@@ -1,0 +1,101 @@
+"""Calls on frozen parameters: a weight's fold is made when a plan first wants one, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call import frozen
+from fused_norm.call.frozen import Frozen, Keys, Prepared
+from fused_norm.chain import library
+from fused_norm.composition import GATED, Operands, Seam, flat, number_of
+from fused_norm.ops.registration import KIND_SCHEMA, TENSORS_SCHEMA, define
+
+_forward_folded = define(
+    f"norm_linear_forward_folded({TENSORS_SCHEMA}, {KIND_SCHEMA}, bool keeps, "
+    "Tensor? fold_weight, Tensor? fold_sums, int fold_activation, bool is_offloaded) -> Tensor[]"
+)
+_wanted_fold = define(f"norm_linear_wanted_fold({TENSORS_SCHEMA}, {KIND_SCHEMA}) -> int")
+_fold = define(
+    "norm_linear_fold(Tensor? gamma, Tensor? beta, Tensor[] weights, Tensor?[] biases, "
+    "str normalization, float weight_offset, int activation) -> Tensor[]"
+)
+
+
+def _tell_changes(chain: ctypes.CDLL) -> None:
+    frozen.tell_changes(lambda level: chain.chain_set_frozen(level))
+
+
+library.after_loading.append(_tell_changes)
+
+
+def folded(kind: Seam, t: Operands, keeps: bool, arguments: Sequence[Any]) -> list[Tensor]:
+    """Compute a call whose parameters may be frozen.
+
+    Args:
+        kind: What to compute.
+        t: The tensors.
+        keeps: Whether a backward follows.
+        arguments: Those of the op `norm_linear_forward`.
+
+    Raises:
+        RuntimeError: If values that the call needs have left the device.
+    """
+    own = (t.gamma, t.beta, *(v for pair in zip(t.weights, t.biases, strict=True) for v in pair))
+    may_fold = not keeps and t.x.is_cuda and t.x.dtype is torch.bfloat16
+    found = frozen.find(own) if may_fold else None
+    if not may_fold:
+        frozen.require_values(flat(t))
+    made, activation = None, -1
+    if found is not None and found[0].is_offloaded(found[1]):
+        # Whatever the plan would choose: nothing else has the values.
+        for activation in (number_of(kind.activation), 0):
+            made = made or _prepared(*found, kind, t, activation)
+        if made is None:
+            frozen.require_values(own)
+    elif found is not None:
+        activation = _wanted_fold(*arguments[:-1])
+        if activation >= 0:
+            made = _prepared(*found, kind, t, activation)
+    if made is None:
+        return list(_forward_folded(*arguments, None, None, -1, False))
+    # Making it may have moved them.
+    again = frozen.find(own)
+    is_offloaded = again is not None and again[0].is_offloaded(again[1])
+    return list(_forward_folded(*arguments, *made.tensors, made.activation, is_offloaded))
+
+
+def _prepared(
+    record: Frozen, keys: Keys, kind: Seam, t: Operands, activation: int
+) -> Prepared | None:
+    """Return the fold of frozen parameters, made now unless a CUDA graph captures the call."""
+    device = t.x.device
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    in_graph = torch.cuda.is_current_stream_capturing()
+    name = ("fold", kind.normalization, kind.weight_offset, activation, kind.is_joined)
+
+    def make() -> Prepared:
+        is_gate = activation >= GATED
+        count = len(t.weights) if is_gate or not kind.is_joined else 1
+
+        def memory() -> tuple[Tensor, ...]:
+            offset = kind.weight_offset
+            layers = (t.gamma, t.beta, t.weights[:count], t.biases[:count])
+            return tuple(_fold(*layers, kind.normalization, offset, activation))
+
+        tensors = frozen.allocate(memory, device)
+        # Any stream may read it then.
+        torch.cuda.current_stream(device).synchronize()
+        return Prepared(tensors, stream, activation=activation)
+
+    is_late = in_graph or record.is_offloaded(keys)
+    fold = record.prepared((*name, keys), None if is_late else make)
+    if fold is not None:
+        fold.read_on(stream, in_graph)
+        if record.offloads and not in_graph:
+            record.offload(name, keys)
+    return fold
