@@ -212,6 +212,7 @@ def linear_add_by_pytorch(kind: Kind, t: Tensors) -> Tensors:
     return {f"add_{name}".rstrip("_"): value for name, value in found.items()}
 
 
+@torch.no_grad()
 def by_native_door(kind: Kind, t: Tensors) -> Tensors:
     """Return all results of norm + Linear by the kernels of PyTorch's door."""
     what, o = operands(kind, t, False, OFFSET)
@@ -230,6 +231,7 @@ def by_native_door(kind: Kind, t: Tensors) -> Tensors:
     return {name: v for name, v in found.items() if v is not None} | _gradients(gradients)
 
 
+@torch.no_grad()
 def plain_by_native_door(t: Tensors) -> Tensors:
     """Return all results of LayerNorm + Linear by the kernels of PyTorch's door."""
     x, gamma, beta, weight, bias = (
