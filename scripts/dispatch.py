@@ -192,8 +192,7 @@ def run(way: str, inputs: Inputs, kept: Fold) -> Tensor:
 def _around_products(inputs: Inputs) -> Tensor:
     """Return y by our pass and PyTorch's product."""
     x, gamma, beta, weight, bias = inputs
-    around = record.AROUND_PRODUCTS
-    with mock.patch.object(chain_kernels, "gpu_way", return_value=around):
+    with mock.patch.object(chain_kernels, "gpu_way", return_value=record.AROUND_PRODUCTS):
         if (chain := library.load()) is not None:
             chain_kernels.tell(chain)
         op = torch.ops.fused_norm.norm_linear_forward

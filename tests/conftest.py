@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from devices import GPU
 from torch import Tensor
+from ways import hopper_goes, tell_again, told
 
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.chain import kernels
@@ -120,11 +122,10 @@ def _poison() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _forward_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name := request.config.option.forward_way:
-        ways = FORWARD_WAYS[name]
-        monkeypatch.setattr(kernels, "gpu_way", lambda may_keep: ways[may_keep])
-        tell_again()
+def _forward_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = request.config.option.forward_way
+    with hopper_goes(*FORWARD_WAYS[name]) if name else nullcontext():
+        yield
 
 
 @pytest.fixture(params=["cpu", GPU])
@@ -161,18 +162,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[t
     return watched
 
 
-def tell_again() -> None:
-    """Have the chain ask anew for kernels, and for the way that their plans are asked for."""
-    # What it is told here may be undone before the next test.
-    _told[0] = None
-    if (found := chain.load()) is not None:
-        kernels.tell(found)
-
-
-# Whether C++ was last told to go the ways that users have.
-_told: list[bool | None] = [None]
-
-
 @pytest.fixture(autouse=True)
 def _kernels_at_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have kernels run at sizes, too, at which PyTorch's ops finish sooner."""
@@ -180,9 +169,9 @@ def _kernels_at_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.M
     if not is_dispatched:
         monkeypatch.setattr(kernels, "cpu_way", lambda: FUSED)
         monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda t: False)
-    if _told[0] is not is_dispatched:
+    if told[0] is not is_dispatched:
         tell_again()
-        _told[0] = is_dispatched
+        told[0] = is_dispatched
 
 
 @pytest.fixture(scope="session")

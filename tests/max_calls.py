@@ -19,7 +19,6 @@ from fused_norm import composition
 from fused_norm.call.results import Results
 from fused_norm.composition import Operands, Seam
 from fused_norm.native.cpu_features import has_tiles
-from fused_norm.ops import norm_linear
 from fused_norm.reference import widened
 
 Tensors = dict[str, Tensor]
@@ -223,15 +222,22 @@ def by_native_door(kind: Kind, t: Tensors) -> Tensors:
     saved = o._replace(x=x, residual=None, mean=results.mean, rstd=results.rstd)
     grads = [t["dy"], t["dtotal"]] if o.residual is not None else [t["dy"]]
     wanted = [value is not None for value in composition.flat(o._replace(residual=None))]
-    gradients = norm_linear.gradients(
-        what, None, composition.flat(saved), results.products, grads, wanted
-    )
+    gradients = _by_op(what, saved, results.products, grads, wanted)
     found = {"y": results.outputs[0], "total": results.sum, "mean": results.mean}
     found |= {"rstd": results.rstd, "product": (*results.products, None)[0]}
     return {name: v for name, v in found.items() if v is not None} | _gradients(gradients)
 
 
-@torch.no_grad()
+def _by_op(
+    kind: Seam, saved: Operands, products: list[Tensor], grads: list[Tensor], wanted: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients by the kernels, None where not wanted."""
+    places = [place for place, w in enumerate(wanted) if w]
+    backward = torch.ops.fused_norm.norm_linear_backward
+    found = iter(backward(*saved, *kind, products, grads, places))
+    return [next(found) if w else None for w in wanted]
+
+
 def plain_by_native_door(t: Tensors) -> Tensors:
     """Return all results of LayerNorm + Linear by the kernels of PyTorch's door."""
     x, gamma, beta, weight, bias = (
@@ -242,7 +248,7 @@ def plain_by_native_door(t: Tensors) -> Tensors:
     y, mean, rstd = torch.ops.fused_norm.norm_linear_forward(*o, *kind, True)
     saved = o._replace(mean=mean, rstd=rstd)
     wanted = [value is not None for value in composition.flat(o)]
-    found = norm_linear.gradients(kind, None, composition.flat(saved), [], [t["dy"]], wanted)
+    found = _by_op(kind, saved, [], [t["dy"]], wanted)
     names = ("dx", "dnorm_weight", "dnorm_bias", "dweight", "dbias")
     gradients = [gradient for gradient in found if gradient is not None]
     return {"y": y, "mean": mean, "rstd": rstd, **dict(zip(names, gradients, strict=True))}

@@ -1,15 +1,16 @@
-"""Kernels that stand in for Hopper's on a CPU: C functions that hand a record to Python."""
+"""Kernels that stand in for those of products: C functions that hand a record to Python."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ways import tell_again
 
 from fused_norm.chain import kernels, library
 
@@ -27,16 +28,19 @@ _Hook = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p)
 
 
 @contextmanager
-def standing_in(folder: Path, run: Callable[[str, int], None]) -> Iterator[None]:
+def standing_in(
+    folder: Path, run: Callable[[str, int], None], doors: Sequence[str] = DOORS
+) -> Iterator[None]:
     """Have products be asked of a function, by their name and the address of the record.
 
     Args:
         folder: Where C is compiled.
         run: The function; what it raises is raised at the end.
+        doors: Those that there are; for each, the function is asked for `plan_...`, too.
     """
     if (compiler := library.compiler()) is None:
         pytest.skip("there is no C++ compiler")
-    names = [name for door in DOORS for name in (door, f"plan_{door}")]
+    names = [name for door in doors for name in (door, f"plan_{door}")]
     source, built = folder / "stand_in.c", folder / "stand_in.so"
     source.write_text(SOURCE + "".join(map(DOOR.format, names)))
     command = [compiler, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(built)]
@@ -58,18 +62,17 @@ def standing_in(folder: Path, run: Callable[[str, int], None]) -> Iterator[None]
 
     def found(question: Any, answer: Any) -> None:
         find(question, answer)
-        if not question.invariant:
+        # Nobody's on a CPU is as good as ours; a GPU has products of its own, or none.
+        if not question.invariant and (question.is_cpu or answer.product):
             answer.product = file
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "find", found)
-        _tell()
-        yield
-    _tell()
+        tell_again()
+        try:
+            yield
+        finally:
+            patch.undo()
+            tell_again()
     if raised:
         raise raised[0]
-
-
-def _tell() -> None:
-    if (chain := library.load()) is not None:
-        kernels.tell(chain)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from accuracy import make_inputs
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -205,6 +206,26 @@ def test_offloaded_weights(device: str) -> None:
     assert not is_frozen(model)
     with torch.no_grad():
         assert torch.equal(model(rows), expected)
+
+
+def test_no_call_reads_what_stands_for_an_offloaded_weight(device: str) -> None:
+    model, rows = a_model(device), x.to(device)
+    others = make_inputs(6, 32, 16, device=device)
+    expected = fn.fused_layernorm_linear(*others)
+    offloaded(model)
+    layer = model[0]
+    for grads in (True, False):
+        for call in (
+            lambda: layer(rows),
+            lambda: fn.norm_linear(rows, layer.weight, normalization="rms_norm"),
+            # Beside parameters that are not frozen.
+            lambda: fn.norm_linear(rows, layer.weight, norm_weight=others[1]),
+            lambda: fn.norm_linear(rows, [others[3], layer.weight]),
+        ):
+            with torch.set_grad_enabled(grads), pytest.raises(RuntimeError, match="offload=True"):
+                call()
+    assert torch.equal(fn.fused_layernorm_linear(*others), expected)
+    fn.unfreeze(model)
 
 
 def test_offloaded_weights_come_back(device: str) -> None:

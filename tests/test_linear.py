@@ -16,15 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget
-from conftest import tell_again
 from stand_in import standing_in
 from test_family import PLAIN
 from test_several import ON_HOPPER, names
 from torch import Tensor
+from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
-from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import ACTIVATIONS, GATED
 from fused_norm.ops import node
 
@@ -317,17 +316,12 @@ def test_every_activation(activation: str) -> None:
 
 
 @pytest.fixture(params=["composed", "folded", "kept"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Have Hopper's forward go one way."""
     ways = {"composed": record.FUSED, "folded": record.NEW_FOLD, "kept": record.KEPT_FOLD}
     without = {"composed": record.FUSED}.get(request.param, record.NEW_FOLD)
-    monkeypatch.setattr(
-        chain_kernels, "gpu_way", lambda keeps: ways[request.param] if keeps else without
-    )
-    tell_again()
-    yield request.param
-    monkeypatch.undo()
-    tell_again()
+    with hopper_goes(without, ways[request.param]):
+        yield request.param
 
 
 @ON_HOPPER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from test_several import names
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -102,16 +103,15 @@ def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     tensors = leaves("cuda", dtype, 128)
     x, weight, *_ = tensors
     assert adds_in_product(x, weight)
-    called = []
-    op = ops._op
-    monkeypatch.setattr(ops, "_op", lambda *t: called.append(1) or op(*t))
-    total, _ = fn.linear_add(*tensors, normalization=None)
-    assert called
+    found = []
+    for options in ({"normalization": None}, {"eps": 1e-3}):
+        launched = names(lambda o=options: found.append(fn.linear_add(*tensors, **o)))
+        assert launched.count("fused_norm_matrix") == 1, launched
+        assert not any(name in launched for name in ("nvjet", "gemm")), launched
+    (total, _), (same, statistics) = found
     exact = plain(*(t.detach().double() for t in tensors))
     theirs = (plain(*tensors).double() - exact).norm()
     assert (total.double() - exact).norm() <= theirs
-    same, statistics = fn.linear_add(*tensors, eps=1e-3)
-    assert len(called) == 2
     assert torch.equal(same, total)
     rows = total.detach().double()
     mean, rstd = rows.mean(-1), (rows.var(-1, correction=0) + 1e-3).rsqrt()

@@ -55,7 +55,7 @@ def test_opcheck(inputs: str, device: str) -> None:
         torch.library.opcheck(ops.norm_linear_forward.default, arguments)
     y, mean, rstd = ops.norm_linear_forward(*arguments)
     there = [place for place, t in enumerate((x, None, gamma, beta)) if t is not None]
-    # Gradients of empty tensors are PyTorch's, by a transform that the check cannot see.
+    # The gradients of empty tensors are PyTorch's, by a transform that the check does not see.
     for wanted in ([*there, 11, 12], [0, 11]) if x.numel() else ():
         given = (*tensors(None, mean, rstd), [], [torch.randn_like(y)], wanted)
         torch.library.opcheck(ops.norm_linear_backward.default, given)

@@ -15,14 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_copies, as_float64, assert_within_budget
-from conftest import tell_again
 from stand_in import standing_in
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
-from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import Operands, Seam
 from fused_norm.ops import folding, node
 
@@ -358,7 +357,6 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
     t = Operands(x, residual, gamma, beta, weights=linears[:3], biases=linears[3:])
     kind = Seam(normalization=norm, activation="", eps=1e-5, weight_offset=0.0)
     ran: list[int] = []
-    monkeypatch.setattr(chain_kernels, "gpu_way", lambda keeps: way if keeps else record.NEW_FOLD)
     make_fold = folding._fold
 
     def counted(*arguments: Any) -> Any:
@@ -366,7 +364,6 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
         return make_fold(*arguments)
 
     monkeypatch.setattr(folding, "_fold", counted)
-    tell_again()
     first = None
 
     def run() -> Any:
@@ -374,7 +371,7 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
         return torch.ops.fused_norm.norm_linear_forward(*t, *kind, keeps)[:3]
 
     for _ in range(3):
-        with fn.frozen_parameters():
+        with hopper_goes(record.NEW_FOLD, way), fn.frozen_parameters():
             run()
             outputs = run()
             launched = names(run)
@@ -385,8 +382,6 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
         assert first is None or all(map(torch.equal, outputs, first))
         first = outputs
     assert len(ran) == 3 * (way == record.KEPT_FOLD)
-    monkeypatch.undo()
-    tell_again()
 
 
 @ON_HOPPER

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check, make_inputs
-from conftest import tell_again
 from kernel_harness import Guarded, address, extension
+from test_norm_linear_gpu import forward as normalized
 from torch import Tensor
+from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
-from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import ACTIVATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -431,8 +431,8 @@ class TestTf32:
                 assert 1e-5 < error(y, truth) < ROUNDING[torch.float32]
             else:
                 assert error(y, truth) < 3e-6
-                z = F.layer_norm(inputs[0], (1024,), *inputs[1:3], EPS)
-                torch.testing.assert_close(y, F.linear(z, *inputs[3:]), rtol=1e-5, atol=1e-5)
+                z = normalized(*inputs[:3], False, stats=False)[0]
+                assert torch.equal(y, F.linear(z, *inputs[3:]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
@@ -504,22 +504,17 @@ class TestBesideOthers:
             found = kernels.forward(way, call)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    def test_norm_without_parameters_needs_no_fold(
-        self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_norm_without_parameters_needs_no_fold(self, dtype: torch.dtype) -> None:
         """Its weight is multiplied as it is, to the same bits as one folded with ones."""
-        monkeypatch.setattr(chain_kernels, "gpu_way", lambda may_keep: record.NEW_FOLD)
-        tell_again()
         for m, k, n in ((1, 4096, 512), (37, 72, 8), (512, 1024, 4096), (16384, 512, 1000)):
             x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5)
             for bias in (random(n, dtype=dtype), None):
-                found = [
-                    fn.norm_linear(x, w, bias, normalization="rms_norm", norm_weight=gamma)
-                    for gamma in (torch.ones_like(x[0]), None)
-                ]
+                with hopper_goes(record.NEW_FOLD):
+                    found = [
+                        fn.norm_linear(x, w, bias, normalization="rms_norm", norm_weight=gamma)
+                        for gamma in (torch.ones_like(x[0]), None)
+                    ]
                 assert torch.equal(*found)
-        monkeypatch.undo()
-        tell_again()
 
     def test_forward_after_forward(self, dtype: torch.dtype) -> None:
         """A kernel that starts before the last one ends reads none of what is yet to come."""

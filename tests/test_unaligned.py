@@ -9,12 +9,11 @@ import family
 import pytest
 import torch
 from accuracy import as_copies, assert_within_budget
-from conftest import tell_again
 from torch import Tensor
+from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
-from fused_norm.chain import kernels
 
 PLAIN = dict(zip(family.GRID, (values[0] for values in family.GRID.values()), strict=True))
 CASES: dict[str, dict[str, Any]] = {
@@ -43,20 +42,16 @@ def shifted(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["as it comes", "folded", "normalized first"])
-def way(
-    request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def way(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     """Which way Hopper's kernels are asked to go."""
     ways = {"folded": record.NEW_FOLD, "normalized first": record.FUSED}
-    if request.param in ways:
-        if device == "cpu":
-            pytest.skip("a CPU has one way")
-        asked = ways[request.param]
-        monkeypatch.setattr(kernels, "gpu_way", lambda may_keep: asked)
-        tell_again()
-    yield str(request.param)
-    monkeypatch.undo()
-    tell_again()
+    if request.param not in ways:
+        yield request.param
+        return
+    if device == "cpu":
+        pytest.skip("a CPU has one way")
+    with hopper_goes(ways[request.param]):
+        yield request.param
 
 
 def with_shift(tensors: dict[str, Any]) -> Iterator[tuple[str, Callable[[list[Any]], list[Any]]]]:

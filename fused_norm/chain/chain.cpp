@@ -94,9 +94,7 @@ EXPORTED int chain_forward(
     const OnDevice on_device(t[X]);
     const NoGrad no_grad;
     const auto kernels = kernels_of(*kind, t, conditions);
-    std::optional<Fold> fold = Fold();
-    if (may_be_frozen(t, keeps != 0)) fold = folds.find(*kind, t, kernels.is_captured);
-    // Python knows what is frozen.
+    const auto fold = fold_of(*kind, t, keeps != 0, kernels.is_captured);
     if (!fold) throw Declined();
     const auto found = forward(*kind, t, *extent, keeps != 0, *fold, kernels);
     std::fill(results, results + 2 * count + EXTRAS, nullptr);
@@ -252,8 +250,7 @@ Handles run_forward(TENSORS, KIND, bool keeps, const Fold* given) {
   const OnDevice on_device(t[X]);
   const NoGrad no_grad;
   const auto kernels = kernels_or_error(kind, t);
-  std::optional<Fold> fold = given ? *given : Fold();
-  if (!given && may_be_frozen(t, keeps)) fold = folds.find(kind, t, kernels.is_captured);
+  const auto fold = given ? *given : fold_of(kind, t, keeps, kernels.is_captured);
   if (!fold) throw Declined();
   auto results = forward(kind, t, extent, keeps, *fold, kernels);
   if (given) folds.keep(kind, t, *given, kernels.is_captured);

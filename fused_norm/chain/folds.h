@@ -31,13 +31,6 @@ struct Fold {
   }
 };
 
-// Whether Python may know that a call's parameters are frozen.
-inline bool may_be_frozen(const Operands& t, bool keeps) {
-  const int level = frozen_level;
-  const bool may_fold = !keeps && !t[X].is_cpu() && t[X].dtype() == BFLOAT16;
-  return level > 1 || (level == 1 && may_fold);
-}
-
 // Folds by the memory of their parameters, which whoever froze them holds.
 class Folds {
  public:
@@ -88,5 +81,16 @@ class Folds {
   std::deque<std::pair<Key, Fold>> kept_;
 };
 inline Folds folds;
+
+// The fold of a call, if it has one; nothing where Python is to look, which knows what is frozen and
+// whose values are elsewhere.
+inline std::optional<Fold> fold_of(
+    const Kind& kind, const Operands& t, bool keeps, bool is_captured) {
+  const int level = frozen_level;
+  const bool may_fold = !keeps && !t[X].is_cpu() && t[X].dtype() == BFLOAT16;
+  if (level > 0 && may_fold) return folds.find(kind, t, is_captured);
+  if (level > 1) return std::nullopt;
+  return Fold();
+}
 
 }  // namespace fused_norm

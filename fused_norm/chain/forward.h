@@ -205,7 +205,8 @@ inline bool forward_by_product(
   Parts parts;
   auto call =
       planned_forward(kind, t, extent, results, keeps_h, fold, kernels, activates, parts);
-  if (!is_fused(call)) return false;
+  // Another way would read what stands for values that are elsewhere.
+  if (!is_fused(call) || (fold.is_needed && call.way != KEPT_FOLD)) return false;
   if (call.way == KEPT_FOLD) fold.give(call);
   Tensors outputs;
   for (int64_t i = 0; i < call.part_count; ++i) {

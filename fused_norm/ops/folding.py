@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_norm.call import frozen
 from fused_norm.call.frozen import Frozen, Keys, Prepared
 from fused_norm.chain import library
-from fused_norm.composition import GATED, Operands, Seam, flat, number_of
+from fused_norm.composition import GATED, Operands, Seam, number_of
 from fused_norm.ops.registration import KIND_SCHEMA, TENSORS_SCHEMA, define
 
 _forward_folded = define(
@@ -48,20 +48,20 @@ def folded(kind: Seam, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
     own = (t.gamma, t.beta, *(v for pair in zip(t.weights, t.biases, strict=True) for v in pair))
     may_fold = not keeps and t.x.is_cuda and t.x.dtype is torch.bfloat16
     found = frozen.find(own) if may_fold else None
-    if not may_fold:
-        frozen.require_values(flat(t))
-    made, activation = None, -1
+    made = None
     if found is not None and found[0].is_offloaded(found[1]):
         # Whatever the plan would choose: nothing else has the values.
         for activation in (number_of(kind.activation), 0):
             made = made or _prepared(*found, kind, t, activation)
-        if made is None:
-            frozen.require_values(own)
     elif found is not None:
         activation = _wanted_fold(*arguments[:-1])
         if activation >= 0:
             made = _prepared(*found, kind, t, activation)
     if made is None:
+        if frozen.has_offloaded():
+            # Each by itself: others of the call may not be frozen.
+            for weight in (*t.weights, t.out_weight):
+                frozen.require_values([weight])
         return list(_forward_folded(*arguments, None, None, -1, False))
     # Making it may have moved them.
     again = frozen.find(own)

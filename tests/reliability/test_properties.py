@@ -11,15 +11,14 @@ import shutil
 import pytest
 import torch
 from accuracy import assert_within_budget, eager, make_inputs
-from conftest import tell_again
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm import reference
 from fused_norm.call import record
-from fused_norm.chain import kernels
 
 EXAMPLES = settings(
     max_examples=60,
@@ -227,10 +226,7 @@ def test_fused_and_composed_agree(rows: int, features: int, dtype: torch.dtype) 
     inputs = make_inputs(rows, features, features, dtype=dtype, device="cuda")
     ys = []
     for way in (record.FUSED, record.NEW_FOLD, record.AROUND_PRODUCTS):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "gpu_way", lambda may_keep, way=way: way)
-            tell_again()
+        with hopper_goes(way):
             ys.append(fn.fused_layernorm_linear(*inputs))
-        tell_again()
     for mine, other in itertools.pairwise(ys):
         assert relative(mine.float(), other.float()) < 8e-3

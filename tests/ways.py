@@ -1,0 +1,40 @@
+"""The ways that plans are asked for, and how the chain learns of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fused_norm.chain import kernels, library
+
+# Whether the chain was last told to dispatch as users have it; None where a test told it otherwise.
+told: list[bool | None] = [None]
+
+
+def tell_again() -> None:
+    """Have the chain ask anew for kernels, and for the way that their plans are asked for."""
+    # What the chain is told here may be undone before the next test.
+    told[0] = None
+    if (chain := library.load()) is not None:
+        kernels.tell(chain)
+
+
+@contextmanager
+def hopper_goes(way: int, kept: int | None = None) -> Iterator[None]:
+    """Have Hopper's forward go one way at every size.
+
+    Args:
+        way: The way.
+        kept: That where a fold may be kept, if it is another.
+    """
+    ways = (way, way if kept is None else kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "gpu_way", lambda may_keep: ways[may_keep])
+        tell_again()
+        try:
+            yield
+        finally:
+            patch.undo()
+            tell_again()
