@@ -3,7 +3,7 @@
 Every model of tests/models/architectures.py runs in inference and for two steps of training, in
 float32 on a CPU: compiled by `aot_eager`, which changes nothing, by `fused_norm`, and for some by
 `fused_norm` with Inductor after it. What `aot_eager` passes must pass. `python
-scripts/architectures.py` writes benchmarks/architectures.json after each model; those that are
+scripts/architectures.py` writes benchmarks/results/architectures.json after each model; those that are
 named are run again, and others stay. `--table` prints the result for a page. It needs the
 dependency group `models`.
 """
@@ -28,7 +28,7 @@ from fused_norm.models import backend
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
-PATH = ROOT / "benchmarks" / "architectures.json"
+PATH = ROOT / "benchmarks" / "results" / "architectures.json"
 LIBRARIES = ("transformers", "timm", "torchvision")
 MODES = ("inference", "training")
 # Inductor's C++ compiler takes a minute for some of the others.

@@ -5,7 +5,7 @@
 First a row's bits of y and dx are compared between batches of 1 to 16384 rows. Then calls in the
 mode are timed beside those without, in interleaved rounds: on a CPU by wall time, of which a fifth
 of the rounds is shorter, as others may use it meanwhile; on a GPU by replays of CUDA graphs and
-launched, medians. The ratios go to benchmarks/batch-invariant.json, from
+launched, medians. The ratios go to benchmarks/results/batch-invariant.json, from
 which scripts/numerics_page.py makes its table.
 """
 
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.bench import environment
-from fused_norm.bench.results import Timing
-from fused_norm.bench.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from benchmarks import environment
+from benchmarks.runs import Timing
+from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
 
-MEASUREMENTS = Path(__file__).resolve().parent.parent / "benchmarks/batch-invariant.json"
+MEASUREMENTS = Path(__file__).resolve().parent.parent / "benchmarks/results/batch-invariant.json"
 # Of the weight, by the kind of device: K and N.
 WEIGHTS = {"cpu": ((768, 3072), (1024, 1024)), "cuda": ((1024, 1024), (4096, 4096))}
 DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("bfloat16", "float16")}

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fused_norm.bench import front, markdown, plots, report, results
-from fused_norm.bench.blocks import EVERY
-from fused_norm.bench.case import MODE_DESCRIPTIONS
-from fused_norm.bench.png import description, digest
-from fused_norm.bench.results import Measurement, Run
+from benchmarks import front, markdown, plots, report, runs
+from benchmarks.blocks import EVERY
+from benchmarks.case import MODE_DESCRIPTIONS
+from benchmarks.png import description, digest
+from benchmarks.runs import Measurement, Run
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = "images/benchmarks"
@@ -66,7 +66,7 @@ How it is measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the page and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/ops")
     parser.add_argument("--docs", type=Path, help="where to write; the README is left alone then")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it is stale")
     options = parser.parse_args(arguments)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = docs / IMAGES
         for old in folder.glob(f"{path.stem}-*.png"):
             old.unlink()
-        plots.write(results.load(path), folder, f"{path.stem}-", digest(path))
+        plots.write(runs.load(path), folder, f"{path.stem}-", digest(path))
     page = docs / "benchmarks.md"
     page.write_text(render(files, docs))
     written = [page, *(front.write(ROOT) if is_ours else [])]
@@ -130,7 +130,7 @@ def render(files: Sequence[Path], docs: Path) -> str:
         if ROOT / place not in files:
             parts += _dtypes(ROOT / place, f"The family on a Xeon with {name}")
     for path in files:
-        run = results.load(path)
+        run = runs.load(path)
         parts += _machine(path, run)
         parts += [f"![{image.stem}]({image.relative_to(docs)})\n" for image in _images(path, docs)]
         parts += _slower(run)
@@ -157,14 +157,14 @@ def _machine(path: Path, run: Run) -> list[str]:
     ]
     return [
         f"## {title}\n",
-        f"From `benchmarks/results/{path.name}`, made by `{e.command}`.\n",
+        f"From `benchmarks/results/ops/{path.name}`, made by `{e.command}`.\n",
         markdown.table(["", ""], rows),
     ]
 
 
 def _seams(path: Path, title: str) -> list[str]:
     """Return a run of blocks or of the family's members as one table."""
-    run = results.load(path)
+    run = runs.load(path)
     header = ["what", "MxKxN", "mode", "eager", *(f"{role}, {m}" for m, role in SEAM_COLUMNS)]
     rows = []
     for m in run.measurements:
@@ -192,7 +192,7 @@ def _seams(path: Path, title: str) -> list[str]:
 
 def _dtypes(path: Path, title: str) -> list[str]:
     """Return a run as one table of ours, whose columns are dtypes."""
-    run = results.load(path)
+    run = runs.load(path)
     on_gpu = run.environment.device == "cuda"
     metric = "graph" if on_gpu else "wall"
     place = f"{run.environment.cpu}, {run.environment.threads} threads"

@@ -2,7 +2,7 @@
 
 Every model of tests/models/zoo.py is run untouched and rewritten, two layers deep, forward and
 backward, in float32 on a CPU; and its norms are counted at its true depth. `python
-scripts/census.py` writes benchmarks/census.json, which tests hold the backend against, after each
+scripts/census.py` writes benchmarks/results/census.json, which tests hold the backend against, after each
 model; those that are named are counted again, and others stay; `--missing` counts what the file
 lacks. It needs the dependency group `models`.
 """
@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
-PATH = ROOT / "benchmarks" / "census.json"
+PATH = ROOT / "benchmarks" / "results" / "census.json"
 DEEP = "true depth"
 _COUNTS = ("norms", "read by Linear", "fused")
 

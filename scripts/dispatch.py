@@ -1,6 +1,6 @@
 """Measure every way that a forward can run on Hopper, over rows: what its plan chooses by.
 
-    python scripts/dispatch.py [--commit COMMIT]     measure, write benchmarks/h200-dispatch.json
+    python scripts/dispatch.py [--commit COMMIT]     measure, write benchmarks/results/h200-dispatch.json
     python scripts/dispatch.py --table               only rewrite the table from there
 
 Either writes op/norm_linear/sm90/measured.mojo, the table that kernels are built with. Measured is
@@ -28,16 +28,16 @@ import torch
 from hopper_records import Fold, fold_of, record_of
 from torch import Tensor
 
+from benchmarks import environment
+from benchmarks.case import EPS
+from benchmarks.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm import reference
-from fused_norm.bench import environment
-from fused_norm.bench.case import EPS
-from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm.call import record
 from fused_norm.chain import kernels as chain_kernels
 from fused_norm.chain import library
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASUREMENTS = ROOT / "benchmarks/h200-dispatch.json"
+MEASUREMENTS = ROOT / "benchmarks/results/h200-dispatch.json"
 TABLE = ROOT / "op/norm_linear/sm90/measured.mojo"
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WEIGHTS = (
@@ -114,7 +114,7 @@ NAMES = {"kept": "KEPT_FOLD", "anew": "NEW_FOLD", "composed": "FUSED", "torch": 
 
 ABOUT = """Which way of the forward is fastest on Hopper at the sizes that were measured.
 
-Written by scripts/dispatch.py, which measured benchmarks/h200-dispatch.json as well:
+Written by scripts/dispatch.py, which measured benchmarks/results/h200-dispatch.json as well:
 `python scripts/dispatch.py --table` writes it anew from there. Where a call is
 DECLINED, our norm around PyTorch's product is faster, which takes the host longer
 to launch.

@@ -1,6 +1,6 @@
 """Measure our product on a CPU against ours around PyTorch's and eager: what its plan chooses by.
 
-    python scripts/dispatch_cpu.py [--commit COMMIT]  measure, write benchmarks/cpu-dispatch-*.json
+    python scripts/dispatch_cpu.py [--commit COMMIT]  measure, write benchmarks/results/cpu-dispatch-*.json
     python scripts/dispatch_cpu.py --table            only rewrite the table from there
 
 Either writes op/norm_linear/cpu/measured.mojo, the table that kernels are built with. Each set of
@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.bench import environment
+from benchmarks import environment
 from fused_norm.call.record import FUSED
 from fused_norm.chain import kernels, library
 from fused_norm.composition import ACTIVATIONS
@@ -82,7 +82,7 @@ Step = Callable[[int], Any]
 
 ABOUT = """Which of our product and PyTorch's is faster on a CPU.
 
-Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch-*.json as well:
+Written by scripts/dispatch_cpu.py, which measured benchmarks/results/cpu-dispatch-*.json as well:
 `python scripts/dispatch_cpu.py --table` writes it anew from there.
 """
 IMPORTS = """from ...gemm.activation import GATED, GELU, SILU
@@ -189,7 +189,7 @@ def level_of_this_cpu() -> str | None:
 
 def file_of(level: str) -> Path:
     """Return the file of a set's measurements."""
-    return ROOT / f"benchmarks/cpu-dispatch-{level}.json"
+    return ROOT / f"benchmarks/results/cpu-dispatch-{level}.json"
 
 
 def sizes(

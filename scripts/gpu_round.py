@@ -259,7 +259,7 @@ def _bench_command(options: argparse.Namespace, stem: str) -> list[str]:
     if earlier.is_file() and not Path(f"{name}.json").exists():
         shutil.copy(earlier, f"{name}.json")
     commit = (options.folder / "commit").read_text().strip()
-    command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
+    command = [sys.executable, "-m", "benchmarks", "--device", "cuda", "--resume"]
     command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
     return [*command, "--seconds", str(options.seconds), "--tf32"]
 

@@ -19,7 +19,7 @@ from fused_norm.call.record import FUSED
 from fused_norm.chain import kernels
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "numerics.md"
-COSTS = PAGE.parent.parent / "benchmarks" / "batch-invariant.json"
+COSTS = PAGE.parent.parent / "benchmarks" / "results" / "batch-invariant.json"
 PASSES = ("forward", "training")
 METRICS = {"wall": "time", "graph": "in a CUDA graph", "launch": "launched"}
 DEVICES = {"cpu": "{threads} threads, PyTorch {torch}", "cuda": "PyTorch {torch}"}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.bench.timing import Budget, GpuTimer, Rounds, Step
+from benchmarks.timing import Budget, GpuTimer, Rounds, Step
 from fused_norm.call.record import Call
 from fused_norm.native import build
 

@@ -1,6 +1,6 @@
 """Trains a block of LLaMA's kind on several GPUs, tensor parallel, fused and not.
 
-    python scripts/tensor_parallel.py --json benchmarks/h200-tensor-parallel.json
+    python scripts/tensor_parallel.py --json benchmarks/results/h200-tensor-parallel.json
 
 The model is PyTorch's modules under `parallelize_module`: columns of q, k, v, gate and up and rows
 of the other two on each device, the tokens of norms and sums split (`SequenceParallel`). Eager,
@@ -39,8 +39,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing.spawn import spawn
 
-from fused_norm.bench.case import dtype_name
-from fused_norm.bench.environment import describe
+from benchmarks.case import dtype_name
+from benchmarks.environment import describe
 from fused_norm.models import Site, backend
 
 PROVIDERS = ("eager", "compile", "fused_norm")

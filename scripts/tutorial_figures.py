@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from fused_norm.bench.front import THEMES, Theme
-from fused_norm.bench.png import digest
+from benchmarks.front import THEMES, Theme
+from benchmarks.png import digest
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 # Rows, features and outputs of the first figure.

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_norm.bench.case import dtype_name
-from fused_norm.bench.environment import describe
-from fused_norm.bench.memory import is_out_of_memory, peak
-from fused_norm.bench.report import size as bytes_in_words
-from fused_norm.bench.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from benchmarks.case import dtype_name
+from benchmarks.environment import describe
+from benchmarks.memory import is_out_of_memory, peak
+from benchmarks.report import size as bytes_in_words
+from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
 from fused_norm.freeze import freeze
 from fused_norm.models import Site, backend
 from fused_norm.models.sites import RESIDUAL

@@ -8,7 +8,7 @@
 A step is compared with float64 first, at its sizes and at ragged ones, and is timed only if it is
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
 replays, in which the step, `torch.mm` and PyTorch eager take turns in random order, over inputs
-that do not fit the cache. Every step writes its times to benchmarks/h200-worklog.json as soon as it
+that do not fit the cache. Every step writes its times to benchmarks/results/h200-worklog.json as soon as it
 has them. Of several, each runs in a process of its own: one that fails, or hangs, says so, and the
 next one begins with a GPU in order. Without a Hopper GPU all is SKIPPED.
 """
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from worklog_steps import STEPS, Kind, Sizes, Step, find, work
 
-from fused_norm.bench import environment
-from fused_norm.bench.timing import Budget, GpuTimer, Rounds
+from benchmarks import environment
+from benchmarks.timing import Budget, GpuTimer, Rounds
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/h200-worklog.json"
+RESULTS = ROOT / "benchmarks/results/h200-worklog.json"
 # Bytes of all inputs together, more than twice an L2 cache.
 CACHE = 200e6
 PROVIDERS = ("step", "cublas", "eager")

@@ -16,7 +16,7 @@ from hopper_records import fold_of, record_of
 from torch import Tensor
 from worklog_steps import Sizes, Step
 
-from fused_norm.bench.case import EPS
+from benchmarks.case import EPS
 from fused_norm.call import record
 from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import Operands, Seam

@@ -1,7 +1,7 @@
 """Find what docs/worklog.md shows and no GPU is needed for: machine code, and numerics on a CPU.
 
-python scripts/worklog_facts.py --sass        write benchmarks/worklog-sass.json; needs ptxas
-python scripts/worklog_facts.py --numerics    write benchmarks/worklog-numerics.json
+python scripts/worklog_facts.py --sass        write benchmarks/results/worklog-sass.json; needs ptxas
+python scripts/worklog_facts.py --numerics    write benchmarks/results/worklog-numerics.json
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from worklog_steps import STEPS, Step
 from fused_norm.native import build, compiler
 
 ROOT = Path(__file__).resolve().parent.parent
-SASS = ROOT / "benchmarks/worklog-sass.json"
-NUMERICS = ROOT / "benchmarks/worklog-numerics.json"
+SASS = ROOT / "benchmarks/results/worklog-sass.json"
+NUMERICS = ROOT / "benchmarks/results/worklog-numerics.json"
 EPS = 1e-5
 # Rows, features and outputs, and the means of x in its standard deviations.
 SIZES = (256, 4096, 256)

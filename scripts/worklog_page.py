@@ -16,21 +16,21 @@ from typing import Any
 
 from worklog_steps import HEADLINE, STEPS, Sizes, Step, work
 
-from fused_norm.bench import markdown
+from benchmarks import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/worklog.md"
 IMAGES = ROOT / "docs/images/worklog"
 SOURCES = {
-    "results": ROOT / "benchmarks/h200-worklog.json",
-    "trials": ROOT / "benchmarks/worklog-trials.json",
-    "bench": ROOT / "benchmarks/results/h200.json",
-    "sass": ROOT / "benchmarks/worklog-sass.json",
-    "numerics": ROOT / "benchmarks/worklog-numerics.json",
+    "results": ROOT / "benchmarks/results/h200-worklog.json",
+    "trials": ROOT / "benchmarks/results/worklog-trials.json",
+    "bench": ROOT / "benchmarks/results/ops/h200.json",
+    "sass": ROOT / "benchmarks/results/worklog-sass.json",
+    "numerics": ROOT / "benchmarks/results/worklog-numerics.json",
 }
 NOT_YET = "not measured yet"
 SPEEDS = ["TFLOP/s", "% of cuBLAS", "% of cuBLAS + LayerNorm"]
-# Where another file has times of what a step computes: provider and mode of benchmarks/results.
+# Where another file has times of what a step computes: provider and mode of benchmarks/results/ops.
 BENCHED = {
     "statistics": ("fused_norm-frozen", "forward"),
     "fold": ("fused_norm", "forward"),

@@ -1,4 +1,4 @@
-"""The figures of docs/worklog.md that show trials of the log: benchmarks/worklog-trials.json."""
+"""The figures of docs/worklog.md that show trials of the log: benchmarks/results/worklog-trials.json."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_tensor_parallel_block_trains(tensor_parallel: Any, tmp_path: Path) ->
 
 
 def test_the_page_has_what_two_gpus_measured() -> None:
-    run = json.loads((ROOT / "benchmarks/h200-tensor-parallel.json").read_text())
+    run = json.loads((ROOT / "benchmarks/results/h200-tensor-parallel.json").read_text())
     page = (ROOT / "docs/adopting.md").read_text()
     assert run["norms"] == [["norm_linear: 3 Linear"], ["norm_linear: 2 Linear"]]
     for name, result in run["results"].items():

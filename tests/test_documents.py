@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from fused_norm.bench.png import description, digest
+from benchmarks.png import description, digest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
@@ -220,7 +220,7 @@ def test_steps_in_graphs_are_those_measured() -> None:
     page = (ROOT / "docs/guide/cuda-graphs.md").read_text()
     rows = re.findall(r"^\| (\d+) x (\d+) x (\d+) \|(.*)\|$", page, re.M)
     assert len(rows) == 2
-    measured = json.loads((ROOT / "benchmarks/h200-host.json").read_text())["measurements"]
+    measured = json.loads((ROOT / "benchmarks/results/h200-host.json").read_text())["measurements"]
     steps = {
         tuple(m["shape"]): {result["provider"]: result["timings"] for result in m["results"]}
         for m in measured

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "scripts"))
 import wheel_nodes  # noqa: E402
 import wheel_trial  # noqa: E402
 
-FILE = ROOT / "benchmarks" / "wheel.json"
+FILE = ROOT / "benchmarks" / "results" / "wheel.json"
 LARGEST_BYTES = 15_000_000
 # Twice what they should take: others may have shared the machine.
 LONGEST_IMPORT, LONGEST_FIRST_CALL = 0.3, 0.2
@@ -25,7 +25,9 @@ LONGEST_IMPORT, LONGEST_FIRST_CALL = 0.3, 0.2
 @pytest.fixture
 def found() -> Any:
     if not FILE.is_file():
-        pytest.skip("no wheel has been tried: scripts/wheel_trial.py writes benchmarks/wheel.json")
+        pytest.skip(
+            "no wheel has been tried: scripts/wheel_trial.py writes benchmarks/results/wheel.json"
+        )
     return json.loads(FILE.read_text())
 
 

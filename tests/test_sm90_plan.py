@@ -18,7 +18,9 @@ from fused_norm.call import record
 from fused_norm.chain import kernels
 
 ROOT = Path(__file__).parent.parent
-MEASURED = json.loads((ROOT / "benchmarks" / "h200-dispatch.json").read_text())["forward"]
+MEASURED = json.loads((ROOT / "benchmarks" / "results" / "h200-dispatch.json").read_text())[
+    "forward"
+]
 SIZES = [(measured["M"], measured["K"], measured["N"]) for measured in MEASURED]
 # Some between those that were measured and beyond; rows right between two of them.
 SIZES += [

@@ -88,7 +88,7 @@ def test_pages_have_the_committed_measurements(monkeypatch: pytest.MonkeyPatch) 
     import whole_models
 
     root = EXAMPLES.parent
-    run = json.loads((root / "benchmarks/h200-models.json").read_text())
+    run = json.loads((root / "benchmarks/results/h200-models.json").read_text())
     assert whole_models.table(run) in (root / "docs/models.md").read_text()
     front = " ".join((root / "README.md").read_text().split())
     for m in run["measurements"]:

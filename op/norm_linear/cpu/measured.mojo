@@ -1,6 +1,6 @@
 """Which of our product and PyTorch's is faster on a CPU.
 
-Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch-*.json as well:
+Written by scripts/dispatch_cpu.py, which measured benchmarks/results/cpu-dispatch-*.json as well:
 `python scripts/dispatch_cpu.py --table` writes it anew from there.
 """
 

@@ -1,6 +1,6 @@
 """Which way of the forward is fastest on Hopper at the sizes that were measured.
 
-Written by scripts/dispatch.py, which measured benchmarks/h200-dispatch.json as well:
+Written by scripts/dispatch.py, which measured benchmarks/results/h200-dispatch.json as well:
 `python scripts/dispatch.py --table` writes it anew from there. Where a call is
 DECLINED, our norm around PyTorch's product is faster, which takes the host longer
 to launch.
