@@ -165,7 +165,7 @@ def _max(algorithm: str) -> Callable[[Member], Provider]:
         member.op.name,
         "peer",
         f"the puzzle's {algorithm} kernels through MAX's CustomOpLibrary",
-        imported("LayerNormLinearFunction", "fused_norm.puzzle.max_ops"),
+        imported("LayerNormLinearFunction", "tutorial.puzzle.max_ops"),
         through(call),
         packages=("max",),
         refuse=_refused_by_max,

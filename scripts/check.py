@@ -14,7 +14,7 @@ import time
 
 from rich.console import Console
 
-MOJO_SOURCES = ["op", "fused_norm/native", "worklog", "problems", "tests/mojo"]
+MOJO_SOURCES = ["op", "fused_norm/native", "tutorial", "problems", "tests/mojo"]
 
 CHECKS = {
     "python format": ["ruff", "format", "--check", "."],

@@ -13,7 +13,7 @@ import pytest
 from fused_norm.chain import library as chain
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts/wheel"))
 
 import cubin_places  # noqa: E402
 import cubins  # noqa: E402

@@ -81,7 +81,7 @@ def test_two_processes_as_one(name: str, said: dict[str, str]) -> None:
 
 @pytest.fixture
 def tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
     return importlib.import_module("tensor_parallel")
 
 

@@ -208,11 +208,11 @@ def test_troubleshooting_has_the_messages_of_the_code() -> None:
 
 
 def test_figures_are_those_of_the_script() -> None:
-    """`python scripts/tutorial_figures.py` draws them again."""
+    """`python tutorial/tutorial_figures.py` draws them again."""
     images = sorted((ROOT / "docs/images").glob("tutorial-*.png"))
     page = (ROOT / "docs/tutorial.md").read_text()
     assert {image.name for image in images} == set(re.findall(r"images/(tutorial-\S+?\.png)", page))
-    wanted = digest(ROOT / "scripts/tutorial_figures.py")
+    wanted = digest(ROOT / "tutorial/tutorial_figures.py")
     assert {description(image) for image in images} == {wanted}
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_table_of_hopper_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
     dispatch = importlib.import_module("dispatch")
     calls = json.loads(dispatch.MEASUREMENTS.read_text())["forward"]
     assert dispatch.table(calls) == dispatch.TABLE.read_text()
@@ -22,7 +22,7 @@ def test_table_of_hopper_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -
 def test_table_of_cpus_is_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
     dispatch = importlib.import_module("dispatch_cpu")
     assert dispatch.table() == dispatch.TABLE.read_text()
     file_of = dispatch.file_of

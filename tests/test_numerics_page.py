@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_page_is_the_scripts() -> None:
-    path = ROOT / "scripts" / "numerics_page.py"
+    path = ROOT / "scripts/pages/numerics_page.py"
     spec = importlib.util.spec_from_file_location("numerics_page", path)
     assert spec is not None
     assert spec.loader is not None

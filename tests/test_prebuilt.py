@@ -29,7 +29,7 @@ from fused_norm.chain import library as chain
 from fused_norm.native import build, levels, prebuilt, runtime
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts/wheel"))
 
 import try_wheel  # noqa: E402
 import wheel_file  # noqa: E402
@@ -38,7 +38,7 @@ import wheel_nodes  # noqa: E402
 import wheel_runtime  # noqa: E402
 
 # By its file: `wheel` may be the packaging library that another test has imported.
-_spec = importlib.util.spec_from_file_location("wheel_script", ROOT / "scripts" / "wheel.py")
+_spec = importlib.util.spec_from_file_location("wheel_script", ROOT / "scripts/wheel/wheel.py")
 assert _spec is not None
 assert _spec.loader is not None
 wheel = importlib.util.module_from_spec(_spec)
@@ -137,7 +137,7 @@ def run(python: Path, folder: Path, *arguments: str, **variables: str) -> str:
 def test_runs_without_a_compiler(
     installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = str(ROOT / "scripts" / "try_wheel.py")
+    script = str(ROOT / "scripts/wheel/try_wheel.py")
     lines = run(installed, tmp_path, "-W", "ignore", script).splitlines()
     said = json.loads(next(line for line in lines if line.startswith("{")))
     site = Path(said["file"]).parents[1]

@@ -14,7 +14,7 @@ import torch
 from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
 from torch import Tensor
 
-from fused_norm.puzzle import max_ops
+from tutorial.puzzle import max_ops
 
 DOCUMENT = max_ops.Sizes(4, 4, 8, 16)  # the hidden dimension ends inside a tile of the matmul
 RAGGED = max_ops.Sizes(3, 5, 33, 19)  # no tile divides anything
@@ -217,6 +217,6 @@ def test_op_refuses_wrong_parameters() -> None:
 def test_one_library_a_process(tmp_path: Path) -> None:
     """Two libraries that register one name replace each other's kernels unseen."""
     library = max_ops.library()
-    assert max_ops.library(max_ops.op_directory()) is library
+    assert max_ops.library(max_ops.OP_DIRECTORY) is library
     with pytest.raises(RuntimeError, match="already uses the ops of"):
         max_ops.library(tmp_path)

@@ -60,7 +60,7 @@ def test_other_sizes() -> None:
 
 
 def copy_repository(root: Path) -> Path:
-    for part in ("op", "fused_norm", "solutions"):
+    for part in ("op", "fused_norm", "solutions", "tutorial"):
         shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("*.so"))
     return root
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts/wheel"))
 
 import wheel_nodes  # noqa: E402
 import wheel_trial  # noqa: E402
@@ -25,9 +25,7 @@ LONGEST_IMPORT, LONGEST_FIRST_CALL = 0.3, 0.2
 @pytest.fixture
 def found() -> Any:
     if not FILE.is_file():
-        pytest.skip(
-            "no wheel has been tried: scripts/wheel_trial.py writes benchmarks/results/wheel.json"
-        )
+        pytest.skip("no wheel has been tried: scripts/wheel/wheel_trial.py writes wheel.json")
     return json.loads(FILE.read_text())
 
 

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 def scripts() -> tuple[ModuleType, ModuleType, ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")
+        patch.syspath_prepend(ROOT / "scripts/pages")
         import mutate
         import mutations
         import reliability_page

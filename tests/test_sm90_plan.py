@@ -39,7 +39,7 @@ SIZES += [(100_000, 16384, 16384), (300, 2048, 2048), (3000, 776, 1032)]
 @cache
 def dispatch() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
+        patch.syspath_prepend(ROOT / "scripts/measure")
         import dispatch
     return dispatch
 

@@ -117,7 +117,7 @@ def test_products_of_pytorch_are_not_disturbed() -> None:
 def test_the_faster_way_of_what_was_measured_is_chosen(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
     dispatch = importlib.import_module("dispatch_cpu")
     if (level := dispatch.level_of_this_cpu()) is None:
         pytest.skip("no such CPU was measured")

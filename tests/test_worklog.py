@@ -15,7 +15,7 @@ import torch
 from fused_norm.native import build
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "tutorial/worklog"))
 
 import worklog_diagrams  # noqa: E402
 import worklog_figures  # noqa: E402
@@ -32,7 +32,7 @@ TOPICS = [
     # What came after.
     "taking turns",
 ]
-SOURCES = sorted((ROOT / "worklog").glob("step*.mojo"))
+SOURCES = sorted((ROOT / "tutorial/worklog").glob("step*.mojo"))
 QUICK = "step4_ring"
 
 
@@ -57,7 +57,7 @@ def test_every_step_has_a_section_a_figure_and_a_link_to_its_file() -> None:
 def test_page_and_figures_are_up_to_date() -> None:
     data = worklog_page.load()
     page = worklog_page.PAGE.read_text()
-    assert worklog_page.rendered(page, data) == page, "run python scripts/worklog.py --page"
+    assert worklog_page.rendered(page, data) == page, "run poe worklog --page"
     for name in worklog_figures.FIGURES:
         image = (worklog_page.IMAGES / f"{name}.png").read_bytes()
         assert worklog_figures.digest(name, data).encode() in image, name
@@ -144,7 +144,7 @@ def test_a_step_that_fails_does_not_stop_the_others(
         return {**sizes._asdict(), "us": {"step": 400.0, "cublas": 400.0, "eager": 440.0}}
 
     def run(command: list[str], *, timeout: float, **options: Any) -> Any:
-        assert command[:2] == [sys.executable, str(ROOT / "scripts/worklog.py")]
+        assert command[:2] == [sys.executable, str(ROOT / "tutorial/worklog/worklog.py")]
         if "ring" in command:
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, worklog.main(command[2:]))
@@ -169,8 +169,8 @@ def test_a_step_that_fails_does_not_stop_the_others(
 
 
 def test_steps_import_the_library_and_what_lies_beside_them() -> None:
-    beside = {path.stem for path in (ROOT / "worklog").glob("*.mojo")}
-    for path in (ROOT / "worklog").glob("*.mojo"):
+    beside = {path.stem for path in (ROOT / "tutorial/worklog").glob("*.mojo")}
+    for path in (ROOT / "tutorial/worklog").glob("*.mojo"):
         imported = set(re.findall(r"^from (\w+)", path.read_text(), re.M))
         assert imported <= {"op", "max", "std", *beside}, path
         assert not (imported & beside) - {"door", "tile"}, path

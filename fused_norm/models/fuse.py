@@ -149,7 +149,7 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
 
     Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
     others: what counts is the graph, not the call. In training each call decides: a backward's
-    Python is longer, and small calls gained nothing there (scripts/whole_models.py).
+    Python is longer, and small calls gained nothing there (scripts/measure/whole_models.py).
     """
     if torch.is_grad_enabled():
         return False

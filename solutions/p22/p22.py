@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm.puzzle import max_ops
-from fused_norm.puzzle.driver import (
+from tutorial.puzzle import max_ops
+from tutorial.puzzle.driver import (
     ITERATIONS,
     compare,
     compiling,

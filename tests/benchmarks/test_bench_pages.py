@@ -22,7 +22,7 @@ from benchmarks.runner import Runner
 from benchmarks.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "scripts/benchmark_page.py"
+PAGE = ROOT / "scripts/pages/benchmark_page.py"
 
 
 def test_plots_show_something(tmp_path: Path, registry: Callable[..., None]) -> None:
