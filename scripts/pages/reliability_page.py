@@ -81,15 +81,18 @@ TRIED = {
     "alike, and of several in 2,000 calls; 1,000 wrong inputs and parameters after right ones; the "
     "exception is PyTorch's, word for word, and no kernel runs",
     "tests/reliability/test_install.py": "a wheel installed, used, upgraded, uninstalled",
-    "tests/test_folds.py": "on Hopper: writes that no version counter tells of (fused optimizers, "
-    "`.data`, `vector_to_parameters`, dlpack, the driver), CUDA graphs, streams, offloading",
+    "tests/ops/test_folds.py": "on Hopper: writes that no version counter tells of (fused "
+    "optimizers, `.data`, `vector_to_parameters`, dlpack, the driver), CUDA graphs, "
+    "streams, offloading",
     "tests/test_freeze.py": "what ends freezing, what it forbids, copies, the backend's option, "
     "Inductor's",
-    "tests/test_native.py": "building: full, damaged and unwritable caches, two processes at once, "
-    "an interrupted build, a missing compiler",
-    "tests/test_wheel.py": "what a wheel carries; that using it writes nothing beside its code",
-    "tests/test_cpu_kernels.py": "CPU kernels between canaries, at any alignment and thread count",
-    "tests/test_max_door.py": "MAX graphs against the library, bit for bit on a CPU",
+    "tests/native/test_native.py": "building: full, damaged and unwritable caches, two processes "
+    "at once, an interrupted build, a missing compiler",
+    "tests/scripts/test_wheel.py": "what a wheel carries; that using it writes nothing beside "
+    "its code",
+    "tests/op/norm_linear/test_cpu_kernels.py": "CPU kernels between canaries, at any alignment "
+    "and thread count",
+    "tests/graphs/test_max_door.py": "MAX graphs against the library, bit for bit on a CPU",
 }
 
 FIXED = """

@@ -8,9 +8,9 @@
 A step is compared with float64 first, at its sizes and at ragged ones, and is timed only if it is
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
 replays, in which the step, `torch.mm` and PyTorch eager take turns in random order, over inputs
-that do not fit the cache. Every step writes its times to
-benchmarks/results/h200-worklog.json as soon as it has them. Of several, each runs in a process of its own: one that fails, or hangs, says so, and the
-next one begins with a GPU in order. Without a Hopper GPU all is SKIPPED.
+that do not fit the cache. Every step writes its times to benchmarks/results/h200-worklog.json as
+soon as it has them. Of several, each runs in a process of its own: one that fails, or hangs, says
+so, and the next one begins with a GPU in order. Without a Hopper GPU all is SKIPPED.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from worklog_steps import STEPS, Kind, Sizes, Step, find, work
 
 from benchmarks import environment
 from benchmarks.timing import Budget, GpuTimer, Rounds
+from tutorial.worklog.worklog_steps import STEPS, Kind, Sizes, Step, find, work
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h200-worklog.json"
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{step.number:2} {step.name:13} {step.title} ({step.source})")
         return 0
     if options.page:
-        import worklog_page
+        from tutorial.worklog import worklog_page
 
         return worklog_page.main()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -116,7 +116,7 @@ def _run(step: Step, options: argparse.Namespace) -> bool:
     found: list[dict[str, Any]] = []
     try:
         with torch.no_grad():
-            from worklog_cases import check
+            from tutorial.worklog.worklog_cases import check
 
             for sizes in step.checked:
                 check(step, sizes)
@@ -140,7 +140,7 @@ def _run(step: Step, options: argparse.Namespace) -> bool:
 
 def _measured(step: Step, sizes: Sizes, budget: Budget) -> dict[str, Any]:
     """Return the times of the step and of what stands beside it, in microseconds."""
-    from worklog_cases import Inputs, runs
+    from tutorial.worklog.worklog_cases import Inputs, runs
 
     M, K, N = sizes
     moved = 2 * (M * K + N * K + M * N)

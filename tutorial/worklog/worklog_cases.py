@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from worklog_steps import Sizes, Step
 
 from benchmarks.case import EPS
 from fused_norm.call import record
 from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import Operands, Seam
 from fused_norm.native import build
+from tutorial.worklog.worklog_steps import Sizes, Step
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.append(str(FOLDER.parents[1] / "scripts/measure"))

@@ -7,8 +7,9 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from worklog_steps import HEADLINE
-from worklog_style import FAINT, GRID, INK, OURS, THIRD, axes, canvas, new_figure
+
+from tutorial.worklog.worklog_steps import HEADLINE
+from tutorial.worklog.worklog_style import FAINT, GRID, INK, OURS, THIRD, axes, canvas, new_figure
 
 Spans = list[tuple[int, int]]
 # Cycles of a k block of a 128 x 256 tile: its FLOP over those of an SM's tensor cores in a cycle.

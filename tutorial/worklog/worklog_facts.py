@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from worklog_steps import STEPS, Step
 
 from fused_norm.native import build, compiler
+from tutorial.worklog.worklog_steps import STEPS, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts/measure"))

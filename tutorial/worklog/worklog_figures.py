@@ -1,6 +1,6 @@
 """The figures of docs/worklog.md, drawn from committed numbers or from the arithmetic they show.
 
-`tutorial/worklog/worklog_page.py` draws them. Each names the files that its numbers come from, and carries a
+`worklog_page.py` draws them. Each names the files that its numbers come from, and carries a
 digest of what it took from there, so that a test notices a figure that is out of date.
 """
 
@@ -15,10 +15,11 @@ from typing import Any
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from worklog_diagrams import bands, naive, ring, swizzle
-from worklog_steps import HEADLINE, LARGE, STEPS, Sizes, work
-from worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, legend, new_figure
-from worklog_trials import (
+
+from tutorial.worklog.worklog_diagrams import bands, naive, ring, swizzle
+from tutorial.worklog.worklog_steps import HEADLINE, LARGE, STEPS, Sizes, work
+from tutorial.worklog.worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, legend, new_figure
+from tutorial.worklog.worklog_trials import (
     activation,
     backward,
     epilogue,

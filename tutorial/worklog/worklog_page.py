@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from worklog_steps import HEADLINE, STEPS, Sizes, Step, work
-
 from benchmarks import markdown
+from tutorial.worklog.worklog_steps import HEADLINE, STEPS, Sizes, Step, work
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/worklog.md"
@@ -43,7 +42,7 @@ Data = dict[str, Any]
 
 def main() -> int:
     """Write the page and its figures, and return an exit status."""
-    import worklog_figures
+    from tutorial.worklog import worklog_figures
 
     data = load()
     IMAGES.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ class Step:
 
     @property
     def extension(self) -> str | None:
-        """The file of `tutorial/worklog/` that is built for it, None where the library's own door serves."""
+        """The file of this folder that is built for it, None where the library's own serves."""
         return Path(self.source).stem if self.source.startswith("tutorial/") else None
 
     @property

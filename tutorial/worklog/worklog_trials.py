@@ -7,8 +7,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from worklog_steps import LARGE
-from worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, legend, new_figure
+
+from tutorial.worklog.worklog_steps import LARGE
+from tutorial.worklog.worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, legend, new_figure
 
 Data = dict[str, Any]
 

@@ -1,0 +1,63 @@
+"""The puzzle to fill in: the same as the solution but for the parts to fill in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEM = ROOT / "problems" / "p22" / "op"
+SOLUTION = ROOT / "op" / "puzzle"
+PARTS = {"layernorm.mojo": 1, "transpose.mojo": 1, "fused.mojo": 2, "fused_backward.mojo": 6}
+
+# A part to fill in: a comment that says so and how long it is, with hints below it.
+PART = re.compile(r"^    # FILL IN \(roughly (\d+) lines\)\n(?:    # .*\n)*", re.MULTILINE)
+
+
+def test_same_files() -> None:
+    assert {path.name for path in PROBLEM.iterdir()} == {path.name for path in SOLUTION.iterdir()}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SOLUTION.iterdir()))
+def test_given_files_are_the_solutions(name: str) -> None:
+    if name in PARTS:
+        pytest.skip("has parts to fill in")
+    assert (PROBLEM / name).resolve() == SOLUTION / name
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_agrees_outside_the_parts(name: str) -> None:
+    problem = (PROBLEM / name).read_text()
+    solution = (SOLUTION / name).read_text()
+    # Text before the first part, lines of it, text after it, lines of the second, and so on.
+    pieces = PART.split(problem)
+    given, lengths = pieces[0::2], [int(length) for length in pieces[1::2]]
+    assert len(lengths) == PARTS[name]
+    assert all(piece.strip() for piece in given[:-1])
+
+    pattern = "(.+?)".join(re.escape(piece) for piece in given)
+    match = re.fullmatch(pattern, solution, re.DOTALL)
+    assert match, f"{name} differs outside the parts to fill in"
+    for body, length in zip(match.groups(), lengths, strict=True):
+        code = [line for line in body.splitlines() if line.strip() and "    # " not in line]
+        assert len(code) == length
+
+
+@pytest.mark.slow
+def test_compiles_unfilled_and_is_incorrect() -> None:
+    result = subprocess.run(
+        [sys.executable, "solutions/p22/p22.py", "--problem", "--fused"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "warning" not in result.stderr
+    assert re.search(r"^   - CPU: +INCORRECT$", result.stdout, re.MULTILINE)
+    assert re.search(r"^   - Reference: +OK CORRECT$", result.stdout, re.MULTILINE)
+    assert "Overall Correctness: SOME INCORRECT" in result.stdout
