@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,15 +20,33 @@ PARTS = {"layernorm.mojo": 1, "transpose.mojo": 1, "fused.mojo": 2, "fused_backw
 PART = re.compile(r"^    # FILL IN \(roughly (\d+) lines\)\n(?:    # .*\n)*", re.MULTILINE)
 
 
-def test_same_files() -> None:
+@pytest.fixture
+def problem(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("problem")
+
+
+def test_problem_is_what_the_solution_gives(problem: ModuleType) -> None:
+    assert problem.main(["--check"]) == 0
     assert {path.name for path in PROBLEM.iterdir()} == {path.name for path in SOLUTION.iterdir()}
+    assert {path.name for path in PROBLEM.iterdir() if not path.is_symlink()} == set(PARTS)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SOLUTION.iterdir()))
-def test_given_files_are_the_solutions(name: str) -> None:
-    if name in PARTS:
-        pytest.skip("has parts to fill in")
-    assert (PROBLEM / name).resolve() == SOLUTION / name
+def test_problem_is_written_anew(
+    problem: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands in its place: another text, a copy for a link, a file that nothing gives."""
+    monkeypatch.setattr(problem, "PROBLEM", tmp_path)
+    (tmp_path / "fused.mojo").write_text("another")
+    (tmp_path / "linear.mojo").write_text((SOLUTION / "linear.mojo").read_text())
+    (tmp_path / "old.mojo").touch()
+    assert problem.main(["--check"]) == 1
+    assert problem.main([]) == 0
+    assert problem.main(["--check"]) == 0
+    for path in PROBLEM.iterdir():
+        assert (tmp_path / path.name).read_text() == path.read_text()
+    assert (tmp_path / "linear.mojo").resolve() == SOLUTION / "linear.mojo"
+    assert not (tmp_path / "old.mojo").exists()
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -39,7 +59,10 @@ def test_agrees_outside_the_parts(name: str) -> None:
     assert len(lengths) == PARTS[name]
     assert all(piece.strip() for piece in given[:-1])
 
-    pattern = "(.+?)".join(re.escape(piece) for piece in given)
+    hints = [part[0] for part in PART.finditer(problem)]
+    pattern = re.escape(given[0])
+    for hint, piece in zip(hints, given[1:], strict=True):
+        pattern += re.escape(hint) + r"\n(.+?) *# END\n" + re.escape(piece)
     match = re.fullmatch(pattern, solution, re.DOTALL)
     assert match, f"{name} differs outside the parts to fill in"
     for body, length in zip(match.groups(), lengths, strict=True):
