@@ -3,8 +3,8 @@
     poe check
 
 Formatting and lint (ruff, mblack), types (mypy), Mojo docstrings (mojo doc), the puzzle to fill in
-(scripts/problem.py), and the site of docs/ with its links (mkdocs).
-The exit status is the number of checks that failed.
+(scripts/problem.py), and the site of docs/ with its links (mkdocs). The exit
+status is the number of checks that failed.
 """
 
 from __future__ import annotations
