@@ -166,7 +166,7 @@ def page(tests: Counter[str]) -> str:
         text += f"| [{Path(where).name}](../{where}) | {tests[where]} | {what} |\n"
     text += FIXED + "| edit | in | result | noticed by |\n|---|---|---|---|\n"
     for result in json.loads(MUTATIONS.read_text()):
-        failed = [re.sub(r"^tests/|\[.*", "", name) for name in result["failed"]]
+        failed = [re.sub(r"^tests/(\w+/)*|\[.*", "", name) for name in result["failed"]]
         names = ", ".join(f"`{name}`" for name in list(dict.fromkeys(failed))[:2])
         state = result["result"]
         if state == "not run":

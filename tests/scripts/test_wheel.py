@@ -107,9 +107,9 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
     grad_output = torch.randn(3, 37, 65)
     torch.save((inputs, grad_output), tmp_path / "inputs.pt")
 
-    module, op, key = python("-c", USE).splitlines()
+    module, root, key = python("-c", USE).splitlines()
     assert Path(module) == site / "fused_norm" / "__init__.py"
-    assert Path(op) == site / "fused_norm" / "op"
+    assert Path(root) == site / "fused_norm"
     assert key == build._key(None, ())
     assert {path.suffix for path in cache.iterdir()} - {".lock"} == {".sha256", ".so"}
     # One extension and the chain: a call needs no more.
