@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(_machine(device), highlight=False)
     console.print(table)
     for problem in problems:
-        console.print(problem, style="red", highlight=False, markup=False)
+        console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)
     return 1 if problems else 0
 
 

@@ -106,7 +106,7 @@ def test_round_of_the_family_measures_every_seam(
     options.op, options.no_compile, options.seconds = None, True, 0.2
     options.out.mkdir()
     assert script._family(options, {}, 600.0) == 0
-    made = [command_line.parser().parse_args(command[4:]) for command in commands]
+    made = [command_line.parser().parse_args(command[3:]) for command in commands]
     assert {op for each in made for op in each.op} == set(OPS) - {"layernorm_linear", "layer_norm"}
     for each in made:
         assert each.json == options.out / f"h200-{each.op[0]}.json"
