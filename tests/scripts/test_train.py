@@ -11,10 +11,15 @@ from types import ModuleType
 
 import pytest
 import torch
+from ways import tell_again
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TINY = ["--size", "tiny", "--device", "cpu", "--folder"]
 MODELS = ("eager", "fused")
+
+
+# A fixture of the module trains before choices could be made for a test.
+pytestmark = pytest.mark.as_dispatched
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,8 @@ def train() -> ModuleType:
 @pytest.fixture(scope="module")
 def alone(train: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that nothing stopped."""
+    # Before the first test: a test before it may have left the chain with other choices.
+    tell_again()
     folder = tmp_path_factory.mktemp("alone")
     assert train.main([*TINY, str(folder)]) == 0
     return folder

@@ -25,9 +25,13 @@ with torch.cuda.graph(graph, stream=side):
 graph.replay()
 torch.cuda.synchronize()
 """
-# As bytes: PyTorch's own parallel ops would hang in the child.
+# As bytes, and by our kernels at every size: PyTorch's own parallel ops would hang in the child.
 FORK = """
 import os, sys, torch, fused_norm as fn
+from fused_norm.call.record import FUSED
+from fused_norm.chain import kernels
+from fused_norm.ops import norm_linear
+kernels.cpu_way, norm_linear.is_host_bound = lambda: FUSED, lambda t: False
 torch.set_num_threads(2)
 {setup}
 
