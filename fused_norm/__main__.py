@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fused_norm import __version__, doctor
+from fused_norm import __version__, bench, doctor
 from fused_norm.chain import library
 from fused_norm.native import build as native
 from fused_norm.native import cache, compiler
@@ -46,13 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="compile only C++: the chain, and the node that takes Python out of training steps",
     )
-    commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
+    commands.add_parser("bench", help="measure our calls against PyTorch's", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
-        # Its imports are many, so no other command pays for them.
-        from fused_norm.bench import cli
-
-        return cli.main(rest)
+        return bench.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from fused_norm.bench.png import description, digest
+from benchmarks.png import description, digest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
@@ -208,11 +208,11 @@ def test_troubleshooting_has_the_messages_of_the_code() -> None:
 
 
 def test_figures_are_those_of_the_script() -> None:
-    """`python scripts/tutorial_figures.py` draws them again."""
+    """`python tutorial/tutorial_figures.py` draws them again."""
     images = sorted((ROOT / "docs/images").glob("tutorial-*.png"))
     page = (ROOT / "docs/tutorial.md").read_text()
     assert {image.name for image in images} == set(re.findall(r"images/(tutorial-\S+?\.png)", page))
-    wanted = digest(ROOT / "scripts/tutorial_figures.py")
+    wanted = digest(ROOT / "tutorial/tutorial_figures.py")
     assert {description(image) for image in images} == {wanted}
 
 
@@ -220,7 +220,7 @@ def test_steps_in_graphs_are_those_measured() -> None:
     page = (ROOT / "docs/guide/cuda-graphs.md").read_text()
     rows = re.findall(r"^\| (\d+) x (\d+) x (\d+) \|(.*)\|$", page, re.M)
     assert len(rows) == 2
-    measured = json.loads((ROOT / "benchmarks/h200-host.json").read_text())["measurements"]
+    measured = json.loads((ROOT / "benchmarks/results/h200-host.json").read_text())["measurements"]
     steps = {
         tuple(m["shape"]): {result["provider"]: result["timings"] for result in m["results"]}
         for m in measured

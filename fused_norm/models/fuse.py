@@ -18,6 +18,7 @@ from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
+from fused_norm.models.layouts import keep_dense
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
@@ -133,6 +134,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         if norm is not None:
             sites.append(_site(norm, rewriter, options, is_busy))
     added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
+    keep_dense(graph, flow, rewriter.emitter)
     return sites + [site for site in added if site is not None]
 
 
@@ -156,7 +158,7 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
 
     Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
     others: what counts is the graph, not the call. In training each call decides: a backward's
-    Python is longer, and small calls gained nothing there (scripts/whole_models.py).
+    Python is longer, and small calls gained nothing there (scripts/measure/whole_models.py).
     """
     if torch.is_grad_enabled():
         return False

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import fused_norm as fn
 from fused_norm import reference
-from fused_norm.puzzle import max_ops
-from fused_norm.puzzle.driver import (
+from tutorial.puzzle import max_ops
+from tutorial.puzzle.driver import (
     ITERATIONS,
     compare,
     compiling,
