@@ -7,6 +7,7 @@ compares.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,17 +27,22 @@ from benchmarks.runs import Measurement, Run
 BLOCKS = "benchmarks/results/h200-blocks.json"
 FAMILY = "benchmarks/results/h200-family.json"
 FAMILY_DTYPES = "benchmarks/results/h200-family-dtypes.json"
-OPS = "benchmarks/results/ops/h200.json"
+MODELS = "benchmarks/results/h200-models.json"
+MODEL_TITLES = {
+    "vit": "ViT-L",
+    "llama": "LLaMA 1B",
+    "whisper": "Whisper large",
+    "dit": "DiT-XL",
+}
+ROW_OP = "layer_norm"
 CPUS = {
     "AMX": "benchmarks/results/ops/cpu-xeon.json",
     "AVX-512": "benchmarks/results/cpu-avx512.json",
 }
-CPU_ROWS = "benchmarks/results/cpu-avx512-rows.json"
 IMAGES = "docs/images"
 PAGE = "README.md"
 MODES = {"forward": "Inference", "train": "Training step"}
 PEER = "compile"
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ THEMES = {
 
 
 def draw(run: Run, theme: Theme) -> Figure:
-    """Draw the blocks of a run: ours, torch.compile and the floor, over eager.
+    """Draw the blocks of a run over eager: ours, torch.compile, products and attention alone.
 
     Args:
         run: A run of blocks on a GPU.
@@ -104,7 +110,7 @@ def _rows(axes: Any, run: Run, measurements: Sequence[Measurement], theme: Theme
         "ours": {"color": theme.ours, "marker": "o", "markersize": 8.5},
     }
     names = {
-        "floor": "floor: products and attention alone",
+        "floor": "products and attention by PyTorch",
         "peer": "torch.compile",
         "ours": 'torch.compile(backend="fused_norm")',
     }
@@ -164,56 +170,66 @@ def gain(run: Run) -> str:
 
 
 def table(root: Path) -> str:
-    """Return the table of where we are faster and where not, from all committed runs.
+    """Return what one gets, and where not, from all committed runs.
 
     Args:
         root: The repository.
     """
-    blocks, family, ops = (runs.load(root / path) for path in (BLOCKS, FAMILY, OPS))
-    others, trained = (runs.load(root / path) for path in (FAMILY_DTYPES, CPU_ROWS))
-    pair, row_op = "layernorm_linear", "layer_norm"
-
-    def only(run: Run, op: str, dtype: str) -> Run:
-        kept = [m for m in run.measurements if (m.op, m.dtype) == (op, dtype)]
-        return replace(run, measurements=kept)
-
-    def seams(run: Run, dtype: str) -> Run:
-        kept = [m for m in run.measurements if m.op != row_op and m.dtype == dtype]
-        return replace(run, measurements=kept)
-
-    gpu = f"{ops.environment.gpu.removeprefix('NVIDIA ')}"
-    rows = [
-        ("a whole block, compiled", f"{gpu}, bfloat16, device", blocks, "graph"),
-        ("", f"{gpu}, bfloat16, launched", blocks, "launch"),
-        ("a call of the family", f"{gpu}, bfloat16, device", family, "graph"),
-        ("", f"{gpu}, bfloat16, launched", family, "launch"),
-        ("", f"{gpu}, float16, device", seams(others, "float16"), "graph"),
-        ("", f"{gpu}, float32 (TF32), device", seams(others, "float32"), "graph"),
+    blocks, family = (runs.load(root / path) for path in (BLOCKS, FAMILY))
+    gpu = f"{blocks.environment.gpu.removeprefix('NVIDIA ')}, bfloat16"
+    lines = [
+        ["a block, in a CUDA graph", gpu, *_pairs(blocks, "graph"), ""],
+        ["a block, launched", gpu, *_pairs(blocks, "launch"), ""],
+        *_models(root / MODELS),
+        ["a call, in a CUDA graph", gpu, *_pairs(family, "graph"), ""],
+        ["a call, launched", gpu, *_pairs(family, "launch"), ""],
     ]
     for name, path in CPUS.items():
         run = runs.load(root / path)
-        place = f"Xeon with {name}, {run.environment.threads} threads"
-        rows += [("", f"{place}, {dtype}", seams(run, dtype), "wall") for dtype in DTYPES]
-    rows += [
-        ("LayerNorm + Linear", f"{gpu}, bfloat16, device", only(ops, pair, "bfloat16"), "graph"),
-        ("", f"{gpu}, bfloat16, launched", only(ops, pair, "bfloat16"), "launch"),
-        ("", f"{gpu}, float32, device", only(ops, pair, "float32"), "graph"),
-        (
-            "LayerNorm with trained eps",
-            f"{gpu}, bfloat16, device",
-            only(ops, row_op, "bfloat16"),
-            "graph",
-        ),
-    ]
-    place = f"Xeon, {trained.environment.threads} threads"
-    rows += [("", f"{place}, {dtype}", only(trained, row_op, dtype), "wall") for dtype in DTYPES]
-    header = ["what", "where", "inference", "training", "training / `torch.compile`"]
+        for dtype in ("bfloat16", "float32"):
+            kept = [m for m in run.measurements if m.op != ROW_OP and m.dtype == dtype]
+            place = f"Xeon, {name}, {run.environment.threads} threads, {dtype}"
+            pairs = _pairs(replace(run, measurements=kept), "wall")
+            lines.append(["a call", place, *pairs, ""])
+    header = ["what", "where", "inference", "compile", "training", "compile", "memory"]
+    return markdown.table(header, lines, right=range(2, len(header)))
+
+
+def _pairs(run: Run, metric: str) -> list[str]:
+    """Return the cells of ours and of `torch.compile`, in inference and in training."""
+    cells = []
+    for mode in MODES:
+        ours, peer = (_ratios(run, mode, metric, role) for role in ("ours", "peer"))
+        # A peer in some of the rows alone would not compare.
+        peer = peer if len(peer) == len(ours) else []
+        cells += [_cell(ours), f"{median(peer):.2f}" if peer else ""]
+    return cells
+
+
+def _models(path: Path) -> list[list[str]]:
+    """Return a line for each whole model: times and peak memory over eager's."""
+    run = json.loads(path.read_text())
+    place = f"{run['environment']['gpu'].removeprefix('NVIDIA ')}, {run['dtype']}"
     lines = []
-    for what, where, run, metric in rows:
-        cells = [_cell(_ratios(run, mode, metric, "ours")) for mode in MODES]
-        cells.append(_cell(_ratios(run, "train", metric, "ours", PEER)))
-        lines.append([what, where, *cells])
-    return markdown.table(header, lines)
+    for model, title in MODEL_TITLES.items():
+        cells, memory = [], []
+        for mode in MODES:
+            (found,) = (m for m in run["measurements"] if (m["model"], m["mode"]) == (model, mode))
+            results = found["results"]
+
+            def ratio(name: str, results: dict[str, Any] = results) -> float:
+                times = (results[n]["timings"]["launch"]["median"] for n in (name, "eager"))
+                return next(times) / next(times)
+
+            ours, peer = ratio("fused_norm"), ratio(PEER)
+            text = f"{ours:.2f}"
+            if "fused_norm-frozen" in results:
+                text += f", frozen {ratio('fused_norm-frozen'):.2f}"
+            cells += [f"**{text}**" if ours < peer else text, f"{peer:.2f}"]
+            peaks = [results[name]["peak bytes"] for name in ("fused_norm", "eager")]
+            memory.append(f"{peaks[0] / peaks[1]:.2f}")
+        lines.append([title, place, *cells, " / ".join(memory)])
+    return lines
 
 
 def _ratios(run: Run, mode: str, metric: str, role: str, to: str = "eager") -> list[float]:

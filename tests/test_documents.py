@@ -34,7 +34,7 @@ FENCE = re.compile(
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 # Of the dependency group `models`, which not everyone installs.
-OPTIONAL = {"timm", "diffusers"}
+OPTIONAL = {"accelerate", "diffusers", "peft", "timm"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def notebooks() -> dict[Path, Notebook]:
     return {page: Notebook() for page in PAGES}
 
 
+# transformers' own, of names that it still uses.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("block", cases("python"))
 def test_python(block: Block, notebooks: dict[Path, Notebook]) -> None:
     skip_unless_run(block)
@@ -165,17 +167,7 @@ def test_links_lead_somewhere() -> None:
 def test_readme_links_every_page() -> None:
     linked = {a for a, _ in LINK.findall((ROOT / "README.md").read_text())}
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
-    # The site's front page says what the README says.
-    assert pages - linked == {"docs/README.md"}
-
-
-def test_readme_has_the_numbers_of_the_training_page() -> None:
-    readme, training = ((ROOT / page).read_text() for page in ("README.md", "docs/training.md"))
-    found = re.search(r"^With `LayerNormLinear` in place.*?\.$", readme, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    numbers = re.findall(r"\d[\d,.]*\d", found[0])
-    assert len(numbers) == 9
-    assert [number for number in numbers if number not in training] == []
+    assert pages - linked == set()
 
 
 def templates() -> list[tuple[re.Pattern[str], int]]:

@@ -213,7 +213,7 @@ def place(each: dict[str, Any]) -> tuple[int, int]:
 def goes(way: str, dtype: torch.dtype) -> None:
     """Have calls go one way from now on: by our product alone, or around PyTorch's."""
     kernels.cpu_way = lambda: FUSED
-    kernels.is_left_to_pytorch = lambda dtype: way == "around"
+    kernels.left_to_pytorch = lambda dtype: "all" if way == "around" else None
     chain = library.load()
     assert chain is not None
     kernels.tell(chain)

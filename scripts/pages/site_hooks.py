@@ -1,9 +1,11 @@
 """What mkdocs does to the pages of docs/ beyond Markdown, so that GitHub shows the same files.
 
-- Links out of docs/ lead to files of the repository: Markdown becomes a page of the site, other
-  files are copied as text, and a folder becomes a list of its files.
+- The README is the front page.
+- Links out of docs/ lead to files of the repository: Markdown becomes a page of the site, and so
+  does code, highlighted; other files are copied as text, and a folder becomes a list of its files.
 - `<picture>` becomes a picture for each color scheme, of which the theme shows one.
 - `<!-- ::: name -->` becomes mkdocstrings' directive, which GitHub would print.
+- Images load when they come into view.
 - Formulas between dollar signs become MathML, which needs no script.
 """
 
@@ -23,6 +25,9 @@ SOURCES = "repository"
 # Stands for the list of a folder's files.
 FOLDER = "index.md"
 NOT_IN_NAV = InclusionLevel.NOT_IN_NAV
+HOME = PurePosixPath("README.md")
+HOME_URI = "index.md"
+CODE = {".mojo": "mojo", ".py": "python", ".h": "cpp", ".cpp": "cpp", ".toml": "toml"}
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(
@@ -43,8 +48,10 @@ def on_files(files: Files, config: Any) -> Files:
         files: What is in docs/.
         config: Of mkdocs.
     """
+    home = str(ROOT / HOME)
+    files.append(File.generated(config, HOME_URI, abs_src_path=home))
     waiting = [
-        (PurePosixPath("docs") / file.src_uri, file.content_string)
+        (_place(PurePosixPath(file.src_uri)), file.content_string)
         for file in files.documentation_pages()
     ]
     while waiting:
@@ -58,6 +65,10 @@ def on_files(files: Files, config: Any) -> Files:
                 text = _listed(path.parent)
                 files.append(File.generated(config, uri, content=text, inclusion=NOT_IN_NAV))
                 waiting.append((path, text))
+                continue
+            if path.suffix in CODE:
+                text = _highlighted(path)
+                files.append(File.generated(config, uri, content=text, inclusion=NOT_IN_NAV))
                 continue
             source = str(ROOT / path)
             files.append(File.generated(config, uri, abs_src_path=source, inclusion=NOT_IN_NAV))
@@ -74,8 +85,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page: Its place.
     """
     uri = PurePosixPath(page.file.src_uri)
-    inside = uri.parts[0] == SOURCES
-    here = PurePosixPath(*uri.parts[1:]) if inside else PurePosixPath("docs") / uri
+    here = _place(uri)
+    inside = here.parts[0] != "docs"
 
     def link(match: re.Match[str]) -> str:
         path = _outside(here, match["target"])
@@ -102,7 +113,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Return a page's HTML with its formulas as MathML.
+    """Return a page's HTML with its formulas as MathML, and images that load when they are seen.
 
     Args:
         content: The page.
@@ -112,7 +123,24 @@ def on_page_content(content: str, **_: Any) -> str:
         display = "block" if match["tag"] == "div" else "inline"
         return convert(html.unescape(match["latex"]).strip(), display=display)
 
-    return FORMULA.sub(formula, content)
+    return FORMULA.sub(formula, content.replace("<img ", '<img loading="lazy" '))
+
+
+def _place(uri: PurePosixPath) -> PurePosixPath:
+    """Return the path in the repository of a page of the site."""
+    if uri == PurePosixPath(HOME_URI):
+        return HOME
+    return PurePosixPath(*uri.parts[1:]) if uri.parts[0] == SOURCES else "docs" / uri
+
+
+def _highlighted(path: PurePosixPath) -> str:
+    """Return a page with a file's code, which the search leaves out."""
+    code = (ROOT / path).read_text()
+    fence = "~~~~"
+    return (
+        f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n\n# {path.name}\n\n`{path}`\n\n"
+        f"{fence}{CODE[path.suffix]}\n{code.rstrip()}\n{fence}\n"
+    )
 
 
 def _schemes(match: re.Match[str]) -> str:
@@ -148,6 +176,10 @@ def _outside(page: PurePosixPath, target: str) -> PurePosixPath | None:
 
 def _uri(path: PurePosixPath) -> str:
     """Return where a file of the repository stands on the site."""
+    if path == HOME:
+        return HOME_URI
+    if path.suffix in CODE:
+        return f"{SOURCES}/{path}.md"
     # A browser shows text, and saves what it does not know.
     suffix = "" if path.suffix in (".md", ".json", ".txt") else ".txt"
     return f"{SOURCES}/{path}{suffix}"

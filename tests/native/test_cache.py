@@ -228,7 +228,7 @@ def test_without_a_home(anyones: Path) -> None:
     result = as_nobody(anyones)
     assert result.returncode == 0, result.stderr
     made = anyones / f"fused_norm-{ANOTHER}"
-    assert result.stdout.splitlines()[-1] == f"0 {made}"
+    assert result.stdout.splitlines()[-1] == f"1 {made}"
     assert (made.stat().st_uid, made.stat().st_mode & 0o777) == (ANOTHER, 0o700)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ from torch import Tensor
 
 ITERATIONS = 50
 WARM_UP = 3
+LONGEST = 4.0  # seconds of one measurement
+TURNS = 5
 TOLERANCE = 1e-4  # of the largest reference value, or of 1 if that is smaller
 
 
@@ -55,18 +58,30 @@ def on_gpu(tensors: list[Tensor]) -> list[Tensor] | None:
     return [tensor.cuda() for tensor in tensors] if torch.cuda.is_available() else None
 
 
-def measure(compute: Callable[[], Tensor]) -> float:
+def measure(compute: Callable[[], Tensor], iterations: int = ITERATIONS) -> float:
     """Return the seconds that all iterations take together."""
-    for _ in range(WARM_UP):
+    for _ in range(min(WARM_UP, iterations)):
         output = compute()
     if output.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(ITERATIONS):
+    for _ in range(iterations):
         output = compute()
     if output.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def fitting(compute: Callable[[], Tensor], seconds: float = LONGEST) -> int:
+    """Return how many iterations fit into some seconds, at most as many as the document's."""
+    once = measure(compute, 1)
+    return max(1, min(ITERATIONS, int(seconds / max(once, 1e-9))))
+
+
+def measure_in_turns(computations: Sequence[Callable[[], Tensor]], iterations: int) -> list[float]:
+    """Return the median seconds of one call of each, taken in turns on the same machine."""
+    turns = [[measure(compute, iterations) for compute in computations] for _ in range(TURNS)]
+    return [statistics.median(found) / iterations for found in zip(*turns, strict=True)]
 
 
 def verdict(correct: bool | None) -> str:

@@ -113,8 +113,7 @@ def layernorm_linear(
         ln_bias: Shift, ``[hidden_dim]``.
         linear_weight: Matrix, ``[output_dim, hidden_dim]``.
         linear_bias: Bias, ``[output_dim]``.
-        algorithm: One kernel, or LayerNorm, transpose, matmul and bias after each other. A CPU runs
-            the fused one for both.
+        algorithm: One kernel, or LayerNorm, transpose, matmul and bias after each other.
         sizes: Compile-time parameters; those of the tensors by default.
 
     Returns:
