@@ -22,7 +22,7 @@ WORDS = {
     r"lies": "is",
     r"so many": "that many, or the number",
     r"leave[sd]? away|left away": "omit",
-    r"(kernel|pass|loop|call|block|thread|row|first|second|it) finds": "computes, reads or looks up",
+    r"(kernel|pass|loop|call|block|thread|row|first|second|it) finds": "computes or reads",
     r"behaviour|colour|favour|neighbour|centre|catalogue|cancelled|labelled|modelling|whilst|"
     r"(normal|optim|initial|vector|real|recogn|quant|organ|summar|general|parallel|serial)"
     r"is(e|ed|es|ing|ation)": "the American spelling",
