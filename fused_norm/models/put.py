@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fused_norm.functional import norm_linear, norm_mlp
-from fused_norm.models.calls import Call, Left
+from fused_norm.models.calls import FusedCall, Left
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
 from fused_norm.models.norms import Norm
@@ -25,10 +25,11 @@ from fused_norm.models.values import (
     value,
 )
 from fused_norm.models.views import inverse
-from fused_norm.ops.seam_validation import hint
+from fused_norm.norms import LAYER_NORM
+from fused_norm.ops.operands import hint
 
 
-def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
+def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
     """Put a call into a graph where it inserts; return what it stands for, each with its result.
 
     Args:
@@ -91,7 +92,7 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
         target = norm_mlp
         arguments += [upright(second), second.bias]
         options["residual_out"] = activated.residual
-    defaults = {"normalization": "layer_norm", "weight_offset": 0.0}
+    defaults = {"normalization": LAYER_NORM, "weight_offset": 0.0}
     kwargs = {
         name: each
         for name, each in options.items()
