@@ -239,14 +239,6 @@ Extent checked(const Spec& spec, const Operands& t) {
   return *extent;
 }
 
-Kernels kernels_or_error(const Spec& spec, const Operands& t) {
-  try {
-    return kernels_of(spec, t, {});
-  } catch (const Declined&) {
-    throw std::runtime_error("fused_norm: no kernels are at hand for such tensors");
-  }
-}
-
 // Returns the results in one list, without those that are not there.
 Handles flat(const Results& results) {
   Handles all;
@@ -269,7 +261,7 @@ Handles run_forward(TENSORS, SPEC, bool keeps, const Fold* given) {
   const auto extent = checked(spec, t);
   const OnDevice on_device(t[X]);
   const NoGrad no_grad;
-  const auto kernels = kernels_or_error(spec, t);
+  const auto kernels = kernels_of(spec, t, {});
   const auto fold = given ? *given : fold_of(spec, t, keeps, kernels.is_captured);
   if (!fold) throw Declined();
   auto results = forward(spec, t, extent, keeps, *fold, kernels);
@@ -306,7 +298,7 @@ int64_t norm_linear_wanted_fold(TENSORS, SPEC) {
   const auto spec = spec_of(
       normalization, activation, eps, weight_offset, joined, returns_sum, returns_norm, recompute,
       batch_invariant);
-  return wanted_fold(spec, t, checked(spec, t), kernels_or_error(spec, t));
+  return wanted_fold(spec, t, checked(spec, t), kernels_of(spec, t, {}));
 }
 
 // The fold of parameters for an activation in the epilogue, in two tensors.
@@ -321,7 +313,7 @@ Handles norm_linear_fold(
   spec.is_joined = spec.is_gated();
   const auto extent = checked(spec, t);
   const OnDevice on_device(t[X]);
-  const auto kernels = kernels_or_error(spec, t);
+  const auto kernels = kernels_of(spec, t, {});
   auto call = norm_call(spec, t, extent, kernels.product.context);
   give_weights(call, spec, t, extent, true);
   Group parts;
@@ -352,7 +344,7 @@ std::pair<Gradients, Wanted> gradients_of(
   Wanted flags(t.flat.size());
   for (const int64_t place : wanted) flags.at(static_cast<size_t>(place)) = true;
   auto found = backward(
-      spec, t, extent, kept, grads, flags, totals, kernels_or_error(spec, t));
+      spec, t, extent, kept, grads, flags, totals, kernels_of(spec, t, {}));
   return {std::move(found), std::move(flags)};
 }
 
@@ -386,11 +378,7 @@ Handles norm_linear_backward_into(
 }
 
 Kernels kernels_for(const Tensor& x, bool invariant) {
-  try {
-    return Kernels::find(x, x.dtype(), 0, invariant, {});
-  } catch (const Declined&) {
-    throw std::runtime_error("fused_norm: no kernels are at hand for such tensors");
-  }
+  return Kernels::find(x, x.dtype(), 0, invariant, {});
 }
 
 Given linear_add_op(

@@ -19,8 +19,10 @@ namespace fused_norm {
 
 inline Python python;
 
-// Thrown where a call is left to others.
-struct Declined {};
+// Thrown where a call is left to others; an error where there are none.
+struct Declined : std::runtime_error {
+  Declined() : std::runtime_error("fused_norm: no kernels are at hand for such tensors") {}
+};
 
 // The functions of a file that Python has loaded; null where there is none.
 class Library {

@@ -266,9 +266,9 @@ def _prepare(device: int) -> int:
     return 1
 
 
-_NUMBERS = " ".join(
-    f"{name}={each.number}" for name, each in [*NORMS.items(), *ACTIVATIONS.items()]
-)
+_NUMBERED = {name: norm.number for name, norm in NORMS.items()}
+_NUMBERED |= {name: each.number for name, each in ACTIVATIONS.items()}
+_NUMBERS = " ".join(f"{name}={number}" for name, number in _NUMBERED.items())
 _TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode())
 
 

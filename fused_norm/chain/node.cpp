@@ -1,7 +1,7 @@
 // A call and its backward as a node of PyTorch's graph, without Python. It keeps tensors and calls the
 // chain, and is all that is bound to a version of PyTorch: it saves the time that
 // `torch.autograd.Function` takes. What is not plain (a second derivative, a compiler or a mode that
-// watches, a tensor of another kind) it leaves to Python. Of Python's objects it knows what the
+// watches, a tensor of another spec) it leaves to Python. Of Python's objects it knows what the
 // stable ABI tells: one build serves every version of Python.
 
 #include <dlfcn.h>
@@ -145,6 +145,15 @@ bool are_ordinary(at::ArrayRef<Tensor> tensors, const Tensor& like) {
   });
 }
 
+template <class Pointer>
+Pointer own(torch::autograd::Node* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return Pointer(node, [](auto* last) { deleteNode(last); });
+  } else {
+    return Pointer::unsafe_steal_from_new(node);
+  }
+}
+
 class NormLinearBackward : public torch::autograd::Node {
  public:
   NormLinearBackward(const Spec& spec, const Tensors& t, Conditions conditions)
@@ -246,7 +255,7 @@ class NormLinearBackward : public torch::autograd::Node {
     }
     const auto [t, products] = unpacked();
     auto found = may_compute ? computed(t, products, gradients, needed) : Tensors();
-    if (found.empty()) found = by_python(t, products, gradients, needed);
+    if (found.empty()) found = call_python(t, products, gradients, needed);
     for (size_t place = 0; place < found.size(); ++place) {
       if (needed[place]) results[edges_[place]] = std::move(found[place]);
     }
@@ -288,7 +297,7 @@ class NormLinearBackward : public torch::autograd::Node {
     return found;
   }
 
-  Tensors by_python(
+  Tensors call_python(
       const Tensors& t, const Tensors& products, const variable_list& gradients,
       const std::vector<uint8_t>& needed) const {
     const WithLock lock;
@@ -399,12 +408,7 @@ Tensors call(Spec spec, const Tensors& t, bool wants_sum) {
   give(results[count + NORM]);
   if (keeps) {
     auto* node = new NormLinearBackward(spec, t, conditions);
-    NodePointer owner;
-    if constexpr (std::is_same_v<NodePointer, std::shared_ptr<torch::autograd::Node>>) {
-      owner = NodePointer(node, [](auto* last) { deleteNode(last); });
-    } else {
-      owner = NodePointer::unsafe_steal_from_new(node);
-    }
+    const auto owner = own<NodePointer>(node);
     for (const auto& y : returned) torch::autograd::set_history(y, owner);
     node->save(t, results);
 #if __has_include(<torch/csrc/autograd/node_creation_hook.h>)

@@ -16,6 +16,7 @@ from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
+from fused_norm.models.layouts import keep_dense
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
@@ -126,6 +127,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         if norm is not None:
             sites.append(_site(norm, rewriter, options, is_busy))
     added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
+    keep_dense(graph, flow, rewriter.emitter)
     return sites + [site for site in added if site is not None]
 
 

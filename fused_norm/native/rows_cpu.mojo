@@ -37,6 +37,7 @@ def rows_run(op: Int, address: Int) abi("C") -> Int:
 @export
 def PyInit_rows_cpu() abi("C") -> PythonObject:
     try:
-        return PythonModuleBuilder("rows_cpu").finalize()
+        var builder = PythonModuleBuilder("rows_cpu")
+        return builder.finalize()
     except e:
         abort(t"failed to create rows_cpu: {e}")
