@@ -30,9 +30,7 @@ def rows_run(op: Int, address: Int) abi("C") -> Int:
     try:
         comptime for i in range(OPS.length):
             if op == i:
-                launch_op[OPS[i], DTYPE](
-                    Launcher.at(call.context)[].gpu, call
-                )
+                launch_op[OPS[i], DTYPE](Launcher.at(call.context)[].gpu, call)
                 return 0
     except:
         pass
