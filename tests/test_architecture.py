@@ -33,7 +33,7 @@ EXTENDING = (ROOT / "docs/extending.md").read_text()
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
     ["activations", "norms"],
-    ["reference", "native", "puzzle"],
+    ["reference", "native"],
     ["composition"],
     ["call"],
     ["chain"],
@@ -209,7 +209,7 @@ def code_of(path: Path) -> str:
 
 
 # Folders that take the family further, which the table leaves out.
-OTHERS = {"graphs", "max", "models", "puzzle", "bench"}
+OTHERS = {"graphs", "max", "models", "puzzle"}
 
 
 def test_what_a_modulation_touches_is_what_the_page_says() -> None:
@@ -338,7 +338,7 @@ def launched_kernels() -> list[tuple[Path, str]]:
     """Return each GPU kernel that Mojo code launches, with the file that defines it."""
     texts = {
         path: path.read_text()
-        for path in [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "worklog").glob("*.mojo")]
+        for path in [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "tutorial/worklog").glob("*.mojo")]
     }
     launched = set()
     for text in texts.values():
