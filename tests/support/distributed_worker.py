@@ -102,17 +102,17 @@ def check_member(member: str, layout: str, mesh: DeviceMesh, compiled: bool = Fa
     tensors = family.replaced(
         plain, lambda values: [v if v is None else by_id[id(v)] for v in values]
     )
-    composed = composition.seam
+    composed = composition.compute
     # Gates of one weight and products side by side are DTensor's own affair, like inputs sharded.
     if is_ours:
-        composition.seam = None
+        composition.compute = None
     try:
         function = family.ours
         if compiled:
             function = torch.compile(family.ours, fullgraph=True, backend="aot_eager")
         mine = run(function, options, tensors)
     finally:
-        composition.seam = composed
+        composition.compute = composed
     assert_same(mine, run(family.eager, options, plain))
 
 
