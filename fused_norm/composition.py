@@ -178,21 +178,22 @@ def first(t: Operands, *forms: str) -> Tensor | None:
     return None
 
 
-def seam(kind: Seam, t: Operands) -> list[Tensor]:
+def seam(kind: Seam, t: Operands, linear: Callable[..., Tensor] = F.linear) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
     Args:
         kind: What to compute.
         t: The tensors. Statistics are computed again, so that gradients reach x through them.
+        linear: Computes the Linear layers.
     """
     x = summed(t)
     z = normalized(kind, x, t)
-    products = [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    products = [linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
     if kind.is_joined:
         products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
     outputs = [activated(kind.activation, h) for h in products]
     if t.out_weight is not None:
-        y = F.linear(outputs[0], t.out_weight, t.out_bias)
+        y = linear(outputs[0], t.out_weight, t.out_bias)
         outputs = [y if t.out_residual is None else y + t.out_residual]
     if kind.returns_sum:
         outputs.append(x)

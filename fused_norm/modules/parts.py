@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fused_norm import recipes
 from fused_norm.composition import ACTIVATIONS, is_gate
 
 NORMS: dict[str, tuple[str, type[nn.Module]]] = {
@@ -143,6 +144,12 @@ def require_known(activation: str | None, out_features: int = 0) -> None:
         )
     if is_gate(activation) and out_features % 2:
         raise ValueError(f"{activation} needs an even out_features, got {out_features}")
+
+
+def require_recipe(recipe: str | None) -> None:
+    """Raise unless a recipe of FP8 is known."""
+    if recipe is not None:
+        recipes.find(recipe)
 
 
 def require_norm(name: str, module: Any) -> str:

@@ -18,7 +18,9 @@ from fused_norm.chain import library
 from fused_norm.composition import Operands
 from fused_norm.ops.flops import tell_counters
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, str, list})
+_PLAIN_TYPES = frozenset(
+    {Tensor, torch.nn.Parameter, type(None), float, int, bool, str, list, torch.dtype}
+)
 
 # The operands that schemas list one by one: all but the weights and the biases.
 TENSORS_SCHEMA = (
