@@ -159,15 +159,19 @@ def spread(scale: Tensor, scaling: str, shape: torch.Size) -> Tensor:
 
 
 def product(
-    a: tuple[Tensor, Tensor], a_scaling: str, b: tuple[Tensor, Tensor], b_scaling: str
+    a: tuple[Tensor, Tensor],
+    a_scaling: str,
+    b: tuple[Tensor, Tensor],
+    b_scaling: str,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return a b^T in float32, of what two matrices in FP8 stand for.
+    """Return a b^T of what two matrices in FP8 stand for.
 
     Args:
         a: A matrix `[M, K]` and its scales.
         a_scaling: What shares a scale of it.
         b: A matrix `[N, K]` and its scales.
         b_scaling: What shares a scale of it.
+        dtype: In which they are multiplied.
     """
-    left = dequantize(*a, a_scaling, torch.float32)
-    return left @ dequantize(*b, b_scaling, torch.float32).t()
+    return dequantize(*a, a_scaling, dtype) @ dequantize(*b, b_scaling, dtype).t()

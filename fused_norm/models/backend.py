@@ -13,10 +13,11 @@ from torch.fx import GraphModule, Node
 from fused_norm.models.freezing import FrozenRun
 from fused_norm.models.fuse import Options, fuse
 from fused_norm.models.sites import Site
+from fused_norm.ops.fp8 import chosen as current_recipe
 from fused_norm.ops.invariance import is_batch_invariant
 
 log = logging.getLogger("fused_norm.models")
-_OWN = ("rounding", "small")
+_OWN = ("rounding", "small", "fp8", "skip")
 
 
 def backend(
@@ -41,7 +42,10 @@ def backend(
             `small`: whether to fuse even calls that PyTorch finishes before Python has started one
             of ours. By default they are not fused before Inductor, except in CUDA graphs, which
             start them at no cost, and in inference if the products of the graph keep a GPU busy
-            for longer than Python needs for its norms. `freeze`: whether to freeze the parameters
+            for longer than Python needs for its norms. `fp8`: a recipe of `norm_linear`, for all
+            Linear layers but those that `skip` lists by (the ends of) their paths, or patterns, and
+            those with features or outputs below 1024 or no multiple of 16; by default that of
+            `autocast_fp8`, if the model is compiled within. `freeze`: whether to freeze the parameters
             of runs without gradients, as `fused_norm.freeze` does a model's; by default as
             Inductor's `freezing` says. All other options are Inductor's.
         sites: Receives what became of each norm.
@@ -63,6 +67,7 @@ def backend(
 
         patches = {**(list_mode_options(mode) if mode else {}), **given}
         own.setdefault("small", bool(patches.get("triton.cudagraphs")))
+    own.setdefault("fp8", current_recipe(None))
     chosen = Options(**own)
     nodes = _nodes(module)
     found = fuse(module, chosen)

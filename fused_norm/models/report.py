@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fused_norm.models.backend import backend
-from fused_norm.models.sites import RESIDUAL, Site
+from fused_norm.models.sites import LINEAR, RESIDUAL, Site
 
 
 @dataclass
@@ -22,7 +22,8 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: The norms in the order of the graph, then the sums that products before them add.
+        sites: The norms in the order of the graph, then the sums that products before them add,
+            then, where FP8 is asked for, the Linear layers that are part of no call on a norm.
         graphs: How many graphs Dynamo made of the model.
     """
 
@@ -32,7 +33,7 @@ class Report:
     @property
     def norms(self) -> list[Site]:
         """The norms."""
-        return [site for site in self.sites if site.kind != RESIDUAL]
+        return [site for site in self.sites if site.kind not in (RESIDUAL, LINEAR)]
 
     @property
     def fused(self) -> list[Site]:
@@ -71,7 +72,7 @@ class Report:
     def _title(self) -> str:
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
-        sums = len(self.sites) - len(self.norms)
+        sums = sum(site.kind == RESIDUAL for site in self.sites)
         added = f", {_counted(sums, 'sum')} added by products" if sums else ""
         graphs = _counted(self.graphs, "graph")
         return (
@@ -90,7 +91,8 @@ def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
 
     The model runs as it is called, in its own mode and with its own parameters, and changes only as
     a forward changes it. Under `torch.no_grad()` the report describes inference, otherwise
-    training.
+    training. Within `autocast_fp8(recipe)`, it says of each norm and Linear layer in which precision
+    it is computed, and why not in FP8.
 
     Args:
         model: A model, or a function.

@@ -231,8 +231,7 @@ def call(
             # In PyTorch's words.
             return composition.seam(kind, t)
     scaled.require_fp8(t.x, weights)
-    trains = any(w.requires_grad for w in weights) and not frozen.find(weights)
-    power_of_two = how.power_of_two and trains
+    power_of_two = _scales_are_rounded(how, weights)
     if _is_fused(kind, t, weights):
         return _inference(kind, t, how, power_of_two)
     if owners is not None:
@@ -287,3 +286,33 @@ def _inference(kind: Seam, t: Operands, recipe: Recipe, power_of_two: bool) -> l
         products = [scaled.linear(*q, *out, *scaling, t.out_bias, last, "", x.dtype, True)]
     outputs = [y.view(*rows, y.shape[-1]) for y in products]
     return [*outputs, total] if kind.returns_sum and has_sum(t) else outputs
+
+
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str) -> Tensor:
+    """Return x W^T + b in FP8: a Linear layer without a norm.
+
+    Args:
+        x: Of shape `[..., K]`.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        recipe: One of RECIPES.
+
+    Raises:
+        RuntimeError: As in `call`.
+    """
+    how = recipes.find(recipe)
+    scaled.require_fp8(x, [weight])
+    if torch.is_autocast_enabled(x.device.type):
+        weight = weight.to(torch.get_autocast_dtype(x.device.type))
+    y: Tensor = ScaledLinear.apply(x, weight, bias, recipe, _scales_are_rounded(how, [weight]))
+    return y
+
+
+def _scales_are_rounded(recipe: Recipe, weights: Sequence[Tensor]) -> bool:
+    """Return whether scales are rounded up to powers of two: where such weights train."""
+    trains = any(w.requires_grad for w in weights)
+    return recipe.power_of_two and trains and not _are_frozen(weights)
+
+
+def _are_frozen(weights: Sequence[Tensor]) -> bool:
+    return not torch.compiler.is_compiling() and frozen.find(weights) is not None

@@ -63,7 +63,7 @@ def _serves(x: Tensor, *scalings: str) -> bool:
     """Return whether kernels compute on a tensor with such scales."""
     return (
         x.is_cuda
-        and all(scaling == "row" for scaling in scalings)
+        and all(scaling in ("row", "tensor") for scaling in scalings)
         and kernels.is_hopper(x.device.index or 0)
     )
 
@@ -86,9 +86,14 @@ def _run(name: str, device: torch.device, **fields: Any) -> None:
 
 def _quantize(v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool) -> list[Tensor]:
     cast = Cast(E5M2 if is_e5m2 else E4M3, scaling)
-    if v.dtype is not torch.bfloat16 or not _serves(v, scaling) or not v.numel():
-        return list(recipes.quantize(v, cast, power_of_two))
     v = v.contiguous()
+    if (
+        v.dtype is not torch.bfloat16
+        or scaling != "row"
+        or not _serves(v, scaling)
+        or not v.numel()
+    ):
+        return list(recipes.quantize(v, cast, power_of_two))
     M, K = v.shape
     q, scale = torch.empty_like(v, dtype=cast.dtype), v.new_empty((M, 1), dtype=torch.float32)
     kind = {"eight_bits": _TYPES[cast.dtype], "power_of_two": power_of_two}
@@ -124,7 +129,12 @@ def _norm(
     power_of_two: bool,
 ) -> list[Tensor]:
     t = Operands(x, residual, gamma, beta)
-    if x.dtype is not torch.bfloat16 or not _serves(x, scaling) or not x.numel():
+    if (
+        x.dtype is not torch.bfloat16
+        or scaling != "row"
+        or not _serves(x, scaling)
+        or not x.numel()
+    ):
         total = summed(t)
         wide = t._replace(
             gamma=None if gamma is None else widened(gamma),
@@ -133,7 +143,7 @@ def _norm(
         kind = Seam(normalization, eps=eps, weight_offset=weight_offset)
         z = composition.normalized(kind, widened(total), wide)
         q, scale = recipes.quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
-        return [total.clone() if total is x else total, q, scale]
+        return [x.new_empty(0) if residual is None else total, q, scale]
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
     K = x.shape[-1]
@@ -158,8 +168,7 @@ def _norm(
 def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
     K = x.shape[-1]
     M = x.numel() // max(K, 1)
-    is_kept = residual is not None or not _serves(x, rest[-2])
-    total = x.new_empty(x.shape if is_kept else (0,))
+    total = x.new_empty(x.shape if residual is not None else (0,))
     q = x.new_empty((M, K), dtype=E4M3)
     return [total, q, x.new_empty(_scales((M, K), rest[-2]), dtype=torch.float32)]
 
@@ -179,12 +188,16 @@ def _linear(
 ) -> Tensor:
     (M, K), N = q.shape, weight.shape[0]
     if dtype is not torch.bfloat16 or not _serves(q, scaling, weight_scaling) or not M:
-        y = recipes.product((q, scale), scaling, (weight, weight_scale), weight_scaling)
+        wide = dtype if q.is_cuda else torch.float32
+        y = recipes.product((q, scale), scaling, (weight, weight_scale), weight_scaling, wide)
+        y = y.float()
         if bias is not None:
             y = y + bias.float()
         if activation:
             return composition.activated(activation, y).to(dtype)
         return (y if residual is None else y + residual.float()).to(dtype)
+    # One scale of a tensor is one of each row.
+    scale, weight_scale = scale.expand(M, 1).contiguous(), weight_scale.expand(N, 1).contiguous()
     outputs = N // 2 if is_gate(activation) else N
     fields: dict[str, Any] = {}
     if is_gate(activation):
