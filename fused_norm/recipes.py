@@ -112,11 +112,17 @@ def quantize(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]
         `[M, ceil(K / 128)]` or `[ceil(M / 128), ceil(K / 128)]` for blocks.
     """
     rows = v.float()
-    scale = scale_of(_amax(rows, cast.scaling), cast.dtype, power_of_two)
+    amax = _amax(rows, cast.scaling)
     largest = torch.finfo(cast.dtype).max
+    if cast.scaling == "tensor" and not power_of_two:
+        # As torchao rounds: by the reciprocal scale, found in float64.
+        factor = (largest / amax.double().clamp_min(LEAST)).float()
+        scale, q = factor.reciprocal(), rows * factor
+    else:
+        scale = scale_of(amax, cast.dtype, power_of_two)
+        q = rows / spread(scale, cast.scaling, v.shape)
     # Older casts of PyTorch's do not saturate; what is not a number stays so.
-    q = (rows / spread(scale, cast.scaling, v.shape)).clamp(-largest, largest)
-    return q.to(cast.dtype), scale
+    return q.clamp(-largest, largest).to(cast.dtype), scale
 
 
 def dequantize(q: Tensor, scale: Tensor, scaling: str, dtype: torch.dtype) -> Tensor:
