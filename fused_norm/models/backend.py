@@ -7,17 +7,16 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from fused_norm.models.freezing import FrozenRun
-from fused_norm.models.fuse import Options, fuse
+from fused_norm.models.fuse import fuse
+from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import Site
-from fused_norm.ops.fp8 import chosen as current_recipe
 from fused_norm.ops.invariance import is_batch_invariant
+from fused_norm.ops.seam_validation import at_every_size
 
 log = logging.getLogger("fused_norm.models")
-_OWN = ("rounding", "small", "fp8", "skip")
 
 
 def backend(
@@ -45,78 +44,57 @@ def backend(
             for longer than Python needs for its norms. `fp8`: a recipe of `norm_linear`, for all
             Linear layers but those that `skip` lists by (the ends of) their paths, or patterns, and
             those with features or outputs below 1024 or no multiple of 16; by default that of
-            `autocast_fp8`, if the model is compiled within. `freeze`: whether to freeze the parameters
-            of runs without gradients, as `fused_norm.freeze` does a model's; by default as
-            Inductor's `freezing` says. All other options are Inductor's.
+            `autocast_fp8`, if the model is compiled within. `freeze`: whether to freeze the
+            parameters of runs without gradients, as `fused_norm.freeze` does a model's; by default
+            as Inductor's `freezing` says. All other options are Inductor's.
         sites: Receives what became of each norm.
 
     Returns:
         A function that computes the graph.
 
     Raises:
-        ValueError: If one of these options has an unknown value, or Inductor does not know one of
-            the others.
+        ValueError: If nobody knows an option, which names the nearest that is known, or if the
+            value of one of the backend's own is wrong.
     """
-    given = dict(options or {})
-    then = given.pop("then", "inductor")
-    own = {name: given.pop(name) for name in _OWN if name in given}
-    freezes = bool(given.pop("freeze", False))
-    patches: dict[str, Any] = {}
-    if then == "inductor":
-        from torch._inductor import list_mode_options
-
-        patches = {**(list_mode_options(mode) if mode else {}), **given}
-        own.setdefault("small", bool(patches.get("triton.cudagraphs")))
-    own.setdefault("fp8", current_recipe(None))
-    chosen = Options(**own)
+    chosen = settings(options, mode)
     nodes = _nodes(module)
-    found = fuse(module, chosen)
+    found = fuse(module, chosen.fusing)
     if sites is not None:
         sites += found
     for site in found:
         log.info(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
-    run = _compiled(module, example_inputs, then, given, patches)
+    run = _compiled(module, example_inputs, chosen)
     # Nodes, those taken out among them, hold what they were traced with; that refers weakly to the
     # parameters, with which PyTorch swaps none.
     for node in (*nodes, *_nodes(module)):
         node.meta.pop("example_value", None)
-    if freezes or (then == "inductor" and _inductor_freezes(patches)):
+    if chosen.freezes:
         run = FrozenRun(run, module)
     return _in_its_mode(run)
 
 
 def _compiled(
-    module: GraphModule,
-    example_inputs: list[Any],
-    then: str,
-    given: dict[str, Any],
-    patches: dict[str, Any],
+    module: GraphModule, example_inputs: list[Any], chosen: Settings
 ) -> Callable[..., Any]:
     """Return what runs a graph, compiled by the backend that follows."""
-    if then == "eager":
-        return module.forward
+    if chosen.then == "eager":
+        return at_every_size()(module.forward) if chosen.fusing.small else module.forward
     from torch._dynamo.backends.registry import lookup_backend
 
-    following: Any = lookup_backend(then)
+    following: Any = lookup_backend(chosen.then)
     compiled: Callable[..., Any]
-    if then == "inductor":
-        compiled = following(module, example_inputs, config_patches=patches)
+    if chosen.then == "inductor":
+        compiled = following(module, example_inputs, config_patches=chosen.following)
     else:
-        compiled = following(module, example_inputs, **given)
+        compiled = following(module, example_inputs, **chosen.following)
     return compiled
 
 
 def _nodes(module: GraphModule) -> list[Node]:
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
     return [node for graph in graphs for node in graph.nodes]
-
-
-def _inductor_freezes(patches: Mapping[str, Any]) -> bool:
-    from torch._inductor import config
-
-    return bool(patches.get("freezing", config.freezing)) and not torch.is_grad_enabled()
 
 
 def _in_its_mode(run: Callable[..., Any]) -> Callable[..., Any]:

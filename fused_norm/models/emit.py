@@ -51,17 +51,30 @@ class Emitter:
         else:
             node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)
-        key = "val" if "val" in like.meta else "example_value"
         node.meta = {name: like.meta[name] for name in _KEPT if name in like.meta}
         self.flow.add(node, like)
-        given_args, given_kwargs = map_arg((args, kwargs), value)
+        self.trace(node, like)
+        return node
+
+    def trace(self, node: Node, like: Node) -> None:
+        """Run a node on what its arguments stand for, which is what it stands for from then on.
+
+        Args:
+            node: The node.
+            like: A node under the same modes that was traced.
+
+        Raises:
+            RuntimeError: As the target does for such arguments; so with other errors.
+        """
+        key = "val" if "val" in like.meta else "example_value"
+        args, kwargs = map_arg((node.args, node.kwargs), value)
         mode = getattr(value(like), "fake_mode", None)
         with torch.no_grad(), self.flow.autocast(like), mode or nullcontext():
-            if isinstance(target, str):
-                node.meta[key] = getattr(given_args[0], target)(*given_args[1:], **given_kwargs)
+            if isinstance(node.target, str):
+                node.meta[key] = getattr(args[0], node.target)(*args[1:], **kwargs)
             else:
-                node.meta[key] = target(*given_args, **given_kwargs)
-        return node
+                assert callable(node.target)
+                node.meta[key] = node.target(*args, **kwargs)
 
     def forget(self, count: int = 0) -> None:
         """Take new nodes out of the graph again.

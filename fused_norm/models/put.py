@@ -10,22 +10,14 @@ import torch
 from torch.fx import Node
 
 from fused_norm.functional import norm_linear, norm_mlp
-from fused_norm.models.calls import Call, Left
+from fused_norm.models.calls import Call
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
+from fused_norm.models.layouts import fitted
 from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product
-from fused_norm.models.values import (
-    are_same,
-    dtype,
-    have_same_strides,
-    is_sharded,
-    is_tensor,
-    shape,
-    value,
-)
+from fused_norm.models.values import shape, value
 from fused_norm.models.views import inverse
-from fused_norm.ops.seam_validation import hint
 
 
 def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
@@ -119,26 +111,4 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
         pairs = [
             (node, by if value(node).requires_grad else put(torch.detach, by)) for node, by in pairs
         ]
-    return [(node, _fitting(node, by, put)) for node, by in pairs]
-
-
-def _fitting(old: Node, new: Node, put: Callable[..., Node]) -> Node:
-    """Return what takes the place of a node: the same shape, dtype and layout in memory."""
-    if not is_tensor(new) or dtype(new) is not dtype(old):
-        raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
-    places = [getattr(value(node), "placements", None) for node in (old, new)]
-    if places[0] != places[1]:
-        raise Left(f"would be placed {places[1]} where the model has {places[0]}")
-    if not are_same(tuple(shape(old)), tuple(shape(new))):
-        raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
-    if not (is_sharded(value(old)) or have_same_strides(value(old), value(new))):
-        strides = value(old).stride()
-        order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
-        new = put(torch.permute, new, order)
-        new = put(torch.clone, new, memory_format=torch.contiguous_format)
-        new = put(torch.permute, new, [order.index(dim) for dim in range(len(order))])
-        if not have_same_strides(value(old), value(new)):
-            raise Left(f"would lie in memory as {value(new).stride()}, not {strides}")
-    # Views of the old node's memory are views of the new one's from now on.
-    new.meta.update({key: old.meta[key] for key in ("example_value", "val") if key in old.meta})
-    return new
+    return [(node, fitted(node, by, put)) for node, by in pairs]

@@ -1,4 +1,4 @@
-"""What became of each norm of a model, of sums and Linear layers: the record that `explain` prints."""
+"""What became of each norm of a model, of sums and layers: the record that `explain` prints."""
 
 from __future__ import annotations
 

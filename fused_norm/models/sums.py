@@ -10,10 +10,12 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fused_norm.functional import linear_add
+from fused_norm.models.calls import Left
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
+from fused_norm.models.layouts import fitted
 from fused_norm.models.norms import module_path
 from fused_norm.models.readers import Product, find_product, residual_of
 from fused_norm.models.sites import RESIDUAL, Site
@@ -100,6 +102,11 @@ def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> S
         arguments = (found.x, product.weight, product.bias, found.residual)
         pair = emitter.put(linear_add, arguments, {"normalization": None}, product.node)
         result = emitter.put(operator.getitem, (pair, 0), {}, product.node)
+        try:
+            result = fitted(total, result, lambda t, *a, **k: emitter.put(t, a, k, product.node))
+        except Left:
+            emitter.forget()
+            return None
     x = value(found.x)
     site = Site(
         module_path(product.node), RESIDUAL, tuple(map(str, x.shape)), str(x.dtype).split(".")[1]

@@ -1,0 +1,188 @@
+"""How results lie in memory: as the model's do wherever something other than our calls reads them.
+
+A model whose rows begin transposed, as those behind a convolution do, keeps its residual sums
+transposed throughout. Kernels read and write dense rows, so each call would copy its sum in and
+out. Between calls the rows stay dense instead, and are laid out as the model's for other readers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fused_norm.functional import linear_add
+from fused_norm.models.calls import CALLS, Left
+from fused_norm.models.emit import Emitter
+from fused_norm.models.flow import Flow
+from fused_norm.models.forms import above
+from fused_norm.models.values import (
+    are_same,
+    dtype,
+    have_same_strides,
+    is_plain,
+    is_sharded,
+    is_tensor,
+    shape,
+    value,
+)
+from fused_norm.ops.seam_validation import hint
+
+Put = Callable[..., Node]
+
+
+def fitted(old: Node, new: Node, put: Put) -> Node:
+    """Return what takes the place of a node: the same shape, dtype and layout in memory.
+
+    Args:
+        old: The node.
+        new: The result that is to replace it.
+        put: Puts a node into the graph.
+
+    Raises:
+        Left: If the result is another than the model's.
+    """
+    if not is_tensor(new) or dtype(new) is not dtype(old):
+        raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
+    places = [getattr(value(node), "placements", None) for node in (old, new)]
+    if places[0] != places[1]:
+        raise Left(f"would be placed {places[1]} where the model has {places[0]}")
+    if not are_same(tuple(shape(old)), tuple(shape(new))):
+        raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
+    if not (is_sharded(value(old)) or have_same_strides(value(old), value(new))):
+        new = _laid_out(new, value(old), put)
+    # Views of the old node's memory are views of the new one's from now on.
+    _take_value(new, old)
+    return new
+
+
+def _laid_out(rows: Node, like: Tensor, put: Put) -> Node:
+    """Return a copy of rows whose dimensions are ordered in memory as those of another tensor."""
+    strides = like.stride()
+    order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
+    laid = put(torch.permute, rows, order)
+    laid = put(torch.clone, laid, memory_format=torch.contiguous_format)
+    laid = put(torch.permute, laid, [order.index(dim) for dim in range(len(order))])
+    if not have_same_strides(like, value(laid)):
+        raise Left(f"would lie in memory as {value(laid).stride()}, not {strides}")
+    return laid
+
+
+def _rows_of_laid(node: Node) -> Node | None:
+    """Return the rows that `_laid_out` made a node of, None if it is no such node."""
+    chain = [node]
+    for target in (torch.permute, torch.clone, torch.permute):
+        if chain[-1].target is not target or not isinstance(chain[-1].args[0], Node):
+            return None
+        chain.append(chain[-1].args[0])
+    rows = chain[-1]
+    is_call = rows.target is operator.getitem and rows.all_input_nodes[0].target in CALLS
+    return rows if is_call and are_same(tuple(shape(node)), tuple(shape(rows))) else None
+
+
+def _erase_unread(node: Node, until: Node) -> None:
+    while node is not until and not node.users:
+        above_it = node.all_input_nodes[0]
+        node.graph.erase_node(node)
+        node = above_it
+
+
+def _take_value(new: Node, old: Node) -> None:
+    new.meta.update({key: old.meta[key] for key in ("example_value", "val") if key in old.meta})
+
+
+def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
+    """Have the calls of a graph hand rows to each other dense.
+
+    Rows that take a gradient stay as they are: its layout would be another than the model's.
+
+    Args:
+        graph: The graph, with calls of the op family in it.
+        flow: What is known of it.
+        emitter: Puts nodes into it.
+    """
+    calls = [node for node in graph.nodes if node.target in CALLS]
+    readers = Counter(above(t, casts=False) for call in calls for t in _rows(call) if _is_turned(t))
+    # Rows that lie densely, for those that do not.
+    laid = {node: rows for node in graph.nodes if (rows := _rows_of_laid(node)) is not None}
+    copies = dict(laid)
+    # Results that lie otherwise than they did when the model was traced.
+    moved: set[Node] = set()
+    for call in calls:
+        results = [node for node in _results(call) if _is_turned(node)]
+        turned = _turned(call, flow)
+        # A call copies what it reads anyway: a copy of its own pays where another reads it, too.
+        if not results:
+            turned = [t for t in turned if (r := above(t, casts=False)) in copies or readers[r] > 1]
+        for node in turned:
+            rows = above(node, casts=False)
+            if rows not in copies:
+                with graph.inserting_before(call):
+                    copies[rows] = emitter.put("contiguous", (rows,), {}, call)
+            call.replace_input_with(node, copies[rows])
+        if turned or not moved.isdisjoint(_rows(call)):
+            before = [(node, dict(node.meta)) for node in results]
+            for node in (call, *_items(call)):
+                emitter.trace(node, call)
+            moved.update(results)
+            for node, meta in before:
+                _lay_out_for_others(node, meta, flow, emitter)
+    for node in laid:
+        _erase_unread(node, laid[node])
+
+
+def _turned(call: Node, flow: Flow) -> list[Node]:
+    """Return the operands of a call that do not lie densely and that nothing writes."""
+    if any(value(node).requires_grad for node in _results(call)):
+        return []
+    found = [(node, above(node, casts=False)) for node in _rows(call) if _is_turned(node)]
+    return [node for node, rows in found if not flow.is_written([node, rows], rows)]
+
+
+def _lay_out_for_others(rows: Node, meta: dict[str, Any], flow: Flow, emitter: Emitter) -> None:
+    """Have all readers of a result but our calls read a copy that lies as the result did."""
+    like = meta.get("val", meta.get("example_value"))
+    assert isinstance(like, Tensor)
+    if have_same_strides(value(rows), like):
+        return
+    # Who writes the copy writes it for our calls as well.
+    is_written = flow.is_written([rows], rows)
+    others = [user for user in rows.users if is_written or user.target not in CALLS]
+    if not others:
+        return
+    with emitter.graph.inserting_before(min(others)):
+        laid = _laid_out(rows, like, lambda t, *a, **k: emitter.put(t, a, k, rows))
+    laid.meta.update({key: meta[key] for key in ("example_value", "val") if key in meta})
+    for user in others:
+        user.replace_input_with(rows, laid)
+
+
+def _rows(call: Node) -> list[Node]:
+    """Return the operands of a call that have a row for each row of its result."""
+    found = [call.args[0], call.kwargs.get("residual"), call.kwargs.get("residual_out")]
+    found += call.args[3:4] if call.target is linear_add else []
+    return list(dict.fromkeys(node for node in found if isinstance(node, Node)))
+
+
+def _is_turned(node: Node) -> bool:
+    """Return whether a node's rows do not lie densely in memory, each by itself."""
+    rows = value(node)
+    if not (isinstance(rows, Tensor) and is_plain(rows) and rows.dim() > 1):
+        return False
+    return not (are_same(rows.shape[-1], 1) or are_same(rows.stride(-1), 1))
+
+
+def _items(call: Node) -> Iterator[Node]:
+    for user in call.users:
+        if user.target is operator.getitem and user.args[0] is call:
+            yield user
+            yield from _items(user)
+
+
+def _results(call: Node) -> list[Node]:
+    return [node for node in (call, *_items(call)) if is_tensor(node)]

@@ -1,0 +1,141 @@
+"""Rows that begin transposed stay dense between calls, and lie as the model's for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fused_norm.models import layouts
+from fused_norm.models.calls import CALLS
+from fused_norm.models.fuse import Options, fuse
+from fused_norm.models.values import value
+
+K = 24
+COPIES = ("clone", "contiguous")
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> list[GraphModule]:
+    """Hold a function against itself rewritten, layouts included; return the graphs."""
+    torch._dynamo.reset()
+    graphs: list[GraphModule] = []
+
+    def rewritten(module: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        assert all(site.fused for site in fuse(module, Options()) if site.linears)
+        graphs.append(module)
+        return module.forward
+
+    expected = function(*(a.clone() for a in arguments))
+    with mock.patch("fused_norm.models.fuse._say_failed", side_effect=pytest.fail):
+        found = torch.compile(function, backend=rewritten)(*arguments)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
+    return graphs
+
+
+def copies(graphs: list[GraphModule]) -> int:
+    """Return how many copies the pass has put into graphs: the model itself has none."""
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    return sum(getattr(node.target, "__name__", node.target) in COPIES for node in nodes)
+
+
+def reads_dense_rows(graphs: list[GraphModule]) -> bool:
+    """Return whether all rows lie densely that calls read."""
+    calls = [n for graph in graphs for n in graph.graph.nodes if n.target in CALLS]
+    read = [node for call in calls for node in layouts._rows(call)]
+    assert read
+    return all(value(node).stride(-1) == 1 for node in read)
+
+
+def blocks(x: Tensor, w: Tensor, o: Tensor, count: int = 3) -> list[Tensor]:
+    """Return the residual sums of a transformer without attention."""
+    sums = [x]
+    for _ in range(count):
+        x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (K,)), w)), o)
+        sums.append(x)
+    return sums
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(2, K, 7).transpose(1, 2)
+    return x, torch.randn(2 * K, K) / 5, torch.randn(K, 2 * K) / 7
+
+
+@torch.no_grad()
+def test_copies_do_not_grow_with_depth() -> None:
+    found = [
+        copies(compiled(lambda *t, n=n: F.layer_norm(blocks(*t, n)[-1], (K,))[None], *operands()))
+        for n in (2, 4)
+    ]
+    # The first sum is made dense, the last is laid out as the model's.
+    assert found == [2, 2]
+
+
+@torch.no_grad()
+def test_visible_sums_lie_as_the_model_has_them() -> None:
+    compiled(blocks, *operands())
+
+
+@torch.no_grad()
+def test_sums_that_are_written() -> None:
+    def function(x: Tensor, w: Tensor, o: Tensor) -> list[Tensor]:
+        sums = blocks(x, w, o, 2)
+        sums[1].view(2, 7, K).mul_(2) if sums[1].is_contiguous() else sums[1].mul_(2)
+        return [*sums, *blocks(sums[1], w, o, 2)]
+
+    compiled(function, *operands())
+
+
+@torch.no_grad()
+def test_rows_that_are_written_after_a_call() -> None:
+    def function(x: Tensor, w: Tensor, o: Tensor) -> list[Tensor]:
+        sums = blocks(x, w, o, 1)
+        x.add_(1)
+        return [*sums, *blocks(x, w, o, 1)]
+
+    compiled(function, *operands())
+
+
+@torch.no_grad()
+def test_views_of_sums() -> None:
+    def function(x: Tensor, w: Tensor, o: Tensor) -> list[Tensor]:
+        sums = blocks(x, w, o, 2)
+        # A view that dense rows do not allow.
+        return [*blocks(sums[1], w, o, 1), sums[1].transpose(1, 2).view(2 * K, 7), sums[2]]
+
+    compiled(function, *operands())
+
+
+def test_sums_with_gradients_keep_their_layout() -> None:
+    x, w, o = operands()
+    compiled(lambda *t: blocks(*t, 2), x.requires_grad_(), w, o)
+
+
+@torch.no_grad()
+def test_encoder_of_whisper() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    def encoder(layers: int) -> Any:
+        config = transformers.WhisperConfig(
+            **{"d_model": 64, "encoder_layers": layers, "encoder_attention_heads": 4},
+            **{"encoder_ffn_dim": 128, "num_mel_bins": 16, "max_source_positions": 30},
+        )
+        return WhisperEncoder(config).eval()
+
+    sounds = torch.randn(2, 16, 60)
+    counts = []
+    for layers in (1, 3):
+        model = encoder(layers)
+        graphs = compiled(lambda x, model=model: [model(x).last_hidden_state], sounds)
+        # Attention's own, which makes its heads contiguous.
+        counts.append(copies(graphs) - 5 * layers)
+        assert reads_dense_rows(graphs)
+    assert counts[0] == counts[1]
