@@ -30,7 +30,7 @@ ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
-    ["reference", "native"],
+    ["reference", "native", "recipes"],
     ["composition"],
     ["call"],
     ["chain"],
