@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fused_norm import composition
-from fused_norm.composition import ACTIVATIONS, Added, Operands, Seam, is_gate
+from fused_norm.activations import GATES
+from fused_norm.composition import Added, Operands, Spec
 from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import node
 from fused_norm.ops.family import (
@@ -25,7 +26,7 @@ from fused_norm.ops.fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.statistics import add_statistics, row_statistics
 
-_GATES = frozenset(filter(is_gate, ACTIVATIONS))
+_GATES = frozenset(GATES.values())
 
 
 class Statistics(NamedTuple):
@@ -96,7 +97,7 @@ def fused_layernorm_linear(
         # PyTorch's ops say what is wrong with it, if anything is.
         parameters = [linear_weight], [linear_bias]
         t = Operands(x, None, ln_weight, ln_bias, *[None] * 7, *parameters)
-        return composition.seam(Seam(eps=eps), t)[0]
+        return composition.compute(Spec(eps=eps), t)[0]
     norm = (None, ln_weight, ln_bias, None, None, "layer_norm", eps, 0.0)
     layers = ([linear_weight], [linear_bias], (None, None, None), False, False)
     return by_python(x, layers, (*norm, None, None, False, False), recipe=recipe)[0]

@@ -48,6 +48,17 @@ class Call(ctypes.Structure):
     )
 
 
+class RowCall(ctypes.Structure):
+    """A call of a row op: `RowCall` in op/rows/op.mojo and chain/call.h."""
+
+    _fields_ = (
+        *((n, ctypes.c_int64) for n in ("M", "K", "context", "threads", "accumulate")),
+        *((n, ctypes.c_int64) for n in ("parameter", "parameter_is_float32")),
+        *((n, ctypes.c_int64) for n in ("parameter_gradient", "workspace")),
+        *(("outputs", ctypes.c_int64 * 2), ("inputs", ctypes.c_int64 * 3)),
+    )
+
+
 class Part(ctypes.Structure):
     """One of several Linear layers on the same rows: `Part` in op/call.mojo and native/call.h."""
 

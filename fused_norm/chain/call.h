@@ -54,4 +54,15 @@ inline void* const WANTED = reinterpret_cast<void*>(1);
 
 using Function = int64_t (*)(Call*);
 
+// `RowCall` in op/rows/op.mojo, which says what each field is.
+struct RowCall {
+  int64_t M, K, context, threads, accumulate;
+  void* parameter;
+  int64_t parameter_is_float32;
+  void *parameter_gradient, *workspace, *outputs[2], *inputs[3];
+};
+
+// Runs the op at a place of OPS there.
+using RowFunction = int64_t (*)(int64_t op, RowCall*);
+
 }  // namespace fused_norm

@@ -14,7 +14,7 @@ from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import Site
 from fused_norm.ops.invariance import is_batch_invariant
-from fused_norm.ops.seam_validation import at_every_size
+from fused_norm.ops.operands import at_every_size
 
 log = logging.getLogger("fused_norm.models")
 

@@ -20,7 +20,7 @@ class Left(Exception):
 
 
 @dataclass
-class Call:
+class FusedCall:
     """A call that stands for what reads a norm in one way.
 
     Attributes:
@@ -87,7 +87,7 @@ class Rewritten(NamedTuple):
         ops_after: Kernels and products that run now.
     """
 
-    calls: list[Call]
+    calls: list[FusedCall]
     bytes_saved: int
     ops_before: int
     ops_after: int

@@ -12,7 +12,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fused_norm.chain.kernels import left_to_pytorch
-from fused_norm.models.apart import take_apart
 from fused_norm.models.attention import write_out_attention
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
@@ -25,10 +24,11 @@ from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
+from fused_norm.models.streams import split_streams
 from fused_norm.models.sums import add_in_product, find_sums
 from fused_norm.models.values import is_tensor, value
 from fused_norm.ops.invariance import is_batch_invariant
-from fused_norm.ops.seam_validation import adds_in_product, hint, is_small
+from fused_norm.ops.operands import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
 
 log = logging.getLogger("fused_norm.models")
@@ -122,7 +122,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     flow = Flow(graph)
     write_out_attention(graph, Emitter(graph, flow))
     flow = Flow(graph)
-    take_apart(graph, flow, Emitter(graph, flow))
+    split_streams(graph, flow, Emitter(graph, flow))
     inputs, layers = _fused_inputs(graph)
     found = find_sums(graph, flow, functools.partial(_adds, options))
     # Layers on norms become part of other calls.

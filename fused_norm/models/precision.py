@@ -15,8 +15,8 @@ from fused_norm.models.norms import module_path
 from fused_norm.models.sites import LINEAR, Site
 from fused_norm.models.values import have_same_strides, is_plain, is_tensor, value
 from fused_norm.ops.fp8 import scaled_linear
+from fused_norm.ops.operands import hint
 from fused_norm.ops.scaled import MULTIPLE
-from fused_norm.ops.seam_validation import hint
 
 # Below this, a product is too short to win back what quantization costs.
 SMALLEST = 1024

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fused_norm.composition import is_gate
+from fused_norm.activations import is_gate
 from fused_norm.modules import parts
 from fused_norm.ops.family import family_call
 

@@ -26,6 +26,7 @@ import torch
 from fused_norm.native import cache, compiler, prebuilt, runtime
 from fused_norm.native.cache import cache_dir
 from fused_norm.native.cpu_features import CPU_VARIABLE, compiler_features
+from fused_norm.norms import LAYER_NORM, NORMS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
@@ -39,9 +40,6 @@ GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
 # Of 8 bits, beside bfloat16.
 FP8_EXTENSION = "fp8_sm90"
-# In the order of their numbers in the record.
-NORMS = ("layer_norm", "rms_norm")
-LAYER_NORM = NORMS[0]
 
 
 @dataclass(frozen=True)

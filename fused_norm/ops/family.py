@@ -10,16 +10,15 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
+from fused_norm.activations import is_gate, require_activation
 from fused_norm.call.memory import own_eps
 from fused_norm.composition import (
-    ACTIVATIONS,
-    NORMALIZATIONS,
     OPTIONS,
     Operands,
-    Seam,
+    Spec,
     has_sum,
-    is_gate,
 )
+from fused_norm.norms import require_norm
 from fused_norm.ops import fp8, node
 from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops.fp8 import chosen
@@ -115,7 +114,7 @@ def by_python(
                 f"but got normalization={normalization!r} and eps={exact}"
             )
     t = Operands._make((x, *tensors, mean, rstd, *second, weights, biases))
-    kind = Seam(
+    spec = Spec(
         normalization,
         activation or "",
         exact,
@@ -127,9 +126,9 @@ def by_python(
         is_batch_invariant(),
     )
     if recipe is None:
-        results = norm_linear_ops.call(kind, t, owners)
+        results = norm_linear_ops.call(spec, t, owners)
     else:
-        results = fp8.call(kind, t, recipe, owners)
+        results = fp8.call(spec, t, recipe, owners)
     if return_sum and not has_sum(t):
         results.insert(len(results) - return_norm, x)
     return results
@@ -154,14 +153,10 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
         ValueError: If the normalization or the activation is not known.
         TypeError: If eps is None beside LayerNorm.
     """
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
-        )
+    norm = require_norm(normalization)
+    require_activation(activation)
     if eps is None:
-        if normalization == "rms_norm":
+        if norm.eps is None:
             return own_eps(x.dtype)
     elif isinstance(eps, (float, int)):
         return float(eps)

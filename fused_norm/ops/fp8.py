@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fused_norm import composition, recipes
 from fused_norm.call import frozen
-from fused_norm.call.frozen import Prepared
-from fused_norm.composition import Operands, Seam, first, has_sum
+from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import scaled
 from fused_norm.ops.main_grad import added
 from fused_norm.recipes import E5M2, Cast, Recipe
@@ -86,29 +85,6 @@ def _quantized(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tenso
     return q, scale
 
 
-def _of_weight(weight: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return a weight in FP8: what was kept of it if it is frozen."""
-    found = None if torch.compiler.is_compiling() else frozen.find([weight])
-    if found is None:
-        return _quantized(weight, cast, power_of_two)
-    record, keys = found
-
-    def make() -> Prepared:
-        with torch.no_grad():
-            made = frozen.allocate(lambda: _quantized(weight, cast, power_of_two), weight.device)
-        stream = torch._C._cuda_getCurrentRawStream(weight.device.index) if weight.is_cuda else 0
-        return Prepared(made, stream)
-
-    in_graph = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    kept = record.prepared(("fp8", cast, power_of_two, keys), None if in_graph else make)
-    if kept is None:
-        return _quantized(weight, cast, power_of_two)
-    if weight.is_cuda:
-        kept.read_on(torch._C._cuda_getCurrentRawStream(weight.device.index), in_graph)
-    q, scale = kept.tensors
-    return q, scale
-
-
 class ScaledLinear(torch.autograd.Function):
     """z W^T + b in FP8. The forward saves z and W as they came, nothing in 8 bits."""
 
@@ -159,11 +135,9 @@ def linear(
         recipe: How.
         power_of_two: Whether scales are rounded up to powers of two.
     """
-    # The weight first: the product may then read it while the rows are still written.
-    w = _of_weight(weight, recipe.weight, power_of_two)
     q = _quantized(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
-    scaling = (recipe.input.scaling, recipe.weight.scaling)
-    y: Tensor = scaled.linear(*q, *w, *scaling, bias, None, "", weight.dtype, True)
+    how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
+    y: Tensor = scaled.linear(*q, weight, None, *how, bias, None, "", weight.dtype)
     return y.view(*z.shape[:-1], weight.shape[0])
 
 
@@ -178,8 +152,8 @@ def input_gradient(dy: Tensor, weight: Tensor, recipe: Recipe, power_of_two: boo
     """
     w = _quantized(weight.t(), recipe.weight_for_dgrad, power_of_two)
     q = _quantized(dy, recipe.grad, power_of_two)
-    scaling = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling)
-    dz: Tensor = scaled.linear(*q, *w, *scaling, None, None, "", dy.dtype, True)
+    how = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling, power_of_two)
+    dz: Tensor = scaled.linear(*q, *w, *how, None, None, "", dy.dtype)
     return dz
 
 
@@ -200,18 +174,18 @@ def weight_gradient(dy: Tensor, z: Tensor, recipe: Recipe, power_of_two: bool) -
     rows = torch.nn.functional.pad(dy, (0, 0, 0, short)).t().contiguous()
     b = _quantized(columns, recipe.input, power_of_two)
     a = _quantized(rows, recipe.grad, power_of_two)
-    scaling = (recipe.grad.scaling, recipe.input.scaling)
-    dweight: Tensor = scaled.linear(*a, *b, *scaling, None, None, "", dy.dtype, True)
+    how = (recipe.grad.scaling, recipe.input.scaling, power_of_two)
+    dweight: Tensor = scaled.linear(*a, *b, *how, None, None, "", dy.dtype)
     return dweight
 
 
 def call(
-    kind: Seam, t: Operands, recipe: str, owners: Sequence[Tensor | None] | None = None
+    spec: Spec, t: Operands, recipe: str, owners: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
     """Compute a call of the family with its Linear layers in FP8.
 
     Args:
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors.
         recipe: One of RECIPES.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
@@ -222,18 +196,18 @@ def call(
             batch invariant.
     """
     how = recipes.find(recipe)
-    if kind.batch_invariant:
+    if spec.batch_invariant:
         raise RuntimeError("batch_invariant() has no FP8 products")
     weights = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
     cast = torch.is_autocast_enabled(t.x.device.type)
     for weight in t.weights:
         if t.x.shape[-1:] != weight.shape[-1:] or (t.x.dtype is not weight.dtype and not cast):
             # In PyTorch's words.
-            return composition.seam(kind, t)
+            return composition.compute(spec, t)
     scaled.require_fp8(t.x, weights)
     power_of_two = _scales_are_rounded(how, weights)
-    if _is_fused(kind, t, weights):
-        return _inference(kind, t, how, power_of_two)
+    if _is_fused(spec, t, weights):
+        return _inference(spec, t, how, power_of_two)
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
 
@@ -243,10 +217,10 @@ def call(
         y: Tensor = ScaledLinear.apply(z, weight, bias, recipe, power_of_two)
         return y
 
-    return composition.seam(kind, t, linear)
+    return composition.compute(spec, t, linear)
 
 
-def _is_fused(kind: Seam, t: Operands, weights: Sequence[Tensor]) -> bool:
+def _is_fused(spec: Spec, t: Operands, weights: Sequence[Tensor]) -> bool:
     """Return whether a call needs no gradient, and is a norm and what the ops have after it."""
     tensors = [v for v in composition.flat(t) if v is not None]
     follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
@@ -255,37 +229,34 @@ def _is_fused(kind: Seam, t: Operands, weights: Sequence[Tensor]) -> bool:
         not follows
         and same
         and first(t, "groups", "statistics") is None
-        and not kind.returns_norm
+        and not spec.returns_norm
         and not torch.is_autocast_enabled(t.x.device.type)
     )
 
 
-def _inference(kind: Seam, t: Operands, recipe: Recipe, power_of_two: bool) -> list[Tensor]:
+def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> list[Tensor]:
     """Compute a call by a norm that quantizes its rows, and products with all that follows."""
     x = t.x
-    # The weights first, as in `linear`.
-    made = [_of_weight(w, recipe.weight, power_of_two) for w in t.weights]
-    out = None if t.out_weight is None else _of_weight(t.out_weight, recipe.weight, power_of_two)
-    norm = (kind.normalization, kind.eps, kind.weight_offset, recipe.input.scaling, power_of_two)
+    norm = (spec.normalization, spec.eps, spec.weight_offset, recipe.input.scaling, power_of_two)
     total, *q = scaled.norm(x, t.residual, t.gamma, t.beta, *norm)
-    scaling = (recipe.input.scaling, recipe.weight.scaling)
+    how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
     rows = x.shape[:-1]
-    is_one = not kind.is_joined or len(made) == 1
-    activation = kind.activation if is_one else ""
+    is_one = not spec.is_joined or len(t.weights) == 1
+    activation = spec.activation if is_one else ""
     products = [
-        scaled.linear(*q, *w, *scaling, bias, None, activation, x.dtype, i == 0)
-        for i, (w, bias) in enumerate(zip(made, t.biases, strict=True))
+        scaled.linear(*q, w, None, *how, bias, None, activation, x.dtype)
+        for w, bias in zip(t.weights, t.biases, strict=True)
     ]
     if not is_one:
-        products = [composition.activated(kind.activation, torch.cat(products, -1))]
-    if out is not None:
-        assert t.out_weight is not None
+        products = [composition.activated(spec.activation, torch.cat(products, -1))]
+    if t.out_weight is not None:
         q = list(_quantized(products[0], recipe.input, power_of_two))
         last = t.out_residual
         last = None if last is None else last.reshape(-1, last.shape[-1]).contiguous()
-        products = [scaled.linear(*q, *out, *scaling, t.out_bias, last, "", x.dtype, True)]
+        second = scaled.linear(*q, t.out_weight, None, *how, t.out_bias, last, "", x.dtype)
+        products = [second]
     outputs = [y.view(*rows, y.shape[-1]) for y in products]
-    return [*outputs, total] if kind.returns_sum and has_sum(t) else outputs
+    return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
 
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str) -> Tensor:

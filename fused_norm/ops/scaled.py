@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, recipes
+from fused_norm.activations import is_gate, number_of
+from fused_norm.call import frozen
+from fused_norm.call.frozen import Prepared
 from fused_norm.call.record import FUSED, Call
 from fused_norm.chain import kernels
-from fused_norm.composition import NORMALIZATIONS, Operands, Seam, is_gate, number_of, summed
+from fused_norm.composition import Operands, Spec, summed
 from fused_norm.native import build
-from fused_norm.ops.registration import register
+from fused_norm.norms import NORMS
+from fused_norm.ops.registration import define_in_python
 from fused_norm.recipes import E4M3, E5M2, Cast
 from fused_norm.reference import widened
 
@@ -140,8 +144,8 @@ def _norm(
             gamma=None if gamma is None else widened(gamma),
             beta=None if beta is None else widened(beta),
         )
-        kind = Seam(normalization, eps=eps, weight_offset=weight_offset)
-        z = composition.normalized(kind, widened(total), wide)
+        spec = Spec(normalization, eps=eps, weight_offset=weight_offset)
+        z = composition.normalized(spec, widened(total), wide)
         q, scale = recipes.quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
         return [x.new_empty(0) if residual is None else total, q, scale]
     x = x.contiguous()
@@ -157,7 +161,7 @@ def _norm(
         "normalize",
         x.device,
         **{"M": M, "K": K, "x": x, "residual": residual, "gamma": gamma, "beta": beta},
-        **{"normalization": NORMALIZATIONS.index(normalization), "eps": eps},
+        **{"normalization": NORMS[normalization].number, "eps": eps},
         **{"weight_offset": weight_offset, "z": q, "z_scale": scale, "mean": mean, "rstd": rstd},
         **{"sum": total if residual is not None else None, "norm_is_float32": wide_norm},
         power_of_two=power_of_two,
@@ -173,20 +177,52 @@ def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
     return [total, q, x.new_empty(_scales((M, K), rest[-2]), dtype=torch.float32)]
 
 
+def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, bool]:
+    """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen."""
+    found = frozen.find([weight])
+
+    fresh = []
+
+    def make() -> Prepared:
+        fresh.append(True)
+        made = frozen.allocate(
+            lambda: tuple(_quantize(weight, False, scaling, power_of_two)), weight.device
+        )
+        return Prepared(made, stream)
+
+    if found is None:
+        return *_quantize(weight, False, scaling, power_of_two), False
+    stream, in_graph = 0, False
+    if weight.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        in_graph = torch.cuda.is_current_stream_capturing()
+    record, keys = found
+    kept = record.prepared(("fp8", scaling, power_of_two, keys), None if in_graph else make)
+    if kept is None:
+        return *_quantize(weight, False, scaling, power_of_two), False
+    if weight.is_cuda:
+        kept.read_on(stream, in_graph)
+    q, scale = kept.tensors
+    return q, scale, not fresh
+
+
 def _linear(
     q: Tensor,
     scale: Tensor,
     weight: Tensor,
-    weight_scale: Tensor,
+    weight_scale: Tensor | None,
     scaling: str,
     weight_scaling: str,
+    power_of_two: bool,
     bias: Tensor | None,
     residual: Tensor | None,
     activation: str,
     dtype: torch.dtype,
-    follows: bool,
 ) -> Tensor:
     (M, K), N = q.shape, weight.shape[0]
+    is_kept = False
+    if weight_scale is None:
+        weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two)
     if dtype is not torch.bfloat16 or not _serves(q, scaling, weight_scaling) or not M:
         wide = dtype if q.is_cuda else torch.float32
         y = recipes.product((q, scale), scaling, (weight, weight_scale), weight_scaling, wide)
@@ -210,33 +246,34 @@ def _linear(
         **{"M": M, "N": outputs, "K": K, "z": q, "z_scale": scale, "y": y, "bias": bias},
         **{"weight": weight, "weight_scale": weight_scale, "residual": residual},
         **{"activation": number_of(activation), "eight_bits": _TYPES[q.dtype]},
-        way=FUSED if follows else 0,
+        # Only then was the weight there before the rows were.
+        way=FUSED if is_kept else 0,
         **fields,
     )
     return y
 
 
-def _fake_linear(q: Tensor, scale: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    activation, dtype = rest[5], rest[6]
+def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    activation, dtype = rest[-2:]
     N = weight.shape[0] // (2 if is_gate(activation) else 1)
     return q.new_empty((q.shape[0], N), dtype=dtype)
 
 
-quantize = register(
+quantize = define_in_python(
     "fp8_quantize(Tensor v, bool is_e5m2, str scaling, bool power_of_two) -> Tensor[]",
     _quantize,
     _fake_quantize,
 )
-norm = register(
+norm = define_in_python(
     "fp8_norm(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, str normalization, "
     "float eps, float weight_offset, str scaling, bool power_of_two) -> Tensor[]",
     _norm,
     _fake_norm,
 )
-linear = register(
-    "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor weight_scale, str scaling, "
-    "str weight_scaling, Tensor? bias, Tensor? residual, str activation, ScalarType dtype, "
-    "bool follows) -> Tensor",
+linear = define_in_python(
+    "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
+    "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
+    "ScalarType dtype) -> Tensor",
     _linear,
     _fake_linear,
 )

@@ -1,4 +1,4 @@
-"""What becomes of a product's sums before they are rounded, once for every architecture.
+"""The epilogue of a product: what is done to its sums before they are rounded, on every architecture.
 
     c[m, n] = round(finish(sum over k of a[m, k] b[n, k]))
 

@@ -1,4 +1,4 @@
-"""What products are finished with: a bias, a fold's scale and correction, an activation or a gate, a tensor added."""
+"""The epilogues: a bias, the scale and correction of a folded weight, an activation or a gate, a tensor added."""
 
 from .activation import activate
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector

@@ -57,7 +57,7 @@ def _launch[
     blocks: Int,
     threads: Int,
 ) raises:
-    """Launches so many blocks for each group."""
+    """Launches a number of blocks for each group."""
     comptime kernel = row_kernel[P, dtype, ftype, shape]
     var compiled = gpu.context.compile_function[kernel]()
     gpu.stream.enqueue_function(

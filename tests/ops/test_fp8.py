@@ -282,13 +282,13 @@ def test_main_grad_and_checkpoints() -> None:
 
 def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    quantize = scaled.quantize
+    quantize = scaled._quantize
 
     def counted(v: Tensor, *rest: Any) -> Any:
         calls.append(tuple(v.shape))
         return quantize(v, *rest)
 
-    monkeypatch.setattr(scaled, "quantize", counted)
+    monkeypatch.setattr(scaled, "_quantize", counted)
     model = nn.Sequential(fn.LayerNormMLP(K, N, recipe="rowwise")).eval()
     x = torch.randn(M, K)
     with torch.no_grad():
