@@ -11,7 +11,7 @@ that have no kernel, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,21 +141,22 @@ def first(t: Operands, *forms: str) -> Tensor | None:
     return None
 
 
-def compute(spec: Spec, t: Operands) -> list[Tensor]:
+def compute(spec: Spec, t: Operands, linear: Callable[..., Tensor] = F.linear) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
     Args:
         spec: What to compute.
         t: The tensors. Statistics are computed again, so that gradients reach x through them.
+        linear: Computes the Linear layers.
     """
     x = summed(t)
     z = normalized(spec, x, t)
-    products = [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    products = [linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
     if spec.is_joined:
         products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
     outputs = [activated(spec.activation, h) for h in products]
     if t.out_weight is not None:
-        y = F.linear(outputs[0], t.out_weight, t.out_bias)
+        y = linear(outputs[0], t.out_weight, t.out_bias)
         outputs = [y if t.out_residual is None else y + t.out_residual]
     if spec.returns_sum:
         outputs.append(x)

@@ -107,6 +107,16 @@ struct Call(ImplicitlyCopyable, Movable):
     """How many there are; 0 where `weight` is the only one."""
     var pitch: Int
     """Elements from one row of each part's output, or of its gradient, to the next; 0 for N of the part."""
+    var eight_bits: Int
+    """Type of z in 8 bits: E4M3 or E5M2 of op/rows/types.mojo; 0 where it has the type of the weight."""
+    var power_of_two: Int
+    """Whether the scales of what has 8 bits are rounded up to powers of two."""
+    var z_scale: Int
+    """Scales of the rows of z in 8 bits [M], float32."""
+    var zt: Int
+    """Z in 8 bits once more, its columns scaled and stored as rows [K, M]."""
+    var zt_scale: Int
+    """Scales of those [K], float32."""
     var workspace: Int
     """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
     # What the plan decides.
@@ -135,6 +145,10 @@ struct Call(ImplicitlyCopyable, Movable):
     """Whether gamma and beta, and their gradients, are float32 where x is narrower."""
     var narrow: Int
     """Type of the weight where autocast made it narrower than x: 0 that of x, 1 bfloat16, 2 float16."""
+    var weight_scale: Int
+    """Scales of the rows of a weight in 8 bits [N], float32."""
+    var up_scale: Int
+    """Those of `up` [N]."""
     var fold_weight: Int
     """Weight with gamma folded in and rows centered, rounded [N, K]."""
     var fold_sums: Int
@@ -183,6 +197,11 @@ struct Call(ImplicitlyCopyable, Movable):
         self.parts = 0
         self.part_count = 0
         self.pitch = 0
+        self.eight_bits = 0
+        self.power_of_two = 0
+        self.z_scale = 0
+        self.zt = 0
+        self.zt_scale = 0
         self.workspace = 0
         self.way = 0
         self.workspace_bytes = 0
@@ -196,6 +215,8 @@ struct Call(ImplicitlyCopyable, Movable):
         self.up_bias = 0
         self.norm_is_float32 = 0
         self.narrow = 0
+        self.weight_scale = 0
+        self.up_scale = 0
         self.fold_weight = 0
         self.fold_sums = 0
         self.fold_constants = 0

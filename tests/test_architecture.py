@@ -33,7 +33,7 @@ EXTENDING = (ROOT / "docs/extending.md").read_text()
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
     ["activations", "norms"],
-    ["reference", "native"],
+    ["reference", "native", "recipes"],
     ["composition"],
     ["call"],
     ["chain"],

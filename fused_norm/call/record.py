@@ -10,12 +10,13 @@ CALL_FIELDS = (
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
-    *("parts", "part_count", "pitch", "workspace", "way", "workspace_bytes"),
+    *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "z_scale", "zt", "zt_scale"),
+    *("workspace", "way", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (
     *("K", "N", "gamma", "beta", "weight", "bias", "up", "up_bias", "norm_is_float32", "narrow"),
-    *("fold_weight", "fold_sums", "fold_constants"),
+    *("weight_scale", "up_scale", "fold_weight", "fold_sums", "fold_constants"),
 )
 
 # Stands for the address of a result, before there is one.

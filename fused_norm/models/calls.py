@@ -29,6 +29,8 @@ class FusedCall:
         total: The node of the sum that is normalized, where the call adds, and what it adds.
         returns_sum: Whether the sum is read elsewhere.
         norm: The node whose place the normalized rows take that others read, or None.
+        recipe: That of FP8, or None.
+        precision: In words what that is and why, `""` where nobody asked for FP8.
     """
 
     reading: Reading
@@ -36,6 +38,8 @@ class FusedCall:
     total: tuple[Node, Node, Node] | None = None
     returns_sum: bool = False
     norm: Node | None = None
+    recipe: str | None = None
+    precision: str = ""
 
     def inner(self) -> set[Node]:
         """Return the nodes that the call stands for, the norm left out."""

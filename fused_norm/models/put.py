@@ -58,6 +58,7 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
     options |= {"norm_weight": norm.gamma, "norm_bias": norm.beta, "residual": residual}
     options |= {"weight_offset": norm.offset, "activation": activated and activated.name}
     options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
+    options["recipe"] = call.recipe
     for view in reading.views:
         if form(view).kind == "from_local":
             for name in ("norm_weight", "norm_bias"):

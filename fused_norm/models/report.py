@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import settings
-from fused_norm.models.sites import RESIDUAL, Site
+from fused_norm.models.sites import LINEAR, RESIDUAL, Site
 
 _FAST_PATH = torch._transformer_encoder_layer_fwd
 
@@ -27,7 +27,8 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: The norms in the order of the graph, then the sums that products before them add.
+        sites: The norms in the order of the graph, then the sums that products before them add,
+            then, where FP8 is asked for, the Linear layers that are part of no call on a norm.
         graphs: How many graphs Dynamo made of the model.
         failures: What kept the pass from a graph, where something did.
         fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
@@ -41,7 +42,7 @@ class Report:
     @property
     def norms(self) -> list[Site]:
         """The norms."""
-        return [site for site in self.sites if site.kind != RESIDUAL]
+        return [site for site in self.sites if site.kind not in (RESIDUAL, LINEAR)]
 
     @property
     def fused(self) -> list[Site]:
@@ -87,7 +88,7 @@ class Report:
             return f"{counted}: {reason} ({count} of {len(self.norms)})"
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
-        sums = len(self.sites) - len(self.norms)
+        sums = sum(site.kind == RESIDUAL for site in self.sites)
         added = f", {_counted(sums, 'sum')} added by products" if sums else ""
         return (
             f"{counted}{added}: {_counted(before, 'op')} become {_counted(after, 'launch', 'es')}, "
@@ -129,6 +130,7 @@ def explain(
     the same `options`, `mode` and `dynamic`. The model runs in its own mode (`train()` or `eval()`)
     and with its own parameters, and changes only as a forward changes it. No backend compiles what
     is left of its graphs. Wrap a model in a function if it has arguments of the names below.
+    With the option `fp8`, Linear layers are listed as well: in which precision, and why not in FP8.
 
     Args:
         model: A model, or a function.

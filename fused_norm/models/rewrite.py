@@ -20,6 +20,7 @@ from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
+from fused_norm.models.precision import Precision
 from fused_norm.models.put import put_call
 from fused_norm.models.readers import Readers, Reading, residual_of
 from fused_norm.models.values import (
@@ -48,6 +49,7 @@ class Rewriter:
         keeps_rounding: Whether rounding that a model does in between is kept.
         is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
         sums: Sums that the product before them is to add, and no norm.
+        precision: Which Linear layers are in FP8.
     """
 
     graph: Graph
@@ -55,6 +57,7 @@ class Rewriter:
     keeps_rounding: bool = False
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
     sums: AbstractSet[Node] = frozenset()
+    precision: Precision = field(default_factory=Precision)
     emitter: Emitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -259,6 +262,8 @@ class Rewriter:
         nodes = [t for t in tensors if isinstance(t, Node)]
         replaced = call.results() + ([] if total is None else [total[2]] * call.returns_sum)
         place = self._place(norm, call, nodes, replaced, dead)
+        every = [*products, *([] if second is None else [second])]
+        call.recipe, call.precision = self.precision.of_call(every)
         with self.graph.inserting_before(place):
             return put_call(self.emitter, norm, call, x)
 

@@ -1,19 +1,22 @@
-"""What became of each norm of a model, and of sums: the record that `explain` prints."""
+"""What became of each norm of a model, of sums and layers: the record that `explain` prints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 RESIDUAL = "residual"
+LINEAR = "linear"
 
 
 @dataclass
 class Site:
-    """A norm of a model, or a residual sum that the product before it adds.
+    """A norm of a model, a residual sum that the product before it adds, or a Linear layer.
+
+    Linear layers of their own are listed where some are to be in FP8.
 
     Attributes:
         path: Path of the module that it is, or is written in; of a sum that of the Linear layer.
-        kind: `"layer_norm"`, `"rms_norm"` or `"residual"`.
+        kind: `"layer_norm"`, `"rms_norm"`, `"residual"` or `"linear"`.
         shape: Of what is normalized or multiplied; sizes that are dynamic by their names.
         dtype: Its dtype.
         linears: How many Linear layers read it; of a sum 1, the layer's own.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fused_norm import recipes
 from fused_norm.activations import is_gate, require_activation
 from fused_norm.norms import NORMS
 
@@ -136,6 +137,12 @@ def require_known(activation: str | None, out_features: int = 0) -> None:
     require_activation(activation)
     if activation is not None and is_gate(activation) and out_features % 2:
         raise ValueError(f"{activation} needs an even out_features, got {out_features}")
+
+
+def require_recipe(recipe: str | None) -> None:
+    """Raise unless a recipe of FP8 is known."""
+    if recipe is not None:
+        recipes.find(recipe)
 
 
 def require_norm(name: str, module: Any) -> str:

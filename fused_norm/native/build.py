@@ -38,6 +38,8 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
+# Of 8 bits, beside bfloat16.
+FP8_EXTENSION = "fp8_sm90"
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
             for norm in NORMS
             for dtype in kept
         ]
+        if "bfloat16" in kept:
+            found.append(Extension(FP8_EXTENSION, "bfloat16", vendor + target))
     return found
 
 

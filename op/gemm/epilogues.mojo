@@ -220,6 +220,16 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
         return self.before.vector_of_part[i](part, first)
 
     @doc_hidden
+    @staticmethod
+    def vector_type(i: Int) -> DType:
+        return Self.E.vector_type(i)
+
+    @doc_hidden
+    @always_inline
+    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
+        return self.before.vector_address[i](part, first, column)
+
+    @doc_hidden
     @always_inline
     def row_terms(self, row: Int) -> RowTerms[]:
         return self.before.row_terms(row)
