@@ -191,7 +191,8 @@ def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor
         return Prepared(made, stream)
 
     if found is None:
-        return *_quantize(weight, False, scaling, power_of_two), False
+        q, scale = _quantize(weight, False, scaling, power_of_two)
+        return q, scale, False
     stream, in_graph = 0, False
     if weight.is_cuda:
         stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
@@ -199,7 +200,8 @@ def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor
     record, keys = found
     kept = record.prepared(("fp8", scaling, power_of_two, keys), None if in_graph else make)
     if kept is None:
-        return *_quantize(weight, False, scaling, power_of_two), False
+        q, scale = _quantize(weight, False, scaling, power_of_two)
+        return q, scale, False
     if weight.is_cuda:
         kept.read_on(stream, in_graph)
     q, scale = kept.tensors
