@@ -218,8 +218,8 @@ def _models(path: Path) -> list[list[str]]:
             results = found["results"]
 
             def ratio(name: str, results: dict[str, Any] = results) -> float:
-                times = (float(results[n]["timings"]["launch"]["median"]) for n in (name, "eager"))
-                return next(times) / next(times)
+                times = (results[n]["timings"]["launch"]["median"] for n in (name, "eager"))
+                return float(next(times) / next(times))
 
             ours, peer = ratio("fused_norm"), ratio(PEER)
             text = f"{ours:.2f}"

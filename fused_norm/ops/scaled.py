@@ -180,7 +180,6 @@ def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
 def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, bool]:
     """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen."""
     found = frozen.find([weight])
-
     fresh = []
 
     def make() -> Prepared:
