@@ -14,7 +14,8 @@ from fused_norm.functional import (
     norm_linear,
     norm_mlp,
 )
-from fused_norm.modules import LayerNormLinear, LayerNormMLP
+from fused_norm.head import linear_cross_entropy, norm_linear_cross_entropy
+from fused_norm.modules import LayerNormLinear, LayerNormMLP, LinearCrossEntropy
 from fused_norm.ops.decompositions import decompositions
 from fused_norm.ops.invariance import batch_invariant
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
+    "LinearCrossEntropy",
     "Statistics",
     "TrainableEpsLayerNorm",
     "__version__",
@@ -38,7 +40,9 @@ __all__ = [
     "frozen_parameters",
     "fused_layernorm_linear",
     "linear_add",
+    "linear_cross_entropy",
     "norm_linear",
+    "norm_linear_cross_entropy",
     "norm_mlp",
     "optimize",
     "trainable_eps_layer_norm",

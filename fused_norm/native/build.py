@@ -37,6 +37,8 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
+HEAD_EXTENSION = "head_sm90"
+HEAD_DTYPE = "bfloat16"
 # In the order of their numbers in the record.
 NORMS = ("layer_norm", "rms_norm")
 LAYER_NORM = NORMS[0]
@@ -140,6 +142,8 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
             for norm in NORMS
             for dtype in kept
         ]
+        if HEAD_DTYPE in kept:
+            found.append(Extension(HEAD_EXTENSION, HEAD_DTYPE, vendor + target))
     return found
 
 
