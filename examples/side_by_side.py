@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fused_norm.bench.report import duration
-from fused_norm.bench.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from benchmarks.report import duration
+from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
 
 
 @dataclass

@@ -1,22 +1,31 @@
-"""python -m fused_norm doctor | build | bench: look at, prepare and measure this machine."""
+"""Look at, prepare and measure this machine."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
-from fused_norm import doctor
+import torch
+
+from fused_norm import __version__, bench, doctor
 from fused_norm.chain import library
 from fused_norm.native import build as native
-from fused_norm.native import cache
+from fused_norm.native import cache, compiler
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fused_norm", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="report what this machine has and what is missing")
+    parser.add_argument("--version", action="version", version=_versions())
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    examine = commands.add_parser(
+        "doctor",
+        help="report what this machine has, what is missing, and what to do",
+        description="Exits with 1 where the kernels cannot be used.",
+    )
+    examine.add_argument("--json", action="store_true", help="print the report as JSON")
     build = commands.add_parser("build", help="build the kernels ahead of their first use")
     build.add_argument(
         "--target",
@@ -37,20 +46,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="compile only C++: the chain, and the node that takes Python out of training steps",
     )
-    commands.add_parser("bench", help="measure the ops against their peers", add_help=False)
+    commands.add_parser("bench", help="measure our calls against PyTorch's", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
-        # Its imports are many, so no other command pays for them.
-        from fused_norm.bench import cli
-
-        return cli.main(rest)
+        return bench.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command is None:
+        parser.print_help()
+        return 0
     if options.command == "doctor":
-        return doctor.report()
+        return doctor.report(options.json)
+    for target in options.target or ():
+        if problem := _unknown(target):
+            build.error(problem)
     if options.autograd:
         return _build_node(force=options.force)
     return _build(options.target, options.dtype, force=options.force)
+
+
+def _versions() -> str:
+    mojo = compiler.version() or "none"
+    return f"fused_norm {__version__} (PyTorch {torch.__version__}, Mojo compiler {mojo})"
+
+
+def _unknown(target: str) -> str | None:
+    """Return what is wrong with the name of a target, None if nothing is or nobody can tell."""
+    name = target.split(":")[-1]
+    if target == "cpu" or compiler.version() is None:
+        return None
+    known = compiler.accelerators()
+    if name in known or not known:
+        return None
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    return f"unknown target {target!r}{meant}; targets are cpu, {', '.join(known)}"
 
 
 def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) -> int:

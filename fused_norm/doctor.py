@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fused_norm.chain import library
 from fused_norm.chain.kernels import is_hopper
@@ -24,37 +24,72 @@ OLDEST_NVIDIA_DRIVER = 525
 OLDEST_OF_MAX = 580
 
 
-def report() -> int:
-    """Print the report and return 0 if the CPU kernels can run here, else 1."""
+class Advice:
+    """What to do: to have kernels at all, and what else helps."""
+
+    def __init__(self) -> None:
+        self.must: list[str] = []
+        self.may: list[str] = []
+
+
+def report(as_json: bool = False) -> int:
+    """Print the report and return 0 if the kernels can run here, else 1.
+
+    Args:
+        as_json: Print an object with `facts`, `usable`, `must` and `may` instead of text.
+    """
+    advice = Advice()
+    facts = _facts(advice)
+    usable = not advice.must
+    if as_json:
+        found = {"facts": facts, "usable": usable, "must": advice.must, "may": advice.may}
+        print(json.dumps(found, indent=1))
+    else:
+        _print(facts, advice)
+    return 0 if usable else 1
+
+
+def _facts(advice: Advice) -> dict[str, str]:
+    facts = {
+        "fused_norm": _version("fused_norm") or "not installed",
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": torch.__version__,
+        "prebuilt": _prebuilt(),
+        "mojo compiler": _compiler(advice),
+        "max": _version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]",
+        "cpu threads": _threads(),
+        "cpu kernels": _cpu_dtypes(),
+        "gpu": _gpus(advice),
+        "batch_invariant": _batch_invariant(),
+        "cache": _folder(advice),
+    }
+    parts: dict[str, Callable[[Advice], str]] = {"built": _built, "C++": _chain}
+    try:
+        for name, found in (parts | {"autograd": _autograd}).items():
+            facts[name] = found(advice)
+    except cache.BuildError:
+        # The folder is refused, as the advice says.
+        facts["built"] = "unknown"
+    return facts
+
+
+def _print(facts: dict[str, str], advice: Advice) -> None:
+    # Imported late: it takes as long as all of this package.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    advice: list[str] = []
-
-    table.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    table.add_row("torch", torch.__version__)
-    table.add_row("prebuilt", _prebuilt())
-    table.add_row("mojo compiler", _compiler(advice))
-    table.add_row("max", _version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]")
-    table.add_row("cpu threads", _threads())
-    table.add_row("cpu kernels", _cpu_dtypes())
-    table.add_row("gpu", _gpus(advice))
-    table.add_row("batch_invariant", _batch_invariant())
-    table.add_row("cache", _folder(advice))
-    usable = not advice
-    try:
-        table.add_row("built", _built(advice))
-        table.add_row("C++", _chain(advice))
-        table.add_row("autograd", _autograd())
-    except cache.BuildError:
-        # The folder is refused, as the advice says.
-        table.add_row("built", "unknown")
-
+    for name, text in facts.items():
+        table.add_row(name, text)
     console = Console(markup=False)
     console.print(table)
-    for line in advice:
+    said = "The kernels cannot be used yet" if advice.must else "The kernels can be used"
+    todo = [*advice.must, *(f"(optional) {line}" for line in advice.may)]
+    print(f"\n{said}. {'What to do:' if todo else 'There is nothing to do.'}")
+    for line in todo:
         console.print(f"- {line}", highlight=False, soft_wrap=True)
-    return 0 if usable else 1
 
 
 def _version(package: str) -> str | None:
@@ -76,13 +111,13 @@ def _prebuilt() -> str:
     return f"for this CPU {', '.join(names)}" if names else "none for this CPU"
 
 
-def _compiler(advice: list[str]) -> str:
+def _compiler(advice: Advice) -> str:
     version = compiler.version()
     if version is None:
         return f"none; `{compiler.INSTALL}` installs it"
     if version.rpartition(".")[0] not in COMPILERS:
         known = " and ".join(COMPILERS)
-        advice.append(f"Mojo {version} is installed, the kernels are written for {known}")
+        advice.may.append(f"Mojo {version} is installed, the kernels are written for {known}")
     return version
 
 
@@ -109,19 +144,23 @@ def _cpu_dtypes() -> str:
     return "\n".join([*lines, "float64: our product"])
 
 
-def _gpus(advice: list[str]) -> str:
+def _gpus(advice: Advice) -> str:
     driver = _nvidia_driver()
     if not torch.cuda.is_available():
         if driver:
-            advice.append(
+            advice.must.append(
                 f"there is an NVIDIA driver ({driver}) that this PyTorch cannot use: "
-                f"it is built for CUDA {torch.version.cuda}"
+                f"it is built for CUDA {torch.version.cuda}. Install one for your driver"
             )
         return "none that PyTorch sees"
     if driver and int(driver.split(".")[0]) < OLDEST_NVIDIA_DRIVER:
-        advice.append(f"update the NVIDIA driver: {driver} is older than {OLDEST_NVIDIA_DRIVER}")
+        advice.must.append(
+            f"update the NVIDIA driver: {driver} is older than {OLDEST_NVIDIA_DRIVER}"
+        )
     elif driver and int(driver.split(".")[0]) < OLDEST_OF_MAX and _version("max"):
-        advice.append(f"MAX graphs on a GPU need a driver of at least {OLDEST_OF_MAX}: {driver}")
+        advice.may.append(
+            f"MAX graphs on a GPU need a driver of at least {OLDEST_OF_MAX}: {driver}"
+        )
     names = []
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
@@ -147,18 +186,18 @@ def _nvidia_driver() -> str | None:
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 else None
 
 
-def _folder(advice: list[str]) -> str:
+def _folder(advice: Advice) -> str:
     folder = cache.cache_dir()
     try:
         place = cache.check()
     except cache.BuildError as error:
-        advice.append(str(error))
+        advice.must.append(str(error))
         return f"{folder} (not in use)"
     free = shutil.disk_usage(place).free / 2**30
     return f"{folder} ({free:.0f} GiB free)"
 
 
-def _built(advice: list[str]) -> str:
+def _built(advice: Advice) -> str:
     lines = []
     for target in build.attached_targets():
         extensions = build.extensions(target, list(build.DTYPES.values()))
@@ -167,20 +206,21 @@ def _built(advice: list[str]) -> str:
         ready = f"{len(extensions) - len(missing)} of {len(extensions)} for {target}"
         lines.append(f"{ready}, {len(came)} of them prebuilt" if came else ready)
         if missing and compiler.version():
-            advice.append(
+            advice.may.append(
                 f"kernels for {target} are built on first use; "
                 f"`python -m fused_norm build --target {target.split(':')[-1]}` builds them now"
             )
         elif missing:
             dtypes = ", ".join(sorted({e.dtype for e in missing}))
-            advice.append(
+            where = advice.must if len(missing) == len(extensions) else advice.may
+            where.append(
                 f"PyTorch's own ops compute {dtypes} on {target}, for which no kernels came: "
                 f"`{compiler.INSTALL}` installs what builds them"
             )
     return "\n".join(lines)
 
 
-def _chain(advice: list[str]) -> str:
+def _chain(advice: Advice) -> str:
     """Return where the C++ comes from that calls kernels, and what to do where there is none."""
     if library.prebuilt_path(library.CHAIN):
         return "prebuilt"
@@ -188,14 +228,14 @@ def _chain(advice: list[str]) -> str:
         return "built"
     if cxx := library.compiler():
         return f"built on first use with {cxx}"
-    advice.append(
+    advice.must.append(
         "PyTorch's own ops compute everything: C++ that calls the kernels is to be built first, "
         "and there is no compiler. Install g++ (Debian, Ubuntu: apt-get install g++), or a wheel"
     )
     return "none"
 
 
-def _autograd() -> str:
+def _autograd(advice: Advice) -> str:
     node = library.NODE
     if library.is_built(node) or library.prebuilt_path(node):
         came = "" if library.is_built(node) else ", prebuilt"
@@ -204,5 +244,10 @@ def _autograd() -> str:
         if os.environ.get(library.SWITCH):
             return f"Python, as {library.SWITCH} asks; C++ is there"
     cxx = library.compiler()
-    how = f"`python -m fused_norm build --autograd` builds C++ with {cxx}"
-    return f"Python; {how if cxx else 'C++ needs a compiler, and there is none'}"
+    if cxx:
+        advice.may.append(
+            "`python -m fused_norm build --autograd` compiles the autograd node, minutes once; it "
+            "takes Python out of small calls"
+        )
+        return f"Python; C++ can be built with {cxx}"
+    return "Python; C++ needs a compiler, and there is none"

@@ -2,8 +2,9 @@
 
     poe check
 
-Formatting and lint (ruff, mblack), types (mypy), Mojo docstrings (mojo doc), and the site of docs/
-with its links (mkdocs). The exit status is the number of checks that failed.
+Formatting and lint (ruff, mblack), types (mypy), Mojo docstrings (mojo doc), the puzzle to fill in
+(scripts/problem.py), and the site of docs/ with its links (mkdocs). The exit
+status is the number of checks that failed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 
 from rich.console import Console
 
-MOJO_SOURCES = ["op", "fused_norm/native", "worklog", "problems", "tests/mojo"]
+MOJO_SOURCES = ["op", "fused_norm/native", "tutorial", "problems", "tests/mojo"]
 
 CHECKS = {
     "python format": ["ruff", "format", "--check", "."],
@@ -25,6 +26,7 @@ CHECKS = {
         *("mojo", "doc", "--diagnose-missing-doc-strings", "--Werror"),
         *("-o", "/dev/null", "op"),
     ],
+    "puzzle": [sys.executable, "scripts/problem.py", "--check"],
     "documentation": ["mkdocs", "build", "--strict"],
 }
 

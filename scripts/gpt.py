@@ -92,7 +92,7 @@ class GPT(nn.Module):
 
 def corpus() -> tuple[Tensor, int]:
     """Return the repository's text as numbers of characters, and how many characters there are."""
-    folders = ("docs", "fused_norm", "op", "scripts", "solutions")
+    folders = ("benchmarks", "docs", "fused_norm", "op", "scripts", "solutions", "tutorial")
     files = [*ROOT.glob("*.md"), ROOT / "LICENSE"]
     for folder in folders:
         files += [p for kind in ("md", "py", "mojo") for p in (ROOT / folder).rglob(f"*.{kind}")]

@@ -6,8 +6,8 @@
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
 place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), the
-steps of docs/worklog.md (`--only worklog`), the head (`--only head`), a training on all GPUs (`--only train`), wrong edits
-(`--only mutate`). Each ends in time (`--limit`). The benchmark goes on with OUT/NAME.json or
+steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), the head alone
+(`--only head`), wrong edits (`--only mutate`). Each ends in time (`--limit`). The benchmark goes on with OUT/NAME.json or
 FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json or
 FOLDER/NAME-OP.json.
 """
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
             failed.append("mutate")
         shutil.copy(ROOT / "docs" / "mutations.json", options.out)
     if options.only == "worklog":
-        command = [sys.executable, "scripts/worklog.py", "--out"]
+        command = [sys.executable, "tutorial/worklog/worklog.py", "--out"]
         command += [str(options.out.resolve() / "h200-worklog.json")]
         command += ["--commit", (options.folder / "commit").read_text().strip()]
         if _logged(command, environment, options.out / "worklog.log", options.limit - 30):
@@ -205,7 +205,7 @@ def run(options: argparse.Namespace) -> int:
         command += options.test or ["tests/head"]
         if _logged(command, environment, options.out / "tests.log", options.limit / 2):
             failed.append("tests")
-        command = [sys.executable, "-m", "fused_norm.bench.head", "--seconds", str(options.seconds)]
+        command = [sys.executable, "-m", "benchmarks.head", "--seconds", str(options.seconds)]
         command += ["--json", str(options.out / f"{options.name}-head.json")]
         command += ["--commit", (options.folder / "commit").read_text().strip()]
         left = options.limit - (time.perf_counter() - began)
@@ -278,7 +278,7 @@ def _bench_command(options: argparse.Namespace, stem: str) -> list[str]:
     if earlier.is_file() and not Path(f"{name}.json").exists():
         shutil.copy(earlier, f"{name}.json")
     commit = (options.folder / "commit").read_text().strip()
-    command = [sys.executable, "-m", "fused_norm", "bench", "--device", "cuda", "--resume"]
+    command = [sys.executable, "-m", "benchmarks", "--device", "cuda", "--resume"]
     command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
     return [*command, "--seconds", str(options.seconds), "--tf32"]
 
@@ -321,7 +321,7 @@ def _build_for_tests(kernels: Path, target: str) -> int:
         folder = ROOT / "tests" / "mojo"
         for name in ("row_programs", "sm90_doors"):
             wanted.append(build.Extension(name, dtype, accelerator, folder))
-    for source in sorted((ROOT / "worklog").glob("step*.mojo")):
+    for source in sorted((ROOT / "tutorial/worklog").glob("step*.mojo")):
         wanted.append(build.Extension(source.stem, "bfloat16", accelerator, source.parent))
     try:
         for extension in wanted:
@@ -336,7 +336,7 @@ def _tests_beyond_this_machine() -> list[str]:
     """Leave out the tests that need MAX where it is not installed."""
     needs = []
     if importlib.util.find_spec("max") is None:
-        needs += ["fused_norm.puzzle import max_ops", "\nfrom max."]
+        needs += ["tutorial.puzzle import max_ops", "\nfrom max."]
     return [
         f"--ignore={path.relative_to(ROOT)}"
         for path in sorted((ROOT / "tests").rglob("test_*.py"))

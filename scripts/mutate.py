@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "mutations.json"
 COPIED = (
     *("fused_norm", "op", "tests", "scripts", "solutions", "problems", "benchmarks"),
+    "tutorial",
     "pyproject.toml",
 )
 STYLES = {"noticed": "green", "unnoticed": "red", "broken": "red", "not run": "dim"}

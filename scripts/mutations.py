@@ -33,19 +33,36 @@ class Mutation:
 
 LINEAR = ("tests/test_layernorm_linear.py", "-k", "test_values_and_gradients and float32")
 MISSING = ("tests/test_layernorm_linear.py", "-k", "test_missing_parameters")
-ROWS = ("tests/test_row_ops.py", "-k", "float32")
-FAMILY = ("tests/test_family.py", "-k", "test_values_and_gradients and float32")
-HOPPER = ("tests/test_sm90.py", "tests/test_sm90_shapes.py", "-k", "bfloat16 and not spills")
-ROWS_PASSED = ("tests/test_linear.py", "-k", "test_values_and_gradients and bfloat16 and gate")
-REACHING = ("tests/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
-WAITING = ("tests/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
-SEVERAL = ("tests/test_several.py", "-k", "test_values_and_gradients and bfloat16")
+ROWS = ("tests/ops/test_row_ops.py", "-k", "float32")
+FAMILY = ("tests/ops/test_family.py", "-k", "test_values_and_gradients and float32")
+HOPPER = (
+    "tests/op/norm_linear/test_sm90.py",
+    "tests/op/norm_linear/test_sm90_shapes.py",
+    "-k",
+    "bfloat16 and not spills",
+)
+ROWS_PASSED = (
+    "tests/chain/test_linear.py",
+    "-k",
+    "test_values_and_gradients and bfloat16 and gate",
+)
+REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
+WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
+SEVERAL = ("tests/chain/test_several.py", "-k", "test_values_and_gradients and bfloat16")
 # In float16, which is not folded.
-SEVERAL_HALF = ("tests/test_several.py", "-k", "test_values_and_gradients and float16")
-PASSED_ROWS = ("tests/test_sm90_backward.py", "-k", "test_gradients and (8200 or 5000)")
-TILES = ("tests/test_tiles.py", "-k", "edge or nan or same_bits")
-MAGNITUDES = ("tests/test_passes.py", "-k", "(magnitude and float32) or (infinite and float32)")
-GPU_LAYERNORM = ("tests/test_norm_linear_gpu.py", "-k", "bfloat16")
+SEVERAL_HALF = ("tests/chain/test_several.py", "-k", "test_values_and_gradients and float16")
+PASSED_ROWS = (
+    "tests/op/norm_linear/test_sm90_backward.py",
+    "-k",
+    "test_gradients and (8200 or 5000)",
+)
+TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
+MAGNITUDES = (
+    "tests/op/passes/test_passes.py",
+    "-k",
+    "(magnitude and float32) or (infinite and float32)",
+)
+GPU_LAYERNORM = ("tests/op/norm_linear/test_norm_linear_gpu.py", "-k", "bfloat16")
 
 # The extensions that some tests need, for building them ahead: name, dtype, and folder where it is
 # not the package's.
@@ -215,7 +232,7 @@ MUTATIONS = (
         "fused_norm/ops/family.py",
         "if (of, found_with) != (normalization, exact):",
         "if False:",
-        ("tests/test_family.py", "-k", "test_linear_add"),
+        ("tests/ops/test_family.py", "-k", "test_linear_add"),
     ),
     Mutation(
         "rows that no part has",
@@ -239,7 +256,7 @@ MUTATIONS = (
         "op/rows/programs/trainable_eps.mojo",
         "var rest_v = total[1] * row.inverse_n",
         "var rest_v = Scalar[dtype](0)",
-        ("tests/test_row_kernels.py", "-k", "first_elements"),
+        ("tests/op/rows/test_row_kernels.py", "-k", "first_elements"),
     ),
     Mutation(
         "a graph on a CPU does not wait for sums over no rows",
@@ -247,7 +264,7 @@ MUTATIONS = (
         "op/max/checks.mojo",
         'comptime if target == "cpu":',
         'comptime if target == "none":',
-        ("tests/test_max_door.py", "-k", "test_no_rows"),
+        ("tests/graphs/test_max_door.py", "-k", "test_no_rows"),
     ),
     Mutation(
         "a child of fork waits for threads that it has not",
@@ -255,7 +272,7 @@ MUTATIONS = (
         "fused_norm/chain/kernels.h",
         "if (!forked) check(torch_get_num_threads(&count)",
         "check(torch_get_num_threads(&count)",
-        ("tests/test_native.py", "-k", "test_works_after_fork"),
+        ("tests/native/test_native.py", "-k", "test_works_after_fork"),
     ),
     Mutation(
         "negative views are taken as they lie in memory",
@@ -271,7 +288,7 @@ MUTATIONS = (
         "fused_norm/native/cache.py",
         'return _read(path.with_suffix(".sha256")) == _digest(path).encode()',
         "return path.is_file()",
-        ("tests/test_native.py", "-k", "damage"),
+        ("tests/native/test_native.py", "-k", "damage"),
     ),
     Mutation(
         "tiles leave out the products after the last whole step",
@@ -335,7 +352,7 @@ MUTATIONS = (
         "fused_norm/native/cpu_features.py",
         "return None if _permits_tiles() else",
         "return None if True else",
-        ("tests/test_tiles.py", "-k", "permission"),
+        ("tests/op/norm_linear/test_tiles.py", "-k", "permission"),
     ),
     Mutation(
         "no mean of dy gamma in dx (c1)",
@@ -359,7 +376,7 @@ MUTATIONS = (
         "fused_norm/chain/kernels.h",
         "question.stream = reinterpret_cast<int64_t>(stream);",
         "question.stream = 0;",
-        ("tests/test_registration.py", "-k", "TestStreams"),
+        ("tests/ops/test_registration.py", "-k", "TestStreams"),
     ),
     Mutation(
         "no linear bias in a fold",
@@ -472,7 +489,7 @@ MUTATIONS = (
         "fused_norm/call/frozen.py",
         "return all(key is None or key in self._memory for key in keys)",
         "return True",
-        ("tests/test_folds.py",),
+        ("tests/ops/test_folds.py",),
     ),
     Mutation(
         "a fold that a CUDA graph reads goes with the freezing",
@@ -480,7 +497,7 @@ MUTATIONS = (
         "fused_norm/call/frozen.py",
         "if made.is_captured:",
         "if False:",
-        ("tests/test_folds.py",),
+        ("tests/ops/test_folds.py",),
     ),
     Mutation(
         "tiles of the second of several weights begin where the first one's do",
@@ -488,7 +505,7 @@ MUTATIONS = (
         f"{GEMM_SM90}/parts.mojo",
         "return UInt32(1), index - self.second",
         "return UInt32(1), index",
-        ("tests/test_several.py", "-k", "plan"),
+        ("tests/chain/test_several.py", "-k", "plan"),
     ),
     Mutation(
         "every weight of one sum multiplies the gradient of the first output",

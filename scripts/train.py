@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from trainer import Curve, Settings, Trainer
 
-from fused_norm.bench.report import size as bytes_in_words
+from benchmarks.report import size as bytes_in_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended

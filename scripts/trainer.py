@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_norm.bench.memory import peak
+from benchmarks.memory import peak
 
 WARM_UP = 20  # steps in which the learning rate rises
 

@@ -30,7 +30,7 @@ ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
-    ["reference", "native", "puzzle"],
+    ["reference", "native"],
     ["composition"],
     ["call"],
     ["chain"],
@@ -186,8 +186,8 @@ def code_of(path: Path) -> str:
     )
 
 
-# What takes the family to MAX graphs, models, the tutorial and the benchmark: apart in the table.
-APART = {"graphs", "max", "models", "puzzle", "bench"}
+# What takes the family to MAX graphs and models, and the puzzle's kernels: apart in the table.
+APART = {"graphs", "max", "models", "puzzle"}
 
 
 def test_what_a_modulation_touches_is_what_the_page_says() -> None:
@@ -316,7 +316,7 @@ def launched_kernels() -> list[tuple[Path, str]]:
     """Return each GPU kernel that Mojo code launches, with the file that defines it."""
     texts = {
         path: path.read_text()
-        for path in [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "worklog").glob("*.mojo")]
+        for path in [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "tutorial/worklog").glob("*.mojo")]
     }
     launched = set()
     for text in texts.values():

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from fused_norm.bench.png import description, digest
+from benchmarks.png import description, digest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]
@@ -34,7 +34,7 @@ FENCE = re.compile(
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)|(?:src|srcset)=\"([^\"]+)\"")
 # Of the dependency group `models`, which not everyone installs.
-OPTIONAL = {"timm", "diffusers"}
+OPTIONAL = {"accelerate", "diffusers", "peft", "timm"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def notebooks() -> dict[Path, Notebook]:
     return {page: Notebook() for page in PAGES}
 
 
+# transformers' own, of names that it still uses.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("block", cases("python"))
 def test_python(block: Block, notebooks: dict[Path, Notebook]) -> None:
     skip_unless_run(block)
@@ -165,17 +167,7 @@ def test_links_lead_somewhere() -> None:
 def test_readme_links_every_page() -> None:
     linked = {a for a, _ in LINK.findall((ROOT / "README.md").read_text())}
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
-    # The site's front page says what the README says.
-    assert pages - linked == {"docs/README.md"}
-
-
-def test_readme_has_the_numbers_of_the_training_page() -> None:
-    readme, training = ((ROOT / page).read_text() for page in ("README.md", "docs/training.md"))
-    found = re.search(r"^With `LayerNormLinear` in place.*?\.$", readme, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    numbers = re.findall(r"\d[\d,.]*\d", found[0])
-    assert len(numbers) == 9
-    assert [number for number in numbers if number not in training] == []
+    assert pages - linked == set()
 
 
 def templates() -> list[tuple[re.Pattern[str], int]]:
@@ -208,11 +200,11 @@ def test_troubleshooting_has_the_messages_of_the_code() -> None:
 
 
 def test_figures_are_those_of_the_script() -> None:
-    """`python scripts/tutorial_figures.py` draws them again."""
+    """`python tutorial/tutorial_figures.py` draws them again."""
     images = sorted((ROOT / "docs/images").glob("tutorial-*.png"))
     page = (ROOT / "docs/tutorial.md").read_text()
     assert {image.name for image in images} == set(re.findall(r"images/(tutorial-\S+?\.png)", page))
-    wanted = digest(ROOT / "scripts/tutorial_figures.py")
+    wanted = digest(ROOT / "tutorial/tutorial_figures.py")
     assert {description(image) for image in images} == {wanted}
 
 
@@ -220,7 +212,7 @@ def test_steps_in_graphs_are_those_measured() -> None:
     page = (ROOT / "docs/guide/cuda-graphs.md").read_text()
     rows = re.findall(r"^\| (\d+) x (\d+) x (\d+) \|(.*)\|$", page, re.M)
     assert len(rows) == 2
-    measured = json.loads((ROOT / "benchmarks/h200-host.json").read_text())["measurements"]
+    measured = json.loads((ROOT / "benchmarks/results/h200-host.json").read_text())["measurements"]
     steps = {
         tuple(m["shape"]): {result["provider"]: result["timings"] for result in m["results"]}
         for m in measured

@@ -14,6 +14,8 @@ namespace {
 using namespace fused_norm;
 
 thread_local std::string error;
+// The message of what an op in Python raised last: PyTorch before 2.13 keeps none.
+thread_local std::string python_error;
 
 // No exception leaves a C function.
 template <class Body>
@@ -52,6 +54,10 @@ Kernels kernels_of(const Kind& kind, const Operands& t, Conditions conditions) {
 
 EXPORTED const char* chain_error() {
   return error.c_str();
+}
+
+EXPORTED void chain_python_failed(const char* message) {
+  python_error = message;
 }
 
 EXPORTED void chain_tell(const Python* told) {
@@ -162,7 +168,10 @@ int64_t number_of(const std::string& name) {
 template <class... Arguments>
 Handles by_python(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
-  check(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION), op);
+  python_error.clear();
+  const auto status = torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION);
+  if (status != AOTI_TORCH_SUCCESS && !python_error.empty()) throw std::runtime_error(python_error);
+  check(status, op);
   return torch::stable::detail::to<Handles>(stack[0]);
 }
 

@@ -30,9 +30,12 @@ _DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloa
 NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
-def is_left_to_pytorch(dtype: torch.dtype) -> bool:
-    """Return whether PyTorch's own product is faster than ours on this CPU, whatever the sizes."""
-    return dtype is torch.bfloat16 and bfloat16_product() is not None
+def left_to_pytorch(dtype: torch.dtype) -> str | None:
+    """Return the CPU's flags with which PyTorch's product is faster than ours at all sizes.
+
+    None where it is not.
+    """
+    return bfloat16_product() if dtype is torch.bfloat16 else None
 
 
 def cpu_way() -> int:
@@ -176,7 +179,7 @@ def find(question: Any, answer: Any) -> None:
     if question.is_cpu:
         build.check_at_hand(torch.device("cpu"), dtype)
         context = build.gomp_parallel()
-        is_ours = question.invariant or not is_left_to_pytorch(dtype)
+        is_ours = question.invariant or not left_to_pytorch(dtype)
         product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
         _fill(answer, product, context, _file(cpu_path("passes_cpu", dtype)), context)
         answer.way = cpu_way()

@@ -7,16 +7,16 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from fused_norm.models.freezing import FrozenRun
-from fused_norm.models.fuse import Options, fuse
+from fused_norm.models.fuse import fuse
+from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import Site
 from fused_norm.ops.invariance import is_batch_invariant
+from fused_norm.ops.seam_validation import at_every_size
 
 log = logging.getLogger("fused_norm.models")
-_OWN = ("rounding", "small")
 
 
 def backend(
@@ -50,68 +50,48 @@ def backend(
         A function that computes the graph.
 
     Raises:
-        ValueError: If one of these options has an unknown value, or Inductor does not know one of
-            the others.
+        ValueError: If nobody knows an option, which names the nearest that is known, or if the
+            value of one of the backend's own is wrong.
     """
-    given = dict(options or {})
-    then = given.pop("then", "inductor")
-    own = {name: given.pop(name) for name in _OWN if name in given}
-    freezes = bool(given.pop("freeze", False))
-    patches: dict[str, Any] = {}
-    if then == "inductor":
-        from torch._inductor import list_mode_options
-
-        patches = {**(list_mode_options(mode) if mode else {}), **given}
-        own.setdefault("small", bool(patches.get("triton.cudagraphs")))
-    chosen = Options(**own)
+    chosen = settings(options, mode)
     nodes = _nodes(module)
-    found = fuse(module, chosen)
+    found = fuse(module, chosen.fusing)
     if sites is not None:
         sites += found
     for site in found:
         log.info(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
-    run = _compiled(module, example_inputs, then, given, patches)
+    run = _compiled(module, example_inputs, chosen)
     # Nodes, those taken out among them, hold what they were traced with; that refers weakly to the
     # parameters, with which PyTorch swaps none.
     for node in (*nodes, *_nodes(module)):
         node.meta.pop("example_value", None)
-    if freezes or (then == "inductor" and _inductor_freezes(patches)):
+    if chosen.freezes:
         run = FrozenRun(run, module)
     return _in_its_mode(run)
 
 
 def _compiled(
-    module: GraphModule,
-    example_inputs: list[Any],
-    then: str,
-    given: dict[str, Any],
-    patches: dict[str, Any],
+    module: GraphModule, example_inputs: list[Any], chosen: Settings
 ) -> Callable[..., Any]:
     """Return what runs a graph, compiled by the backend that follows."""
-    if then == "eager":
-        return module.forward
+    if chosen.then == "eager":
+        return at_every_size()(module.forward) if chosen.fusing.small else module.forward
     from torch._dynamo.backends.registry import lookup_backend
 
-    following: Any = lookup_backend(then)
+    following: Any = lookup_backend(chosen.then)
     compiled: Callable[..., Any]
-    if then == "inductor":
-        compiled = following(module, example_inputs, config_patches=patches)
+    if chosen.then == "inductor":
+        compiled = following(module, example_inputs, config_patches=chosen.following)
     else:
-        compiled = following(module, example_inputs, **given)
+        compiled = following(module, example_inputs, **chosen.following)
     return compiled
 
 
 def _nodes(module: GraphModule) -> list[Node]:
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
     return [node for graph in graphs for node in graph.nodes]
-
-
-def _inductor_freezes(patches: Mapping[str, Any]) -> bool:
-    from torch._inductor import config
-
-    return bool(patches.get("freezing", config.freezing)) and not torch.is_grad_enabled()
 
 
 def _in_its_mode(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fused_norm.chain.kernels import left_to_pytorch
 from fused_norm.models.apart import take_apart
 from fused_norm.models.attention import write_out_attention
 from fused_norm.models.calls import Left
@@ -24,6 +25,7 @@ from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
 from fused_norm.models.sums import add_in_product, find_sums
 from fused_norm.models.values import is_tensor, value
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.seam_validation import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
 
@@ -36,18 +38,19 @@ class Options:
 
     Attributes:
         rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
-        small: Whether to fuse calls, too, that PyTorch's ops finish sooner.
+        small: Whether to fuse calls, too, that PyTorch's ops finish sooner. None puts them in,
+            and each call decides anew what computes it.
     """
 
     rounding: str = "once"
-    small: bool = True
+    small: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rounding not in ("once", "model"):
             raise ValueError(f"rounding must be 'once' or 'model', got {self.rounding!r}")
 
 
-def fuse(module: GraphModule, options: Options) -> list[Site]:
+def fuse(module: GraphModule, options: Options, failures: list[str] | None = None) -> list[Site]:
     """Rewrite the graph of a module, and those that it holds for checkpoints; return its norms.
 
     A pass that fails leaves the graph as it was, and says so once.
@@ -55,12 +58,13 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
     Args:
         module: The module, recompiled where its graph changed.
         options: What may be done.
+        failures: Receives what kept the pass from a graph.
     """
     sites = []
     for node in module.graph.nodes:
         body = getattr(module, node.target, None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule) and _is_checkpoint(node):
-            sites += fuse(body, options)
+            sites += fuse(body, options, failures)
     before = _copied(module.graph)
     try:
         sites += fuse_graph(module.graph, options)
@@ -69,7 +73,10 @@ def fuse(module: GraphModule, options: Options) -> list[Site]:
         # A model that was not foreseen may break a rewrite in any way: it runs as it was, and a
         # warning says so.
         module.graph = before
-        _say_failed(f"{type(error).__name__}: {error}")
+        fault = f"{type(error).__name__}: {error}"
+        _say_failed(fault)
+        if failures is not None:
+            failures.append(fault)
         return []
     module.recompile()
     return sites
@@ -120,7 +127,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
     )
-    is_busy = not options.small and _keeps_a_gpu_busy(graph)
+    is_busy = options.small is False and _keeps_a_gpu_busy(graph)
     sites = []
     for node in candidates(graph):
         norm = None if node._erased else find_norm(node)
@@ -151,7 +158,7 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
 
     Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
     others: what counts is the graph, not the call. In training each call decides: a backward's
-    Python is longer, and small calls gained nothing there (scripts/whole_models.py).
+    Python is longer, and small calls gained nothing there (scripts/measure/whole_models.py).
     """
     if torch.is_grad_enabled():
         return False
@@ -177,16 +184,16 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Si
         site.linears = sum(len(reading.products) for reading in readers.readings)
         site.linears += len(readers.beyond)
         _refuse(norm, readers)
-        is_fast = is_busy or not _is_small(norm, readers)
-        if not (is_fast or options.small):
-            raise Left("PyTorch's ops finish so small a call sooner")
+        slow = _faster_elsewhere(norm, readers, options, is_busy)
+        if slow and options.small is False:
+            raise Left(slow)
         done = rewriter.rewrite(norm, readers)
     except Left as left:
         site.reason = str(left)
     else:
         site.fused = True
         site.calls = [call.words() for call in done.calls]
-        site.way = "kernels" if is_fast else "PyTorch's ops, which finish so small a call sooner"
+        site.way = slow or "kernels"
         site.bytes_saved, site.ops_before, site.ops_after = done[1:]
     return site
 
@@ -216,7 +223,20 @@ def _adds(options: Options, x: Any, weight: Any) -> bool:
     if not serves(x, weight.dtype) or not adds_in_product(x, weight):
         return False
     follows = torch.is_grad_enabled() and weight.requires_grad
-    return options.small or not is_small(count(x) * hint(weight.shape[0]), x.device, follows)
+    return options.small is not False or not is_small(
+        count(x) * hint(weight.shape[0]), x.device, follows
+    )
+
+
+def _faster_elsewhere(norm: Norm, readers: Readers, options: Options, is_busy: bool) -> str:
+    """Return why PyTorch's ops compute a call sooner than ours, `""` where ours does."""
+    x = value(norm.x)
+    instructions = left_to_pytorch(x.dtype) if x.device.type == "cpu" else None
+    if instructions and not is_batch_invariant():
+        return f"PyTorch's products of bfloat16 use {instructions} here, and ours do not"
+    if options.small or is_busy or not _is_small(norm, readers):
+        return ""
+    return "PyTorch's ops finish a call this small sooner"
 
 
 def _is_small(norm: Norm, readers: Readers) -> bool:

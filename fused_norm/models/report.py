@@ -6,15 +6,20 @@ import inspect
 import io
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
-from fused_norm.models.backend import backend
+from fused_norm.models.fuse import fuse
+from fused_norm.models.settings import settings
 from fused_norm.models.sites import RESIDUAL, Site
+
+_FAST_PATH = torch._transformer_encoder_layer_fwd
 
 
 @dataclass
@@ -24,10 +29,14 @@ class Report:
     Attributes:
         sites: The norms in the order of the graph, then the sums that products before them add.
         graphs: How many graphs Dynamo made of the model.
+        failures: What kept the pass from a graph, where something did.
+        fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
     """
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 0
+    failures: list[str] = field(default_factory=list)
+    fast_paths: int = 0
 
     @property
     def norms(self) -> list[Site]:
@@ -54,9 +63,7 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(
-            "norm or sum", "", "kind", "shape", "fused with, or why not", "way", title=self._title()
-        )
+        table = Table("norm or sum", "", "kind", "shape", "fused with, or why not", "way")
         for path, sites in _alike(self.sites).items():
             site = sites[0]
             shape = f"{' x '.join(site.shape)} {site.dtype}"
@@ -65,51 +72,96 @@ class Report:
             name = path[0] if len(sites) > 1 else site.path
             table.add_row(name or "(model)", count, site.kind, shape, words, site.way)
         text = io.StringIO()
-        Console(file=text, width=160).print(table)
-        return text.getvalue()
+        if self.sites:
+            Console(file=text, width=160).print(table)
+        return text.getvalue() + self.summary()
 
-    def _title(self) -> str:
+    def summary(self) -> str:
+        """Return the last line: how many norms are fused, and why there are none."""
+        if not self.sites:
+            return f"0 of 0 norms fused in {_counted(self.graphs, 'graph')}: {self._why_none()}"
+        graphs = _counted(self.graphs, "graph")
+        counted = f"{len(self.fused)} of {_counted(len(self.norms), 'norm')} fused in {graphs}"
+        if self.norms and not self.fused:
+            (reason, count), *_ = Counter(site.reason for site in self.norms).most_common()
+            return f"{counted}: {reason} ({count} of {len(self.norms)})"
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
         sums = len(self.sites) - len(self.norms)
         added = f", {_counted(sums, 'sum')} added by products" if sums else ""
-        graphs = _counted(self.graphs, "graph")
         return (
-            f"{len(self.fused)} of {len(self.norms)} norms fused in {graphs}{added}: "
-            f"{before} ops become {after} launches, a forward writes "
-            f"{self.bytes_saved / 2**20:.1f} MiB less"
+            f"{counted}{added}: {_counted(before, 'op')} become {_counted(after, 'launch', 'es')}, "
+            f"a forward writes {self.bytes_saved / 2**20:.1f} MiB less"
         )
 
+    def _why_none(self) -> str:
+        if not self.graphs:
+            return (
+                "Dynamo traced nothing of this call. Is it under torch.compiler.disable, or "
+                "compiled with another backend?"
+            )
+        if self.failures:
+            return f"the pass failed: {self.failures[0]}"
+        if self.fast_paths:
+            return (
+                f"PyTorch computes {_counted(self.fast_paths, 'encoder layer')} as one op each. "
+                "torch.backends.mha.set_fastpath_enabled(False) has them written out"
+            )
+        return "the call computes no LayerNorm or RMSNorm in a form that docs/models.md lists"
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{'' if count == 1 else plural}"
 
 
-def explain(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    training: bool | None = None,
+    **kwargs: Any,
+) -> Report:
     """Run a model once with its seams fused, and report what became of each of its norms.
 
-    The model runs as it is called, in its own mode and with its own parameters, and changes only as
-    a forward changes it. Under `torch.no_grad()` the report describes inference, otherwise
-    training.
+    The report is of a call of `torch.compile(model, backend="fused_norm")` with these arguments and
+    the same `options`, `mode` and `dynamic`. The model runs in its own mode (`train()` or `eval()`)
+    and with its own parameters, and changes only as a forward changes it. No backend compiles what
+    is left of its graphs. Wrap a model in a function if it has arguments of the names below.
 
     Args:
         model: A model, or a function.
         args: Its arguments.
+        options: As for `torch.compile` with this backend.
+        mode: As for `torch.compile`.
+        dynamic: As for `torch.compile`.
+        training: Whether gradients are recorded, which decides what pays; by default as they are
+            where this is called.
         kwargs: Its keyword arguments.
 
     Returns:
-        A report to print, with `.sites` and `.to_json()`.
+        A report to print, with `.sites`, `.summary()` and `.to_json()`.
+
+    Raises:
+        ValueError: If nobody knows an option.
+        RuntimeError: If both options and a mode are given, or the mode is unknown.
     """
     report = Report()
+    fusing = settings(options, mode).fusing
 
-    def reporting(module: Any, example_inputs: list[Any]) -> Callable[..., Any]:
+    def reporting(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         report.graphs += 1
-        return backend(module, example_inputs, options={"then": "eager"}, sites=report.sites)
+        report.fast_paths += sum(node.target is _FAST_PATH for node in module.graph.nodes)
+        report.sites += fuse(module, fusing, report.failures)
+        return module.forward
 
     # Its own entries where PyTorch keeps such: what the user compiled is not thrown away for them.
     name = "isolate_recompiles"
     apart: Any = {name: True} if name in inspect.signature(torch.compile).parameters else {}
-    torch.compile(model, backend=reporting, **apart)(*args, **kwargs)
+    recorded = torch.is_grad_enabled() if training is None else training
+    with torch.set_grad_enabled(recorded):
+        torch.compile(model, backend=reporting, dynamic=dynamic, **apart)(*args, **kwargs)
     return report
 
 

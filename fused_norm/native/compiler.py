@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,22 @@ def run(name: object, arguments: list[str], output: Path) -> None:
             f"the Mojo compiler failed on {name} (exit status {result.returncode}):\n"
             f"{result.stdout[-4000:]}"
         )
+
+
+@functools.cache
+def accelerators() -> list[str]:
+    """Return the architectures of NVIDIA's and AMD's GPUs that the compiler knows.
+
+    Raises:
+        BuildError: If there is no compiler.
+    """
+    result = _runner("kernels")(
+        ["build", "--print-supported-accelerators"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return re.findall(r"^ +((?:sm_|gfx)\w+) ", result.stdout, re.MULTILINE)
 
 
 def _runner(name: object) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """What comes with a wheel: prebuilt kernels, C++ nodes, and the Mojo runtime that they load.
 
-`scripts/wheel.py` fills the folder; a checkout and an install from source have none. pip checks the
-files as it installs them.
+`scripts/wheel/wheel.py` fills the folder; a checkout and an install from source have none. pip
+checks the files as it installs them.
 """
 
 from __future__ import annotations

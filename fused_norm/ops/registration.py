@@ -67,9 +67,23 @@ def define(
     if by_python is not None:
         _library.define(f"{name}_by_python{schema[len(name) :]}")
         for key in ("CPU", "CUDA"):
-            _library.impl(f"{name}_by_python", by_python, key)
+            _library.impl(f"{name}_by_python", _telling(by_python), key)
     overload: Callable[..., Any] = getattr(torch.ops.fused_norm, name).default
     return _called(overload)
+
+
+def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that tells the chain, which calls it, what it raises."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return kernel(*arguments)
+        except Exception as error:
+            if (chain := library.load()) is not None:
+                chain.chain_python_failed(str(error).encode())
+            raise
+
+    return call
 
 
 def register(

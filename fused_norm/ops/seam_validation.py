@@ -7,6 +7,9 @@ What they do not serve, a wrong call included, is handed to PyTorch's own ops, a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ _GPU_PRODUCTS = (2 * 10**10, 6 * 10**10)
 _CPU_PRODUCTS = (5 * 10**6, 10**7)
 _ORDINARY = (Tensor, torch.nn.Parameter)
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+_every_size = ContextVar("fused_norm.every_size", default=False)
 
 
 def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
@@ -85,6 +89,16 @@ def is_host_bound(t: Operands) -> bool:
     return is_small(products, x.device, follows)
 
 
+@contextmanager
+def at_every_size() -> Iterator[None]:
+    """Run kernels for small calls, too, which PyTorch's ops would finish sooner."""
+    before = _every_size.set(True)
+    try:
+        yield
+    finally:
+        _every_size.reset(before)
+
+
 def is_small(products: int, device: torch.device, follows: bool) -> bool:
     """Return whether a device takes less time for so many products than Python takes to start.
 
@@ -93,6 +107,8 @@ def is_small(products: int, device: torch.device, follows: bool) -> bool:
         device: Where it runs.
         follows: Whether a backward does.
     """
+    if _every_size.get():
+        return False
     if device.type == "cuda":
         return products < _GPU_PRODUCTS[follows] and not torch.cuda.is_current_stream_capturing()
     return products < _CPU_PRODUCTS[follows] * torch.get_num_threads()

@@ -198,7 +198,8 @@ def _say_no_kernel(device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in served:
         return _say_once(device.type, (dtype,), False)
     if not library.is_at_hand():
-        return _say_once(device.type, (dtype,), False, "a C++ compiler such as g++")
+        every = tuple(d for d in build.DTYPES if d in served)
+        return _say_once(device.type, every, False, "a C++ compiler such as g++")
     # All in one: a model that meets them one after another is told once.
     missing = [d for d in build.DTYPES if d in served and not build.is_at_hand(device, d)]
     return _say_once(device.type, tuple(missing) or (dtype,), True)

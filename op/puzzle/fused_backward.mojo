@@ -83,6 +83,9 @@ def fused_position_backward[
     comptime assert linear_weight.flat_rank == 2, "linear_weight must be rank 2"
 
     # Step 1: the statistics of the forward pass, once more.
+    # FILL IN (roughly 12 lines)
+    # The same mean, variance and inv_std as in the forward pass.
+
     var sum_val: Scalar[dtype] = 0
     for h in range(hidden_dim):
         sum_val += rebind[Scalar[dtype]](input[batch_idx, seq_idx, h])
@@ -96,16 +99,26 @@ def fused_position_backward[
         sq_sum += diff * diff
     var var_val = sq_sum / Scalar[dtype](hidden_dim)
     var inv_std = 1 / sqrt(var_val + EPS)
+    # END
 
     # Step 2: the gradient of the linear bias is the sum of grad_output.
+    # FILL IN (roughly 5 lines)
+    # Use _add: other positions add to the same numbers at the same time. The
+    # address of element i of a tensor t is t.ptr.unsafe_offset(i).
+
     for out_idx in range(output_dim):
         _add(
             grad_bias.ptr.unsafe_offset(out_idx),
             rebind[Scalar[dtype]](grad_output[batch_idx, seq_idx, out_idx]),
         )
+    # END
 
     # Step 3: the gradient of the linear weight is the sum of the outer products
     # of grad_output and the normalized row.
+    # FILL IN (roughly 15 lines)
+    # For every output and every h: grad_output times what the forward pass
+    # multiplied that weight by. A matrix is stored row by row.
+
     for out_idx in range(output_dim):
         var grad_out = rebind[Scalar[dtype]](
             grad_output[batch_idx, seq_idx, out_idx]
@@ -121,8 +134,14 @@ def fused_position_backward[
                 grad_weight.ptr.unsafe_offset(out_idx * hidden_dim + h),
                 grad_out * ln_output,
             )
+    # END
 
     # Step 4: the gradients of the LayerNorm parameters.
+    # FILL IN (roughly 11 lines)
+    # First carry the gradient back through the matrix: for one h, sum over all
+    # outputs grad_output times linear_weight. That is the gradient of
+    # ln_bias[h]; times the normalized element it is the one of ln_weight[h].
+
     for h in range(hidden_dim):
         var normalized = (
             rebind[Scalar[dtype]](input[batch_idx, seq_idx, h]) - mean_val
@@ -134,9 +153,15 @@ def fused_position_backward[
             ) * rebind[Scalar[dtype]](linear_weight[out_idx, h])
         _add(grad_ln_weight.ptr.unsafe_offset(h), grad_ln_out * normalized)
         _add(grad_ln_bias.ptr.unsafe_offset(h), grad_ln_out)
+    # END
 
     # Step 5: the gradient of the input. First the two sums over the row by which
     # its elements act on each other, through the mean and the variance.
+    # FILL IN (roughly 14 lines)
+    # grad_norm is the gradient of a normalized element: what came through the
+    # matrix, times ln_weight. Over the row, sum grad_norm, and sum grad_norm
+    # times the normalized element.
+
     var sum_grad_normalized: Scalar[dtype] = 0
     var sum_grad_normalized_times_normalized: Scalar[dtype] = 0
     for h in range(hidden_dim):
@@ -151,8 +176,13 @@ def fused_position_backward[
         var grad_norm = grad_ln_out * rebind[Scalar[dtype]](ln_weight[h])
         sum_grad_normalized += grad_norm
         sum_grad_normalized_times_normalized += grad_norm * normalized
+    # END
 
     # Then each element, which no other position touches.
+    # FILL IN (roughly 20 lines)
+    # grad_norm, less its mean over the row, less the normalized element times
+    # the other sum's mean; all of it times inv_std. op/README.md derives this.
+
     for h in range(hidden_dim):
         var normalized = (
             rebind[Scalar[dtype]](input[batch_idx, seq_idx, h]) - mean_val
@@ -173,6 +203,7 @@ def fused_position_backward[
                 / Scalar[dtype](hidden_dim)
             )
         )
+    # END
 
 
 def _add[

@@ -18,6 +18,7 @@ from .linear import (
     matmul_idiomatic_tiled,
 )
 from .transpose import TRANSPOSE_BLOCK_DIM_XY, transpose_kernel
+from .unfused_cpu import unfused_cpu
 
 
 def launch_forward[
@@ -41,7 +42,7 @@ def launch_forward[
 
     Parameters:
         target: `"cpu"` or `"gpu"`.
-        algorithm: `"fused"` or `"unfused"`; a CPU runs the fused one for both.
+        algorithm: `"fused"` or `"unfused"`.
         batch_size: Number of sequences.
         seq_len: Positions in a sequence.
         hidden_dim: Elements of a position of `input`.
@@ -76,7 +77,11 @@ def launch_forward[
     var linear_weight_tensor = TileTensor(linear_weight, weight_layout)
     var linear_bias_tensor = TileTensor(linear_bias, bias_layout)
 
-    comptime if target == "cpu":
+    comptime if target == "cpu" and algorithm == "unfused":
+        unfused_cpu[batch_size * seq_len, hidden_dim, output_dim](
+            output, input, ln_weight, ln_bias, linear_weight, linear_bias
+        )
+    elif target == "cpu":
         minimal_fused_cpu[
             type_of(input_layout),
             type_of(ln_params_layout),

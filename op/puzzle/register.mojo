@@ -37,7 +37,7 @@ struct LayerNormLinear:
 
         Parameters:
             target: `"cpu"` or `"gpu"`.
-            algorithm: `"fused"` or `"unfused"`; a CPU runs the fused one.
+            algorithm: `"fused"` or `"unfused"`.
             batch_size: Number of sequences.
             seq_len: Positions in a sequence.
             hidden_dim: Elements of a position of `input`.

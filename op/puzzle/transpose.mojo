@@ -39,6 +39,21 @@ def transpose_kernel[
     comptime assert output.flat_rank == 2, "output must be rank 2"
     comptime assert inp.flat_rank == 2, "inp must be rank 2"
 
+    # FILL IN (roughly 18 lines)
+    # 1. Get shared memory for one tile: stack_allocation[dtype=dtype,
+    #    address_space=AddressSpace.SHARED] of the layout
+    #    row_major[TRANSPOSE_BLOCK_DIM_XY, TRANSPOSE_BLOCK_DIM_XY]().
+    # 2. thread_idx.y and .x are this thread's row and column in the tile;
+    #    block_idx.y and .x say which tile. Load that element of inp, if it lies
+    #    inside the matrix.
+    # 3. Wait for the other threads with barrier(): you are about to read what
+    #    they loaded.
+    # 4. Block (x, y) of inp is block (y, x) of output. Find this thread's place
+    #    there so that neighboring threads still write neighboring columns,
+    #    and take the element from the mirrored place in the tile.
+    # Convert elements with rebind[shared_tile.ElementType](...) and
+    # rebind[output.ElementType](...).
+
     var shared_tile = stack_allocation[
         dtype=dtype, address_space=AddressSpace.SHARED
     ](row_major[TRANSPOSE_BLOCK_DIM_XY, TRANSPOSE_BLOCK_DIM_XY]())
@@ -66,3 +81,4 @@ def transpose_kernel[
         output[out_row, out_col] = rebind[output.ElementType](
             shared_tile[local_col, local_row]
         )
+    # END

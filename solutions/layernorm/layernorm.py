@@ -20,7 +20,7 @@ from torch import Tensor
 import fused_norm as fn
 from fused_norm import reference
 from fused_norm.native import build
-from fused_norm.puzzle.driver import (
+from tutorial.puzzle.driver import (
     ITERATIONS,
     compiling,
     differentiate,

@@ -1,6 +1,6 @@
 """Puzzle 22: LayerNorm and Linear fused, forward and backward, checked and timed.
 
-    uv run poe p22 --fused | --unfused | --backward [--problem] [--batch 4 --seq 4 ...]
+    uv run poe p22 --fused | --unfused | --backward [--problem] [--size real]
 
 ``--problem`` runs your kernels in ``problems/p22/op`` and not the finished ones of ``op/puzzle``.
 The exit status is 0 only if everything that ran was correct; without a GPU its parts are SKIPPED.
@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fused_norm as fn
 from fused_norm import reference
-from fused_norm.puzzle import max_ops
-from fused_norm.puzzle.driver import (
+from tutorial.puzzle import max_ops
+from tutorial.puzzle.driver import (
     ITERATIONS,
     compare,
     compiling,
     differentiate,
+    fitting,
     heading,
     measure,
+    measure_in_turns,
     on_gpu,
     report_difference,
     report_gradients,
@@ -33,6 +37,12 @@ from fused_norm.puzzle.driver import (
     verdict,
 )
 
+SIZES = {
+    "document": max_ops.Sizes(batch_size=4, seq_len=4, hidden_dim=8, output_dim=16),
+    # The kernels give a thread to each output, of which a block has 1024 at most.
+    "real": max_ops.Sizes(batch_size=4, seq_len=128, hidden_dim=768, output_dim=1024),
+}
+TRANSFORMER = max_ops.Sizes(batch_size=4, seq_len=512, hidden_dim=768, output_dim=3072)
 PROBLEM = Path(__file__).parents[2] / "problems" / "p22" / "op"
 GRADIENTS = (
     "grad_input",
@@ -56,6 +66,8 @@ def main(argv: list[str] | None = None) -> int:
             correct = run_backward(data, args.sizes, args.seed)
         else:
             correct = run_forward(args.mode, data)
+            if correct:
+                benchmark_library(args.sizes, args.seed, _device())
     except max_ops.CompileError as error:
         print(f"The kernels do not compile: {error}", file=sys.stderr)
         return 1
@@ -92,10 +104,9 @@ def run_forward(algorithm: max_ops.Algorithm, data: list[Tensor]) -> bool:
     verdicts["Reference:"] = report_difference(_pytorch(data), expected)
 
     title("Testing CPU Implementation")
-    # The CPU has one implementation, which is fused.
-    with compiling("fused kernel for the CPU"):
-        output = max_ops.layernorm_linear(*data, algorithm="fused")
-    print("OK Using Mojo fused kernel (CPU)")
+    with compiling(f"{algorithm} kernel for the CPU"):
+        output = max_ops.layernorm_linear(*data, algorithm=algorithm)
+    print(f"OK Using Mojo {algorithm} kernel (CPU)")
     verdicts["CPU:"] = report_difference(output, expected)
 
     gpu_data = on_gpu(data)
@@ -186,7 +197,7 @@ def benchmark(
     """Time the CPU against the GPU or, without one, Mojo against PyTorch."""
 
     def mojo_cpu() -> Tensor:
-        return max_ops.layernorm_linear(*data, algorithm="fused")
+        return max_ops.layernorm_linear(*data, algorithm=algorithm)
 
     if gpu_data is None:
         title(f"Benchmarking Mojo CPU vs PyTorch CPU {algorithm.upper()}")
@@ -198,19 +209,50 @@ def benchmark(
             ("CPU", mojo_cpu),
             (f"GPU {algorithm}", lambda: max_ops.layernorm_linear(*tensors, algorithm=algorithm)),
         )
+    print("   Compared is the document's kernel, which is written to be read: it computes one")
+    print("   element after another, and each call passes through a graph of MAX.")
     seconds = {}
     for name, compute in contenders:
-        print(f"   Testing {name} performance...")
-        seconds[name] = measure(compute)
+        print(f"   Testing {name} performance...", flush=True)
+        iterations = fitting(compute)
+        seconds[name] = measure(compute, iterations) / iterations * ITERATIONS
         print(f"   {name}: {seconds[name] * 1e3:.2f}ms ({ITERATIONS} iterations)")
 
     (first, base), (second, other) = seconds.items()
     word = "faster" if other < base else "slower"
     print(f"\n   {second} vs {first}: {max(base, other) / min(base, other):.2f}x {word}")
-    if other < base:
-        print(f"   {second} wins!")
-    else:
-        print(f"   {first} wins (at this size a call costs more than its computation)")
+    print(f"   {second if other < base else first} wins!")
+
+
+def benchmark_library(sizes: max_ops.Sizes, seed: int, device: str) -> None:
+    """Time the library's op against PyTorch eager, at the puzzle's size and at a transformer's."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    title("Benchmarking the library's op vs PyTorch eager")
+    print(
+        "   fn.fused_layernorm_linear computes the same, with the kernels that are meant for use."
+    )
+    with compiling("kernels of the library"):
+        fn.fused_layernorm_linear(*(t.to(device, dtype) for t in make_data(sizes, seed)))
+    lines = []
+    for each in (sizes, TRANSFORMER):
+        shape = f"{each.batch_size * each.seq_len}x{each.hidden_dim}x{each.output_dim}"
+        print(f"   Testing {shape} performance...", flush=True)
+        tensors = [t.to(device, dtype) for t in make_data(each, seed)]
+
+        def eager(tensors: list[Tensor] = tensors) -> Tensor:
+            return _pytorch(tensors)
+
+        def ours(tensors: list[Tensor] = tensors) -> Tensor:
+            return fn.fused_layernorm_linear(*tensors)
+
+        with torch.no_grad():
+            before, after = measure_in_turns((eager, ours), fitting(eager, 0.5))
+        times = f"{after * 1e6:.0f} us, eager {before * 1e6:.0f} us"
+        lines.append(f"   {shape}: {after / before:.2f} of eager's time ({times})")
+    kind = str(dtype).removeprefix("torch.")
+    print(f"\n   On {name}, {kind}, rows x features x outputs:")
+    print("\n".join(lines))
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -223,18 +265,31 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     ):
         modes.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=text)
     parser.add_argument("--problem", action="store_true", help="run your kernels of problems/p22")
-    parser.add_argument("--batch", type=int, default=4, help="sequences (4)")
-    parser.add_argument("--seq", type=int, default=4, help="positions in a sequence (4)")
-    parser.add_argument("--hidden", type=int, default=8, help="elements of a position (8)")
-    parser.add_argument("--output", type=int, default=16, help="outputs of a position (16)")
+    parser.add_argument(
+        "--size",
+        choices=list(SIZES),
+        default="document",
+        help="4 x 4 x 8 -> 16, as in the document, or 4 x 128 x 768 -> 1024",
+    )
+    parser.add_argument("--batch", type=int, help="sequences, instead of the size's")
+    parser.add_argument("--seq", type=int, help="positions in a sequence")
+    parser.add_argument("--hidden", type=int, help="elements of a position")
+    parser.add_argument("--output", type=int, help="outputs of a position")
     parser.add_argument("--seed", type=int, default=42, help="of the random data (42)")
     args = parser.parse_args(argv)
-    args.sizes = max_ops.Sizes(args.batch, args.seq, args.hidden, args.output)
+    given = args.batch, args.seq, args.hidden, args.output
+    given = args.batch, args.seq, args.hidden, args.output
+    pairs = zip(given, astuple(SIZES[args.size]), strict=True)
+    args.sizes = max_ops.Sizes(*(size if own is None else own for own, size in pairs))
     try:
         args.sizes.check()
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _pytorch(tensors: list[Tensor]) -> Tensor:

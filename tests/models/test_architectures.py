@@ -20,7 +20,9 @@ from zoo import ZOO  # noqa: E402
 
 from fused_norm.models import backend  # noqa: E402
 
-RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks" / "architectures.json").read_text())
+RESULTS = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "results" / "architectures.json").read_text()
+)
 ROWS: dict[str, dict[str, Any]] = {row["model"]: row for row in RESULTS["models"]}
 MODES = ("inference", "training")
 # Of the models' own.

@@ -25,6 +25,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
+SMALL = {"small": True}
 
 
 class Block(nn.Module):
@@ -132,11 +133,85 @@ def test_inductor_takes_the_ops() -> None:
         assert_alike(model, compiled, (3, 5, 32))
 
 
-def test_options_that_nobody_knows_are_refused() -> None:
-    model = Model()
-    compiled = torch.compile(model, backend="fused_norm", options={"no_such_option": 1})
-    with pytest.raises(Exception, match="no_such_option"):
-        compiled(torch.randn(2, 3, 32))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"no_such_option": 1}, r"unknown option 'no_such_option'"),
+        ({"smal": True}, r"unknown option 'smal'.*did you mean 'small'\?"),
+        ({"max_autotun": True}, r"did you mean 'max_autotune'\?"),
+        ({"max_autotune": True, "then": "eager"}, r"unknown option 'max_autotune'"),
+        ({"roundin": "once", "then": "aot_eager"}, r"did you mean 'rounding'\?"),
+        ({"small": "yes"}, r"small must be True or False, got 'yes'"),
+    ],
+)
+def test_options_that_nobody_knows_are_refused(options: dict[str, Any], message: str) -> None:
+    """Regression: with `then`, what was misspelt was ignored in silence."""
+    model, x = Model(), torch.randn(2, 3, 32)
+    with pytest.raises(ValueError, match=message):
+        fn.explain(model, x, options=options)
+    with pytest.raises(Exception, match=message):
+        torch.compile(model, backend="fused_norm", options=options)(x)
+
+
+@pytest.mark.as_dispatched
+def test_report_is_of_the_call_that_is_asked_about() -> None:
+    """Small calls are left before Inductor, and not where options or a mode have them fused."""
+    model, x = Model(), torch.randn(2, 9, 32)
+    left = fn.explain(model, x)
+    assert left.fused == []
+    reason = "PyTorch's ops finish a call this small sooner"
+    assert left.summary() == f"0 of 4 norms fused in 1 graph: {reason} (4 of 4)"
+    assert {site.way for site in fn.explain(model, x, options=SMALL).sites} == {"kernels"}
+    assert {site.way for site in fn.explain(model, x, options={"then": "eager"}).sites} == {reason}
+    assert len(fn.explain(model, x, mode="reduce-overhead").fused) == 4
+    sizes = {size for s in fn.explain(model, x, dynamic=True).sites for size in s.shape}
+    assert not sizes <= {"2", "9", "32"}
+    with pytest.raises(RuntimeError, match="Either mode or options"):
+        fn.explain(model, x, options=SMALL, mode="reduce-overhead")
+
+
+def test_report_tells_training_from_inference() -> None:
+    seen = []
+
+    class Watched(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.is_grad_enabled())
+            return super().forward(x)
+
+    for training in (False, True):
+        torch._dynamo.reset()
+        fn.explain(torch.compiler.disable(Watched()), torch.randn(2, 9, 32), training=training)
+    assert seen == [False, True]
+
+
+@pytest.mark.as_dispatched
+def test_small_acts_before_eager(watch: Any) -> None:
+    """Regression: the option was ignored, and each call left itself to PyTorch's ops."""
+    from fused_norm import composition
+
+    model, x = Model(), torch.randn(2, 9, 32)
+    calls = watch(composition, "seam")
+    for small, expected in ((False, 0), (None, 4), (True, 0)):
+        torch._dynamo.reset()
+        options = {"then": "eager"} | ({} if small is None else {"small": small})
+        torch.compile(model, backend="fused_norm", options=options)(x)
+        assert len(calls) == expected, options
+        calls.clear()
+
+
+def test_bfloat16_of_a_cpu_whose_instructions_only_pytorch_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`explain` says what `doctor` says."""
+    monkeypatch.setattr(
+        "fused_norm.chain.kernels.bfloat16_product", lambda: "avx512_bf16 and sse4a"
+    )
+    model, x = Model().bfloat16(), torch.randn(2, 9, 32, dtype=torch.bfloat16)
+    reason = "PyTorch's products of bfloat16 use avx512_bf16 and sse4a here, and ours do not"
+    assert reason in fn.explain(model, x).summary()
+    assert {site.way for site in fn.explain(model, x, options=SMALL).sites} == {reason}
+    with fn.batch_invariant():
+        assert {site.way for site in fn.explain(model, x, options=SMALL).sites} == {"kernels"}
 
 
 def test_other_backends_may_follow() -> None:
@@ -147,7 +222,7 @@ def test_other_backends_may_follow() -> None:
 @pytest.mark.parametrize("then", ["eager", "aot_eager"])
 def test_checkpointing(then: str) -> None:
     model = Model(checkpoints=True)
-    report = fn.explain(model, torch.randn(2, 9, 32))
+    report = fn.explain(model, torch.randn(2, 9, 32), options={"then": then})
     assert len(report.fused) == 4, report
     assert_alike(model, torch.compile(model, backend="fused_norm", options={"then": then}))
 
@@ -194,7 +269,7 @@ def test_compiled_autograd() -> None:
 
 
 def test_report() -> None:
-    report = fn.explain(Model(), torch.randn(2, 9, 32))
+    report = fn.explain(Model(), torch.randn(2, 9, 32), options=SMALL)
     assert [site.path for site in report.sites] == [
         f"blocks.{i}.norm{j}" for i in range(2) for j in (1, 2)
     ]
@@ -204,7 +279,7 @@ def test_report() -> None:
     assert data["graphs"] == 1
     assert data["sites"][1]["calls"] == ["norm_mlp: residual, swiglu"]
     text = str(report)
-    assert "4 of 4 norms fused in 1 graph:" in text
+    assert text.splitlines()[-1].startswith("4 of 4 norms fused in 1 graph: ")
     assert "blocks.0.norm1" in text
 
 
@@ -220,10 +295,14 @@ def test_fast_path_of_pytorch_has_no_norms() -> None:
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         expected = layer(x)
-        assert fn.explain(layer, x).sites == []
+        report = fn.explain(layer, x)
+        assert report.sites == []
+        assert str(report).startswith(
+            "0 of 0 norms fused in 1 graph: PyTorch computes 1 encoder layer"
+        )
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            assert len(fn.explain(layer, x).fused) == 2
+            assert len(fn.explain(layer, x, options=SMALL).fused) == 2
             compiled = torch.compile(layer, backend="fused_norm", options={"then": "eager"})
             torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
         finally:

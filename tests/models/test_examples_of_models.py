@@ -60,7 +60,7 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The script's times, table and plot; what errs is not timed, and what is there stays."""
     pytest.importorskip("timm", reason="timm is not installed: uv sync --group models")
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts")
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts/measure")
     import whole_models
 
     path, page = tmp_path / "models.json", tmp_path / "models.md"
@@ -84,11 +84,11 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_have_the_committed_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts")
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts/measure")
     import whole_models
 
     root = EXAMPLES.parent
-    run = json.loads((root / "benchmarks/h200-models.json").read_text())
+    run = json.loads((root / "benchmarks/results/h200-models.json").read_text())
     assert whole_models.table(run) in (root / "docs/models.md").read_text()
     front = " ".join((root / "README.md").read_text().split())
     for m in run["measurements"]:

@@ -104,7 +104,7 @@ def test_adapters_are_seen() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(llama(), config).eval()
     ids = torch.randint(3, 97, (2, 5))
-    report = fn.explain(model, input_ids=ids)
+    report = fn.explain(model, input_ids=ids, options=EAGER)
     assert report.sites[0].linears == 5
     assert all(site.fused for site in report.sites), report
     compiled = torch.compile(model, backend="fused_norm", options=EAGER)

@@ -13,7 +13,9 @@ for needed in ("transformers", "timm", "diffusers"):
 from compare import compare  # noqa: E402
 from zoo import ZOO  # noqa: E402
 
-CENSUS = json.loads((Path(__file__).parents[2] / "benchmarks" / "census.json").read_text())
+CENSUS = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "results" / "census.json").read_text()
+)
 COUNTED = {row["model"]: row for row in CENSUS["models"]}
 # One of each family and form: Conv1D, gamma around zero, experts, post-norm, views, AdaLN; a ViT,
 # LLaMA, Whisper and DiT are the examples'.

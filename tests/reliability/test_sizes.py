@@ -8,7 +8,7 @@ from accuracy import check, eager, make_inputs
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.bench.memory import free_bytes
+from benchmarks.memory import free_bytes
 
 gpu = [
     pytest.mark.gpu,

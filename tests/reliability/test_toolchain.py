@@ -29,7 +29,12 @@ def test_oldest_compiler(tmp_path: Path) -> None:
         ["pip", "install", "-q", "--python", str(python), *wanted],
     ):
         subprocess.run([str(UV), *command], check=True)
-    tests = ["tests/test_cpu_kernels.py", "tests/test_layernorm_linear.py", "-k", "float32"]
+    tests = [
+        "tests/op/norm_linear/test_cpu_kernels.py",
+        "tests/test_layernorm_linear.py",
+        "-k",
+        "float32",
+    ]
     result = subprocess.run(
         [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,

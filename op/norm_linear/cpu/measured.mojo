@@ -1,7 +1,8 @@
 """Which of our product and PyTorch's is faster on a CPU.
 
-Written by scripts/dispatch_cpu.py, which measured benchmarks/cpu-dispatch-*.json as well:
-`python scripts/dispatch_cpu.py --table` writes it anew from there.
+Written by scripts/measure/dispatch_cpu.py, which measured
+benchmarks/results/cpu-dispatch-*.json as well:
+`python scripts/measure/dispatch_cpu.py --table` writes it anew from there.
 """
 
 from ...gemm.activation import GATED, GELU, SILU

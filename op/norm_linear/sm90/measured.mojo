@@ -1,7 +1,8 @@
 """Which way of the forward is fastest on Hopper at the sizes that were measured.
 
-Written by scripts/dispatch.py, which measured benchmarks/h200-dispatch.json as well:
-`python scripts/dispatch.py --table` writes it anew from there. Where a call is
+Written by scripts/measure/dispatch.py, which measured
+benchmarks/results/h200-dispatch.json as well:
+`python scripts/measure/dispatch.py --table` writes it anew from there. Where a call is
 DECLINED, our norm around PyTorch's product is faster, which takes the host longer
 to launch.
 """

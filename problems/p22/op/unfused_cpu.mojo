@@ -1,0 +1,1 @@
+../../../op/puzzle/unfused_cpu.mojo

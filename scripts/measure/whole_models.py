@@ -1,0 +1,377 @@
+"""Measures whole models: images or tokens a second and peak memory, in inference and training.
+
+    python scripts/measure/whole_models.py --json FILE.json --table FILE.md --plot FILE.png
+    python scripts/measure/whole_models.py --json FILE.json --table FILE.md --only-show
+
+Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turbo (transformers)
+and DiT-XL/2 (diffusers), with random weights; one whose library is missing is left out, and says
+so. Eager, torch.compile and this library's backend share a model's parameters and take turns, in a
+new random order each round. Training is forward and backward, with new gradients and no
+optimizer. Each is first compared with the model in float32: whatever errs more than twice as much
+as eager is not timed. In inference, `fused_norm-frozen` is a copy of the model that is frozen, with
+weights offloaded; its memory counts what it takes more than the model. `--resume` measures what a
+file lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.case import dtype_name
+from benchmarks.environment import describe
+from benchmarks.memory import is_out_of_memory, peak
+from benchmarks.report import size as bytes_in_words
+from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from fused_norm.freeze import freeze
+from fused_norm.models import Site, backend
+from fused_norm.models.sites import RESIDUAL
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+# Calls in a batch of inference and training, as many as keep an H200 busy.
+MODELS = {"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)}
+MODES = ("forward", "train")
+FROZEN = "fused_norm-frozen"
+PROVIDERS = ("eager", "compile", "fused_norm", FROZEN)
+COLORS = dict(zip(PROVIDERS, ("#5f6b76", "#edae49", "#d1495b", "#8d2f3d"), strict=True))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What errs more than this of eager's error is wrong; less than the other is rounding alone.
+MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
+Step = Callable[[], list[Tensor]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the files, and return 1 if something was wrong or failed."""
+    options = _parser().parse_args(arguments)
+    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    run: dict[str, Any] = {"measurements": []}
+    if options.json.exists() and (options.resume or options.only_show):
+        run = json.loads(options.json.read_text())
+    if not options.only_show:
+        environment = dataclasses.asdict(describe(device, options.commit))
+        options.commit = environment["commit"]
+        environment["command"] = f"python scripts/measure/whole_models.py {' '.join(sys.argv[1:])}"
+        run |= {"environment": environment, "dtype": dtype_name(dtype)}
+        known = {(m["model"], m["mode"]) for m in run["measurements"]}
+        end = time.perf_counter() + options.time_limit
+        for name in options.model or MODELS:
+            for mode in options.mode or MODES:
+                if (name, mode) in known:
+                    continue
+                if time.perf_counter() > end:
+                    print(f"{name} {mode}: left out, the time is over", flush=True)
+                    continue
+                found = measure(name, mode, device, dtype, options)
+                if found is not None:
+                    run["measurements"].append(found)
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    options.json.write_text(json.dumps(run, indent=1) + "\n")
+                    print(line(found), flush=True)
+    if options.table is not None:
+        options.table.write_text(table(run))
+    if options.plot is not None:
+        plot(run, options.plot)
+    results = [r for m in run["measurements"] for r in m["results"].values()]
+    return int(not results or any(result["status"] != "ok" for result in results))
+
+
+def _parser() -> argparse.ArgumentParser:
+    has_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="file to write, or to read")
+    parser.add_argument("--table", type=Path, help="write a table in Markdown")
+    parser.add_argument("--plot", type=Path, help="write a plot")
+    parser.add_argument("--only-show", action="store_true", help="measure nothing")
+    parser.add_argument("--resume", action="store_true", help="measure what the file lacks")
+    parser.add_argument("--model", action="append", choices=MODELS)
+    parser.add_argument("--mode", action="append", choices=MODES)
+    parser.add_argument("--provider", action="append", choices=PROVIDERS, help="beside eager")
+    parser.add_argument("--size", choices=("tiny", "large"), default="large")
+    parser.add_argument("--batch", type=int, help="default: by the model")
+    parser.add_argument("--then", default="inductor", help="what follows this library's pass")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if has_gpu else "float32")
+    parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each provider")
+    parser.add_argument("--time-limit", type=float, default=1e9, help="start nothing after that")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="where there is no checkout to ask")
+    return parser
+
+
+def measure(
+    name: str, mode: str, device: torch.device, dtype: torch.dtype, options: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Return what was found of a model in one mode; None where its library is missing.
+
+    Args:
+        name: One of MODELS.
+        mode: One of MODES.
+        device: Where to run.
+        dtype: Of parameters and inputs.
+        options: Those of the command line.
+    """
+    try:
+        example = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        print(f"{name}: left out, {error.name} is not installed", flush=True)
+        return None
+    torch.manual_seed(options.seed)
+    torch.compiler.reset()
+    batch = options.batch or MODELS[name][MODES.index(mode)]
+    model, inputs = example.build(options.size, batch)
+    model = model.to(device, dtype).train(mode == "train")
+    for module in model.modules():
+        # Chance would make the ways differ: dropout, and the labels that diffusers drops.
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout_prob", None), float):
+            module.dropout_prob = 0.0
+    inputs = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
+    found: dict[str, Any] = {
+        **{"model": name, "mode": mode, "size": options.size, "batch": batch},
+        **{"unit": example.UNIT, "count": example.count(inputs), "commit": options.commit},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "fused": "",
+    }
+    sites: list[Site] = []
+    with torch.set_grad_enabled(mode == "train"):
+        found["results"] = _results(model, inputs, mode, options, sites)
+    norms = [site for site in sites if site.kind != RESIDUAL]
+    if norms:
+        found["fused"] = f"{sum(site.fused for site in norms)} of {len(norms)} norms"
+    del model, inputs
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _results(
+    model: nn.Module, inputs: dict[str, Tensor], mode: str, options: Any, sites: list[Site]
+) -> dict[str, Any]:
+    """Return results by provider: those that are exact, timed in turns; add what was fused."""
+    parameters = trained(model)
+    output_of = importlib.import_module("whole_model").output_of
+
+    def bound(run: Any, own: Sequence[Tensor], given: dict[str, Tensor]) -> Step:
+        def step() -> list[Tensor]:
+            y = output_of(run, given)
+            if mode == "forward":
+                return [y]
+            dy = torch.linspace(-1, 1, y.shape[-1], device=y.device, dtype=y.dtype)
+            found = torch.autograd.grad(y, own, dy.expand_as(y), allow_unused=True)
+            return [y.detach(), *(g for g in found if g is not None)]
+
+        return step
+
+    wide = copy.deepcopy(model).float()
+    given = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    exact = bound(wide, trained(wide), given)()
+    del wide
+    asked = ["eager", *(p for p in options.provider or PROVIDERS if p != "eager")]
+    if mode == "train" and FROZEN in asked:
+        asked.remove(FROZEN)
+    device = parameters[0].device
+    # A copy, as the others' parameters are not frozen.
+    models = {p: copy.deepcopy(model) if p == FROZEN else model for p in asked}
+    before = _allocated(device)
+    steps = {
+        p: bound(_provided(p, models[p], options.then, sites), parameters, inputs) for p in asked
+    }
+    results: dict[str, Any] = {}
+    for provider in sorted(steps, key=lambda p: p == FROZEN):
+        results[provider] = _checked(steps[provider], exact, results.get("eager"))
+        if provider != FROZEN:
+            before = _allocated(device)
+    good = [p for p in asked if results[p]["status"] == "ok"]
+    for provider in good:
+        held = peak(steps[provider], device)
+        if held is not None and provider == FROZEN:
+            held += _allocated(device) - before
+        results[provider]["peak bytes"] = held
+    rounds = Rounds(
+        {p: _timer(steps[p], device) for p in good},
+        Budget(options.seconds, warm_up=options.seconds / 4, most=50),
+        options.seed,
+    )
+    rounds.run()
+    for provider in good:
+        if provider in rounds.failures:
+            results[provider] |= _failed(rounds.failures[provider])
+            continue
+        times = rounds.timings(provider)
+        results[provider]["timings"] = {k: dataclasses.asdict(t) for k, t in times.items()}
+    return results
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that get a gradient.
+
+    Args:
+        model: The model.
+    """
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _provided(provider: str, model: nn.Module, then: str, sites: list[Site]) -> Any:
+    if provider == "eager":
+        return model
+    if provider == "compile":
+        return torch.compile(model)
+    if provider == FROZEN:
+        freeze(model.eval(), offload=True)
+        sites = []
+    ours: Any = functools.partial(backend, options={"then": then}, sites=sites)
+    return torch.compile(model, backend=ours)
+
+
+def _allocated(device: torch.device) -> int:
+    """Return the bytes of a GPU that tensors have."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated(device)
+
+
+def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> dict[str, Any]:
+    """Return how far a provider is off, and whether it may be timed."""
+    try:
+        found = step()
+        off = [(a.float() - b).norm() for a, b in zip(found, exact, strict=True)]
+    except Exception as error:
+        # A model, a compiler or a driver of others may raise whatever it likes; the rest goes on.
+        return _failed(error)
+    # Of all gradients together: some, as of a bias that a softmax takes out, are rounding alone.
+    result: dict[str, Any] = {"status": "ok"}
+    for key, part in (("output error", slice(0, 1)), ("gradient error", slice(1, None))):
+        norms = [torch.stack(v).norm() for v in (off[part], [b.norm() for b in exact[part]]) if v]
+        result[key] = (norms[0] / norms[1]).item() if norms else 0.0
+    if eager is not None:
+        for key in ("output error", "gradient error"):
+            if result[key] > max(MOST_ERROR * eager.get(key, 0.0), LEAST_ERROR):
+                result["status"] = "wrong"
+    return result
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    status = "oom" if is_out_of_memory(error) else "failed"
+    return {"status": status, "message": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _timer(step: Step, device: torch.device) -> Timer:
+    if device.type == "cpu":
+        return CpuTimer([step])
+    return GpuTimer([step], torch.cuda.current_stream(device), None)
+
+
+def seconds(result: dict[str, Any]) -> float | None:
+    """Return the median seconds of a call, None where it was not timed."""
+    timings = result.get("timings", {})
+    timing = timings.get("launch") or timings.get("wall")
+    return None if timing is None else float(timing["median"]) * 1e-6
+
+
+def line(found: dict[str, Any]) -> str:
+    """Return a measurement in a line.
+
+    Args:
+        found: What `measure` returned.
+    """
+    parts = [f"{found['model']} {found['mode']} ({found['fused']} fused):"]
+    for provider, result in found["results"].items():
+        took = seconds(result)
+        if took is None:
+            parts.append(f"{provider} {result['status']} {result.get('message', '')}")
+        else:
+            parts.append(f"{provider} {found['count'] / took:,.0f} {found['unit']}/s")
+    return "  ".join(parts)
+
+
+def table(run: dict[str, Any]) -> str:
+    """Return the measurements as a table in Markdown.
+
+    Args:
+        run: What was written.
+    """
+    environment = run["environment"]
+    machine = environment["gpu"] or environment["cpu"]
+    lines = [
+        f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time is "
+        "that of eager in the same rounds.",
+        "",
+        "| model | mode | commit | batch | norms fused | way | a second | time | peak memory "
+        "| error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for m in run["measurements"]:
+        eager = seconds(m["results"]["eager"])
+        for provider, result in m["results"].items():
+            head = f"| {m['model']} | {m['mode']} | {m['commit'][:7]} | {m['batch']} | "
+            head += f"{m['fused']} | `{provider}` | "
+            took = seconds(result)
+            if took is None or eager is None:
+                lines.append(f"{head}{result['status']} | | | |")
+                continue
+            held = result["peak bytes"]
+            memory = "" if held is None else bytes_in_words(held)
+            error = max(result["output error"], result["gradient error"])
+            rate = f"{m['count'] / took:,.0f} {m['unit']}"
+            lines.append(f"{head}{rate} | {took / eager:.2f} | {memory} | {error:.1e} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(run: dict[str, Any], path: Path) -> None:
+    """Draw each way's speed, of eager's, with the spread of the rounds.
+
+    Args:
+        run: What was written.
+        path: Where to.
+    """
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    from matplotlib import pyplot
+
+    shown = [m for m in run["measurements"] if seconds(m["results"]["eager"]) is not None]
+    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.62 * len(shown)), layout="constrained")
+    providers = [p for p in PROVIDERS if any(p in m["results"] for m in shown)]
+    height = 0.8 / max(len(providers), 1)
+    for i, provider in enumerate(providers):
+        for row, m in enumerate(shown):
+            eager, took = seconds(m["results"]["eager"]), seconds(m["results"].get(provider, {}))
+            if eager is None or took is None:
+                continue
+            place = row + (i - (len(providers) - 1) / 2) * height
+            label = provider if row == 0 else None
+            axes.barh(place, eager / took, height, color=COLORS[provider], label=label)
+            axes.text(eager / took, place, f" {m['count'] / took:,.0f} {m['unit']}/s", va="center")
+    axes.set_yticks(range(len(shown)), [f"{m['model']}, {m['mode']}" for m in shown])
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.axvline(1.0, color="#333333", linewidth=0.8)
+    axes.set_xlabel("speed, of eager's")
+    environment = run["environment"]
+    axes.set_title(f"Whole models, {environment['gpu'] or environment['cpu']}, {run['dtype']}")
+    if shown:
+        figure.legend(loc="outside lower center", ncols=len(providers), frameon=False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Write docs/numerics.md: how sums are taken, and how far results are from float64 on this CPU.
+
+python scripts/pages/numerics_page.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fused_norm as fn
+from fused_norm.call.record import FUSED
+from fused_norm.chain import kernels
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
+COSTS = PAGE.parent.parent / "benchmarks" / "results" / "batch-invariant.json"
+PASSES = ("forward", "training")
+METRICS = {"wall": "time", "graph": "in a CUDA graph", "launch": "launched"}
+DEVICES = {"cpu": "{threads} threads, PyTorch {torch}", "cuda": "PyTorch {torch}"}
+NODE = {True: "through the C++ node", False: "in Python as well"}
+SIZES = (512, 768, 384)
+MEANS = (0, 1, 10, 100, 1000)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = ("y", "dx", "dln_weight", "dln_bias", "dlinear_weight", "dlinear_bias")
+EPS = 1e-5
+
+INTRODUCTION = """\
+# Numerics
+
+`scripts/pages/numerics_page.py` writes this page and measures its tables; do not edit it.
+
+Statistics, products and sums are computed in float32, for float64 in float64. The mean and rstd are
+saved for the backward in that type. A result is rounded once, to the dtype of its tensor.
+
+## A row's mean and variance
+
+No kernel uses $E[x^2] - E[x]^2$. It subtracts two numbers of the size of the squared mean to find
+one of the size of the variance; in float32, from mean/std = 4096 on, nothing is left of it.
+
+- **CPU**: two passes over a row that is in cache. The first finds a center from the differences to
+  the row's first element. The second sums the deviations from the center, and their squares. The
+  sum of the deviations corrects both the mean and the variance.
+- **GPU**: the same, on a row that stays in registers, or is read again if it is too long for them.
+- **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, namely the average
+  of the row's first elements.
+
+In the first two, a constant row has deviations of exactly zero and gives exactly what a row of
+zeros gives.
+
+## Products and sums
+
+- **CPU, forward**: normalized rows enter the product in float32, or in bfloat16 on AMX tiles (and
+  with AVX-512 BF16 on AMD's CPUs, where `batch_invariant` runs our product). 128 products (512 of
+  bfloat16) are summed before they join the total, which keeps the error of long sums small. On AMX
+  tiles, 32 at a time join one sum, and subnormal numbers count as zeros.
+- **CPU, backward**: the product of dy and the normalized rows, before `ln_weight` is applied, gives
+  the gradients of `ln_weight` and `linear_weight`. Up to 192 rows, the product of dy and
+  `linear_weight`, which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`
+  instead, and the rows that enter the product for `linear_weight` have both applied. dy is summed
+  over rows in float64.
+- **GPU**: normalized rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
+  products. For the gradients of `ln_weight` and `ln_bias`, each block sums some rows, and a second
+  kernel adds those sums in a fixed order.
+- **Hopper, bfloat16, forward**, with a fold: instead of the normalized rows, `linear_weight` times
+  `ln_weight`, less each row's mean, is rounded. rstd, mean and biases are applied to float32 sums.
+- **Hopper, bfloat16 and float16, backward**: our own products of dy and `linear_weight`, and of dy
+  and the normalized rows. The first is rounded to the dtype of x before the norm's backward reads
+  it; so are the normalized rows, which are computed again. Each product sums in float32. Sums over
+  rows, `linear_bias`'s too, stay in registers and are added in a fixed order.
+- **Hopper, float16, forward**, with our product: normalized rows are rounded to float16, as in
+  PyTorch.
+- **Hopper, float32, forward**, if PyTorch may use tf32
+  (`torch.backends.cuda.matmul.fp32_precision`): normalized rows and weights are rounded to tf32, to
+  nearest, on their way to the tensor cores, and summed in float32. x itself is never rounded: at
+  mean/std = 1000 nothing would be left of it. The backward is that of any GPU.
+- **MAX graphs**: on a CPU the same kernels and the same bits, with tile registers (AMX) if MAX
+  is [told of them](max.md); on a GPU the same row passes around the vendor's BLAS, without tf32.
+
+## The same bits every time
+
+None of the library's kernels adds with atomic operations; the shape decides the order of every sum.
+
+On a CPU, neither the number of threads nor the other rows of a batch change a bit of what our
+products compute, but the instruction set does. PyTorch's products, which serve calls with several
+weights and sizes at which they are faster, choose their kernel by the number of rows.
+
+On a GPU, the same call gives the same bits. The number of rows decides which kernel runs: PyTorch's
+where its products run between our kernels, and on Hopper, with our own products, which tile and
+which way.
+
+## Bits that do not depend on the batch
+
+In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever
+rows are beside it and however many. All products of rows are then ours: on a CPU as above; on
+Hopper of normalized rows, in tiles. In a tile of any shape one k block follows another, so that the
+shape may still go by the number of rows. The kernel for few rows, in which two blocks share a sum,
+is not taken. The tests compare bits between batches of 1 to 16384 rows.
+
+Few rows of a large weight pay most: on Hopper fewer blocks read it than in the kernel of their own.
+Calls launched one by one pay for the host, whose part of a call in the mode is all Python's.
+
+#COSTS#
+## What the tests ask for
+
+For every dtype and shape, the error of the output and of each gradient is at most twice the sum of
+PyTorch's own error in that dtype and half a unit in the last place. The error is the Frobenius norm
+of the difference to float64, computed from the same rounded inputs.
+
+"""
+
+
+def main() -> int:
+    """Write the page and return an exit status."""
+    # Calls that PyTorch's ops finish sooner would be left to them.
+    kernels.cpu_way = lambda: FUSED
+    PAGE.write_text(page())
+    return 0
+
+
+def page() -> str:
+    """Return the page, with tables measured now."""
+    rows, features, outputs = SIZES
+    text = INTRODUCTION.replace("#COSTS#\n", costs()) + (
+        f"## Measured on a CPU\n\n{rows} rows, {features} features, {outputs} outputs. Each cell "
+        "holds the error of our kernels\nand then PyTorch's (`F.linear(F.layer_norm(x))`), both "
+        "relative to float64.\n"
+    )
+    for dtype in DTYPES:
+        text += f"\n### {str(dtype).removeprefix('torch.')}\n\n"
+        text += f"| mean/std | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}\n"
+        for mean in MEANS:
+            ours, theirs = errors(dtype, mean)
+            cells = (f"{mine:.1e}, {other:.1e}" for mine, other in zip(ours, theirs, strict=True))
+            text += f"| {mean} | {' | '.join(cells)} |\n"
+    return text
+
+
+def costs() -> str:
+    """Return tables of what `batch_invariant()` costs, from what was measured."""
+    text = ""
+    for kind, found in json.loads(COSTS.read_text()).items():
+        metrics = found["metrics"]
+        heads = [f"{name}, {METRICS[metric]}" for metric in metrics for name in PASSES]
+        text += (
+            f"What it costs on {found['machine']}, {DEVICES[kind].format(**found)}: time of "
+            f"LayerNorm + Linear in the mode over that without, which goes "
+            f"{NODE['node' in found['fused_norm']]} (`scripts/measure/batch_invariant.py`).\n\n"
+            f"| dtype | K, N | rows | {' | '.join(heads)} |\n|---|---|---|{'---|' * len(heads)}\n"
+        )
+        for entry in found["ratios"]:
+            cells = [f"{entry[name][metric]:.2f}" for metric in metrics for name in PASSES]
+            place = f"{entry['dtype']} | {entry['K']}, {entry['N']} | {entry['M']}"
+            text += f"| {place} | {' | '.join(cells)} |\n"
+        text += "\n"
+    return text
+
+
+def errors(dtype: torch.dtype, mean: float) -> tuple[list[float], list[float]]:
+    """Return our relative errors and PyTorch's, of what `COLUMNS` names."""
+    generator = torch.Generator().manual_seed(0)
+    rows, features, outputs = SIZES
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    inputs = [
+        normal(rows, features) + mean,
+        1 + 0.2 * normal(features),
+        0.2 * normal(features),
+        normal(outputs, features) / features**0.5,
+        0.2 * normal(outputs),
+        normal(rows, outputs),
+    ]
+    rounded = [tensor.to(dtype) for tensor in inputs]
+    truth = _results(_eager, [tensor.double() for tensor in rounded])
+    return (
+        _relative(_results(fn.fused_layernorm_linear, rounded), truth),
+        _relative(_results(_eager, rounded), truth),
+    )
+
+
+def _eager(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, EPS), weight, bias)
+
+
+def _results(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the output and the five gradients."""
+    *inputs, grad_output = tensors
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad_output)]
+
+
+def _relative(results: list[Tensor], truth: list[Tensor]) -> list[float]:
+    return [
+        float((result.double() - exact).norm() / exact.norm())
+        for result, exact in zip(results, truth, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

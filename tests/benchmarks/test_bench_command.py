@@ -1,0 +1,121 @@
+"""The command: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bench_cases import provider, right, without_bias
+from torch import Tensor
+
+from benchmarks import command_line, providers, runs, shapes
+from benchmarks.cli import main
+
+
+@pytest.mark.slow
+def test_compiled_provider_in_every_mode() -> None:
+    """Regression: a compiled backward frees what it saved, and so could not be run again."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--device", "cpu"]
+    command += ["--op", "layernorm_linear", "--provider", "compile", "--seconds", "0.05"]
+    command += ["--shape", "24,32,40", "--no-memory", "--mode", "backward", "--mode", "train"]
+    command += ["--dtype", "float32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(lines) == 2, done.stderr
+    for line in lines:
+        assert "compile failed" not in line
+        assert "compile wrong" not in line
+        assert ", compile " in line
+
+
+def _cpu_seconds_of_children() -> float:
+    """Other work on the machine does not count."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_quick_run(tmp_path: Path) -> None:
+    """The whole command, as a user runs it: within a minute of 2 cores, and right."""
+    path = tmp_path / "quick.json"
+    start = _cpu_seconds_of_children()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks", "--quick", "--device", "cpu"),
+            *("--json", str(path), "--csv", str(tmp_path / "quick.csv")),
+            *("--plot", str(tmp_path / "plots"), "--interference"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    took = (_cpu_seconds_of_children() - start) / 2
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert took < 60
+    run = runs.load(path)
+    assert run.measurements[0].of("fused_norm").timings
+    assert run.interference
+    for name in ("cpu", "software", "LayerNorm + Linear, forward, float32", "fused_norm"):
+        assert name in done.stdout
+    # A busy machine's time limit leaves out the larger shape.
+    assert {m.dtype for m in run.measurements} == set(command_line.QUICK_DTYPES)
+    # No control characters where nobody looks at a terminal.
+    assert "\x1b" not in done.stdout + done.stderr
+    assert len(list((tmp_path / "plots").glob("*.png"))) >= 3
+    environment = run.environment
+    assert environment.torch == torch.__version__
+    assert environment.threads >= 1
+    assert environment.cache_bytes >= 2**20
+
+
+def test_gate(registry: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(*inputs: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return right(*inputs)
+
+    arguments = ["--op", "layernorm_linear", "--shape", "24,32,40", "--seconds", "0.01"]
+    arguments += ["--mode", "forward", "--device", "cpu", "--no-memory"]
+    registry(provider("mine", slow, role="ours"))
+    assert main(arguments) == 0
+    assert main([*arguments, "--max-ratio", "1.5"]) == 1
+    assert "of eager's, over 1.5" in capsys.readouterr().out
+    registry(provider("mine", without_bias, role="ours"))
+    assert main(arguments) == 1
+    assert "wrong: y is off by" in capsys.readouterr().out
+    registry(provider("theirs", without_bias))
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--shape", "3,4"],
+        ["--device", "meta"],
+        ["--baseline", "nowhere.json"],
+        ["--provider", "nobody"],
+        ["--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_listing_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    out = capsys.readouterr().out
+    for name in (*providers.NAMES, *shapes.SETS):
+        assert name in out
+    assert main(["--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == runs.schema()

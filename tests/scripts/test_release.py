@@ -1,0 +1,70 @@
+"""What a release promises: figures in the docs that were measured, an sdist that is complete."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts/wheel"))
+
+import wheel_nodes  # noqa: E402
+import wheel_trial  # noqa: E402
+
+FILE = ROOT / "benchmarks" / "results" / "wheel.json"
+LARGEST_BYTES = 15_000_000
+# Twice what they should take: others may have shared the machine.
+LONGEST_IMPORT, LONGEST_FIRST_CALL = 0.3, 0.2
+
+
+@pytest.fixture
+def found() -> Any:
+    if not FILE.is_file():
+        pytest.skip("no wheel has been tried: scripts/wheel/wheel_trial.py writes wheel.json")
+    return json.loads(FILE.read_text())
+
+
+def test_the_guide_shows_what_was_measured(found: Any) -> None:
+    page = wheel_trial.PAGE.read_text()
+    start, end = (page.index(mark) for mark in wheel_trial.MARKS)
+    assert (
+        page[start + len(wheel_trial.MARKS[0]) : end].strip() == wheel_trial.figures(found).strip()
+    )
+
+
+def test_the_wheel_is_small_and_starts_at_once(found: Any) -> None:
+    assert found["content"]["bytes"] < LARGEST_BYTES
+    kinds = found["content"]["kinds"]
+    assert {"kernels v3", "kernels v4", "kernels amx", "runtime", "nodes"} < set(kinds)
+    for name, kind in kinds.items():
+        if "sm_" in name:
+            # A text stays where its address occurs in its file by chance as well: one of
+            # Blackwell's may.
+            texts = kind["kernels"] - kind["cubins"]
+            assert 0 <= texts <= ("sm_100a" in name) < kind["cubins"]
+    for trial in found["trials"]:
+        assert trial["import_s"] < LONGEST_IMPORT
+        assert max(dtype["first_s"] for dtype in trial["cpu"].values()) < LONGEST_FIRST_CALL
+
+
+def test_every_pytorch_that_has_a_node_was_tried(found: Any) -> None:
+    tried = {trial["node"] for trial in found["trials"]}
+    assert tried == {wheel_nodes.file_name(version) for version in wheel_nodes.VERSIONS}
+
+
+def test_a_trial_notices_what_did_not_serve(tmp_path: Path) -> None:
+    path = tmp_path / "a-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("fused_norm/prebuilt/node-torch-2.15.so", "")
+        archive.writestr("fused_norm/prebuilt/norm_linear_cpu-float32-v3.so", "")
+    said = {"torch": "2.15.0", "node": "/a/node-torch-2.15.so", "cpu": {"float32": {}}}
+    wheel_trial._compare(dict(said), "autograd  C++, prebuilt", path)
+    with pytest.raises(RuntimeError, match="Python's serves, not node-torch-2"):
+        wheel_trial._compare({**said, "node": None}, "autograd  Python", path)
+    with pytest.raises(RuntimeError, match="came for this CPU, not"):
+        wheel_trial._compare({**said, "cpu": {}}, "autograd  C++, prebuilt", path)

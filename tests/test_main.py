@@ -1,0 +1,93 @@
+"""The commands of `python -m fused_norm`: what they refuse, and the small check of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from devices import GPU
+from torch import Tensor
+
+from fused_norm import bench
+from fused_norm.__main__ import main
+
+SMALL = ["bench", "--device", "cpu", "--dtype", "float32", "--shape", "24,32,40", "--rounds", "3"]
+
+
+def test_bench_compares_with_eager_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for op in bench.OPS:
+        (line,) = [line for line in lines if line.startswith(f" {op.name}")]
+        forward, training = line.split()[-1], line.split()[-4]
+        assert float(forward) > 0
+        assert float(training) > 0
+    assert max(map(len, lines)) <= 80
+
+
+def test_bench_measures_the_usual_sizes_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_times", lambda *_: (9999.99e-3, 1e-3))
+    monkeypatch.setattr(bench, "_wrong", lambda *_: "")
+    monkeypatch.setattr(bench, "_training", lambda *_: None)
+    assert main(["bench", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for shape in bench.SHAPES["cpu"]:
+        assert out.count(", ".join(map(str, shape))) == len(bench.OPS)
+
+
+def test_bench_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--max-ratio", "0"]) == 1
+    assert capsys.readouterr().out.count("of eager's time, over 0") == 2 * len(bench.OPS)
+
+
+@pytest.mark.parametrize("wrong", [0.01, float("nan")])
+def test_bench_finds_wrong_results(
+    wrong: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ours(*inputs: Tensor) -> Tensor:
+        return bench.OPS[0].eager(*inputs) * (1 + wrong)
+
+    op = bench.Op("off", False, ours, bench.OPS[0].eager)
+    monkeypatch.setattr(bench, "OPS", [op])
+    assert main(SMALL) == 1
+    assert "y is off by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_bench_is_right_in_each_dtype(device: str) -> None:
+    for op in bench.OPS:
+        inputs = bench._inputs(op, (24, 32, 40), torch.bfloat16, device)
+        assert bench._wrong(op, inputs) == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor", "--nonsense"],
+        ["bench", "--nonsense"],
+        ["bench", "--shape", "3,4"],
+        ["bench", "--shape", "3,0,4"],
+        ["bench", "--device", "meta"],
+        ["bench", "--rounds", "0"],
+    ],
+    ids=" ".join,
+)
+def test_commands_that_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_the_library_leaves_the_benchmark_and_the_tutorial_out() -> None:
+    script = "import sys, fused_norm.__main__; print(*sys.modules)"
+    out = subprocess.check_output([sys.executable, "-c", script], text=True)
+    beside = ("benchmarks", "tutorial", "scripts", "matplotlib")
+    assert [name for name in out.split() if name.split(".")[0] in beside] == []

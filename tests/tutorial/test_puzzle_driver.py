@@ -1,0 +1,132 @@
+"""Puzzle 22's driver as a user starts it: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT, run_script
+
+GPU_VERDICT = "OK CORRECT" if torch.cuda.is_available() else r"SKIPPED \(no GPU\)"
+
+# Faults that a kernel could have: file, text, replacement.
+FAULTS = [
+    ("fused.mojo", "acc + rebind[Scalar[dtype]](linear_bias[out_idx])", "acc"),
+    ("fused_backward.mojo", "- sum_grad_normalized / Scalar[dtype](hidden_dim)", ""),
+]
+
+
+run = functools.partial(run_script, "solutions/p22/p22.py")
+
+
+def test_forward_prints_what_the_document_shows() -> None:
+    result = run("--fused")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for line in (
+        r"Testing with dimensions: \[4, 4, 8\] -> \[4, 4, 16\]",
+        r"OK Loaded Mojo operations library",
+        r"   Puzzle 22: FUSED Algorithm Test & Benchmark",
+        r"OK Using Mojo fused kernel \(CPU\)",
+        r"   Max difference: \d\.\d\de-\d\d",
+        r"   - Reference: +OK CORRECT",
+        r"   - CPU: +OK CORRECT",
+        rf"   - GPU fused: +{GPU_VERDICT}",
+        r"   Overall Correctness: OK ALL CORRECT",
+        r"   .*CPU: \d+\.\d\dms \(50 iterations\)",
+        r"FUSED Algorithm Test Completed!",
+    ):
+        assert re.search(f"^{line}$", result.stdout, re.MULTILINE), line
+    # Not a terminal, so plain lines say what was compiled and for how long.
+    assert "Compiling fused kernel for the CPU" in result.stderr
+    assert re.search(r"^  \d+\.\d s$", result.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_other_sizes() -> None:
+    """The options reach the kernels, and the gradients are checked for two incoming gradients."""
+    result = run("--backward", "--batch", "3", "--seq", "5", "--hidden", "33", "--output", "19")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[3, 5, 33] -> [3, 5, 19]" in result.stdout
+    devices = 1 + torch.cuda.is_available()
+    assert len(re.findall(r"^   grad_linear_weight: \S+ OK$", result.stdout, re.M)) == 2 * devices
+    assert re.search(rf"^   - GPU Backward: +{GPU_VERDICT}$", result.stdout, re.MULTILINE)
+    assert "Overall Result: OK ALL CORRECT" in result.stdout
+
+
+def copy_repository(root: Path) -> Path:
+    for part in ("op", "fused_norm", "solutions", "tutorial"):
+        shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("*.so"))
+    return root
+
+
+@pytest.mark.slow
+def test_fails_when_a_kernel_is_wrong_and_compiles_once(tmp_path: Path) -> None:
+    """The second run finds what the first one compiled, and finds it as wrong."""
+    root = copy_repository(tmp_path / "copy")
+    for name, text, replacement in FAULTS:
+        source = root / "op" / "puzzle" / name
+        original = source.read_text()
+        assert original.count(text) == 1
+        source.write_text(original.replace(text, replacement))
+    cache = {"MODULAR_CACHE_DIR": str(tmp_path / "cache")}
+
+    compiled = []
+    for _ in range(2):
+        result = run("--fused", root=root, **cache)
+        files = (tmp_path / "cache").rglob("*")
+        compiled.append({path: path.stat().st_mtime_ns for path in files if path.is_file()})
+        assert result.returncode == 1, result.stdout + result.stderr
+        assert re.search(r"^   - CPU: +INCORRECT$", result.stdout, re.MULTILINE)
+        assert "Overall Correctness: SOME INCORRECT" in result.stdout
+        assert "iterations" not in result.stdout
+    assert compiled[0]
+    assert compiled[1] == compiled[0]
+
+    result = run("--backward", root=root, **cache)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert re.search(r"^   grad_input: \S+ INCORRECT$", result.stdout, re.MULTILINE)
+    assert re.search(r"^   grad_linear_weight: \S+ OK$", result.stdout, re.MULTILINE)
+    assert "Overall Result: SOME INCORRECT" in result.stdout
+
+
+def test_refuses_sizes_before_anything_else() -> None:
+    result = run("--fused", "--hidden", "1025")
+    assert result.returncode == 2
+    assert "hidden_dim must be from 1 to 1024, got 1025" in result.stderr
+    assert result.stdout == ""
+
+
+def test_says_what_does_not_compile(tmp_path: Path) -> None:
+    root = copy_repository(tmp_path)
+    source = root / "op" / "puzzle" / "fused.mojo"
+    source.write_text(source.read_text() + "\nnot Mojo\n")
+    result = run("--fused", root=root)
+    assert result.returncode == 1
+    assert "The kernels do not compile" in result.stderr
+    assert "fused.mojo" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_importing_has_no_side_effects() -> None:
+    program = """
+import os, runpy, warnings
+import torch._dynamo
+from max.experimental.torch import CustomOpLibrary
+
+import pytest
+before = dict(os.environ), list(warnings.filters), torch._dynamo.config.suppress_errors
+CustomOpLibrary.__init__ = None  # loading a library would fail
+runpy.run_path("solutions/p22/p22.py", run_name="imported")
+assert before == (dict(os.environ), list(warnings.filters), torch._dynamo.config.suppress_errors)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""

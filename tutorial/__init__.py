@@ -1,0 +1,1 @@
+"""What one reads and runs to learn: see README.md here."""

@@ -1,0 +1,1 @@
+"""Puzzle 22's ops through MAX, and what the drivers in `solutions/` share."""

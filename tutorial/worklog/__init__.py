@@ -1,0 +1,1 @@
+"""The steps of docs/worklog.md: their kernels, and what checks, times and draws them."""

@@ -1,0 +1,258 @@
+"""Write the tables of docs/worklog.md between their markers, and draw its figures.
+
+    python tutorial/worklog/worklog_page.py
+
+The prose is written by hand; what stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->` is
+made of the files that `SOURCES` names, and "not measured yet" where none of them has a number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import markdown
+from tutorial.worklog.worklog_steps import HEADLINE, STEPS, Sizes, Step, work
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/worklog.md"
+IMAGES = ROOT / "docs/images/worklog"
+SOURCES = {
+    "results": ROOT / "benchmarks/results/h200-worklog.json",
+    "trials": ROOT / "benchmarks/results/worklog-trials.json",
+    "bench": ROOT / "benchmarks/results/ops/h200.json",
+    "sass": ROOT / "benchmarks/results/worklog-sass.json",
+    "numerics": ROOT / "benchmarks/results/worklog-numerics.json",
+}
+NOT_YET = "not measured yet"
+SPEEDS = ["TFLOP/s", "% of cuBLAS", "% of cuBLAS + LayerNorm"]
+# Where another file has times of what a step computes: provider and mode of benchmarks/results/ops.
+BENCHED = {
+    "statistics": ("fused_norm-frozen", "forward"),
+    "fold": ("fused_norm", "forward"),
+    "few-rows": ("fused_norm-frozen", "forward"),
+    "hidden-pass": ("fused_norm", "train"),
+}
+
+Data = dict[str, Any]
+
+
+def main() -> int:
+    """Write the page and its figures, and return an exit status."""
+    from tutorial.worklog import worklog_figures
+
+    data = load()
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name in worklog_figures.FIGURES:
+        worklog_figures.draw(name, data, IMAGES / f"{name}.png")
+    PAGE.write_text(rendered(PAGE.read_text(), data))
+    return 0
+
+
+def load() -> Data:
+    """Return what the files hold, the rows of the table, and the machine's ceiling."""
+    data: Data = {
+        name: json.loads(path.read_text()) if path.is_file() else {}
+        for name, path in SOURCES.items()
+    }
+    (data["ceiling"],) = [c for c in data["bench"]["ceilings"] if c["dtype"] == "bfloat16"]
+    data["table"] = [row(step, data) for step in STEPS]
+    return data
+
+
+def rendered(text: str, data: Data) -> str:
+    """Return the page with what is between its marks written again.
+
+    Args:
+        text: The page.
+        data: As `load` returns it.
+    """
+    return markdown.filled(text, {name: make(data) for name, make in BLOCKS.items()})
+
+
+def row(step: Step, data: Data) -> Data:
+    """Return what is known of a step: rates, or None, and which file they are from.
+
+    Args:
+        step: The step.
+        data: The files.
+    """
+    found: Data = {"number": step.number, "name": step.name, "kind": step.kind, "mark": ""}
+    measured = data["results"].get("steps", {}).get(step.name, {}).get("measured", [])
+    times = next((m["us"] for m in measured if _sizes(m) == step.sizes[0]), None)
+    if times is None:
+        times, found["mark"] = _elsewhere(step, data)
+    own, cublas, eager = (times.get(name) for name in ("step", "cublas", "eager"))
+    ratio = times.get("of_eager")
+    found["us"] = own
+    found["tflops"] = step.flops / own / 1e6 if own else None
+    found["of_cublas"] = cublas / own if own and cublas else None
+    found["of_eager"] = eager / own if own and eager else 1 / ratio if ratio else None
+    if step.kind == "product":
+        # It leaves out the half of the work that this column is about.
+        found["of_eager"] = None
+    return found
+
+
+def _sizes(measured: Data) -> Sizes:
+    return Sizes(*(measured[name] for name in Sizes._fields))
+
+
+def _elsewhere(step: Step, data: Data) -> tuple[Data, str]:
+    """Return the times of a step that other files have, and their mark in the table."""
+    M, K, N = step.sizes[0]
+    if step.name in BENCHED:
+        provider, mode = BENCHED[step.name]
+        for measurement in data["bench"]["measurements"]:
+            if (
+                measurement["op"] == "layernorm_linear"
+                and measurement["dtype"] == "bfloat16"
+                and measurement["mode"] == mode
+                and measurement["shape"] == [M, K, N]
+            ):
+                medians = {
+                    result["provider"]: result["timings"]["graph"]["median"]
+                    for result in measurement["results"]
+                    if "graph" in result["timings"]
+                }
+                names = {"step": provider, "cublas": "linear", "eager": "eager"}
+                return {name: medians[its] for name, its in names.items()}, " †"
+    trials = data["trials"]
+    if step.name == "no-spills":
+        (stands,) = [r for r in trials["where it stands"]["rows"] if r["shape"] == str(HEADLINE)]
+        cublas = float(stands["cublas_us"])
+        return {"step": cublas * float(stands["gemm_of_cublas"]), "cublas": cublas}, " ‡"
+    if step.name == "epilogue":
+        trial = trials["statistics"]
+        at = trial["shapes"].index(str(HEADLINE))
+        return {"step": float(trial["rows"]["a kernel of its own"][at])}, " ‡"
+    if step.name == "backward":
+        training = trials["training"]["rows"]
+        return {"of_eager": float(training["this"][0])}, " ‡"
+    if step.name == "activation":
+        kept = trials["activation"]["rows"]["h p(h²), hardware reciprocal"]
+        return {"of_eager": float(kept[0])}, " ‡"
+    return {}, ""
+
+
+def table(data: Data) -> str:
+    """Return the table of the numbered kernels."""
+    header = ["#", "kernel", "computes", "at M, K, N", *SPEEDS]
+    rows = []
+    kinds = {
+        "product": "product",
+        "forward": "LayerNorm + Linear",
+        "activation": "LayerNorm + Linear + GELU",
+        "step": "training step",
+    }
+    for step, known in zip(STEPS, data["table"], strict=True):
+        nothing = "" if known["us"] or known["of_eager"] else NOT_YET
+        cells = [
+            f"{known['tflops']:.0f}" if known["tflops"] else NOT_YET,
+            f"{known['of_cublas']:.1%}".replace("%", "") if known["of_cublas"] else NOT_YET,
+            f"{known['of_eager']:.1%}".replace("%", "") if known["of_eager"] else NOT_YET,
+        ]
+        if step.kind == "product":
+            cells[2] = "–"
+        mark = "" if nothing else known["mark"]
+        title = f"[{step.title}](#{anchor(step)}){mark}"
+        rows.append([str(step.number), title, kinds[step.kind], str(step.sizes[0]), *cells])
+    return markdown.table(header, rows, right=(0, 4, 5, 6))
+
+
+def anchor(step: Step) -> str:
+    """Return what a link to the section of a step ends in, on GitHub and on the site.
+
+    Args:
+        step: The step.
+    """
+    heading = f"{step.number}. {step.title}".lower()
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading))
+
+
+def machine(data: Data) -> str:
+    """Return what the numbers of `poe worklog` were measured on."""
+    steps = data["results"].get("steps", {})
+    if not steps:
+        return (
+            "`uv run poe worklog` has not run on a Hopper GPU yet; every number above comes from "
+            "the runs that † and ‡ mark.\n"
+        )
+    groups: dict[tuple[str, ...], list[str]] = {}
+    fields = ("gpu", "driver", "torch", "mojo", "commit", "date")
+    for name, found in steps.items():
+        groups.setdefault(tuple(found["environment"][f] for f in fields), []).append(name)
+    header = ["steps", "GPU", "driver", "PyTorch", "Mojo", "commit", "date"]
+    return markdown.table(header, [[", ".join(names), *key] for key, names in groups.items()])
+
+
+def sizes(data: Data) -> str:
+    """Return all that `poe worklog` measured, at every size."""
+    header = ["step", "M, K, N", "µs", *SPEEDS, "error (PyTorch's)"]
+    rows = []
+    for step in STEPS:
+        for m in data["results"].get("steps", {}).get(step.name, {}).get("measured", []):
+            own, cublas, eager = (m["us"][name] for name in ("step", "cublas", "eager"))
+            its = _sizes(m)
+            normed = "–" if step.kind == "product" else f"{100 * eager / own:.1f}"
+            cells = [f"{own:.1f}", f"{work(step.kind, its) / own / 1e6:.0f}"]
+            cells += [f"{100 * cublas / own:.1f}", normed]
+            cells.append(f"{m['errors']['step']:.1e} ({m['errors']['peer']:.1e})")
+            rows.append([f"{step.number} {step.name}", str(its), *cells])
+    if not rows:
+        return f"All sizes: {NOT_YET}.\n"
+    return markdown.table(header, rows, right=range(2, len(header)))
+
+
+def resources(data: Data) -> str:
+    """Return what the kernels of the products take."""
+    header = ["kernel", "registers", "stack, bytes", "instructions", "in the main loop"]
+    header += ["products", "memory"]
+    rows = []
+    for name, found in data["sass"]["kernels"].items():
+        loop = found["loop"]
+        products = sum("HGMMA" in line or "FFMA" in line for line in loop)
+        local = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in loop)
+        numbers = [found[name] for name in ("registers", "stack_bytes", "instructions")]
+        rows.append([name, *map(str, [*numbers, len(loop), products, local])])
+    return markdown.table(header, rows, right=range(1, len(header))) + (
+        f"\nptxas {data['sass']['ptxas']}, {data['sass']['target']}. The last column counts loads "
+        "and stores of local memory in the main loop.\n"
+    )
+
+
+def sass(data: Data) -> str:
+    """Return the main loop of the last step's kernel as machine code."""
+    loop = data["sass"]["kernels"]["no-spills"]["loop"]
+    return "```text\n" + "\n".join(loop) + "\n```\n"
+
+
+def numerics(data: Data) -> str:
+    """Return the errors of folds as a table."""
+    found = data["numerics"]
+    tables = []
+    for kind, by_mean in found["errors"].items():
+        names = list(next(iter(by_mean.values())))
+        signs = "both signs" if kind == "signed" else "one sign"
+        header = [f"mean / std, weights of {signs}", *names]
+        rows = [
+            [mean, *(f"{errors[name]:.1e}" for name in names)] for mean, errors in by_mean.items()
+        ]
+        tables.append(markdown.table(header, rows, right=range(len(header))))
+    return "\n".join(tables)
+
+
+BLOCKS = {
+    "table": table,
+    "machine": machine,
+    "sizes": sizes,
+    "resources": resources,
+    "sass": sass,
+    "numerics": numerics,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
