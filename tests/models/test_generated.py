@@ -17,8 +17,8 @@ from fused_norm.models import Site, backend
 # So many programs a test.
 _BATCH = 50
 _IN_CI, _WITH_ALL = 300, 3000
-# Roundings of float32, relative to a tensor's norm, that PyTorch makes where we make others.
-_FLOOR = 2e-6
+# Roundings, relative to a tensor's norm, that PyTorch makes where we make others.
+_FLOOR = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 class Outcome(NamedTuple):
@@ -29,11 +29,12 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-def leave(function: Any, program: Program, dtype: torch.dtype = torch.float32) -> Outcome:
+def leave(function: Any, program: Program, dtype: torch.dtype, batch: int) -> Outcome:
     """Run a program and its backward."""
     generator = torch.Generator().manual_seed(program.seed)
     given = {}
     for name, shape in PARAMETERS.items():
+        shape = (batch, *shape[1:]) if len(shape) > 2 else shape
         each = 0.5 * torch.randn(shape, generator=generator) + (name in "gh")
         given[name] = each.to(dtype).requires_grad_(name not in program.frozen)
     torch.manual_seed(program.seed)
@@ -71,7 +72,7 @@ def difference(program: Program, found: Outcome, expected: Outcome, exact: Outco
                 continue
             a, b, c = (each.detach().double() for each in (a, b, c))
             error, bar = (a - b).norm().item(), (b - c).norm().item()
-            floor = _FLOOR * b.norm().item() + 1e-12
+            floor = _FLOOR[dtype_of(program)] * b.norm().item() + 1e-12
             # Casts that are kept round the same rows alike, but for the few beside a tie.
             is_kept = program.rounds or program.is_narrow
             is_kept &= not program.is_narrow or keeps_rounding(program)
@@ -86,27 +87,41 @@ def keeps_rounding(program: Program) -> bool:
     return program.seed % 4 == 3
 
 
+def dtype_of(program: Program) -> torch.dtype:
+    """Return the dtype of a program's parameters."""
+    return torch.bfloat16 if program.seed % 7 == 3 else torch.float32
+
+
+def is_dynamic(program: Program) -> bool:
+    """Return whether a program is compiled once for batches of any size, and runs with two."""
+    return program.seed % 5 == 1
+
+
 def defect(seed: int, sites: list[Site]) -> str | None:
     """Return what is wrong with a seed's graph, None where PyTorch itself refuses the program."""
     program = Program(seed)
     function = compiled_source(program.source())
+    # In float64 all the roundings to 16 bits are left out that are not asked for.
+    wide = compiled_source(program.source().replace(".bfloat16()", "").replace(_EIGHT, ""))
+    dtype, batches = dtype_of(program), (2, 3) if is_dynamic(program) else (2,)
     try:
-        expected = leave(function, program)
-        # In float64 all the roundings to 16 bits are left out that are not asked for.
-        wide = compiled_source(program.source().replace(".bfloat16()", "").replace(_EIGHT, ""))
-        exact = leave(wide, program, torch.float64)
+        expected = [leave(function, program, dtype, batch) for batch in batches]
+        exact = [leave(wide, program, torch.float64, batch) for batch in batches]
     except (RuntimeError, TypeError):
         return None
     options = {"then": "eager", "rounding": "model" if keeps_rounding(program) else "once"}
     how = functools.partial(backend, options=options, sites=sites)
+    compiled = torch.compile(function, backend=how, dynamic=is_dynamic(program) or None)
     said = mock.patch("fused_norm.models.fuse._say_failed", side_effect=AssertionError)
     try:
         with said:
-            found = leave(torch.compile(function, backend=how), program)
+            found = [leave(compiled, program, dtype, batch) for batch in batches]
     except Exception as error:
         # Whatever is raised is a defect, and is reported with its program.
         return f"{type(error).__name__}: {str(error)[:300]}"
-    return difference(program, found, expected, exact)
+    return next(
+        filter(None, map(functools.partial(difference, program), found, expected, exact)), ""
+    )
 
 
 _EIGHT = ".to(torch.float8_e4m3fn)"
