@@ -166,7 +166,7 @@ def gradients(
 
     def function(*values: Tensor) -> tuple[Tensor, ...]:
         given = iter(values)
-        changed = [next(given) if w else v for v, w in zip(t[:3], wanted, strict=True)]
+        changed: list[Any] = [next(given) if w else v for v, w in zip(t[:3], wanted, strict=True)]
         x, weight, bias = changed
         results: Any = by_pytorch(t._replace(x=x, weight=weight, bias=bias), loss)
         return tuple(r for r, g in zip(results, grads, strict=True) if g is not None)

@@ -76,10 +76,9 @@ def linear_cross_entropy(
         RuntimeError: As in PyTorch, if shapes, dtypes or devices disagree.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
-    loss = _checked(
-        reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows)
-    )
-    t = Head(*_cast(x, weight, bias), target, class_weight, token_weight)
+    loss = _checked(reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows))
+    x, weight, bias = _cast(x, weight, bias)
+    t = Head(x, weight, bias, target, class_weight, token_weight)
     if head_ops.fits(t):
         result, logsumexp = head_ops.call(t, loss)
     else:
@@ -176,6 +175,4 @@ def _cast(*tensors: Any) -> list[Any]:
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [
-        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in tensors
-    ]
+    return [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in tensors]

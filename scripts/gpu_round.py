@@ -7,9 +7,9 @@
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
 place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), the
 steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), the head alone
-(`--only head`), wrong edits (`--only mutate`). Each ends in time (`--limit`). The benchmark goes on with OUT/NAME.json or
-FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json or
-FOLDER/NAME-OP.json.
+(`--only head`), wrong edits (`--only mutate`). Each ends in time (`--limit`). The benchmark goes on
+with OUT/NAME.json or FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json
+or FOLDER/NAME-OP.json.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def compute(
         wanted: Which gradients: of x, the weight, the bias.
         grads: Gradients of the loss, None for 1, and of the logarithms, None for 0.
     """
-    M, (V, K) = t.target.numel(), t.weight.shape
+    M, K = t.target.numel(), t.weight.shape[1]
     x, wide = t.x.reshape(M, K), statistics_dtype(t.x.dtype)
     flat = t._replace(x=x, target=t.target.reshape(M))
     scales = logsumexp_scales = None
@@ -80,7 +80,7 @@ def compute(
         logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
     size = rows_of_chunk(M, loss.chunk_rows, x.is_cpu)
     find = _way(flat, loss, size, any(wanted))
-    losses, lse = x.new_empty((2, M), dtype=wide)
+    losses, lse = (x.new_empty(M, dtype=wide) for _ in range(2))
     totals = _Totals(flat, wanted)
     for start in range(0, M, size):
         part = slice(start, min(start + size, M))
@@ -121,7 +121,9 @@ class _Totals:
         if self.dx is not None:
             dx = _product(e, weight)
             if factors is not None:
-                dx = torch.mul(dx, factors.unsqueeze(1), out=None if found.others else self.dx[part])
+                dx = torch.mul(
+                    dx, factors.unsqueeze(1), out=None if found.others else self.dx[part]
+                )
             if found.others is not None:
                 dx = dx - found.others.scales.unsqueeze(1) * found.others.mean_weight
             if found.others is not None or factors is None:

@@ -1,8 +1,8 @@
-"""The exponentials, losses and factors of a chunk's rows, by PyTorch's ops: any device and dtype."""
+"""The exponentials, losses and factors of a chunk's rows, by PyTorch's ops."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,8 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
     own = counts.to(wide) if class_weight is None else class_weight[labels[:, 0]] * counts
     hard, smooth = own * (1 - loss.label_smoothing), loss.label_smoothing / t.weight.shape[0]
     logit = z.gather(1, labels)[:, 0]
-    total, of_all = t.weight.shape[0], None
+    total: Any = t.weight.shape[0]
+    of_all = None
     if smooth:
         of_all = z.sum(1) if class_weight is None else z @ class_weight
         total = total if class_weight is None else class_weight.sum()
@@ -101,13 +102,13 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
     of_sum = scales * (hard + smooth * total * counts + 2 * loss.z_loss * lse * counts)
     if chunk.logsumexp_scales is not None:
         of_sum = of_sum + chunk.logsumexp_scales
-    if not smooth and slope is None and x.dtype is not torch.float16 and not loss.z_loss:
-        if chunk.logsumexp_scales is None:
-            # As a label's entry, this has the same factor as the others.
-            e.scatter_add_(1, labels, -(sums * counts).unsqueeze(1))
-            factors = of_sum / sums
-            scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
-            return Rows(losses, lse, e.to(x.dtype), factors, scaled)
+    is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
+    # Float16 has not the range for a label's entry before its factor.
+    if is_plain and x.dtype is not torch.float16:
+        e.scatter_add_(1, labels, -(sums * counts).unsqueeze(1))
+        factors = of_sum / sums
+        scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
+        return Rows(losses, lse, e.to(x.dtype), factors, scaled)
     e.mul_((of_sum / sums).unsqueeze(1))
     e.scatter_add_(1, labels, -(scales * hard).unsqueeze(1))
     if smooth:

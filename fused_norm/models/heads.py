@@ -1,4 +1,4 @@
-"""Heads: a Linear layer whose logits nothing but a cross entropy reads, as one call without them."""
+"""Heads: a Linear layer whose logits nothing but a cross entropy reads, as one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_norm.head import linear_cross_entropy
 from fused_norm.models.costs import bytes_written, count, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow, reads
-from fused_norm.models.forms import above, form, is_cast, is_narrowing, is_noop, name
+from fused_norm.models.forms import form, is_cast, is_narrowing, is_noop, name
 from fused_norm.models.norms import module_path
 from fused_norm.models.readers import Product, find_product
 from fused_norm.models.sites import HEAD, Site
@@ -106,7 +106,6 @@ def _find(loss: Node, site: Site) -> _Head:
         inner.add(node)
         node = f["input"]
     start = form(node)["mat1"] if form(node).kind == "addmm" else form(node)["input"]
-    x = above(start, casts=False)
     product = find_product(node, start) if isinstance(start, Node) else None
     if product is None or product.out is not node:
         raise _Left("its input comes from a product that is no Linear layer's")
@@ -121,7 +120,7 @@ def _find(loss: Node, site: Site) -> _Head:
         if written(each):
             raise _Left("logits are written in place")
     inner.add(product.node)
-    return _Head(loss, product, start if x is None else start, views, softcap, inner)
+    return _Head(loss, product, start, views, softcap, inner)
 
 
 def _softcap(node: Node) -> tuple[float, set[Node], Any] | None:
@@ -155,9 +154,9 @@ def _is_view(node: Node) -> bool:
         return f.args.get("dim", 0) % len(before) != len(before) - 1
     index = f["index"] if isinstance(f["index"], tuple) else (f["index"],)
     is_whole = Ellipsis in index or len(index) == len(before)
-    return all(i is Ellipsis or isinstance(i, slice) for i in index) and (
-        index[-1] == slice(None) if is_whole else len(index) < len(before)
-    )
+    if not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return False
+    return bool(index[-1] == slice(None) if is_whole else len(index) < len(before))
 
 
 def _check(head: _Head, flow: Flow, small: bool | None) -> None:

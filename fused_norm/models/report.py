@@ -85,7 +85,9 @@ class Report:
         counted = f"{len(self.fused)} of {_counted(len(self.norms), 'norm')} fused in {graphs}"
         if self.norms and not self.fused:
             (reason, count), *_ = Counter(site.reason for site in self.norms).most_common()
-            return f"{counted}: {reason} ({count} of {len(self.norms)})"
+            counted += f": {reason} ({count} of {len(self.norms)})"
+            if not any(site.fused for site in self.sites):
+                return counted
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
         sums = sum(site.kind == RESIDUAL for site in self.sites)

@@ -115,7 +115,7 @@ count_flops(
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss and the logarithms of the rows' sums, then gradients that the backward is to scale."""
+    """The loss, the logarithms of the rows' sums, and gradients that the backward is to scale."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -142,8 +142,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             t, loss = Head(*saved), Loss(*options)
             return (*cross_entropy.gradients(t, loss, (grad, grad_logsumexp), wanted), *rest)
-        is_scaled = any(computed) and grad is not None and grad_logsumexp is None
-        if is_scaled and not ctx.is_spent:
+        is_scaled = any(computed) and grad_logsumexp is None and not ctx.is_spent
+        if is_scaled and grad is not None:
             in_place = not is_watched()
             if in_place:
                 ctx.is_spent = True

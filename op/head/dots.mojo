@@ -70,7 +70,5 @@ def dot(
     for at in range(lane * WIDTH, count, 32 * WIDTH):
         var left = a.unsafe_offset(at).unsafe_load[width=WIDTH, alignment=16]()
         var right = b.unsafe_offset(at).unsafe_load[width=WIDTH, alignment=16]()
-        sums = left.cast[DType.float32]().fma(
-            right.cast[DType.float32](), sums
-        )
+        sums = left.cast[DType.float32]().fma(right.cast[DType.float32](), sums)
     return warp.sum(sums.reduce_add())

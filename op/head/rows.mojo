@@ -160,9 +160,7 @@ def rows_kernel(
     var lse = offset + log(sum)
     var label = Int(elements[DType.int64](target, row)[])
     # A label out of range is an error that PyTorch reports; no memory outside is read for it.
-    var counts = (
-        label != Int(ignore_index) and label >= 0 and label < Int(v)
-    )
+    var counts = label != Int(ignore_index) and label >= 0 and label < Int(v)
     var own_x = elements[DType.bfloat16](x, row * features)
     var logit = Float32(0)
     var own_weight = Float32(1)
@@ -208,9 +206,9 @@ def rows_kernel(
                 + z_loss * lse * lse
             )
     elif lane == 0:
-        elements[DType.float32](losses, row)[] = (
-            hard * (lse - logit) + z_loss * lse * lse if counts else Float32(0)
-        )
+        elements[DType.float32](losses, row)[] = hard * (
+            lse - logit
+        ) + z_loss * lse * lse if counts else Float32(0)
     if lane == 0:
         elements[DType.float32](logsumexp, row)[] = lse
     if scales == 0:
@@ -218,9 +216,7 @@ def rows_kernel(
     var scale = Float32(0)
     if counts:
         scale = elements[DType.float32](scales, row)[]
-    var of_sum = scale * (
-        hard + smooth * all_weights + 2 * z_loss * lse
-    )
+    var of_sum = scale * (hard + smooth * all_weights + 2 * z_loss * lse)
     if logsumexp_scales != 0:
         of_sum += elements[DType.float32](logsumexp_scales, row)[]
     var factor = of_sum / sum

@@ -15,9 +15,7 @@ comptime _BLOCKS = 8
 
 
 @__name(t"fused_norm_head_scale_{dtype}")
-def scale_kernel[
-    dtype: DType
-](tensor: Int64, count: Int64, scale: Int64):
+def scale_kernel[dtype: DType](tensor: Int64, count: Int64, scale: Int64):
     """Multiplies a tensor, unless by 1: then nothing is read.
 
     Grid: some blocks for each SM. Block: `THREADS` threads.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import heads
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from heads import check, ours, results
 
 import fused_norm as fn
 from fused_norm.chain import head_sm90
@@ -18,7 +19,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-Case = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 @pytest.fixture(autouse=True)
@@ -29,66 +29,8 @@ def no_sync() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def case(M: int, K: int, V: int, std: float = 1.0, bias: bool = False) -> Case:
-    """Return rows whose logits have a deviation, a weight, labels of which a tenth is ignored."""
-    torch.manual_seed(M + K + V)
-    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-    weight = (torch.randn(V, K, device="cuda") * (std / K**0.5)).to(torch.bfloat16)
-    target = torch.randint(0, V, (M,), device="cuda")
-    target[::2] = V // 2
-    target[torch.rand(M, device="cuda") < 0.1] = -100
-    added = torch.randn(V, device="cuda").to(torch.bfloat16) if bias else None
-    return x, weight, target, added
-
-
-def composed(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **o: Any) -> Tensor:
-    """Return PyTorch's loss in the dtype of what it gets, but no narrower than float32."""
-    z = F.linear(x, weight, bias)
-    z = z if z.dtype is torch.float64 else z.float()
-    if softcap := o.get("softcap"):
-        z = softcap * torch.tanh(z / softcap)
-    class_weight = o.get("class_weight")
-    losses = F.cross_entropy(
-        z,
-        target,
-        None if class_weight is None else class_weight.to(z.dtype),
-        label_smoothing=o.get("label_smoothing", 0.0),
-        reduction="none",
-    )
-    counts = (target != -100).to(z.dtype)
-    losses = losses + o.get("z_loss", 0.0) * z.logsumexp(-1).square() * counts
-    weights = counts
-    if class_weight is not None:
-        weights = weights * class_weight.to(z.dtype)[target.clamp(0)]
-    if (own := o.get("token_weight")) is not None:
-        losses, weights = losses * own, weights * own
-    reduction = o.get("reduction", "mean")
-    if reduction == "none":
-        return losses
-    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
-
-
-def gradients(function: Any, tensors: Case, upstream: float, **options: Any) -> list[Tensor]:
-    x, weight, target, bias = tensors
-    leaves = [v.detach().requires_grad_() for v in (x, weight, bias) if v is not None]
-    given = leaves[2] if bias is not None else None
-    loss = function(leaves[0], leaves[1], target, given, **options)
-    return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves, torch.tensor(upstream).cuda())]
-
-
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
-def check(tensors: Case, upstream: float = 1.0, at_most: float = 2.0, **options: Any) -> None:
-    """Hold the errors of ours against those of eager PyTorch."""
-    wide: Any = tuple(v.double() if v is not None and v.is_floating_point() else v for v in tensors)
-    exact = gradients(composed, wide, upstream, **options)
-    eager = gradients(composed, tensors, upstream, **options)
-    ours = gradients(fn.linear_cross_entropy, tensors, upstream, **options)
-    for name, a, b, c in zip(("loss", "dx", "dweight", "dbias"), ours, eager, exact, strict=False):
-        assert torch.isfinite(a).all(), name
-        assert error(a, c) <= at_most * error(b, c) + 1e-5, (name, error(a, c), error(b, c))
+def case(M: int, K: int, V: int, std: float = 1.0, bias: bool = False) -> heads.Case:
+    return heads.case(M, K, V, std, bias, torch.bfloat16, "cuda")
 
 
 def test_kernels_serve() -> None:
@@ -142,9 +84,9 @@ def test_options(options: dict[str, Any], bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_computed_again(bias: bool) -> None:
-    """Rows whose largest logit is far from all of those that tell the offset, in one chunk of some."""
+    """Rows whose largest logit is far above all of those that tell the offset."""
     x, weight, target, added = case(256, 128, 4000, 0.1, bias)
-    # Of the sampled classes none is odd.
+    # No multiple of 15, and so none of those classes.
     weight[1001] = 0
     weight[1001, 0] = 100
     x[:, 0] = 0
@@ -159,25 +101,15 @@ def test_equal_logits_and_repeated_bits() -> None:
     weight[:] = weight[0]
     check((x, weight, target, None), at_most=2.5)
     tensors = case(700, 256, 9001)
-    first = gradients(fn.linear_cross_entropy, tensors, 1.0, chunk_rows=256)
+    first = results(ours, tensors, chunk_rows=256)
     for _ in range(3):
-        again = gradients(fn.linear_cross_entropy, tensors, 1.0, chunk_rows=256)
+        again = results(ours, tensors, chunk_rows=256)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_logsumexp_with_a_gradient() -> None:
-    x, weight, target, _ = case(300, 128, 6000)
-    found = []
-    for dtype in (torch.bfloat16, torch.float64):
-        leaves = [v.to(dtype).requires_grad_() for v in (x, weight)]
-        if dtype is torch.bfloat16:
-            loss, lse = fn.linear_cross_entropy(*leaves, target, return_logsumexp=True)
-        else:
-            z = F.linear(*leaves)
-            loss, lse = F.cross_entropy(z, target), z.logsumexp(-1)
-        found.append(torch.autograd.grad(loss * 2 + (lse * 0.01).sum(), leaves))
-    for ours, exact in zip(*found, strict=True):
-        assert error(ours, exact) < 1e-2
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logsumexp_with_a_gradient(reduction: str) -> None:
+    check(case(300, 128, 6000), of_logsumexp=1.0, at_most=2.5, reduction=reduction)
 
 
 def test_loss_alone_needs_little_memory() -> None:
