@@ -219,7 +219,7 @@ def _models(path: Path) -> list[list[str]]:
 
             def ratio(name: str, results: dict[str, Any] = results) -> float:
                 times = (results[n]["timings"]["launch"]["median"] for n in (name, "eager"))
-                return next(times) / next(times)
+                return float(next(times) / next(times))
 
             ours, peer = ratio("fused_norm"), ratio(PEER)
             text = f"{ours:.2f}"

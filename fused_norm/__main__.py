@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fused_norm import __version__, bench, doctor
+import fused_norm
+from fused_norm import bench, doctor
 from fused_norm.chain import library
 from fused_norm.native import build as native
 from fused_norm.native import cache, compiler
@@ -67,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _versions() -> str:
     mojo = compiler.version() or "none"
-    return f"fused_norm {__version__} (PyTorch {torch.__version__}, Mojo compiler {mojo})"
+    return (
+        f"fused_norm {fused_norm.__version__} (PyTorch {torch.__version__}, Mojo compiler {mojo})"
+    )
 
 
 def _unknown(target: str) -> str | None:

@@ -18,53 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_norm.activations import ACTIVATIONS, is_gate
+from fused_norm.norms import LAYER_NORM, NORMS
 from fused_norm.reference import widened
 
-NORMALIZATIONS = ("layer_norm", "rms_norm")
 
-
-def _gelu_tanh(h: Tensor) -> Tensor:
-    return F.gelu(h, approximate="tanh")
-
-
-def _quick_gelu(h: Tensor) -> Tensor:
-    return h * torch.sigmoid(1.702 * h)
-
-
-GATED = 8
-# Under the numbers that op/gemm/activation.mojo uses; a gate's number is larger by GATED.
-ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "relu": (1, F.relu),
-    "gelu": (2, F.gelu),
-    "gelu_tanh": (3, _gelu_tanh),
-    "quick_gelu": (4, _quick_gelu),
-    "silu": (5, F.silu),
-    "reglu": (9, F.relu),
-    "geglu": (10, F.gelu),
-    "geglu_tanh": (11, _gelu_tanh),
-    "swiglu": (13, F.silu),
-}
-
-
-def number_of(activation: str) -> int:
-    """Return the number of an activation in the record.
-
-    Args:
-        activation: One of ACTIVATIONS, or `""` for none.
-    """
-    return ACTIVATIONS[activation][0] if activation else 0
-
-
-def is_gate(activation: str) -> bool:
-    """Return whether an activation takes two halves, of which one gates the other."""
-    return activation != "" and ACTIVATIONS[activation][0] >= GATED
-
-
-class Seam(NamedTuple):
+class Spec(NamedTuple):
     """What a call computes, apart from its tensors.
 
     Attributes:
-        normalization: One of NORMALIZATIONS.
+        normalization: One of NORMS.
         activation: One of ACTIVATIONS, or `""` for none.
         eps: Added to the variance, or to the mean square.
         weight_offset: Added to gamma.
@@ -75,7 +38,7 @@ class Seam(NamedTuple):
         batch_invariant: Whether the bits of a row may not depend on the others.
     """
 
-    normalization: str = "layer_norm"
+    normalization: str = LAYER_NORM
     activation: str = ""
     eps: float = 1e-5
     weight_offset: float = 0.0
@@ -137,7 +100,7 @@ OPTIONS: dict[str, Any] = {
     **dict.fromkeys(
         {"gamma": "norm_weight", "beta": "norm_bias"}.get(name, name) for name in WITH_GRADIENT[1:]
     ),
-    **{"normalization": NORMALIZATIONS[0], "eps": 1e-5, "weight_offset": 0.0, "activation": None},
+    **{"normalization": LAYER_NORM, "eps": 1e-5, "weight_offset": 0.0, "activation": None},
     **{"statistics": None, "return_sum": False, "return_norm": False},
 }
 
@@ -178,25 +141,26 @@ def first(t: Operands, *forms: str) -> Tensor | None:
     return None
 
 
-def seam(kind: Seam, t: Operands) -> list[Tensor]:
+def compute(spec: Spec, t: Operands, linear: Callable[..., Tensor] = F.linear) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
     Args:
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors. Statistics are computed again, so that gradients reach x through them.
+        linear: Computes the Linear layers.
     """
     x = summed(t)
-    z = normalized(kind, x, t)
-    products = [F.linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
-    if kind.is_joined:
+    z = normalized(spec, x, t)
+    products = [linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    if spec.is_joined:
         products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
-    outputs = [activated(kind.activation, h) for h in products]
+    outputs = [activated(spec.activation, h) for h in products]
     if t.out_weight is not None:
-        y = F.linear(outputs[0], t.out_weight, t.out_bias)
+        y = linear(outputs[0], t.out_weight, t.out_bias)
         outputs = [y if t.out_residual is None else y + t.out_residual]
-    if kind.returns_sum:
+    if spec.returns_sum:
         outputs.append(x)
-    if kind.returns_norm:
+    if spec.returns_norm:
         outputs.append(z)
     return outputs
 
@@ -206,35 +170,31 @@ def summed(t: Operands) -> Tensor:
     return t.x if t.residual is None else t.x + t.residual
 
 
-def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
+def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
     """Return the normalized and modulated rows of x, in its dtype.
 
     Args:
-        kind: Which norm.
+        spec: Which norm.
         x: The sum that is normalized.
         t: Gamma, beta, scale and shift.
     """
     rows, gamma, beta, scale, shift = x, t.gamma, t.beta, t.scale, t.shift
     features = _features(x, gamma, t.weights[0] if t.weights else None)
     if not isinstance(x, Tensor) or x.is_nested or not x.dim():
-        return F.layer_norm(x, features, gamma, beta, kind.eps)
-    if kind.normalization == "layer_norm" and not kind.weight_offset and scale is shift is None:
+        return F.layer_norm(x, features, gamma, beta, spec.eps)
+    norm = NORMS[spec.normalization]
+    if norm.has_bias and not spec.weight_offset and scale is shift is None:
         # PyTorch's own op, whatever the dtypes: it says which do not go together.
-        return _layer_norm(x, features, gamma, beta, kind.eps)
+        return norm.function(x, features, gamma, beta, spec.eps)
     # PyTorch's norms compute in float32, too, and round once.
-    if not _is_rounded_once(kind, x, t):
+    if not _is_rounded_once(spec, x, t):
         rows = widened(x)
         gamma, beta, scale, shift = (
             v if v is None else widened(v) for v in (gamma, beta, scale, shift)
         )
-    if gamma is not None and kind.weight_offset:
-        gamma = gamma + kind.weight_offset
-    if kind.normalization == "layer_norm":
-        z = _layer_norm(rows, features, gamma, beta, kind.eps)
-    else:
-        z = F.rms_norm(rows, features, gamma, kind.eps)
-        if beta is not None:
-            z = z + beta
+    if gamma is not None and spec.weight_offset:
+        gamma = gamma + spec.weight_offset
+    z = norm.function(rows, features, gamma, beta, spec.eps)
     if scale is not None:
         z = z * (1 + scale)
     if shift is not None:
@@ -242,23 +202,14 @@ def normalized(kind: Seam, x: Tensor, t: Operands) -> Tensor:
     return z.to(x.dtype) if x.is_floating_point() else z
 
 
-def _layer_norm(
-    rows: Tensor, features: Sequence[int], gamma: Tensor | None, beta: Tensor | None, eps: float
-) -> Tensor:
-    if gamma is None and isinstance(beta, Tensor) and beta.requires_grad and beta.shape == features:
-        # PyTorch's second derivative of a bias without a weight drops a term.
-        gamma = torch.ones_like(beta)
-    return F.layer_norm(rows, features, gamma, beta, eps)
-
-
-def _is_rounded_once(kind: Seam, x: Tensor, t: Operands) -> bool:
+def _is_rounded_once(spec: Spec, x: Tensor, t: Operands) -> bool:
     """Return whether a norm is one op of PyTorch's, whose parameters have the dtype of x."""
     gamma, beta = t.gamma, t.beta
     return (
         t.scale is None
         and t.shift is None
-        and (gamma is None or (gamma.dtype is x.dtype and not kind.weight_offset))
-        and (beta is None or (beta.dtype is x.dtype and kind.normalization == "layer_norm"))
+        and (gamma is None or (gamma.dtype is x.dtype and not spec.weight_offset))
+        and (beta is None or (beta.dtype is x.dtype and NORMS[spec.normalization].has_bias))
     )
 
 
@@ -284,7 +235,7 @@ def activated(activation: str, h: Tensor) -> Tensor:
     """
     if not activation:
         return h
-    function = ACTIVATIONS[activation][1]
+    function = ACTIVATIONS[activation].function
     if not is_gate(activation):
         return function(h)
     gate, up = widened(h).chunk(2, -1)
@@ -292,14 +243,14 @@ def activated(activation: str, h: Tensor) -> Tensor:
 
 
 def gradients(
-    kind: Seam, t: Operands, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
+    spec: Spec, t: Operands, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of a call's tensors, differentiable in turn, None where not wanted.
 
     Args:
-        kind: What was computed.
+        spec: What was computed.
         t: The tensors, of which statistics get no gradient.
-        grad_outputs: Those of the results of `seam`, None for zeros.
+        grad_outputs: Those of the results of `compute`, None for zeros.
         wanted: Which are, in the order of `flat`.
     """
     tensors = _with_biases(flat(t), wanted)
@@ -309,7 +260,7 @@ def gradients(
         changed = list(tensors)
         for i, value in zip(chosen, values, strict=True):
             changed[i] = value
-        results = seam(kind, unflat(changed))
+        results = compute(spec, unflat(changed))
         return tuple(r for r, g in zip(results, grad_outputs, strict=True) if g is not None)
 
     values = [tensors[i] for i in chosen]
@@ -333,19 +284,19 @@ def _with_biases(tensors: list[Tensor | None], wanted: Sequence[bool]) -> list[T
     return tensors
 
 
-def reached(kind: Seam, count: int, grad_outputs: Sequence[Tensor | None]) -> list[bool]:
+def reached(spec: Spec, count: int, grad_outputs: Sequence[Tensor | None]) -> list[bool]:
     """Return which tensors have a gradient, in the order of `flat`; PyTorch leaves others None.
 
     Args:
-        kind: What was computed.
+        spec: What was computed.
         count: How many weights there are.
-        grad_outputs: Those of the results of `seam`, None where nothing depends on one.
+        grad_outputs: Those of the results of `compute`, None where nothing depends on one.
     """
     there = [g is not None for g in grad_outputs]
-    last = len(there) - kind.returns_norm
-    norm = kind.returns_norm and there[last]
-    total = kind.returns_sum and there[last - 1]
-    outputs = there[: last - kind.returns_sum]
+    last = len(there) - spec.returns_norm
+    norm = spec.returns_norm and there[last]
+    total = spec.returns_sum and there[last - 1]
+    outputs = there[: last - spec.returns_sum]
     through = any(outputs)
     places = dict.fromkeys(WITH_GRADIENT, norm or through)
     places |= dict.fromkeys(("x", *NAMES["rows"]), total or norm or through)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from fused_norm import composition
-from fused_norm.composition import ACTIVATIONS, Added, Operands, Seam, is_gate
+from fused_norm.activations import GATES
+from fused_norm.composition import Added, Operands, Spec
 from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import node
 from fused_norm.ops.family import (
@@ -21,10 +22,11 @@ from fused_norm.ops.family import (
     parameters_of,
     tensors_of,
 )
+from fused_norm.ops.fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.statistics import add_statistics, row_statistics
 
-_GATES = frozenset(filter(is_gate, ACTIVATIONS))
+_GATES = frozenset(GATES.values())
 
 
 class Statistics(NamedTuple):
@@ -75,9 +77,11 @@ def fused_layernorm_linear(
         TypeError: As in PyTorch, if an argument is not a tensor.
         NotImplementedError: As in PyTorch, for a dtype that has no LayerNorm.
     """
-    y = node.layernorm_linear(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
-    if y is not None:
-        return y
+    recipe = chosen(None)
+    if recipe is None:
+        y = node.layernorm_linear(x, ln_weight, ln_bias, linear_weight, linear_bias, eps)
+        if y is not None:
+            return y
     if is_traced(x, linear_weight, None):
         return handle_torch_function(
             fused_layernorm_linear,
@@ -93,10 +97,10 @@ def fused_layernorm_linear(
         # PyTorch's ops say what is wrong with it, if anything is.
         parameters = [linear_weight], [linear_bias]
         t = Operands(x, None, ln_weight, ln_bias, *[None] * 7, *parameters)
-        return composition.seam(Seam(eps=eps), t)[0]
+        return composition.compute(Spec(eps=eps), t)[0]
     norm = (None, ln_weight, ln_bias, None, None, "layer_norm", eps, 0.0)
     layers = ([linear_weight], [linear_bias], (None, None, None), False, False)
-    return by_python(x, layers, (*norm, None, None, False, False))[0]
+    return by_python(x, layers, (*norm, None, None, False, False), recipe=recipe)[0]
 
 
 def norm_linear(
@@ -116,6 +120,7 @@ def norm_linear(
     statistics: Statistics | None = None,
     return_sum: bool = False,
     return_norm: bool = False,
+    recipe: str | None = None,
 ) -> Any:
     """Apply a norm over the last dimension, one or more Linear layers on it, and an activation.
 
@@ -148,6 +153,8 @@ def norm_linear(
         statistics: Of the sum, as `linear_add` returned them, so that they are not computed again.
         return_sum: Whether to return `x + residual` as well, in the dtype of `x`.
         return_norm: Whether to return the normalized rows as well.
+        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"` for products in
+            FP8, forward and backward (`fused_norm.recipes`); None for those of `autocast_fp8`.
 
     Returns:
         Tensor of shape `[..., N]`, or for several weights, except with a gate, a tuple of them.
@@ -155,22 +162,27 @@ def norm_linear(
 
     Raises:
         ValueError: If the normalization or the activation is unknown, a gate has more than two
-            weights, or the statistics are for another norm.
-        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+            weights, the statistics are for another norm, or the recipe is unknown.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree; with a recipe, if
+            the device has no FP8, or features or outputs are no multiples of 16.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
     gated = activation in _GATES
     tensors = (residual, norm_weight, norm_bias, scale, shift)
     rest = (activation, statistics, return_sum, return_norm)
     options = (*tensors, normalization, eps, weight_offset, *rest)
-    found = node.forward(x, weight, bias, options, joined=gated)
+    recipe = chosen(recipe)
+    found = None if recipe else node.forward(x, weight, bias, options, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
     if is_traced(x, weight, residual):
         relevant = tensors_of(x, weight)
-        return handle_torch_function(norm_linear, relevant, x, weight, bias, **named(options))
+        return handle_torch_function(
+            norm_linear, relevant, x, weight, bias, recipe=recipe, **named(options)
+        )
     weights, biases = parameters_of(weight, bias)
-    results = by_python(x, (weights, biases, (None, None, None), gated, False), options)
+    layers = (weights, biases, (None, None, None), gated, False)
+    results = by_python(x, layers, options, recipe=recipe)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
     return _grouped(tuple(results), weight)
@@ -205,6 +217,7 @@ def norm_mlp(
     statistics: Statistics | None = None,
     return_sum: bool = False,
     return_norm: bool = False,
+    recipe: str | None = None,
 ) -> Any:
     """Apply a norm over the last dimension, a Linear layer, an activation or a gate, and another.
 
@@ -233,6 +246,7 @@ def norm_mlp(
         statistics: Of the sum, as `linear_add` returned them.
         return_sum: Whether to return `x + residual` as well.
         return_norm: Whether to return the normalized rows as well.
+        recipe: As in `norm_linear`, of both Linear layers.
 
     Returns:
         Tensor of shape `[..., K2]`; with `return_sum` or `return_norm`, a tuple starting with it.
@@ -245,9 +259,11 @@ def norm_mlp(
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (residual, norm_weight, norm_bias, scale, shift, normalization, eps, weight_offset)
     options = (*norm, activation, statistics, return_sum, return_norm)
-    found = node.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
-    if found is not None:
-        return found
+    recipe = chosen(recipe)
+    if recipe is None:
+        found = node.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
+        if found is not None:
+            return found
     if is_traced(x, fc1_weight, residual):
         return handle_torch_function(
             norm_mlp,
@@ -255,10 +271,12 @@ def norm_mlp(
             *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
             residual_out=residual_out,
             recompute=recompute,
+            recipe=recipe,
             **named(options),
         )
     weights, biases = parameters_of(fc1_weight, fc1_bias)
-    results = by_python(x, (weights, biases, second, True, recompute), options)
+    layers = (weights, biases, second, True, recompute)
+    results = by_python(x, layers, options, recipe=recipe)
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.ops import node
-from fused_norm.ops.registration import is_watched, may_follow
-from fused_norm.ops.rows import trainable_eps, trainable_eps_forward, trainable_eps_with_gradients
+from fused_norm.ops.registration import may_follow
+from fused_norm.ops.rows import trainable_eps, trainable_eps_with_gradients
 from fused_norm.ops.validation import (
     has_trainable_eps_kernel,
-    surely_has_trainable_eps_kernel,
     trainable_eps_by_pytorch,
 )
 
@@ -39,10 +38,7 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
     """
     if (found := node.trainable_eps(x, o)) is not None:
         return found
-    if not is_watched() and surely_has_trainable_eps_kernel(x, o):
-        if not (torch.is_grad_enabled() and (x.requires_grad or o.requires_grad)):
-            return trainable_eps_forward(x, o)
-    elif not has_trainable_eps_kernel(x, o):
+    if not has_trainable_eps_kernel(x, o):
         return trainable_eps_by_pytorch(x, o)
     if may_follow() and (x.requires_grad or o.requires_grad):
         y: Tensor = trainable_eps_with_gradients(x, o)

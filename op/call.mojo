@@ -1,14 +1,14 @@
 """The record of a call: everything a pass of norm + Linear needs, from PyTorch's tensors to the launch.
 
-Python writes it (fused_norm/call/record.py), C++ writes it (fused_norm/native/call.h), kernels read it. The three
-agree field by field, which a test holds. Every field takes eight bytes. Tensors are dense and given by address, 0
+C++ writes it (fused_norm/chain/call.h), tests and scripts write it in Python (fused_norm/call/record.py), kernels read
+it. A test compares the three field by field. Every field takes eight bytes. Tensors are dense and given by address, 0
 for one that is not there or not wanted. M rows have K features and N outputs.
 """
 
 
 @fieldwise_init
 struct Part(TrivialRegisterPassable):
-    """One of several Linear layers on the same rows, in a call of all of them."""
+    """One Linear layer of a grouped call, whose layers read the same rows."""
 
     var N: Int
     """Its outputs."""
@@ -22,7 +22,7 @@ struct Part(TrivialRegisterPassable):
     """Gradient of that [M, N]."""
 
 
-# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
+# Not passable in registers: the compiler damages structs of many fields on their way between functions.
 struct Call(ImplicitlyCopyable, Movable):
     """A forward or a backward: its own half first, then that of its parameters."""
 
@@ -40,7 +40,7 @@ struct Call(ImplicitlyCopyable, Movable):
     var may_keep: Int
     """Whether a fold of the weight may be kept for later calls."""
     var accumulate: Int
-    """Whether dweight, and dbias beside it, are float32 and are added to."""
+    """Whether dweight, and dbias with it, are float32 and are added to."""
     var invariant: Int
     """Whether the bits of a row may not depend on the other rows, nor on how many there are."""
     # Its tensors.
@@ -102,11 +102,21 @@ struct Call(ImplicitlyCopyable, Movable):
     var dh: Int
     """Gradient of h, shaped as h."""
     var parts: Int
-    """Address of a `Part` for each of several Linear layers on the same rows, whose outputs add up to N."""
+    """Address of a `Part` for each Linear layer of a grouped call; their outputs add up to N."""
     var part_count: Int
     """How many there are; 0 where `weight` is the only one."""
     var pitch: Int
     """Elements from one row of each part's output, or of its gradient, to the next; 0 for N of the part."""
+    var eight_bits: Int
+    """Type of z in 8 bits: E4M3 or E5M2 of op/rows/types.mojo; 0 where it has the type of the weight."""
+    var power_of_two: Int
+    """Whether the scales of what has 8 bits are rounded up to powers of two."""
+    var z_scale: Int
+    """Scales of the rows of z in 8 bits [M], float32."""
+    var zt: Int
+    """Z in 8 bits once more, its columns scaled and stored as rows [K, M]."""
+    var zt_scale: Int
+    """Scales of those [K], float32."""
     var workspace: Int
     """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
     # What the plan decides.
@@ -132,9 +142,13 @@ struct Call(ImplicitlyCopyable, Movable):
     var up_bias: Int
     """Bias of that [N]."""
     var norm_is_float32: Int
-    """Whether gamma and beta, and their gradients, are float32 beside a narrower x."""
+    """Whether gamma and beta, and their gradients, are float32 where x is narrower."""
     var narrow: Int
     """Type of the weight where autocast made it narrower than x: 0 that of x, 1 bfloat16, 2 float16."""
+    var weight_scale: Int
+    """Scales of the rows of a weight in 8 bits [N], float32."""
+    var up_scale: Int
+    """Those of `up` [N]."""
     var fold_weight: Int
     """Weight with gamma folded in and rows centered, rounded [N, K]."""
     var fold_sums: Int
@@ -183,6 +197,11 @@ struct Call(ImplicitlyCopyable, Movable):
         self.parts = 0
         self.part_count = 0
         self.pitch = 0
+        self.eight_bits = 0
+        self.power_of_two = 0
+        self.z_scale = 0
+        self.zt = 0
+        self.zt_scale = 0
         self.workspace = 0
         self.way = 0
         self.workspace_bytes = 0
@@ -196,10 +215,12 @@ struct Call(ImplicitlyCopyable, Movable):
         self.up_bias = 0
         self.norm_is_float32 = 0
         self.narrow = 0
+        self.weight_scale = 0
+        self.up_scale = 0
         self.fold_weight = 0
         self.fold_sums = 0
         self.fold_constants = 0
 
 
 comptime CallPointer = Pointer[Call, MutUntrackedOrigin]
-"""A record by its address, as the doors get it."""
+"""A record by its address, as entry points get it."""

@@ -1,4 +1,4 @@
-"""A GPU and a stream: what every launch needs to know about where it runs, and how Python keeps it."""
+"""A GPU and a stream: where launches go, and how Python keeps that."""
 
 from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
 from std.memory import OpaquePointer
@@ -43,7 +43,7 @@ struct Launcher(Movable):
     var gpu: Gpu
     """The device and the stream."""
     var alone: Bool
-    """Whether no collective runs beside our kernels: one holds SMs until other GPUs have caught up."""
+    """Whether no collective runs at the same time: one holds SMs until other GPUs have caught up."""
 
     @staticmethod
     def at(address: Int) -> Pointer[Launcher, MutUntrackedOrigin]:

@@ -1,6 +1,6 @@
 """A call from Python, read with nothing in between.
 
-`PythonObject` arguments cost a tenth of a microsecond each to convert, which adds up beside a kernel of a few.
+`PythonObject` arguments cost a tenth of a microsecond each to convert, which adds up where a kernel takes a few.
 What is registered with `def_py_c_function` takes what CPython passes, and returns what CPython expects.
 """
 

@@ -1,7 +1,7 @@
-"""All that MAX graphs and `CustomOpLibrary` find here; each struct names its op beside its signature."""
+"""The ops that MAX graphs and `CustomOpLibrary` find in this package."""
 
 from .max.linear_add import FusedNormLinearAdd, FusedNormLinearAddBackward
-from .max.norm_linear import (
+from .max.layernorm_linear import (
     FusedNormLayerNormLinear,
     FusedNormLayerNormLinearBackward,
 )
@@ -14,7 +14,7 @@ from .max.rows import (
     TrainableEpsLayerNorm,
     TrainableEpsLayerNormBackward,
 )
-from .max.seam import (
+from .max.norm_linear import (
     FusedNormNormLinear,
     FusedNormNormLinearBackward,
     FusedNormNormLinearKnown,

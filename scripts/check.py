@@ -3,8 +3,8 @@
     poe check
 
 Formatting and lint (ruff, mblack), types (mypy), Mojo docstrings (mojo doc), the puzzle to fill in
-(scripts/problem.py), and the site of docs/ with its links (mkdocs). The exit
-status is the number of checks that failed.
+(scripts/problem.py), the words of the pages (scripts/prose.py), and the site of docs/ (mkdocs) with
+its links (scripts/pages/links.py). The exit status is the number of checks that failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ CHECKS = {
         *("-o", "/dev/null", "op"),
     ],
     "puzzle": [sys.executable, "scripts/problem.py", "--check"],
+    "prose": [sys.executable, "scripts/prose.py"],
     "documentation": ["mkdocs", "build", "--strict"],
+    "links": [sys.executable, "scripts/pages/links.py"],
 }
 
 

@@ -484,7 +484,7 @@ MUTATIONS = (
         PASSED_ROWS,
     ),
     Mutation(
-        "a fold is kept of a parameter that is not frozen beside others that are",
+        "a fold is kept of a parameter that is not frozen among others that are",
         "gpu",
         "fused_norm/call/frozen.py",
         "return all(key is None or key in self._memory for key in keys)",

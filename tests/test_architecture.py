@@ -1,9 +1,10 @@
-"""What docs/architecture.md promises: one record in three languages, imports that run one way."""
+"""What docs/architecture.md says: one record in three languages, imports that run one way."""
 
 from __future__ import annotations
 
 import ast
 import ctypes
+import importlib.util
 import io
 import re
 import subprocess
@@ -14,28 +15,31 @@ from pathlib import Path
 
 import pytest
 
-from fused_norm import composition
-from fused_norm.call import record
+from fused_norm import activations, composition
+from fused_norm.call import head_record, record
 from fused_norm.chain import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
+HEAD_MOJO = (ROOT / "op/head/call.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
 OPERANDS_H = (ROOT / "fused_norm/chain/operands.h").read_text()
 CHAIN_H = (ROOT / "fused_norm/chain/chain.h").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+EXTENDING = (ROOT / "docs/extending.md").read_text()
 
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
-    ["reference", "native"],
-    ["composition"],
+    ["activations", "norms"],
+    ["reference", "native", "recipes"],
+    ["composition", "cross_entropy"],
     ["call"],
     ["chain"],
     ["ops"],
-    ["functional", "composed", "freeze", "trainable_eps"],
+    ["functional", "composed", "freeze", "head", "trainable_eps"],
     ["modules", "models"],
     ["doctor", "bench", "graphs"],
     ["__main__"],
@@ -46,7 +50,7 @@ MOJO_LAYERS = [
     ["norms"],
     ["rows", "gemm"],
     ["passes"],
-    ["norm_linear"],
+    ["norm_linear", "head"],
     ["max", "puzzle"],
     ["register"],
 ]
@@ -86,6 +90,14 @@ def test_record_is_one_in_three_languages(struct: str, numbers: list[str]) -> No
     assert {kind for kind, _ in in_mojo} <= {"Int", "Float64"}
 
 
+def test_the_head_s_record_is_one_in_two_languages() -> None:
+    body = re.search(r"^struct HeadCall\(.*?(?=^comptime )", HEAD_MOJO, re.M | re.S)
+    assert body is not None
+    fields = re.findall(r"^    var (\w+): (\w+)$", body[0], re.M)
+    assert [name for name, _ in fields] == [name for name, _ in head_record.HeadCall._fields_]
+    assert tuple(name for name, kind in fields if kind == "Float64") == head_record.NUMBERS
+
+
 def test_fields_take_eight_bytes() -> None:
     assert record.Call.eps.offset == 8
 
@@ -107,7 +119,7 @@ def test_limits_are_the_same_in_every_language() -> None:
     gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
     others = {"GATED": gated, "NO_NORM": record.NO_NORM}
     assert found == {name: getattr(record, name) for name in limits} | others
-    assert gated == composition.GATED
+    assert gated == activations.GATED
     parts = re.findall(r"^comptime MOST_PARTS = (\d+)$", PARTS_MOJO, re.M)
     assert [int(most) for most in parts] == [record.MOST_PARTS]
 
@@ -148,12 +160,12 @@ def test_what_the_chain_asks_is_the_same_in_two_languages(name: str) -> None:
 
 # Each may include those before it.
 C_LAYERS = [
-    ["call", "chain", "python"],
-    ["tensor", "nodes"],
-    ["kernels", "row_node"],
+    ["call", "chain"],
+    ["tensor"],
+    ["kernels"],
     ["operands"],
-    ["linear", "folds"],
-    ["several"],
+    ["linear", "folds", "rows"],
+    ["grouped"],
     ["forward"],
     ["backward"],
 ]
@@ -168,7 +180,26 @@ def test_c_includes_run_one_way() -> None:
     assert_one_way(includes, C_LAYERS)
     # The node calls the chain by its address, and knows nothing of kernels.
     node = re.findall(r'^#include "(\w+)\.h"$', (folder / "node.cpp").read_text(), re.M)
-    assert set(node) == {"chain", "nodes", "row_node"}
+    assert node == ["chain"]
+
+
+def test_code_size_is_what_the_page_says() -> None:
+    spec = importlib.util.spec_from_file_location("code_size", ROOT / "scripts/pages/code_size.py")
+    assert spec is not None
+    assert spec.loader is not None
+    code_size = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code_size)
+    for layer, size in code_size.sizes().items():
+        row = re.search(rf"^\| {re.escape(layer)} \| ([\d,]+) \|$", ARCHITECTURE, re.M)
+        assert row is not None, layer
+        assert abs(int(row[1].replace(",", "")) - size) <= 0.1 * size + 50, layer
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
+def test_pages_name_files_that_are_there(page: str) -> None:
+    for name in re.findall(r"`([\w/]+/[\w./]+)`", (ROOT / "docs" / page).read_text()):
+        places = [ROOT / each for each in ("", "fused_norm", "op/norm_linear")]
+        assert "NAME" in name or any((place / name).exists() for place in places), name
 
 
 def code_of(path: Path) -> str:
@@ -186,20 +217,20 @@ def code_of(path: Path) -> str:
     )
 
 
-# What takes the family to MAX graphs and models, and the puzzle's kernels: apart in the table.
-APART = {"graphs", "max", "models", "puzzle"}
+# Folders that take the family further, which the table leaves out.
+OTHERS = {"graphs", "max", "models", "puzzle"}
 
 
 def test_what_a_modulation_touches_is_what_the_page_says() -> None:
     """The files that name AdaLN's shift are those of the table, and few."""
-    line = re.search(r"^\| a modulation\b.*\| (\d+) \|$", ARCHITECTURE, re.M)
+    line = re.search(r"^\| a modulation\b.*\| (\d+) \|$", EXTENDING, re.M)
     assert line is not None
     listed = set(re.findall(r"`(\S+)`", line[0]))
     assert len(listed) == int(line[1]) <= 11
     named = set()
     for path in [*(ROOT / "fused_norm").rglob("*"), *(ROOT / "op").rglob("*.mojo")]:
         place = path.relative_to(ROOT)
-        if path.suffix in (".py", ".h", ".cpp", ".mojo") and not APART & set(place.parts):
+        if path.suffix in (".py", ".h", ".cpp", ".mojo") and not OTHERS & set(place.parts):
             # Kernels name it as the record's: what else is a shift there shifts something else.
             words = r"\bd?shift\b|\bSHIFT\b"
             if path.suffix == ".mojo":

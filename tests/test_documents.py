@@ -110,8 +110,9 @@ def notebooks() -> dict[Path, Notebook]:
     return {page: Notebook() for page in PAGES}
 
 
-# transformers' own, of names that it still uses.
+# transformers' own, of names that it still uses; PyTorch's own, of a block compiled by itself.
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("block", cases("python"))
 def test_python(block: Block, notebooks: dict[Path, Notebook]) -> None:
     skip_unless_run(block)

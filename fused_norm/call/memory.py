@@ -71,7 +71,7 @@ def laid_as_sum(tensor: Tensor, *summands: Tensor | None) -> Tensor:
     return laid.copy_(tensor)
 
 
-def lies_transposed(weight: Tensor) -> bool:
+def is_transposed(weight: Tensor) -> bool:
     """Return whether a weight lies column by column, as that of a Conv1D seen as a Linear layer's.
 
     Its gradient does, too: autograd would copy it.

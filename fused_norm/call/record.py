@@ -10,12 +10,13 @@ CALL_FIELDS = (
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
-    *("parts", "part_count", "pitch", "workspace", "way", "workspace_bytes"),
+    *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "z_scale", "zt", "zt_scale"),
+    *("workspace", "way", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (
     *("K", "N", "gamma", "beta", "weight", "bias", "up", "up_bias", "norm_is_float32", "narrow"),
-    *("fold_weight", "fold_sums", "fold_constants"),
+    *("weight_scale", "up_scale", "fold_weight", "fold_sums", "fold_constants"),
 )
 
 # Stands for the address of a result, before there is one.
@@ -44,6 +45,17 @@ class Call(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_double if name in ("eps", "weight_offset") else ctypes.c_int64)
         for name in (*CALL_FIELDS, *PARAMETER_FIELDS)
+    )
+
+
+class RowCall(ctypes.Structure):
+    """A call of a row op: `RowCall` in op/rows/op.mojo and chain/call.h."""
+
+    _fields_ = (
+        *((n, ctypes.c_int64) for n in ("M", "K", "context", "threads", "accumulate")),
+        *((n, ctypes.c_int64) for n in ("parameter", "parameter_is_float32")),
+        *((n, ctypes.c_int64) for n in ("parameter_gradient", "workspace")),
+        *(("outputs", ctypes.c_int64 * 2), ("inputs", ctypes.c_int64 * 3)),
     )
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fused_norm.composition import Operands, Seam, has_sum
+from fused_norm.composition import Operands, Spec, has_sum
+from fused_norm.norms import NORMS
 
 
 class Results(NamedTuple):
@@ -38,22 +39,22 @@ class Results(NamedTuple):
         ]
 
     @classmethod
-    def unflat(cls, results: Sequence[Tensor], kind: Seam, t: Operands, keeps: bool) -> Results:
+    def unflat(cls, results: Sequence[Tensor], spec: Spec, t: Operands, keeps: bool) -> Results:
         """Return what `flat` made a list of.
 
         Args:
             results: The list.
-            kind: What was computed.
+            spec: What was computed.
             t: From which tensors.
             keeps: Whether for a backward as well.
         """
-        products = 1 if kind.is_joined else len(t.weights)
+        products = 1 if spec.is_joined else len(t.weights)
         outputs = 1 if t.out_weight is not None else products
         rest = iter(results[outputs:])
         there = (
-            has_sum(t) and (keeps or kind.returns_sum),
-            kind.returns_norm,
-            keeps and kind.normalization == "layer_norm" and t.mean is None,
+            has_sum(t) and (keeps or spec.returns_sum),
+            spec.returns_norm,
+            keeps and NORMS[spec.normalization].has_mean and t.mean is None,
             keeps and t.rstd is None,
         )
         found = [next(rest) if is_there else None for is_there in there]

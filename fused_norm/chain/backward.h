@@ -17,6 +17,32 @@ struct Gradients {
   Tensor z;
 };
 
+// What is added to x, whose gradient is that of x.
+constexpr bool is_summand(size_t place) { return place == X || place == RESIDUAL; }
+
+// Which gradients to compute, by place, for tensors that need one: those that results with a gradient
+// depend on, as `reached` in composition.py. All summands get one, which stands at X, and what is added
+// at the end that of the output.
+inline Wanted wanted_of(
+    const Spec& spec, size_t count, const Wanted& needed, const Tensors& grads) {
+  const size_t outputs = grads.size() - spec.returns_sum - spec.returns_norm;
+  const bool is_through = std::any_of(
+      grads.begin(), grads.begin() + static_cast<int64_t>(outputs),
+      [](const Tensor& g) { return g.defined(); });
+  const bool is_norm = is_through || (spec.returns_norm && grads.back().defined());
+  Wanted wanted(needed.size());
+  for (size_t place = 0; place < needed.size(); ++place) {
+    const bool is_of_norm = place < MEAN;
+    const size_t layer = (place - NAMED) % count;
+    const bool is_reached = is_of_norm ? is_norm
+        : place >= NAMED && outputs == count ? grads[layer].defined()
+                                             : is_through;
+    if (!needed[place] || !is_reached || place == OUT_RESIDUAL) continue;
+    wanted[is_summand(place) ? size_t{X} : place] = true;
+  }
+  return wanted;
+}
+
 // Computes gradients by place, once. Those of the residuals are those of x and of the output.
 class Backward {
  public:
@@ -24,27 +50,27 @@ class Backward {
   // normalized rows as far as these are results, in dense memory. Wanted are those that more than
   // the sum's reaches. `main_grads` has one for each weight, or none.
   Backward(
-      const Kind& kind, const Operands& t, const Extent& extent, const Tensors& products,
+      const Spec& spec, const Operands& t, const Extent& extent, const Tensors& products,
       const Tensors& grads, const Wanted& wanted, const Tensors& main_grads,
       const Kernels& kernels)
-      : kind_(kind), t_(t), extent_(extent), products_(products), wanted_(wanted),
+      : spec_(spec), t_(t), extent_(extent), products_(products), wanted_(wanted),
         main_grads_(main_grads), kernels_(kernels) {
     result_.found.resize(t.flat.size());
-    size_t outputs = grads.size() - kind.returns_sum - kind.returns_norm;
+    size_t outputs = grads.size() - spec.returns_sum - spec.returns_norm;
     for (size_t i = 0; i < outputs; ++i) {
       das_.push_back(grads[i].defined() ? grads[i].rows() : Tensor());
     }
-    if (kind.returns_sum) dsum_ = grads[outputs++];
-    if (kind.returns_norm && grads[outputs].defined()) dnorm_ = grads[outputs].rows();
+    if (spec.returns_sum) dsum_ = grads[outputs++];
+    if (spec.returns_norm && grads[outputs].defined()) dnorm_ = grads[outputs].rows();
     wants_norm_ = std::any_of(&wanted[X], &wanted[MEAN], [](bool w) { return w; });
     wants_weight_ = any(NAMED);
     wants_bias_ = any(NAMED + t.count());
   }
 
   Gradients run() {
-    if (kind_.activation && products_.empty()) {
-      const auto z = normalized(kind_, t_, extent_, kernels_);
-      products_ = products_of(kind_, z, t_, extent_, kernels_);
+    if (spec_.activation && products_.empty()) {
+      const auto z = normalized(spec_, t_, extent_, kernels_);
+      products_ = products_of(spec_, z, t_, extent_, kernels_);
     }
     const Tensor dout = t_[OUT_WEIGHT].defined() ? second_linear() : Tensor();
     before_activation();
@@ -71,7 +97,7 @@ class Backward {
     const Tensor dout = das_[0];
     das_[0] = Tensor();
     if (dout.defined() && (wants_norm_ || wants_weight_ || wants_bias_)) {
-      das_[0] = input_gradient(dout, t_[OUT_WEIGHT], kind_.invariant, kernels_);
+      das_[0] = input_gradient(dout, t_[OUT_WEIGHT], spec_.invariant, kernels_);
     }
     return dout;
   }
@@ -79,10 +105,10 @@ class Backward {
   // The gradients of the second Linear layer's parameters.
   void second_parameters(const Tensor& dout) {
     if (wanted_[OUT_WEIGHT] && !a_.defined()) {
-      a_ = activated(kind_, products_[0], kernels_).rows();
+      a_ = activated(spec_, products_[0], kernels_).rows();
     }
     found(OUT_WEIGHT) = parameter_gradients(
-        dout, a_, t_[OUT_WEIGHT], wanted_[OUT_WEIGHT], wanted_[OUT_BIAS], kind_.invariant,
+        dout, a_, t_[OUT_WEIGHT], wanted_[OUT_WEIGHT], wanted_[OUT_BIAS], spec_.invariant,
         found(OUT_BIAS), kernels_);
   }
 
@@ -91,9 +117,9 @@ class Backward {
     const auto count = t_.count();
     for (size_t i = 0; i < das_.size(); ++i) {
       const Tensor& da = das_[i];
-      const bool wants_bias = kind_.is_joined ? wants_bias_ : wanted_[NAMED + count + i];
+      const bool wants_bias = spec_.is_joined ? wants_bias_ : wanted_[NAMED + count + i];
       dbiases_.emplace_back();
-      if (!da.defined() || !kind_.activation || !(wants_norm_ || wants_weight_ || wants_bias)) {
+      if (!da.defined() || !spec_.activation || !(wants_norm_ || wants_weight_ || wants_bias)) {
         if (da.defined() && das_.size() < count && wants_bias) dbiases_[i] = sum_of_rows(da);
         dhs_.push_back(da);
         continue;
@@ -102,7 +128,7 @@ class Backward {
       const auto dh = empty_like(h);
       if (wants_bias) dbiases_[i] = empty(Shape{h.size(1)}, h);
       auto call = rows_call(extent_.M, da.size(1), kernels_.passes.context);
-      call.activation = kind_.activation;
+      call.activation = spec_.activation;
       call.da = address(da);
       call.h = address(h);
       call.dh = address(dh);
@@ -115,7 +141,7 @@ class Backward {
           kernels_.passes.plan_activate_backward, kernels_.passes.activate_backward, call, h);
       dhs_.push_back(dh);
     }
-    if (kind_.is_joined && count > 1) split();
+    if (spec_.is_joined && count > 1) split();
     for (size_t i = 0; i < dbiases_.size(); ++i) {
       if (wanted_[NAMED + count + i]) found(NAMED + count + i) = dbiases_[i];
     }
@@ -149,10 +175,10 @@ class Backward {
     const Tensor& x = t_[X];
     if (!product.plan_backward || t_.count() > 1 || t_.has(Form::GROUPS) || dnorm_.defined() ||
         !dhs_[0].defined() || t_.is_narrow() || !t_.weight(0).is_contiguous() ||
-        (kind_.invariant && !x.is_cpu())) {
+        (spec_.invariant && !x.is_cpu())) {
       return false;
     }
-    auto call = norm_call(kind_, t_, extent_, product.context);
+    auto call = norm_call(spec_, t_, extent_, product.context);
     call.in_graph = kernels_.is_captured;
     call.N = extent_.N;
     call.weight = address(t_.weight(0));
@@ -182,7 +208,7 @@ class Backward {
     if (is_wanted && !by_product(call, results, accumulates)) return false;
     if (is_added && !accumulates) {
       found(NAMED) = dhs_[0];
-      result_.z = normalized(kind_, t_, extent_, kernels_).rows();
+      result_.z = normalized(spec_, t_, extent_, kernels_).rows();
     }
     return true;
   }
@@ -225,7 +251,7 @@ class Backward {
     // The products that find gradients of weights and, on their way, of their biases.
     std::vector<std::optional<Call>> by_kernel(count);
     for (size_t i = 0; i < count; ++i) {
-      const bool is_ours = !kind_.invariant && !main_grad(i).defined();
+      const bool is_ours = !spec_.invariant && !main_grad(i).defined();
       if (!is_ours || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
       by_kernel[i] = planned_weight_gradient(dhs_[i], z, t_.weight(i), kernels_.product);
     }
@@ -263,17 +289,17 @@ class Backward {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
     if (!product.passed_rows || t_.count() == 1 || !wanted_[X] || !wants_weight_ ||
-        kind_.invariant || t_.is_narrow() || t_.has(Form::GROUPS) || dnorm_.defined()) {
+        spec_.invariant || t_.is_narrow() || t_.has(Form::GROUPS) || dnorm_.defined()) {
       return {};
     }
-    auto call = norm_call(kind_, t_, extent_, product.context);
+    auto call = norm_call(spec_, t_, extent_, product.context);
     call.in_graph = kernels_.is_captured;
-    Parts parts;
+    Group parts;
     if (!give_gradients(call, parts, dhs_, t_)) return {};
     call.dx = WANTED;
     call.dsum = address(dsum_);
     if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
-    find_results(call);
+    allocate_results(call);
     const auto z = empty(Shape{extent_.M, extent_.K}, x);
     call.dz = address(z);
     const auto workspace = workspace_of(call, x);
@@ -284,17 +310,17 @@ class Backward {
   // That of the normalized rows, in the dtype of x.
   Tensor gradient_of_norm() const {
     Tensor dz = dnorm_;
-    if (!dz.defined() && !t_.is_narrow() && !kind_.invariant) {
-      dz = several_input_gradients(dhs_, t_, extent_, kernels_);
+    if (!dz.defined() && !t_.is_narrow() && !spec_.invariant) {
+      dz = grouped_input_gradients(dhs_, t_, extent_, kernels_);
       if (dz.defined()) return dz;
     }
     for (size_t i = 0; i < t_.count(); ++i) {
       const Tensor &dh = dhs_[i], &weight = t_.weight(i);
       if (!dh.defined()) continue;
-      if (t_.is_narrow() || kind_.invariant || !dz.defined()) {
-        auto product = t_.is_narrow() && !kind_.invariant
+      if (t_.is_narrow() || spec_.invariant || !dz.defined()) {
+        auto product = t_.is_narrow() && !spec_.invariant
             ? widened_product(dh, weight, t_[X].dtype())
-            : input_gradient(dh, weight, kind_.invariant, kernels_);
+            : input_gradient(dh, weight, spec_.invariant, kernels_);
         if (product.dtype() != t_[X].dtype()) {
           const auto wide = empty(product.sizes(), product, t_[X].dtype());
           copy(wide, product);
@@ -317,21 +343,21 @@ class Backward {
   }
 
   // Gives a record memory for the gradients of x and of what comes with the norm.
-  void find_results(Call& call) {
+  void allocate_results(Call& call) {
     const auto find = [&](Place place, void* Call::*gradient) {
       if (!wanted_[place] || !t_[place].defined()) return;
       found(place) = empty_like(t_[place]);
       call.*gradient = found(place).data();
     };
     find(X, &Call::dx);
-    for (const auto& o : OF_NORM) {
+    for (const auto& o : NORM_OPERANDS) {
       if (o.gradient) find(o.place, o.gradient);
     }
   }
 
   void norm_backward(const Tensor& dz, const Tensor& z, const Tensor& dbias) {
     const auto& passes = kernels_.norm_passes;
-    auto call = norm_call(kind_, t_, extent_, passes.context);
+    auto call = norm_call(spec_, t_, extent_, passes.context);
     call.dz = address(dz);
     call.dsum = address(dsum_);
     call.z = address(z);
@@ -341,11 +367,11 @@ class Backward {
       call.dy = address(dy);
       call.dbias = address(dbias);
     }
-    if (dz.defined()) find_results(call);
+    if (dz.defined()) allocate_results(call);
     fused_norm::run(passes.plan_normalize_backward, passes.normalize_backward, call, t_[X]);
   }
 
-  const Kind& kind_;
+  const Spec& spec_;
   const Operands& t_;
   const Extent& extent_;
   Tensors products_;
@@ -360,18 +386,18 @@ class Backward {
 
 // The gradients of a call by place. `given` are those of its results.
 inline Gradients backward(
-    const Kind& kind, const Operands& t, const Extent& extent, const Tensors& products,
+    const Spec& spec, const Operands& t, const Extent& extent, const Tensors& products,
     const Tensors& given, const Wanted& wanted, const Tensors& main_grads,
     const Kernels& kernels) {
-  const Operands aligned_t = kind.invariant ? with_aligned_rows(t) : t;
+  const Operands aligned_t = spec.invariant ? with_aligned_rows(t) : t;
   Tensors grads, ready;
-  for (const auto& g : given) grads.push_back(kind.invariant ? aligned(g) : dense(g));
+  for (const auto& g : given) grads.push_back(spec.invariant ? aligned(g) : dense(g));
   for (const auto& h : products) ready.push_back(dense(h));
   auto result =
-      Backward(kind, aligned_t, extent, ready, grads, wanted, main_grads, kernels).run();
+      Backward(spec, aligned_t, extent, ready, grads, wanted, main_grads, kernels).run();
   auto& dx = result.found[X];
   // Autograd would add the gradient of the norm to that of the sum.
-  const Tensor dsum = kind.returns_sum ? given[given.size() - 1 - kind.returns_norm] : Tensor();
+  const Tensor dsum = spec.returns_sum ? given[given.size() - 1 - spec.returns_norm] : Tensor();
   if (dx.defined() && dsum.defined()) dx = laid_as_sum(dx, {dsum, dx});
   return result;
 }

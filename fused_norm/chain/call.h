@@ -26,13 +26,13 @@ struct Call {
   int64_t activation;
   void *h, *a, *da, *dh;
   Part* parts;
-  int64_t part_count, pitch;
-  void* workspace;
+  int64_t part_count, pitch, eight_bits, power_of_two;
+  void *z_scale, *zt, *zt_scale, *workspace;
   int64_t way, workspace_bytes;
   int64_t K, N;
   void *gamma, *beta, *weight, *bias, *up, *up_bias;
   int64_t norm_is_float32, narrow;
-  void *fold_weight, *fold_sums, *fold_constants;
+  void *weight_scale, *up_scale, *fold_weight, *fold_sums, *fold_constants;
 };
 
 // The ways of op/norm_linear/plan.mojo.
@@ -53,5 +53,16 @@ constexpr int64_t NO_NORM = 2;
 inline void* const WANTED = reinterpret_cast<void*>(1);
 
 using Function = int64_t (*)(Call*);
+
+// `RowCall` in op/rows/op.mojo, which says what each field is.
+struct RowCall {
+  int64_t M, K, context, threads, accumulate;
+  void* parameter;
+  int64_t parameter_is_float32;
+  void *parameter_gradient, *workspace, *outputs[2], *inputs[3];
+};
+
+// Runs the op at a place of OPS there.
+using RowFunction = int64_t (*)(int64_t op, RowCall*);
 
 }  // namespace fused_norm

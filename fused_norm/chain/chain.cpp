@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "backward.h"
+#include "rows.h"
 
 namespace {
 
@@ -44,8 +45,8 @@ Operands operands_of(const AtenTensorHandle* tensors, int64_t count) {
   return t;
 }
 
-Kernels kernels_of(const Kind& kind, const Operands& t, Conditions conditions) {
-  return Kernels::find(t[X], t.product_dtype(), kind.normalization, kind.invariant, conditions);
+Kernels kernels_of(const Spec& spec, const Operands& t, Conditions conditions) {
+  return Kernels::find(t[X], t.product_dtype(), spec.normalization, spec.invariant, conditions);
 }
 
 }  // namespace
@@ -90,22 +91,27 @@ EXPORTED int chain_adds(int32_t dtype, int32_t device, int64_t M, int64_t N, int
 }
 
 EXPORTED int chain_forward(
-    const Kind* kind, Conditions conditions, int64_t count, const AtenTensorHandle* tensors,
+    const Spec* spec, Conditions conditions, int64_t count, const AtenTensorHandle* tensors,
     int keeps, AtenTensorHandle* results) {
   return guarded([&] {
     const auto t = operands_of(tensors, count);
-    const auto extent = extent_of(*kind, t);
+    std::fill(results, results + 2 * count + EXTRAS, nullptr);
+    AtenTensorHandle* const extras = results + count;
+    const OnDevice on_device(t[X]);
+    if (spec->normalization == TRAINABLE_EPS) {
+      if (!are_rows_with_scalar(t[X], t[GAMMA])) throw Declined();
+      extras[NORM] = row_result(RowOp::TRAINABLE_EPS, {t[X]}, t[GAMMA]).released();
+      return;
+    }
+    const auto extent = extent_of(*spec, t);
     // Only autocast narrows products.
     if (!extent || t.is_narrow()) throw Declined();
-    const OnDevice on_device(t[X]);
     const NoGrad no_grad;
-    const auto kernels = kernels_of(*kind, t, conditions);
-    const auto fold = fold_of(*kind, t, keeps != 0, kernels.is_captured);
+    const auto kernels = kernels_of(*spec, t, conditions);
+    const auto fold = fold_of(*spec, t, keeps != 0, kernels.is_captured);
     if (!fold) throw Declined();
-    const auto found = forward(*kind, t, *extent, keeps != 0, *fold, kernels);
-    std::fill(results, results + 2 * count + EXTRAS, nullptr);
+    const auto found = forward(*spec, t, *extent, keeps != 0, *fold, kernels);
     for (size_t i = 0; i < found.outputs.size(); ++i) results[i] = found.outputs[i].released();
-    AtenTensorHandle* const extras = results + count;
     extras[SUM] = found.sum.released();
     extras[NORM] = found.norm.released();
     extras[KEPT_MEAN] = found.mean.released();
@@ -117,24 +123,38 @@ EXPORTED int chain_forward(
 }
 
 EXPORTED int chain_backward(
-    const Kind* kind, Conditions conditions, int64_t count, const AtenTensorHandle* tensors,
+    const Spec* spec, Conditions conditions, int64_t count, const AtenTensorHandle* tensors,
     int64_t product_count, const AtenTensorHandle* products, int64_t grad_count,
-    const AtenTensorHandle* grads, const uint8_t* wanted, AtenTensorHandle* gradients) {
+    const AtenTensorHandle* grads, const uint8_t* needed, AtenTensorHandle* gradients) {
   return guarded([&] {
     const auto t = operands_of(tensors, count);
-    // Tensors may have been given other memory since the forward, by an assignment to their `data`.
-    const auto extent = extent_of(*kind, t);
     const auto given = borrowed(grads, grad_count);
+    const OnDevice on_device(t[X]);
+    if (spec->normalization == TRAINABLE_EPS) {
+      const Tensor &dy = given[0], &x = t[X], &o = t[GAMMA];
+      if (!are_rows_with_scalar(x, o) || dy.dtype() != x.dtype()) throw Declined();
+      const auto found = trainable_eps_gradients(dense(dy), x, o, needed[X], needed[GAMMA]);
+      gradients[X] = found[0].released();
+      gradients[GAMMA] = found[1].released();
+      return;
+    }
+    // Tensors may have been given other memory since the forward, by an assignment to their `data`.
+    const auto extent = extent_of(*spec, t);
     for (const auto& g : given) {
       if (g.defined() && g.dtype() != t.product_dtype()) throw Declined();
     }
     if (!extent) throw Declined();
-    const OnDevice on_device(t[X]);
     const NoGrad no_grad;
+    const auto wanted = wanted_of(*spec, t.count(), Wanted(needed, needed + t.flat.size()), given);
     const auto result = backward(
-        *kind, t, *extent, borrowed(products, product_count), given,
-        Wanted(wanted, wanted + t.flat.size()), {}, kernels_of(*kind, t, conditions));
-    for (size_t i = 0; i < result.found.size(); ++i) gradients[i] = result.found[i].released();
+        *spec, t, *extent, borrowed(products, product_count), given, wanted, {},
+        kernels_of(*spec, t, conditions));
+    for (size_t place = 0; place < result.found.size(); ++place) {
+      const auto& gradient = place == OUT_RESIDUAL ? given[0]
+          : is_summand(place)                      ? result.found[X]
+                                                   : result.found[place];
+      if (needed[place]) gradients[place] = gradient.released();
+    }
   });
 }
 
@@ -166,7 +186,7 @@ int64_t number_of(const std::string& name) {
 
 // What an op does where Python has to: with parameters that are frozen, or with empty tensors.
 template <class... Arguments>
-Handles by_python(const char* op, const Arguments&... arguments) {
+Handles call_python(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
   python_error.clear();
   const auto status = torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION);
@@ -180,15 +200,15 @@ Handles by_python(const char* op, const Arguments&... arguments) {
   Given x, Optional residual, Optional gamma, Optional beta, Optional scale, Optional shift,    \
       Optional mean, Optional rstd, Optional out_weight, Optional out_bias,                     \
       Optional out_residual, Handles weights, Optionals biases
-#define KIND                                                                                    \
+#define SPEC                                                                                    \
   std::string normalization, std::string activation, double eps, double weight_offset,          \
       bool joined, bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant
-#define THEIR_NAMES                                                                             \
+#define ARGUMENTS_OF_CALL                                                                             \
   x, residual, gamma, beta, scale, shift, mean, rstd, out_weight, out_bias, out_residual,       \
       weights, biases, normalization, activation, eps, weight_offset, joined, returns_sum,      \
       returns_norm, recompute, batch_invariant
 
-Kind kind_of(KIND) {
+Spec spec_of(SPEC) {
   return {number_of(normalization), number_of(activation), eps, weight_offset, joined, returns_sum,
           returns_norm, recompute, batch_invariant};
 }
@@ -222,18 +242,10 @@ bool is_empty(const Given& x, const Handles& weights, const Optional& out_weight
       (out_weight && has_none(*out_weight));
 }
 
-Extent checked(const Kind& kind, const Operands& t) {
-  const auto extent = extent_of(kind, t);
+Extent checked(const Spec& spec, const Operands& t) {
+  const auto extent = extent_of(spec, t);
   if (!extent) throw std::runtime_error("fused_norm: no kernel takes such tensors as these");
   return *extent;
-}
-
-Kernels kernels_or_error(const Kind& kind, const Operands& t) {
-  try {
-    return kernels_of(kind, t, {});
-  } catch (const Declined&) {
-    throw std::runtime_error("fused_norm: no kernels are at hand for such tensors");
-  }
 }
 
 // Returns the results in one list, without those that are not there.
@@ -248,54 +260,54 @@ Handles flat(const Results& results) {
   return all;
 }
 
-Handles run_forward(TENSORS, KIND, bool keeps, const Fold* given) {
+Handles run_forward(TENSORS, SPEC, bool keeps, const Fold* given) {
   const auto t = operands_of(
       x, residual, gamma, beta, scale, shift, mean, rstd, out_weight, out_bias, out_residual,
       weights, biases);
-  const auto kind = kind_of(
+  const auto spec = spec_of(
       normalization, activation, eps, weight_offset, joined, returns_sum, returns_norm, recompute,
       batch_invariant);
-  const auto extent = checked(kind, t);
+  const auto extent = checked(spec, t);
   const OnDevice on_device(t[X]);
   const NoGrad no_grad;
-  const auto kernels = kernels_or_error(kind, t);
-  const auto fold = given ? *given : fold_of(kind, t, keeps, kernels.is_captured);
+  const auto kernels = kernels_of(spec, t, {});
+  const auto fold = given ? *given : fold_of(spec, t, keeps, kernels.is_captured);
   if (!fold) throw Declined();
-  auto results = forward(kind, t, extent, keeps, *fold, kernels);
-  if (given) folds.keep(kind, t, *given, kernels.is_captured);
+  auto results = forward(spec, t, extent, keeps, *fold, kernels);
+  if (given) folds.keep(spec, t, *given, kernels.is_captured);
   if (results.sum.defined()) {
     results.sum = laid_as_sum(results.sum, {tensor_of(x), tensor_of(residual)});
   }
   return flat(results);
 }
 
-Handles norm_linear_forward(TENSORS, KIND, bool keeps) {
+Handles norm_linear_forward(TENSORS, SPEC, bool keeps) {
   if (!is_empty(x, weights, out_weight)) {
     try {
-      return run_forward(THEIR_NAMES, keeps, nullptr);
+      return run_forward(ARGUMENTS_OF_CALL, keeps, nullptr);
     } catch (const Declined&) {
     }
   }
-  return by_python("fused_norm::norm_linear_forward_by_python", THEIR_NAMES, keeps);
+  return call_python("fused_norm::norm_linear_forward_by_python", ARGUMENTS_OF_CALL, keeps);
 }
 
 // The same with the fold of frozen parameters, which is for an activation in the epilogue; -1 for none.
 Handles norm_linear_forward_folded(
-    TENSORS, KIND, bool keeps, Optional fold_weight, Optional fold_sums, int64_t fold_activation,
+    TENSORS, SPEC, bool keeps, Optional fold_weight, Optional fold_sums, int64_t fold_activation,
     bool is_offloaded) {
   Fold fold{tensor_of(fold_weight), tensor_of(fold_sums), fold_activation, is_offloaded};
-  return run_forward(THEIR_NAMES, keeps, &fold);
+  return run_forward(ARGUMENTS_OF_CALL, keeps, &fold);
 }
 
 // The activation that a fold of a call's parameters would be for, or -1.
-int64_t norm_linear_wanted_fold(TENSORS, KIND) {
+int64_t norm_linear_wanted_fold(TENSORS, SPEC) {
   const auto t = operands_of(
       x, residual, gamma, beta, scale, shift, mean, rstd, out_weight, out_bias, out_residual,
       weights, biases);
-  const auto kind = kind_of(
+  const auto spec = spec_of(
       normalization, activation, eps, weight_offset, joined, returns_sum, returns_norm, recompute,
       batch_invariant);
-  return wanted_fold(kind, t, checked(kind, t), kernels_or_error(kind, t));
+  return wanted_fold(spec, t, checked(spec, t), kernels_of(spec, t, {}));
 }
 
 // The fold of parameters for an activation in the epilogue, in two tensors.
@@ -305,16 +317,16 @@ Handles norm_linear_fold(
   // A weight stands for x, whose values nobody asks for.
   const auto t = operands_of(
       weights[0], {}, gamma, beta, {}, {}, {}, {}, {}, {}, {}, weights, biases);
-  Kind kind{number_of(normalization), activation};
-  kind.weight_offset = weight_offset;
-  kind.is_joined = kind.is_gated();
-  const auto extent = checked(kind, t);
+  Spec spec{number_of(normalization), activation};
+  spec.weight_offset = weight_offset;
+  spec.is_joined = spec.is_gated();
+  const auto extent = checked(spec, t);
   const OnDevice on_device(t[X]);
-  const auto kernels = kernels_or_error(kind, t);
-  auto call = norm_call(kind, t, extent, kernels.product.context);
-  give_weights(call, kind, t, extent, true);
-  Parts parts;
-  if (are_apart(kind, t)) parts.give(call, t);
+  const auto kernels = kernels_of(spec, t, {});
+  auto call = norm_call(spec, t, extent, kernels.product.context);
+  give_weights(call, spec, t, extent, true);
+  Group parts;
+  if (has_own_outputs(spec, t)) parts.give(call, t);
   const Fold fold{empty(Shape{extent.N, extent.K}, t[X]), empty(Shape{2, extent.N}, t[X], FLOAT32)};
   fold.give(call);
   if (!kernels.product.fold) throw std::runtime_error("fused_norm: no kernel folds here");
@@ -323,15 +335,15 @@ Handles norm_linear_fold(
 }
 
 std::pair<Gradients, Wanted> gradients_of(
-    TENSORS, KIND, const Handles& products, const Optionals& grad_outputs,
+    TENSORS, SPEC, const Handles& products, const Optionals& grad_outputs,
     const std::vector<int64_t>& wanted, const Optionals& main_grads) {
   const auto t = operands_of(
       x, residual, gamma, beta, scale, shift, mean, rstd, out_weight, out_bias, out_residual,
       weights, biases);
-  const auto kind = kind_of(
+  const auto spec = spec_of(
       normalization, activation, eps, weight_offset, joined, returns_sum, returns_norm, recompute,
       batch_invariant);
-  const auto extent = checked(kind, t);
+  const auto extent = checked(spec, t);
   const OnDevice on_device(t[X]);
   const NoGrad no_grad;
   Tensors kept, grads, totals;
@@ -341,17 +353,17 @@ std::pair<Gradients, Wanted> gradients_of(
   Wanted flags(t.flat.size());
   for (const int64_t place : wanted) flags.at(static_cast<size_t>(place)) = true;
   auto found = backward(
-      kind, t, extent, kept, grads, flags, totals, kernels_or_error(kind, t));
+      spec, t, extent, kept, grads, flags, totals, kernels_of(spec, t, {}));
   return {std::move(found), std::move(flags)};
 }
 
 Handles norm_linear_backward(
-    TENSORS, KIND, Handles products, Optionals grad_outputs, std::vector<int64_t> wanted) {
+    TENSORS, SPEC, Handles products, Optionals grad_outputs, std::vector<int64_t> wanted) {
   if (is_empty(x, weights, out_weight)) {
-    return by_python(
-        "fused_norm::norm_linear_backward_by_python", THEIR_NAMES, products, grad_outputs, wanted);
+    return call_python(
+        "fused_norm::norm_linear_backward_by_python", ARGUMENTS_OF_CALL, products, grad_outputs, wanted);
   }
-  const auto found = gradients_of(THEIR_NAMES, products, grad_outputs, wanted, {}).first;
+  const auto found = gradients_of(ARGUMENTS_OF_CALL, products, grad_outputs, wanted, {}).first;
   Handles all;
   for (const int64_t place : wanted) {
     all.push_back(given_of(found.found[static_cast<size_t>(place)]));
@@ -362,9 +374,9 @@ Handles norm_linear_backward(
 // The same where weights have a `main_grad`: a tensor without elements stands for a gradient that was
 // added, and the normalized rows follow where a weight's is to be made of them.
 Handles norm_linear_backward_into(
-    TENSORS, KIND, Handles products, Optionals grad_outputs, std::vector<int64_t> wanted,
+    TENSORS, SPEC, Handles products, Optionals grad_outputs, std::vector<int64_t> wanted,
     Optionals main_grads) {
-  const auto found = gradients_of(THEIR_NAMES, products, grad_outputs, wanted, main_grads).first;
+  const auto found = gradients_of(ARGUMENTS_OF_CALL, products, grad_outputs, wanted, main_grads).first;
   Handles all;
   for (const int64_t place : wanted) {
     const auto& gradient = found.found[static_cast<size_t>(place)];
@@ -375,11 +387,7 @@ Handles norm_linear_backward_into(
 }
 
 Kernels kernels_for(const Tensor& x, bool invariant) {
-  try {
-    return Kernels::find(x, x.dtype(), 0, invariant, {});
-  } catch (const Declined&) {
-    throw std::runtime_error("fused_norm: no kernels are at hand for such tensors");
-  }
+  return Kernels::find(x, x.dtype(), 0, invariant, {});
 }
 
 Given linear_add_op(
@@ -422,13 +430,13 @@ Handles statistics_of(
   t.flat[X] = dense(tensor_of(given));
   t.flat[RESIDUAL] = dense(tensor_of(residual));
   const Tensor& x = t[X];
-  Kind kind{number_of(normalization), 0, eps};
+  Spec spec{number_of(normalization), 0, eps};
   const OnDevice on_device(x);
   const auto wide = statistics_dtype(x.dtype());
   const auto rows = x.sizes().first(static_cast<size_t>(x.dim()) - 1);
   Tensor total, mean;
   if (residual) total = empty_like(x);
-  if (kind.has_mean()) mean = empty(rows, x, wide);
+  if (spec.has_mean()) mean = empty(rows, x, wide);
   const auto rstd = empty(rows, x, wide);
   if (x.numel()) {
     const auto kernels = kernels_for(x, false);
@@ -439,7 +447,7 @@ Handles statistics_of(
     call.eps = eps;
     call.context = passes.context;
     call.threads = threads();
-    call.normalization = kind.normalization;
+    call.normalization = spec.normalization;
     call.x = address(x);
     call.residual = address(t[RESIDUAL]);
     call.sum = address(total);
@@ -466,6 +474,50 @@ Handles row_statistics(Given x, std::string normalization, double eps) {
   return statistics_of(x, std::nullopt, normalization, eps);
 }
 
+template <RowOp op>
+Given row_op(Given x) {
+  const auto rows = dense(tensor_of(x));
+  const OnDevice on_device(rows);
+  return given_of(row_result(op, {rows}));
+}
+
+template <RowOp op>
+Given row_op_of_two(Given a, Given b) {
+  const auto one = dense(tensor_of(a)), two = dense(tensor_of(b));
+  const OnDevice on_device(one);
+  return given_of(row_result(op, {one, two}));
+}
+
+// What a schema cannot promise to be None has no elements.
+Given given_or_empty(const Tensor& gradient, const Tensor& like) {
+  return given_of(gradient.defined() ? gradient : empty(Shape{0}, like));
+}
+
+Given trainable_eps_op(Given x, Given o) {
+  const auto rows = dense(tensor_of(x));
+  const OnDevice on_device(rows);
+  return given_of(row_result(RowOp::TRAINABLE_EPS, {rows}, tensor_of(o)));
+}
+
+std::tuple<Given, Given> trainable_eps_backward_op(
+    Given grad_output, Given x, Given o, std::vector<bool> mask) {
+  const auto dy = dense(tensor_of(grad_output)), rows = dense(tensor_of(x));
+  const OnDevice on_device(rows);
+  const auto found = trainable_eps_gradients(dy, rows, tensor_of(o), mask.at(0), mask.at(1));
+  return {given_or_empty(found[0], rows), given_or_empty(found[1], rows)};
+}
+
+std::tuple<Given, Given> div_backward_op(
+    Given grad_output, Given a, Given b, std::vector<bool> mask) {
+  const auto dy = dense(tensor_of(grad_output)), one = dense(tensor_of(a)), two = dense(tensor_of(b));
+  const OnDevice on_device(one);
+  Tensor da, db;
+  if (mask.at(0)) da = empty_like(one);
+  if (mask.at(1)) db = empty_like(two);
+  if (one.numel()) run_rows(RowOp::DIV_BACKWARD, {dy, one, two}, {da, db});
+  return {given_or_empty(da, one), given_or_empty(db, one)};
+}
+
 void register_all(torch::stable::detail::StableLibrary& m) {
   m.impl("norm_linear_forward", TORCH_BOX(&norm_linear_forward));
   m.impl("norm_linear_forward_folded", TORCH_BOX(&norm_linear_forward_folded));
@@ -477,6 +529,13 @@ void register_all(torch::stable::detail::StableLibrary& m) {
   m.impl("row_statistics", TORCH_BOX(&row_statistics));
   m.impl("linear_add", TORCH_BOX(&linear_add_op));
   m.impl("linear_add_backward", TORCH_BOX(&linear_add_backward));
+  m.impl("trainable_eps_layer_norm", TORCH_BOX(&trainable_eps_op));
+  m.impl("trainable_eps_layer_norm_backward", TORCH_BOX(&trainable_eps_backward_op));
+  m.impl("composed_mean", TORCH_BOX(&row_op<RowOp::MEAN>));
+  m.impl("composed_norm", TORCH_BOX(&row_op<RowOp::NORM>));
+  m.impl("composed_norm_backward", TORCH_BOX(&row_op_of_two<RowOp::NORM_BACKWARD>));
+  m.impl("composed_div", TORCH_BOX(&row_op_of_two<RowOp::DIV>));
+  m.impl("composed_div_backward", TORCH_BOX(&div_backward_op));
 }
 
 }  // namespace

@@ -10,8 +10,8 @@
 
 namespace fused_norm {
 
-// As `Seam` in composition.py; a norm and an activation are their numbers in the record.
-struct Kind {
+// As `Spec` in composition.py; a norm and an activation are their numbers in the record.
+struct Spec {
   int64_t normalization = 0, activation = 0;
   double eps = 0, weight_offset = 0;
   bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false,
@@ -37,14 +37,19 @@ struct Conditions {
   int32_t is_alone = -1, may_use_tf32 = -1;
 };
 
+// In place of a norm's number, that of `trainable_eps_layer_norm`: no Linear layer follows, x is at X, o
+// at GAMMA, and the result is the normalized rows.
+constexpr int64_t TRAINABLE_EPS = -1;
+
 // What is asked of Python, which finds and builds kernels.
 struct Question {
-  int32_t dtype, is_cpu, device, unused;
+  int32_t dtype, is_cpu, device, is_rows;
   int64_t stream, normalization;
   int32_t is_alone, may_use_tf32, invariant, unused_too;
 };
 
-// Two files with C functions, loaded, each with the context of its calls; and the way that plans are
+// Two files with C functions, loaded, each with the context of its calls (of row ops their own in place
+// of the passes); and the way that plans are
 // asked for, without and with parameters that are frozen: 0 leaves it to them. No file where
 // PyTorch's own product is to be taken.
 struct Answer {
@@ -73,14 +78,15 @@ extern "C" {
 
 // Writes 2 count + EXTRAS results, null for none, of NAMED + 2 count tensors.
 using ChainForward = int (*)(
-    const Kind*, Conditions, int64_t count, const AtenTensorHandle* tensors, int keeps,
+    const Spec*, Conditions, int64_t count, const AtenTensorHandle* tensors, int keeps,
     AtenTensorHandle* results);
 
-// Writes NAMED + 2 count gradients: those wanted, null for the others.
+// Writes NAMED + 2 count gradients: of the tensors that need one those that depend on the results'
+// gradients that are there, null for the others.
 using ChainBackward = int (*)(
-    const Kind*, Conditions, int64_t count, const AtenTensorHandle* tensors,
+    const Spec*, Conditions, int64_t count, const AtenTensorHandle* tensors,
     int64_t product_count, const AtenTensorHandle* products, int64_t grad_count,
-    const AtenTensorHandle* grads, const uint8_t* wanted, AtenTensorHandle* gradients);
+    const AtenTensorHandle* grads, const uint8_t* needed, AtenTensorHandle* gradients);
 
 // What went wrong in this thread's last call.
 using ChainError = const char* (*)();

@@ -35,23 +35,23 @@ struct Fold {
 class Folds {
  public:
   // Returns a fold, or what says that Python found none to be made; nothing where Python is to look.
-  std::optional<Fold> find(const Kind& kind, const Operands& t, bool is_captured) {
+  std::optional<Fold> find(const Spec& spec, const Operands& t, bool is_captured) {
     if (is_captured) return std::nullopt;
-    const auto key = key_of(kind, t);
+    const auto key = key_of(spec, t);
     const std::lock_guard lock(mutex_);
     for (const auto& [of, fold] : kept_) {
       if (of == key) return fold;
     }
     return std::nullopt;
   }
-  void keep(const Kind& kind, const Operands& t, const Fold& fold, bool is_captured) {
+  void keep(const Spec& spec, const Operands& t, const Fold& fold, bool is_captured) {
     // Without a fold, another number of rows may want one.
     if (is_captured || fold.activation < 0 || !frozen_level) return;
     Fold owned = fold;
     owned.weight = Tensor::owned(fold.weight.released());
     owned.sums = Tensor::owned(fold.sums.released());
     const std::lock_guard lock(mutex_);
-    kept_.emplace_back(key_of(kind, t), std::move(owned));
+    kept_.emplace_back(key_of(spec, t), std::move(owned));
   }
   void clear() {
     std::deque<std::pair<Key, Fold>> ended;
@@ -63,11 +63,11 @@ class Folds {
   // Addresses, sizes and what they are for, on a stream.
   using Key = std::vector<int64_t>;
 
-  static Key key_of(const Kind& kind, const Operands& t) {
+  static Key key_of(const Spec& spec, const Operands& t) {
     int64_t offset;
-    std::memcpy(&offset, &kind.weight_offset, sizeof offset);
+    std::memcpy(&offset, &spec.weight_offset, sizeof offset);
     Key key{
-        kind.normalization, kind.activation, kind.is_joined, offset, t.norm_dtype(), t[X].size(-1),
+        spec.normalization, spec.activation, spec.is_joined, offset, t.norm_dtype(), t[X].size(-1),
         t[X].device(), reinterpret_cast<int64_t>(current_stream(t[X].device()))};
     for (const Place place : {GAMMA, BETA}) key.push_back(reinterpret_cast<int64_t>(address(t[place])));
     for (size_t i = NAMED; i < t.flat.size(); ++i) {
@@ -85,10 +85,10 @@ inline Folds folds;
 // The fold of a call, if it has one; nothing where Python is to look, which knows what is frozen and
 // whose values are elsewhere.
 inline std::optional<Fold> fold_of(
-    const Kind& kind, const Operands& t, bool keeps, bool is_captured) {
+    const Spec& spec, const Operands& t, bool keeps, bool is_captured) {
   const int level = frozen_level;
   const bool may_fold = !keeps && !t[X].is_cpu() && t[X].dtype() == BFLOAT16;
-  if (level > 0 && may_fold) return folds.find(kind, t, is_captured);
+  if (level > 0 && may_fold) return folds.find(spec, t, is_captured);
   if (level > 1) return std::nullopt;
   return Fold();
 }

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "folds.h"
-#include "several.h"
+#include "grouped.h"
 
 namespace fused_norm {
 
@@ -18,12 +18,12 @@ struct Results {
 // The activation of a product. On a CPU it may take the product's place: fresh memory costs a page
 // fault for every 4 KiB, and lines that are read anyway cost less to write.
 inline Tensor activated(
-    const Kind& kind, const Tensor& h, const Kernels& kernels, bool may_replace = false) {
-  if (!kind.activation) return h;
-  const int64_t N = h.size(-1) / (kind.is_gated() ? 2 : 1);
-  const auto a = may_replace && !kind.is_gated() && h.is_cpu() ? h : empty_rows(h, N);
+    const Spec& spec, const Tensor& h, const Kernels& kernels, bool may_replace = false) {
+  if (!spec.activation) return h;
+  const int64_t N = h.size(-1) / (spec.is_gated() ? 2 : 1);
+  const auto a = may_replace && !spec.is_gated() && h.is_cpu() ? h : empty_rows(h, N);
   auto call = rows_call(h.numel() / h.size(-1), N, kernels.passes.context);
-  call.activation = kind.activation;
+  call.activation = spec.activation;
   call.h = address(h);
   call.a = address(a);
   launch(kernels.passes.activate, call, h);
@@ -32,12 +32,12 @@ inline Tensor activated(
 
 // The products of rows just normalized and each weight, or all side by side in one tensor.
 inline Tensors products_of(
-    const Kind& kind, const Tensor& z, const Operands& t, const Extent& extent,
+    const Spec& spec, const Tensor& z, const Operands& t, const Extent& extent,
     const Kernels& kernels) {
-  auto products = several_products(kind, z, t, extent, kernels);
+  auto products = grouped_products(spec, z, t, extent, kernels);
   if (!products.empty()) return products;
   const auto rows = z.rows();
-  const bool is_joined = kind.is_joined && t.count() > 1;
+  const bool is_joined = spec.is_joined && t.count() > 1;
   if (is_joined) products.push_back(empty_rows(z, extent.N));
   int64_t first = 0;
   for (size_t i = 0; i < t.count(); ++i) {
@@ -45,7 +45,7 @@ inline Tensors products_of(
     const auto N = weight.size(0);
     const Tensor part = is_joined ? products[0].rows().narrowed(first, N) : Tensor();
     first += N;
-    if (kind.invariant) {
+    if (spec.invariant) {
       const auto y = invariant_linear(z, weight, bias, {}, kernels);
       if (!is_joined) {
         products.push_back(y);
@@ -72,12 +72,12 @@ inline Tensors products_of(
 
 // Gives a record the weights, those of a gate's halves apart, and what becomes of their product.
 inline void give_weights(
-    Call& call, const Kind& kind, const Operands& t, const Extent& extent, bool activates) {
-  call.N = activates && kind.is_gated() ? extent.N / 2 : extent.N;
-  call.activation = activates ? kind.activation : 0;
+    Call& call, const Spec& spec, const Operands& t, const Extent& extent, bool activates) {
+  call.N = activates && spec.is_gated() ? extent.N / 2 : extent.N;
+  call.activation = activates ? spec.activation : 0;
   call.weight = address(t.weight(0));
   call.bias = address(t.bias(0));
-  if (!call.activation || !kind.is_gated()) return;
+  if (!call.activation || !spec.is_gated()) return;
   const bool is_pair = t.count() == 2;
   const auto size = t.weight(0).element_size() * call.N;
   const auto after = [](void* start, int64_t bytes) -> void* {
@@ -90,17 +90,17 @@ inline void give_weights(
 // Computes the output by the product of rows just normalized, whose epilogue activates; false where a
 // pass is to follow.
 inline bool activated_by_product(
-    const Kind& kind, const Tensor& z, const Operands& t, const Extent& extent, bool keeps_h,
+    const Spec& spec, const Tensor& z, const Operands& t, const Extent& extent, bool keeps_h,
     const Kernels& kernels, Results& results) {
   const auto& product = kernels.product;
-  const bool is_one = t.count() == 1 || (kind.is_gated() && kind.is_joined && t.is_pair());
-  if (!kind.activation || !is_one || !product.linear || kind.invariant || !t.are_weights_dense()) {
+  const bool is_one = t.count() == 1 || (spec.is_gated() && spec.is_joined && t.is_pair());
+  if (!spec.activation || !is_one || !product.linear || spec.invariant || !t.are_weights_dense()) {
     return false;
   }
   auto call = rows_call(extent.M, extent.N, product.context);
   call.K = extent.K;
   call.z = address(z);
-  give_weights(call, kind, t, extent, true);
+  give_weights(call, spec, t, extent, true);
   call.h = keeps_h ? WANTED : nullptr;
   if (product.plan_linear(&call) != 0 || call.way != FUSED) return false;
   results.outputs.push_back(empty_rows(z, call.N));
@@ -115,9 +115,9 @@ inline bool activated_by_product(
 
 // Normalizes rows, whose statistics may be given or wanted.
 inline Tensor normalized(
-    const Kind& kind, const Operands& t, const Extent& extent, const Kernels& kernels,
+    const Spec& spec, const Operands& t, const Extent& extent, const Kernels& kernels,
     Results* results = nullptr) {
-  auto call = norm_call(kind, t, extent, kernels.norm_passes.context);
+  auto call = norm_call(spec, t, extent, kernels.norm_passes.context);
   const auto z = empty(t[X].sizes(), t[X], t.product_dtype());
   call.z = address(z);
   call.has_statistics = t[RSTD].defined();
@@ -133,29 +133,29 @@ inline Tensor normalized(
 }
 
 // Whether each of several weights has an output of its own, and nothing follows.
-inline bool are_apart(const Kind& kind, const Operands& t) {
-  return are_several(t) && !kind.is_joined && !kind.activation;
+inline bool has_own_outputs(const Spec& spec, const Operands& t) {
+  return is_grouped(t) && !spec.is_joined && !spec.activation;
 }
 
 // Whether one native call may normalize and multiply. What modulates rows a GPU's has no place for.
-inline bool may_fuse(const Kind& kind, const Operands& t, const Kernels& kernels) {
-  if (!kernels.product.forward || kind.returns_norm || t.is_narrow() || !t.are_weights_dense()) {
+inline bool may_fuse(const Spec& spec, const Operands& t, const Kernels& kernels) {
+  if (!kernels.product.forward || spec.returns_norm || t.is_narrow() || !t.are_weights_dense()) {
     return false;
   }
   if (t[X].is_cpu()) return t.count() == 1 && !t[RSTD].defined();
-  return !kind.invariant && !t.has(Form::GROUPS) && !(t.has_sum() && t[RSTD].defined()) &&
-      (t.count() == 1 || are_apart(kind, t) ||
-       (kind.is_gated() && kind.is_joined && t.is_pair()));
+  return !spec.invariant && !t.has(Form::GROUPS) && !(t.has_sum() && t[RSTD].defined()) &&
+      (t.count() == 1 || has_own_outputs(spec, t) ||
+       (spec.is_gated() && spec.is_joined && t.is_pair()));
 }
 
 // The record of a native call up to the activation, or past it, as its plan finds it. Results are at
 // their addresses, or WANTED.
 inline Call planned_forward(
-    const Kind& kind, const Operands& t, const Extent& extent, const Results& results,
-    bool keeps_h, const Fold& fold, const Kernels& kernels, bool activates, Parts& parts) {
+    const Spec& spec, const Operands& t, const Extent& extent, const Results& results,
+    bool keeps_h, const Fold& fold, const Kernels& kernels, bool activates, Group& parts) {
   const auto& product = kernels.product;
-  auto call = norm_call(kind, t, extent, product.context);
-  give_weights(call, kind, t, extent, activates);
+  auto call = norm_call(spec, t, extent, product.context);
+  give_weights(call, spec, t, extent, activates);
   call.in_graph = kernels.is_captured;
   call.sum = address(results.sum);
   call.has_statistics = t[RSTD].defined();
@@ -164,7 +164,7 @@ inline Call planned_forward(
     call.rstd = address(results.rstd);
   }
   call.h = activates && keeps_h ? WANTED : nullptr;
-  if (are_apart(kind, t)) parts.give(call, t);
+  if (has_own_outputs(spec, t)) parts.give(call, t);
   call.may_keep = fold.is_for(call.activation);
   call.way = !call.may_keep ? product.way : fold.is_needed ? int64_t{KEPT_FOLD} : product.kept_way;
   if (product.plan_forward(&call) != 0) call.way = DECLINED;
@@ -178,18 +178,18 @@ inline bool is_fused(const Call& call) {
 // The activation in the product's epilogue that a fold would be made for, were there one; -1 where
 // the plan wants none.
 inline int64_t wanted_fold(
-    const Kind& kind, const Operands& t, const Extent& extent, const Kernels& kernels) {
-  if (!may_fuse(kind, t, kernels)) return -1;
+    const Spec& spec, const Operands& t, const Extent& extent, const Kernels& kernels) {
+  if (!may_fuse(spec, t, kernels)) return -1;
   Results results;
   if (t.has_sum()) results.sum = t[X];
   for (const bool activates : {true, false}) {
-    if (activates && !kind.activation) continue;
-    if (!activates && t.count() > 1 && !are_apart(kind, t)) continue;
-    Parts parts;
+    if (activates && !spec.activation) continue;
+    if (!activates && t.count() > 1 && !has_own_outputs(spec, t)) continue;
+    Group parts;
     Fold any;
-    any.activation = activates ? kind.activation : 0;
+    any.activation = activates ? spec.activation : 0;
     const auto call =
-        planned_forward(kind, t, extent, results, false, any, kernels, activates, parts);
+        planned_forward(spec, t, extent, results, false, any, kernels, activates, parts);
     if (call.way == KEPT_FOLD) return call.activation;
     if (is_fused(call)) return -1;
   }
@@ -198,13 +198,13 @@ inline int64_t wanted_fold(
 
 // Computes up to the activation, or past it, in one native call; false where the plan declines.
 inline bool forward_by_product(
-    const Kind& kind, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
+    const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
     const Kernels& kernels, bool activates, Results& results) {
   const Tensor& x = t[X];
-  const bool keeps_h = keeps && !kind.recompute;
-  Parts parts;
+  const bool keeps_h = keeps && !spec.recompute;
+  Group parts;
   auto call =
-      planned_forward(kind, t, extent, results, keeps_h, fold, kernels, activates, parts);
+      planned_forward(spec, t, extent, results, keeps_h, fold, kernels, activates, parts);
   // Another way would read what stands for values that are elsewhere.
   if (!is_fused(call) || (fold.is_needed && call.way != KEPT_FOLD)) return false;
   if (call.way == KEPT_FOLD) fold.give(call);
@@ -222,10 +222,10 @@ inline bool forward_by_product(
   }
   const auto workspace = workspace_of(call, x);
   launch(kernels.product.forward, call, x);
-  if (activates || !kind.activation) {
+  if (activates || !spec.activation) {
     results.outputs = std::move(outputs);
   } else {
-    results.outputs.push_back(activated(kind, outputs[0], kernels, !keeps_h));
+    results.outputs.push_back(activated(spec, outputs[0], kernels, !keeps_h));
     if (keeps_h) results.products.push_back(outputs[0]);
   }
   return true;
@@ -233,15 +233,15 @@ inline bool forward_by_product(
 
 // The same either way: the product may have no place for the activation.
 inline bool forward_by_product(
-    const Kind& kind, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
+    const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
     const Kernels& kernels, Results& results) {
-  if (!may_fuse(kind, t, kernels)) return false;
+  if (!may_fuse(spec, t, kernels)) return false;
   const auto run = [&](bool activates) {
-    return forward_by_product(kind, t, extent, keeps, fold, kernels, activates, results);
+    return forward_by_product(spec, t, extent, keeps, fold, kernels, activates, results);
   };
-  if (kind.activation && run(true)) return true;
-  const bool is_apart = t.count() == 1 || are_apart(kind, t);
-  return !(kind.activation && t[X].is_cpu()) && is_apart && run(false);
+  if (spec.activation && run(true)) return true;
+  const bool is_separate = t.count() == 1 || has_own_outputs(spec, t);
+  return !(spec.activation && t[X].is_cpu()) && is_separate && run(false);
 }
 
 // A call whose rows passes read in the one order in which they read aligned ones.
@@ -253,42 +253,42 @@ inline Operands with_aligned_rows(const Operands& t) {
 
 // Computes a call.
 inline Results forward(
-    const Kind& kind, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
+    const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
     const Kernels& kernels) {
   const Tensor& x = t[X];
   Results results;
   if (keeps && !t[RSTD].defined()) {
     const auto wide = statistics_dtype(x.dtype());
     const auto rows = x.sizes().first(static_cast<size_t>(x.dim()) - 1);
-    if (kind.has_mean()) results.mean = empty(rows, x, wide);
+    if (spec.has_mean()) results.mean = empty(rows, x, wide);
     results.rstd = empty(rows, x, wide);
   }
   if (t.has_sum()) results.sum = empty_like(x);
-  if (!forward_by_product(kind, t, extent, keeps, fold, kernels, results)) {
+  if (!forward_by_product(spec, t, extent, keeps, fold, kernels, results)) {
     if (fold.is_needed) {
       throw std::runtime_error(
           "freeze(offload=True) moved a weight of this call to the host's memory, and the call "
           "needs it: run it under torch.no_grad() as the calls before, or unfreeze the model");
     }
     auto z = normalized(
-        kind, kind.invariant ? with_aligned_rows(t) : t, extent, kernels, &results);
-    const bool keeps_h = keeps && kind.activation && !kind.recompute;
-    if (kind.returns_norm) results.norm = z;
-    if (!activated_by_product(kind, z, t, extent, keeps_h, kernels, results)) {
-      auto products = products_of(kind, z, t, extent, kernels);
+        spec, spec.invariant ? with_aligned_rows(t) : t, extent, kernels, &results);
+    const bool keeps_h = keeps && spec.activation && !spec.recompute;
+    if (spec.returns_norm) results.norm = z;
+    if (!activated_by_product(spec, z, t, extent, keeps_h, kernels, results)) {
+      auto products = products_of(spec, z, t, extent, kernels);
       // The activation may have its memory.
       z = Tensor();
       for (const auto& h : products) {
-        results.outputs.push_back(activated(kind, h, kernels, !keeps_h));
+        results.outputs.push_back(activated(spec, h, kernels, !keeps_h));
       }
       if (keeps_h) results.products = std::move(products);
     }
   }
   if (t[OUT_WEIGHT].defined()) {
     results.outputs[0] = linear_add(
-        results.outputs[0], t[OUT_WEIGHT], t[OUT_BIAS], t[OUT_RESIDUAL], kind.invariant, kernels);
+        results.outputs[0], t[OUT_WEIGHT], t[OUT_BIAS], t[OUT_RESIDUAL], spec.invariant, kernels);
   }
-  if (!keeps && !kind.returns_sum) results.sum = Tensor();
+  if (!keeps && !spec.returns_sum) results.sum = Tensor();
   return results;
 }
 

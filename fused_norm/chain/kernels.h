@@ -19,8 +19,10 @@ namespace fused_norm {
 
 inline Python python;
 
-// Thrown where a call is left to others.
-struct Declined {};
+// Thrown where a call is left to others; an error where there are none.
+struct Declined : std::runtime_error {
+  Declined() : std::runtime_error("fused_norm: no kernels are at hand for such tensors") {}
+};
 
 // The functions of a file that Python has loaded; null where there is none.
 class Library {
@@ -28,9 +30,11 @@ class Library {
   explicit Library(const char* path)
       : handle_(*path ? dlopen(path, RTLD_NOW | RTLD_NOLOAD) : nullptr) {}
 
-  Function operator()(const char* name) const {
-    return handle_ ? reinterpret_cast<Function>(dlsym(handle_, name)) : nullptr;
+  template <class Kernel = Function>
+  Kernel get(const char* name) const {
+    return handle_ ? reinterpret_cast<Kernel>(dlsym(handle_, name)) : nullptr;
   }
+  Function operator()(const char* name) const { return get(name); }
 
  private:
   void* handle_;
@@ -115,10 +119,11 @@ inline void prepare_products(int32_t device) {
   if (!ready[device]) ready[device] = python.prepare(device) != 0;
 }
 
-// The kernels of a dtype.
+// The kernels of a dtype; those of row ops by themselves.
 struct Loaded {
   Product product;
   Passes passes;
+  RowFunction rows;
 };
 
 // Returns them; Python finds them once for a device, a stream and a norm.
@@ -142,9 +147,10 @@ inline const Loaded& loaded(const Question& question) {
     case 1: throw Declined();
     default: throw std::runtime_error(error ? error : "fused_norm: no kernels were found");
   }
+  const Library passes(answer.passes);
   const Loaded found{
-      Product(Library(answer.product), answer),
-      Passes(Library(answer.passes), answer.passes_context)};
+      Product(Library(answer.product), answer), Passes(passes, answer.passes_context),
+      passes.get<RowFunction>("rows_run")};
   return known.emplace_back(Known{question, python.told, found}).loaded;
 }
 
@@ -213,14 +219,18 @@ inline Tensor workspace_of(Call& call, const Tensor& like) {
   return workspace;
 }
 
-// Runs kernels on a CPU, or queues them on a GPU, where threads take turns.
-inline void launch(Function function, Call& call, const Tensor& like) {
-  static std::mutex launching;
+inline std::mutex launching;
+
+// Runs kernels on a CPU, or queues them on a GPU, one thread at a time.
+template <class Run>
+void launch(Run run, const Tensor& like) {
   std::unique_lock<std::mutex> lock(launching, std::defer_lock);
   if (!like.is_cpu()) lock.lock();
-  if (function(&call) != 0) {
-    throw std::runtime_error("fused_norm: a kernel could not be launched");
-  }
+  if (run() != 0) throw std::runtime_error("fused_norm: a kernel could not be launched");
+}
+
+inline void launch(Function function, Call& call, const Tensor& like) {
+  launch([&] { return function(&call); }, like);
 }
 
 // Runs a pass that has a workspace.

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import LOW_PRECISION
-from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS
 from fused_norm.native import build, runtime
 from fused_norm.native.cache import BuildError
 from fused_norm.native.cpu_features import bfloat16_product
+from fused_norm.norms import NORMS, by_number
 
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
@@ -97,7 +98,7 @@ def gpu_extension(name: str, dtype: torch.dtype, device: int) -> build.Extension
 def hopper_extension(dtype: torch.dtype, norm: int) -> build.Extension:
     """Return Hopper's extension for a dtype and a norm, by its number."""
     return build.Extension(
-        build.HOPPER_EXTENSION, build.DTYPES[dtype], "nvidia:sm_90a", norm=build.NORMS[norm]
+        build.HOPPER_EXTENSION, build.DTYPES[dtype], "nvidia:sm_90a", norm=by_number(norm)
     )
 
 
@@ -135,7 +136,7 @@ class Question(ctypes.Structure):
     """`Question` in chain.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "is_cpu", "device", "unused")),
+        *((name, ctypes.c_int32) for name in ("dtype", "is_cpu", "device", "is_rows")),
         *((name, ctypes.c_int64) for name in ("stream", "normalization")),
         *((n, ctypes.c_int32) for n in ("is_alone", "may_use_tf32", "invariant", "unused_too")),
     )
@@ -176,6 +177,9 @@ def find(question: Any, answer: Any) -> None:
         BuildError: If there are none, and no compiler to build them.
     """
     dtype = _DTYPES[question.dtype]
+    if question.is_rows:
+        _find_rows(question, answer, dtype)
+        return
     if question.is_cpu:
         build.check_at_hand(torch.device("cpu"), dtype)
         context = build.gomp_parallel()
@@ -197,6 +201,18 @@ def find(question: Any, answer: Any) -> None:
         product = _file(str(kernels.path))
     _fill(answer, product, own, _file(str(passes.path)), context)
     answer.way, answer.kept_way = gpu_way(False), gpu_way(True)
+
+
+def _find_rows(question: Any, answer: Any, dtype: torch.dtype) -> None:
+    if question.is_cpu:
+        build.check_at_hand(torch.device("cpu"), dtype)
+        _fill(answer, b"", 0, _file(cpu_path("rows_cpu", dtype)), build.gomp_parallel())
+        return
+    build.check_at_hand(torch.device("cuda", question.device), dtype)
+    rows = gpu_extension("rows_gpu", dtype, question.device)
+    # Blocks of a row op wait for no others, so they may run beside a collective.
+    context = launcher(rows, question.device, question.stream, True)[1]
+    _fill(answer, b"", 0, _file(str(rows.path)), context)
 
 
 @functools.cache
@@ -253,9 +269,9 @@ def _prepare(device: int) -> int:
     return 1
 
 
-_NAMES = {name: number for number, name in enumerate(NORMALIZATIONS)}
-_NAMES |= {name: number for name, (number, _) in ACTIVATIONS.items()}
-_NUMBERS = " ".join(f"{name}={number}" for name, number in _NAMES.items())
+_NUMBERED = {name: norm.number for name, norm in NORMS.items()}
+_NUMBERED |= {name: each.number for name, each in ACTIVATIONS.items()}
+_NUMBERS = " ".join(f"{name}={number}" for name, number in _NUMBERED.items())
 _TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode())
 
 

@@ -191,7 +191,7 @@ inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& p
 // dy^T z by PyTorch's product, laid out as the weight: autograd would copy another layout.
 inline Tensor weight_gradient_by_pytorch(
     const Tensor& dy, const Tensor& z, const Tensor& weight) {
-  if (lies_transposed(weight)) {
+  if (is_transposed(weight)) {
     const auto dweight = empty(Shape{weight.size(1), weight.size(0)}, weight);
     mm(dweight, z.transposed(), dy);
     return dweight.transposed();

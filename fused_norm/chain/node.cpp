@@ -1,33 +1,41 @@
-// A call and its backward as a node of PyTorch's graph, without Python: it keeps tensors and calls the
-// chain. It saves the time that `torch.autograd.Function` takes, and is all that is bound to a
-// version of PyTorch. What is not plain (a second derivative, a compiler or a mode that watches, a
-// tensor of another kind) it leaves to Python.
+// A call and its backward as a node of PyTorch's graph, without Python. It keeps tensors and calls the
+// chain, and is all that is bound to a version of PyTorch: it saves the time that
+// `torch.autograd.Function` takes. What is not plain (a second derivative, a compiler or a mode that
+// watches, a tensor of another spec) it leaves to Python. Of Python's objects it knows what the
+// stable ABI tells: one build serves every version of Python.
 
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/version.h>
 
 #include "chain.h"
-#include "nodes.h"
-#include "row_node.h"
 
 namespace fused_norm {
 
+using at::Tensor;
 using Tensors = c10::SmallVector<Tensor, 16>;
 using Handles = c10::SmallVector<AtenTensorHandle, 24>;
-
-// What is added to x, whose gradient is that of x; and what else comes with the norm and has one.
-constexpr bool is_summand(size_t place) { return place == X || place == RESIDUAL; }
-constexpr bool is_of_norm(size_t place) { return place >= GAMMA && place < MEAN; }
+using torch::autograd::variable_list;
+// A std::shared_ptr where nodes do not count references themselves.
+using NodePointer = std::decay_t<decltype(std::declval<Tensor>().grad_fn())>;
 
 namespace chain {
 ChainForward forward;
@@ -35,8 +43,52 @@ ChainBackward backward;
 ChainError error;
 }  // namespace chain
 
-// gradients(kind, tensors, products, grad_outputs, wanted), and whether no collective runs beside.
+// gradients(spec, tensors, products, grad_outputs, needed), and whether no collective runs meanwhile.
 PyObject *python_backward, *python_is_alone;
+
+struct Release {
+  void operator()(PyObject* object) const { Py_DecRef(object); }
+};
+using Object = std::unique_ptr<PyObject, Release>;
+
+// Raises in C++ what Python has raised.
+Object checked(PyObject* object) {
+  if (object) return Object(object);
+  python_error error;
+  error.persist();
+  throw std::move(error);
+}
+
+struct WithLock {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithLock() { PyGILState_Release(state); }
+};
+
+struct WithoutLock {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutLock() { PyEval_RestoreThread(state); }
+};
+
+template <class Values, class Wrap>
+Object list_of(const Values& values, Wrap wrap) {
+  auto list = checked(PyList_New(static_cast<Py_ssize_t>(values.size())));
+  for (size_t i = 0; i < values.size(); ++i) {
+    PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), checked(wrap(values[i])).release());
+  }
+  return list;
+}
+
+// The items of a list or tuple, or the one thing that is neither.
+c10::SmallVector<PyObject*, 4> items_of(PyObject* object) {
+  const auto type = PyType_GetFlags(Py_TYPE(object));
+  const bool is_list = type & Py_TPFLAGS_LIST_SUBCLASS;
+  if (!is_list && !(type & Py_TPFLAGS_TUPLE_SUBCLASS)) return {object};
+  c10::SmallVector<PyObject*, 4> items(is_list ? PyList_Size(object) : PyTuple_Size(object));
+  for (size_t i = 0; i < items.size(); ++i) {
+    items[i] = is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
+  }
+  return items;
+}
 
 // A handle of the stable ABI is the address of a tensor.
 Handles handles_of(at::ArrayRef<Tensor> tensors) {
@@ -49,11 +101,8 @@ Handles handles_of(at::ArrayRef<Tensor> tensors) {
 }
 
 Tensor taken(AtenTensorHandle handle) {
-  if (!handle) return {};
-  auto* tensor = reinterpret_cast<Tensor*>(handle);
-  Tensor result = std::move(*tensor);
-  delete tensor;
-  return result;
+  const std::unique_ptr<Tensor> tensor(reinterpret_cast<Tensor*>(handle));
+  return tensor ? std::move(*tensor) : Tensor();
 }
 
 // Whether the chain has done it; false where that is left to Python.
@@ -65,36 +114,50 @@ bool is_done(int status) {
   return status == DONE;
 }
 
+std::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 // With Python's lock.
 Conditions conditions_of(const Tensor& x) {
   if (x.is_cpu()) return {1, 0};
   const auto precision =
       at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-  return {py::checked(PyObject_CallNoArgs(python_is_alone)).ptr() == Py_True,
+  return {checked(PyObject_CallNoArgs(python_is_alone)).get() == Py_True,
           precision == at::Float32Precision::TF32};
 }
 
-// Which gradients are there, by place: `reached` in composition.py.
-std::vector<uint8_t> reached(const Kind& kind, size_t count, at::ArrayRef<Tensor> gradients) {
-  const size_t outputs = gradients.size() - kind.returns_sum - kind.returns_norm;
-  const bool total = kind.returns_sum && gradients[outputs].defined();
-  const bool through = std::any_of(
-      gradients.begin(), gradients.begin() + outputs, [](const Tensor& g) { return g.defined(); });
-  const bool norm = through || (kind.returns_norm && gradients.back().defined());
-  std::vector<uint8_t> places(NAMED + 2 * count, through);
-  for (size_t place = X; place < OUT_WEIGHT; ++place) {
-    places[place] = is_summand(place) ? total || norm : is_of_norm(place) && norm;
+// Whether a transform, a tracer or a mode would see PyTorch's own ops.
+bool is_watched() {
+  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
+  return !(keys - c10::default_included_set).empty();
+}
+
+// Whether tensors are ordinary ones of one device: the chain looks at the rest.
+bool are_ordinary(at::ArrayRef<Tensor> tensors, const Tensor& like) {
+  const c10::DispatchKeySet plain(like.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  return std::all_of(tensors.begin(), tensors.end(), [&](const Tensor& v) {
+    if (!v.defined()) return true;
+    const auto keys = v.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+        c10::autocast_dispatch_keyset;
+    return keys == plain && v.device() == like.device() && !torch::autograd::isFwGradDefined(v);
+  });
+}
+
+template <class Pointer>
+Pointer own(torch::autograd::Node* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    return Pointer(node, [](auto* last) { deleteNode(last); });
+  } else {
+    return Pointer::unsafe_steal_from_new(node);
   }
-  for (size_t i = 0; outputs == count && i < count; ++i) {
-    places[NAMED + i] = places[NAMED + count + i] = gradients[i].defined();
-  }
-  return places;
 }
 
 class NormLinearBackward : public torch::autograd::Node {
  public:
-  NormLinearBackward(const Kind& kind, const Tensors& t, Conditions conditions)
-      : kind_(kind), conditions_(conditions), stream_(current_stream(t[X].device())),
+  NormLinearBackward(const Spec& spec, const Tensors& t, Conditions conditions)
+      : spec_(spec), conditions_(conditions), stream_(current_stream(t[X].device())),
         has_sum_(t[RESIDUAL].defined()), edges_(t.size()) {
     torch::autograd::edge_list edges;
     edges.reserve(t.size());
@@ -128,12 +191,13 @@ class NormLinearBackward : public torch::autograd::Node {
     keep(RSTD, or_given(KEPT_RSTD, RSTD));
     keep(OUT_WEIGHT, t[OUT_WEIGHT]);
     // Only an activation's gradient depends on biases.
-    const size_t end = kind_.activation ? t.size() : NAMED + count();
+    const size_t end = spec_.activation ? t.size() : NAMED + count();
     for (size_t place = NAMED; place < end; ++place) keep(place, t[place]);
     for (const auto& h : results.slice(count() + EXTRAS)) keep(t.size(), h);
   }
 
   std::string name() const override {
+    if (spec_.normalization == TRAINABLE_EPS) return "TrainableEpsLayerNormBackward";
     return edges_[OUT_WEIGHT] < 0 ? "NormLinearBackward" : "NormMlpBackward";
   }
 
@@ -153,12 +217,12 @@ class NormLinearBackward : public torch::autograd::Node {
     }
     for (const int place : places_) args.collect(static_cast<int64_t>(place));
     for (const int edge : edges_) args.collect(static_cast<int64_t>(edge));
-    args.collect(kind_.eps);
-    args.collect(kind_.weight_offset);
-    args.collect(kind_.normalization);
-    args.collect(kind_.activation);
+    args.collect(spec_.eps);
+    args.collect(spec_.weight_offset);
+    args.collect(spec_.normalization);
+    args.collect(spec_.activation);
     for (const bool flag :
-         {kind_.is_joined, kind_.returns_sum, kind_.returns_norm, kind_.recompute}) {
+         {spec_.is_joined, spec_.returns_sum, spec_.returns_norm, spec_.recompute}) {
       args.collect(flag);
     }
   }
@@ -173,25 +237,29 @@ class NormLinearBackward : public torch::autograd::Node {
 
  private:
   variable_list applied(const variable_list& gradients, bool may_compute) {
-    if (none_defined(gradients)) return variable_list(num_outputs());
-    const auto reaches = reached(kind_, count(), gradients);
-    Tensors found(edges_.size());
-    if (!reaches[GAMMA]) {
-      // The sum's alone, which is that of its summands.
-      found[X] = gradients[gradients.size() - 1 - kind_.returns_norm];
-      return by_edge(found, gradients);
+    std::vector<uint8_t> needed(edges_.size());
+    for (size_t place = 0; place < needed.size(); ++place) {
+      needed[place] = edges_[place] >= 0 && task_should_compute_output(edges_[place]);
     }
-    // All summands get the same gradient, and what is added at the end that of the output.
-    std::vector<uint8_t> wanted(edges_.size());
-    for (size_t place = 0; place < wanted.size(); ++place) {
-      if (!is_wanted(place) || !reaches[place] || place == OUT_RESIDUAL) continue;
-      wanted[is_summand(place) ? size_t{X} : place] = true;
+    variable_list results(num_outputs());
+    const size_t sum = gradients.size() - 1 - spec_.returns_norm;
+    size_t defined = 0;
+    for (const auto& g : gradients) defined += g.defined();
+    if (!defined) return results;
+    if (defined == 1 && spec_.returns_sum && gradients[sum].defined()) {
+      // The sum's alone is that of its summands, whatever became of what is saved.
+      for (const size_t place : {X, RESIDUAL}) {
+        if (needed[place]) results[edges_[place]] = gradients[sum];
+      }
+      return results;
     }
     const auto [t, products] = unpacked();
-    if (!may_compute || !compute(t, products, gradients, wanted, found)) {
-      found = call_python(t, products, gradients, wanted);
+    auto found = may_compute ? computed(t, products, gradients, needed) : Tensors();
+    if (found.empty()) found = call_python(t, products, gradients, needed);
+    for (size_t place = 0; place < found.size(); ++place) {
+      if (needed[place]) results[edges_[place]] = std::move(found[place]);
     }
-    return by_edge(found, gradients);
+    return results;
   }
 
   std::pair<Tensors, Tensors> unpacked() {
@@ -208,65 +276,55 @@ class NormLinearBackward : public torch::autograd::Node {
     return both;
   }
 
-  bool is_wanted(size_t place) const {
-    return edges_[place] >= 0 && task_should_compute_output(edges_[place]);
-  }
-
-  variable_list by_edge(const Tensors& found, const variable_list& gradients) const {
-    variable_list results(num_outputs());
-    for (size_t place = 0; place < found.size(); ++place) {
-      if (!is_wanted(place)) continue;
-      results[edges_[place]] = place == OUT_RESIDUAL ? gradients[0]
-          : is_summand(place)                        ? found[X]
-                                                     : found[place];
-    }
-    return results;
-  }
-
-  // Has the chain compute gradients; false where Python has to.
-  bool compute(
+  // The gradients by place, of the chain; none where Python has to find them.
+  Tensors computed(
       const Tensors& t, const Tensors& products, const variable_list& gradients,
-      const std::vector<uint8_t>& wanted, Tensors& found) const {
+      const std::vector<uint8_t>& needed) const {
     const Tensor& x = t[X];
     if (at::GradMode::is_enabled() || is_watched() || current_stream(x.device()) != stream_ ||
         !are_ordinary(t, x) || !are_ordinary(gradients, x)) {
-      return false;
+      return {};
     }
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto tensors = handles_of(t), kept = handles_of(products), grads = handles_of(gradients);
     Handles made(t.size());
     const auto status = chain::backward(
-        &kind_, conditions_, static_cast<int64_t>(count()), tensors.data(),
+        &spec_, conditions_, static_cast<int64_t>(count()), tensors.data(),
         static_cast<int64_t>(kept.size()), kept.data(), static_cast<int64_t>(grads.size()),
-        grads.data(), wanted.data(), made.data());
-    if (!is_done(status)) return false;
-    for (size_t place = 0; place < made.size(); ++place) found[place] = taken(made[place]);
-    return true;
+        grads.data(), needed.data(), made.data());
+    Tensors found;
+    if (is_done(status)) std::transform(made.begin(), made.end(), std::back_inserter(found), taken);
+    return found;
   }
 
   Tensors call_python(
       const Tensors& t, const Tensors& products, const variable_list& gradients,
-      const std::vector<uint8_t>& wanted) const {
-    py::gil_scoped_acquire lock;
-    py::list mask;
-    for (const bool flag : wanted) mask.append(py::cast(flag));
-    const auto kind = py::make_tuple(
-        kind_.normalization, kind_.activation, kind_.eps, kind_.weight_offset, kind_.is_joined,
-        kind_.returns_sum, kind_.returns_norm, kind_.recompute);
-    const auto tensors = wrap_all(t), kept = wrap_all(products), grads = wrap_all(gradients);
-    const auto found = py::checked(PyObject_CallFunctionObjArgs(
-        python_backward, kind.ptr(), tensors.ptr(), kept.ptr(), grads.ptr(), mask.ptr(), nullptr));
-    return unwrapped(found, t.size());
+      const std::vector<uint8_t>& needed) const {
+    const WithLock lock;
+    const auto wrap = [](const Tensor& v) { return THPVariable_Wrap(v); };
+    const auto flag = [](bool v) { return PyBool_FromLong(v); };
+    const auto found = checked(PyObject_CallFunction(
+        python_backward, "(LLddNNNN)NNNN", static_cast<long long>(spec_.normalization),
+        static_cast<long long>(spec_.activation), spec_.eps, spec_.weight_offset,
+        flag(spec_.is_joined), flag(spec_.returns_sum), flag(spec_.returns_norm),
+        flag(spec_.recompute), list_of(t, wrap).release(), list_of(products, wrap).release(),
+        list_of(gradients, wrap).release(), list_of(needed, flag).release()));
+    Tensors results(t.size());
+    for (size_t i = 0; i < results.size(); ++i) {
+      const auto item = checked(PySequence_GetItem(found.get(), static_cast<Py_ssize_t>(i)));
+      if (item.get() != Py_None) results[i] = THPVariable_Unpack(item.get());
+    }
+    return results;
   }
 
-  Kind kind_;
+  Spec spec_;
   Conditions conditions_;
   std::optional<c10::Stream> stream_;
   bool has_sum_;
   // The edge of each place, -1 for none; and the place of each tensor saved, past the last for a
   // product.
   c10::SmallVector<int, 16> edges_, places_;
-  std::vector<SavedVariable> saved_;
+  std::vector<torch::autograd::SavedVariable> saved_;
   std::mutex mutex_;
 };
 
@@ -275,18 +333,6 @@ enum Argument {
   WEIGHT = NAMED, BIAS, NORMALIZATION, ACTIVATION, EPS, OFFSET, IS_JOINED, RETURN_SUM, RETURN_NORM,
   RECOMPUTE, ARGUMENTS
 };
-
-// The items of a list or tuple, or the one thing that is neither.
-c10::SmallVector<PyObject*, 4> items_of(PyObject* object) {
-  const auto type = PyType_GetFlags(Py_TYPE(object));
-  const bool is_list = type & Py_TPFLAGS_LIST_SUBCLASS;
-  if (!is_list && !(type & Py_TPFLAGS_TUPLE_SUBCLASS)) return {object};
-  c10::SmallVector<PyObject*, 4> items(is_list ? PyList_Size(object) : PyTuple_Size(object));
-  for (size_t i = 0; i < items.size(); ++i) {
-    items[i] = is_list ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i);
-  }
-  return items;
-}
 
 // The tensors in the chain's order, undefined for None; none where one is not ordinary.
 Tensors tensors_of(PyObject* const* arguments) {
@@ -308,83 +354,107 @@ Tensors tensors_of(PyObject* const* arguments) {
 }
 
 // What is to be computed; nothing where an argument has another type.
-std::optional<Kind> kind_of(PyObject* const* arguments, const Tensors& t) {
+std::optional<Spec> spec_of(PyObject* const* arguments) {
   if (!PyFloat_CheckExact(arguments[EPS]) || !PyFloat_CheckExact(arguments[OFFSET])) {
     return std::nullopt;
   }
-  Kind kind;
-  kind.normalization = PyLong_AsLong(arguments[NORMALIZATION]);
-  kind.activation = PyLong_AsLong(arguments[ACTIVATION]);
-  kind.eps = PyFloat_AsDouble(arguments[EPS]);
-  kind.weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
-  kind.is_joined = arguments[IS_JOINED] == Py_True;
-  kind.returns_sum = t[RESIDUAL].defined() && arguments[RETURN_SUM] == Py_True;
-  kind.returns_norm = arguments[RETURN_NORM] == Py_True;
-  kind.recompute = arguments[RECOMPUTE] == Py_True;
-  return kind;
+  Spec spec;
+  spec.normalization = PyLong_AsLong(arguments[NORMALIZATION]);
+  spec.activation = PyLong_AsLong(arguments[ACTIVATION]);
+  spec.eps = PyFloat_AsDouble(arguments[EPS]);
+  spec.weight_offset = PyFloat_AsDouble(arguments[OFFSET]);
+  spec.is_joined = arguments[IS_JOINED] == Py_True;
+  spec.returns_norm = arguments[RETURN_NORM] == Py_True;
+  spec.recompute = arguments[RECOMPUTE] == Py_True;
+  return spec;
 }
 
-// Computes a call and gives its results their node; one tensor, or a tuple of them. None where that
-// is left to Python.
-PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t argument_count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK(argument_count == ARGUMENTS, "forward takes ", int{ARGUMENTS}, " arguments");
-  const auto t = tensors_of(arguments);
-  if (t.empty()) Py_RETURN_NONE;
-  auto kind = kind_of(arguments, t);
+// Computes a call and gives its results their node, in the order in which users get them; none where
+// that is left to Python.
+Tensors call(Spec spec, const Tensors& t, bool wants_sum) {
   const Tensor& x = t[X];
-  if (!kind || !(x.is_cpu() || x.is_cuda()) || !are_ordinary(t, x) || is_watched() ||
+  if (!(x.is_cpu() || x.is_cuda()) || !are_ordinary(t, x) || is_watched() ||
       at::autocast::is_autocast_enabled(x.device().type())) {
-    Py_RETURN_NONE;
+    return {};
   }
   const bool keeps = at::GradMode::is_enabled() &&
       std::any_of(t.begin(), t.end(), [](const Tensor& v) { return v.defined() && v.requires_grad(); });
-  const bool returns_sum = kind->returns_sum;
   // What is saved has to be an input or a result: second derivatives reach x through it.
-  if (keeps) kind->returns_sum = t[RESIDUAL].defined();
+  spec.returns_sum = t[RESIDUAL].defined() && (keeps || wants_sum);
   const auto conditions = conditions_of(x);
+  const auto count = (t.size() - NAMED) / 2;
   at::RecordFunction record(at::RecordScope::USER_SCOPE);
-  if (record.isActive()) {
+  if (record.isActive() && count) {
     record.before(t[OUT_WEIGHT].defined() ? "fused_norm::norm_mlp" : "fused_norm::norm_linear");
   }
-  const auto count = (t.size() - NAMED) / 2;
   Tensors results;
   {
-    py::gil_scoped_release without_lock;
+    const WithoutLock without_lock;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto tensors = handles_of(t);
     Handles made(2 * count + EXTRAS);
     const auto status = chain::forward(
-        &*kind, conditions, static_cast<int64_t>(count), tensors.data(), keeps, made.data());
-    if (is_done(status)) {
-      for (const auto handle : made) results.push_back(taken(handle));
-    }
+        &spec, conditions, static_cast<int64_t>(count), tensors.data(), keeps, made.data());
+    if (!is_done(status)) return {};
+    std::transform(made.begin(), made.end(), std::back_inserter(results), taken);
   }
-  if (results.empty()) Py_RETURN_NONE;
   Tensors returned;
   const auto give = [&](const Tensor& y) {
     if (y.defined()) returned.push_back(y);
   };
   std::for_each(results.begin(), results.begin() + count, give);
   const size_t outputs = returned.size();
-  if (kind->returns_sum) give(results[count + SUM]);
+  if (spec.returns_sum) give(results[count + SUM]);
   give(results[count + NORM]);
   if (keeps) {
-    auto* node = new NormLinearBackward(*kind, t, conditions);
+    auto* node = new NormLinearBackward(spec, t, conditions);
     const auto owner = own<NodePointer>(node);
     for (const auto& y : returned) torch::autograd::set_history(y, owner);
     node->save(t, results);
-    tell_of(owner);
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+    torch::autograd::fire_node_creation_hooks(owner);
+#endif
   }
   // The sum is a result if it was asked for, and x where nothing was added.
-  if (kind->returns_sum && !returns_sum) returned.erase(returned.begin() + outputs);
-  if (!kind->returns_sum && arguments[RETURN_SUM] == Py_True) {
-    returned.insert(returned.begin() + outputs, x);
-  }
+  if (spec.returns_sum && !wants_sum) returned.erase(returned.begin() + outputs);
+  if (!spec.returns_sum && wants_sum) returned.insert(returned.begin() + outputs, x);
+  return returned;
+}
+
+// Runs a call of the family: one tensor, or a tuple of them. None where that is left to Python.
+PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t argument_count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(argument_count == ARGUMENTS, "forward takes ", int{ARGUMENTS}, " arguments");
+  const auto t = tensors_of(arguments);
+  const auto spec = t.empty() ? std::nullopt : spec_of(arguments);
+  if (!spec) Py_RETURN_NONE;
+  const auto returned = call(*spec, t, arguments[RETURN_SUM] == Py_True);
+  if (returned.empty()) Py_RETURN_NONE;
   if (returned.size() == 1) return THPVariable_Wrap(returned[0]);
-  py::tuple tuple(returned.size());
-  for (size_t i = 0; i < returned.size(); ++i) tuple.set(i, wrap(returned[i]));
+  auto tuple = checked(PyTuple_New(static_cast<Py_ssize_t>(returned.size())));
+  for (size_t i = 0; i < returned.size(); ++i) {
+    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(returned[i]));
+  }
   return tuple.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// trainable_eps(x, o): the norm of a trained eps. None where that is left to Python.
+PyObject* trainable_eps(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "trainable_eps takes 2 arguments");
+  if (!THPVariable_CheckExact(arguments[0]) || !THPVariable_CheckExact(arguments[1])) {
+    Py_RETURN_NONE;
+  }
+  Tensors t(NAMED);
+  t[X] = THPVariable_Unpack(arguments[0]);
+  t[GAMMA] = THPVariable_Unpack(arguments[1]);
+  Spec spec;
+  spec.normalization = TRAINABLE_EPS;
+  spec.returns_norm = true;
+  const auto returned = call(spec, t, false);
+  if (returned.empty()) Py_RETURN_NONE;
+  return THPVariable_Wrap(returned[0]);
   END_HANDLE_TH_ERRORS
 }
 
@@ -417,7 +487,6 @@ PyMethodDef methods[] = {
      "forward(*tensors by name, weight, bias, normalization, activation, eps, weight_offset, "
      "joined, return_sum, return_norm, recompute)"},
     {"trainable_eps", fast(fused_norm::trainable_eps), METH_FASTCALL, "trainable_eps(x, o)"},
-    {"set_rows", fast(fused_norm::set_rows), METH_FASTCALL, "set_rows(row_kernels, row_backward)"},
     {"set_chain", fast(fused_norm::set_chain), METH_FASTCALL,
      "set_chain(path, backward, is_alone)"},
     {nullptr, nullptr, 0, nullptr}};
@@ -431,7 +500,6 @@ PyModuleDef module = {
 }  // namespace
 
 PyMODINIT_FUNC PyInit_fused_norm_node() {
-  pthread_atfork(nullptr, nullptr, [] { fused_norm::forked = true; });
   PyObject* created = PyModule_Create2(&module, PYTHON_ABI_VERSION);
   if (created) {
     PyModule_AddStringConstant(created, "TORCH", AS_TEXT(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR));

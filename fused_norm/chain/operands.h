@@ -14,14 +14,14 @@ enum class Form { ROWS, FEATURES, GROUPS, STATISTICS };
 
 // An operand that comes with the norm: its form, and where the record has it and its gradient.
 // That of a summand of x is that of x.
-struct OfNorm {
+struct NormOperand {
   Place place;
   Form form;
   void* Call::*address;
   void* Call::*gradient;
 };
 
-constexpr OfNorm OF_NORM[] = {
+constexpr NormOperand NORM_OPERANDS[] = {
     {RESIDUAL, Form::ROWS, &Call::residual, nullptr},
     {GAMMA, Form::FEATURES, &Call::gamma, &Call::dgamma},
     {BETA, Form::FEATURES, &Call::beta, &Call::dbeta},
@@ -41,14 +41,14 @@ struct Operands {
   const Tensor& weight(size_t i) const { return flat[NAMED + i]; }
   const Tensor& bias(size_t i) const { return flat[NAMED + count() + i]; }
   bool has(Form form) const {
-    return std::any_of(std::begin(OF_NORM), std::end(OF_NORM), [&](const OfNorm& o) {
+    return std::any_of(std::begin(NORM_OPERANDS), std::end(NORM_OPERANDS), [&](const NormOperand& o) {
       return o.form == form && flat[o.place].defined();
     });
   }
   bool has_sum() const { return has(Form::ROWS); }
   // The norm's parameters share a dtype.
   DType norm_dtype() const {
-    for (const auto& o : OF_NORM) {
+    for (const auto& o : NORM_OPERANDS) {
       if (o.form == Form::FEATURES && flat[o.place].defined()) return flat[o.place].dtype();
     }
     return flat[X].dtype();
@@ -98,19 +98,19 @@ inline bool has_kernel(const Tensor& x, DType norm, DType product) {
 }
 
 // Whether a weight lies column by column, as a Conv1D's seen as a Linear layer's does.
-inline bool lies_transposed(const Tensor& weight) {
+inline bool is_transposed(const Tensor& weight) {
   const auto strides = weight.strides();
   return !weight.is_contiguous() && strides[0] == 1 && strides[1] == weight.size(0);
 }
 
 // Whether products take a weight as it lies, be they PyTorch's.
 inline bool is_matrix(const Tensor& weight) {
-  return weight.is_contiguous() || lies_transposed(weight);
+  return weight.is_contiguous() || is_transposed(weight);
 }
 
 // The extent of a call that kernels can take as it stands; nothing for others. Everything is dense
 // but for weights, which PyTorch's products take transposed, too.
-inline std::optional<Extent> extent_of(const Kind& kind, const Operands& t) {
+inline std::optional<Extent> extent_of(const Spec& spec, const Operands& t) {
   const Tensor& x = t[X];
   if (!x.defined() || !x.dim() || !x.numel() || !t.count() || !t.weight(0).defined()) {
     return std::nullopt;
@@ -133,7 +133,7 @@ inline std::optional<Extent> extent_of(const Kind& kind, const Operands& t) {
   if (K > LONGEST_ROW || !fits(x, shape, dtype) || !has_kernel(x, norm, product)) {
     return std::nullopt;
   }
-  for (const auto& o : OF_NORM) {
+  for (const auto& o : NORM_OPERANDS) {
     const Tensor& v = t[o.place];
     if (!v.defined()) continue;
     if (o.form == Form::ROWS && !fits(v, shape, dtype)) return std::nullopt;
@@ -157,11 +157,11 @@ inline std::optional<Extent> extent_of(const Kind& kind, const Operands& t) {
     if (!N || weight.size(1) != K || !may_fit(t.bias(i), Shape{N}, product)) return std::nullopt;
     extent.N += N;
   }
-  if (kind.is_joined) N = extent.N;
-  if (kind.is_gated() && (N % 2 || t.count() > 2)) return std::nullopt;
+  if (spec.is_joined) N = extent.N;
+  if (spec.is_gated() && (N % 2 || t.count() > 2)) return std::nullopt;
   if (const Tensor& last = t[OUT_WEIGHT]; last.defined()) {
     if (last.dim() != 2 || !last.numel() || !is_here(last, product) || !is_matrix(last) ||
-        last.size(1) != (kind.is_gated() ? N / 2 : N) ||
+        last.size(1) != (spec.is_gated() ? N / 2 : N) ||
         !may_fit(t[OUT_BIAS], Shape{last.size(0)}, product) ||
         !may_fit(t[OUT_RESIDUAL], Shape(shape, last.size(0)), product)) {
       return std::nullopt;
@@ -171,24 +171,24 @@ inline std::optional<Extent> extent_of(const Kind& kind, const Operands& t) {
 }
 
 // A record of a norm and what comes with it.
-inline Call norm_call(const Kind& kind, const Operands& t, const Extent& extent, int64_t context) {
+inline Call norm_call(const Spec& spec, const Operands& t, const Extent& extent, int64_t context) {
   Call call{};
   call.M = extent.M;
   call.K = extent.K;
-  call.eps = kind.eps;
+  call.eps = spec.eps;
   call.context = context;
   call.threads = threads();
   call.x = address(t[X]);
-  call.normalization = kind.normalization;
-  call.weight_offset = kind.weight_offset;
+  call.normalization = spec.normalization;
+  call.weight_offset = spec.weight_offset;
   call.groups = extent.groups;
-  call.invariant = kind.invariant;
+  call.invariant = spec.invariant;
   if (t.is_narrow()) {
     call.narrow = t.product_dtype() == BFLOAT16 ? 1 : 2;
   } else {
     call.norm_is_float32 = t.norm_dtype() != t[X].dtype();
   }
-  for (const auto& o : OF_NORM) call.*o.address = address(t[o.place]);
+  for (const auto& o : NORM_OPERANDS) call.*o.address = address(t[o.place]);
   return call;
 }
 

@@ -8,8 +8,9 @@ from typing import Any
 from max.dtype import DType
 from max.graph import DeviceRef, TensorType, ops
 
-from fused_norm.composition import is_gate
+from fused_norm.activations import is_gate
 from fused_norm.graphs.records import Norm, Value
+from fused_norm.norms import NORMS
 
 
 def call(
@@ -59,9 +60,14 @@ def optional(
     return [ops.broadcast_to(zero, [0] * rank) if v is None else v for v in values]
 
 
+def has_mean(norm: Norm) -> bool:
+    """Return whether the statistics of a norm are mean and rstd, not rstd alone."""
+    return NORMS[norm.normalization].has_mean
+
+
 def statistics_of(norm: Norm, x: Value, rows: Any) -> list[TensorType]:
     """Return the types of the mean and the factor of so many rows."""
-    mean = 0 if norm.normalization == "rms_norm" else rows
+    mean = rows if has_mean(norm) else 0
     return [type_of(x, mean, dtype=wide(x)), type_of(x, rows, dtype=wide(x))]
 
 

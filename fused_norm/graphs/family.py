@@ -8,6 +8,7 @@ from max.graph import TensorType
 
 from fused_norm.graphs.calls import (
     call,
+    has_mean,
     of_norm,
     optional,
     outputs_of,
@@ -73,7 +74,7 @@ def norm_linear(
     )
     return y, Saved(
         None if residual is None else total,
-        None if norm.normalization == "rms_norm" else mean,
+        mean if has_mean(norm) else None,
         rstd,
         product if norm.activation else None,
     )
@@ -193,7 +194,7 @@ def linear_add(
         The sum, shape `[M, N]`, and the mean (None for RMSNorm) and factor of its rows.
     """
     total, mean, rstd = _linear_add(x, weight, bias, residual, norm, True)
-    return total, (None if norm.normalization == "rms_norm" else mean, rstd)
+    return total, (mean if has_mean(norm) else None, rstd)
 
 
 def linear_add_backward(

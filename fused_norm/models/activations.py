@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fused_norm.composition import ACTIVATIONS
+from fused_norm.activations import GATES, PLAIN
 from fused_norm.models.forms import (
     above,
     below,
@@ -24,7 +24,6 @@ from fused_norm.models.readers import Product, find_product
 from fused_norm.models.values import are_same, dtype, is_number, is_tensor, number, shape, value
 from fused_norm.models.writes import written
 
-GATES = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 # The ops that activations are written with; no known formula has more nodes than this.
 _FORMULA = {"mul", "add", "sub", "pow", "tanh", "erf", "sigmoid", "div"}
 _LONGEST_FORMULA = 12
@@ -184,7 +183,7 @@ def named_activation(node: Node) -> tuple[str, Node, set[Node]] | None:
         if name == "gelu":
             how = f.args.get("approximate", "none")
             name = {"none": "gelu", "tanh": "gelu_tanh"}.get(how, "")
-        if name in GATES and not _is_squared(user):
+        if name in PLAIN and not _is_squared(user):
             return name, user, {user}
     return _formula(node)
 
@@ -223,8 +222,8 @@ def _formula(node: Node) -> tuple[str, Node, set[Node]] | None:
         return None
     points = torch.linspace(-4.0, 4.0, 33, dtype=torch.float64)
     values = _values(sorted(region), node, points, ends[0])
-    for name in (*GATES, "quick_gelu"):
-        expected = ACTIVATIONS[name][1](points)
+    for name, known in PLAIN.items():
+        expected = known.function(points)
         if values is not None and torch.allclose(values, expected, rtol=0.0, atol=1e-6):
             return name, ends[0], region
     return None

@@ -14,7 +14,7 @@ from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import Site
 from fused_norm.ops.invariance import is_batch_invariant
-from fused_norm.ops.seam_validation import at_every_size
+from fused_norm.ops.operands import at_every_size
 
 log = logging.getLogger("fused_norm.models")
 
@@ -41,9 +41,12 @@ def backend(
             `small`: whether to fuse even calls that PyTorch finishes before Python has started one
             of ours. By default they are not fused before Inductor, except in CUDA graphs, which
             start them at no cost, and in inference if the products of the graph keep a GPU busy
-            for longer than Python needs for its norms. `freeze`: whether to freeze the parameters
-            of runs without gradients, as `fused_norm.freeze` does a model's; by default as
-            Inductor's `freezing` says. All other options are Inductor's.
+            for longer than Python needs for its norms. `fp8`: a recipe of `norm_linear`, for all
+            Linear layers but those that `skip` lists by (the ends of) their paths, or patterns, and
+            those with features or outputs below 1024 or no multiple of 16; by default that of
+            `autocast_fp8`, if the model is compiled within. `freeze`: whether to freeze the
+            parameters of runs without gradients, as `fused_norm.freeze` does a model's; by default
+            as Inductor's `freezing` says. All other options are Inductor's.
         sites: Receives what became of each norm.
 
     Returns:

@@ -20,7 +20,7 @@ class Left(Exception):
 
 
 @dataclass
-class Call:
+class FusedCall:
     """A call that stands for what reads a norm in one way.
 
     Attributes:
@@ -29,6 +29,8 @@ class Call:
         total: The node of the sum that is normalized, where the call adds, and what it adds.
         returns_sum: Whether the sum is read elsewhere.
         norm: The node whose place the normalized rows take that others read, or None.
+        recipe: That of FP8, or None.
+        precision: In words what that is and why, `""` where nobody asked for FP8.
     """
 
     reading: Reading
@@ -36,6 +38,8 @@ class Call:
     total: tuple[Node, Node, Node] | None = None
     returns_sum: bool = False
     norm: Node | None = None
+    recipe: str | None = None
+    precision: str = ""
 
     def inner(self) -> set[Node]:
         """Return the nodes that the call stands for, the norm left out."""
@@ -83,7 +87,7 @@ class Rewritten(NamedTuple):
         ops_after: Kernels and products that run now.
     """
 
-    calls: list[Call]
+    calls: list[FusedCall]
     bytes_saved: int
     ops_before: int
     ops_after: int

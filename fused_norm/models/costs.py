@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fused_norm.models.forms import form, is_noop
 from fused_norm.models.values import value
-from fused_norm.ops.seam_validation import hint
+from fused_norm.ops.operands import hint
 
 _VIEWS = {
     *("view", "permute", "transpose", "t", "getitem", "select", "slice", "expand", "chunk"),

@@ -15,16 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from fused_norm.activations import PLAIN
 from fused_norm.models.values import are_same, is_number, is_tensor, value
 from fused_norm.models.writes import written
+from fused_norm.norms import NORMS
 
 # Names of arguments in the order of positions, with defaults where callers leave them out.
 _SIGNATURES: dict[str, str] = {
     "linear": "input weight bias",
     "addmm": "input mat1 mat2",
     "matmul": "input other",
-    "layer_norm": "input normalized_shape weight bias eps",
-    "rms_norm": "input normalized_shape weight eps",
+    **{name: norm.arguments for name, norm in NORMS.items()},
+    **{name: each.arguments for name, each in PLAIN.items() if each.targets},
     "add": "input other",
     "sub": "input other",
     "mul": "input other",
@@ -36,9 +38,6 @@ _SIGNATURES: dict[str, str] = {
     "square": "input",
     "mean": "input dim keepdim",
     "var": "input dim unbiased keepdim",
-    "gelu": "input approximate",
-    "silu": "input",
-    "relu": "input",
     "sigmoid": "input",
     "tanh": "input",
     "erf": "input",
@@ -70,8 +69,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "linear": (F.linear, torch._C._nn.linear),
     "addmm": (torch.addmm,),
     "matmul": (torch.matmul, operator.matmul, torch.mm),
-    "layer_norm": (F.layer_norm, torch.layer_norm),
-    "rms_norm": (F.rms_norm, torch.rms_norm),
+    **{name: norm.targets for name, norm in NORMS.items()},
+    **{name: each.targets for name, each in PLAIN.items()},
     "add": (operator.add, operator.iadd, torch.add),
     "sub": (operator.sub, torch.sub, torch.subtract),
     "mul": (operator.mul, operator.imul, torch.mul, torch.multiply),
@@ -83,9 +82,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "square": (torch.square,),
     "mean": (torch.mean,),
     "var": (torch.var,),
-    "gelu": (F.gelu, torch._C._nn.gelu),
-    "silu": (F.silu,),
-    "relu": (F.relu, torch.relu),
     "sigmoid": (F.sigmoid, torch.sigmoid),
     "tanh": (F.tanh, torch.tanh),
     "erf": (torch.erf,),
@@ -112,7 +108,6 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(["_to_copy"], "cast"),
     **{"swapaxes": "transpose", "mm": "matmul", "add_": "add", "mul_": "mul"},
     **{"split_with_sizes": "split", "split_tensor": "split", "expand_as": "expand"},
-    **{"layer_norm": "layer_norm", "rms_norm": "rms_norm"},
 }
 _KINDS = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fused_norm.chain.kernels import left_to_pytorch
-from fused_norm.models.apart import take_apart
 from fused_norm.models.attention import write_out_attention
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
@@ -21,13 +21,15 @@ from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import keep_dense
 from fused_norm.models.norms import Norm, candidates, find_norm
+from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
+from fused_norm.models.streams import split_streams
 from fused_norm.models.sums import add_in_product, find_sums
 from fused_norm.models.values import is_tensor, value
 from fused_norm.ops.invariance import is_batch_invariant
-from fused_norm.ops.seam_validation import adds_in_product, hint, is_small
+from fused_norm.ops.operands import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
 
 log = logging.getLogger("fused_norm.models")
@@ -41,12 +43,17 @@ class Options:
         rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
         small: Whether to fuse calls, too, that PyTorch's ops finish sooner. None puts them in,
             and each call decides anew what computes it.
+        fp8: The recipe of products in FP8, or None.
+        skip: Layers that are not, as `Precision` takes them.
     """
 
     rounding: str = "once"
     small: bool | None = None
+    fp8: str | None = None
+    skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        Precision(self.fp8, self.skip)
         if self.rounding not in ("once", "model"):
             raise ValueError(f"rounding must be 'once' or 'model', got {self.rounding!r}")
 
@@ -118,7 +125,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     flow = Flow(graph)
     heads = fuse_heads(graph, flow, Emitter(graph, flow), options.small)
     flow = Flow(graph)
-    take_apart(graph, flow, Emitter(graph, flow))
+    split_streams(graph, flow, Emitter(graph, flow))
     inputs, layers = _fused_inputs(graph)
     found = find_sums(graph, flow, functools.partial(_adds, options))
     # Layers on norms become part of other calls.
@@ -129,6 +136,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         options.rounding == "model",
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
+        Precision(options.fp8, options.skip),
     )
     is_busy = options.small is False and _keeps_a_gpu_busy(graph)
     sites = []
@@ -137,8 +145,10 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         if norm is not None:
             sites.append(_site(norm, rewriter, options, is_busy))
     added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
+    sites += [site for site in added if site is not None]
+    sites += rewriter.precision.rewrite_linears(graph, rewriter.emitter)
     keep_dense(graph, flow, rewriter.emitter)
-    return heads + sites + [site for site in added if site is not None]
+    return heads + sites
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
@@ -197,6 +207,8 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Si
         site.fused = True
         site.calls = [call.words() for call in done.calls]
         site.way = slow or "kernels"
+        if words := [call.precision for call in done.calls if call.precision]:
+            site.way = "; ".join(dict.fromkeys(words))
         site.bytes_saved, site.ops_before, site.ops_after = done[1:]
     return site
 

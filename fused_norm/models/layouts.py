@@ -31,7 +31,7 @@ from fused_norm.models.values import (
     shape,
     value,
 )
-from fused_norm.ops.seam_validation import hint
+from fused_norm.ops.operands import hint
 
 Put = Callable[..., Node]
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fused_norm.call.memory import own_eps
-from fused_norm.composition import NORMALIZATIONS
 from fused_norm.models.forms import (
     above,
     form,
@@ -25,8 +24,7 @@ from fused_norm.models.forms import (
 )
 from fused_norm.models.values import dtype, is_number, is_tensor, is_vector, number, shape, value
 from fused_norm.models.writes import written
-
-LAYER_NORM, RMS_NORM = NORMALIZATIONS
+from fused_norm.norms import LAYER_NORM, NORMS, RMS_NORM
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Norm:
     """A norm over the last dimension.
 
     Attributes:
-        kind: One of NORMALIZATIONS.
+        kind: One of NORMS.
         x: What is normalized.
         eps: Added to the variance, or to the mean square.
         out: The result, with gamma and beta.
@@ -71,7 +69,7 @@ def find_norm(node: Node) -> Norm | None:
         node: Any node of a graph.
     """
     kind = form(node).kind
-    if kind in NORMALIZATIONS:
+    if kind in NORMS:
         norm = _called(node)
     elif kind in ("rsqrt", "sqrt") or (kind == "pow" and is_number(form(node)["exponent"], -0.5)):
         norm = _written_out(node, kind)
@@ -86,7 +84,7 @@ def find_norm(node: Node) -> Norm | None:
 
 def candidates(graph: Graph) -> list[Node]:
     """Return the nodes of a graph that may stand for norms."""
-    kinds = {*NORMALIZATIONS, "rsqrt", "sqrt", "pow"}
+    kinds = {*NORMS, "rsqrt", "sqrt", "pow"}
     return [node for node in graph.nodes if form(node).kind in kinds]
 
 
@@ -95,7 +93,7 @@ def _called(node: Node) -> Norm | None:
     features = f["normalized_shape"]
     if not isinstance(features, (tuple, list)) or len(features) != 1 or not is_tensor(f["input"]):
         return None
-    eps = f.args.get("eps", 1e-5 if f.kind == LAYER_NORM else None)
+    eps = f.args.get("eps", NORMS[f.kind].eps)
     # Said once and for all: the rows that a call takes may be narrower than those here.
     exact = own_eps(dtype(f["input"])) if eps is None else number(eps)
     if exact is None:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from fused_norm.functional import norm_linear, norm_mlp
-from fused_norm.models.calls import Call
+from fused_norm.models.calls import FusedCall
 from fused_norm.models.emit import Emitter
 from fused_norm.models.forms import form
 from fused_norm.models.layouts import fitted
@@ -18,9 +18,10 @@ from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product
 from fused_norm.models.values import shape, value
 from fused_norm.models.views import inverse
+from fused_norm.norms import LAYER_NORM
 
 
-def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[Node, Node]]:
+def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
     """Put a call into a graph where it inserts; return what it stands for, each with its result.
 
     Args:
@@ -57,6 +58,7 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
     options |= {"norm_weight": norm.gamma, "norm_bias": norm.beta, "residual": residual}
     options |= {"weight_offset": norm.offset, "activation": activated and activated.name}
     options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
+    options["recipe"] = call.recipe
     for view in reading.views:
         if form(view).kind == "from_local":
             for name in ("norm_weight", "norm_bias"):
@@ -83,7 +85,7 @@ def put_call(emitter: Emitter, norm: Norm, call: Call, x: Node) -> list[tuple[No
         target = norm_mlp
         arguments += [upright(second), second.bias]
         options["residual_out"] = activated.residual
-    defaults = {"normalization": "layer_norm", "weight_offset": 0.0}
+    defaults = {"normalization": LAYER_NORM, "weight_offset": 0.0}
     kwargs = {
         name: each
         for name, each in options.items()

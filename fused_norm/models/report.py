@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import settings
-from fused_norm.models.sites import HEAD, RESIDUAL, Site
+from fused_norm.models.sites import HEAD, LINEAR, RESIDUAL, Site
 
 _FAST_PATH = torch._transformer_encoder_layer_fwd
 
@@ -28,7 +28,7 @@ class Report:
 
     Attributes:
         sites: Heads, the norms in the order of the graph, then the sums that products before them
-            add.
+            add, then, where FP8 is asked for, the Linear layers that are part of no call on a norm.
         graphs: How many graphs Dynamo made of the model.
         failures: What kept the pass from a graph, where something did.
         fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
@@ -42,7 +42,7 @@ class Report:
     @property
     def norms(self) -> list[Site]:
         """The norms."""
-        return [site for site in self.sites if site.kind not in (RESIDUAL, HEAD)]
+        return [site for site in self.sites if site.kind not in (HEAD, RESIDUAL, LINEAR)]
 
     @property
     def fused(self) -> list[Site]:
@@ -134,6 +134,7 @@ def explain(
     the same `options`, `mode` and `dynamic`. The model runs in its own mode (`train()` or `eval()`)
     and with its own parameters, and changes only as a forward changes it. No backend compiles what
     is left of its graphs. Wrap a model in a function if it has arguments of the names below.
+    With the option `fp8`, Linear layers are listed as well: in which precision, and why not in FP8.
 
     Args:
         model: A model, or a function.

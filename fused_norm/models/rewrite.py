@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from fused_norm.models.activations import Activated, find_activated, with_second
-from fused_norm.models.calls import CALLS, Call, Left, Rewritten
+from fused_norm.models.calls import CALLS, FusedCall, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
+from fused_norm.models.precision import Precision
 from fused_norm.models.put import put_call
 from fused_norm.models.readers import Readers, Reading, residual_of
 from fused_norm.models.values import (
@@ -48,6 +49,7 @@ class Rewriter:
         keeps_rounding: Whether rounding that a model does in between is kept.
         is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
         sums: Sums that the product before them is to add, and no norm.
+        precision: Which Linear layers are in FP8.
     """
 
     graph: Graph
@@ -55,6 +57,7 @@ class Rewriter:
     keeps_rounding: bool = False
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
     sums: AbstractSet[Node] = frozenset()
+    precision: Precision = field(default_factory=Precision)
     emitter: Emitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +89,7 @@ class Rewriter:
 
     def _try(
         self, norm: Norm, readers: Readers, less: int
-    ) -> tuple[list[Call], set[Node], list[tuple[Node, Node]]]:
+    ) -> tuple[list[FusedCall], set[Node], list[tuple[Node, Node]]]:
         """Put calls into the graph; return them, what they stand for, and what replaces what."""
         calls = self._calls(norm, readers, less)
         dead = set(norm.inner).union(*(call.inner() for call in calls))
@@ -109,7 +112,7 @@ class Rewriter:
             raise Left(f"{type(error).__name__}: {error}") from error
         return calls, dead, swaps
 
-    def _calls(self, norm: Norm, readers: Readers, less: int) -> list[Call]:
+    def _calls(self, norm: Norm, readers: Readers, less: int) -> list[FusedCall]:
         """Return the calls that a norm and its readers become, with less and less taken in."""
         low = dtype(norm.out).itemsize < 4
         if self.keeps_rounding and norm.is_rounded:
@@ -121,7 +124,7 @@ class Rewriter:
                 raise Left("rounded between the norm and its modulation")
             if self.keeps_rounding and reading.is_rounded:
                 raise Left("rounded between the norm and its Linear layers")
-            call = Call(reading)
+            call = FusedCall(reading)
             if not (self.keeps_rounding and low):
                 call.activated = self._activated(norm, reading)
             calls.append(call)
@@ -144,14 +147,14 @@ class Rewriter:
         return calls
 
     @staticmethod
-    def _like(norm: Norm, calls: Iterable[Call]) -> Node | None:
+    def _like(norm: Norm, calls: Iterable[FusedCall]) -> Node | None:
         """Return a node that looks as the normalized rows do and stays in the graph, or None."""
         totals = [call.total for call in calls if call.total is not None]
         candidates = totals[0][:2] if totals else (norm.x,)
         return next((node for node in candidates if are_laid_out_alike(node, norm.out)), None)
 
     def _others(
-        self, norm: Norm, readers: Readers, calls: Iterable[Call]
+        self, norm: Norm, readers: Readers, calls: Iterable[FusedCall]
     ) -> list[tuple[Node, Node]]:
         """Return what reads the normalized rows themselves, each with the rows that it reads."""
         if self._like(norm, calls) is not None:
@@ -203,7 +206,7 @@ class Rewriter:
         """Return whether a call may end in a sum: where no norm is better off with adding it."""
         return total in self.sums or not self.is_summed_by_norm(total)
 
-    def _expose(self, norm: Norm, others: list[tuple[Node, Node]], calls: list[Call]) -> None:
+    def _expose(self, norm: Norm, others: list[tuple[Node, Node]], calls: list[FusedCall]) -> None:
         """Have one call return the normalized rows, which others read, too."""
         rows = {source for _, source in others}
         if self.flow.is_written(rows, norm.anchor, but=norm.inner):
@@ -237,7 +240,9 @@ class Rewriter:
             return None
         return found if self.flow.are_under_same_modes([total, norm.anchor]) else None
 
-    def _put(self, norm: Norm, call: Call, x: Node, dead: set[Node]) -> list[tuple[Node, Node]]:
+    def _put(
+        self, norm: Norm, call: FusedCall, x: Node, dead: set[Node]
+    ) -> list[tuple[Node, Node]]:
         """Put a call into the graph; return what it replaces, and by what."""
         reading, total, activated = call.reading, call.total, call.activated
         products = reading.products if activated is None else activated.products
@@ -257,11 +262,13 @@ class Rewriter:
         nodes = [t for t in tensors if isinstance(t, Node)]
         replaced = call.results() + ([] if total is None else [total[2]] * call.returns_sum)
         place = self._place(norm, call, nodes, replaced, dead)
+        every = [*products, *([] if second is None else [second])]
+        call.recipe, call.precision = self.precision.of_call(every)
         with self.graph.inserting_before(place):
             return put_call(self.emitter, norm, call, x)
 
     def _place(
-        self, norm: Norm, call: Call, nodes: list[Node], replaced: list[Node], dead: set[Node]
+        self, norm: Norm, call: FusedCall, nodes: list[Node], replaced: list[Node], dead: set[Node]
     ) -> Node:
         """Return the node before which the call can stand."""
         first = min(product.node for product in call.reading.products)
@@ -291,7 +298,7 @@ class Rewriter:
         return earliest
 
     @staticmethod
-    def _last(call: Call) -> Node:
+    def _last(call: FusedCall) -> Node:
         return (
             max(product.node for product in call.reading.products)
             if not call.activated
@@ -302,7 +309,7 @@ class Rewriter:
         self,
         norm: Norm,
         readers: Readers,
-        calls: list[Call],
+        calls: list[FusedCall],
         swaps: list[tuple[Node, Node]],
         dead: set[Node],
     ) -> list[Node]:

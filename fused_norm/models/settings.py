@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fused_norm.models.fuse import Options
+from fused_norm.ops.fp8 import chosen
 
-_OWN = ("then", "rounding", "small", "freeze")
+_OWN = ("then", "rounding", "small", "freeze", "fp8", "skip")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def settings(options: Mapping[str, Any] | None, mode: str | None) -> Settings:
         freezes = freezes or _inductor_freezes(given)
         if small is None:
             small = bool(given.get("triton.cudagraphs"))
-    return Settings(then, Options(own.get("rounding", "once"), small), freezes, given)
+    recipe = own["fp8"] if "fp8" in own else chosen(None)
+    fusing = Options(own.get("rounding", "once"), small, recipe, own.get("skip", ()))
+    return Settings(then, fusing, freezes, given)
 
 
 def _known(then: str) -> Iterable[str] | None:

@@ -44,6 +44,7 @@ class LayerNormLinear(parts.NormModule):
             leaves `weight.grad` alone, as TransformerEngine's option of this name does. If the
             weight has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a
             meaningless tensor.
+        recipe: That of products in FP8, as in `norm_linear`; None for those of `autocast_fp8`.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[in_features]`, or None.
@@ -52,8 +53,8 @@ class LayerNormLinear(parts.NormModule):
         bias: Bias of the Linear layer, shape `[out_features]`, or None, if not split.
 
     Raises:
-        ValueError: If the normalization or the activation is unknown, or the parts do not add up
-            to `out_features`.
+        ValueError: If the normalization, the activation or the recipe is unknown, or the parts do
+            not add up to `out_features`.
     """
 
     weight: nn.Parameter
@@ -76,6 +77,7 @@ class LayerNormLinear(parts.NormModule):
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         return_layernorm_output: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -91,7 +93,9 @@ class LayerNormLinear(parts.NormModule):
             **kind,
         )
         parts.require_known(activation, out_features)
+        parts.require_recipe(recipe)
         self.activation = activation
+        self.recipe = recipe
         self.return_layernorm_output = return_layernorm_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.parameters_split = _parts(parameters_split, out_features)
@@ -100,7 +104,7 @@ class LayerNormLinear(parts.NormModule):
             self.register_parameter(f"{prefix}bias", parts.empty(size, **kind) if bias else None)
         self._is_plain = (
             normalization == "LayerNorm"
-            and not (zero_centered_gamma or activation or return_layernorm_output)
+            and not (zero_centered_gamma or activation or return_layernorm_output or recipe)
             and len(self.parameters_split) == 1
         )
         self.reset_parameters()
@@ -204,6 +208,7 @@ class LayerNormLinear(parts.NormModule):
             activation=self.activation,
             return_norm=self.return_layernorm_output,
             owners=owners if any(owner is not None for owner in owners) else None,
+            recipe=self.recipe,
             **self._norm_options(),
         )
         return tuple(results) if self.return_layernorm_output else results[0]
@@ -226,6 +231,7 @@ class LayerNormLinear(parts.NormModule):
             f"layer_norm_bias={self.layer_norm_bias is not None}, bias={has_bias}"
             + (f", activation={self.activation!r}" if self.activation else "")
             + (f", parameters_split={split}" if len(split) > 1 else "")
+            + (f", recipe={self.recipe!r}" if self.recipe else "")
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fused_norm.composition import is_gate
+from fused_norm.activations import is_gate
 from fused_norm.modules import parts
 from fused_norm.ops.family import family_call
 
@@ -32,6 +32,7 @@ class LayerNormMLP(parts.NormModule):
         activation: As in `norm_linear`.
         zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
         recompute: Whether the backward computes the first product again instead of saving it.
+        recipe: That of products in FP8, as in `norm_linear`; None for those of `autocast_fp8`.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[hidden_size]`.
@@ -42,7 +43,7 @@ class LayerNormMLP(parts.NormModule):
         fc2_bias: Shape `[hidden_size]`, or None.
 
     Raises:
-        ValueError: If the normalization or the activation is not known.
+        ValueError: If the normalization, the activation or the recipe is not known.
     """
 
     fc1_weight: nn.Parameter
@@ -63,6 +64,7 @@ class LayerNormMLP(parts.NormModule):
         activation: str = "gelu",
         zero_centered_gamma: bool = False,
         recompute: bool = False,
+        recipe: str | None = None,
     ) -> None:
         super().__init__()
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -70,7 +72,9 @@ class LayerNormMLP(parts.NormModule):
         self.ffn_hidden_size = ffn_hidden_size
         self._make_norm(hidden_size, eps, normalization, zero_centered_gamma, True, True, **kind)
         parts.require_known(activation)
+        parts.require_recipe(recipe)
         self.activation = activation
+        self.recipe = recipe
         self.recompute = recompute
         outputs = ffn_hidden_size * (2 if is_gate(activation) else 1)
         self.fc1_weight = parts.empty(outputs, hidden_size, **kind)
@@ -166,6 +170,7 @@ class LayerNormMLP(parts.NormModule):
             True,
             self.recompute,
             activation=self.activation,
+            recipe=self.recipe,
             **self._norm_options(),
         )
         return y
@@ -175,5 +180,7 @@ class LayerNormMLP(parts.NormModule):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"{self._norm_repr()}, bias={self.fc1_bias is not None}, "
-            f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
+            f"activation={self.activation!r}"
+            + (", recompute=True" if self.recompute else "")
+            + (f", recipe={self.recipe!r}" if self.recipe else "")
         )

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from fused_norm.composition import ACTIVATIONS, is_gate
+from fused_norm import recipes
+from fused_norm.activations import is_gate, require_activation
+from fused_norm.norms import NORMS
 
-NORMS: dict[str, tuple[str, type[nn.Module]]] = {
-    "LayerNorm": ("layer_norm", nn.LayerNorm),
-    "RMSNorm": ("rms_norm", nn.RMSNorm),
-}
+# By the names of PyTorch's modules, which are TransformerEngine's.
+_NAMES = {norm.module.__name__: name for name, norm in NORMS.items()}
 
 
 class NormModule(nn.Module):
@@ -33,16 +33,16 @@ class NormModule(nn.Module):
         has_bias: bool,
         **kind: Any,
     ) -> None:
-        if normalization not in NORMS:
-            raise ValueError(f"normalization must be one of {tuple(NORMS)}, got {normalization!r}")
-        if eps is None and normalization == "LayerNorm":
-            raise TypeError("LayerNorm needs an eps, got None")
+        if normalization not in _NAMES:
+            raise ValueError(f"normalization must be one of {tuple(_NAMES)}, got {normalization!r}")
+        norm = NORMS[_NAMES[normalization]]
+        if eps is None and norm.eps is not None:
+            raise TypeError(f"{normalization} needs an eps, got None")
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.layer_norm_weight = empty(features, **kind) if has_weight else None
-        # RMSNorm has no bias.
-        has_bias = has_weight and has_bias and normalization == "LayerNorm"
+        has_bias = has_weight and has_bias and norm.has_bias
         self.layer_norm_bias = empty(features, **kind) if has_bias else None
 
     def _reset_norm(self) -> None:
@@ -54,7 +54,7 @@ class NormModule(nn.Module):
     def _norm_options(self) -> dict[str, Any]:
         """Return what the norm is to the functions."""
         return {
-            "normalization": NORMS[self.normalization][0],
+            "normalization": _NAMES[self.normalization],
             "norm_weight": self.layer_norm_weight,
             "norm_bias": self.layer_norm_bias,
             "eps": self.eps,
@@ -67,12 +67,11 @@ class NormModule(nn.Module):
         if self.zero_centered_gamma:
             raise ValueError("nn.LayerNorm and nn.RMSNorm have no gamma around zero")
         affine = self.layer_norm_weight is not None
-        if self.normalization == "RMSNorm":
-            norm: nn.Module = nn.RMSNorm(features, self.eps, affine, device="meta")
-        else:
-            assert self.eps is not None
-            has_bias = self.layer_norm_bias is not None
-            norm = nn.LayerNorm(features, self.eps, affine, has_bias, device="meta")
+        known = NORMS[_NAMES[self.normalization]]
+        options = {"bias": self.layer_norm_bias is not None} if known.has_bias else {}
+        make: Any = known.module
+        norm: nn.Module = make(features, self.eps, affine, device="meta", **options)
+        if known.has_bias:
             norm.register_parameter("bias", self.layer_norm_bias)
         norm.register_parameter("weight", self.layer_norm_weight)
         return norm.train(self.training)
@@ -135,20 +134,21 @@ def linear_of(weight: nn.Parameter, bias: nn.Parameter | None, training: bool) -
 
 def require_known(activation: str | None, out_features: int = 0) -> None:
     """Raise unless an activation is known, and a gate's outputs are even."""
-    if activation is None:
-        return
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
-        )
-    if is_gate(activation) and out_features % 2:
+    require_activation(activation)
+    if activation is not None and is_gate(activation) and out_features % 2:
         raise ValueError(f"{activation} needs an even out_features, got {out_features}")
+
+
+def require_recipe(recipe: str | None) -> None:
+    """Raise unless a recipe of FP8 is known."""
+    if recipe is not None:
+        recipes.find(recipe)
 
 
 def require_norm(name: str, module: Any) -> str:
     """Return the name of a norm's kind, or raise if it is none of PyTorch's."""
-    require_plain(name, module, *(kind for _, kind in NORMS.values()))
-    return next(norm for norm, (_, kind) in NORMS.items() if isinstance(module, kind))
+    require_plain(name, module, *(norm.module for norm in NORMS.values()))
+    return next(each for each, n in _NAMES.items() if isinstance(module, NORMS[n].module))
 
 
 def require_features(name: str, norm: Any, linear: str, features: int) -> None:

@@ -26,6 +26,7 @@ import torch
 from fused_norm.native import cache, compiler, prebuilt, runtime
 from fused_norm.native.cache import cache_dir
 from fused_norm.native.cpu_features import CPU_VARIABLE, compiler_features
+from fused_norm.norms import LAYER_NORM, NORMS
 
 PACKAGE = Path(__file__).resolve().parent.parent
 DTYPES = {
@@ -37,11 +38,10 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
+# In bfloat16 alone: products in 8 bits, and the head of a language model.
+FP8_EXTENSION = "fp8_sm90"
 HEAD_EXTENSION = "head_sm90"
 HEAD_DTYPE = "bfloat16"
-# In the order of their numbers in the record.
-NORMS = ("layer_norm", "rms_norm")
-LAYER_NORM = NORMS[0]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
             for dtype in kept
         ]
         if HEAD_DTYPE in kept:
-            found.append(Extension(HEAD_EXTENSION, HEAD_DTYPE, vendor + target))
+            for name in (FP8_EXTENSION, HEAD_EXTENSION):
+                found.append(Extension(name, HEAD_DTYPE, vendor + target))
     return found
 
 

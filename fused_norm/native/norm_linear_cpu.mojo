@@ -1,6 +1,6 @@
-"""Python extension module of the CPU kernels, for one element type per build.
+"""A CPython extension: norm + Linear on the CPU, for one element type per build.
 
-Each door takes the address of a `Call`. The caller validates, allocates and serves empty tensors.
+Each function takes the address of a `Call`. The caller validates, allocates and serves empty tensors.
 """
 
 from std.os import abort

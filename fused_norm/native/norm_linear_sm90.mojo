@@ -13,7 +13,7 @@ from std.sys import get_defined_dtype, is_defined
 
 from op.call import Call, CallPointer
 from op.device import Launcher, new_launcher
-from op.passes.door import from_c, from_python
+from op.passes.entry import from_c, from_python
 from op.norm_linear.sm90.backward import backward
 from op.norm_linear.sm90.backward_plan import plan_backward
 from op.norm_linear.sm90.fold import fold

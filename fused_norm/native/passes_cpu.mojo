@@ -13,14 +13,14 @@ from std.sys import get_defined_dtype
 from op.call import CallPointer
 from op.passes import passes
 from op.passes.cpu import CpuRunner
-from op.passes.door import Pass, from_c, from_python
+from op.passes.entry import Pass, from_c, from_python
 from op.python import Arguments, Values, failure, integer
 from op.team import Team
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 
 comptime LONG_ELEMENTS = 1 << 17
-"""From so many elements on, other Python threads may run meanwhile."""
+"""From this many elements on, other Python threads may run meanwhile."""
 
 
 def _runner(call: CallPointer) -> CpuRunner:

@@ -12,7 +12,7 @@ from std.sys import get_defined_dtype
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
 from op.passes import passes
-from op.passes.door import from_c, from_python
+from op.passes.entry import from_c, from_python
 from op.passes.gpu import GpuRunner
 from op.rows.operands import accumulator
 

@@ -28,9 +28,9 @@ def decompositions() -> Any:
 
 
 def _norm_linear(*arguments: Any) -> Any:
-    t, kind, keeps = unpacked(arguments)
+    t, spec, keeps = unpacked(arguments)
     # What is kept for a backward has no place in what is exported.
-    return NotImplemented if keeps else composition.seam(kind, t)
+    return NotImplemented if keeps else composition.compute(spec, t)
 
 
 def _add_statistics(*arguments: Any) -> list[Tensor]:

@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
+from fused_norm.activations import is_gate, require_activation
 from fused_norm.call.memory import own_eps
 from fused_norm.composition import (
-    ACTIVATIONS,
-    NORMALIZATIONS,
     OPTIONS,
     Operands,
-    Seam,
+    Spec,
     has_sum,
-    is_gate,
 )
-from fused_norm.ops import node
+from fused_norm.norms import require_norm
+from fused_norm.ops import fp8, node
 from fused_norm.ops import norm_linear as norm_linear_ops
+from fused_norm.ops.fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 
 # Weight and bias of a Linear layer after the activation, and what is added to it.
@@ -46,6 +46,7 @@ def family_call(
     recompute: bool,
     *,
     owners: Sequence[Tensor | None] | None = None,
+    recipe: str | None = None,
     **options: Any,
 ) -> list[Tensor]:
     """Return the outputs, the sum and the normalized rows of a call, as far as asked for.
@@ -58,6 +59,7 @@ def family_call(
         joined: Whether the products of all weights are one output, side by side.
         recompute: Whether the backward computes h again.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
+        recipe: That of FP8, or None.
         options: Those of `norm_linear` that are not as it has them if not given.
     """
     if is_traced(x, weights, options.get("residual")):
@@ -66,14 +68,16 @@ def family_call(
             tensors_of(x, weights),
             *(x, weights, biases, second, joined, recompute),
             owners=owners,
+            recipe=recipe,
             **options,
         )
+    recipe = chosen(recipe)
     values = tuple([options.get(name, default) for name, default in OPTIONS.items()])
-    if owners is None:
+    if owners is None and recipe is None:
         found = node.forward(x, weights, biases, values, second, joined, recompute)
         if found is not None:
             return [found] if isinstance(found, Tensor) else list(found)
-    return by_python(x, (weights, biases, second, joined, recompute), values, owners)
+    return by_python(x, (weights, biases, second, joined, recompute), values, owners, recipe)
 
 
 def by_python(
@@ -81,6 +85,7 @@ def by_python(
     layers: Layers,
     options: Sequence[Any],
     owners: Sequence[Tensor | None] | None = None,
+    recipe: str | None = None,
 ) -> list[Tensor]:
     """Do the same without C++.
 
@@ -89,6 +94,7 @@ def by_python(
         layers: The Linear layers.
         options: All of them, in the order of OPTIONS.
         owners: Parameters that have a `main_grad`.
+        recipe: That of FP8, or None.
 
     Raises:
         ValueError: If an option is not known, does not go with the weights, or statistics are for
@@ -108,7 +114,7 @@ def by_python(
                 f"but got normalization={normalization!r} and eps={exact}"
             )
     t = Operands._make((x, *tensors, mean, rstd, *second, weights, biases))
-    kind = Seam(
+    spec = Spec(
         normalization,
         activation or "",
         exact,
@@ -119,7 +125,10 @@ def by_python(
         recompute,
         is_batch_invariant(),
     )
-    results = norm_linear_ops.call(kind, t, owners)
+    if recipe is None:
+        results = norm_linear_ops.call(spec, t, owners)
+    else:
+        results = fp8.call(spec, t, recipe, owners)
     if return_sum and not has_sum(t):
         results.insert(len(results) - return_norm, x)
     return results
@@ -144,14 +153,10 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
         ValueError: If the normalization or the activation is not known.
         TypeError: If eps is None beside LayerNorm.
     """
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization must be one of {NORMALIZATIONS}, got {normalization!r}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation must be None or one of {tuple(ACTIVATIONS)}, got {activation!r}"
-        )
+    norm = require_norm(normalization)
+    require_activation(activation)
     if eps is None:
-        if normalization == "rms_norm":
+        if norm.eps is None:
             return own_eps(x.dtype)
     elif isinstance(eps, (float, int)):
         return float(eps)

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.activations import GATED, number_of
 from fused_norm.call import frozen
 from fused_norm.call.frozen import Frozen, Keys, Prepared
 from fused_norm.chain import library
-from fused_norm.composition import GATED, Operands, Seam, number_of
-from fused_norm.ops.registration import KIND_SCHEMA, TENSORS_SCHEMA, define
+from fused_norm.composition import Operands, Spec
+from fused_norm.ops.registration import SPEC_SCHEMA, TENSORS_SCHEMA, define
 
 _forward_folded = define(
-    f"norm_linear_forward_folded({TENSORS_SCHEMA}, {KIND_SCHEMA}, bool keeps, "
+    f"norm_linear_forward_folded({TENSORS_SCHEMA}, {SPEC_SCHEMA}, bool keeps, "
     "Tensor? fold_weight, Tensor? fold_sums, int fold_activation, bool is_offloaded) -> Tensor[]"
 )
-_wanted_fold = define(f"norm_linear_wanted_fold({TENSORS_SCHEMA}, {KIND_SCHEMA}) -> int")
+_wanted_fold = define(f"norm_linear_wanted_fold({TENSORS_SCHEMA}, {SPEC_SCHEMA}) -> int")
 _fold = define(
     "norm_linear_fold(Tensor? gamma, Tensor? beta, Tensor[] weights, Tensor?[] biases, "
     "str normalization, float weight_offset, int activation) -> Tensor[]"
@@ -33,11 +34,11 @@ def _tell_changes(chain: ctypes.CDLL) -> None:
 library.after_loading.append(_tell_changes)
 
 
-def folded(kind: Seam, t: Operands, keeps: bool, arguments: Sequence[Any]) -> list[Tensor]:
+def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> list[Tensor]:
     """Compute a call whose parameters may be frozen.
 
     Args:
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors.
         keeps: Whether a backward follows.
         arguments: Those of the op `norm_linear_forward`.
@@ -51,12 +52,12 @@ def folded(kind: Seam, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
     made = None
     if found is not None and found[0].is_offloaded(found[1]):
         # Whatever the plan would choose: nothing else has the values.
-        for activation in (number_of(kind.activation), 0):
-            made = made or _prepared(*found, kind, t, activation)
+        for activation in (number_of(spec.activation), 0):
+            made = made or _prepared(*found, spec, t, activation)
     elif found is not None:
         activation = _wanted_fold(*arguments[:-1])
         if activation >= 0:
-            made = _prepared(*found, kind, t, activation)
+            made = _prepared(*found, spec, t, activation)
     if made is None:
         if frozen.has_offloaded():
             # Each by itself: others of the call may not be frozen.
@@ -70,22 +71,22 @@ def folded(kind: Seam, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
 
 
 def _prepared(
-    record: Frozen, keys: Keys, kind: Seam, t: Operands, activation: int
+    record: Frozen, keys: Keys, spec: Spec, t: Operands, activation: int
 ) -> Prepared | None:
     """Return the fold of frozen parameters, made now unless a CUDA graph captures the call."""
     device = t.x.device
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     in_graph = torch.cuda.is_current_stream_capturing()
-    name = ("fold", kind.normalization, kind.weight_offset, activation, kind.is_joined)
+    name = ("fold", spec.normalization, spec.weight_offset, activation, spec.is_joined)
 
     def make() -> Prepared:
         is_gate = activation >= GATED
-        count = len(t.weights) if is_gate or not kind.is_joined else 1
+        count = len(t.weights) if is_gate or not spec.is_joined else 1
 
         def memory() -> tuple[Tensor, ...]:
-            offset = kind.weight_offset
+            offset = spec.weight_offset
             layers = (t.gamma, t.beta, t.weights[:count], t.biases[:count])
-            return tuple(_fold(*layers, kind.normalization, offset, activation))
+            return tuple(_fold(*layers, spec.normalization, offset, activation))
 
         tensors = frozen.allocate(memory, device)
         # Any stream may read it then.

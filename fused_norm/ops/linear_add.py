@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.call.memory import lies_transposed
+from fused_norm.call.memory import is_transposed
 from fused_norm.chain.kernels import may_multiply
 from fused_norm.composition import Added
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import require_invariant
+from fused_norm.ops.operands import adds_in_product as is_added_in_product
+from fused_norm.ops.operands import is_small
 from fused_norm.ops.registration import (
     define,
     each_once,
     is_watched,
     may_follow,
 )
-from fused_norm.ops.seam_validation import adds_in_product as is_added_in_product
-from fused_norm.ops.seam_validation import is_small
 from fused_norm.ops.validation import is_strided, serves_now
 
 
@@ -49,7 +49,7 @@ def _fake_gradients(_: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[int])
     like = (x, weight, weight[:, 0])
     return [
         like[place].new_empty(like[1].t().shape).t()
-        if place == 1 and lies_transposed(weight)
+        if place == 1 and is_transposed(weight)
         else like[place].new_empty(like[place].shape)
         for place in wanted
     ]

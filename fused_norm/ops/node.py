@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import own_eps
-from fused_norm.chain import kernels, library, rows
-from fused_norm.composition import ACTIVATIONS, NORMALIZATIONS, Operands, Seam
+from fused_norm.chain import kernels, library
+from fused_norm.composition import Operands, Spec
 from fused_norm.native.cache import BuildError
+from fused_norm.norms import NORMS, by_number
 from fused_norm.ops.invariance import is_in_mode
 from fused_norm.ops.norm_linear import gradients
 from fused_norm.ops.rows import trainable_eps_gradients
 
-_NORMS = {name: number for number, name in enumerate(NORMALIZATIONS)}
-_NUMBERS: dict[Any, int] = {None: 0, **{name: number for name, (number, _) in ACTIVATIONS.items()}}
+_NORMS = {name: norm.number for name, norm in NORMS.items()}
+_NUMBERS: dict[Any, int] = {None: 0, **{name: each.number for name, each in ACTIVATIONS.items()}}
 _NAMED = Operands._fields[:-2]
 # What LayerNorm + Linear has not, of the tensors by name: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NO_FLAG = (False,) * 4
+# Of chain.h, in place of the number of a norm.
+_TRAINABLE_EPS = -1
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 
 
@@ -38,7 +42,6 @@ def module() -> Any:
 def tell(found: Any) -> None:
     """Give the compiled module what it calls."""
     found.set_chain(str(library.path()), backward, kernels.is_alone)
-    found.set_rows(rows.trainable_eps, trainable_eps_gradients)
 
 
 def _run(name: str, *arguments: Any) -> Any:
@@ -97,10 +100,10 @@ def forward(
         norm, number = _NORMS[normalization], _NUMBERS[activation]
     except (KeyError, TypeError):
         return None
-    if eps is None and normalization == "rms_norm" and type(x) is Tensor:
+    if eps is None and NORMS[normalization].eps is None and type(x) is Tensor:
         eps = own_eps(x.dtype)
-    kind = (norm, number, eps, offset, joined, return_sum, return_norm, recompute)
-    return _run("forward", x, *tensors, mean, rstd, *second, weight, bias, *kind)
+    spec = (norm, number, eps, offset, joined, return_sum, return_norm, recompute)
+    return _run("forward", x, *tensors, mean, rstd, *second, weight, bias, *spec)
 
 
 def layernorm_linear(
@@ -126,21 +129,28 @@ def layernorm_linear(
 
 
 def backward(
-    kind: tuple[Any, ...],
+    spec: tuple[Any, ...],
     tensors: list[Tensor | None],
     products: Sequence[Tensor],
     grad_outputs: Sequence[Tensor | None],
-    wanted: list[bool],
-) -> list[Tensor | None]:
+    needed: list[bool],
+) -> Sequence[Tensor | None]:
     """Return the gradients that C++ leaves to Python, in the order of `composition.flat`.
 
     Args:
-        kind: What was computed, as C++ knows it.
+        spec: What was computed, as C++ knows it.
         tensors: Those saved.
         products: Those kept.
-        grad_outputs: Those of the results.
-        wanted: Which are.
+        grad_outputs: Those of the results, of which one or more are there.
+        needed: Which tensors need one.
     """
-    norm, activation, *options = kind
-    seam = Seam(NORMALIZATIONS[norm], _NAMES[activation], *options)
-    return gradients(seam, None, tensors, products, grad_outputs, wanted)
+    norm, activation, *options = spec
+    if norm == _TRAINABLE_EPS:
+        x, o = (_NAMED.index(name) for name in ("x", "gamma"))
+        found: list[Tensor | None] = [None] * len(tensors)
+        found[x], found[o] = trainable_eps_gradients(
+            grad_outputs[0], tensors[x], tensors[o], [needed[x], needed[o]]
+        )
+        return found
+    named = Spec(by_number(norm), _NAMES[activation], *options)
+    return gradients(named, None, lambda: (tensors, products), grad_outputs, needed)

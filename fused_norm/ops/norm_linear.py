@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,34 +11,35 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from fused_norm import composition
+from fused_norm.activations import is_gate
 from fused_norm.call import frozen
 from fused_norm.call.memory import (
     LOW_PRECISION,
     in_memory,
+    is_transposed,
     laid_as_sum,
-    lies_transposed,
     statistics_dtype,
 )
 from fused_norm.call.results import Results
 from fused_norm.composition import (
     NAMES,
-    NORMALIZATIONS,
     WITH_GRADIENT,
     Operands,
-    Seam,
+    Spec,
     flat,
     has_sum,
-    is_gate,
     reached,
     summed,
     unflat,
 )
+from fused_norm.norms import NORMS
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.folding import folded
 from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.main_grad import add, add_product, added, stand_in
+from fused_norm.ops.operands import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.registration import (
-    KIND_SCHEMA,
+    SPEC_SCHEMA,
     TENSORS_SCHEMA,
     define,
     each_once,
@@ -47,7 +48,6 @@ from fused_norm.ops.registration import (
     is_watched,
     may_follow,
 )
-from fused_norm.ops.seam_validation import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.sharding import has_dtensor, over_shards
 
 # The operands that an op's schema lists one by one: all but the weights and the biases.
@@ -64,74 +64,74 @@ def _laid_sum(t: Operands, total: Tensor) -> Tensor:
 
 
 def _fake_forward(*arguments: Any) -> list[Tensor]:
-    t, kind, keeps = unpacked(arguments)
+    t, spec, keeps = unpacked(arguments)
     x, rows = t.x, t.x.shape[:-1]
     dtype = t.weights[0].dtype
     sizes = [weight.shape[0] for weight in t.weights]
-    sizes = [sum(sizes)] if kind.is_joined else sizes
+    sizes = [sum(sizes)] if spec.is_joined else sizes
     products = [x.new_empty((*rows, n), dtype=dtype) for n in sizes]
     outputs = products
     if t.out_weight is not None:
         outputs = [x.new_empty((*rows, t.out_weight.shape[0]), dtype=dtype)]
-    elif kind.activation:
-        halves = 2 if is_gate(kind.activation) else 1
+    elif spec.activation:
+        halves = 2 if is_gate(spec.activation) else 1
         outputs = [x.new_empty((*rows, n // halves), dtype=dtype) for n in sizes]
     wide = statistics_dtype(x.dtype)
     keeps_statistics = keeps and t.rstd is None
     return Results(
         outputs,
-        _laid_sum(t, x.new_empty(x.shape)) if has_sum(t) and (keeps or kind.returns_sum) else None,
-        x.new_empty(x.shape, dtype=dtype) if kind.returns_norm else None,
+        _laid_sum(t, x.new_empty(x.shape)) if has_sum(t) and (keeps or spec.returns_sum) else None,
+        x.new_empty(x.shape, dtype=dtype) if spec.returns_norm else None,
         x.new_empty(rows, dtype=wide)
-        if keeps_statistics and kind.normalization == NORMALIZATIONS[0]
+        if keeps_statistics and NORMS[spec.normalization].has_mean
         else None,
         x.new_empty(rows, dtype=wide) if keeps_statistics else None,
         [torch.empty_like(p) for p in products]
-        if keeps and kind.activation and not kind.recompute
+        if keeps and spec.activation and not spec.recompute
         else [],
     ).flat()
 
 
 def _fake_backward(*arguments: Any) -> list[Tensor]:
     *others, _, grad_outputs, wanted = arguments
-    t, kind, _ = unpacked((*others, False))
+    t, spec, _ = unpacked((*others, False))
     named = flat(t)[: len(_NAMED)]
     found = [p if p is None else p.new_empty(p.shape) for p in named]
-    dsum = grad_outputs[-1 - kind.returns_norm] if kind.returns_sum else None
+    dsum = grad_outputs[-1 - spec.returns_norm] if spec.returns_sum else None
     if dsum is not None:
         dx = t.x.new_empty(t.x.shape)
         found[0] = laid_as_sum(dx, dsum, dx)
     if t.out_weight is not None:
         found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
     found += [
-        w.new_empty(w.t().shape).t() if lies_transposed(w) else w.new_empty(w.shape)
+        w.new_empty(w.t().shape).t() if is_transposed(w) else w.new_empty(w.shape)
         for w in t.weights
     ]
     found += [w.new_empty(w.shape[0]) for w in t.weights]
     return [p for p in (found[place] for place in wanted) if p is not None]
 
 
-def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Seam, bool]:
-    """Return the tensors, the kind and whether a backward follows from an op's arguments."""
+def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Spec, bool]:
+    """Return the tensors, the spec and whether a backward follows from an op's arguments."""
     count = len(Operands._fields)
     tensors, (normalization, activation, eps, offset, *flags, keeps) = (
         arguments[:count],
         arguments[count:],
     )
-    return Operands(*tensors), Seam(normalization, activation, eps, offset, *flags), keeps
+    return Operands(*tensors), Spec(normalization, activation, eps, offset, *flags), keeps
 
 
-def _empty_forward(kind: Seam, t: Operands, keeps: bool) -> list[Tensor]:
+def _empty_forward(spec: Spec, t: Operands, keeps: bool) -> list[Tensor]:
     """Return the results of a call without rows, features or outputs, by PyTorch's ops."""
-    outputs = composition.seam(kind, t)
-    kept = _fake_forward(*t, *kind, keeps)
-    given = len(outputs) - kind.returns_sum - kind.returns_norm
-    results = Results.unflat([torch.zeros_like(k) for k in kept], kind, t, keeps)
+    outputs = composition.compute(spec, t)
+    kept = _fake_forward(*t, *spec, keeps)
+    given = len(outputs) - spec.returns_sum - spec.returns_norm
+    results = Results.unflat([torch.zeros_like(k) for k in kept], spec, t, keeps)
     rest = list(outputs[given:])
-    total = rest.pop(0) if kind.returns_sum else None
+    total = rest.pop(0) if spec.returns_sum else None
     if total is None and results.sum is not None:
         total = summed(t)
-    norm = rest.pop(0) if kind.returns_norm else None
+    norm = rest.pop(0) if spec.returns_norm else None
     outputs = [torch.clone(o) for o in outputs[:given]]
     return results._replace(outputs=outputs, sum=total, norm=norm).flat()
 
@@ -147,36 +147,36 @@ def is_empty(t: Operands) -> bool:
 
 def _forward_by_python(*arguments: Any) -> list[Tensor]:
     """Compute what C++ leaves to Python: parameters that are frozen, empty tensors."""
-    t, kind, keeps = unpacked(arguments)
+    t, spec, keeps = unpacked(arguments)
     if is_empty(t):
-        return _empty_forward(kind, t, keeps)
-    return folded(kind, t, keeps, arguments)
+        return _empty_forward(spec, t, keeps)
+    return folded(spec, t, keeps, arguments)
 
 
 def _backward_by_python(*arguments: Any) -> list[Tensor]:
     """Compute the gradients of a call with empty tensors."""
     *others, _, grad_outputs, wanted = arguments
-    t, kind, _ = unpacked((*others, False))
+    t, spec, _ = unpacked((*others, False))
     if not is_empty(t):
         raise RuntimeError(f"fused_norm has no kernels at hand for {t.x.dtype} on {t.x.device}")
-    found = composition.gradients(kind, t, grad_outputs, _flags(wanted, len(flat(t))))
+    found = composition.gradients(spec, t, grad_outputs, _flags(wanted, len(flat(t))))
     return [g for g in (found[place] for place in wanted) if g is not None]
 
 
 _op = define(
-    f"norm_linear_forward({TENSORS_SCHEMA}, {KIND_SCHEMA}, bool keeps) -> Tensor[]",
+    f"norm_linear_forward({TENSORS_SCHEMA}, {SPEC_SCHEMA}, bool keeps) -> Tensor[]",
     _fake_forward,
     _forward_by_python,
 )
 _backward_op = define(
-    f"norm_linear_backward({TENSORS_SCHEMA}, {KIND_SCHEMA}, Tensor[] products, "
+    f"norm_linear_backward({TENSORS_SCHEMA}, {SPEC_SCHEMA}, Tensor[] products, "
     "Tensor?[] grad_outputs, int[] wanted) -> Tensor[]",
     _fake_backward,
     _backward_by_python,
 )
 # In eager mode alone: it adds to what it is given.
 _backward_into_op = define(
-    f"norm_linear_backward_into({TENSORS_SCHEMA}, {KIND_SCHEMA}, Tensor[] products, "
+    f"norm_linear_backward_into({TENSORS_SCHEMA}, {SPEC_SCHEMA}, Tensor[] products, "
     "Tensor?[] grad_outputs, int[] wanted, Tensor?[] main_grads) -> Tensor[]"
 )
 
@@ -219,15 +219,15 @@ count_flops("norm_linear_backward", _backward_flops)
 class NormLinear(torch.autograd.Function):
     """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
 
-    The first two arguments are the kind, and the Parameters whose `main_grad` is added to in place
+    The first two arguments are the spec, and the Parameters whose `main_grad` is added to in place
     of a gradient, for each weight, or None. The others are tensors in the order of `flat`.
     """
 
     @staticmethod
-    def forward(ctx: Any, kind: Seam, owners: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, spec: Spec, owners: Any, *tensors: Any) -> Any:
         """Return the outputs, then the sum and the normalized rows if they are results."""
         t = unflat(tensors)
-        results = Results.unflat(_op(*t, *kind, True), kind, t, True)
+        results = Results.unflat(_op(*t, *spec, True), spec, t, True)
         saved = t._replace(
             x=t.x if results.sum is None else results.sum,
             mean=t.mean if results.mean is None else results.mean,
@@ -235,15 +235,15 @@ class NormLinear(torch.autograd.Function):
             out_bias=None,
             out_residual=None,
             # Only an activation's gradient depends on them.
-            biases=t.biases if kind.activation else [None] * len(t.biases),
+            biases=t.biases if spec.activation else [None] * len(t.biases),
             **_NO_SUMMANDS,
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*flat(saved), *results.products)
-        ctx.kind, ctx.owners, ctx.count = kind, owners, len(tensors)
+        ctx.spec, ctx.owners, ctx.count = spec, owners, len(tensors)
         extras = (
-            results.sum if kind.returns_sum else None,
-            results.norm if kind.returns_norm else None,
+            results.sum if spec.returns_sum else None,
+            results.norm if spec.returns_norm else None,
         )
         return (*results.outputs, *(e for e in extras if e is not None))
 
@@ -257,8 +257,31 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[2:])
     if all(g is None for g in grad_outputs):
         return (None,) * (2 + len(needed))
-    kind = ctx.kind
-    reaches = reached(kind, (ctx.count - len(_NAMED)) // 2, grad_outputs)
+
+    def saved() -> tuple[Sequence[Tensor | None], Sequence[Tensor]]:
+        tensors = ctx.saved_tensors
+        return tensors[: ctx.count], tensors[ctx.count :]
+
+    return (None, None, *gradients(ctx.spec, ctx.owners, saved, grad_outputs, needed))
+
+
+def gradients(
+    spec: Spec,
+    owners: Any,
+    saved: Callable[[], tuple[Sequence[Tensor | None], Sequence[Tensor]]],
+    grad_outputs: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of a call's tensors in the order of `flat`, None where there is none.
+
+    Args:
+        spec: What was computed.
+        owners: Parameters that have a `main_grad`, for each weight, or None.
+        saved: Returns the tensors saved, in the order of `flat`, and the kept products.
+        grad_outputs: Those of the results, of which one or more are there.
+        needed: Which tensors need one.
+    """
+    reaches = reached(spec, (len(needed) - len(_NAMED)) // 2, grad_outputs)
     wanted = [n and r for n, r in zip(needed, reaches, strict=True)]
     # All summands get the same gradient, and what is added at the end that of the output.
     wanted[0] = any(wanted[place] for place in _SUMMANDS)
@@ -266,18 +289,16 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
     for place in _SUMMANDS[1:]:
         wanted[place] = False
     if reaches[_GAMMA]:
-        saved = ctx.saved_tensors
-        tensors, products = saved[: ctx.count], saved[ctx.count :]
-        found = gradients(kind, ctx.owners, tensors, products, grad_outputs, wanted)
+        found = _computed(spec, owners, *saved(), grad_outputs, wanted)
     else:
         # The sum's alone.
         found = [None] * len(needed)
-        found[0] = grad_outputs[-1 - kind.returns_norm]
+        found[0] = grad_outputs[-1 - spec.returns_norm]
     dx = found[0]
     for place in _SUMMANDS:
         found[place] = dx if needed[place] else None
     found[_LAST] = grad_outputs[0] if needed[_LAST] else None
-    for place, owner in enumerate(ctx.owners or (), len(_NAMED)):
+    for place, owner in enumerate(owners or (), len(_NAMED)):
         if owner is None or not wanted[place]:
             continue
         gradient = found[place]
@@ -285,15 +306,15 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
             # No kernel has added it.
             add(owner, gradient)
         found[place] = stand_in(owner)
-    return (None, None, *found)
+    return found
 
 
 # What is added to a `main_grad` has no derivative.
 _accumulate = once_differentiable(_backward)
 
 
-def gradients(
-    kind: Seam,
+def _computed(
+    spec: Spec,
     owners: Any,
     tensors: Sequence[Tensor | None],
     products: Sequence[Tensor],
@@ -303,7 +324,7 @@ def gradients(
     """Return the gradients that are wanted, None for others.
 
     Args:
-        kind: What was computed.
+        spec: What was computed.
         owners: Parameters that have a `main_grad`, for each weight, or None.
         tensors: Those saved, in the order of `flat`.
         products: Kept products.
@@ -311,23 +332,23 @@ def gradients(
         wanted: Which are.
     """
     t = unflat(tensors)
-    if not torch.compiler.is_compiling() and (_may_be_derived(grad_outputs) or not fits(kind, t)):
-        if kind.batch_invariant:
+    if not torch.compiler.is_compiling() and (_may_be_derived(grad_outputs) or not fits(spec, t)):
+        if spec.batch_invariant:
             raise RuntimeError(
                 "batch_invariant() has no derivatives of gradients, nor many at once"
             )
-        return composition.gradients(kind, t, grad_outputs, wanted)
+        return composition.gradients(spec, t, grad_outputs, wanted)
     if not is_watched():
         t, grad_outputs = unflat(in_memory(tensors)), in_memory(grad_outputs)
-    arguments = (*t, *kind, list(products), list(grad_outputs), _places(wanted))
+    arguments = (*t, *spec, list(products), list(grad_outputs), _places(wanted))
     if owners and not (is_watched() or is_empty(t)):
-        return _with_main_grads(kind, t, owners, arguments, len(wanted))
+        return _with_main_grads(spec, t, owners, arguments, len(wanted))
     results = iter(_backward_op(*arguments))
     return [next(results) if w else None for w in wanted]
 
 
 def _with_main_grads(
-    kind: Seam, t: Operands, owners: Sequence[Any], arguments: tuple[Any, ...], count: int
+    spec: Spec, t: Operands, owners: Sequence[Any], arguments: tuple[Any, ...], count: int
 ) -> list[Tensor | None]:
     """Return the gradients, None for what has been added to a `main_grad`."""
     main_grads = [o if o is None else o.main_grad for o in owners]
@@ -343,15 +364,15 @@ def _with_main_grads(
         if gradient.numel():
             # No kernel has added it: this is that of the product; what it multiplied is last.
             exact = gradient.is_cpu and gradient.dtype in LOW_PRECISION
-            add_product(owner, gradient, _unrounded_rows(kind, t) if exact else results[-1])
+            add_product(owner, gradient, _unrounded_rows(spec, t) if exact else results[-1])
         found[place] = None
     return found
 
 
-def _unrounded_rows(kind: Seam, t: Operands) -> Tensor:
+def _unrounded_rows(spec: Spec, t: Operands) -> Tensor:
     """Return the normalized rows `[M, K]` in float32, as their product on a CPU is."""
     rows = unflat([None if v is None else v.float() for v in flat(t)])
-    return composition.normalized(kind, rows.x, rows).reshape(-1, t.x.shape[-1])
+    return composition.normalized(spec, rows.x, rows).reshape(-1, t.x.shape[-1])
 
 
 def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
@@ -370,11 +391,11 @@ def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
 _apply = super(torch.autograd.Function, NormLinear).apply
 
 
-def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
+def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
     """Compute a call; PyTorch's ops take what no kernel serves, wrong calls included.
 
     Args:
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors.
         owners: Parameters whose `main_grad` gets the gradient of their weight, or None.
         is_recorded: Whether a running profiler has been told.
@@ -382,33 +403,33 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
     if not is_recorded and is_profiled():
         name = "norm_linear" if t.out_weight is None else "norm_mlp"
         with record_function(f"fused_norm::{name}"):
-            return call(kind, t, owners, True)
-    may_be_bound = owners is None and not (kind.batch_invariant or is_watched())
+            return call(spec, t, owners, True)
+    may_be_bound = owners is None and not (spec.batch_invariant or is_watched())
     if may_be_bound and not frozen.has_offloaded() and is_host_bound(t):
-        return composition.seam(kind, t)
+        return composition.compute(spec, t)
     if has_dtensor(t):
-        if kind.batch_invariant:
+        if spec.batch_invariant:
             raise RuntimeError(
                 "batch_invariant() does not reach the sums over processes of DTensors"
             )
         if owners is not None:
             raise NotImplementedError("no main_grad is added to beside DTensors")
-        found = over_shards(call, kind, t)
-        return composition.seam(kind, t) if found is None else found
-    ready = as_kernels_need(kind, t)
+        found = over_shards(call, spec, t)
+        return composition.compute(spec, t) if found is None else found
+    ready = as_kernels_need(spec, t)
     if ready is None:
         frozen.require_values(t.weights)
         if owners is not None:
             t = t._replace(weights=added(t.weights, owners))
-        computed = composition.seam(kind, t)
-        if kind.batch_invariant:
+        computed = composition.compute(spec, t)
+        if spec.batch_invariant:
             # PyTorch's ops had nothing to say against it.
             raise RuntimeError(
                 f"batch_invariant() has no kernel for this call on a tensor of {t.x.dtype}: "
                 "another layout, a transform, mixed dtypes, or one that no kernel is built for"
             )
         return computed
-    if kind.batch_invariant:
+    if spec.batch_invariant:
         require_invariant(ready.x, ready.weights[0].dtype, (*ready.weights, ready.out_weight))
         # Whoever gave statistics may have found them in any order.
         ready = ready._replace(mean=None, rstd=None)
@@ -418,9 +439,9 @@ def call(kind: Seam, t: Operands, owners: Any = None, is_recorded: bool = False)
         apply = NormLinear.apply if is_watched() else _apply
         # What is saved has to be an input or a result: second derivatives reach x through it.
         is_sum = has_sum(ready)
-        found = list(apply(kind._replace(returns_sum=is_sum), owners, *each_once(tensors)))
-        if is_sum and not kind.returns_sum:
-            found.pop(-2 if kind.returns_norm else -1)
+        found = list(apply(spec._replace(returns_sum=is_sum), owners, *each_once(tensors)))
+        if is_sum and not spec.returns_sum:
+            found.pop(-2 if spec.returns_norm else -1)
         return found
-    results = Results.unflat(_op(*ready, *kind, False), kind, ready, False)
+    results = Results.unflat(_op(*ready, *spec, False), spec, ready, False)
     return results.flat()

@@ -18,15 +18,13 @@ from fused_norm.chain import library
 from fused_norm.composition import Operands
 from fused_norm.ops.flops import tell_counters
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None), float, int, bool, str, list})
-
 # The operands that schemas list one by one: all but the weights and the biases.
 TENSORS_SCHEMA = (
     "Tensor x, "
     + "".join(f"Tensor? {name}, " for name in Operands._fields[1:-2])
     + "Tensor[] weights, Tensor?[] biases"
 )
-KIND_SCHEMA = (
+SPEC_SCHEMA = (
     "str normalization, str activation, float eps, float weight_offset, bool joined, "
     "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
 )
@@ -50,7 +48,8 @@ def define(
             an op that is never traced.
         by_python: Computes what the chain leaves to Python, as the op `..._by_python`; None for
             nothing.
-        rows: As in `register`.
+        rows: How many of the first arguments, and all results, have a row for each row of the
+            first one: a batch of them is more rows. 0 where results are sums over the rows.
     """
     name = schema[: schema.index("(")]
     _define(schema, fake, rows)
@@ -72,6 +71,29 @@ def define(
     return _called(overload)
 
 
+def define_in_python(
+    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Define an op that Python computes, and return what calls it.
+
+    Args:
+        schema: The op's name, arguments and results.
+        kernel: Computes the results.
+        fake: Returns results of the right shape and dtype from arguments without values.
+    """
+    name = schema[: schema.index("(")]
+    _define(schema, fake, 0)
+
+    def run(*arguments: Any) -> Any:
+        # Autograd sees none of the ops in it.
+        with torch._C._AutoDispatchBelowAutograd():
+            return kernel(*arguments)
+
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    return _called(getattr(torch.ops.fused_norm, name).default)
+
+
 def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a kernel that tells the chain, which calls it, what it raises."""
 
@@ -82,32 +104,6 @@ def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:
             if (chain := library.load()) is not None:
                 chain.chain_python_failed(str(error).encode())
             raise
-
-    return call
-
-
-def register(
-    schema: str, kernel: Callable[..., Any], fake: Callable[..., Any], rows: int = 0
-) -> Callable[..., Any]:
-    """Register an op that Python computes, and return what calls it.
-
-    Args:
-        schema: The op's name, arguments and results.
-        kernel: Computes the results.
-        fake: Returns results of the right shape and dtype from arguments without values.
-        rows: How many of the first arguments, and all results, have a row for each row of the
-            first one: a batch of them is more rows. 0 where results are sums over the rows.
-    """
-    name = schema[: schema.index("(")]
-    _define(schema, fake, rows)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, _unrecorded(kernel), key)
-    called = _called(getattr(torch.ops.fused_norm, name).default)
-
-    def call(*arguments: Any) -> Any:
-        return (
-            kernel(*arguments) if not is_watched() and are_plain(arguments) else called(*arguments)
-        )
 
     return call
 
@@ -134,16 +130,6 @@ def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return call
-
-
-def _unrecorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel as the dispatcher runs it: autograd sees none of the ops in it."""
-
-    def run(*arguments: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return kernel(*arguments)
-
-    return run
 
 
 def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -269,14 +255,3 @@ def is_watched() -> bool:
 def is_profiled() -> bool:
     """Return whether a profiler is running."""
     return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
-
-
-def are_plain(arguments: tuple[Any, ...]) -> bool:
-    """Return whether the tensors among some arguments are ordinary ones, with memory."""
-    return (
-        _PLAIN_TYPES.issuperset(map(type, arguments))
-        and all(_PLAIN_TYPES.issuperset(map(type, a)) for a in arguments if type(a) is list)
-        and not arguments[0].is_meta
-        # How autograd batches gradients: a Tensor by its type, but without memory.
-        and not torch._C._functorch.is_legacy_batchedtensor(arguments[0])
-    )

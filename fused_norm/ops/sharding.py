@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm.composition import NAMES, Operands, Seam, flat, is_gate, unflat
+from fused_norm.activations import is_gate
+from fused_norm.composition import NAMES, Operands, Spec, flat, unflat
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _LIKE_X = ("x", *NAMES["rows"], "out_residual")
@@ -38,13 +39,13 @@ def has_dtensor(t: Operands) -> bool:
 
 
 def over_shards(
-    run: Callable[[Seam, Operands], list[Tensor]], kind: Seam, t: Operands
+    run: Callable[[Spec, Operands], list[Tensor]], spec: Spec, t: Operands
 ) -> list[Tensor] | None:
     """Return the results of a call on DTensors, None where it is left to PyTorch's ops.
 
     Args:
         run: Computes a call on the local tensors.
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors.
     """
     from torch.distributed.tensor import DTensor
@@ -55,17 +56,17 @@ def over_shards(
     mesh = cast_dtensor(t.x).device_mesh
     if any(v.device_mesh != mesh for v in map(cast_dtensor, tensors)):
         return None
-    ways = [_way(kind, t, axis) for axis in range(mesh.ndim)]
+    ways = [_way(spec, t, axis) for axis in range(mesh.ndim)]
     if None in ways or not t.x.dim() or any(w.dim() != 2 for w in t.weights):
         return None
     last = t.out_weight is not None and _COLUMNS in ways
     # What is added to a product waits until its summands have been added up.
     inner = t._replace(out_bias=None, out_residual=None) if last else t
-    results = run(kind, _local(ways, inner))
-    count = len(results) - kind.returns_sum - kind.returns_norm
+    results = run(spec, _local(ways, inner))
+    count = len(results) - spec.returns_sum - spec.returns_norm
     outputs = [
         _of_shards(y, t.x, size, [_output_placement(way, t) for way in ways])
-        for y, size in zip(results, _output_sizes(kind, t), strict=False)
+        for y, size in zip(results, _output_sizes(spec, t), strict=False)
     ]
     if last:
         for summand in (t.out_bias, t.out_residual):
@@ -87,7 +88,7 @@ def cast_dtensor(tensor: Any) -> Any:
     return tensor
 
 
-def _way(kind: Seam, t: Operands, axis: int) -> Any:
+def _way(spec: Spec, t: Operands, axis: int) -> Any:
     """Return how a call goes along a dimension of the mesh: a dimension of x for rows, or None."""
     tensors = [cast_dtensor(v) for v in flat(t) if v is not None]
     places = [v.placements[axis] for v in tensors]
@@ -97,9 +98,9 @@ def _way(kind: Seam, t: Operands, axis: int) -> Any:
     last = None if t.out_weight is None else cast_dtensor(t.out_weight).placements[axis]
     if any(p.is_shard() for p in weights):
         # Among weights side by side, only a gate's pair gives columns that belong together.
-        is_split = kind.is_joined and len(t.weights) > 1
+        is_split = spec.is_joined and len(t.weights) > 1
         fits = (
-            is_gate(kind.activation) == is_split
+            is_gate(spec.activation) == is_split
             and all(p.is_shard(0) for p in weights)
             and (last is None or last.is_shard(1))
         )
@@ -154,12 +155,12 @@ def _shard(tensor: Tensor, places: Sequence[tuple[Any, Any]]) -> Tensor:
     return local
 
 
-def _output_sizes(kind: Seam, t: Operands) -> list[int]:
+def _output_sizes(spec: Spec, t: Operands) -> list[int]:
     if t.out_weight is not None:
         return [t.out_weight.shape[0]]
     sizes = [weight.shape[0] for weight in t.weights]
-    sizes = [sum(sizes)] if kind.is_joined else sizes
-    return [size // 2 for size in sizes] if is_gate(kind.activation) else sizes
+    sizes = [sum(sizes)] if spec.is_joined else sizes
+    return [size // 2 for size in sizes] if is_gate(spec.activation) else sizes
 
 
 def _output_placement(way: Any, t: Operands) -> Any:

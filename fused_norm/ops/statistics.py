@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from fused_norm.call.memory import statistics_dtype
+from fused_norm.norms import NORMS
 from fused_norm.ops.registration import define, each_once, is_watched, may_follow
 from fused_norm.ops.validation import has_row_kernel
 from fused_norm.reference import widened
 
 
 def _fake_find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
-    count = 2 if normalization == "layer_norm" else 1
+    count = 2 if NORMS[normalization].has_mean else 1
     wide = statistics_dtype(x.dtype)
     return [x.new_empty(x.shape[:-1], dtype=wide) for _ in range(count)]
 
@@ -114,7 +115,7 @@ def add_by_pytorch(
     """
     total = x + residual
     rows = widened(total.detach())
-    if normalization == "rms_norm":
+    if not NORMS[normalization].has_mean:
         return total, None, torch.rsqrt(rows.square().mean(-1) + eps)
     variance, mean = torch.var_mean(rows, -1, correction=0)
     return total, mean, torch.rsqrt(variance + eps)

@@ -74,33 +74,6 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
     )
 
 
-def surely_has_trainable_eps_kernel(x: Any, o: Any) -> bool:
-    """Return whether the kernels serve ordinary tensors that nothing watches, in a few fast checks.
-
-    True is certain; False leaves it to be found out.
-
-    Args:
-        x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
-        o: Should be a tensor of one element in the dtype of `x`.
-    """
-    return (
-        type(x) is Tensor
-        and (type(o) is Tensor or type(o) is torch.nn.Parameter)
-        and x.is_cpu
-        and o.is_cpu
-        and x.dtype is o.dtype
-        and serves(x, x.dtype)
-        and o.numel() == 1
-        and x.dim() > 0
-        and x.shape[-1] <= LONGEST_ROW
-        and x.data_ptr() != 0
-        and is_strided(x)
-        and is_strided(o)
-        and not torch._C._functorch.is_legacy_batchedtensor(x)
-        and not torch._C._functorch.is_legacy_batchedtensor(o)
-    )
-
-
 def trainable_eps_by_pytorch(x: Any, o: Any) -> Tensor:
     """Return what PyTorch's ops make of a call of `trainable_eps_layer_norm`, or raise as they do.
 

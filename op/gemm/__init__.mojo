@@ -1,1 +1,1 @@
-"""Products that know no norm: a, b, c."""
+"""Matrix products, with prologues and epilogues. They know no norm."""

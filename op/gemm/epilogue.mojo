@@ -1,4 +1,4 @@
-"""What becomes of a product's sums before they are rounded, once for every architecture.
+"""The epilogue of a product: what is done to its sums before they are rounded, on every architecture.
 
     c[m, n] = round(finish(sum over k of a[m, k] b[n, k]))
 
@@ -135,6 +135,35 @@ trait Epilogue(TrivialRegisterPassable):
             Its first element, at a multiple of 16 bytes.
         """
         return self.vector[i]().unsafe_offset(first)
+
+    @staticmethod
+    def vector_type(i: Int) -> DType:
+        """Tells the type of a vector, where they differ.
+
+        Args:
+            i: Which one.
+
+        Returns:
+            Its type.
+        """
+        return Self.vector_dtype
+
+    @always_inline
+    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
+        """Locates what a vector has for a column.
+
+        Parameters:
+            i: Which vector.
+
+        Args:
+            part: Which of several matrices, 0 for the only one.
+            first: Columns of those before it.
+            column: The column, of that matrix.
+
+        Returns:
+            The address; 0 for the first column of all if the vector is lacking.
+        """
+        return Int(self.vector_of_part[i](part, first).unsafe_offset(column))
 
     @always_inline
     def row_terms(self, row: Int) -> RowTerms[]:

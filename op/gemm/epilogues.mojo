@@ -1,4 +1,4 @@
-"""What products are finished with: a bias, a fold's scale and correction, an activation or a gate, a tensor added."""
+"""The epilogues: a bias, the scale and correction of a folded weight, an activation or a gate, a tensor added."""
 
 from .activation import activate
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
@@ -218,6 +218,16 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
         i: Int
     ](self, part: Int, first: Int) -> Vector[Self.vector_dtype]:
         return self.before.vector_of_part[i](part, first)
+
+    @doc_hidden
+    @staticmethod
+    def vector_type(i: Int) -> DType:
+        return Self.E.vector_type(i)
+
+    @doc_hidden
+    @always_inline
+    def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
+        return self.before.vector_address[i](part, first, column)
 
     @doc_hidden
     @always_inline

@@ -1,4 +1,4 @@
-"""What can be done with the rows of a product besides multiplying them.
+"""Row hooks: what a product's kernel does with rows besides multiplying them.
 
 A hook may gather sums of each row of a, from which it makes the terms that the epilogue needs. Warps with nothing to
 multiply may take the finished rows of c further.

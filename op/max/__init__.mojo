@@ -1,1 +1,1 @@
-"""What MAX graphs and `CustomOpLibrary` find of the production kernels."""
+"""The kernels as ops of MAX."""

@@ -1,4 +1,4 @@
-"""What the ops for MAX ask of their tensors: types when they are compiled, shapes when they are called."""
+"""Checks of the ops for MAX: types when they are compiled, shapes when they are called."""
 
 from extensibility import ManagedTensorSlice
 from max.gpu.host import DeviceBuffer, DeviceContext

@@ -1,4 +1,4 @@
-"""The parts of a pass on the device of a graph: passes over rows, products, and memory between them."""
+"""The device of a MAX graph: the passes over rows, the products and the memory that ops are made of."""
 
 from max.gpu.host import DeviceBuffer, DeviceContext
 from std.runtime import parallelism_level

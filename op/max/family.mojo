@@ -1,4 +1,4 @@
-"""The op family around products for MAX: forward and backward of a norm and a Linear layer, and of one and a sum."""
+"""The op family for MAX, by passes around products: norm + Linear and Linear + sum, forward and backward."""
 
 from . import norm_linear_cpu
 from ..call import Call

@@ -1,4 +1,4 @@
-"""Runs a call on a CPU for MAX: the kernels that PyTorch's front door runs, on Mojo's threads."""
+"""Runs a call on a CPU for MAX: the plan and the kernels that PyTorch's calls take, on Mojo's threads."""
 
 from std.runtime import parallelism_level
 

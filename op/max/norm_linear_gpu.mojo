@@ -1,4 +1,4 @@
-"""Runs a call on a GPU for MAX: row programs around the matrix products of the vendor's BLAS.
+"""The matrix products of a GPU for MAX, by the vendor's BLAS, and what runs passes there.
 
 All is on the stream of a `DeviceContext`. float32 products are float32's, not TF32's.
 """
@@ -12,74 +12,7 @@ from max.gpu.host import DeviceContext
 from ..call import Call
 from ..device import Gpu
 from ..passes.gpu import GpuRunner
-from ..passes.normalize import run_normalize
-from ..passes.normalize_backward import workspace
-from ..passes.passes import normalize_backward_of
 from ..rows.operands import accumulator
-
-
-def forward[
-    dtype: DType, norm_dtype: DType
-](call: Call, ctx: DeviceContext) raises:
-    """Computes y, mean and rstd.
-
-    Parameters:
-        dtype: The type of x.
-        norm_dtype: The type of the norm's parameters.
-
-    Args:
-        call: The forward, without a place for z.
-        ctx: The device.
-
-    Raises:
-        If a launch fails.
-    """
-    var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
-    var placed = call
-    placed.z = Int(z.unsafe_ptr())
-    run_normalize[dtype, norm_dtype](gpu_runner[dtype](ctx), placed)
-    placed.x = placed.z
-    linear[dtype](placed, ctx)
-    _ = z^
-
-
-def backward[
-    dtype: DType, norm_dtype: DType
-](call: Call, ctx: DeviceContext) raises:
-    """Computes dx, dgamma, dbeta, dweight and dbias.
-
-    Parameters:
-        dtype: The type of x.
-        norm_dtype: The type of the norm's parameters.
-
-    Args:
-        call: The backward, without workspace or a place for dz and z.
-        ctx: The device.
-
-    Raises:
-        If a launch fails, and for float32 on an AMD GPU.
-    """
-    # dz = dy @ weight; then z takes its place, for dy^T @ z
-    var z = ctx.enqueue_create_buffer[dtype](call.M * call.K)
-    var runner = gpu_runner[dtype](ctx)
-    var scratch = ctx.enqueue_create_buffer[DType.uint8](
-        workspace[dtype, dtype](runner, call).bytes
-    )
-    var placed = call
-    placed.z = Int(z.unsafe_ptr())
-    placed.dz = placed.z
-    placed.workspace = Int(scratch.unsafe_ptr())
-    var product = placed
-    product.dx = placed.dz
-    product.dweight = 0
-    linear_backward[dtype](product, ctx)
-    normalize_backward_of[dtype, norm_dtype, dtype](runner, placed)
-    product.x = placed.z
-    product.dx = 0
-    product.dweight = call.dweight
-    linear_backward[dtype](product, ctx)
-    _ = z^
-    _ = scratch^
 
 
 def linear[dtype: DType](call: Call, ctx: DeviceContext) raises:

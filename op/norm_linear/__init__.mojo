@@ -1,1 +1,1 @@
-"""Norm followed by a Linear layer: the one plan, and how norms, products and row programs are put together."""
+"""Norm followed by a Linear layer: plans, and passes made of norms, products and row programs."""

@@ -1,7 +1,7 @@
-"""The ways a pass can run, by the numbers that `Call.way` holds.
+"""The strategies of a pass, by the numbers that `Call.way` holds.
 
-Each backend's plans (cpu/plan.mojo, sm90/forward_plan.mojo and backward_plan.mojo) set a call's way and
-workspace, in one place for both doors, C++ and Python. fused_norm/call/record.py and fused_norm/native/call.h have the same numbers.
+Each backend's plans (cpu/plan.mojo, sm90/forward_plan.mojo and backward_plan.mojo) choose one and the size of the
+workspace. fused_norm/chain/call.h and fused_norm/call/record.py have the same numbers.
 """
 
 comptime DECLINED = 0

@@ -1,1 +1,1 @@
-"""What a norm is: its statistics, how it is applied, and its terms in the gradient of x."""
+"""Norms as formulas: statistics, how it is applied, and its terms in the gradient of x."""

@@ -1,4 +1,4 @@
-"""The passes, each planned and then run: what the doors of passes_cpu and passes_gpu lead to.
+"""The passes, each planned and then run: what the entry points in passes_cpu and passes_gpu run.
 
 A build serves one type of x. The norm's parameters are of that type or float32, products of that type or narrower.
 A plan writes the size of the workspace, and nothing else: any runner can run any call.
@@ -29,7 +29,7 @@ def _product[dtype: DType](narrow: Int) -> DType:
 
 
 def _has_wide_features[dtype: DType](call: Call) -> Bool:
-    """Returns whether the features are of the type of sums, beside a narrower x."""
+    """Returns whether the features are of the type of sums, where x is narrower."""
     return call.norm_is_float32 != 0 or call.groups != 0
 
 

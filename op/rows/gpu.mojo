@@ -67,7 +67,7 @@ def _reduce[
 ):
     """Reduces the terms of a pass over all threads of a row, in a fixed order, and finishes them.
 
-    Two halves of the shared memory take turns, so that one barrier a reduction is enough.
+    Shared memory is a double buffer, so that one barrier a reduction is enough.
     """
     comptime warps = ceildiv(shape.threads, WARP_SIZE)
     var half = shared.unsafe_offset(flip * (P.stages * CAPACITY * warps))
@@ -115,7 +115,7 @@ def row_kernel[
 
     Grid: (rows of a group, groups); where each warp has a row, (rows / warps, groups); of a persistent kernel,
     as many blocks as run at one time. Block: whole warps, at most shape.threads threads. Shared memory: two
-    halves that take turns, each a term of every stage for every warp.
+    halves of the double buffer, each a term of every stage for every warp.
 
     Parameters:
         P: The row program.

@@ -5,9 +5,10 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from .eight_bits import store_eight_bits
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .types import code_of
+from .types import code_of, eight_bit_type
 from .values import Row, Terms, Values
 
 comptime GlobalPointer[dtype: DType] = Pointer[
@@ -445,6 +446,11 @@ def _store[
     comptime alignment = width * size_of[dtype]()
     var index = row * stride * Int(operands.length) + Int(column)
     var value = output
+    comptime if P.eight_bits != 0 and k == 0:
+        store_eight_bits[eight_bit_type(P.eight_bits)](
+            Int(operands.outputs[k]) + index, value.cast[DType.float32]()
+        )
+        return
     comptime if dtype == DType.float32 and k >= P.first_narrow:
         comptime for narrow in [DType.bfloat16, DType.float16]:
             if operands.narrow == code_of[narrow]():

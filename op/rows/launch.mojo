@@ -57,7 +57,7 @@ def _launch[
     blocks: Int,
     threads: Int,
 ) raises:
-    """Launches so many blocks for each group."""
+    """Launches a number of blocks for each group."""
     comptime kernel = row_kernel[P, dtype, ftype, shape]
     var compiled = gpu.context.compile_function[kernel]()
     gpu.stream.enqueue_function(
@@ -91,6 +91,9 @@ def launch_rows[
     comptime vector = 16 // size_of[dtype]()
     if can_vectorize[dtype](operands):
         _launch_rows[P, dtype, ftype, vector, 4](gpu, operands)
+        return
+    comptime if P.eight_bits != 0:
+        raise Error("rows in 8 bits start at multiples of 16 bytes")
     else:
         _launch_rows[P, dtype, ftype, 1, 8](gpu, operands)
 
@@ -166,7 +169,11 @@ def launch_long_rows[
 def _launch_long_rows[
     P: RowProgram, dtype: DType, ftype: DType, width: Int, tile: Int
 ](gpu: Gpu, operands: Operands[accumulator[dtype]()]) raises:
-    comptime shape = Shape(width, tile, True, False, False, _LONG_THREADS, 2)
+    # The stages before 8 bits need more registers than half of those.
+    comptime blocks = 2 if P.eight_bits == 0 else 1
+    comptime shape = Shape(
+        width, tile, True, False, False, _LONG_THREADS, blocks
+    )
     _launch[P, dtype, ftype, shape](
         gpu, operands, Int(operands.rows), _LONG_THREADS
     )

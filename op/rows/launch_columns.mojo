@@ -35,7 +35,7 @@ from .program import RowProgram
 # Enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum.
 comptime _BLOCKS_PER_SM = 4
 comptime _FEWEST_PART_ROWS = 4 * COLUMN_WARPS
-# Blocks that store have the registers of a third of an SM each. They run in waves of so many: one block beyond a
+# Blocks that store have the registers of a third of an SM each. They run in waves of as many as fit: one block beyond a
 # wave would take as long as a whole wave.
 comptime _STORING_BLOCKS_PER_SM = 3
 comptime _WAVES = 2

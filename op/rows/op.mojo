@@ -1,7 +1,8 @@
-"""The ops that are row programs, by their names behind every door.
+"""The ops that are row programs, by name.
 
-An entry here is all that a CPU and a GPU need (fused_norm/native/rows_cpu.mojo, rows_gpu.mojo). PyTorch's schema
-and gradient stand in fused_norm/ops/rows.py, the typed signature of a MAX graph in op/max/rows.mojo.
+An entry here is all that a CPU and a GPU need (fused_norm/native/rows_cpu.mojo, rows_gpu.mojo). The chain runs them
+(fused_norm/chain/rows.h); PyTorch's schemas and gradients are in fused_norm/ops/rows.py, the typed signatures of MAX
+graphs in op/max/rows.mojo.
 """
 
 from std.utils import StaticTuple
@@ -63,7 +64,7 @@ comptime OPS = TypeList.of[
 
 
 struct RowCall(TrivialRegisterPassable):
-    """A call of a row op, as its doors get it by address; fused_norm/call/rows.py has the same fields.
+    """A call of a row op, as entry points get it by address; fused_norm/chain/call.h has the same fields.
 
     Every field takes eight bytes. Tensors are dense and given by address, 0 for one that is not there or not
     wanted.

@@ -22,7 +22,7 @@ def accumulator[dtype: DType]() -> DType:
     return DType.float64 if dtype == DType.float64 else DType.float32
 
 
-# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
+# Not passable in registers: the compiler damages structs of many fields on their way between functions.
 @fieldwise_init
 struct Operands[accum: DType](DevicePassable, ImplicitlyCopyable, Movable):
     """The tensors of a row program by address, all of them dense.

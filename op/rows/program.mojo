@@ -55,6 +55,8 @@ trait RowProgram:
     """Whether `Operands.residual` is added to the first input."""
     comptime has_addend: Bool
     """Whether `Operands.addend` is added to the first output."""
+    comptime eight_bits: Int32
+    """Type of the first output where it has 8 bits, E4M3 or E5M2 of types.mojo; 0 where it has not."""
     comptime passes: Int = Self.pass_of(Self.stages)
     """The number of passes over a row before the one that stores."""
 
@@ -237,6 +239,7 @@ struct Program[
     first_half_output_: Int = CAPACITY,
     has_residual_: Bool = False,
     has_addend_: Bool = False,
+    eight_bits_: Int32 = 0,
 ](RowProgram):
     """A row program of the given stages.
 
@@ -254,6 +257,7 @@ struct Program[
         first_half_output_: From which output on outputs are.
         has_residual_: Whether something is added to the first input.
         has_addend_: Whether something is added to the first output.
+        eight_bits_: Type of the first output where it has 8 bits; 0 where it has not. Only Hopper stores those.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -291,3 +295,5 @@ struct Program[
     """Whether something is added to the first input."""
     comptime has_addend = Self.has_addend_
     """Whether something is added to the first output."""
+    comptime eight_bits = Self.eight_bits_
+    """Type of the first output where it has 8 bits."""

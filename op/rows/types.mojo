@@ -11,6 +11,23 @@ comptime FLOAT16 = Int32(2)
 comptime FLOAT64 = Int32(3)
 """Stands for float64."""
 
+comptime E4M3 = Int32(4)
+"""Stands for float8_e4m3fn, which only kernels that quantize store."""
+comptime E5M2 = Int32(5)
+"""Stands for float8_e5m2, likewise."""
+
+
+def eight_bit_type(code: Int32) -> DType:
+    """Returns the type that E4M3 or E5M2 stands for.
+
+    Args:
+        code: One of the two.
+
+    Returns:
+        The type.
+    """
+    return DType.float8_e4m3fn if code == E4M3 else DType.float8_e5m2
+
 
 def code_of[dtype: DType]() -> Int32:
     """Returns the number of a type.

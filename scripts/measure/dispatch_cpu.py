@@ -44,9 +44,9 @@ from torch import Tensor
 
 import fused_norm as fn
 from benchmarks import environment
+from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.record import FUSED
 from fused_norm.chain import kernels, library
-from fused_norm.composition import ACTIVATIONS
 from fused_norm.native import cpu_features
 from fused_norm.ops import node
 

@@ -30,6 +30,7 @@ PROVIDERS = {
     **{"ours": ("fused_norm",), FOLDED: ("fused_norm-compile-inductor-frozen",)},
     **{"floor": ("floor", "linear"), "compile": ("compile",)},
 }
+NAMES = {"floor": "products"}
 SEAM_COLUMNS = [
     *(("graph", "ours"), ("graph", FOLDED), ("launch", "ours"), ("graph", "floor")),
     *(("graph", "compile"), ("launch", "compile")),
@@ -53,7 +54,7 @@ How it is measured:
   returns. Ratios compare like with like. `torch.compile` runs without CUDA graphs of its own.
 - Ratios are to PyTorch eager in the same run; below 1 is faster. `linear` is the bare `F.linear`
   without the LayerNorm: what a perfect fusion would reach by hiding the LayerNorm behind PyTorch's
-  own matrix product. The floor of a block is its products and its attention alone.
+  own matrix product. *products* are those of a block and its attention, by PyTorch, alone.
 - Nothing is kept between calls, and a CUDA graph of `fused_norm` notices a change of the weights;
   `fused_norm-frozen` was captured under `frozen_parameters`, where the caller promises not to
   change them, and reads weights folded beforehand.
@@ -165,7 +166,8 @@ def _machine(path: Path, run: Run) -> list[str]:
 def _seams(path: Path, title: str) -> list[str]:
     """Return a run of blocks or of the family's members as one table."""
     run = runs.load(path)
-    header = ["what", "MxKxN", "mode", "eager", *(f"{role}, {m}" for m, role in SEAM_COLUMNS)]
+    titles = [f"{NAMES.get(role, role)}, {m}" for m, role in SEAM_COLUMNS]
+    header = ["what", "MxKxN", "mode", "eager", *titles]
     rows = []
     for m in run.measurements:
         eager = m.of("eager")

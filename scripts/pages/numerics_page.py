@@ -97,7 +97,7 @@ which way.
 ## Bits that do not depend on the batch
 
 In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever
-rows are beside it and however many. All products of rows are then ours: on a CPU as above; on
+other rows the batch has. All products of rows are then ours: on a CPU as above; on
 Hopper of normalized rows, in tiles. In a tile of any shape one k block follows another, so that the
 shape may still go by the number of rows. The kernel for few rows, in which two blocks share a sum,
 is not taken. The tests compare bits between batches of 1 to 16384 rows.

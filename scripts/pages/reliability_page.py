@@ -88,7 +88,7 @@ TRIED = {
     "Inductor's",
     "tests/native/test_native.py": "building: full, damaged and unwritable caches, two processes "
     "at once, an interrupted build, a missing compiler",
-    "tests/scripts/test_wheel.py": "what a wheel carries; that using it writes nothing beside "
+    "tests/scripts/test_wheel.py": "what a wheel carries; that using it writes nothing next to "
     "its code",
     "tests/op/norm_linear/test_cpu_kernels.py": "CPU kernels between canaries, at any alignment "
     "and thread count",

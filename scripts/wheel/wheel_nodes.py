@@ -28,7 +28,8 @@ STABLE = frozenset(
     PyErr_Format PyErr_NormalizeException PyErr_Occurred PyErr_Restore PyErr_SetObject
     PyErr_SetString PyErr_WarnEx PyErr_WriteUnraisable PyEval_RestoreThread PyEval_SaveThread
     PyExc_RuntimeError PyFloat_AsDouble PyFloat_FromDouble PyFloat_Type PyGILState_Check
-    PyGILState_Ensure PyGILState_Release PyList_Append PyList_GetItem PyList_New PyList_Size
+    PyGILState_Ensure PyGILState_Release PyList_Append PyList_GetItem PyList_New PyList_SetItem
+    PyList_Size
     PyLong_AsLong PyLong_AsLongLong PyLong_AsSize_t PyLong_FromLong PyLong_FromLongLong
     PyLong_FromSize_t PyLong_Type PyModule_AddStringConstant PyModule_Create2 PyObject_CallFunction
     PyObject_CallFunctionObjArgs PyObject_CallNoArgs PyObject_CallObject PyObject_GetAttrString

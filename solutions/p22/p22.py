@@ -216,7 +216,8 @@ def benchmark(
         print(f"   Testing {name} performance...", flush=True)
         iterations = fitting(compute)
         seconds[name] = measure(compute, iterations) / iterations * ITERATIONS
-        print(f"   {name}: {seconds[name] * 1e3:.2f}ms ({ITERATIONS} iterations)")
+        few = "" if iterations == ITERATIONS else f", from {iterations}"
+        print(f"   {name}: {seconds[name] * 1e3:.2f}ms ({ITERATIONS} iterations{few})")
 
     (first, base), (second, other) = seconds.items()
     word = "faster" if other < base else "slower"

@@ -23,8 +23,8 @@ from torch import Tensor
 from ways import hopper_goes
 
 import fused_norm as fn
+from fused_norm.activations import ACTIVATIONS, GATED
 from fused_norm.call import record
-from fused_norm.composition import ACTIVATIONS, GATED
 from fused_norm.ops import node
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -97,7 +97,7 @@ def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper")
     from fused_norm.models.report import explain
-    from fused_norm.ops.seam_validation import adds_in_product
+    from fused_norm.ops.operands import adds_in_product
 
     monkeypatch.setattr(ops, "is_small", lambda *_: False)
     tensors = leaves("cuda", dtype, 128)

@@ -23,7 +23,7 @@ from fused_norm.call.record import (
     Call,
 )
 from fused_norm.chain import kernels as chain_kernels
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
@@ -60,7 +60,7 @@ class StandIn:
         self.kept, self.otherwise = kept, otherwise
         x, gamma, beta, weight, bias = inputs
         t = Operands(x, residual, gamma, beta, weights=[weight], biases=[bias])
-        torch.ops.fused_norm.norm_linear_forward(*t, *Seam(), keeps)
+        torch.ops.fused_norm.norm_linear_forward(*t, *Spec(), keeps)
         return list(self.done) or ["declined"]
 
 

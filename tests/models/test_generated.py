@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -112,10 +111,8 @@ def defect(seed: int, sites: list[Site]) -> str | None:
     options = {"then": "eager", "rounding": "model" if keeps_rounding(program) else "once"}
     how = functools.partial(backend, options=options, sites=sites)
     compiled = torch.compile(function, backend=how, dynamic=is_dynamic(program) or None)
-    said = mock.patch("fused_norm.models.fuse._say_failed", side_effect=AssertionError)
     try:
-        with said:
-            found = [leave(compiled, program, dtype, batch) for batch in batches]
+        found = [leave(compiled, program, dtype, batch) for batch in batches]
     except Exception as error:
         # Whatever is raised is a defect, and is reported with its program.
         return f"{type(error).__name__}: {str(error)[:300]}"

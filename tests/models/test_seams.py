@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -48,12 +46,9 @@ def run(function: Function, p: dict[str, Tensor]) -> tuple[list[Tensor], dict[st
 run.compiled = None  # type: ignore[attr-defined]
 
 
-def fused(
-    function: Function, p: dict[str, Tensor], may_fail: bool = False, **options: Any
-) -> list[Site]:
+def fused(function: Function, p: dict[str, Tensor], **options: Any) -> list[Site]:
     """Hold a function against itself compiled; return what became of its norms."""
     sites: list[Site] = []
-    said = mock.patch("fused_norm.models.fuse._say_failed", side_effect=pytest.fail)
     how = {"then": "eager", **options}
     torch._dynamo.reset()
     expected = run(function, p)
@@ -61,8 +56,7 @@ def fused(
         function, backend=functools.partial(backend, options=how, sites=sites), fullgraph=True
     )
     try:
-        with nullcontext() if may_fail else said:
-            found = run(function, p)
+        found = run(function, p)
     finally:
         run.compiled = None  # type: ignore[attr-defined]
     for a, b in zip(expected[0], found[0], strict=True):
@@ -491,6 +485,7 @@ def test_autocast_around() -> None:
     assert sites[0].fused, sites[0].reason
 
 
+@pytest.mark.pass_fails
 def test_a_pass_that_fails_leaves_the_graph(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -499,7 +494,7 @@ def test_a_pass_that_fails_leaves_the_graph(
 
     monkeypatch.setattr("fused_norm.models.rewrite.Rewriter._swap", fail)
     with caplog.at_level(logging.WARNING, "fused_norm.models"):
-        assert fused(mlp, parameters(), may_fail=True) == []
+        assert fused(mlp, parameters()) == []
     assert "a graph runs unchanged because the pass failed: KeyError" in caplog.text
 
 

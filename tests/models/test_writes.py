@@ -6,7 +6,6 @@ import functools
 import operator
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -47,8 +46,7 @@ def hold(function: Function, **options: Any) -> list[Site]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     own, ours = ([given()[name] for name in names] for _ in range(2))
     expected = function(*own)
-    with mock.patch("fused_norm.models.fuse._say_failed", side_effect=pytest.fail):
-        found = compiled(*ours)
+    found = compiled(*ours)
     for a, b in zip([*expected, *own], [*found, *ours], strict=True):
         torch.testing.assert_close(b, a, rtol=2e-5, atol=2e-5)
     return sites

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fused_norm as fn
 from fused_norm.call.results import Results
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 from fused_norm.ops import registration
 
 pytestmark = ITS_OWN_WARNINGS
@@ -128,9 +128,9 @@ def test_given_statistics_are_no_results() -> None:
     """Regression: they came back in the place of h."""
     x, w, width = torch.randn(5, 8), torch.randn(6, 8), torch.ones(5)
     t = Operands(x, mean=width, rstd=width, weights=[w], biases=[None])
-    kind = Seam(activation="gelu")
-    found = torch.ops.fused_norm.norm_linear_forward(*t, *kind, True)
-    results = Results.unflat(found, kind, t, True)
+    spec = Spec(activation="gelu")
+    found = torch.ops.fused_norm.norm_linear_forward(*t, *spec, True)
+    results = Results.unflat(found, spec, t, True)
     assert results.mean is None
     assert results.rstd is None
     torch.testing.assert_close(results.products[0], (x - 1) @ w.t())

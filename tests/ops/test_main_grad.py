@@ -174,7 +174,7 @@ def assert_added(layer: fn.LayerNormLinear, plain: fn.LayerNormLinear) -> None:
 
 
 def _longer_than_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_norm.ops.seam_validation.LONGEST_ROW", 40)
+    monkeypatch.setattr("fused_norm.ops.operands.LONGEST_ROW", 40)
 
 
 def _of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from accuracy import NAMES, make_inputs
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 from fused_norm.ops import norm_linear
-from fused_norm.ops.seam_validation import as_kernels_need
+from fused_norm.ops.operands import as_kernels_need
 
 K, N = 8, 16
 pytestmark = [
@@ -256,7 +256,7 @@ def test_validation_never_reads_values() -> None:
     """Looking at a call must not wait for a GPU: meta tensors have no values to read."""
     x, gamma, beta, weight, bias = (t.to("meta") for t in make_inputs(4, K, N))
     t = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
-    assert as_kernels_need(Seam(), t) is not None
+    assert as_kernels_need(Spec(), t) is not None
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -76,7 +76,7 @@ def test_carries_every_source(site: Path) -> None:
 
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path) -> None:
-    """It runs forward and backward and reports on itself, and writes nothing beside its code."""
+    """It runs forward and backward and reports on itself, and writes nothing next to its code."""
     cache = tmp_path / "cache"
     if not compiles:
         # The same sources, the same build: it finds what a checkout has built.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_norm import composition
 from fused_norm.call.results import Results
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 from fused_norm.native.cpu_features import has_tiles
 from fused_norm.reference import widened
 
@@ -137,7 +137,7 @@ def run(part: str, kind: Kind, tensors: Tensors) -> Tensors:
     return {name: result for name, result in found if result.numel()}
 
 
-def operands(kind: Kind, t: Tensors, is_mlp: bool, offset: float) -> tuple[Seam, Operands]:
+def operands(kind: Kind, t: Tensors, is_mlp: bool, offset: float) -> tuple[Spec, Operands]:
     """Return a call as the library has it, with the rows of a group in a dimension of their own."""
     groups = max((t[name].shape[0] for name in ("scale", "shift") if name in t), default=1)
 
@@ -148,7 +148,7 @@ def operands(kind: Kind, t: Tensors, is_mlp: bool, offset: float) -> tuple[Seam,
     assert x is not None
     second = (t["out_weight"], t["out_bias"], grouped("out_residual")) if is_mlp else (None,) * 3
     activation = "" if kind.activation == "none" else kind.activation
-    return Seam(
+    return Spec(
         kind.normalization, activation, EPS, offset, returns_sum=residual is not None
     ), Operands(
         *(x, residual, t.get("norm_weight"), t.get("norm_bias"), scale, shift, None, None),
@@ -161,7 +161,7 @@ def operands(kind: Kind, t: Tensors, is_mlp: bool, offset: float) -> tuple[Seam,
 def by_pytorch(kind: Kind, t: Tensors, *, is_mlp: bool = False, offset: float = OFFSET) -> Tensors:
     """Return all results of norm + Linear, or of the MLP, by PyTorch in the same dtype."""
     what, o = operands(kind, t, is_mlp, offset)
-    y, *total = composition.seam(what, o)
+    y, *total = composition.compute(what, o)
     rows = total[0] if total else o.x
     dy = t["dout" if is_mlp else "dy"].view(y.shape)
     dtotal = [t["dtotal"].view(rows.shape)] if total else []
@@ -229,7 +229,7 @@ def by_native_door(kind: Kind, t: Tensors) -> Tensors:
 
 
 def _by_op(
-    kind: Seam, saved: Operands, products: list[Tensor], grads: list[Tensor], wanted: list[bool]
+    kind: Spec, saved: Operands, products: list[Tensor], grads: list[Tensor], wanted: list[bool]
 ) -> list[Tensor | None]:
     """Return the gradients by the kernels, None where not wanted."""
     places = [place for place, w in enumerate(wanted) if w]
@@ -244,7 +244,7 @@ def plain_by_native_door(t: Tensors) -> Tensors:
         t[name] for name in ("x", "norm_weight", "norm_bias", "weight", "bias")
     )
     o = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
-    kind = Seam(eps=EPS)
+    kind = Spec(eps=EPS)
     y, mean, rstd = torch.ops.fused_norm.norm_linear_forward(*o, *kind, True)
     saved = o._replace(mean=mean, rstd=rstd)
     wanted = [value is not None for value in composition.flat(o)]

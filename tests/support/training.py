@@ -160,6 +160,11 @@ def subject(
     return Subject(kind, module, call, twin, Data(device, dtype), names)
 
 
+# Where PyTorch's own training is as far as this from the exact one, roundings have begun to grow
+# from step to step, tenfold in ten steps on an H100: who is nearer then is chance. What is out of
+# date shows at any step, in evaluations that are compared at the same parameters.
+CHAOS = 0.03
+
 # Makes what trains a model by one step and returns the loss.
 Recipe = Callable[[Subject], Callable[[int], Tensor]]
 
@@ -222,9 +227,7 @@ def check_training(
     moments = follow(ours, recipe, steps)
     assert_seen(ours, moments)
     floor = torch.finfo(dtype).eps / 2
-    # Trainings in 16 bits that round otherwise drift apart by chance, as each does from the truth;
-    # what is out of date, the evaluations show, which are of the same parameters.
-    times = 2 if dtype is torch.float32 else 8
+    times = 2 if dtype is torch.float32 else 4
     allowed: dict[str, float] = {}
     for i, (found, bar, truth) in enumerate(zip(moments, bars, truths, strict=True)):
         for (name, a), (_, b), (_, t) in zip(
@@ -232,10 +235,13 @@ def check_training(
         ):
             # Of all steps so far: PyTorch's own may happen to cross the truth.
             allowed[name] = max(allowed.get(name, 0.0), distance(b, t))
+            if allowed[name] > CHAOS:
+                continue
             error, bound = distance(a, t), times * (allowed[name] + floor)
             assert error <= bound, f"{name} after step {i}: off by {error:.3g}, not {bound:.3g}"
     a, b, t = (torch.stack([m.loss.double() for m in each]) for each in (moments, bars, truths))
-    assert distance(a, t) <= times * (distance(b, t) + floor), "losses"
+    if max(allowed.values()) <= CHAOS:
+        assert distance(a, t) <= times * (distance(b, t) + floor), "losses"
 
 
 def distance(a: Tensor, truth: Tensor) -> float:

@@ -38,3 +38,8 @@ def hopper_goes(way: int, kept: int | None = None) -> Iterator[None]:
         finally:
             patch.undo()
             tell_again()
+
+
+def pass_failed(words: str) -> None:
+    """Stand for the warning that a pass over a graph failed, which would hide a defect."""
+    raise AssertionError(f"the pass failed: {words}")

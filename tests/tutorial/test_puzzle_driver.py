@@ -38,13 +38,25 @@ def test_forward_prints_what_the_document_shows() -> None:
         r"   - CPU: +OK CORRECT",
         rf"   - GPU fused: +{GPU_VERDICT}",
         r"   Overall Correctness: OK ALL CORRECT",
-        r"   .*CPU: \d+\.\d\dms \(50 iterations\)",
+        r"   .*CPU: \d+\.\d\dms \(50 iterations(, from \d+)?\)",
         r"FUSED Algorithm Test Completed!",
+        r"   16x8x16: \d+\.\d\d of eager's time .*",
+        r"   2048x768x3072: \d+\.\d\d of eager's time .*",
     ):
         assert re.search(f"^{line}$", result.stdout, re.MULTILINE), line
     # Not a terminal, so plain lines say what was compiled and for how long.
     assert "Compiling fused kernel for the CPU" in result.stderr
     assert re.search(r"^  \d+\.\d s$", result.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_unfused_times_what_it_names() -> None:
+    """Regression: a CPU ran the fused kernel under that name. --size gives way to single sizes."""
+    result = run("--unfused", "--size", "real", "--seq", "2", "--hidden", "33")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[4, 2, 33] -> [4, 2, 1024]" in result.stdout
+    assert "OK Using Mojo unfused kernel (CPU)" in result.stdout
+    assert "Compiling unfused kernel for the CPU" in result.stderr
 
 
 @pytest.mark.slow

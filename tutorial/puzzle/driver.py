@@ -16,7 +16,7 @@ from torch import Tensor
 ITERATIONS = 50
 WARM_UP = 3
 LONGEST = 4.0  # seconds of one measurement
-TURNS = 5
+TURNS = 9
 TOLERANCE = 1e-4  # of the largest reference value, or of 1 if that is smaller
 
 

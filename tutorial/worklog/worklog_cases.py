@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.case import EPS
 from fused_norm.call import record
 from fused_norm.chain import kernels as chain_kernels
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 from fused_norm.native import build
 from tutorial.worklog.worklog_steps import Sizes, Step
 
@@ -208,7 +208,7 @@ def training_step(inputs: Inputs, alone: bool) -> Outputs:
     """
     x, gamma, beta, weight, bias = inputs.leaves
     t = Operands(x, gamma=gamma, beta=beta, weights=[weight], biases=[bias])
-    kind, ops = Seam(eps=EPS), torch.ops.fused_norm
+    kind, ops = Spec(eps=EPS), torch.ops.fused_norm
     # Its own name: a renaming is found without a GPU.
     name = chain_kernels.is_alone.__name__
     with mock.patch.object(chain_kernels, name, return_value=alone):

@@ -1,4 +1,4 @@
-"""What is done to complete sums before they leave the registers."""
+"""Epilogues of a CPU's products: what is done to sums before they leave the registers."""
 
 from .memory import Buffer, Matrix
 

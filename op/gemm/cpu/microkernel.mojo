@@ -7,7 +7,7 @@ two shapes: rows of the workspace, or a panel packed like the right one but
 `Blocking.tile_m` wide.
 
 Every element of the product is the same sequence of operations whatever rows
-and columns are computed beside it.
+and columns are computed with it.
 """
 
 from std.math import ceildiv
@@ -135,7 +135,7 @@ def _multiply_tile[
                 prefetch_for_write(block.at(i, j * B.width))
     var acc = Array[Acc, rows * vectors](fill=Acc(0))
     # Rows are far apart: their addresses, worked out anew in each step, would
-    # take turns from the products.
+    # cost the products issue slots.
     comptime unroll = 1 if a_is_panel else 4
     var whole = steps // unroll * unroll
     for step in range(0, whole, unroll):

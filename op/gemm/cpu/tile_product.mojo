@@ -2,12 +2,12 @@
 
 The right operand is a packed panel of up to 32 columns. The left one is rows, in place or of the
 workspace, or panels of 32 rows. Every sum is one chain of steps of 32 products in their order, whatever
-is computed beside it and whichever operand it is that the weight makes: the same bits come either way.
+is computed with it and whichever operand it is that the weight makes: the same bits come either way.
 """
 
 from std.math import ceildiv
 
-from .beside import Beside, Nothing
+from .interleave import Interleaved, Nothing
 from .blocking import Blocking
 from .epilogue import Output, TileEpilogue
 from .memory import (
@@ -140,14 +140,14 @@ struct Tiles(TrivialRegisterPassable):
 
 @no_inline
 def _add_products[
-    rows: Int, columns: Int, Work: Beside, stream: Int
+    rows: Int, columns: Int, Work: Interleaved, stream: Int
 ](
     c: Matrix[DType.float32],
     a: Tiles,
     b: Tiles,
     steps: Int,
     accumulate: Bool,
-    mut beside: Work,
+    mut meanwhile: Work,
 ):
     """Computes sums of some tiles."""
     comptime rows_once = stream == STREAM_ROWS
@@ -173,7 +173,7 @@ def _add_products[
             multiply_tiles[1, 4, 7]()
             comptime if rows > 1:
                 multiply_tiles[3, 5, 7]()
-        beside.step()
+        meanwhile.step()
     comptime for i in range(rows):
         comptime for j in range(columns):
             store_tile[2 * i + j](
@@ -183,7 +183,7 @@ def _add_products[
 
 @always_inline
 def add_products[
-    Work: Beside, //, stream: Int
+    Work: Interleaved, //, stream: Int
 ](
     c: Matrix[DType.float32],
     a: Tiles,
@@ -192,12 +192,12 @@ def add_products[
     columns: Int,
     steps: Int,
     accumulate: Bool,
-    mut beside: Work,
+    mut meanwhile: Work,
 ):
     """Computes sums of up to 32 rows and 32 columns.
 
     Parameters:
-        Work: What is done beside.
+        Work: The interleaved work.
         stream: Which operand is not in the first cache, and need not stay there.
 
     Args:
@@ -208,7 +208,7 @@ def add_products[
         columns: Columns, at most 32.
         steps: Steps to take, each of 32 products.
         accumulate: Whether to add to what `c` holds.
-        beside: What is done beside.
+        meanwhile: The interleaved work.
     """
     if rows < TILES_ROWS:
         set_tile_rows(rows)
@@ -218,7 +218,7 @@ def add_products[
                 columns > TILE_ROWS
             ):
                 _add_products[i, j, Work, stream](
-                    c, a, b, steps, accumulate, beside
+                    c, a, b, steps, accumulate, meanwhile
                 )
     if rows < TILES_ROWS:
         set_tile_rows(TILES_ROWS)

@@ -9,6 +9,7 @@ from ..row_hook import RowHook
 from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config, RingPlace, Shared
 from .counters import Progress
+from .eight_bits import result_type
 from .elements import Elements
 from .multiplier import Multiplier
 from .parts import HALVES, SIDE_BY_SIDE, Parts, part_of
@@ -122,11 +123,12 @@ def consume[
         thread < UInt32(config.sharers()),
     )
     # Where blocks split a tile, each stores its share of the columns.
-    comptime box = box_columns[dtype](
+    comptime c_dtype = result_type[dtype]()
+    comptime box = box_columns[c_dtype](
         columns // (2 if E.is_gate or config.split else 1)
     )
     comptime Rows = TileRows[E, box, config.any_columns]
-    comptime Places = Boxes[16 * box * size_of[dtype]()]
+    comptime Places = Boxes[16 * box * size_of[c_dtype]()]
     var boxes = Places(shared.boxes(consumer * 4 + warp_in_group))
     var elements = Elements(product.c, UInt32(product.m), UInt32(product.n))
 
@@ -256,7 +258,7 @@ def consume[
                     its_column,
                     lane,
                     elements,
-                ).store[dtype, together.columns](
+                ).store[c_dtype, together.columns](
                     totals, shared.vectors(), boxes, c_map
                 )
         elif config.adds:
@@ -281,7 +283,7 @@ def consume[
                 )
                 comptime if E.activates:
                     rows_of_tile.store_activated[
-                        dtype, columns, config.parts == HALVES
+                        c_dtype, columns, config.parts == HALVES
                     ](
                         sums_of_half,
                         shared.vectors(tile),
@@ -291,7 +293,7 @@ def consume[
                         UInt32(product.n) // 2,
                     )
                 else:
-                    rows_of_tile.store[dtype, columns](
+                    rows_of_tile.store[c_dtype, columns](
                         sums_of_half, shared.vectors(tile), boxes, c_map
                     )
             comptime if E.vectors > 0:

@@ -17,6 +17,7 @@ from ...grids import let_later_grids_start, wait_on_earlier_grids
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
 from ..row_hook import RowHook
 from .config import RingPlace
+from .eight_bits import result_type, right_type
 from .product import Product
 from .ptx import (
     address_of,
@@ -109,7 +110,7 @@ def few_rows_kernel[
 ](
     b_map: TMADescriptor,
     a_map: TMADescriptor,
-    c: Pointer[Scalar[dtype], MutAnyOrigin],
+    c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
     product: Product[E, H],
 ):
     """Computes FEW_OUTPUTS columns of c for each cluster.
@@ -119,7 +120,7 @@ def few_rows_kernel[
 
     Parameters:
         dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as
-            tf32 and then neither transposed nor gathered.
+            tf32; or that of a, of 8 bits. The last two are neither transposed nor gathered.
         rows: Most rows of a, a multiple of 8.
         b_transposed: Whether b is stored as [K, N].
         E: What becomes of the sums.
@@ -134,6 +135,7 @@ def few_rows_kernel[
     """
     var m = product.m
     var n = product.n
+    comptime c_dtype = result_type[dtype]()
     comptime a_bytes = rows * ROW_BYTES
     comptime registers = rows // 2
     var base = UInt32(
@@ -173,7 +175,7 @@ def few_rows_kernel[
         if thread == 128:
             # What of b fills the ring need not wait for a.
             var ahead = first
-            if waits and product.b_is_older != 0:
+            if product.b_is_older != 0:
                 ahead = min(last, first + _STAGES)
             for block in range(first, ahead):
                 _load_b[b_transposed](
@@ -221,9 +223,9 @@ def few_rows_kernel[
     var a_descriptor = operand_descriptor[False](a_tiles)
     var at = RingPlace(0, 0)
     mbarrier_wait(full, 0)
-    var accumulator = multiply_first[dtype, rows, 1, b_transposed, False](
-        b_descriptor, a_descriptor
-    )
+    var accumulator = multiply_first[
+        right_type[dtype](), rows, 1, b_transposed, False, dtype
+    ](b_descriptor, a_descriptor)
     var sums = H.Sums()
     comptime if H.gathers:
         if thread < UInt32(2 * rows):
@@ -232,7 +234,9 @@ def few_rows_kernel[
     at.advance[_STAGES]()
     for _ in range(first + 1, last):
         mbarrier_wait(full + at.slot * 8, at.parity)
-        accumulator = multiply_next[dtype, rows, 1, b_transposed, False](
+        accumulator = multiply_next[
+            right_type[dtype](), rows, 1, b_transposed, False, dtype
+        ](
             accumulator,
             b_descriptor + at.slot * (_B_BYTES // 16),
             a_descriptor + at.slot * UInt32(a_bytes // 16),
@@ -316,12 +320,15 @@ def few_rows_kernel[
         if output < UInt32(n):
             var columns = ColumnTerms[DType.float32, 1, E.vectors](fill=0)
             comptime for i in range(E.vectors):
-                var vector = product.epilogue.vector[i]()
                 comptime if E.may_lack_vectors:
-                    if Int(vector) == 0:
+                    if product.epilogue.vector_address[i](0, 0, 0) == 0:
                         continue
                 columns[i] = (
-                    vector.unsafe_offset(Int(output))
+                    Pointer[Scalar[E.vector_type(i)], MutUntrackedOrigin](
+                        unsafe_from_address=product.epilogue.vector_address[i](
+                            0, 0, Int(output)
+                        )
+                    )
                     .unsafe_load()
                     .cast[DType.float32]()
                 )
@@ -335,7 +342,7 @@ def few_rows_kernel[
                         )
                         comptime if E.adds:
                             other += (
-                                Pointer[Scalar[dtype], MutUntrackedOrigin](
+                                Pointer[Scalar[c_dtype], MutUntrackedOrigin](
                                     unsafe_from_address=product.epilogue.addend()
                                 )
                                 .unsafe_offset(Int(row) * Int(n) + Int(output))
@@ -352,7 +359,7 @@ def few_rows_kernel[
                         comptime if not E.activates:
                             c.unsafe_offset(
                                 Int(row) * Int(n) + Int(output)
-                            ).unsafe_store(sum.cast[dtype]())
+                            ).unsafe_store(sum.cast[c_dtype]())
                             continue
                         var width = Int(n)
                         var column = Int(output)
@@ -362,14 +369,14 @@ def few_rows_kernel[
                             column += Int(lane >> 2)
                         var h = product.epilogue.h()
                         if h != 0:
-                            Pointer[Scalar[dtype], MutAnyOrigin](
+                            Pointer[Scalar[c_dtype], MutAnyOrigin](
                                 unsafe_from_address=h
                             ).unsafe_offset(
                                 Int(row) * Int(n)
                                 + column
                                 + (below * width if E.is_gate else 0)
                             ).unsafe_store(
-                                sum.cast[dtype]()
+                                sum.cast[c_dtype]()
                             )
                         comptime at = group * 2 + side
                         comptime if E.is_gate and below == 0:
@@ -380,5 +387,5 @@ def few_rows_kernel[
                             ).unsafe_store(
                                 product.epilogue.activated[1](
                                     gates[at] if E.is_gate else sum, sum
-                                ).cast[dtype]()
+                                ).cast[c_dtype]()
                             )

@@ -72,7 +72,7 @@ def matrix_kernel[
 
     Parameters:
         dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as
-            tf32 and then neither transposed nor gathered.
+            tf32; or that of a, of 8 bits. The last two are neither transposed nor gathered.
         config: Compile-time choices.
         E: What becomes of the sums.
         H: What is done with the rows.

@@ -15,6 +15,7 @@ from ...grids import beside_earlier
 from ..epilogue import Epilogue
 from ..row_hook import NoHook, RowHook
 from .config import THREADS, TILE_ROWS, Config
+from .eight_bits import is_eight_bits, result_type
 from .few_rows import (
     FEW_CLUSTER,
     FEW_OUTPUTS,
@@ -133,7 +134,8 @@ def launch_parts[
         dtype
     ]() if config.a_transposed else TILE_ROWS
     comptime b_rows = config.b_box_rows()
-    comptime box = box_columns[dtype](
+    comptime c_dtype = result_type[dtype]()
+    comptime box = box_columns[c_dtype](
         config.columns // (2 if E.is_gate or config.split else 1)
     )
     var a_map = operand_map[dtype, config.a_transposed](
@@ -176,7 +178,7 @@ def launch_parts[
                 and not config.any_columns
                 and i < config.c_count()
             ):
-                c_map = tensor_map[dtype](
+                c_map = tensor_map[c_dtype](
                     ctx,
                     c.addresses[i],
                     m,
@@ -196,11 +198,11 @@ def launch_parts[
     var more_map = c_map
     comptime if E.activates:
         if product.epilogue.h() != 0:
-            more_map = tensor_map[dtype](
+            more_map = tensor_map[c_dtype](
                 ctx, product.epilogue.h(), m, n, 16, box_columns=box
             )
     elif E.adds:
-        more_map = tensor_map[dtype](
+        more_map = tensor_map[c_dtype](
             ctx, product.epilogue.addend(), m, n, TILE_ROWS
         )
     comptime if config.any_columns:
@@ -273,7 +275,9 @@ def launch_few_rows[
                     row_elements[dtype]() if b_transposed else FEW_OUTPUTS,
                 ),
                 operand_map[dtype, False](ctx, a, m, k, rows),
-                Pointer[Scalar[dtype], MutAnyOrigin](unsafe_from_address=c),
+                Pointer[Scalar[result_type[dtype]()], MutAnyOrigin](
+                    unsafe_from_address=c
+                ),
                 product,
                 grid_dim=ceildiv(n, FEW_OUTPUTS) * FEW_CLUSTER,
                 block_dim=FEW_THREADS,
@@ -328,7 +332,9 @@ def launch_product[
         launch_few_rows[dtype, b_transposed](gpu, c, a, b, product)
         return
     product.band = BAND
-    comptime if not (E.activates or E.adds or b_transposed):
+    comptime if not (
+        E.activates or E.adds or b_transposed or is_eight_bits[dtype]()
+    ):
         if n * size_of[dtype]() % ROW_ALIGNMENT != 0:
             launch_matrix[dtype, ANY_COLUMNS](gpu, c, a, b, product)
             return

@@ -6,6 +6,7 @@ from ..row_hook import Gathering
 from .addend import boxes_of, load_accumulator
 from .config import Config, RingPlace, Shared
 from .counters import Progress
+from .eight_bits import result_type
 from .ptx import (
     mbarrier_arrive,
     mbarrier_arrive_cluster,
@@ -111,7 +112,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
                         )
             at.advance[Self.config.stages]()
         var sums = load_accumulator[
-            Self.dtype, Self.config.columns, Self.config.halves()
+            result_type[Self.dtype](), Self.config.columns, Self.config.halves()
         ](boxes, lane)
         comptime for slot in range(slots):
             self.release[True](used[slot])

@@ -2,10 +2,12 @@
 
 from std.memory import OpaquePointer
 from std.sys import size_of
+from std.utils import StaticTuple
 
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .addend import boxes_of
+from .eight_bits import result_type
 from .config import SLICE_COLUMNS, TILE_ROWS, Config, RingPlace, Shared
 from .parts import (
     HALVES,
@@ -93,58 +95,64 @@ def _load_vectors[
 ):
     """Copies the elements of the epilogue's vectors that go with a tile's columns."""
     comptime columns = config.columns
-    comptime size = size_of[E.vector_dtype]()
+    comptime first_size = size_of[E.vector_type(0)]()
     var epilogue = product.epilogue
     var vectors = shared.vectors(turn)
     var full = shared.vectors_full(turn)
-    comptime if E.may_lack_vectors:
-        if Int(epilogue.vector_of_part[0](0, 0)) == 0:
-            for at in range(E.vectors * columns * size // 8):
-                store_shared_pair(vectors + UInt32(8 * at), 0)
-            mbarrier_expect_bytes(full, 0)
-            return
+    comptime in_halves = config.parts == HALVES
+    var first = 0 if in_halves else first_of(product.sizes, part)
     var count = min(Int32(columns), n - column)
-    comptime if config.any_columns:
-        # Only multiples of 16 bytes can be copied like the rest.
-        comptime step = Int32(16 // size)
-        comptime for i in range(E.vectors):
-            var vector = epilogue.vector[i]()
-            for at in range(count // step * step, count):
-                store_shared_element[E.vector_dtype](
-                    vectors + UInt32(i * columns * size + Int(at) * size),
-                    vector.unsafe_offset(Int(column + at)).unsafe_load(),
+    var copied = Int32(0)
+    var copies = StaticTuple[Bool, E.vectors](fill=True)
+    comptime for i in range(E.vectors):
+        comptime size = size_of[E.vector_type(i)]()
+        var place = vectors + UInt32(i * columns * first_size)
+        comptime if E.may_lack_vectors:
+            if epilogue.vector_address[i](0, 0, 0) == 0:
+                for at in range(columns * size // 8):
+                    store_shared_pair(place + UInt32(8 * at), 0)
+                copies[i] = False
+                continue
+        var elements = count
+        comptime if config.any_columns:
+            # Only multiples of 16 bytes can be copied like the rest.
+            comptime step = Int32(16 // size)
+            elements = count // step * step
+            for at in range(elements, count):
+                store_shared_element[E.vector_type(i)](
+                    place + UInt32(Int(at) * size),
+                    Pointer[Scalar[E.vector_type(i)], MutUntrackedOrigin](
+                        unsafe_from_address=epilogue.vector_address[i](
+                            part, first, Int(column + at)
+                        )
+                    ).unsafe_load(),
                 )
-        count = count // step * step
-    var bytes = count * Int32(size)
-    mbarrier_expect_bytes(full, Int32(E.vectors) * bytes)
-    comptime if config.parts == HALVES:
-        comptime assert E.vectors == 1
-        comptime for half in range(2):
+            copies[i] = elements != 0
+        copied += elements * Int32(size)
+    mbarrier_expect_bytes(full, copied)
+    comptime for i in range(E.vectors):
+        if not copies[i]:
+            continue
+        comptime size = size_of[E.vector_type(i)]()
+        var place = vectors + UInt32(i * columns * first_size)
+        comptime if in_halves:
+            comptime for half in range(2):
+                load_bytes(
+                    place + UInt32(half * columns // 2 * size),
+                    epilogue.vector_address[i](half, 0, Int(column // 2)),
+                    count * Int32(size) // 2,
+                    full,
+                )
+        else:
+            var elements = count
+            comptime if config.any_columns:
+                elements = count // Int32(16 // size) * Int32(16 // size)
             load_bytes(
-                vectors + UInt32(half * columns // 2 * size),
-                Int(
-                    epilogue.vector_of_part[0](half, 0).unsafe_offset(
-                        Int(column // 2)
-                    )
-                ),
-                bytes // 2,
+                place,
+                epilogue.vector_address[i](part, first, Int(column)),
+                elements * Int32(size),
                 full,
             )
-        return
-    comptime for i in range(E.vectors):
-        comptime if config.any_columns:
-            if bytes == 0:
-                continue
-        load_bytes(
-            vectors + UInt32(i * columns * size),
-            Int(
-                epilogue.vector_of_part[i](
-                    part, first_of(product.sizes, part)
-                ).unsafe_offset(Int(column))
-            ),
-            bytes,
-            full,
-        )
 
 
 @doc_hidden
@@ -208,7 +216,8 @@ def produce[
                         shared.box_in_slot(at.slot, box - first),
                         addend_map,
                         full,
-                        column + Int32(box * row_elements[dtype]()),
+                        column
+                        + Int32(box * row_elements[result_type[dtype]()]()),
                         row,
                     )
                 at.advance[config.stages]()

@@ -142,13 +142,14 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         one of the lower."""
         comptime Pair = SIMD[DType.float32, 2]
         comptime at = column // 2
-        comptime size = size_of[Self.E.vector_dtype]()
+        comptime first_size = size_of[Self.E.vector_type(0)]()
         var terms = ColumnTerms[DType.float32, 2, Self.E.vectors](fill=Pair(0))
         comptime for i in range(Self.E.vectors):
-            terms[i] = shared_pair[Self.E.vector_dtype](
+            comptime size = size_of[Self.E.vector_type(i)]()
+            terms[i] = shared_pair[Self.E.vector_type(i)](
                 vectors
                 + (self.lane & 3) * UInt32(2 * size)
-                + UInt32((i * columns + column) * size)
+                + UInt32(i * columns * first_size + column * size)
             )
         var its_row = Int(self.row + (self.lane >> 2))
         var its_column = Int(self.column + (self.lane & 3) * 2) + column

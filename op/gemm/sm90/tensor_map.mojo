@@ -13,6 +13,7 @@ from max.gpu.host.nvidia.tma import (
     TensorMapSwizzle,
 )
 
+from .eight_bits import is_eight_bits
 from .parts import MAP_BYTES
 from .wgmma import row_elements
 
@@ -173,6 +174,11 @@ def operand_map[
         return tensor_map[dtype](ctx, address, k, rows, box_rows, pitch)
     elif dtype == DType.float32:
         return tensor_map[dtype, TensorMapDataType.TFLOAT32](
+            ctx, address, rows, k, box_rows, pitch
+        )
+    elif is_eight_bits[dtype]():
+        # TMA knows bytes, and copies these as they are.
+        return tensor_map[dtype, TensorMapDataType.UINT8](
             ctx, address, rows, k, box_rows, pitch
         )
     else:

@@ -11,6 +11,8 @@ from std.collections.string.string_span import (
 )
 from std.sys import _RegisterPackType, inlined_assembly, size_of
 
+from .eight_bits import is_eight_bits, right_type
+
 comptime Accumulator[count: Int] = _RegisterPackType[
     *TypeList.splat[Trait=TrivialRegisterPassable, count=count, type=Float32]()
 ]
@@ -70,7 +72,7 @@ comptime _STEP_BYTES = 32
 
 
 def _step(transposed: Bool) -> Int:
-    # From one product to the next, 16 elements of K further; or 8 of 32 bits.
+    # From one product to the next, 16 elements of K further; or 8 of 32 bits, or 32 of 8.
     return (16 * ROW_BYTES if transposed else _STEP_BYTES) >> 4
 
 
@@ -83,18 +85,31 @@ def _list(prefix: String, first: Int, count: Int) -> String:
     return text
 
 
+def _name[dtype: DType]() -> String:
+    """Names a type as the instruction does."""
+    comptime if dtype == DType.float32:
+        return "tf32"
+    elif dtype == DType.bfloat16:
+        return "bf16"
+    elif dtype == DType.float16:
+        return "f16"
+    elif dtype == DType.float8_e4m3fn:
+        return "e4m3"
+    else:
+        return "e5m2"
+
+
 def _multiply_text[
-    dtype: DType
+    dtype: DType, right: DType
 ](
     n: Int, halves: Int, a_transposed: Bool, b_transposed: Bool, tied: Bool
 ) -> String:
     var count = n // 2 * halves
     # Operands: outputs, tied inputs, then the descriptors' low halves.
     var first = 2 * count if tied else count
-    comptime is_tf32 = dtype == DType.float32
-    comptime kind = "k8.f32.tf32.tf32" if is_tf32 else (
-        "k16.f32.bf16.bf16" if dtype == DType.bfloat16 else "k16.f32.f16.f16"
-    )
+    comptime transposes = dtype != DType.float32 and not is_eight_bits[dtype]()
+    var kind = String("k", 16 * 2 // size_of[dtype](), ".f32.")
+    kind += String(_name[dtype](), ".", _name[right]())
     var text = String("{\n.reg .b64 a, b;\nwgmma.fence.sync.aligned;\n")
     for step in range(ROW_BYTES // _STEP_BYTES):
         text += String(
@@ -118,7 +133,7 @@ def _multiply_text[
             text += String("wgmma.mma_async.sync.aligned.m64n", n, kind, " {")
             text += _list("$", half * (n // 2), n // 2)
             text += String("}, a, b, ", 1 if tied or step > 0 else 0, ", 1, 1")
-            comptime if not is_tf32:
+            comptime if transposes:
                 text += String(", ", Int(a_transposed), ", ", Int(b_transposed))
             text += ";\n"
     text += "wgmma.commit_group.sync.aligned;\n}"
@@ -142,15 +157,17 @@ def multiply_first[
     halves: Int,
     a_transposed: Bool,
     b_transposed: Bool,
+    right: DType = right_type[dtype](),
 ](a: UInt32, b: UInt32) -> Accumulator[n // 2 * halves]:
     """Starts the product of the first k block, as one group.
 
     Parameters:
-        dtype: Type of the operands: bfloat16, float16, or float32 as tf32.
+        dtype: Type of the operands: bfloat16, float16, or float32 as tf32; or that of the left one, of 8 bits.
         n: Columns of the product.
         halves: How many times 64 rows of the left operand are multiplied, 1 or 2.
         a_transposed: Whether the rows of the left operand's tile run down K.
         b_transposed: Whether the rows of the right operand's tile run down K.
+        right: Type of the right operand.
 
     Args:
         a: Descriptor of the left operand, 64 rows of a k block; the next 64
@@ -161,7 +178,9 @@ def multiply_first[
         The accumulators, defined once the group is complete.
     """
     comptime text = get_static_string[
-        _multiply_text[dtype](n, halves, a_transposed, b_transposed, False)
+        _multiply_text[dtype, right](
+            n, halves, a_transposed, b_transposed, False
+        )
     ]()
     comptime constraints = get_static_string[
         _constraints(n // 2 * halves, False, ",r,r,~{memory}")
@@ -182,17 +201,19 @@ def multiply_next[
     halves: Int,
     a_transposed: Bool,
     b_transposed: Bool,
+    right: DType = right_type[dtype](),
 ](
     accumulator: Accumulator[n // 2 * halves], a: UInt32, b: UInt32
 ) -> Accumulator[n // 2 * halves]:
     """Starts adding the product of one more k block, as one group.
 
     Parameters:
-        dtype: Type of the operands: bfloat16, float16, or float32 as tf32.
+        dtype: Type of the operands: bfloat16, float16, or float32 as tf32; or that of the left one, of 8 bits.
         n: Columns of the product.
         halves: How many times 64 rows of the left operand are multiplied, 1 or 2.
         a_transposed: Whether the rows of the left operand's tile run down K.
         b_transposed: Whether the rows of the right operand's tile run down K.
+        right: Type of the right operand.
 
     Args:
         accumulator: What the product is added to.
@@ -204,7 +225,9 @@ def multiply_next[
         The accumulators, defined once the group is complete.
     """
     comptime text = get_static_string[
-        _multiply_text[dtype](n, halves, a_transposed, b_transposed, True)
+        _multiply_text[dtype, right](
+            n, halves, a_transposed, b_transposed, True
+        )
     ]()
     comptime constraints = get_static_string[
         _constraints(n // 2 * halves, True, ",r,r,~{memory}")

@@ -1,6 +1,6 @@
-"""Makes y of complete sums: adds the bias, activates, and lets the two halves of a gate meet.
+"""Turns sums into y: adds the bias, applies the activation or the gate.
 
-Beside the product rather than in its register tiles: an activation takes more
+This runs outside of the register tiles: an activation takes more
 instructions than a tile's whole epilogue. Where tile registers multiply, the
 vector registers do this meanwhile, a piece in each step.
 """
@@ -9,7 +9,7 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.activation import GATED, activate
-from ...gemm.cpu.beside import Beside
+from ...gemm.cpu.interleave import Interleaved
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import (
     Buffer,
@@ -61,7 +61,7 @@ struct Half[dtype: DType](TrivialRegisterPassable):
         )
 
 
-struct FinishRows[dtype: DType](Beside):
+struct FinishRows[dtype: DType](Interleaved):
     """Makes a part of y, and of h where that is kept, row after row, in pieces of some columns.
 
     Parameters:

@@ -1,4 +1,4 @@
-"""What a call's activation is to the plans and the backward."""
+"""The activation of a call, for plans and for the backward."""
 
 from ...call import Call
 from ...gemm.activation import GATED, SILU

@@ -15,7 +15,7 @@ from .division import FEW_ROWS, workers
 from .tile_room import TileRoom
 
 comptime TILE_COLUMNS = 512
-"""Most columns of the weight in a tile, but for rounding up to panels: so many fill a part of a 1 MiB cache."""
+"""Most columns of the weight in a tile, but for rounding up to panels: these fill a part of a 1 MiB cache."""
 
 comptime TILE_ROWS = 512
 """Most rows of dW in a tile where rows are many."""

@@ -1,4 +1,4 @@
-"""Divides a pass's work by what both directions go by: whether rows are few, and how many threads pay."""
+"""What forward and backward divide their work by: whether rows are few, and how many threads pay."""
 
 from ...call import Call
 

@@ -1,4 +1,4 @@
-"""What the ways to compute a forward share: the normalized rows, and a worker's room."""
+"""What all forwards share: the normalized rows, and the workspace of a worker."""
 
 from std.sys import size_of
 

@@ -10,7 +10,7 @@
 from std.math import ceildiv
 from std.sys import size_of
 
-from ...gemm.cpu.beside import Beside, Fetch, Nothing
+from ...gemm.cpu.interleave import Interleaved, Fetch, Nothing
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Arena, Matrix
 from ...gemm.cpu.pack_transposed import pack_transposed
@@ -27,7 +27,7 @@ from .forward_job import Forward, Room, normalize_into
 from .tile_columns import TileColumns
 
 comptime COPIED_FROM = 96
-"""From so many rows on a block of the weight is copied, as it meets each 32 of them."""
+"""From this many rows on a block of the weight is copied, as it meets each 32 of them."""
 
 
 def run_on_tiles[
@@ -291,7 +291,7 @@ def _slab_part[dtype: DType, ThisNorm: Norm](data: Data, worker: Int):
 
 
 def _multiply_rows[
-    dtype: DType, Work: Beside
+    dtype: DType, Work: Interleaved
 ](
     job: Forward[dtype],
     sums: Matrix[Blocking[dtype].accum],
@@ -300,7 +300,7 @@ def _multiply_rows[
     column: Int,
     count: Int,
     columns: Int,
-    mut beside: Work,
+    mut meanwhile: Work,
 ):
     """Multiplies up to 32 rows by some columns of a half."""
     comptime B = Blocking[dtype]
@@ -323,5 +323,5 @@ def _multiply_rows[
                 left,
                 steps,
                 k > 0,
-                beside,
+                meanwhile,
             )

@@ -1,4 +1,4 @@
-"""What a norm's row adds to the gradient of the input, on a CPU."""
+"""The terms of a norm in the gradient of the input (dgrad), on a CPU."""
 
 from ...call import CallPointer
 from ...gemm.cpu.blocking import Blocking

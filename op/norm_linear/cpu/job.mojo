@@ -1,4 +1,4 @@
-"""What the workers of a pass share."""
+"""What the threads of a pass share."""
 
 from std.atomic import Atomic
 

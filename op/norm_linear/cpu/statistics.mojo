@@ -1,4 +1,4 @@
-"""A row's statistics on a CPU: how they are found, and how they normalize the row."""
+"""A row's statistics on a CPU: how they are computed, and how they normalize the row."""
 
 from std.math import sqrt
 

@@ -1,4 +1,4 @@
-"""A worker's room for y^T = W z^T on tile registers."""
+"""A thread's workspace for y^T = W z^T on tile registers."""
 
 from std.math import ceildiv
 

@@ -1,4 +1,4 @@
-"""Lays out a worker's room for a tile of the weight's gradient."""
+"""Lays out a thread's workspace for a tile of the weight's gradient."""
 
 from std.math import ceildiv
 

@@ -18,7 +18,7 @@ from ..values import Row, Values
 from .center import _Center
 
 comptime RMS_NORM = Int32(1)
-"""The `Row.kind` of rows whose mean counts as 0; any other's are centered."""
+"""The bit of `Row.kind` that says that the mean of a row counts as 0; rows are centered otherwise."""
 
 
 @always_inline
@@ -26,7 +26,7 @@ def _mean[
     dtype: DType, //
 ](row: Row[dtype], mean: Scalar[dtype]) -> Scalar[dtype]:
     """Returns what counts as the mean of a row, or of its gradient."""
-    return 0 if row.kind == RMS_NORM else mean
+    return 0 if row.kind & RMS_NORM != 0 else mean
 
 
 struct _CenterIfAsked(Stage):

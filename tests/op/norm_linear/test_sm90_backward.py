@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from kernel_harness import Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
@@ -162,7 +162,7 @@ def run(
     t = Operands(x, gamma=gamma, beta=beta, mean=mean, rstd=rstd, weights=[w], biases=[None])
     places = [place for place, w in zip((0, 2, 3, 11, 12), wanted, strict=True) if w]
     op = torch.ops.fused_norm.norm_linear_backward
-    found = dict(zip(places, op(*t, *Seam(eps=EPS), [], [dy], places), strict=True))
+    found = dict(zip(places, op(*t, *Spec(eps=EPS), [], [dy], places), strict=True))
     return [found.get(place) for place in (0, 2, 3, 11, 12)]
 
 

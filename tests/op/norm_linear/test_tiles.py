@@ -14,9 +14,9 @@ from accuracy import make_inputs
 from test_cpu_kernels import Kernels, check
 
 import fused_norm as fn
+from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.record import DECLINED, Call
 from fused_norm.chain import kernels
-from fused_norm.composition import ACTIVATIONS
 from fused_norm.native import build, cpu_features
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,7 +125,7 @@ def test_the_faster_way_of_what_was_measured_is_chosen(
     every = json.loads(dispatch.file_of(level).read_text())["calls"]
     calls = [each for each in every if each["dtype"] == dtype]
     # Every gate is about as dear as the one that was measured, and all without a gate as that.
-    numbers = [number for number, _ in ACTIVATIONS.values()]
+    numbers = [each.number for each in ACTIVATIONS.values()]
     alike = {
         "": [0],
         "gelu": [number for number in numbers if not number >= GATED],

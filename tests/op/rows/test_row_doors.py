@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 import torch
 from kernel_harness import ROOT
 
 import fused_norm  # noqa: F401  registers the ops
-from fused_norm.chain import row_record as record
+from fused_norm.call.record import RowCall
 
 OPS = (ROOT / "op/rows/op.mojo").read_text()
 NAMES = re.findall(r'^    Entry\[\s*"(\w+)"', OPS, re.MULTILINE)
@@ -37,10 +38,19 @@ def test_register_lists_all_that_max_finds() -> None:
 def test_record_is_that_of_mojo() -> None:
     body = OPS.split("struct RowCall")[1].split("def __init__")[0]
     fields = re.findall(r"^    var (\w+): (?:Int|StaticTuple\[Int, (\d)\])$", body, re.MULTILINE)
-    first = 0
-    for name, size in fields:
-        assert getattr(record, name.upper()) == first, name
-        first += int(size or 1)
-    view, _ = record.new_record()
-    assert len(view) == first
     assert len(fields) == 11
+    assert [name for name, _ in fields] == [name for name, _ in RowCall._fields_]
+    header = (ROOT / "fused_norm/chain/call.h").read_text()
+    struct = re.search(r"struct RowCall \{(.*?)\};", header, re.DOTALL)
+    assert struct is not None
+    in_c = re.findall(r"(\w+)(?:\[(\d)\])?[,;]", struct[1])
+    assert in_c == fields
+    assert ctypes.sizeof(RowCall) == 8 * sum(int(size or 1) for _, size in fields)
+
+
+def test_places_are_those_of_mojo() -> None:
+    header = (ROOT / "fused_norm/chain/rows.h").read_text()
+    enum = re.search(r"enum class RowOp : int64_t \{(.*?)\}", header, re.DOTALL)
+    assert enum is not None
+    short = [re.sub("_layer_norm|composed_", "", name).upper() for name in NAMES]
+    assert [name.strip() for name in enum[1].split(",")] == short

@@ -22,7 +22,7 @@ from kernel_harness import (
 )
 from torch import Tensor
 
-from fused_norm.chain import row_record as record
+from fused_norm.call.record import RowCall
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 # widths around the limits of each way through a kernel; multiples of no vector
@@ -30,6 +30,7 @@ SHAPES = [
     *((1, 1), (3, 1), (5, 7), (37, 64), (130, 129), (64, 769), (37, 1024), (70001, 8)),
     *((301, 1536), (16, 4096), (29, 5001), (27, 8192), (25, 8200), (23, 33000), (21, 65537)),
 ]
+OPS = re.findall(r'^    Entry\[\s*"(\w+)"', (ROOT / "op/rows/op.mojo").read_text(), re.M)
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -53,25 +54,25 @@ def call(
 ) -> None:
     """Call an op by its record, on the device and for the dtype of its inputs."""
     like = inputs[0]
-    call, place = record.new_record()
+    call = RowCall(*like.shape)
     if like.device.type == "cpu":
         kernels = extension("rows_cpu", like.dtype)
-        call[record.CONTEXT] = gomp_parallel()
-        call[record.THREADS] = torch.get_num_threads()
+        call.context = gomp_parallel()
+        call.threads = torch.get_num_threads()
     else:
         kernels = extension("rows_gpu", like.dtype, gpu=True)
         stream = torch.cuda.current_stream().cuda_stream
-        call[record.CONTEXT] = kernels.new_launcher(torch.cuda.current_device(), stream, True)
-    call[record.M], call[record.K] = like.shape
-    call[record.ACCUMULATE] = accumulate
-    call[record.PARAMETER] = address(o)
-    call[record.PARAMETER_IS_FLOAT32] = o is not None and o.dtype is torch.float32
-    call[record.PARAMETER_GRADIENT] = address(do)
-    call[record.WORKSPACE] = address(scratch)
-    for first, tensors in ((record.OUTPUTS, outputs), (record.INPUTS, inputs)):
-        for index, tensor in enumerate(tensors, first):
-            call[index] = address(tensor)
-    getattr(kernels, op)(place)
+        call.context = kernels.new_launcher(torch.cuda.current_device(), stream, True)
+    call.accumulate = accumulate
+    call.parameter = address(o)
+    call.parameter_is_float32 = o is not None and o.dtype is torch.float32
+    call.parameter_gradient = address(do)
+    call.workspace = address(scratch)
+    for found, tensors in ((call.outputs, outputs), (call.inputs, inputs)):
+        for index, tensor in enumerate(tensors):
+            found[index] = address(tensor)
+    run = ctypes.CDLL(kernels.__file__).rows_run
+    assert run(OPS.index(op), ctypes.byref(call)) == 0
 
 
 def accum(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""How a pass becomes a function for Python, and one for C and C++: both take the address of a `Call`."""
+"""Entry points: a pass as a function of C, and as one of Python. Both take the address of a `Call`."""
 
 from std.python._cpython import Py_ssize_t, PyObjectPtr
 

@@ -26,8 +26,8 @@ from fused_norm.models.writes import written
 _BY_ELEMENT = {"gelu", "silu", "relu", "tanh", "sigmoid"}
 
 
-def take_apart(graph: Graph, flow: Flow, emitter: Emitter) -> None:
-    """Take apart what reads the rows of several norms in one tensor, as far as nothing else does.
+def split_streams(graph: Graph, flow: Flow, emitter: Emitter) -> None:
+    """Split what reads the rows of several norms in one tensor, as far as nothing else does.
 
     Args:
         graph: The graph.
@@ -43,12 +43,10 @@ def take_apart(graph: Graph, flow: Flow, emitter: Emitter) -> None:
     for whole, norms in found.items():
         parts = form(whole)["tensors"]
         if isinstance(parts, (list, tuple)) and norms == len(parts):
-            _take_apart(whole, parts, graph, flow, emitter)
+            _split(whole, parts, graph, flow, emitter)
 
 
-def _take_apart(
-    whole: Node, parts: Sequence[Any], graph: Graph, flow: Flow, emitter: Emitter
-) -> None:
+def _split(whole: Node, parts: Sequence[Any], graph: Graph, flow: Flow, emitter: Emitter) -> None:
     dim = form(whole).args.get("dim", 0) % value(whole).dim()
     sizes = [shape(part)[dim] for part in parts]
     chain = _chain(whole)

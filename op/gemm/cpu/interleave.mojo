@@ -1,11 +1,11 @@
-"""What is done beside a product on tiles, a little in each of its steps: memory works while tiles do."""
+"""Work that is interleaved with a product on tiles, a little in each step: memory works while tiles do."""
 
 from std.math import ceildiv
 
 from .memory import CACHE_LINE, buffer, prefetch_for_read
 
 
-trait Beside(TrivialRegisterPassable):
+trait Interleaved(TrivialRegisterPassable):
     """Has work for every step of a product."""
 
     def step(mut self):
@@ -14,7 +14,7 @@ trait Beside(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Nothing(Beside):
+struct Nothing(Interleaved):
     """Has none."""
 
     @always_inline
@@ -23,8 +23,8 @@ struct Nothing(Beside):
         pass
 
 
-struct Fetch(Beside):
-    """Brings rows into the second cache, which the processor does not do by itself for so many."""
+struct Fetch(Interleaved):
+    """Brings rows into the second cache, which the processor does not do by itself for this many."""
 
     var next: Int
     """Address of the next line."""

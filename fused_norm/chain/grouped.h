@@ -7,11 +7,11 @@
 namespace fused_norm {
 
 // Their halves of a record, which points to them.
-class Parts {
+class Group {
  public:
-  Parts() = default;
-  Parts(const Parts&) = delete;
-  Parts& operator=(const Parts&) = delete;
+  Group() = default;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
 
   // Gives a record all weights with their biases.
   void give(Call& call, const Operands& t) {
@@ -30,37 +30,37 @@ class Parts {
   std::array<Part, MOST_PARTS> parts_{};
 };
 
-inline bool are_several(const Operands& t) {
+inline bool is_grouped(const Operands& t) {
   return t.count() > 1 && static_cast<int64_t>(t.count()) <= MOST_PARTS && t.are_weights_dense();
 }
 
 // The products of dense rows and each weight, or all side by side in one tensor; none where the
 // plan declines.
-inline Tensors several_products(
-    const Kind& kind, const Tensor& z, const Operands& t, const Extent& extent,
+inline Tensors grouped_products(
+    const Spec& spec, const Tensor& z, const Operands& t, const Extent& extent,
     const Kernels& kernels) {
   const auto& product = kernels.product;
-  if (!product.products || kind.invariant || !are_several(t)) return {};
+  if (!product.products || spec.invariant || !is_grouped(t)) return {};
   auto call = rows_call(extent.M, extent.N, product.context);
   call.K = extent.K;
   call.z = address(z);
   call.in_graph = kernels.is_captured;
-  call.pitch = kind.is_joined ? extent.N : 0;
-  Parts parts;
+  call.pitch = spec.is_joined ? extent.N : 0;
+  Group parts;
   parts.give(call, t);
   if (product.plan_products(&call) != 0 || call.way == DECLINED) return {};
   // The kernel adds a bias everywhere or nowhere.
   bool has_bias = false;
   for (size_t i = 0; i < t.count(); ++i) has_bias = has_bias || t.bias(i).defined();
   Tensors added, outputs;
-  if (kind.is_joined) outputs.push_back(empty_rows(z, extent.N));
+  if (spec.is_joined) outputs.push_back(empty_rows(z, extent.N));
   int64_t first = 0;
   for (size_t i = 0; i < t.count(); ++i) {
     if (has_bias && !t.bias(i).defined()) {
       added.push_back(zeros(Shape{parts[i].N}, z));
       parts[i].bias = address(added.back());
     }
-    if (kind.is_joined) {
+    if (spec.is_joined) {
       parts[i].y = static_cast<char*>(address(outputs[0])) + first * z.element_size();
       first += parts[i].N;
     } else {
@@ -74,8 +74,8 @@ inline Tensors several_products(
 
 // Gives a record what dz, the sum of dy weight over all pairs, is made of; false where there is no
 // kernel for that. Each dy is dense, or they lie side by side in one tensor.
-inline bool give_gradients(Call& call, Parts& parts, const Tensors& dys, const Operands& t) {
-  if (!are_several(t)) return false;
+inline bool give_gradients(Call& call, Group& parts, const Tensors& dys, const Operands& t) {
+  if (!is_grouped(t)) return false;
   bool are_dense = true;
   for (size_t i = 0; i < t.count(); ++i) {
     if (!dys[i].defined()) continue;
@@ -93,14 +93,14 @@ inline bool give_gradients(Call& call, Parts& parts, const Tensors& dys, const O
 }
 
 // That sum; none where the plan declines.
-inline Tensor several_input_gradients(
+inline Tensor grouped_input_gradients(
     const Tensors& dys, const Operands& t, const Extent& extent, const Kernels& kernels) {
   const auto& product = kernels.product;
   if (!product.input_gradients) return {};
   auto call = rows_call(extent.M, 0, product.context);
   call.K = extent.K;
   call.in_graph = kernels.is_captured;
-  Parts parts;
+  Group parts;
   if (!give_gradients(call, parts, dys, t) || product.plan_input_gradients(&call) != 0 ||
       call.way == DECLINED) {
     return {};

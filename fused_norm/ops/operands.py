@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm.activations import is_gate
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.chain import library
 from fused_norm.chain.kernels import NUMBERS, may_multiply
-from fused_norm.composition import NAMES, Operands, Seam, first, is_gate
+from fused_norm.composition import NAMES, Operands, Spec, first
 from fused_norm.ops.validation import is_strided, serves_now
 
 # Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
@@ -31,7 +32,7 @@ _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _every_size = ContextVar("fused_norm.every_size", default=False)
 
 
-def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
+def as_kernels_need(spec: Spec, t: Operands) -> Operands | None:
     """Return the tensors of a call that the kernels serve, as they need them; None for others.
 
     Under autocast the Linear parameters come in its dtype, x and its summands in one dtype. A
@@ -39,7 +40,7 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
     follow.
 
     Args:
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors, which may be anything.
     """
     if torch._C._are_functorch_transforms_active() or not _are_tensors(t):
@@ -52,7 +53,7 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
             return None
         t = ready
         x, weights = t.x, t.weights
-        if kind.returns_norm and x.dtype is not weights[0].dtype:
+        if spec.returns_norm and x.dtype is not weights[0].dtype:
             # Under autocast a norm's own result is wider than the product's input.
             return None
     dtype = weights[0].dtype
@@ -61,7 +62,7 @@ def as_kernels_need(kind: Seam, t: Operands) -> Operands | None:
     K = x.shape[-1]
     if K > LONGEST_ROW or not serves_now(x, dtype):
         return None
-    if not fits(kind, t):
+    if not fits(spec, t):
         return None
     return t if first(t, "groups") is None else _with_groups(t)
 
@@ -160,13 +161,13 @@ def _are_tensors(t: Operands) -> bool:
     )
 
 
-def fits(kind: Seam, t: Operands) -> bool:
+def fits(spec: Spec, t: Operands) -> bool:
     """Return whether shapes and dtypes agree, but for those that broadcast against groups of rows.
 
     They may have changed since the forward, by an assignment to a tensor's `data`.
 
     Args:
-        kind: What to compute.
+        spec: What to compute.
         t: The tensors.
     """
     x, dtype = t.x, t.weights[0].dtype
@@ -189,9 +190,9 @@ def fits(kind: Seam, t: Operands) -> bool:
             return False
         N = weight.shape[0]
         wanted += [(weight, (N, K), dtype), (bias, (N,), dtype)]
-    if kind.is_joined:
+    if spec.is_joined:
         N = sum(weight.shape[0] for weight in t.weights)
-    if is_gate(kind.activation):
+    if is_gate(spec.activation):
         if N % 2:
             return False
         N //= 2
@@ -234,8 +235,7 @@ def _with_groups(t: Operands) -> Operands | None:
 
 def _autocast(t: Operands) -> Operands | None:
     """Return the call as autocast has it: Linear layers in its dtype, the rest as it is."""
-    kind = t.x.device.type
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(t.x.device.type)
     x = t.x
     rows: dict[str, Tensor | None] = {name: getattr(t, name) for name in NAMES["rows"]}
     parameters = (*t.weights, *(b for b in t.biases if b is not None), t.out_weight, t.out_bias)

@@ -1,0 +1,82 @@
+"""The activations and gates: what all the library knows of one, in a table.
+
+Functions, modules, models and MAX graphs read it. How kernels compute one is in
+op/gemm/activation.mojo, under the numbers that it has here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The number of a gate is that of its activation and this.
+GATED = 8
+
+
+class Activation(NamedTuple):
+    """An activation, or the gate `activation(h[..., :N]) * h[..., N:]` that is made of one.
+
+    Attributes:
+        number: Its number in the record of a call.
+        function: The activation.
+        gate: The name of the gate that it makes, `""` for a gate and where there is none.
+        targets: PyTorch's functions that compute it in a graph; it may be written out, too.
+        arguments: The names of their arguments.
+    """
+
+    number: int
+    function: Callable[[Tensor], Tensor]
+    gate: str = ""
+    targets: tuple[Any, ...] = ()
+    arguments: str = "input"
+
+
+def _gelu_tanh(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
+
+
+def _quick_gelu(h: Tensor) -> Tensor:
+    return h * torch.sigmoid(1.702 * h)
+
+
+PLAIN: dict[str, Activation] = {
+    "relu": Activation(1, F.relu, "reglu", (F.relu, torch.relu)),
+    "gelu": Activation(2, F.gelu, "geglu", (F.gelu, torch._C._nn.gelu), "input approximate"),
+    "gelu_tanh": Activation(3, _gelu_tanh, "geglu_tanh"),
+    "quick_gelu": Activation(4, _quick_gelu),
+    "silu": Activation(5, F.silu, "swiglu", (F.silu,)),
+}
+GATES: dict[str, str] = {name: each.gate for name, each in PLAIN.items() if each.gate}
+"""The gate that each activation makes."""
+ACTIVATIONS: dict[str, Activation] = PLAIN | {
+    gate: Activation(PLAIN[name].number + GATED, PLAIN[name].function)
+    for name, gate in GATES.items()
+}
+
+
+def number_of(activation: str) -> int:
+    """Return the number of an activation in the record.
+
+    Args:
+        activation: One of ACTIVATIONS, or `""` for none.
+    """
+    return ACTIVATIONS[activation].number if activation else 0
+
+
+def is_gate(activation: str) -> bool:
+    """Return whether an activation takes two halves, of which one gates the other."""
+    return number_of(activation) >= GATED
+
+
+def require_activation(name: Any) -> None:
+    """Raise unless an activation is known, or None.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(f"activation must be None or one of {tuple(ACTIVATIONS)}, got {name!r}")

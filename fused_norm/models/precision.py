@@ -1,0 +1,118 @@
+"""Which Linear layers of a graph are computed in FP8, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fused_norm import recipes
+from fused_norm.models.emit import Emitter
+from fused_norm.models.forms import form
+from fused_norm.models.norms import module_path
+from fused_norm.models.sites import LINEAR, Site
+from fused_norm.models.values import have_same_strides, is_plain, is_tensor, value
+from fused_norm.ops.fp8 import scaled_linear
+from fused_norm.ops.operands import hint
+from fused_norm.ops.scaled import MULTIPLE
+
+# Below this, a product is too short to win back what quantization costs.
+SMALLEST = 1024
+
+
+class Precision:
+    """What a pass does about FP8.
+
+    Args:
+        recipe: One of `recipes.RECIPES`, or None for no FP8.
+        skip: Layers to leave alone, by the end of their paths or a pattern: `"lm_head"`,
+            `"layers.0.*"`.
+    """
+
+    def __init__(self, recipe: str | None = None, skip: Sequence[str] = ()) -> None:
+        if recipe is not None:
+            recipes.find(recipe)
+        if isinstance(skip, str):
+            raise TypeError(f"skip must be a sequence of names, got {skip!r}")
+        self.recipe, self.skip = recipe, tuple(skip)
+
+    def why_not(self, node: Node, weight: Any) -> str:
+        """Return why a layer is not in FP8, `""` where it is.
+
+        Args:
+            node: The node that multiplies.
+            weight: Its weight, of shape `[N, K]` or transposed.
+        """
+        if self.recipe is None:
+            return "no recipe"
+        path = module_path(node)
+        for name in self.skip:
+            if path == name or path.endswith(f".{name}") or fnmatchcase(path, name):
+                return f"skipped by {name!r}"
+        size = value(weight)
+        if size.dim() != 2:
+            return f"a weight of {size.dim()} dimensions"
+        small = min(map(hint, size.shape))
+        if small < SMALLEST:
+            return f"a size of {small}, below {SMALLEST}"
+        for each in map(hint, size.shape):
+            if each % MULTIPLE:
+                return f"a size of {each}, no multiple of {MULTIPLE}"
+        return ""
+
+    def of_call(self, products: Sequence[Any]) -> tuple[str | None, str]:
+        """Return the recipe of a call, and in words what its precision is and why.
+
+        Args:
+            products: All of its Linear layers, which are in FP8 together or not at all.
+        """
+        if self.recipe is None:
+            return None, ""
+        for product in products:
+            if reason := self.why_not(product.node, product.weight):
+                dtype = str(value(product.weight).dtype).removeprefix("torch.")
+                return None, f"{dtype}: {module_path(product.node)}, {reason}"
+        return self.recipe, f"FP8 {self.recipe}"
+
+    def rewrite_linears(self, graph: Graph, emitter: Emitter) -> list[Site]:
+        """Compute the Linear layers that are part of no call in FP8; return what became of each.
+
+        Args:
+            graph: The graph, whose norms have been rewritten.
+            emitter: Puts nodes into it.
+        """
+        if self.recipe is None:
+            return []
+        return [
+            self._rewrite(node, graph, emitter)
+            for node in list(graph.nodes)
+            if form(node).kind == "linear" and is_tensor(node)
+        ]
+
+    def _rewrite(self, node: Node, graph: Graph, emitter: Emitter) -> Site:
+        f = form(node)
+        x, weight, bias = f["input"], f["weight"], f["bias"]
+        rows = value(x)
+        dtype = str(rows.dtype).removeprefix("torch.")
+        site = Site(module_path(node), LINEAR, tuple(map(str, rows.shape)), dtype, 1)
+        site.reason = self.why_not(node, weight)
+        if not site.reason and not (is_plain(rows) and is_plain(value(weight))):
+            site.reason = "a tensor of a kind of its own"
+        if site.reason:
+            return site
+        count = len(emitter.made)
+        with graph.inserting_before(node):
+            new = emitter.put(scaled_linear, (x, weight, bias), {"recipe": self.recipe}, node)
+        if value(new).dtype is not value(node).dtype or not have_same_strides(
+            value(node), value(new)
+        ):
+            emitter.forget(count)
+            site.reason = "a result that lies in memory in another way"
+            return site
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        site.fused, site.calls, site.way = True, ["linear"], f"FP8 {self.recipe}"
+        site.ops_before = site.ops_after = 1
+        return site

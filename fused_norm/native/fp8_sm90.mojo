@@ -1,0 +1,65 @@
+"""A CPython extension that launches Hopper's kernels for 8 bits on PyTorch's stream.
+
+Built once: mojo build -I . --emit shared-lib --target-accelerator=nvidia:sm_90a. What is not in 8 bits is bfloat16.
+Each function takes the address of a `Call`. All tensors are dense and start at multiples of 16 bytes.
+"""
+
+from std.os import abort
+from std.python import PythonObject
+from std.python.bindings import PythonModuleBuilder
+
+from op.call import CallPointer
+from op.device import Launcher, new_launcher
+from op.norm_linear.sm90.scaled_linear import scaled_linear
+from op.passes.door import from_python
+from op.passes.quantize import run_normalize_quantized, run_quantize
+
+
+def _linear(call: CallPointer) raises:
+    scaled_linear(Launcher.at(call[].context)[].gpu, call[])
+
+
+def _normalize(call: CallPointer) raises:
+    ref gpu = Launcher.at(call[].context)[].gpu
+    if call[].norm_is_float32 != 0 or call[].groups != 0:
+        run_normalize_quantized[DType.bfloat16, DType.float32](gpu, call[])
+    else:
+        run_normalize_quantized[DType.bfloat16, DType.bfloat16](gpu, call[])
+
+
+def _quantize(call: CallPointer) raises:
+    run_quantize[DType.bfloat16](Launcher.at(call[].context)[].gpu, call[])
+
+
+@export
+def PyInit_fp8_sm90() abi("C") -> PythonObject:
+    """Makes the module.
+
+    Returns:
+        The module.
+    """
+    try:
+        var builder = PythonModuleBuilder("fp8_sm90")
+        builder.def_py_c_function(
+            new_launcher,
+            "new_launcher",
+            docstring="new_launcher(device, stream, alone) -> address",
+        )
+        builder.def_py_c_function(
+            from_python[_linear],
+            "linear",
+            docstring="linear(call) -> 0; queues y from z and the weight in 8 bits",
+        )
+        builder.def_py_c_function(
+            from_python[_normalize],
+            "normalize",
+            docstring="normalize(call) -> 0; queues z in 8 bits, its scales, sum, mean, rstd",
+        )
+        builder.def_py_c_function(
+            from_python[_quantize],
+            "quantize",
+            docstring="quantize(call) -> 0; queues x in 8 bits as z, and its scales",
+        )
+        return builder.finalize()
+    except e:
+        abort(t"failed to create fp8_sm90: {e}")

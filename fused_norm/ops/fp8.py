@@ -1,0 +1,289 @@
+"""The op family in FP8: gradients, weights kept in 8 bits, and who asks for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm import composition, recipes
+from fused_norm.call import frozen
+from fused_norm.composition import Operands, Spec, first, has_sum
+from fused_norm.ops import scaled
+from fused_norm.ops.main_grad import added
+from fused_norm.recipes import E5M2, Cast, Recipe
+
+_mode: ContextVar[str | None] = ContextVar("fused_norm.autocast_fp8", default=None)
+_lock = threading.Lock()
+# What compilers guard on, of which not all know context variables: the recipe of who entered last.
+_inside: list[str] = []
+_of_anyone: str | None = None
+
+
+@contextmanager
+def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
+    """Compute the Linear layers of this package's calls in FP8.
+
+        with fn.autocast_fp8("rowwise"):
+            loss = model(batch)
+
+    It holds for `norm_linear`, `norm_mlp` and the modules, as `recipe=` does for one of them, which
+    goes first; a layer of PyTorch's own is left alone. The backward has the recipe of its forward,
+    wherever it runs. The mode is that of a thread, or of an asyncio task; it may be nested, and
+    decorate a function. A compiled function is compiled anew for calls in it, which it asks for all
+    threads together.
+
+    Args:
+        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.
+
+    Raises:
+        ValueError: If the recipe is not known.
+        RuntimeError: From calls inside, as `norm_linear` with a recipe.
+    """
+    recipes.find(recipe)
+    before = _mode.set(recipe)
+    _enter(recipe)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+        _leave(recipe)
+
+
+def chosen(recipe: str | None) -> str | None:
+    """Return the recipe of a call, None where it is in no FP8.
+
+    Args:
+        recipe: What the call was given.
+    """
+    if recipe is not None:
+        return recipe
+    return _of_anyone if torch.compiler.is_compiling() else _mode.get()
+
+
+def _enter(recipe: str) -> None:
+    global _of_anyone
+    with _lock:
+        _inside.append(recipe)
+        _of_anyone = recipe
+
+
+def _leave(recipe: str) -> None:
+    global _of_anyone
+    with _lock:
+        _inside.remove(recipe)
+        _of_anyone = _inside[-1] if _inside else None
+
+
+def _quantized(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    q, scale = scaled.quantize(v, cast.dtype is E5M2, cast.scaling, power_of_two)
+    return q, scale
+
+
+class ScaledLinear(torch.autograd.Function):
+    """z W^T + b in FP8. The forward saves z and W as they came, nothing in 8 bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: str,
+        power_of_two: bool,
+    ) -> Tensor:
+        """Return `[..., N]` in the dtype of the weight."""
+        ctx.save_for_backward(z, weight)
+        ctx.kind = recipe, power_of_two
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return linear(z, weight, bias, recipes.find(recipe), power_of_two)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of z, the weight and the bias."""
+        z, weight = ctx.saved_tensors
+        name, power_of_two = ctx.kind
+        recipe = recipes.find(name)
+        wants_dz, wants_dweight, wants_dbias = ctx.needs_input_grad[:3]
+        rows = dy.reshape(-1, dy.shape[-1])
+        dz = dweight = dbias = None
+        if wants_dz:
+            dz = input_gradient(rows, weight, recipe, power_of_two)
+            dz = dz.reshape(z.shape).to(z.dtype)
+        if wants_dweight:
+            dweight = weight_gradient(rows, z.reshape(-1, z.shape[-1]), recipe, power_of_two)
+            dweight = dweight.to(weight.dtype)
+        if wants_dbias:
+            dbias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dz, dweight, dbias, None, None
+
+
+def linear(
+    z: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, power_of_two: bool
+) -> Tensor:
+    """Return z W^T + b, `[..., N]` in the dtype of the weight.
+
+    Args:
+        z: Of shape `[..., K]`.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        recipe: How.
+        power_of_two: Whether scales are rounded up to powers of two.
+    """
+    q = _quantized(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
+    how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
+    y: Tensor = scaled.linear(*q, weight, None, *how, bias, None, "", weight.dtype)
+    return y.view(*z.shape[:-1], weight.shape[0])
+
+
+def input_gradient(dy: Tensor, weight: Tensor, recipe: Recipe, power_of_two: bool) -> Tensor:
+    """Return dy W, `[M, K]`, in the dtype of dy.
+
+    Args:
+        dy: Of shape `[M, N]`.
+        weight: Of shape `[N, K]`.
+        recipe: How.
+        power_of_two: Whether scales are rounded up to powers of two.
+    """
+    w = _quantized(weight.t(), recipe.weight_for_dgrad, power_of_two)
+    q = _quantized(dy, recipe.grad, power_of_two)
+    how = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling, power_of_two)
+    dz: Tensor = scaled.linear(*q, *w, *how, None, None, "", dy.dtype)
+    return dz
+
+
+def weight_gradient(dy: Tensor, z: Tensor, recipe: Recipe, power_of_two: bool) -> Tensor:
+    """Return dy^T z, `[N, K]`, in the dtype of dy.
+
+    Args:
+        dy: Of shape `[M, N]`.
+        z: Of shape `[M, K]`.
+        recipe: How: in FP8, or as it is.
+        power_of_two: Whether scales are rounded up to powers of two.
+    """
+    if not recipe.has_fp8_wgrad:
+        return dy.t() @ z.to(dy.dtype)
+    # A product of kernels has a length that is a multiple of 16.
+    short = -dy.shape[0] % scaled.MULTIPLE
+    columns = torch.nn.functional.pad(z, (0, 0, 0, short)).t().contiguous()
+    rows = torch.nn.functional.pad(dy, (0, 0, 0, short)).t().contiguous()
+    b = _quantized(columns, recipe.input, power_of_two)
+    a = _quantized(rows, recipe.grad, power_of_two)
+    how = (recipe.grad.scaling, recipe.input.scaling, power_of_two)
+    dweight: Tensor = scaled.linear(*a, *b, *how, None, None, "", dy.dtype)
+    return dweight
+
+
+def call(
+    spec: Spec, t: Operands, recipe: str, owners: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """Compute a call of the family with its Linear layers in FP8.
+
+    Args:
+        spec: What to compute.
+        t: The tensors.
+        recipe: One of RECIPES.
+        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
+
+    Raises:
+        ValueError: If the recipe is not known.
+        RuntimeError: If the device has no FP8, sizes are no multiples of 16, or rows are to be
+            batch invariant.
+    """
+    how = recipes.find(recipe)
+    if spec.batch_invariant:
+        raise RuntimeError("batch_invariant() has no FP8 products")
+    weights = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
+    cast = torch.is_autocast_enabled(t.x.device.type)
+    for weight in t.weights:
+        if t.x.shape[-1:] != weight.shape[-1:] or (t.x.dtype is not weight.dtype and not cast):
+            # In PyTorch's words.
+            return composition.compute(spec, t)
+    scaled.require_fp8(t.x, weights)
+    power_of_two = _scales_are_rounded(how, weights)
+    if _is_fused(spec, t, weights):
+        return _inference(spec, t, how, power_of_two)
+    if owners is not None:
+        t = t._replace(weights=added(t.weights, owners))
+
+    def linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if torch.is_autocast_enabled(z.device.type):
+            weight = weight.to(torch.get_autocast_dtype(z.device.type))
+        y: Tensor = ScaledLinear.apply(z, weight, bias, recipe, power_of_two)
+        return y
+
+    return composition.compute(spec, t, linear)
+
+
+def _is_fused(spec: Spec, t: Operands, weights: Sequence[Tensor]) -> bool:
+    """Return whether a call needs no gradient, and is a norm and what the ops have after it."""
+    tensors = [v for v in composition.flat(t) if v is not None]
+    follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
+    same = all(w.dtype is t.x.dtype for w in weights)
+    return (
+        not follows
+        and same
+        and first(t, "groups", "statistics") is None
+        and not spec.returns_norm
+        and not torch.is_autocast_enabled(t.x.device.type)
+    )
+
+
+def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> list[Tensor]:
+    """Compute a call by a norm that quantizes its rows, and products with all that follows."""
+    x = t.x
+    norm = (spec.normalization, spec.eps, spec.weight_offset, recipe.input.scaling, power_of_two)
+    total, *q = scaled.norm(x, t.residual, t.gamma, t.beta, *norm)
+    how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
+    rows = x.shape[:-1]
+    is_one = not spec.is_joined or len(t.weights) == 1
+    activation = spec.activation if is_one else ""
+    products = [
+        scaled.linear(*q, w, None, *how, bias, None, activation, x.dtype)
+        for w, bias in zip(t.weights, t.biases, strict=True)
+    ]
+    if not is_one:
+        products = [composition.activated(spec.activation, torch.cat(products, -1))]
+    if t.out_weight is not None:
+        q = list(_quantized(products[0], recipe.input, power_of_two))
+        last = t.out_residual
+        last = None if last is None else last.reshape(-1, last.shape[-1]).contiguous()
+        second = scaled.linear(*q, t.out_weight, None, *how, t.out_bias, last, "", x.dtype)
+        products = [second]
+    outputs = [y.view(*rows, y.shape[-1]) for y in products]
+    return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
+
+
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str) -> Tensor:
+    """Return x W^T + b in FP8: a Linear layer without a norm.
+
+    Args:
+        x: Of shape `[..., K]`.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        recipe: One of RECIPES.
+
+    Raises:
+        RuntimeError: As in `call`.
+    """
+    how = recipes.find(recipe)
+    scaled.require_fp8(x, [weight])
+    if torch.is_autocast_enabled(x.device.type):
+        weight = weight.to(torch.get_autocast_dtype(x.device.type))
+    y: Tensor = ScaledLinear.apply(x, weight, bias, recipe, _scales_are_rounded(how, [weight]))
+    return y
+
+
+def _scales_are_rounded(recipe: Recipe, weights: Sequence[Tensor]) -> bool:
+    """Return whether scales are rounded up to powers of two: where such weights train."""
+    trains = any(w.requires_grad for w in weights)
+    return recipe.power_of_two and trains and not _are_frozen(weights)
+
+
+def _are_frozen(weights: Sequence[Tensor]) -> bool:
+    return not torch.compiler.is_compiling() and frozen.find(weights) is not None

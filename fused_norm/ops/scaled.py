@@ -1,0 +1,280 @@
+"""What FP8 calls are made of, as PyTorch knows it: quantization, norm + quantization, products.
+
+On Hopper in bfloat16, with scales for rows, kernels compute them; elsewhere PyTorch's ops do what
+`recipes.py` says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm import composition, recipes
+from fused_norm.activations import is_gate, number_of
+from fused_norm.call import frozen
+from fused_norm.call.frozen import Prepared
+from fused_norm.call.record import FUSED, Call
+from fused_norm.chain import kernels
+from fused_norm.composition import Operands, Spec, summed
+from fused_norm.native import build
+from fused_norm.norms import NORMS
+from fused_norm.ops.registration import define_in_python
+from fused_norm.recipes import E4M3, E5M2, Cast
+from fused_norm.reference import widened
+
+# Operands of 8 bits start, and each of their rows, at a multiple of 16 bytes.
+MULTIPLE = 16
+# The least of NVIDIA's that multiplies FP8.
+_CAPABILITY = (8, 9)
+# The types in the record, as op/rows/types.mojo has them.
+_TYPES = {E4M3: 4, E5M2: 5}
+
+
+def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
+    """Raise an error if there are no FP8 products on this device, or of such sizes.
+
+    Args:
+        x: Rows, on their device.
+        weights: All that they multiply.
+
+    Raises:
+        RuntimeError: If there are none.
+        NotImplementedError: If a weight is no matrix of a floating-point type.
+    """
+    if x.is_cuda and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(x.device)
+        if capability < _CAPABILITY:
+            name = torch.cuda.get_device_name(x.device)
+            raise RuntimeError(f"{name} multiplies no FP8: that takes an Ada, Hopper or newer GPU")
+    for weight in weights:
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise NotImplementedError(
+                f"FP8 takes weights of two dimensions, got {list(weight.shape)} of {weight.dtype}"
+            )
+        if any(size % MULTIPLE for size in weight.shape):
+            raise RuntimeError(
+                f"FP8 needs features and outputs that are multiples of {MULTIPLE}, but got a "
+                f"weight of shape {list(weight.shape)}"
+            )
+
+
+def _serves(x: Tensor, *scalings: str) -> bool:
+    """Return whether kernels compute on a tensor with such scales."""
+    return (
+        x.is_cuda
+        and all(scaling in ("row", "tensor") for scaling in scalings)
+        and kernels.is_hopper(x.device.index or 0)
+    )
+
+
+@functools.cache
+def _launcher(device: int, stream: int) -> tuple[ModuleType, int]:
+    extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
+    return kernels.launcher(extension, device, stream, True)
+
+
+def _run(name: str, device: torch.device, **fields: Any) -> None:
+    index = device.index or 0
+    module, context = _launcher(index, torch._C._cuda_getCurrentRawStream(index))
+    call = Call(context=context)
+    for field, value in fields.items():
+        if value is not None:
+            setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
+    getattr(module, name)(ctypes.addressof(call))
+
+
+def _quantize(v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool) -> list[Tensor]:
+    cast = Cast(E5M2 if is_e5m2 else E4M3, scaling)
+    v = v.contiguous()
+    if (
+        v.dtype is not torch.bfloat16
+        or scaling != "row"
+        or not _serves(v, scaling)
+        or not v.numel()
+    ):
+        return list(recipes.quantize(v, cast, power_of_two))
+    M, K = v.shape
+    q, scale = torch.empty_like(v, dtype=cast.dtype), v.new_empty((M, 1), dtype=torch.float32)
+    kind = {"eight_bits": _TYPES[cast.dtype], "power_of_two": power_of_two}
+    _run("quantize", v.device, M=M, K=K, x=v, z=q, z_scale=scale, **kind)
+    return [q, scale]
+
+
+def _fake_quantize(v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool) -> list[Tensor]:
+    shape = _scales(v.shape, scaling)
+    q = v.new_empty(v.shape, dtype=E5M2 if is_e5m2 else E4M3)
+    return [q, v.new_empty(shape, dtype=torch.float32)]
+
+
+def _scales(shape: Any, scaling: str) -> tuple[Any, Any]:
+    M, K = shape
+    blocks = (K + recipes.BLOCK - 1) // recipes.BLOCK
+    if scaling == "1x128":
+        return M, blocks
+    if scaling == "128x128":
+        return (M + recipes.BLOCK - 1) // recipes.BLOCK, blocks
+    return (M, 1) if scaling == "row" else (1, 1)
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    normalization: str,
+    eps: float,
+    weight_offset: float,
+    scaling: str,
+    power_of_two: bool,
+) -> list[Tensor]:
+    t = Operands(x, residual, gamma, beta)
+    if (
+        x.dtype is not torch.bfloat16
+        or scaling != "row"
+        or not _serves(x, scaling)
+        or not x.numel()
+    ):
+        total = summed(t)
+        wide = t._replace(
+            gamma=None if gamma is None else widened(gamma),
+            beta=None if beta is None else widened(beta),
+        )
+        spec = Spec(normalization, eps=eps, weight_offset=weight_offset)
+        z = composition.normalized(spec, widened(total), wide)
+        q, scale = recipes.quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
+        return [x.new_empty(0) if residual is None else total, q, scale]
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    K = x.shape[-1]
+    M = x.numel() // K
+    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
+    q = x.new_empty((M, K), dtype=E4M3)
+    scale, mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in ((M, 1), (M,), (M,)))
+    affine = gamma if gamma is not None else beta
+    wide_norm = affine is not None and affine.dtype is torch.float32
+    _run(
+        "normalize",
+        x.device,
+        **{"M": M, "K": K, "x": x, "residual": residual, "gamma": gamma, "beta": beta},
+        **{"normalization": NORMS[normalization].number, "eps": eps},
+        **{"weight_offset": weight_offset, "z": q, "z_scale": scale, "mean": mean, "rstd": rstd},
+        **{"sum": total if residual is not None else None, "norm_is_float32": wide_norm},
+        power_of_two=power_of_two,
+    )
+    return [total, q, scale]
+
+
+def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
+    K = x.shape[-1]
+    M = x.numel() // max(K, 1)
+    total = x.new_empty(x.shape if residual is not None else (0,))
+    q = x.new_empty((M, K), dtype=E4M3)
+    return [total, q, x.new_empty(_scales((M, K), rest[-2]), dtype=torch.float32)]
+
+
+def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, bool]:
+    """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen."""
+    found = frozen.find([weight])
+    fresh = []
+
+    def make() -> Prepared:
+        fresh.append(True)
+        made = frozen.allocate(
+            lambda: tuple(_quantize(weight, False, scaling, power_of_two)), weight.device
+        )
+        return Prepared(made, stream)
+
+    if found is None:
+        q, scale = _quantize(weight, False, scaling, power_of_two)
+        return q, scale, False
+    stream, in_graph = 0, False
+    if weight.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        in_graph = torch.cuda.is_current_stream_capturing()
+    record, keys = found
+    kept = record.prepared(("fp8", scaling, power_of_two, keys), None if in_graph else make)
+    if kept is None:
+        q, scale = _quantize(weight, False, scaling, power_of_two)
+        return q, scale, False
+    if weight.is_cuda:
+        kept.read_on(stream, in_graph)
+    q, scale = kept.tensors
+    return q, scale, not fresh
+
+
+def _linear(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    (M, K), N = q.shape, weight.shape[0]
+    is_kept = False
+    if weight_scale is None:
+        weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two)
+    if dtype is not torch.bfloat16 or not _serves(q, scaling, weight_scaling) or not M:
+        wide = dtype if q.is_cuda else torch.float32
+        y = recipes.product((q, scale), scaling, (weight, weight_scale), weight_scaling, wide)
+        y = y.float()
+        if bias is not None:
+            y = y + bias.float()
+        if activation:
+            return composition.activated(activation, y).to(dtype)
+        return (y if residual is None else y + residual.float()).to(dtype)
+    # One scale of a tensor is one of each row.
+    scale, weight_scale = scale.expand(M, 1).contiguous(), weight_scale.expand(N, 1).contiguous()
+    outputs = N // 2 if is_gate(activation) else N
+    fields: dict[str, Any] = {}
+    if is_gate(activation):
+        fields = {"up": weight[outputs:], "up_scale": weight_scale[outputs:]}
+        fields["up_bias"] = None if bias is None else bias[outputs:]
+    y = q.new_empty((M, outputs), dtype=dtype)
+    _run(
+        "linear",
+        q.device,
+        **{"M": M, "N": outputs, "K": K, "z": q, "z_scale": scale, "y": y, "bias": bias},
+        **{"weight": weight, "weight_scale": weight_scale, "residual": residual},
+        **{"activation": number_of(activation), "eight_bits": _TYPES[q.dtype]},
+        # Only then was the weight there before the rows were.
+        way=FUSED if is_kept else 0,
+        **fields,
+    )
+    return y
+
+
+def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    activation, dtype = rest[-2:]
+    N = weight.shape[0] // (2 if is_gate(activation) else 1)
+    return q.new_empty((q.shape[0], N), dtype=dtype)
+
+
+quantize = define_in_python(
+    "fp8_quantize(Tensor v, bool is_e5m2, str scaling, bool power_of_two) -> Tensor[]",
+    _quantize,
+    _fake_quantize,
+)
+norm = define_in_python(
+    "fp8_norm(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, str normalization, "
+    "float eps, float weight_offset, str scaling, bool power_of_two) -> Tensor[]",
+    _norm,
+    _fake_norm,
+)
+linear = define_in_python(
+    "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
+    "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
+    "ScalarType dtype) -> Tensor",
+    _linear,
+    _fake_linear,
+)

@@ -1,0 +1,104 @@
+"""Rows in 8 bits: normalized, or as they are. On a GPU that has such products."""
+
+from std.math import align_up
+from std.sys import size_of
+
+from ..call import Call
+from ..device import Gpu
+from ..rows.launch import (
+    PERSISTENT_THREADS,
+    can_vectorize,
+    launch_persistent,
+    launch_rows,
+)
+from ..rows.operands import Operands, accumulator
+from ..rows.program import RowProgram
+from ..rows.programs.quantize import POWER_OF_TWO, NormQuantize, Quantize
+from ..rows.types import E4M3, E5M2
+from .gpu import GpuRunner
+from .normalize import affine_operands, fold_modulation
+
+# Loads of a row that a thread of a persistent kernel has, of 16 bytes each.
+comptime _TILE = 4
+
+
+def run_normalize_quantized[
+    dtype: DType, ftype: DType
+](gpu: Gpu, call: Call) raises:
+    """Writes which of sum, mean and rstd are wanted, and z in e4m3 with its scales.
+
+    Parameters:
+        dtype: The type of x.
+        ftype: The type of the features, as for `run_normalize`.
+
+    Args:
+        gpu: Where to run.
+        call: The tensors; z is at a multiple of 16 bytes.
+
+    Raises:
+        If a launch fails.
+    """
+    comptime accum = accumulator[dtype]()
+    fold_modulation[dtype](GpuRunner[accum](gpu), call)
+    var rows = affine_operands[dtype](call)
+    rows.number = call.eps.cast[accum]()
+    if call.normalization == 0:
+        rows.results[0] = Int64(call.mean)
+    rows.results[1] = Int64(call.rstd)
+    rows.results[2] = Int64(call.z_scale)
+    rows.residual = Int64(call.residual)
+    rows.sum = Int64(call.sum)
+    _name_rows(rows, call)
+    if call.residual != 0:
+        launch_rows[NormQuantize[True], dtype, ftype](gpu, rows)
+    else:
+        _launch[NormQuantize[], dtype, ftype](gpu, rows, call.way)
+
+
+def run_quantize[dtype: DType](gpu: Gpu, call: Call) raises:
+    """Writes x in 8 bits as z, with its scales.
+
+    Parameters:
+        dtype: The type of x.
+
+    Args:
+        gpu: Where to run.
+        call: The tensors; z is at a multiple of 16 bytes.
+
+    Raises:
+        If a launch fails.
+    """
+    var rows = Operands[accumulator[dtype]()](call.M, call.K)
+    rows.results[0] = Int64(call.z_scale)
+    _name_rows(rows, call)
+    comptime for eight_bits in [E4M3, E5M2]:
+        if call.eight_bits == Int(eight_bits):
+            _launch[Quantize[eight_bits], dtype, dtype](gpu, rows, call.way)
+
+
+def _name_rows(mut rows: Operands, call: Call):
+    rows.inputs[0] = Int64(call.x)
+    rows.outputs[0] = Int64(call.z)
+    if call.power_of_two != 0:
+        rows.kind |= POWER_OF_TWO
+
+
+def _launch[
+    P: RowProgram, dtype: DType, ftype: DType
+](gpu: Gpu, rows: Operands[accumulator[dtype]()], way: Int) raises:
+    """Launches blocks that go on to further rows, which load the next one meanwhile, where there are enough rows."""
+    comptime vector = 16 // size_of[dtype]()
+    var loads = Int(rows.length) // vector
+    var threads = align_up((loads + _TILE - 1) // _TILE, 32)
+    var together = gpu.processors * max(1, PERSISTENT_THREADS // threads)
+    # Wider features take the registers of the next row.
+    comptime if size_of[ftype]() == size_of[dtype]():
+        # 1 and 2 are for measurements.
+        if way != 1 and (way == 2 or Int(rows.rows) >= 2 * together):
+            if (
+                can_vectorize[dtype](rows)
+                and loads <= PERSISTENT_THREADS * _TILE
+            ):
+                _ = launch_persistent[P, dtype, ftype, vector, _TILE](gpu, rows)
+                return
+    launch_rows[P, dtype, ftype](gpu, rows)

@@ -1,0 +1,69 @@
+"""Check the words of the pages: plain American English, with the glossary's words.
+
+    python scripts/prose.py
+
+Code, links and quotations are left out. The exit status is 1 if a word has a plainer one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "op/*.md", "problems/*/*.md")
+# The worklog and its log tell of trials in the words of their time.
+LEFT_OUT = {"docs/hopper-log.md", "docs/worklog.md", "CHANGELOG.md"}
+# What to avoid, as a pattern, and what to say.
+WORDS = {
+    r"beside": "next to, with, among, compared with, at the same time",
+    r"lies": "is",
+    r"so many": "that many, or the number",
+    r"leave[sd]? away|left away": "omit",
+    r"(kernel|pass|loop|call|block|thread|row|first|second|it) finds": "computes or reads",
+    r"behaviour|colour|favour|neighbour|centre|catalogue|cancelled|labelled|modelling|whilst|"
+    r"(normal|optim|initial|vector|real|recogn|quant|organ|summar|general|parallel|serial)"
+    r"is(e|ed|es|ing|ation)": "the American spelling",
+    r"utili[sz]e[sd]?|leverage[sd]?|in order to|blazing(ly)?|seamless(ly)?": "a plainer word",
+    r"inverse standard deviation|inv_?std|norm_factor": "rstd",
+    r"epsilon": "eps",
+    r"layer-norm|layernorm(?!_|s? of|ed)": "LayerNorm",
+}
+HIDDEN = re.compile(
+    r"<!--.*?-->|^```.*?^```|^~~~.*?^~~~|`[^`\n]*`|\$[^$\n]+\$|\]\([^)]*\)|\"[^\"\n]*\"|<[^>\n]+>",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def faults(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line of each word to avoid, the word, and what to say.
+
+    Args:
+        text: A page in Markdown.
+    """
+    # Lines stay where they are.
+    plain = HIDDEN.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    for pattern, better in WORDS.items():
+        is_name = "ayernorm" in pattern
+        flags = 0 if is_name else re.IGNORECASE
+        for found in re.finditer(rf"\b(?:{pattern})\b", plain, flags):
+            yield plain.count("\n", 0, found.start()) + 1, found[0], better
+
+
+def main() -> int:
+    """Print what to change and return an exit status."""
+    failed = False
+    for path in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
+        name = str(path.relative_to(ROOT))
+        if name in LEFT_OUT:
+            continue
+        for line, word, better in sorted(faults(path.read_text())):
+            print(f"{name}:{line}: {word!r}; say {better}")
+            failed = True
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

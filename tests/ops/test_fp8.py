@@ -1,0 +1,322 @@
+"""FP8: every recipe against float64 and beside torchao, and what has to hold at its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fused_norm as fn
+from fused_norm import recipes
+from fused_norm.call import frozen
+from fused_norm.ops import fp8, scaled
+from fused_norm.recipes import E4M3, E5M2, Cast
+
+M, K, N = 48, 256, 384
+# What each gradient of 3 and of 2 bits of mantissa leaves, in dB; torchao's are no better.
+LEAST = 25.0
+LEAST_OF_E5M2 = 23.5
+# dB by which a product may fall short of torchao's in the same recipe.
+SHORT = 0.3
+TORCHAO = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+
+
+def decibels(found: Tensor, exact: Tensor) -> float:
+    found, exact = found.detach(), exact.detach()
+    noise = (found.double() - exact.double()).square().sum()
+    return float(10 * torch.log10(exact.double().square().sum() / noise))
+
+
+def leaves(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Return x, a weight, a bias and the gradient of y."""
+    torch.manual_seed(seed)
+    x, w, b, dy = torch.randn(M, K), torch.randn(N, K) / K**0.5, torch.randn(N), torch.randn(M, N)
+    return [v.to(dtype).requires_grad_(v is not dy) for v in (x, w, b, dy)]
+
+
+def gradients(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    """Return y, dx, dweight and dbias of a function of the first three."""
+    x, w, b = (v.detach().requires_grad_() for v in tensors[:3])
+    y = function(x, w, b)
+    return [y.detach(), *torch.autograd.grad(y, (x, w, b), tensors[3].to(y.dtype))]
+
+
+def in_torchao(recipe: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Return torchao's product, computed without FP8's tensor cores."""
+    pytest.importorskip("torchao")
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    linear = nn.Linear(K, N, dtype=x.dtype)
+    layer = Float8Linear.from_float(linear, config)
+    y: Tensor = torch.func.functional_call(layer, {"weight": w, "bias": b}, (x,))
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_products_against_float64(recipe: str, dtype: torch.dtype) -> None:
+    tensors = leaves(dtype)
+    found = gradients(lambda x, w, b: fp8.scaled_linear(x, w, b, recipe=recipe), *tensors)
+    exact = gradients(F.linear, *(v.double() for v in tensors))
+    least = dict.fromkeys(("y", "dx", "dweight"), LEAST)
+    if recipes.find(recipe).grad.dtype is E5M2:
+        least |= {"dx": LEAST_OF_E5M2, "dweight": LEAST_OF_E5M2}
+    for name, a, e in zip(("y", "dx", "dweight"), found, exact, strict=False):
+        assert a.dtype is dtype
+        assert decibels(a, e) > least[name], name
+    assert decibels(found[3], exact[3]) > 50
+    if not recipes.find(recipe).has_fp8_wgrad:
+        assert decibels(found[2], exact[2]) > 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recipe", TORCHAO)
+def test_products_are_no_worse_than_those_of_torchao(recipe: str, seed: int) -> None:
+    tensors = leaves(torch.bfloat16, seed)
+    found = gradients(lambda x, w, b: fp8.scaled_linear(x, w, b, recipe=recipe), *tensors)
+    theirs = gradients(lambda x, w, b: in_torchao(recipe, x, w, b), *tensors)
+    exact = gradients(F.linear, *(v.double() for v in tensors))
+    for name, a, t, e in zip(("y", "dx", "dweight"), found, theirs, exact, strict=False):
+        assert decibels(a, e) > decibels(t, e) - SHORT, name
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_bits_are_those_of_torchao(scaling: str, dtype: torch.dtype, power_of_two: bool) -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    if scaling == "row" and not power_of_two:
+        pytest.skip("torchao's training always rounds the scales of rows")
+    torch.manual_seed(1)
+    v = (torch.randn(300, K) * torch.logspace(-9, 9, 300)[:, None]).bfloat16()
+    v[7] = 0
+    by_row = scaling == "row"
+    granularity = ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE
+    theirs = hp_tensor_to_float8_dynamic(
+        v,
+        dtype,
+        LinearMMConfig(),
+        scaling_granularity=granularity,
+        axiswise_dim=-1 if by_row else None,
+        round_scales_to_power_of_2=power_of_two,
+    )
+    q, scale = recipes.quantize(v, Cast(dtype, scaling), power_of_two)
+    assert torch.equal(q.view(torch.uint8), theirs._data.view(torch.uint8))
+    assert torch.equal(scale.flatten(), theirs._scale.float().reciprocal().flatten())
+
+
+def test_scales_are_rounded_up_to_powers_of_two() -> None:
+    largest = 448 * 2.0 ** torch.arange(-120, 110).float()
+    amax = torch.cat([largest, largest.nextafter(torch.tensor(torch.inf)), largest * 0.75])
+    scale = recipes.scale_of(amax.clamp_min(recipes.LEAST), E4M3, True)
+    mantissa, _ = torch.frexp(scale)
+    assert (mantissa == 0.5).all()
+    exact = amax.clamp_min(recipes.LEAST).double() / 448
+    assert (scale.double() >= exact).all()
+    assert (scale.double() < 2 * exact).all()
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_rows_that_are_not_numbers_are_seen_where_they_are(recipe: str) -> None:
+    x, w, *_ = leaves(torch.float32)
+    x, w = x.detach(), w.detach()
+    x[3, 5], x[9, 100] = torch.nan, torch.inf
+    y = fn.norm_linear(x, w, normalization="rms_norm", recipe=recipe)
+    bad = torch.zeros(M, dtype=torch.bool)
+    bad[[3, 9]] = True
+    if recipes.find(recipe).input.scaling == "tensor":
+        # All rows share a scale, which says so.
+        assert not y.isfinite().any()
+        return
+    assert not y[bad].isfinite().any()
+    assert y[~bad].isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e30])
+def test_huge_and_tiny_numbers(recipe: str, size: float) -> None:
+    torch.manual_seed(2)
+    x, w = size * torch.randn(M, K), torch.randn(N, K) / K**0.5
+    y = fp8.scaled_linear(x, w, None, recipe=recipe)
+    assert y.isfinite().all()
+    if size >= 1e-12:
+        assert decibels(y / size, x.double() / size @ w.double().t()) > LEAST
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_zeros_and_outliers(recipe: str) -> None:
+    torch.manual_seed(3)
+    x, w = torch.randn(M, K), torch.randn(N, K) / K**0.5
+    x[5] = 0
+    x[:, 17] *= 1000
+    y = fp8.scaled_linear(x, w, None, recipe=recipe)
+    assert (y[5] == 0).all()
+    # The feature itself is as exact as any; the others keep what a scale for it leaves them.
+    assert decibels(y, x.double() @ w.double().t()) > LEAST
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_long_sums(recipe: str) -> None:
+    torch.manual_seed(4)
+    x, w = torch.randn(16, 16384), torch.randn(32, 16384) / 128
+    assert (
+        decibels(fp8.scaled_linear(x, w, None, recipe=recipe), x.double() @ w.double().t()) > LEAST
+    )
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"normalization": "rms_norm", "weight_offset": 1.0},
+    {"activation": "gelu"},
+    {"activation": "swiglu", "residual": True, "return_sum": True},
+    {"scale": True, "shift": True},
+    {"return_norm": True},
+]
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("follows", [False, True])
+def test_family_against_float64(recipe: str, options: dict[str, Any], follows: bool) -> None:
+    torch.manual_seed(5)
+    rows = {name: torch.randn(M, K) for name in ("residual", "scale", "shift") if name in options}
+    kwargs = {**options, **rows, "norm_weight": torch.rand(K), "recipe": recipe}
+    x, w, b = torch.randn(M, K), torch.randn(N, K) / K**0.5, torch.randn(N)
+    with torch.set_grad_enabled(follows):
+        results = fn.norm_linear(x, w.requires_grad_(follows), b, **kwargs)
+    exact = fn.norm_linear(
+        x.double(),
+        w.double(),
+        b.double(),
+        **{k: v.double() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        | {"recipe": None},
+    )
+    results, exact = ((v,) if isinstance(v, Tensor) else v for v in (results, exact))
+    assert len(results) == len(exact)
+    for place, (a, e) in enumerate(zip(results, exact, strict=True)):
+        # A gate multiplies two products, with the errors of both.
+        assert decibels(a, e) > (LEAST - 3 if place == 0 else 100)
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_mlp_gradients(recipe: str) -> None:
+    torch.manual_seed(6)
+    layer = fn.LayerNormMLP(K, N, activation="swiglu", normalization="RMSNorm", recipe=recipe)
+    exact = fn.LayerNormMLP(K, N, activation="swiglu", normalization="RMSNorm", dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(M, K)
+    one, other = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, e = layer(one, residual_out=one), exact(other, residual_out=other)
+    dy = torch.randn(M, K)
+    y.backward(dy)
+    e.backward(dy.double())
+    assert decibels(y, e) > LEAST
+    # Four products of FP8 lie between, and their errors add up.
+    assert decibels(one.grad, other.grad) > LEAST - 6
+    for (name, p), q in zip(layer.named_parameters(), exact.parameters(), strict=True):
+        assert decibels(p.grad, q.grad) > LEAST - 8, name
+
+
+def test_autocast_fp8_is_that_of_its_block_and_never_on_by_default() -> None:
+    layer = fn.LayerNormLinear(K, N)
+    x = torch.randn(M, K)
+    with torch.no_grad():
+        plain = layer(x)
+        with fn.autocast_fp8("tensorwise"):
+            inner = layer(x)
+            with fn.autocast_fp8("rowwise"):
+                rowwise = layer(x)
+            assert torch.equal(layer(x), inner)
+        assert torch.equal(layer(x), plain)
+        given = fn.LayerNormLinear(K, N, recipe="rowwise")
+        given.load_state_dict(layer.state_dict())
+        assert torch.equal(given(x), rowwise)
+    assert not torch.equal(plain, inner)
+    assert not torch.equal(rowwise, inner)
+
+
+def test_backward_has_the_recipe_of_its_forward() -> None:
+    x, w, b, dy = leaves(torch.float32)
+    with fn.autocast_fp8("rowwise"):
+        y = fn.norm_linear(x, w, b)
+    with fn.autocast_fp8("tensorwise"):
+        y.backward(dy)
+    expected = gradients(lambda *t: fn.norm_linear(*t, recipe="rowwise"), x, w, b, dy)
+    assert torch.equal(w.grad, expected[2])
+
+
+def test_main_grad_and_checkpoints() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(7)
+    x = torch.randn(M, K)
+    layers = [
+        fn.LayerNormLinear(K, N, recipe="rowwise", fuse_wgrad_accumulation=fused)
+        for fused in (False, True)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].weight.main_grad = torch.zeros(N, K)
+    layers[0](x).square().sum().backward()
+    layers[1](x).square().sum().backward()
+    assert layers[1].weight.grad is None
+    torch.testing.assert_close(layers[1].weight.main_grad, layers[0].weight.grad)
+    for reentrant in (False, True):
+        before = layers[0].weight.grad.clone()
+        layers[0].zero_grad()
+        again = checkpoint(layers[0], x.clone().requires_grad_(), use_reentrant=reentrant)
+        again.square().sum().backward()
+        assert torch.equal(layers[0].weight.grad, before)
+
+
+def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    quantize = scaled._quantize
+
+    def counted(v: Tensor, *rest: Any) -> Any:
+        calls.append(tuple(v.shape))
+        return quantize(v, *rest)
+
+    monkeypatch.setattr(scaled, "_quantize", counted)
+    model = nn.Sequential(fn.LayerNormMLP(K, N, recipe="rowwise")).eval()
+    x = torch.randn(M, K)
+    with torch.no_grad():
+        model(x)
+        fn.freeze(model)
+        first = model(x)
+        calls.clear()
+        assert torch.equal(model(x), first)
+        assert (N, K) not in calls
+        assert (K, N) not in calls
+        fn.unfreeze(model)
+        assert not frozen.is_any()
+        model[0].fc1_weight.mul_(2)
+        changed = model(x)
+    assert not torch.equal(changed, first)
+
+
+def test_errors_come_before_anything_runs() -> None:
+    x, w = torch.randn(M, K), torch.randn(N, K)
+    with pytest.raises(ValueError, match="recipe must be one of"):
+        fn.norm_linear(x, w, recipe="colwise")
+    with pytest.raises(ValueError, match="recipe must be one of"):
+        fn.LayerNormLinear(K, N, recipe="colwise")
+    with pytest.raises(ValueError, match="recipe must be one of"), fn.autocast_fp8("colwise"):
+        pass
+    with pytest.raises(RuntimeError, match="multiples of 16"):
+        fn.norm_linear(x, w[:100], recipe="rowwise")
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        fn.norm_linear(x, w[:, :128], recipe="rowwise")
+    with pytest.raises(RuntimeError, match="batch_invariant"), fn.batch_invariant():
+        fn.norm_linear(x, w, recipe="rowwise")

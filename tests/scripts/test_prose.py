@@ -1,0 +1,42 @@
+"""The checks of the pages' words and links find what is wrong, and only that."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+sys.path.append(str(ROOT / "scripts/pages"))
+
+import links  # noqa: E402
+import prose  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("The tile lies\nbeside it.", ["lies", "beside"]),
+        ("Its behaviour was optimised.", ["behaviour", "optimised"]),
+        ('`lies beside`, [this](lies.md), "so many"\n```\nbeside\n```\n', []),
+        ("LayerNorm is computed at the same time.", []),
+    ],
+)
+def test_words(text: str, words: list[str]) -> None:
+    assert sorted(word for _, word, _ in prose.faults(text)) == sorted(words)
+
+
+def test_lines_are_those_of_the_page() -> None:
+    assert [line for line, *_ in prose.faults("<!-- a\nb -->\n\nIt lies there.")] == [4]
+
+
+def test_links(tmp_path: Path) -> None:
+    page = '<a href="b.html#here">1</a><a href="b.html#gone">2</a><img src="none.png">'
+    (tmp_path / "a.html").write_text(page + '<a href="https://example.org/x">3</a>')
+    (tmp_path / "b.html").write_text('<h1 id="here">b</h1><a href="a.html">a</a>')
+    assert list(links.broken(tmp_path)) == [
+        "a.html: b.html#gone: no such anchor",
+        "a.html: none.png: no such file",
+    ]
