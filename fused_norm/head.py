@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, cross_entropy
-from fused_norm.composition import Operands, Seam
+from fused_norm.composition import Operands, Spec
 from fused_norm.cross_entropy import REDUCTIONS, Head, Loss
 from fused_norm.ops import head as head_ops
 from fused_norm.ops.family import checked_eps
@@ -129,10 +129,10 @@ def norm_linear_cross_entropy(
         RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
-    kind = Seam(normalization, eps=checked_eps(normalization, None, eps, x))
-    kind = kind._replace(weight_offset=float(weight_offset))
+    exact = checked_eps(normalization, None, eps, x)
+    spec = Spec(normalization, eps=exact, weight_offset=float(weight_offset))
     t = Operands(x, residual, norm_weight, norm_bias, weights=[weight])
-    z = composition.normalized(kind, composition.summed(t), t)
+    z = composition.normalized(spec, composition.summed(t), t)
     return linear_cross_entropy(z, weight, target, bias, **loss)
 
 

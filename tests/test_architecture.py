@@ -273,7 +273,7 @@ def assert_one_way(imports: dict[str, set[str]], layers: list[list[str]]) -> Non
 def test_python_imports_run_one_way() -> None:
     imports = python_imports()
     # And models, when it is first asked for.
-    public = {"composed", "freeze", "functional", "modules", "ops", "trainable_eps"}
+    public = {"composed", "freeze", "functional", "head", "modules", "ops", "trainable_eps"}
     assert imports.pop("__init__") == public
     for names in imports.values():
         # `from fused_norm import name` of something public is for those at the end of the line.

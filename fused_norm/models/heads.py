@@ -18,7 +18,7 @@ from fused_norm.models.readers import Product, find_product
 from fused_norm.models.sites import HEAD, Site
 from fused_norm.models.values import are_same, is_number, is_plain, is_tensor, number, shape, value
 from fused_norm.models.writes import written
-from fused_norm.ops.seam_validation import hint
+from fused_norm.ops.operands import hint
 
 # Fewer bytes of logits are not worth a call: PyTorch's compiler makes one kernel of what follows.
 _LEAST_BYTES = 1 << 25
@@ -84,6 +84,9 @@ def _find(loss: Node, site: Site) -> _Head:
         _Left: If none does, or a call could not do the same.
     """
     node: Any = form(loss)["input"]
+    if is_tensor(node):
+        site.shape = tuple(map(str, shape(node)))
+        site.dtype = str(value(node).dtype).split(".")[1]
     views: list[Node] = []
     inner = {loss}
     softcap = None

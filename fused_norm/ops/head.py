@@ -18,7 +18,7 @@ from fused_norm.call.memory import statistics_dtype
 from fused_norm.chain import head, head_sm90, kernels
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import is_watched, may_follow, register, without_none
+from fused_norm.ops.registration import define_in_python, is_watched, may_follow, without_none
 
 _TENSORS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
@@ -54,7 +54,8 @@ def _check_labels(t: Head, loss: Loss) -> None:
 def _forward(*arguments: Any) -> list[Tensor]:
     t, loss, wanted = _unpacked(arguments)
     _check_labels(t, loss)
-    found = head.compute(t, loss, wanted)
+    with torch.autocast(t.x.device.type, enabled=False):
+        found = head.compute(t, loss, wanted)
     return without_none([found.loss, found.logsumexp, *found.gradients], t.x)
 
 
@@ -79,7 +80,8 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if grad is None:
         shape = t.target.shape if loss.reduction == "none" else ()
         grad = t.x.new_zeros(shape, dtype=statistics_dtype(t.x.dtype))
-    found = head.compute(t, loss, wanted, (grad, grad_logsumexp))
+    with torch.autocast(t.x.device.type, enabled=False):
+        found = head.compute(t, loss, wanted, (grad, grad_logsumexp))
     return without_none(found.gradients, t.x)
 
 
@@ -92,10 +94,10 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
     return without_none(_fake_gradients(t, wanted), t.x)
 
 
-_forward_op = register(
+_forward_op = define_in_python(
     f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> Tensor[]", _forward, _fake_forward
 )
-_backward_op = register(
+_backward_op = define_in_python(
     f"linear_cross_entropy_backward({_TENSORS}, Tensor? grad, Tensor? grad_logsumexp, {_OPTIONS}) "
     "-> Tensor[]",
     _backward,
