@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from benchmarks.environment import describe, version
 SIZES = ((8192, 2048, 128256), (8192, 4096, 128256), (16384, 1024, 151936), (16384, 768, 50304))
 EPS = 1e-5
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "triton")
-Provider = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Provider = Callable[..., Tensor]
 
 
 def eager(x: Tensor, gamma: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -55,28 +56,22 @@ def peers() -> dict[str, Provider]:
     """Return what can be had of others, by name; what is missing is told."""
     found: dict[str, Provider] = {"eager": eager, "compile": torch.compile(eager)}
     try:
-        from liger_kernel.transformers.functional import (
-            liger_fused_linear_cross_entropy,
-            liger_rms_norm,
-        )
-
-        found["liger"] = lambda x, g, w, t: liger_fused_linear_cross_entropy(
-            liger_rms_norm(x, g, EPS), w, t
+        liger = import_module("liger_kernel.transformers.functional")
+        found["liger"] = lambda x, g, w, t: liger.liger_fused_linear_cross_entropy(
+            liger.liger_rms_norm(x, g, EPS), w, t
         )
     except ImportError as error:
         print(f"no liger: {error}", flush=True)
     try:
-        from cut_cross_entropy import linear_cross_entropy
-
-        found["cut-cross-entropy"] = lambda x, g, w, t: linear_cross_entropy(
+        cut = import_module("cut_cross_entropy")
+        found["cut-cross-entropy"] = lambda x, g, w, t: cut.linear_cross_entropy(
             F.rms_norm(x, x.shape[-1:], g, EPS), w, t
         )
     except ImportError as error:
         print(f"no cut-cross-entropy: {error}", flush=True)
     try:
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-        found["quack"] = lambda x, g, w, t: chunked_linear_cross_entropy(
+        quack = import_module("quack.linear_cross_entropy")
+        found["quack"] = lambda x, g, w, t: quack.chunked_linear_cross_entropy(
             F.rms_norm(x, x.shape[-1:], g, EPS), w, t, reduction="mean"
         )
     except ImportError as error:

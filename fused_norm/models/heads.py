@@ -152,9 +152,9 @@ def _is_view(node: Node) -> bool:
     if len(after) < 1 or not are_same(before[-1], after[-1]):
         return False
     if f.kind == "view":
-        return len(after) == 2 or node.target in ("flatten", torch.flatten)
+        return len(after) == 2 or bool(node.target in ("flatten", torch.flatten))
     if f.kind == "slice":
-        return f.args.get("dim", 0) % len(before) != len(before) - 1
+        return bool(f.args.get("dim", 0) % len(before) != len(before) - 1)
     index = f["index"] if isinstance(f["index"], tuple) else (f["index"],)
     is_whole = Ellipsis in index or len(index) == len(before)
     if not all(i is Ellipsis or isinstance(i, slice) for i in index):
