@@ -14,7 +14,8 @@ from fused_norm.functional import (
     norm_linear,
     norm_mlp,
 )
-from fused_norm.modules import LayerNormLinear, LayerNormMLP
+from fused_norm.head import linear_cross_entropy, norm_linear_cross_entropy
+from fused_norm.modules import LayerNormLinear, LayerNormMLP, LinearCrossEntropy
 from fused_norm.ops.decompositions import decompositions
 from fused_norm.ops.fp8 import autocast_fp8
 from fused_norm.ops.invariance import batch_invariant
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
+    "LinearCrossEntropy",
     "Statistics",
     "TrainableEpsLayerNorm",
     "__version__",
@@ -40,7 +42,9 @@ __all__ = [
     "frozen_parameters",
     "fused_layernorm_linear",
     "linear_add",
+    "linear_cross_entropy",
     "norm_linear",
+    "norm_linear_cross_entropy",
     "norm_mlp",
     "optimize",
     "trainable_eps_layer_norm",

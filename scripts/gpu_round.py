@@ -6,10 +6,10 @@
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
 place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), the
-steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), wrong edits
-(`--only mutate`). Each ends in time (`--limit`). The benchmark goes on with OUT/NAME.json or
-FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json or
-FOLDER/NAME-OP.json.
+steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), the head alone
+(`--only head`), wrong edits (`--only mutate`). Each ends in time (`--limit`). The benchmark goes on
+with OUT/NAME.json or FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json
+or FOLDER/NAME-OP.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ LIBRARIES = (
     *("libMSupportGlobals.so", "libMGPRT.so", "libNVPTX.so"),
 )
 # The peers with what they import, and what the tests import.
-WHEELS = ("fla-core", "einops", "liger-kernel", "hypothesis", "sortedcontainers", "expecttest")
+WHEELS = (
+    *("fla-core", "einops", "liger-kernel", "hypothesis", "sortedcontainers", "expecttest"),
+    "cut-cross-entropy",
+)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # The shapes that say most come first, with all peers; max-autotune compiles too long for the rest.
 FIRST = ("--op", "layernorm_linear", "--shapes", "llama")
@@ -62,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     packing.add_argument("folder", type=Path)
     packing.add_argument("--target", default="sm_90a", help="GPU architecture (default: sm_90a)")
     packing.add_argument("--python", default="3.12", help="Python there (default: 3.12)")
+    packing.add_argument("--only", choices=["head"], help="only the kernels of the head")
     running = commands.add_parser("run", help="use the folder, on the GPU machine")
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
-    kinds = ("tests", "bench", "family", "train", "mutate", "worklog")
+    kinds = ("tests", "bench", "family", "train", "mutate", "worklog", "head")
     running.add_argument("--only", choices=kinds)
     running.add_argument("--op", action="append", choices=FAMILY, help="of --only family")
     running.add_argument("--no-compile", action="store_true", help="in --only family")
@@ -80,25 +84,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
     options = parser.parse_args(arguments)
     if options.command == "pack":
-        return pack(options.folder, options.target, options.python)
+        return pack(options.folder, options.target, options.python, options.only)
     return run(options)
 
 
-def pack(folder: Path, target: str, python: str) -> int:
+def pack(folder: Path, target: str, python: str, only: str | None = None) -> int:
     """Fill a folder with everything that the GPU machine lacks.
 
     Args:
         folder: The folder.
         target: GPU architecture to build for.
         python: Version of Python on the GPU machine.
+        only: `head` for the kernels of the head alone, None for all.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("kernels", "wheels"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    environment = os.environ | {"FUSED_NORM_CACHE_DIR": str(folder / "kernels")}
-    build = [sys.executable, "-m", "fused_norm", "build", "--target", target]
-    status = subprocess.run(build, env=environment, cwd=ROOT, check=False).returncode
-    status = _build_for_tests(folder / "kernels", target) or status
+    shutil.rmtree(folder / "wheels", ignore_errors=True)
+    if only == "head":
+        status = _build_head(folder / "kernels", target)
+    else:
+        shutil.rmtree(folder / "kernels", ignore_errors=True)
+        environment = os.environ | {"FUSED_NORM_CACHE_DIR": str(folder / "kernels")}
+        build = [sys.executable, "-m", "fused_norm", "build", "--target", target]
+        status = subprocess.run(build, env=environment, cwd=ROOT, check=False).returncode
+        status = _build_for_tests(folder / "kernels", target) or status
     _pack_runtime(folder / "runtime.tar.xz")
     download = [
         *("pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
@@ -192,6 +200,17 @@ def run(options: argparse.Namespace) -> int:
         left = options.limit - (time.perf_counter() - began)
         if _benchmark(options, environment, left):
             failed.append("benchmark")
+    if options.only == "head":
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        command += options.test or ["tests/head"]
+        if _logged(command, environment, options.out / "tests.log", options.limit / 2):
+            failed.append("tests")
+        command = [sys.executable, "-m", "benchmarks.head", "--seconds", str(options.seconds)]
+        command += ["--json", str(options.out / f"{options.name}-head.json")]
+        command += ["--commit", (options.folder / "commit").read_text().strip()]
+        left = options.limit - (time.perf_counter() - began)
+        if _logged(command, environment, options.out / "bench-head.log", left):
+            failed.append("benchmark")
     if options.only == "family":
         left = options.limit - (time.perf_counter() - began)
         if _family(options, environment, left):
@@ -272,6 +291,22 @@ def _stage(command: Sequence[str], environment: dict[str, str], log: Path, end: 
         print(f"no time left for {log.stem}")
         return 0
     return _logged([*command, "--time-limit", f"{left - 45:.0f}"], environment, log, left)
+
+
+def _build_head(kernels: Path, target: str) -> int:
+    """Build the kernels of the head, if they are not there."""
+    sys.path.insert(0, str(ROOT))
+    from fused_norm.native import build, cache
+
+    os.environ["FUSED_NORM_CACHE_DIR"] = str(kernels)
+    try:
+        for extension in build.extensions(target, [build.HEAD_DTYPE]):
+            if extension.name == build.HEAD_EXTENSION:
+                build.build(extension)
+    except cache.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _build_for_tests(kernels: Path, target: str) -> int:

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from fused_norm import activations, composition
-from fused_norm.call import record
+from fused_norm.call import head_record, record
 from fused_norm.chain import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
+HEAD_MOJO = (ROOT / "op/head/call.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
@@ -34,11 +35,11 @@ EXTENDING = (ROOT / "docs/extending.md").read_text()
 PYTHON_LAYERS = [
     ["activations", "norms"],
     ["reference", "native", "recipes"],
-    ["composition"],
+    ["composition", "cross_entropy"],
     ["call"],
     ["chain"],
     ["ops"],
-    ["functional", "composed", "freeze", "trainable_eps"],
+    ["functional", "composed", "freeze", "head", "trainable_eps"],
     ["modules", "models"],
     ["doctor", "bench", "graphs"],
     ["__main__"],
@@ -49,7 +50,7 @@ MOJO_LAYERS = [
     ["norms"],
     ["rows", "gemm"],
     ["passes"],
-    ["norm_linear"],
+    ["norm_linear", "head"],
     ["max", "puzzle"],
     ["register"],
 ]
@@ -87,6 +88,14 @@ def test_record_is_one_in_three_languages(struct: str, numbers: list[str]) -> No
     ):
         assert found == numbers
     assert {kind for kind, _ in in_mojo} <= {"Int", "Float64"}
+
+
+def test_the_head_s_record_is_one_in_two_languages() -> None:
+    body = re.search(r"^struct HeadCall\(.*?(?=^comptime )", HEAD_MOJO, re.M | re.S)
+    assert body is not None
+    fields = re.findall(r"^    var (\w+): (\w+)$", body[0], re.M)
+    assert [name for name, _ in fields] == [name for name, _ in head_record.HeadCall._fields_]
+    assert tuple(name for name, kind in fields if kind == "Float64") == head_record.NUMBERS
 
 
 def test_fields_take_eight_bytes() -> None:
@@ -264,7 +273,7 @@ def assert_one_way(imports: dict[str, set[str]], layers: list[list[str]]) -> Non
 def test_python_imports_run_one_way() -> None:
     imports = python_imports()
     # And models, when it is first asked for.
-    public = {"composed", "freeze", "functional", "modules", "ops", "trainable_eps"}
+    public = {"composed", "freeze", "functional", "head", "modules", "ops", "trainable_eps"}
     assert imports.pop("__init__") == public
     for names in imports.values():
         # `from fused_norm import name` of something public is for those at the end of the line.

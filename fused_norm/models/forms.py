@@ -59,6 +59,8 @@ _SIGNATURES: dict[str, str] = {
     "cat": "tensors dim",
     "pad": "input pad",
     "attention": "query key value",
+    "cross_entropy": "input target weight size_average ignore_index reduce reduction "
+    "label_smoothing",
     "from_local": "input device_mesh placements",
     "redistribute": "input device_mesh placements",
     "to_local": "input",
@@ -96,6 +98,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cat": (torch.cat, torch.concat),
     "pad": (F.pad, torch._C._nn.pad),
     "attention": (F.multi_head_attention_forward,),
+    "cross_entropy": (F.cross_entropy,),
 }
 # Methods and ATen's ops whose names differ from their kind.
 _NAMES: dict[str, str] = {

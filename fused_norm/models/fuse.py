@@ -18,6 +18,7 @@ from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
+from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import keep_dense
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
@@ -122,6 +123,8 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     flow = Flow(graph)
     write_out_attention(graph, Emitter(graph, flow))
     flow = Flow(graph)
+    heads = fuse_heads(graph, flow, Emitter(graph, flow), options.small)
+    flow = Flow(graph)
     split_streams(graph, flow, Emitter(graph, flow))
     inputs, layers = _fused_inputs(graph)
     found = find_sums(graph, flow, functools.partial(_adds, options))
@@ -145,7 +148,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
     sites += [site for site in added if site is not None]
     sites += rewriter.precision.rewrite_linears(graph, rewriter.emitter)
     keep_dense(graph, flow, rewriter.emitter)
-    return sites
+    return heads + sites
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:

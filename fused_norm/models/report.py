@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import settings
-from fused_norm.models.sites import LINEAR, RESIDUAL, Site
+from fused_norm.models.sites import HEAD, LINEAR, RESIDUAL, Site
 
 _FAST_PATH = torch._transformer_encoder_layer_fwd
 
@@ -27,8 +27,8 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: The norms in the order of the graph, then the sums that products before them add,
-            then, where FP8 is asked for, the Linear layers that are part of no call on a norm.
+        sites: Heads, the norms in the order of the graph, then the sums that products before them
+            add, then, where FP8 is asked for, the Linear layers that are part of no call on a norm.
         graphs: How many graphs Dynamo made of the model.
         failures: What kept the pass from a graph, where something did.
         fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
@@ -42,7 +42,7 @@ class Report:
     @property
     def norms(self) -> list[Site]:
         """The norms."""
-        return [site for site in self.sites if site.kind not in (RESIDUAL, LINEAR)]
+        return [site for site in self.sites if site.kind not in (HEAD, RESIDUAL, LINEAR)]
 
     @property
     def fused(self) -> list[Site]:
@@ -64,7 +64,7 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("norm or sum", "", "kind", "shape", "fused with, or why not", "way")
+        table = Table("norm, sum or head", "", "kind", "shape", "fused with, or why not", "way")
         for path, sites in _alike(self.sites).items():
             site = sites[0]
             shape = f"{' x '.join(site.shape)} {site.dtype}"
@@ -85,11 +85,15 @@ class Report:
         counted = f"{len(self.fused)} of {_counted(len(self.norms), 'norm')} fused in {graphs}"
         if self.norms and not self.fused:
             (reason, count), *_ = Counter(site.reason for site in self.norms).most_common()
-            return f"{counted}: {reason} ({count} of {len(self.norms)})"
+            counted += f": {reason} ({count} of {len(self.norms)})"
+            if not any(site.fused for site in self.sites):
+                return counted
         before = sum(site.ops_before for site in self.sites)
         after = sum(site.ops_after for site in self.sites)
         sums = sum(site.kind == RESIDUAL for site in self.sites)
+        heads = sum(site.kind == HEAD and site.fused for site in self.sites)
         added = f", {_counted(sums, 'sum')} added by products" if sums else ""
+        added += f", {_counted(heads, 'head')} without logits" if heads else ""
         return (
             f"{counted}{added}: {_counted(before, 'op')} become {_counted(after, 'launch', 'es')}, "
             f"a forward writes {self.bytes_saved / 2**20:.1f} MiB less"

@@ -1,25 +1,27 @@
-"""What became of each norm of a model, of sums and layers: the record that `explain` prints."""
+"""What became of each norm, sum, head and layer of a model: the record that `explain` prints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 RESIDUAL = "residual"
+HEAD = "head"
 LINEAR = "linear"
 
 
 @dataclass
 class Site:
-    """A norm of a model, a residual sum that the product before it adds, or a Linear layer.
+    """A norm of a model, a residual sum that the product before it adds, a head, or a Linear layer.
 
-    Linear layers of their own are listed where some are to be in FP8.
+    A head is a Linear layer and the cross entropy of its logits. Linear layers of their own are
+    listed where some are to be in FP8.
 
     Attributes:
-        path: Path of the module that it is, or is written in; of a sum that of the Linear layer.
-        kind: `"layer_norm"`, `"rms_norm"`, `"residual"` or `"linear"`.
+        path: Path of the module that it is, or is written in; of others that of the Linear layer.
+        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"` or `"linear"`.
         shape: Of what is normalized or multiplied; sizes that are dynamic by their names.
         dtype: Its dtype.
-        linears: How many Linear layers read it; of a sum 1, the layer's own.
+        linears: How many Linear layers read it; of others 1, the layer's own.
         fused: Whether it is part of calls of ours.
         calls: Those in words, as `"norm_mlp: residual, swiglu"`.
         way: Which way they run.

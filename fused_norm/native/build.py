@@ -38,8 +38,10 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
-# Of 8 bits, beside bfloat16.
+# In bfloat16 alone: products in 8 bits, and the head of a language model.
 FP8_EXTENSION = "fp8_sm90"
+HEAD_EXTENSION = "head_sm90"
+HEAD_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
             for norm in NORMS
             for dtype in kept
         ]
-        if "bfloat16" in kept:
-            found.append(Extension(FP8_EXTENSION, "bfloat16", vendor + target))
+        if HEAD_DTYPE in kept:
+            for name in (FP8_EXTENSION, HEAD_EXTENSION):
+                found.append(Extension(name, HEAD_DTYPE, vendor + target))
     return found
 
 

@@ -63,6 +63,10 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether kernels add a tensor of the shape and the type of c to the sums, before these are finished."""
     comptime is_gate: Bool = False
     """Whether c has half of the columns of h: of 16 columns of b, the first eight gate the others."""
+    comptime stores: Bool = True
+    """Whether c is stored; otherwise only sums of it are kept."""
+    comptime sums_rows: Bool = False
+    """Whether what is finished of a row is added up over the columns of each tile, before it is rounded."""
 
     @always_inline
     def addend(self) -> Int:
@@ -172,6 +176,17 @@ trait Epilogue(TrivialRegisterPassable):
             Its terms.
         """
         return {1, 0}
+
+    @always_inline
+    def keep_row_sum(self, row: Int, tile: Int, sum: Float32):
+        """Stores the sum of a row over the columns of a tile.
+
+        Args:
+            row: The row.
+            tile: Which tile of the row.
+            sum: The sum of what was finished.
+        """
+        pass
 
     def finish[
         dtype: DType, width: Int

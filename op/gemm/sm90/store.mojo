@@ -8,6 +8,7 @@ memory, so that no warp waits for another one.
 from std.memory import OpaquePointer
 from std.sys import size_of
 from std.utils import StaticTuple
+from max.gpu.primitives import warp
 
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
 from .config import BOX_BYTES
@@ -24,6 +25,9 @@ from .ptx import (
     warp_sync,
 )
 from .wgmma import Accumulator, row_elements
+
+comptime RowPair = SIMD[DType.float32, 2]
+"""Of the two rows of a warp's 16 that a lane has: a number each."""
 
 
 trait Sums(TrivialRegisterPassable):
@@ -309,15 +313,42 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         mut boxes: Boxes[bytes],
         c_map: OpaquePointer[ImmUntrackedOrigin],
     ):
-        """Finishes and stores the rows."""
+        """Finishes and stores the rows, and keeps their sums where the epilogue wants them."""
+        var totals = RowPair(0)
         comptime for box in range(columns // Self.width):
-            var box_address = boxes.take(self.lane)
+            var box_address = UInt32(0)
+            comptime if Self.E.stores:
+                box_address = boxes.take(self.lane)
             comptime for group in range(0, Self.width // 8, 2):
                 var fours = StaticTuple[SIMD[DType.float32, 4], 2]()
                 comptime for half in range(2):
                     comptime column = box * Self.width + (group + half) * 8
                     fours[half] = self._finish[columns, column](sums, vectors)
-                self._put[dtype, group](box_address, fours[0], fours[1])
-            self._send[dtype](
-                c_map, box_address, Int32(self.column) + Int32(box * Self.width)
-            )
+                    comptime if Self.E.sums_rows:
+                        totals += RowPair(
+                            fours[half][0] + fours[half][1],
+                            fours[half][2] + fours[half][3],
+                        )
+                comptime if Self.E.stores:
+                    self._put[dtype, group](box_address, fours[0], fours[1])
+            comptime if Self.E.stores:
+                self._send[dtype](
+                    c_map,
+                    box_address,
+                    Int32(self.column) + Int32(box * Self.width),
+                )
+        comptime if Self.E.sums_rows:
+            self._keep_sums(totals, Int(self.column) // columns)
+
+    @always_inline
+    def _keep_sums(self, own: RowPair, tile: Int):
+        """Adds up what the four lanes have that share two rows."""
+        var totals = own
+        comptime for distance in [1, 2]:
+            comptime for i in range(2):
+                totals[i] += warp.shuffle_xor(totals[i], UInt32(distance))
+        if self.lane & 3 == 0:
+            comptime for i in range(2):
+                var row = self.row + (self.lane >> 2) + UInt32(8 * i)
+                if row < self.elements.m:
+                    self.epilogue.keep_row_sum(Int(row), tile, totals[i])

@@ -1,0 +1,167 @@
+"""The head in chunks of rows, so that logits exist for one chunk at a time.
+
+Each chunk leaves exponentials `E` of its logits, whose label's entry makes `E` times a factor of
+the row the gradient of the logits. So both gradients are plain products of what was stored:
+
+    dx = factor * (E W)      dW += E^T (factor * x)      db += E^T factor
+
+Hopper's product leaves them in bfloat16 without ever rounding a logit (`head_sm90.py`); elsewhere
+PyTorch's ops make them of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
+from fused_norm.chain import head_sm90
+from fused_norm.chain.head_rows import Chunk, Rows, by_pytorch
+from fused_norm.cross_entropy import Head, Loss, reduced, row_scales, token_weights
+
+# Rows of a chunk. On an H100, 4096 are within 4 % of all rows at once; a CPU's caches hold fewer.
+GPU_ROWS, CPU_ROWS = 4096, 1024
+# On a CPU, chunks are at least so many where there are rows for them, and have so many rows.
+_LEAST_CHUNKS, _LEAST_ROWS = 8, 64
+
+
+class Found(NamedTuple):
+    """What a call leaves.
+
+    Attributes:
+        loss: The reduced loss.
+        logsumexp: Of each row, in the shape of the target.
+        gradients: Of x, the weight and the bias, None where not wanted.
+    """
+
+    loss: Tensor
+    logsumexp: Tensor
+    gradients: list[Tensor | None]
+
+
+def rows_of_chunk(M: int, chunk_rows: int, is_cpu: bool) -> int:
+    """Return how many rows a chunk has, so that all chunks have about as many.
+
+    Args:
+        M: Rows of all.
+        chunk_rows: The most that the user wants, 0 for what suits the device.
+        is_cpu: Whether a CPU computes.
+    """
+    most = chunk_rows or GPU_ROWS
+    if is_cpu and not chunk_rows:
+        most = min(CPU_ROWS, max(-(-M // _LEAST_CHUNKS), _LEAST_ROWS))
+    chunks = max(-(-M // most), 1)
+    return max(-(-M // chunks), 1)
+
+
+def compute(
+    t: Head,
+    loss: Loss,
+    wanted: list[bool],
+    grads: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Found:
+    """Compute the loss, and gradients as far as wanted.
+
+    Args:
+        t: The tensors; labels are in range.
+        loss: What to compute.
+        wanted: Which gradients: of x, the weight, the bias.
+        grads: Gradients of the loss, None for 1, and of the logarithms, None for 0.
+    """
+    M, K = t.target.numel(), t.weight.shape[1]
+    x, wide = t.x.reshape(M, K), statistics_dtype(t.x.dtype)
+    flat = t._replace(x=x, target=t.target.reshape(M))
+    scales = logsumexp_scales = None
+    if any(wanted):
+        scales = row_scales(t, loss, grads[0], wide)
+        logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
+    size = rows_of_chunk(M, loss.chunk_rows, x.is_cpu)
+    find = _way(flat, loss, size, any(wanted))
+    losses, lse = (x.new_empty(M, dtype=wide) for _ in range(2))
+    totals = _Totals(flat, wanted)
+    for start in range(0, M, size):
+        part = slice(start, min(start + size, M))
+        found = find(Chunk(part, _part(scales, part), _part(logsumexp_scales, part)))
+        losses[part], lse[part] = found.losses, found.logsumexp
+        if any(wanted):
+            totals.add(part, found)
+    weights = token_weights(t, wide)
+    if weights is not None:
+        losses = losses * weights
+    return Found(reduced(losses, t, loss), lse.reshape(t.target.shape), totals.gradients(t))
+
+
+def _part(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _way(t: Head, loss: Loss, size: int, keeps: bool) -> Callable[[Chunk], Rows]:
+    if head_sm90.serves(t, loss):
+        return head_sm90.Way(t, loss, size, keeps).rows
+    return lambda chunk: by_pytorch(t, loss, chunk)
+
+
+class _Totals:
+    """The gradients, of which each chunk has a share."""
+
+    def __init__(self, t: Head, wanted: list[bool]) -> None:
+        """Make room for those that are wanted."""
+        self.t, (self.wants_x, self.wants_weight, self.wants_bias) = t, wanted
+        self.dx = torch.empty_like(t.x) if self.wants_x else None
+        self.dweight: Tensor | None = None
+        self.dbias: Tensor | None = None
+
+    def add(self, part: slice, found: Rows) -> None:
+        """Add what a chunk leaves."""
+        e, factors = found.exponentials, found.factors
+        x, weight = self.t.x[part], self.t.weight
+        if self.dx is not None:
+            dx = _product(e, weight)
+            if factors is not None:
+                dx = torch.mul(
+                    dx, factors.unsqueeze(1), out=None if found.others else self.dx[part]
+                )
+            if found.others is not None:
+                dx = dx - found.others.scales.unsqueeze(1) * found.others.mean_weight
+            if found.others is not None or factors is None:
+                self.dx[part] = dx
+        if self.wants_weight:
+            scaled = x if found.scaled is None else found.scaled
+            if self.dweight is None:
+                self.dweight = torch.mm(e.t(), scaled)
+            else:
+                torch.addmm(self.dweight, e.t(), scaled, out=self.dweight)
+            if found.others is not None:
+                self.dweight.sub_(
+                    torch.outer(found.others.class_weight, found.others.scales @ x.float())
+                )
+        if self.wants_bias:
+            own = e.sum(0, dtype=found.losses.dtype) if factors is None else _weighted(e, factors)
+            if found.others is not None:
+                own = own - found.others.class_weight * found.others.scales.sum()
+            self.dbias = own if self.dbias is None else self.dbias + own
+
+    def gradients(self, t: Head) -> list[Tensor | None]:
+        """Return the gradients, in the shapes and dtypes of their tensors."""
+        if not t.target.numel():
+            self.dweight = torch.zeros_like(t.weight) if self.wants_weight else None
+            self.dbias = t.weight.new_zeros(t.weight.shape[0]) if self.wants_bias else None
+        dx = None if self.dx is None else self.dx.reshape(t.x.shape)
+        dbias = None if self.dbias is None else self.dbias.to(t.weight.dtype)
+        return [dx, self.dweight, dbias]
+
+
+def _product(e: Tensor, weight: Tensor) -> Tensor:
+    """Return E W, unrounded where tensor cores can leave it so."""
+    if e.is_cuda and e.dtype in LOW_PRECISION:
+        return torch.mm(e, weight, out_dtype=torch.float32)
+    return torch.mm(e, weight)
+
+
+def _weighted(e: Tensor, factors: Tensor) -> Tensor:
+    if e.dtype in LOW_PRECISION:
+        return torch.mv(e.t(), factors.to(e.dtype)).to(factors.dtype)
+    return torch.mv(e.t(), factors)

@@ -1,0 +1,126 @@
+"""The exponentials, losses and factors of a chunk's rows, by PyTorch's ops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
+from fused_norm.cross_entropy import Head, Loss
+
+
+class Chunk(NamedTuple):
+    """Some rows of a call.
+
+    Attributes:
+        rows: Which.
+        scales: Gradients of their losses, None where no gradient is wanted.
+        logsumexp_scales: Gradients of their logarithms, None for zeros.
+    """
+
+    rows: slice
+    scales: Tensor | None
+    logsumexp_scales: Tensor | None
+
+
+class Others(NamedTuple):
+    """What label smoothing takes from the gradient of all classes: a matrix of rank one.
+
+    Attributes:
+        scales: Of each row, shape `[rows]`.
+        class_weight: Of each class, shape `[V]`.
+        mean_weight: Classes' weights times the weight, shape `[K]`.
+    """
+
+    scales: Tensor
+    class_weight: Tensor
+    mean_weight: Tensor
+
+
+class Rows(NamedTuple):
+    """What a chunk leaves.
+
+    Attributes:
+        losses: Of each row, shape `[rows]`, 0 for those that are ignored.
+        logsumexp: Of each row.
+        exponentials: Shape `[rows, V]`; times the factors, the gradient of the logits but for
+            `others`.
+        factors: Of each row, None for 1.
+        scaled: The rows of x times their factors, None where these are 1.
+        others: What is taken from that gradient, None for nothing.
+    """
+
+    losses: Tensor
+    logsumexp: Tensor
+    exponentials: Tensor
+    factors: Tensor | None = None
+    scaled: Tensor | None = None
+    others: Others | None = None
+
+
+def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
+    """Compute a chunk from its logits, less the largest of each row.
+
+    Args:
+        t: The tensors of the call, rows in one dimension.
+        loss: What to compute.
+        chunk: Which rows.
+    """
+    x, target, wide = t.x[chunk.rows], t.target[chunk.rows], statistics_dtype(t.x.dtype)
+    z = _logits(x, t, wide)
+    slope = None
+    if loss.softcap:
+        bent = z.div_(loss.softcap).tanh_()
+        slope = None if chunk.scales is None else 1 - bent.square()
+        z = bent.mul_(loss.softcap)
+    counts = target != loss.ignore_index
+    labels = torch.where(counts, target, 0).unsqueeze(1)
+    class_weight = None if t.class_weight is None else t.class_weight.to(wide)
+    own = counts.to(wide) if class_weight is None else class_weight[labels[:, 0]] * counts
+    hard, smooth = own * (1 - loss.label_smoothing), loss.label_smoothing / t.weight.shape[0]
+    logit = z.gather(1, labels)[:, 0]
+    total: Any = t.weight.shape[0]
+    of_all = None
+    if smooth:
+        of_all = z.sum(1) if class_weight is None else z @ class_weight
+        total = total if class_weight is None else class_weight.sum()
+    most = z.amax(1)
+    e = z.sub_(most.unsqueeze(1)).exp_()
+    sums = e.sum(1)
+    lse = most + sums.log()
+    losses = hard * (lse - logit)
+    if of_all is not None:
+        losses = losses + torch.where(counts, smooth * (lse * total - of_all), 0)
+    if loss.z_loss:
+        losses = losses + torch.where(counts, loss.z_loss * lse.square(), 0)
+    if chunk.scales is None:
+        return Rows(losses, lse, e)
+    scales = chunk.scales
+    of_sum = scales * (hard + smooth * total * counts + 2 * loss.z_loss * lse * counts)
+    if chunk.logsumexp_scales is not None:
+        of_sum = of_sum + chunk.logsumexp_scales
+    is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
+    # Float16 has not the range for a label's entry before its factor.
+    if is_plain and x.dtype is not torch.float16:
+        e.scatter_add_(1, labels, -(sums * counts).unsqueeze(1))
+        factors = of_sum / sums
+        scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
+        return Rows(losses, lse, e.to(x.dtype), factors, scaled)
+    e.mul_((of_sum / sums).unsqueeze(1))
+    e.scatter_add_(1, labels, -(scales * hard).unsqueeze(1))
+    if smooth:
+        each = (scales * smooth).unsqueeze(1)
+        e.sub_(each if class_weight is None else each * class_weight)
+    if slope is not None:
+        e.mul_(slope)
+    return Rows(losses, lse, e.to(x.dtype))
+
+
+def _logits(x: Tensor, t: Head, wide: torch.dtype) -> Tensor:
+    if x.is_cuda and x.dtype in LOW_PRECISION:
+        z = torch.mm(x, t.weight.t(), out_dtype=torch.float32)
+        return z if t.bias is None else z.add_(t.bias)
+    return F.linear(x, t.weight, t.bias).to(wide)

@@ -1,0 +1,186 @@
+"""The exponentials, losses and factors of a chunk's rows, by Hopper's kernels in bfloat16.
+
+The product's epilogue stores exponentials of logits less an offset of the row, and their sums. The
+offset is some more than the largest of 256 of the row's logits, which a small product finds before.
+A row whose sum leaves the safe range is computed again, by kernels that the host need not ask for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.head_record import HeadCall
+from fused_norm.call.memory import address
+from fused_norm.chain import kernels
+from fused_norm.chain.head_rows import Chunk, Others, Rows
+from fused_norm.cross_entropy import Head, Loss
+from fused_norm.native import build, compiler
+
+# On an H100 a first run of these kernels did not end: until it is known why, they are for those who
+# ask, and PyTorch's ops compute the chunks for others.
+SWITCH = "FUSED_NORM_HEAD_KERNELS"
+# Classes whose logits tell a row's offset, and what is added to the largest of them: exponentials
+# may be as small as the offset is too large, and overflow where it is too small.
+_SAMPLES, _MARGIN = 256, 40.0
+# Columns of a tile of the product; with a bias, those of its only kernel.
+COLUMNS, COLUMNS_WITH_BIAS = 192, 128
+
+
+def serves(t: Head, loss: Loss) -> bool:
+    """Return whether the kernels compute a call.
+
+    Args:
+        t: The tensors, rows in one dimension.
+        loss: What to compute.
+    """
+    x = t.x
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and not loss.softcap
+        and kernels.is_hopper(x.device.index or 0)
+        and x.shape[1] % 8 == 0
+        and x.numel() > 0
+        and t.weight.is_contiguous()
+        and t.weight.data_ptr() % kernels.ALIGNMENT == 0
+        and (t.bias is None or t.bias.data_ptr() % kernels.ALIGNMENT == 0)
+        and is_at_hand()
+    )
+
+
+@functools.cache
+def is_at_hand() -> bool:
+    """Return whether the kernels are asked for, and are built or can be."""
+    return os.environ.get(SWITCH) == "1" and is_built()
+
+
+def is_built() -> bool:
+    """Return whether the kernels are built or can be."""
+    return compiler.version() is not None or build.is_built(_extension())
+
+
+def _extension() -> build.Extension:
+    return build.Extension(build.HEAD_EXTENSION, build.HEAD_DTYPE, "nvidia:sm_90a")
+
+
+def scale_in_place(tensor: Tensor, scale: Tensor) -> None:
+    """Multiply a gradient by that of the loss; where this is 1, nothing is read.
+
+    Args:
+        tensor: A dense tensor in bfloat16 or float32 on a Hopper GPU.
+        scale: One element, float32.
+    """
+    call = HeadCall()
+    call.tensor, call.count, call.scale = tensor.data_ptr(), tensor.numel(), scale.data_ptr()
+    call.is_float32 = tensor.dtype is torch.float32
+    _run("scale", call, tensor.device)
+
+
+def _run(function: str, call: HeadCall, device: torch.device) -> None:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    module, call.context = kernels.launcher(_extension(), index, stream, kernels.is_alone())
+    with torch.cuda.device(device):
+        getattr(module, function)(ctypes.addressof(call))
+
+
+class Way:
+    """A call's memory for one chunk, and its record, used again by the next."""
+
+    def __init__(self, t: Head, loss: Loss, size: int, keeps: bool) -> None:
+        """Make room for chunks.
+
+        Args:
+            t: The tensors, rows in one dimension.
+            loss: What to compute.
+            size: Most rows of a chunk.
+            keeps: Whether exponentials are wanted for gradients.
+        """
+        (M, K), V = t.x.shape, t.weight.shape[0]
+        self.x = t.x if t.x.is_contiguous() else t.x.contiguous()
+        if self.x.data_ptr() % kernels.ALIGNMENT:
+            self.x = self.x.clone()
+        self.target = t.target.contiguous()
+        self.t, self.loss, self.keeps = t, loss, keeps
+        wide = functools.partial(self.x.new_empty, dtype=torch.float32)
+        self.columns = COLUMNS if t.bias is None else COLUMNS_WITH_BIAS
+        tiles = -(-V // self.columns)
+        # A row of exponentials starts at a multiple of 16 bytes.
+        pitch = -(-V // 8) * 8
+        self.exponentials = self.x.new_empty((size, pitch)) if keeps else None
+        self.scaled = self.x.new_empty((size, K)) if keeps else None
+        self.partials, self.maxima = wide((2, size, tiles))
+        self.rows_of_numbers = wide((4, M))
+        self.offsets = self._offsets()
+        self.is_any_bad = self.x.new_zeros(1, dtype=torch.int32)
+        self.class_weight = self.class_sum = self.mean_weight = self.mean_bias = None
+        if t.class_weight is not None:
+            self.class_weight = t.class_weight.float().contiguous()
+            self.class_sum = self.class_weight.sum().reshape(1)
+        if loss.label_smoothing:
+            each = self.class_weight
+            ones = self.x.new_ones(V, dtype=torch.float32) if each is None else each
+            self.class_weight_of_others = ones
+            if each is None:
+                self.mean_weight = t.weight.sum(0, dtype=torch.float32)
+            else:
+                self.mean_weight = _weighted_rows(t.weight, ones)
+            if t.bias is not None:
+                self.mean_bias = (t.bias.float() @ ones).reshape(1)
+        call = self.call = HeadCall()
+        call.K, call.V, call.pitch, call.tiles, call.columns = K, V, pitch, tiles, self.columns
+        call.weight, call.bias = address(t.weight), address(t.bias)
+        call.exponentials, call.scaled = address(self.exponentials), address(self.scaled)
+        call.partials, call.maxima = address(self.partials), address(self.maxima)
+        call.is_any_bad = address(self.is_any_bad)
+        call.class_weight, call.class_weight_sum = map(address, (self.class_weight, self.class_sum))
+        call.mean_weight, call.mean_bias = address(self.mean_weight), address(self.mean_bias)
+        call.ignore_index, call.label_smoothing = loss.ignore_index, loss.label_smoothing
+        call.z_loss = loss.z_loss
+
+    def _offsets(self) -> Tensor:
+        weight, bias = self.t.weight, self.t.bias
+        step = max(weight.shape[0] // _SAMPLES, 1)
+        logits = torch.mm(self.x, weight[::step][:_SAMPLES].t())
+        if bias is not None:
+            logits = logits + bias[::step][:_SAMPLES]
+        return logits.amax(1).float() + _MARGIN
+
+    def rows(self, chunk: Chunk) -> Rows:
+        """Compute a chunk; what it leaves is valid until the next one.
+
+        Args:
+            chunk: Which rows.
+        """
+        call, part = self.call, chunk.rows
+        losses, lse, factors, sums = (numbers[part] for numbers in self.rows_of_numbers)
+        x, count = self.x[part], losses.shape[0]
+        scales = None if chunk.scales is None else chunk.scales.contiguous()
+        of_logsumexp = chunk.logsumexp_scales
+        of_logsumexp = None if of_logsumexp is None else of_logsumexp.contiguous()
+        call.M, call.x, call.target = count, address(x), address(self.target[part])
+        call.offsets, call.sums = address(self.offsets[part]), address(sums)
+        call.scales, call.logsumexp_scales = address(scales), address(of_logsumexp)
+        call.losses, call.logsumexp, call.factors = map(address, (losses, lse, factors))
+        _run("rows", call, x.device)
+        if self.exponentials is None or self.scaled is None or scales is None:
+            return Rows(losses, lse, losses)
+        others = None
+        if self.mean_weight is not None:
+            smooth = self.loss.label_smoothing / call.V
+            others = Others(scales * smooth, self.class_weight_of_others, self.mean_weight)
+        e = self.exponentials[:count, : call.V]
+        return Rows(losses, lse, e, factors, self.scaled[:count], others)
+
+
+def _weighted_rows(weight: Tensor, factors: Tensor) -> Tensor:
+    """Return factors times the weight, in float32 without a copy of it in that dtype."""
+    total = weight.new_zeros(weight.shape[1], dtype=torch.float32)
+    for rows, own in zip(weight.split(8192), factors.split(8192), strict=True):
+        total += own @ rows.float()
+    return total

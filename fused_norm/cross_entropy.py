@@ -1,0 +1,177 @@
+"""A Linear layer and the cross entropy of its logits, as a composition of PyTorch's ops.
+
+    z = x W^T + b;  z = softcap tanh(z / softcap);  lse = log sum exp z
+    loss = token_weight (cross_entropy(z, target) + z_loss lse^2)
+
+The mean divides by the sum of the rows' weights: token_weight times the label's class weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fused_norm.reference import widened
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class Loss(NamedTuple):
+    """What a call computes, apart from its tensors.
+
+    Attributes:
+        reduction: One of REDUCTIONS.
+        ignore_index: Label of rows that have no loss.
+        label_smoothing: Share of the label that all classes have alike.
+        z_loss: Factor of the squared logarithm of the sum of exponentials.
+        softcap: What logits are limited to by tanh, 0 for nothing.
+        chunk_rows: Rows whose logits exist at one time, 0 for what suits the device.
+    """
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    chunk_rows: int = 0
+
+
+class Head(NamedTuple):
+    """The tensors of a call, None for those that are not there.
+
+    Attributes:
+        x: Rows of shape `[..., K]`.
+        weight: Of shape `[V, K]`.
+        bias: Of shape `[V]`.
+        target: Labels of shape `[...]`, int64.
+        class_weight: Of shape `[V]`.
+        token_weight: Of the shape of `target`.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None = None
+    token_weight: Tensor | None = None
+
+
+def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Return the loss and the logarithm of each row's sum of exponentials, in float32 or float64.
+
+    All logits exist at one time. It is differentiable any number of times, and raises as PyTorch's
+    ops do.
+
+    Args:
+        t: The tensors.
+        loss: What to compute.
+    """
+    z = widened(F.linear(t.x, t.weight, t.bias))
+    if loss.softcap:
+        z = loss.softcap * torch.tanh(z / loss.softcap)
+    rows: Any = z.reshape(-1, z.shape[-1])
+    target = t.target.reshape(-1) if isinstance(t.target, Tensor) else t.target
+    class_weight = None if t.class_weight is None else t.class_weight.to(z.dtype)
+    losses = F.cross_entropy(
+        rows,
+        target,
+        class_weight,
+        ignore_index=loss.ignore_index,
+        label_smoothing=loss.label_smoothing,
+        reduction="none",
+    )
+    lse = torch.logsumexp(rows, -1)
+    counts = target != loss.ignore_index
+    if loss.z_loss:
+        losses = losses + torch.where(counts, loss.z_loss * lse.square(), 0)
+    weights = token_weights(t, z.dtype)
+    if weights is not None:
+        losses = losses * weights
+    return reduced(losses, t, loss), lse.reshape(t.target.shape)
+
+
+def token_weights(t: Head, dtype: torch.dtype) -> Tensor | None:
+    """Return the rows' own weights, of shape `[M]`."""
+    return None if t.token_weight is None else t.token_weight.detach().reshape(-1).to(dtype)
+
+
+def denominator(t: Head, loss: Loss, dtype: torch.dtype) -> Tensor:
+    """Return what a mean divides by: the sum of the weights of the rows that are not ignored.
+
+    Args:
+        t: The tensors.
+        loss: Which rows are ignored.
+        dtype: Of the result.
+    """
+    target = t.target.reshape(-1)
+    counts = target != loss.ignore_index
+    if t.class_weight is None:
+        weights = counts.to(dtype)
+    else:
+        labels = torch.where(counts, target, 0)
+        weights = torch.where(counts, t.class_weight.to(dtype)[labels], 0)
+    own = token_weights(t, dtype)
+    return (weights if own is None else weights * own).sum()
+
+
+def reduced(losses: Tensor, t: Head, loss: Loss) -> Tensor:
+    """Return the reduction of the weighted losses of all rows.
+
+    Args:
+        losses: Of shape `[M]`.
+        t: The tensors.
+        loss: Which reduction.
+    """
+    if loss.reduction == "none":
+        return losses.reshape(t.target.shape)
+    total = losses.sum()
+    return total if loss.reduction == "sum" else total / denominator(t, loss, losses.dtype)
+
+
+def row_scales(t: Head, loss: Loss, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the gradients of the rows' unweighted losses, of shape `[M]`, 0 for ignored rows.
+
+    Args:
+        t: The tensors.
+        loss: What was computed.
+        grad: Gradient of the loss, None for 1.
+        dtype: Of the result.
+    """
+    counts = t.target.reshape(-1) != loss.ignore_index
+    scales = counts.to(dtype)
+    own = token_weights(t, dtype)
+    if own is not None:
+        scales = scales * own
+    if grad is not None:
+        scales = scales * grad.to(dtype).reshape(-1)
+    if loss.reduction == "mean":
+        scales = scales / denominator(t, loss, dtype)
+    return torch.where(counts, scales, 0)
+
+
+def gradients(
+    t: Head, loss: Loss, grads: tuple[Tensor | None, Tensor | None], wanted: list[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of x, the weight and the bias, differentiable in turn.
+
+    Args:
+        t: The tensors.
+        loss: What was computed.
+        grads: Gradients of the loss and of the logarithms, None for zeros.
+        wanted: Which of the three are wanted.
+    """
+
+    def function(*values: Tensor) -> tuple[Tensor, ...]:
+        given = iter(values)
+        changed: list[Any] = [next(given) if w else v for v, w in zip(t[:3], wanted, strict=True)]
+        x, weight, bias = changed
+        results: Any = by_pytorch(t._replace(x=x, weight=weight, bias=bias), loss)
+        return tuple(r for r, g in zip(results, grads, strict=True) if g is not None)
+
+    values = [v for v, w in zip(t[:3], wanted, strict=True) if w and v is not None]
+    pull = torch.func.vjp(function, *values)[1]
+    found = iter(pull(tuple(g for g in grads if g is not None)))
+    return [next(found) if w else None for w in wanted]

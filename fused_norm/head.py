@@ -1,0 +1,178 @@
+"""What users call for the end of a language model: norm, vocabulary, cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm import composition, cross_entropy
+from fused_norm.composition import Operands, Spec
+from fused_norm.cross_entropy import REDUCTIONS, Head, Loss
+from fused_norm.ops import head as head_ops
+from fused_norm.ops.family import checked_eps
+
+# Rows of a chunk where memory is short: an H100 takes 2 to 8 % longer.
+SMALL_ROWS = 2048
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    class_weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    return_logsumexp: bool = False,
+    chunk_rows: int | str | None = None,
+) -> Any:
+    """Apply a Linear layer and return the cross entropy of its logits, which never exist at once.
+
+        z = x W^T + b;  z = softcap tanh(z / softcap);  lse = log sum exp z
+        loss = token_weight (cross_entropy(z, target) + z_loss lse^2)
+
+    Equivalent to `F.cross_entropy(F.linear(x, weight, bias).float(), target, ...)`. With a mean or
+    a sum, the forward computes the gradients as well, where any is required, and the backward
+    multiplies them by that of the loss, on the device; with `"none"`, or a gradient of the
+    logarithms, the backward computes the logits again. So it does in float16, whose gradients a
+    loss scale keeps from underflow. Sums run in a fixed order, so every run gives the same bits.
+
+    On Hopper GPUs in bfloat16, exponentials take the place of logits, and no logit is rounded
+    (the scaled exponentials of quack, with an offset of the row known before the product).
+    Elsewhere, and with a softcap, PyTorch's ops compute chunks of rows.
+
+    Args:
+        x: Rows of shape `[..., K]`.
+        weight: Shape `[V, K]`, in the dtype of `x`.
+        target: Labels of shape `[...]`, int64, from 0 to V - 1 or `ignore_index`.
+        bias: Shape `[V]`, or None.
+        ignore_index: Label of rows that have neither loss nor gradient.
+        label_smoothing: Share of the label that all classes have alike, from 0 to 1.
+        reduction: `"mean"`, `"sum"` or `"none"`. The mean divides by the sum of the weights of the
+            rows that are not ignored; it is nan where all are.
+        z_loss: Factor of the squared logarithm of each row's sum of exponentials.
+        softcap: What logits are limited to by tanh, or None.
+        class_weight: Weight of each class, shape `[V]`, or None, without a gradient.
+        token_weight: Weight of each row, of the shape of `target`, or None, without a gradient.
+        return_logsumexp: Whether to return the logarithm of each row's sum of exponentials as well.
+        chunk_rows: Most rows whose logits exist at one time; `"small"` for 2048, which saves
+            memory on GPUs; None for what suits the device.
+
+    Returns:
+        The loss in float32 (float64 for float64): a number, with `"none"` of the shape of
+        `target`. With `return_logsumexp`, a pair of that and a tensor of the shape of `target`.
+
+    Raises:
+        IndexError: As in PyTorch, if a label is out of range on a CPU; on a GPU it is an assertion
+            on the device.
+        ValueError: As in PyTorch, if the reduction is unknown or the shapes disagree.
+        RuntimeError: As in PyTorch, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
+    """
+    loss = _checked(reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows))
+    x, weight, bias = _cast(x, weight, bias)
+    t = Head(x, weight, bias, target, class_weight, token_weight)
+    if head_ops.fits(t):
+        result, logsumexp = head_ops.call(t, loss)
+    else:
+        result, logsumexp = cross_entropy.by_pytorch(t, loss)
+    return (result, logsumexp) if return_logsumexp else result
+
+
+def norm_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    normalization: str = "layer_norm",
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float | None = 1e-5,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    **loss: Any,
+) -> Any:
+    """Apply a norm, then a Linear layer, and return the cross entropy of its logits.
+
+    Equivalent to `linear_cross_entropy(norm(x + residual), weight, target, bias, ...)` with the
+    norm of `norm_linear`. The backward saves x (the sum, where there is a residual) and the
+    normalized rows.
+
+    Args:
+        x: Input of shape `[..., K]`.
+        weight: Shape `[V, K]`, in the dtype of `x`.
+        target: Labels of shape `[...]`, int64.
+        bias: Shape `[V]`, or None.
+        normalization: `"layer_norm"` or `"rms_norm"`.
+        norm_weight: Gamma, shape `[K]`, or None for ones.
+        norm_bias: Beta, shape `[K]`, or None for zeros.
+        eps: Added to the variance, or to the mean square for RMSNorm. None, for RMSNorm only,
+            means PyTorch's own.
+        weight_offset: Added to `norm_weight`: 1.0 for a gamma that is kept around zero.
+        residual: Added to `x` before the norm; of its shape.
+        loss: The other options of `linear_cross_entropy`.
+
+    Returns:
+        As `linear_cross_entropy`.
+
+    Raises:
+        ValueError: If the normalization is unknown, and as `linear_cross_entropy`.
+        IndexError: As `linear_cross_entropy`.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        TypeError: As in PyTorch, if an argument is not a tensor.
+    """
+    exact = checked_eps(normalization, None, eps, x)
+    spec = Spec(normalization, eps=exact, weight_offset=float(weight_offset))
+    t = Operands(x, residual, norm_weight, norm_bias, weights=[weight])
+    z = composition.normalized(spec, composition.summed(t), t)
+    return linear_cross_entropy(z, weight, target, bias, **loss)
+
+
+def _rows(chunk_rows: int | str | None) -> int:
+    if chunk_rows is None:
+        return 0
+    if chunk_rows == "small":
+        return SMALL_ROWS
+    if isinstance(chunk_rows, str) or chunk_rows < 1:
+        raise ValueError(f'chunk_rows must be None, "small" or positive, got {chunk_rows!r}')
+    return int(chunk_rows)
+
+
+def _checked(
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    chunk_rows: int,
+) -> Loss:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    if not 0 <= label_smoothing <= 1:
+        raise RuntimeError(
+            f"label_smoothing must be between 0.0 and 1.0. Got: {float(label_smoothing)}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be None or positive, got {softcap}")
+    numbers = (float(label_smoothing), float(z_loss), float(softcap or 0))
+    return Loss(reduction, ignore_index, *numbers, chunk_rows)
+
+
+def _cast(*tensors: Any) -> list[Any]:
+    """Return the operands of the product as autocast has them."""
+    x = tensors[0]
+    if not isinstance(x, Tensor) or x.dtype is torch.float64:
+        return list(tensors)
+    device = x.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in tensors]

@@ -1,0 +1,227 @@
+"""Heads: a Linear layer whose logits nothing but a cross entropy reads, as one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fused_norm.head import linear_cross_entropy
+from fused_norm.models.costs import bytes_written, count, count_ops
+from fused_norm.models.emit import Emitter
+from fused_norm.models.flow import Flow, reads
+from fused_norm.models.forms import form, is_cast, is_narrowing, is_noop, name
+from fused_norm.models.norms import module_path
+from fused_norm.models.readers import Product, find_product
+from fused_norm.models.sites import HEAD, Site
+from fused_norm.models.values import are_same, is_number, is_plain, is_tensor, number, shape, value
+from fused_norm.models.writes import written
+from fused_norm.ops.operands import hint
+
+# Fewer bytes of logits are not worth a call: PyTorch's compiler makes one kernel of what follows.
+_LEAST_BYTES = 1 << 25
+
+
+class _Left(Exception):
+    """A cross entropy stays as it is; says why."""
+
+
+@dataclass
+class _Head:
+    """A Linear layer and the cross entropy of its logits.
+
+    Attributes:
+        loss: The cross entropy.
+        product: The layer.
+        x: What it reads.
+        views: What leaves its rows whole on the way, from the layer on.
+        softcap: What logits are limited to by tanh, or None.
+        inner: All nodes that are the head.
+    """
+
+    loss: Node
+    product: Product
+    x: Node
+    views: list[Node] = field(default_factory=list)
+    softcap: float | None = None
+    inner: set[Node] = field(default_factory=set)
+
+
+def fuse_heads(graph: Graph, flow: Flow, emitter: Emitter, small: bool | None) -> list[Site]:
+    """Put a call in the place of each head; return what became of the cross entropies of layers.
+
+    Args:
+        graph: The graph.
+        flow: What is known of it.
+        emitter: Puts nodes into it.
+        small: Whether to fuse heads of few logits, too.
+    """
+    sites = []
+    for loss in [node for node in graph.nodes if form(node).kind == "cross_entropy"]:
+        emitter.made.clear()
+        site = Site(module_path(loss), HEAD)
+        try:
+            head = _find(loss, site)
+            _check(head, flow, small)
+            _put(head, graph, emitter, site)
+        except _Left as left:
+            emitter.forget()
+            site.reason = str(left)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            emitter.forget()
+            site.reason = f"no such call: {error}"
+        if site.shape:
+            sites.append(site)
+    return sites
+
+
+def _find(loss: Node, site: Site) -> _Head:
+    """Return the head that ends in a cross entropy.
+
+    Raises:
+        _Left: If none does, or a call could not do the same.
+    """
+    node: Any = form(loss)["input"]
+    if is_tensor(node):
+        site.shape = tuple(map(str, shape(node)))
+        site.dtype = str(value(node).dtype).split(".")[1]
+    views: list[Node] = []
+    inner = {loss}
+    softcap = None
+    while True:
+        if not isinstance(node, Node) or not is_tensor(node):
+            raise _Left("its input is no tensor of this graph")
+        if cap := _softcap(node):
+            softcap, between, node = cap
+            inner |= between
+            continue
+        f = form(node)
+        if f.kind in ("linear", "addmm", "matmul"):
+            break
+        if is_noop(node) or (is_cast(node) and not is_narrowing(node)):
+            pass
+        elif _is_view(node):
+            views.insert(0, node)
+        else:
+            raise _Left(f"its input comes from {name(node)}")
+        inner.add(node)
+        node = f["input"]
+    start = form(node)["mat1"] if form(node).kind == "addmm" else form(node)["input"]
+    product = find_product(node, start) if isinstance(start, Node) else None
+    if product is None or product.out is not node:
+        raise _Left("its input comes from a product that is no Linear layer's")
+    site.path = module_path(product.node) or site.path
+    tensor = value(start)
+    site.shape, site.dtype = tuple(map(str, tensor.shape)), str(tensor.dtype).split(".")[1]
+    site.linears = 1
+    for each in sorted({product.node, *inner} - {loss}):
+        outside = [user for user in each.users if user not in inner]
+        if outside:
+            raise _Left(f"logits are read by {name(outside[0])} as well")
+        if written(each):
+            raise _Left("logits are written in place")
+    inner.add(product.node)
+    return _Head(loss, product, start, views, softcap, inner)
+
+
+def _softcap(node: Node) -> tuple[float, set[Node], Any] | None:
+    """Return what limits logits, its nodes and what is limited: c tanh(z / c)."""
+    f = form(node)
+    if f.kind != "mul":
+        return None
+    bent, cap = f["input"], number(f["other"])
+    if cap is None:
+        bent, cap = f["other"], number(f["input"])
+    if cap is None or form(bent).kind != "tanh" or written(node):
+        return None
+    divided = form(bent)["input"]
+    d = form(divided)
+    if d.kind == "div" and is_number(d["other"], cap) and not written(divided):
+        return cap, {node, bent, divided}, d["input"]
+    return None
+
+
+def _is_view(node: Node) -> bool:
+    """Return whether a node leaves rows of logits whole, and can be had of the rows of x."""
+    f = form(node)
+    if f.kind not in ("view", "getitem", "slice", "contiguous"):
+        return False
+    before, after = shape(f["input"]), shape(node)
+    if len(after) < 1 or not are_same(before[-1], after[-1]):
+        return False
+    if f.kind == "view":
+        return len(after) == 2 or bool(node.target in ("flatten", torch.flatten))
+    if f.kind == "slice":
+        return bool(f.args.get("dim", 0) % len(before) != len(before) - 1)
+    index = f["index"] if isinstance(f["index"], tuple) else (f["index"],)
+    is_whole = Ellipsis in index or len(index) == len(before)
+    if not all(i is Ellipsis or isinstance(i, slice) for i in index):
+        return False
+    return bool(index[-1] == slice(None) if is_whole else len(index) < len(before))
+
+
+def _check(head: _Head, flow: Flow, small: bool | None) -> None:
+    """Raise what speaks against a head.
+
+    Raises:
+        _Left: If something does.
+    """
+    loss, f = head.loss, form(head.loss)
+    target, product = f["target"], head.product
+    if f["size_average"] is not None or f["reduce"] is not None:
+        raise _Left("size_average and reduce are not served")
+    if not is_tensor(target) or value(target).dtype is not torch.int64:
+        raise _Left("its target has no labels but probabilities")
+    if len(shape(f["input"])) != 2:
+        raise _Left("its logits have more than two dimensions, classes the second")
+    operands = [
+        v
+        for v in (head.x, product.weight, product.bias, target, f["weight"])
+        if isinstance(v, Node)
+    ]
+    if not all(is_plain(value(v)) for v in operands):
+        raise _Left("a tensor subclass has ops of its own")
+    if not flow.are_under_same_modes([product.node, loss]):
+        raise _Left("logits and loss are computed under different modes")
+    if flow.is_written(operands, min(reads(head.inner, operands)), loss):
+        raise _Left("an operand is written between")
+    size = hint(count(value(product.node))) * value(product.node).dtype.itemsize
+    if size < _LEAST_BYTES and not small:
+        raise _Left("PyTorch's ops finish a call this small sooner")
+
+
+def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
+    """Put the call into the graph, and take out what it stands for."""
+    loss, product = head.loss, head.product
+    f = form(loss)
+
+    def put(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return emitter.put(target, args, kwargs, loss)
+
+    with graph.inserting_before(loss):
+        rows = head.x
+        for view in head.views:
+            v = form(view)
+            if v.kind == "view" and view.target not in ("flatten", torch.flatten):
+                rows = put(torch.reshape, rows, (-1, shape(rows)[-1]))
+            elif v.kind != "contiguous":
+                rows = put(view.target, rows, *view.args[1:], **view.kwargs)
+        weight = put(torch.t, product.weight) if product.is_transposed else product.weight
+        options = {"ignore_index": f["ignore_index"], "label_smoothing": f["label_smoothing"]}
+        options |= {"reduction": f["reduction"], "class_weight": f["weight"]}
+        options |= {"softcap": head.softcap}
+        given = {key: each for key, each in options.items() if each is not None}
+        result = put(linear_cross_entropy, rows, weight, f["target"], product.bias, **given)
+        if value(result).dtype is not value(loss).dtype:
+            result = put("to", result, value(loss).dtype)
+    if value(result).shape != value(loss).shape:
+        raise _Left("the loss has another shape")
+    loss.replace_all_uses_with(result)
+    gone = sorted(head.inner, reverse=True)
+    site.fused, site.way, site.calls = True, "chunks", ["linear_cross_entropy"]
+    site.ops_before, site.ops_after = count_ops(gone), 1
+    site.bytes_saved = bytes_written(gone) - bytes_written([result])
+    for node in gone:
+        graph.erase_node(node)

@@ -1,0 +1,223 @@
+"""The head as PyTorch knows it: an op for the loss, one for gradients, one autograd function.
+
+With a mean or a sum, the forward computes the gradients while a chunk's exponentials exist, and the
+backward multiplies them by that of the loss. Where that is a gradient of each row, of the
+logarithms, a second one, or float16 that a loss scale is to keep from underflow, the backward
+computes the exponentials again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm import cross_entropy
+from fused_norm.call.memory import statistics_dtype
+from fused_norm.chain import head, head_sm90, kernels
+from fused_norm.cross_entropy import Head, Loss
+from fused_norm.ops.flops import count_flops
+from fused_norm.ops.registration import define_in_python, is_watched, may_follow, without_none
+
+_TENSORS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+    "Tensor? token_weight"
+)
+_OPTIONS = (
+    "str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+    "int chunk_rows, bool[] wanted"
+)
+_COUNT = len(Head._fields)
+
+
+def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Loss, list[bool]]:
+    *others, wanted = arguments
+    return Head(*others[:_COUNT]), Loss(*others[_COUNT:]), list(wanted)
+
+
+def _check_labels(t: Head, loss: Loss) -> None:
+    """Raise for labels out of range; on a GPU, in a kernel.
+
+    Raises:
+        IndexError: If there is one, as in PyTorch.
+    """
+    target = t.target
+    outside = (target < 0) | (target >= t.weight.shape[0])
+    outside &= target != loss.ignore_index
+    if target.is_cuda:
+        torch._assert_async(~outside.any())
+    elif outside.any():
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
+
+
+def _forward(*arguments: Any) -> list[Tensor]:
+    t, loss, wanted = _unpacked(arguments)
+    _check_labels(t, loss)
+    with torch.autocast(t.x.device.type, enabled=False):
+        found = head.compute(t, loss, wanted)
+    return without_none([found.loss, found.logsumexp, *found.gradients], t.x)
+
+
+def _fake_forward(*arguments: Any) -> list[Tensor]:
+    t, loss, wanted = _unpacked(arguments)
+    wide = statistics_dtype(t.x.dtype)
+    lse = t.x.new_empty(t.target.shape, dtype=wide)
+    result = t.x.new_empty(t.target.shape if loss.reduction == "none" else (), dtype=wide)
+    return without_none([result, lse, *_fake_gradients(t, wanted)], t.x)
+
+
+def _fake_gradients(t: Head, wanted: list[bool]) -> list[Tensor | None]:
+    x, weight = t.x, t.weight
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    made = zip((x, weight, weight), shapes, wanted, strict=True)
+    return [like.new_empty(shape) if w else None for like, shape, w in made]
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    t, loss, wanted = _unpacked(_without_grads(arguments))
+    grad, grad_logsumexp = arguments[_COUNT : _COUNT + 2]
+    if grad is None:
+        shape = t.target.shape if loss.reduction == "none" else ()
+        grad = t.x.new_zeros(shape, dtype=statistics_dtype(t.x.dtype))
+    with torch.autocast(t.x.device.type, enabled=False):
+        found = head.compute(t, loss, wanted, (grad, grad_logsumexp))
+    return without_none(found.gradients, t.x)
+
+
+def _without_grads(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return arguments[:_COUNT] + arguments[_COUNT + 2 :]
+
+
+def _fake_backward(*arguments: Any) -> list[Tensor]:
+    t, _, wanted = _unpacked(_without_grads(arguments))
+    return without_none(_fake_gradients(t, wanted), t.x)
+
+
+_forward_op = define_in_python(
+    f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> Tensor[]", _forward, _fake_forward
+)
+_backward_op = define_in_python(
+    f"linear_cross_entropy_backward({_TENSORS}, Tensor? grad, Tensor? grad_logsumexp, {_OPTIONS}) "
+    "-> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+
+
+def _flops(products: int, arguments: tuple[Any, ...]) -> int:
+    t, _, wanted = _unpacked(arguments)
+    return 2 * t.x.numel() * t.weight.shape[0] * (products + wanted[0] + wanted[1])
+
+
+count_flops("linear_cross_entropy", lambda *arguments: _flops(1, arguments))
+count_flops(
+    "linear_cross_entropy_backward", lambda *arguments: _flops(1, _without_grads(arguments))
+)
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """The loss, the logarithms of the rows' sums, and gradients that the backward is to scale."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        """Return the loss, the logarithms and the gradients."""
+        return tuple(_forward_op(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Keep the tensors, and the gradients if there are."""
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[:_COUNT], *output[2:])
+        ctx.options, ctx.is_spent = inputs[_COUNT:], False
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, *_: Any) -> Any:
+        """Return the gradients that are required."""
+        *saved, dx, dweight, dbias = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:3])
+        rest = (None,) * (_COUNT - 3 + len(ctx.options))
+        if grad is None and grad_logsumexp is None:
+            return (None, None, None, *rest)
+        *options, computed = ctx.options
+        if torch.is_grad_enabled():
+            t, loss = Head(*saved), Loss(*options)
+            return (*cross_entropy.gradients(t, loss, (grad, grad_logsumexp), wanted), *rest)
+        is_scaled = any(computed) and grad_logsumexp is None and not ctx.is_spent
+        if is_scaled and grad is not None:
+            in_place = not is_watched()
+            if in_place:
+                ctx.is_spent = True
+            found = [
+                _scaled(g, grad, in_place) if w else None
+                for g, w in zip((dx, dweight, dbias), wanted, strict=True)
+            ]
+        else:
+            gradients = _backward_op(*saved, grad, grad_logsumexp, *options, wanted)
+            found = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+        return (*found, *rest)
+
+
+def _scaled(gradient: Tensor, scale: Tensor, in_place: bool) -> Tensor:
+    """Return a gradient times that of the loss; on GPUs without asking the device."""
+    if not in_place:
+        return gradient * scale
+    # What is saved is left for good, and not told: another backward computes it again.
+    gradient = gradient.data
+    if gradient.is_cpu:
+        return gradient if scale.item() == 1 else gradient.mul_(scale)
+    if gradient.dtype in (torch.bfloat16, torch.float32) and _has_kernel(gradient):
+        head_sm90.scale_in_place(gradient, scale)
+        return gradient
+    return gradient.mul_(scale)
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    is_hopper = tensor.is_cuda and kernels.is_hopper(tensor.device.index or 0)
+    return is_hopper and tensor.is_contiguous() and head_sm90.is_at_hand()
+
+
+def call(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Return the loss and the logarithms of the rows' sums.
+
+    Args:
+        t: Tensors that `fits` takes.
+        loss: What to compute.
+    """
+    in_forward = loss.reduction != "none" and t.x.dtype is not torch.float16
+    computed = [
+        in_forward and may_follow() and tensor is not None and tensor.requires_grad
+        for tensor in (t.x, t.weight, t.bias)
+    ]
+    found = LinearCrossEntropyFunction.apply(*t, *loss, computed)
+    return found[0], found[1]
+
+
+def fits(t: Head) -> bool:
+    """Return whether tensors go together, so that PyTorch's ops have nothing to object to.
+
+    Args:
+        t: Whatever a user gave.
+    """
+    if not all(isinstance(v, Tensor) or v is None for v in t):
+        return False
+    x, weight, bias, target = t[:4]
+    if any(v is None or v.layout is not torch.strided or v.is_nested for v in (x, weight, target)):
+        return False
+    if x.dim() < 1 or weight.dim() != 2 or not x.dtype.is_floating_point:
+        return False
+    given = [v for v in t if v is not None]
+    rows = (target, t.token_weight)
+    classes = (bias, t.class_weight)
+    return (
+        all(v.device == x.device for v in given)
+        and x.device.type in ("cpu", "cuda", "meta")
+        and weight.dtype is x.dtype
+        and (bias is None or bias.dtype is x.dtype)
+        and target.dtype is torch.int64
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[0] > 0
+        and all(v is None or v.shape == x.shape[:-1] for v in rows)
+        and all(v is None or v.shape == weight.shape[:1] for v in classes)
+    )

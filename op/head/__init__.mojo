@@ -1,0 +1,1 @@
+"""The head of a language model on Hopper: the product with the vocabulary, and its cross entropy."""

@@ -1,0 +1,154 @@
+"""The product with the vocabulary whose epilogue leaves exponentials in place of logits.
+
+    e[m, v] = exp(x[m] . w[v] + bias[v] - offset[m])
+
+Sums over the columns of each tile are those of the unrounded values. An offset is known before the product, so that
+no pass over the logits has to find one; any within about 70 of the row's largest logit serves, as bfloat16 has the
+range of float32. No logit is ever rounded.
+"""
+
+from std.math import exp2, min
+
+from ..device import Gpu
+from ..gemm.epilogue import ColumnTerms, Epilogue, RowTerms, Vector
+from ..gemm.row_hook import NoHook
+from ..gemm.sm90.config import Config
+from ..gemm.sm90.launch import BAND, Matrices, launch_parts
+from ..gemm.sm90.product import Product
+from .call import HeadCall
+
+comptime LOG2E = Float32(1.4426950408889634)
+"""Logarithm to the base 2 of e."""
+comptime LARGEST = Float32(100)
+"""Logarithm to the base 2 of the largest exponential. Sums of more are none of the safe ones."""
+
+comptime TILES = [192, 128, 256]
+"""Columns of a tile that there are kernels for: consumers take turns but for the widest."""
+comptime TILES_WITH_BIAS = 128
+"""Those of the kernel for a product with a bias."""
+
+
+@fieldwise_init
+struct Exponentials[bias_dtype: DType, has_bias: Bool, keeps: Bool](Epilogue):
+    """Exponentials of sums less an offset of the row, and their sums over a tile.
+
+    Parameters:
+        bias_dtype: Type of the bias.
+        has_bias: Whether there is one.
+        keeps: Whether the exponentials are stored.
+    """
+
+    comptime name = StaticString(
+        "exponentials"
+    ) if Self.keeps else StaticString("exponential_sums")
+    """Tells kernels apart."""
+    comptime vectors = 1 if Self.has_bias else 0
+    """The bias."""
+    comptime vector_dtype = Self.bias_dtype
+    """Its type."""
+    comptime has_row_terms = True
+    """The offset."""
+    comptime stores = Self.keeps
+    """Whether they are."""
+    comptime sums_rows = True
+    """They are."""
+
+    var bias: Int64
+    """Address of the bias [N]."""
+    var offsets: Vector[DType.float32]
+    """Offsets of the rows [M]."""
+    var partials: Int64
+    """Address of the sums [M, tiles], float32."""
+    var tiles: Int32
+    """Tiles of a row."""
+    var columns: Int32
+    """Columns that there are; those past them have exponentials of 0."""
+
+    @doc_hidden
+    @always_inline
+    def vector[i: Int](self) -> Vector[Self.bias_dtype]:
+        return {unsafe_from_address = Int(self.bias)}
+
+    @doc_hidden
+    @always_inline
+    def row_terms(self, row: Int) -> RowTerms[]:
+        return {1, self.offsets.unsafe_offset(row).unsafe_load() * LOG2E}
+
+    @doc_hidden
+    @always_inline
+    def keep_row_sum(self, row: Int, tile: Int, sum: Float32):
+        Pointer[Float32, MutAnyOrigin](
+            unsafe_from_address=Int(self.partials)
+        ).unsafe_offset(row * Int(self.tiles) + tile).unsafe_store(sum)
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        comptime Some = SIMD[DType.float32, width]
+        var logits = sums.cast[DType.float32]()
+        comptime if Self.has_bias:
+            logits += column_terms[0].cast[DType.float32]()
+        var offset = row_terms.offset.cast[DType.float32]()
+        var exponents = logits.fma(Some(LOG2E), Some(-offset))
+        var values = exp2(min(exponents, Some(LARGEST)))
+        comptime for i in range(width):
+            if column + i >= Int(self.columns):
+                values[i] = 0
+        return values.cast[dtype]()
+
+
+def launch_exponentials(gpu: Gpu, call: HeadCall) raises:
+    """Queues the exponentials of a chunk's logits, and their sums over each tile.
+
+    Args:
+        gpu: Where to run.
+        call: The chunk.
+
+    Raises:
+        If the driver refuses.
+    """
+    comptime for keeps in [True, False]:
+        if (call.exponentials != 0) == keeps:
+            if call.bias != 0:
+                comptime config = Config.of(TILES_WITH_BIAS, takes_turns=True)
+                _launch[config, True, keeps](gpu, call)
+                return
+            comptime for i in range(len(TILES)):
+                comptime columns = TILES[i]
+                comptime config = Config.of(columns, takes_turns=columns < 256)
+                if call.columns == columns:
+                    _launch[config, False, keeps](gpu, call)
+
+
+def _launch[
+    config: Config, has_bias: Bool, keeps: Bool
+](gpu: Gpu, call: HeadCall) raises:
+    var product = Product(
+        call.M,
+        call.V,
+        call.K,
+        Exponentials[DType.bfloat16, has_bias, keeps](
+            Int64(call.bias),
+            {unsafe_from_address = call.offsets},
+            Int64(call.partials),
+            Int32(call.tiles),
+            Int32(call.V),
+        ),
+        NoHook(),
+    )
+    product.band = BAND
+    product.a_is_new = 1
+    var c = Matrices(call.exponentials if keeps else call.x)
+    c.pitch = call.pitch
+    launch_parts[DType.bfloat16, config](
+        gpu, c, Matrices(call.x), Matrices(call.weight), product
+    )

@@ -1,0 +1,194 @@
+"""The head as PyTorch knows it: derivatives, second backwards, compilers, errors, memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from heads import case
+from torch import Tensor
+
+import fused_norm as fn
+from fused_norm.ops import head as head_ops
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_gradcheck(reduction: str, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    double: Any = {"dtype": torch.float64, "requires_grad": True}
+    x, weight, bias = (
+        torch.randn(5, 4, **double),
+        torch.randn(7, 4, **double),
+        torch.randn(7, **double),
+    )
+    target = torch.tensor([0, 6, -100, 3, 3])
+
+    def function(*tensors: Tensor) -> Any:
+        return fn.linear_cross_entropy(
+            *tensors[:2],
+            target,
+            tensors[2],
+            label_smoothing=0.1,
+            z_loss=0.1,
+            softcap=softcap,
+            reduction=reduction,
+            return_logsumexp=True,
+            chunk_rows=2,
+        )
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(function, (x, weight, bias))
+
+
+def test_opcheck() -> None:
+    x, weight, target, bias = case(6, 4, 5, bias=True)
+    options = ("mean", -100, 0.1, 0.0, 0.0, 4, [True, True, True])
+    tensors = (x, weight, bias, target, None, None)
+    utilities = ("test_schema", "test_faketensor")
+    op: Any = torch.ops.fused_norm
+    torch.library.opcheck(
+        op.linear_cross_entropy.default, (*tensors, *options), test_utils=utilities
+    )
+    torch.library.opcheck(
+        op.linear_cross_entropy_backward.default,
+        (*tensors, torch.tensor(2.0), None, *options),
+        test_utils=utilities,
+    )
+
+
+def test_a_second_backward_computes_again_or_raises() -> None:
+    x, weight, target, _ = case(20, 8, 11)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    loss = fn.linear_cross_entropy(*leaves, target)
+    three = torch.tensor(3.0)
+    first = torch.autograd.grad(loss, leaves, three, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, three, retain_graph=True)
+    torch.testing.assert_close(first, again)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_forward_computes_the_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, target, _ = case(20, 8, 11)
+
+    def unexpected(*_: Any) -> Any:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(head_ops, "_backward_op", unexpected)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    loss, lse = fn.linear_cross_entropy(*leaves, target, return_logsumexp=True)
+    (loss / 4).backward()
+    loss, lse = fn.linear_cross_entropy(*leaves, target, return_logsumexp=True)
+    with pytest.raises(AssertionError, match="computed again"):
+        (loss + lse.sum()).backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole(reduction: str, dynamic: bool) -> None:
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = fn.linear_cross_entropy(x, weight, target, reduction=reduction)
+        return (loss * 2).sum()
+
+    x, weight, target, _ = case(20, 8, 11)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    found = torch.autograd.grad(compiled(*leaves, target), leaves)
+    exact = torch.autograd.grad(function(*leaves, target), leaves)
+    torch.testing.assert_close(found, exact)
+
+
+def test_exports() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight)
+
+        def forward(self, x: Tensor, target: Tensor) -> Any:
+            return fn.linear_cross_entropy(x, self.weight, target)
+
+    x, weight, target, _ = case(20, 8, 11)
+    program = torch.export.export(Model(weight), (x, target))
+    names = [str(node.target) for node in program.graph.nodes]
+    assert "fused_norm.linear_cross_entropy.default" in names
+    torch.testing.assert_close(program.module()(x, target), Model(weight)(x, target))
+
+
+X, WEIGHT, TARGET = torch.randn(6, 4), torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 4, 0])
+WRONG: list[tuple[Any, Any, Any]] = [
+    (X, WEIGHT[:, :3], TARGET),
+    (X, WEIGHT, TARGET[:3]),
+    (X, WEIGHT, TARGET.float()),
+    (X, WEIGHT, TARGET.int()),
+    (X, WEIGHT, TARGET + 1),
+    (X, WEIGHT, TARGET - 1),
+    (X, WEIGHT.double(), TARGET),
+    (X, WEIGHT, None),
+    (X, None, TARGET),
+    (None, WEIGHT, TARGET),
+]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=range(len(WRONG)))
+def test_errors_are_pytorch_s(arguments: tuple[Any, Any, Any]) -> None:
+    x, weight, target = arguments
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        F.cross_entropy(F.linear(x, weight), target)
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        fn.linear_cross_entropy(x, weight, target)
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"reduction": "both"}, ValueError),
+        ({"label_smoothing": 1.5}, RuntimeError),
+        ({"softcap": -1.0}, ValueError),
+        ({"chunk_rows": 0}, ValueError),
+        ({"chunk_rows": "tiny"}, ValueError),
+        ({"class_weight": torch.ones(3)}, RuntimeError),
+    ],
+)
+def test_wrong_options(option: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        fn.linear_cross_entropy(X, WEIGHT, TARGET, **option)
+
+
+_PEAK = """
+import resource, sys, torch, torch.nn.functional as F
+import fused_norm as fn
+from fused_norm.chain import head
+torch.set_num_threads(1)
+dtype = getattr(torch, sys.argv[2])
+x = torch.randn({M}, 64).to(dtype).requires_grad_()
+weight = (torch.randn({V}, 64) / 8).to(dtype).requires_grad_()
+target = torch.randint(0, {V}, ({M},))
+fn.linear_cross_entropy(x[:64], weight, target[:64]).backward()
+F.cross_entropy(F.linear(x[:64], weight).float(), target[:64]).backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "ours":
+    fn.linear_cross_entropy(x, weight, target).backward()
+else:
+    F.cross_entropy(F.linear(x, weight).float(), target).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_needs_a_quarter_of_the_memory(dtype: str) -> None:
+    program = _PEAK.format(M=2048, V=32000)
+
+    def peak(which: str) -> int:
+        command = [sys.executable, "-c", program, which, dtype]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert peak("ours") <= peak("eager") / 4

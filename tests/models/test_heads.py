@@ -1,0 +1,166 @@
+"""Heads of models in the forms that people write: found, or left for a reason that is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fused_norm as fn
+from fused_norm.models.sites import HEAD
+
+V, K = 503, 16
+
+
+class Model(nn.Module):
+    """A norm, a Linear layer, and what a subclass makes of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(K)
+        self.lm_head = nn.Linear(K, V, bias=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lm_head(self.norm(x))
+        return found
+
+
+class Transformers(Model):
+    """The loss of transformers' causal language models."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(x).float()
+        labels = F.pad(labels, (0, 1), value=-100)
+        shifted = labels[..., 1:].contiguous().view(-1)
+        loss = F.cross_entropy(logits.view(-1, V), shifted, ignore_index=-100, reduction="sum")
+        return loss / labels.numel()
+
+
+class Shifted(Model):
+    """The same as it was: logits are shifted, not labels."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(x).float()
+        shifted = logits[..., :-1, :].contiguous()
+        return nn.CrossEntropyLoss()(shifted.view(-1, V), labels[..., 1:].contiguous().view(-1))
+
+
+class NanoGPT(Model):
+    """nanoGPT's loss."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(x)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1)
+
+
+class Torchtitan(Model):
+    """torchtitan's loss."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(self.logits(x).flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+class Capped(Model):
+    """Gemma's logits, with smoothed labels."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = torch.tanh(self.logits(x) / 30.0) * 30.0
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1), label_smoothing=0.1)
+
+
+class Returned(Model):
+    """Logits that the caller gets as well."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(x)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
+
+
+class Counted(Model):
+    """Logits that an accuracy reads as well."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(x)
+        right = (logits.argmax(-1) == labels).float().mean()
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)), right
+
+
+class Dense(Model):
+    """Classes along the second dimension of three."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return F.cross_entropy(self.logits(x).transpose(1, 2), labels)
+
+
+class Written(Model):
+    """Logits that are written in place."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.logits(x)
+        logits[..., 0] = 0
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+FOUND = [Transformers, Shifted, NanoGPT, Torchtitan, Capped]
+LEFT = {
+    Returned: "logits are read by output as well",
+    Counted: "logits are read by argmax as well",
+    Dense: "its input comes from transpose",
+    Written: "logits are read by setitem as well",
+}
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(2, 9, K), torch.randint(0, V, (2, 9))
+
+
+def first(result: Any) -> Tensor:
+    loss: Tensor = result[0] if isinstance(result, tuple) else result
+    return loss
+
+
+@pytest.mark.parametrize("kind", [*FOUND, *LEFT])
+def test_heads_are_found_or_left(kind: type[Model]) -> None:
+    model = kind()
+    report = fn.explain(model, *inputs(), options={"small": True})
+    (site,) = [site for site in report.sites if site.kind == HEAD]
+    assert site.path == ("" if kind is Dense else "lm_head")
+    assert site.fused == (kind in FOUND)
+    assert site.reason == LEFT.get(kind, "")
+    assert (HEAD in report.summary()) == site.fused
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", [*FOUND, *LEFT])
+def test_values_and_gradients(kind: type[Model], dynamic: bool) -> None:
+    model = kind()
+    torch.compiler.reset()
+    options = {"then": "eager", "small": True}
+    compiled = torch.compile(
+        model, backend="fused_norm", options=options, dynamic=dynamic, fullgraph=True
+    )
+    loss, exact = first(compiled(*inputs())), first(model(*inputs()))
+    torch.testing.assert_close(loss, exact)
+    leaves = list(model.parameters())
+    found = torch.autograd.grad(loss, leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(exact, leaves))
+
+
+def test_small_heads_are_left_to_pytorch() -> None:
+    (site, *_) = fn.explain(NanoGPT(), *inputs()).sites
+    assert site.reason == "PyTorch's ops finish a call this small sooner"
+
+
+def test_autocast() -> None:
+    model = Torchtitan()
+    torch.compiler.reset()
+    options = {"then": "eager", "small": True}
+    compiled = torch.compile(model, backend="fused_norm", options=options)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, exact = compiled(*inputs()), model(*inputs())
+    assert loss.dtype is exact.dtype
+    torch.testing.assert_close(loss, exact, rtol=2e-2, atol=2e-2)
