@@ -190,7 +190,7 @@ def test_small_acts_before_eager(watch: Any) -> None:
     from fused_norm import composition
 
     model, x = Model(), torch.randn(2, 9, 32)
-    calls = watch(composition, "seam")
+    calls = watch(composition, "compute")
     for small, expected in ((False, 0), (None, 4), (True, 0)):
         torch._dynamo.reset()
         options = {"then": "eager"} | ({} if small is None else {"small": small})
