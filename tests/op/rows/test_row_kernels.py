@@ -30,7 +30,7 @@ SHAPES = [
     *((1, 1), (3, 1), (5, 7), (37, 64), (130, 129), (64, 769), (37, 1024), (70001, 8)),
     *((301, 1536), (16, 4096), (29, 5001), (27, 8192), (25, 8200), (23, 33000), (21, 65537)),
 ]
-OPS = re.findall(r'^    Entry\[\s*"(\w+)"', (ROOT / "op/rows/op.mojo").read_text(), re.M)
+PLACES = re.findall(r'^    Entry\[\s*"(\w+)"', (ROOT / "op/rows/op.mojo").read_text(), re.M)
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -72,7 +72,7 @@ def call(
         for index, tensor in enumerate(tensors):
             found[index] = address(tensor)
     run = ctypes.CDLL(kernels.__file__).rows_run
-    assert run(OPS.index(op), ctypes.byref(call)) == 0
+    assert run(PLACES.index(op), ctypes.byref(call)) == 0
 
 
 def accum(dtype: torch.dtype) -> torch.dtype:
