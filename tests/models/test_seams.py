@@ -537,7 +537,7 @@ def test_subclasses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_calls_can_be_left() -> None:
     (site,) = fused(mlp, parameters(), small=False)
-    assert "call sooner" in site.reason
+    assert "finish a call this small sooner" in site.reason
 
 
 @pytest.mark.parametrize(
