@@ -11,7 +11,7 @@ from std.python.bindings import PythonModuleBuilder
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
 from op.norm_linear.sm90.scaled_linear import scaled_linear
-from op.passes.door import from_python
+from op.passes.entry import from_python
 from op.passes.quantize import run_normalize_quantized, run_quantize
 
 

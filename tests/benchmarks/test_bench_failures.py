@@ -184,7 +184,7 @@ def test_going_on_measures_what_is_missing(
     tmp_path: Path, registry: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results.json"
-    common = ["bench", "--op", "layernorm_linear", "--device", "cpu", "--seconds", "0.01"]
+    common = ["--op", "layernorm_linear", "--device", "cpu", "--seconds", "0.01"]
     common += ["--no-memory", "--json", str(path), "--provider", "eager", "--dtype", "float32"]
     assert main([*common, "--shape", "24,32,40", "--mode", "forward"]) == 0
     first = runs.load(path).measurements[0]

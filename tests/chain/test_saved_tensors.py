@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +150,8 @@ def test_checkpoint_in_a_fresh_process(how: str, chain: str, device: str, librar
         f"import torch, test_saved_tensors as t; t.trained({how!r}, {device!r}, torch.{dtype})"
     )
     environment = {"FUSED_NORM_AUTOGRAD": "python"} if chain == "python" else {}
-    result = run_script("-c", program, PYTHONPATH=str(ROOT / "tests/support"), **environment)
+    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("support", "chain"))
+    result = run_script("-c", program, PYTHONPATH=path, **environment)
     assert result.returncode == 0, result.stderr
 
 

@@ -184,6 +184,7 @@ def anyones(tmp_path: Path) -> Iterator[Path]:
 NOBODY = """
 import os, sys, warnings
 import torch
+import torch.distributed.tensor
 import torch.nn.functional as F
 import fused_norm as fn
 from fused_norm import doctor

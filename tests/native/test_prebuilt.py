@@ -378,7 +378,10 @@ def test_every_imported_file_counts() -> None:
     """What is kept is built again when a source of it changes, and not when another does."""
     found = {
         name: wheel_kernels.sources(build.PACKAGE / "native" / f"{name}.mojo")
-        for name in (*build.CPU_EXTENSIONS, *build.GPU_EXTENSIONS, build.HOPPER_EXTENSION)
+        for name in (
+            *(*build.CPU_EXTENSIONS, *build.GPU_EXTENSIONS, build.HOPPER_EXTENSION),
+            *(build.FP8_EXTENSION, build.HEAD_EXTENSION),
+        )
     }
     compiled = {
         path
