@@ -78,6 +78,9 @@ def pack(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
     shutil.copy(build.build(extension), folder / "fp8_sm90.so")
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
+    (folder / "commit").write_text(commit)
     _pack_runtime(folder / "runtime.tar.xz")
     return 0
 
@@ -122,7 +125,13 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     random.seed(0)
     properties = torch.cuda.get_device_properties(0)
-    found: dict[str, Any] = {"device": properties.name, "torch": torch.__version__}
+    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found: dict[str, Any] = {
+        "device": properties.name,
+        "torch": torch.__version__,
+        "driver": subprocess.run(driver, capture_output=True, text=True).stdout.strip(),
+        "commit": (options.folder / "commit").read_text().strip(),
+    }
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         kernels = Kernels(options.folder, stream.cuda_stream)
