@@ -21,8 +21,8 @@ from fused_norm.chain.head_rows import Chunk, Others, Rows
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.native import build, compiler
 
-# On an H100 a first run of these kernels did not end: until it is known why, they are for those who
-# ask, and PyTorch's ops compute the chunks for others.
+# Not all of the kernels' tests have run on a GPU yet: until then they are for those who ask, and
+# PyTorch's ops compute the chunks for others.
 SWITCH = "FUSED_NORM_HEAD_KERNELS"
 # Classes whose logits tell a row's offset, and what is added to the largest of them: exponentials
 # may be as small as the offset is too large, and overflow where it is too small.
@@ -48,9 +48,14 @@ def serves(t: Head, loss: Loss) -> bool:
         and x.numel() > 0
         and t.weight.is_contiguous()
         and t.weight.data_ptr() % kernels.ALIGNMENT == 0
-        and (t.bias is None or t.bias.data_ptr() % kernels.ALIGNMENT == 0)
+        and (t.bias is None or _can_be_copied(t.bias))
         and is_at_hand()
     )
+
+
+def _can_be_copied(bias: Tensor) -> bool:
+    """Return whether a tile's part of a bias can be copied in bulk: 16 bytes at a time."""
+    return bias.data_ptr() % kernels.ALIGNMENT == 0 and bias.numel() % 8 == 0
 
 
 @functools.cache
