@@ -38,17 +38,6 @@ LONGEST = {
     )
 }
 
-# What misses its bound on AMD's CPUs: an expected failure there that is shown, and is to
-# be mended. The last compares bits of PyTorch's own product of rows that lie otherwise.
-MISSED_ON_AMD = (
-    "test_batch_invariant.py::test_values_and_gradients[3-cpu]",
-    "test_family.py::test_values_and_gradients[cpu-float32-norm_linear-layer_norm-there-True-0.0-"
-    "shift-True-2-False-geglu-True-False-False-False-False-((1,), 5, 2)]",
-    "test_row_kernels.py::test_misaligned[1-norm-torch.float32-cpu]",
-    "test_row_kernels.py::test_misaligned[3-norm-torch.float32-cpu]",
-    "test_layernorm_linear.py::test_layouts[cpu-torch.bfloat16-sliced]",
-)
-
 # Where no fold is kept, and where one may be.
 FORWARD_WAYS = {
     "folded": (NEW_FOLD, KEPT_FOLD),
@@ -79,11 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Slow tests run if all are asked for, or `-m slow` or a node id names them.
     """
     items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
-    information = Path("/proc/cpuinfo")
-    is_amd = information.is_file() and "AuthenticAMD" in information.read_text()
     for item in items:
-        if is_amd and item.nodeid.endswith(MISSED_ON_AMD):
-            item.add_marker(pytest.mark.xfail(reason="misses its bound on AMD's CPUs"))
         if _is_float16_without_a_gpu(item):
             item.add_marker(pytest.mark.slow)
     if config.option.all or "slow" in config.option.markexpr or any("::" in a for a in config.args):

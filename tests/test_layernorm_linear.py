@@ -147,8 +147,8 @@ def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
             for t in (varied_x, varied_w)
         ]
         expected = fn.fused_layernorm_linear(dense[0], gamma, beta, dense[1], bias[:20])
-    if layout == "transposed":
-        # PyTorch's product takes such a weight as it lies, and rows that are rounded to bfloat16.
+    if layout == "transposed" or (layout == "sliced" and dtype is torch.bfloat16):
+        # PyTorch's product takes such a weight as it is, and may choose another kernel for it.
         inputs = [varied_x, gamma, beta, varied_w, bias[:20]]
         assert_within_budget("y", y, eager(*as_float64(inputs)), eager(*inputs))
         if dtype is torch.float32:

@@ -151,9 +151,19 @@ class Case:
         return [g.checked() for g in grads]
 
     def check(self) -> None:
-        assert_as_exact(self.forward(), self.peer, self.exact, "y")
-        for i, grad in enumerate(self.backward()):
-            assert_as_exact(grad, self.peer_grads[i], self.exact_grads[i], f"gradient {i}")
+        check_together([self])
+
+
+def check_together(cases: list[Case]) -> None:
+    """Compare the errors of several draws, taken together, with PyTorch's."""
+    y, peer, exact = ([getattr(c, name) for c in cases] for name in ("forward", "peer", "exact"))
+    assert_as_exact(torch.cat([of() for of in y]), torch.cat(peer), torch.cat(exact), "y")
+    grads = [c.backward() for c in cases]
+    for i in range(len(grads[0])):
+        found = torch.cat([g[i] for g in grads])
+        peers = torch.cat([c.peer_grads[i] for c in cases])
+        exacts = torch.cat([c.exact_grads[i] for c in cases])
+        assert_as_exact(found, peers, exacts, f"gradient {i}")
 
 
 NAMES = {
@@ -181,7 +191,9 @@ def test_shapes(op, shape, dtype, device):
 @pytest.mark.parametrize("shift", [1, 3])
 def test_misaligned(op, dtype, device, shift):
     for shape in ((37, 64), (29, 5001), (23, 33000)):
-        Case(op, shape, dtype, device, shift).check()
+        # A norm is one number a row: those of so few rows err by luck.
+        draws = 8 if op == "norm" else 1
+        check_together([Case(op, shape, dtype, device, shift) for _ in range(draws)])
 
 
 @every_device
