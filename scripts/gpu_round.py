@@ -310,17 +310,19 @@ def _build_head(kernels: Path, target: str) -> int:
 
 
 def _build_for_tests(kernels: Path, target: str) -> int:
-    """Build what only tests and the worklog need: float64, row programs, doors, its steps."""
+    """Build what only tests and the worklog need: float64, kernels of tests, its steps."""
     sys.path.insert(0, str(ROOT))
     from fused_norm.native import build, cache
 
     os.environ["FUSED_NORM_CACHE_DIR"] = str(kernels)
     accelerator = build.extensions(target, ["float32"])[0].accelerator
     wanted = [build.Extension(n, "float64", accelerator) for n in build.GPU_EXTENSIONS]
+    folder = ROOT / "tests" / "mojo"
     for dtype in ("float32", "bfloat16", "float16"):
-        folder = ROOT / "tests" / "mojo"
         for name in ("row_programs", "sm90_doors"):
             wanted.append(build.Extension(name, dtype, accelerator, folder))
+    for dtype in ("bfloat16", "float16"):
+        wanted.append(build.Extension("sm90_shapes", dtype, accelerator, folder))
     for source in sorted((ROOT / "tutorial/worklog").glob("step*.mojo")):
         wanted.append(build.Extension(source.stem, "bfloat16", accelerator, source.parent))
     try:
