@@ -43,8 +43,8 @@ saved for the backward in that type. A result is rounded once, to the dtype of i
 No kernel uses $E[x^2] - E[x]^2$. It subtracts two numbers of the size of the squared mean to find
 one of the size of the variance; in float32, from mean/std = 4096 on, nothing is left of it.
 
-- **CPU**: two passes over a row that is in cache. The first computes a center from the differences to
-  the row's first element. The second sums the deviations from the center, and their squares. The
+- **CPU**: two passes over a row that is in cache. The first computes a center from the differences
+  to the row's first element. The second sums the deviations from the center, and their squares. The
   sum of the deviations corrects both the mean and the variance.
 - **GPU**: the same, on a row that stays in registers, or is read again if it is too long for them.
 - **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, namely the average
