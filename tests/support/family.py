@@ -263,7 +263,9 @@ def check(
         drawn = {**tensors, "x": (torch.randn_like(x) + x.mean()).requires_grad_()}
     for name, compared in found.items():
         allowed = backward_factor if name.startswith("grad_") else factor
-        actual, truth, bar = (torch.cat([t.flatten() for t in each]) for each in zip(*compared))
+        actual, truth, bar = (
+            torch.cat([t.flatten() for t in each]) for each in zip(*compared, strict=True)
+        )
         assert_within_budget(name, actual, truth, bar, allowed)
 
 
