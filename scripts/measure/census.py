@@ -174,13 +174,13 @@ def summary(written: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {written[name]}" for name in LIBRARIES)
     every, deep = written["total"], written[DEEP]
     share = every["fused"] / every["read by Linear"]
+    errors = [max(row[f"{of} error"] for row in rows) for of in ("output", "gradient")]
     lines = [
         f"{every['fused']:,} of {every['read by Linear']:,} norms that Linear layers read are "
-        f"fused ({share:.1%}), in {every['models']} architectures, a few layers deep; at true depth "
-        f"{deep['fused']:,} of {deep['read by Linear']:,} in {deep['models']} of them. The largest "
-        f"error of an output is {max(row['output error'] for row in rows):.0e} of its largest "
-        f"value, of a gradient {max(row['gradient error'] for row in rows):.0e}. With PyTorch "
-        f"{written['torch']}, {versions}.",
+        f"fused ({share:.1%}), in {every['models']} architectures, a few layers deep; at their "
+        f"true depth {deep['fused']:,} of {deep['read by Linear']:,} in {deep['models']} of them. "
+        f"The largest error of an output is {errors[0]:.0e} of its largest value, of a gradient "
+        f"{errors[1]:.0e}. With PyTorch {written['torch']}, {versions}.",
         "",
         "| family | architectures | norms | read by Linear | fused |",
         "|---|---|---|---|---|",

@@ -130,5 +130,5 @@ def test_what_is_timed_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_says_that_a_graph_break_cuts_a_norm_off() -> None:
     report = fn.explain(Broken(), torch.randn(2, 9, 32), options=SMALL)
     assert report.graphs == 2
-    assert "1 norm cut from the layers by a graph break (" in report.summary()
+    assert "1 norm read beyond a break (" in report.summary()
     assert "item" in report.breaks[0]
