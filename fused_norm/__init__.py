@@ -24,6 +24,7 @@ from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_
 if TYPE_CHECKING:
     from fused_norm.models.optimize import optimize
     from fused_norm.models.report import explain
+    from fused_norm.tuning import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -48,12 +49,15 @@ __all__ = [
     "norm_mlp",
     "optimize",
     "trainable_eps_layer_norm",
+    "tune",
     "unfreeze",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Import what rewrites whole models where it is first asked for: a quarter of the time."""
+    if name == "tune":
+        return importlib.import_module("fused_norm.tuning").tune
     if name not in ("explain", "models", "optimize"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     models = importlib.import_module("fused_norm.models")

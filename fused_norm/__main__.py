@@ -48,9 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compile only C++: the chain, and the node that takes Python out of training steps",
     )
     commands.add_parser("bench", help="measure our calls against PyTorch's", add_help=False)
+    commands.add_parser(
+        "tune", help="measure this CPU, so that calls are chosen by it", add_help=False
+    )
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":
         return bench.main(rest)
+    if options.command == "tune":
+        # Imported late, as it brings what rewrites models.
+        from fused_norm import tuning
+
+        return tuning.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command is None:

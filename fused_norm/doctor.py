@@ -14,6 +14,7 @@ import torch
 
 from fused_norm.chain import library
 from fused_norm.chain.kernels import is_hopper
+from fused_norm.devices import choice
 from fused_norm.native import build, cache, compiler, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
@@ -22,6 +23,7 @@ COMPILERS = ("1.1", "1.2")
 # CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
 OLDEST_NVIDIA_DRIVER = 525
 OLDEST_OF_MAX = 580
+TUNE = "`python -m fused_norm tune`"
 
 
 class Advice:
@@ -59,6 +61,7 @@ def _facts(advice: Advice) -> dict[str, str]:
         "max": _version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]",
         "cpu threads": _threads(),
         "cpu kernels": _cpu_dtypes(),
+        "cpu choices": _choices(advice),
         "gpu": _gpus(advice),
         "batch_invariant": _batch_invariant(),
         "cache": _folder(advice),
@@ -129,8 +132,8 @@ def _threads() -> str:
 def _cpu_dtypes() -> str:
     """Return which way calls run in each dtype, and why."""
     chosen = "our product"
-    if platform.machine() in ("x86_64", "AMD64"):
-        chosen += ", or PyTorch's where that was measured to be faster"
+    if choice.path():
+        chosen += ", or PyTorch's where that is faster"
     lines = [f"{name}: {chosen}" for name in ("float32", "float16")]
     if has_tiles():
         lines.append(f"bfloat16: {chosen}; both use amx_bf16")
@@ -142,6 +145,22 @@ def _cpu_dtypes() -> str:
     else:
         lines.append(f"bfloat16: {chosen}; ours in float32, whose rate is at least bfloat16's here")
     return "\n".join([*lines, "float64: our product"])
+
+
+def _choices(advice: Advice) -> str:
+    """Return by which measurements calls are chosen, and how old they are."""
+    path, device = choice.path(), choice.device()
+    if path is None or device is None:
+        advice.may.append(f"nothing like this CPU was measured: {TUNE} measures it")
+        return "our product always: nothing like this CPU was measured"
+    if path == choice.tuned_path():
+        return f"this machine's own, {path}, measured {device.about['measured']}"
+    if estimate := device.about.get("estimated"):
+        advice.may.append(
+            f"what calls on {device.name} are chosen by is an estimate: {TUNE} measures"
+        )
+        return f"{device.name}, estimated {estimate}"
+    return f"{device.name}, measured {device.about['measured']} on {device.about['cpu']}"
 
 
 def _gpus(advice: Advice) -> str:

@@ -37,11 +37,12 @@ PYTHON_LAYERS = [
     ["reference", "native", "recipes"],
     ["composition", "cross_entropy"],
     ["call"],
+    ["devices"],
     ["chain"],
     ["ops"],
     ["functional", "composed", "freeze", "head", "trainable_eps"],
     ["modules", "models"],
-    ["doctor", "bench", "graphs"],
+    ["doctor", "bench", "tuning", "graphs"],
     ["__main__"],
 ]
 MOJO_LAYERS = [
@@ -150,6 +151,7 @@ def test_what_the_chain_asks_is_the_same_in_two_languages(name: str) -> None:
     body = re.search(rf"struct {name} \{{(.*?)\}};", CHAIN_H, re.S)
     assert body is not None
     kinds = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "const char": ctypes.c_char_p}
+    kinds["const double"] = ctypes.c_int64
     fields = []
     for line in filter(None, (part.strip() for part in body[1].split(";"))):
         kind = next(kind for kind in kinds if line.startswith(kind))
@@ -163,7 +165,7 @@ C_LAYERS = [
     ["call", "chain"],
     ["tensor"],
     ["kernels"],
-    ["operands"],
+    ["operands", "choice"],
     ["linear", "folds", "rows"],
     ["grouped"],
     ["forward"],

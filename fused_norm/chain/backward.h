@@ -217,6 +217,10 @@ class Backward {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
     call.way = product.way;
+    if (x.is_cpu() && !call.way && !spec_.invariant) {
+      call.way = Costs(product.costs).fastest(call, call.N, true);
+    }
+    if (x.is_cpu() && call.way == AROUND_PRODUCTS) return false;
     if (product.plan_backward(&call) != 0 || call.way != FUSED) return false;
     for (const auto& [place, address, like] : results) {
       if (!address || (accumulates && place == NAMED)) continue;

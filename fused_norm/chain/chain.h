@@ -49,12 +49,13 @@ struct Question {
 };
 
 // Two files with C functions, loaded, each with the context of its calls (of row ops their own in place
-// of the passes); and the way that plans are
-// asked for, without and with parameters that are frozen: 0 leaves it to them. No file where
+// of the passes); the way that calls are to go, without and with parameters that are frozen, 0 for the
+// fastest; and what was measured on such a CPU (`Device.as_array` in devices/costs.py). No file where
 // PyTorch's own product is to be taken.
 struct Answer {
   const char *product, *passes;
   int64_t product_context, passes_context, way, kept_way;
+  const double* costs;
 };
 
 // Python's functions, and what they know.
@@ -67,7 +68,7 @@ struct Python {
   int (*prepare)(int32_t device) = nullptr;
   // The numbers of norms and activations: "layer_norm=0 rms_norm=1 ...".
   const char* numbers = "";
-  // Counts how often this was told: kernels are asked for anew.
+  // Kernels are asked for anew, unless they were under the same number.
   int told = 0;
 };
 

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "choice.h"
 #include "folds.h"
 #include "grouped.h"
 
@@ -167,6 +168,10 @@ inline Call planned_forward(
   if (has_own_outputs(spec, t)) parts.give(call, t);
   call.may_keep = fold.is_for(call.activation);
   call.way = !call.may_keep ? product.way : fold.is_needed ? int64_t{KEPT_FOLD} : product.kept_way;
+  if (t[X].is_cpu() && !call.way && !spec.invariant) {
+    call.way = Costs(product.costs).fastest(call, extent.N, call.rstd != nullptr);
+  }
+  if (call.way == AROUND_PRODUCTS && t[X].is_cpu()) return call;
   if (product.plan_forward(&call) != 0) call.way = DECLINED;
   return call;
 }

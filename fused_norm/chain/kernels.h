@@ -49,6 +49,7 @@ struct Product {
            input_gradients = nullptr, plan_passed_rows = nullptr, passed_rows = nullptr,
            fold = nullptr;
   int64_t context = 0, way = 0, kept_way = 0;
+  const double* costs = nullptr;
 
   Product() = default;
   Product(const Library& library, const Answer& answer)
@@ -71,7 +72,8 @@ struct Product {
         fold(library("norm_linear_fold")),
         context(answer.product_context),
         way(answer.way),
-        kept_way(answer.kept_way) {}
+        kept_way(answer.kept_way),
+        costs(answer.costs) {}
 };
 
 // Passes over rows around products: an extension passes_*.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.devices import choice
 from fused_norm.native import build, runtime
 from fused_norm.native.cache import BuildError
 from fused_norm.native.cpu_features import bfloat16_product
@@ -40,7 +42,7 @@ def left_to_pytorch(dtype: torch.dtype) -> str | None:
 
 
 def cpu_way() -> int:
-    """Return the way that a CPU's plans are asked for, 0 for what they find fastest.
+    """Return the way that calls go on a CPU: FUSED, AROUND_PRODUCTS, or 0 for the faster.
 
     Tests and measurements put others in its place.
     """
@@ -148,6 +150,7 @@ class Answer(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_char_p) for name in ("product", "passes")),
         *((n, ctypes.c_int64) for n in ("product_context", "passes_context", "way", "kept_way")),
+        ("costs", ctypes.c_int64),
     )
 
 
@@ -183,10 +186,10 @@ def find(question: Any, answer: Any) -> None:
     if question.is_cpu:
         build.check_at_hand(torch.device("cpu"), dtype)
         context = build.gomp_parallel()
-        is_ours = question.invariant or not left_to_pytorch(dtype)
+        is_ours = question.invariant or cpu_way() or not left_to_pytorch(dtype)
         product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
         _fill(answer, product, context, _file(cpu_path("passes_cpu", dtype)), context)
-        answer.way = cpu_way()
+        answer.way, answer.costs = cpu_way(), choice.address(build.DTYPES[dtype])
         return
     device, stream, norm = question.device, question.stream, question.normalization
     build.check_at_hand(torch.device("cuda", device), dtype)
@@ -272,9 +275,20 @@ def _prepare(device: int) -> int:
 _NUMBERED = {name: norm.number for name, norm in NORMS.items()}
 _NUMBERED |= {name: each.number for name, each in ACTIVATIONS.items()}
 _NUMBERS = " ".join(f"{name}={number}" for name, number in _NUMBERED.items())
+_numbers = itertools.count(1)
 _TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode())
 
 
-def tell(library: ctypes.CDLL) -> None:
-    """Give the chain the functions that it calls; it asks anew for kernels that it knows."""
+def tell(library: ctypes.CDLL, again: int = 0) -> int:
+    """Give the chain the functions that it calls; it asks anew for kernels that it knows.
+
+    Args:
+        library: The chain.
+        again: What an earlier call returned: the chain is to go by what it was told then.
+
+    Returns:
+        A number for what it is told.
+    """
+    _TOLD.told = again or next(_numbers)
     library.chain_tell(ctypes.byref(_TOLD))
+    return int(_TOLD.told)

@@ -14,9 +14,9 @@ CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
 # What tile products need, as Linux and LLVM name it; LLVM takes a masked CPU for an older one.
 _TILE_FEATURES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "avx512_bf16": "avx512bf16"}
 # PyTorch's own product (oneDNN) multiplies bfloat16 with these faster than ours, without tiles, as
-# float32: with tiles, with AVX-512's on AMD, Arm's. Intel's AVX-512 sums pairs of bfloat16 at half
-# the rate of float32, and PyTorch's product with them takes twice the time of ours.
-_BFLOAT16_PRODUCTS = ({"amx_bf16"}, {"avx512_bf16", "sse4a"}, {"bf16"})
+# float32: with tiles, and with Arm's. Not so with AVX-512's, of which Intel's sum pairs of bfloat16
+# at half the rate of float32.
+_BFLOAT16_PRODUCTS = ({"amx_bf16"}, {"bf16"})
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux grants tile registers on request.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 

@@ -1,4 +1,4 @@
-"""The one place that chooses how a pass runs on a CPU.
+"""Whether our product takes a call on a CPU, and its workspace.
 
 A plan follows from a call's sizes and from what is wanted; it is worked out
 once to ask for the workspace, and once to fill it.
@@ -8,7 +8,6 @@ from ...call import CallPointer
 from ..plan import DECLINED, FUSED
 from .activation import before_activation, is_served
 from .backward_plan import BackwardPlan
-from .choice import fastest
 from .forward_plan import ForwardPlan
 from .norms import NORMS
 
@@ -23,8 +22,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The forward; `way` and `workspace_bytes` are set. If its way is FUSED, or it
-            is to be invariant, speed does not matter.
+        call: The forward; `way` and `workspace_bytes` are set.
     """
     ref its = call[]
     var serves = (
@@ -33,8 +31,7 @@ def plan_forward[dtype: DType](call: CallPointer):
         and (its.groups == 0 or its.M % its.groups == 0)
         and is_served(its.activation)
     )
-    var way = fastest[dtype](its, its.rstd != 0)
-    _set[dtype](call, serves, way, ForwardPlan[dtype](its).bytes)
+    _set(call, serves, ForwardPlan[dtype](its).bytes)
 
 
 def plan_backward[dtype: DType](call: CallPointer):
@@ -44,23 +41,18 @@ def plan_backward[dtype: DType](call: CallPointer):
         dtype: Element type of the tensors.
 
     Args:
-        call: The backward; `way` and `workspace_bytes` are set. If its way is FUSED, or it
-            is to be invariant, speed does not matter.
+        call: The backward; `way` and `workspace_bytes` are set.
     """
     ref its = call[]
     var serves = its.groups == 0 and is_served(its.activation)
     var linear = before_activation(call[])
-    var way = fastest[dtype](linear, True)
-    _set[dtype](call, serves, way, BackwardPlan[dtype](linear).bytes)
+    _set(call, serves, BackwardPlan[dtype](linear).bytes)
 
 
-def _set[
-    dtype: DType
-](call: CallPointer, serves: Bool, fastest: Int, bytes: Int):
+def _set(call: CallPointer, serves: Bool, bytes: Int):
     ref its = call[]
     var is_taken = (
         serves
-        and (its.way == FUSED or its.invariant != 0 or fastest == FUSED)
         and its.narrow == 0
         and its.accumulate == 0
         and its.normalization < NORMS

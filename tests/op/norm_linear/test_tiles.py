@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,6 @@ from accuracy import make_inputs
 from test_cpu_kernels import Kernels, check
 
 import fused_norm as fn
-from fused_norm.activations import ACTIVATIONS
-from fused_norm.call.record import DECLINED, Call
-from fused_norm.chain import kernels
 from fused_norm.native import build, cpu_features
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,35 +104,3 @@ def test_products_of_pytorch_are_not_disturbed() -> None:
     for rows in (1, 17, 300, 600):
         fn.fused_layernorm_linear(x.repeat(2, 1)[:rows], gamma, beta, weight, bias)
         assert torch.equal(F.linear(x, weight, bias), before)
-
-
-@pytest.mark.as_dispatched
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_faster_way_of_what_was_measured_is_chosen(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
-    dispatch = importlib.import_module("dispatch_cpu")
-    if (level := dispatch.level_of_this_cpu()) is None:
-        pytest.skip("no such CPU was measured")
-    clearly = dispatch.CLEARLY
-    every = json.loads(dispatch.file_of(level).read_text())["calls"]
-    calls = [each for each in every if each["dtype"] == dtype]
-    # Every gate is about as dear as the one that was measured, and all without a gate as that.
-    numbers = [each.number for each in ACTIVATIONS.values()]
-    alike = {
-        "": [0],
-        "gelu": [number for number in numbers if not number >= GATED],
-        "swiglu": [number for number in numbers if number >= GATED],
-    }
-    assert {each["activation"] for each in calls} == set(alike)
-    extension = kernels.cpu_extension("norm_linear_cpu", getattr(torch, dtype))
-    for each in calls:
-        for direction, us in each["us"].items():
-            declined = us.get("around", us["eager"])
-            for activation in alike[each["activation"]]:
-                call = Call(M=each["M"], K=each["K"], N=each["N"], threads=1)
-                call.activation, call.rstd = activation, direction == "training"
-                extension.plan_forward(ctypes.addressof(call))
-                is_ours = us["fused"] <= clearly * declined
-                assert (call.way == DECLINED) != is_ours, (each, direction)

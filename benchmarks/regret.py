@@ -1,0 +1,135 @@
+"""Whether calls go the fastest way at sizes that nobody has chosen: a choice against all ways.
+
+    poe bench --regret [--seed N] [--count N] [--json FILE] [--plot FILE]
+
+Sizes are drawn by a seed, on a CPU. Of each, the ways (our product, our passes around PyTorch's,
+and PyTorch's ops alone) and what users get take turns; `regret` is the time of what they get over
+that of the fastest way, `of eager` over that of PyTorch's ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.environment import describe
+from fused_norm import tuning
+from fused_norm.devices import choice
+from fused_norm.devices.costs import DIRECTIONS, Measured
+
+# Another than what `tune` and the shipped measurements were drawn by.
+SEED = 2026
+COUNT = 60
+# What a difference from run to run comes to: above it, a size is measured again, for longer.
+AGAIN, LONGER = 1.05, 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a table and return an exit status."""
+    parser = argparse.ArgumentParser(prog="poe bench --regret", description=__doc__)
+    parser.add_argument("--seed", type=int, default=SEED, help=f"of the sizes (default: {SEED})")
+    parser.add_argument("--count", type=int, default=COUNT, help=f"of sizes (default: {COUNT})")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each (default: 0.5)")
+    parser.add_argument("--dtype", action="append", choices=list(tuning.DTYPES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    calls = measured(options)
+    Console().print(table(calls), soft_wrap=True)
+    if options.json:
+        content = {
+            "environment": dataclasses.asdict(describe(torch.device("cpu"))),
+            "seed": options.seed,
+            "chosen_by": str(_chosen_by()),
+            "fields": Measured._fields,
+        }
+        rows = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
+        text = json.dumps(content, indent=1)
+        options.json.write_text(f'{text[:-2]},\n "calls": [\n{rows}\n ]\n}}\n')
+    if options.plot:
+        plot(calls, options.plot)
+    return 0
+
+
+def _chosen_by() -> str | None:
+    """Return what calls are chosen by: a shipped file's name, or that the machine was tuned."""
+    path = choice.path()
+    return None if path is None else path.name if path.parent == choice.SHIPPED else "tune"
+
+
+def measured(options: argparse.Namespace) -> list[Measured]:
+    """Return the calls, each way."""
+    sizes = tuning.draw(options.count, options.seed, options.dtype or tuple(tuning.DTYPES))
+    found = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for size in progress.track(sizes, description="sizes"):
+            for direction in DIRECTIONS:
+                call = tuning.measure(size, direction, options.seconds, ["chosen"])
+                if max(regret(call), of_eager(call)) > AGAIN:
+                    seconds = LONGER * options.seconds
+                    call = tuning.measure(size, direction, seconds, ["chosen"])
+                found.append(call)
+    return found
+
+
+def regret(call: Measured) -> float:
+    """Return the time of what users get over that of the fastest way."""
+    return call.us["chosen"] / min(us for name, us in call.us.items() if name != "chosen")
+
+
+def of_eager(call: Measured) -> float:
+    """Return the time of what users get over that of PyTorch's ops."""
+    return call.us["chosen"] / call.us["eager"]
+
+
+def table(calls: Sequence[Measured]) -> Table:
+    """Return what was found of each dtype and direction, with the worst size."""
+    found = Table(title="Time of what users get, over that of the fastest way and of eager")
+    for name in ("dtype", "direction", "sizes", "regret: median", "worst", "at M,K,N"):
+        found.add_column(name, justify="left" if name in ("dtype", "direction") else "right")
+    for name in ("of eager: median", "worst", "at M,K,N"):
+        found.add_column(name, justify="right")
+    groups: dict[tuple[str, str], list[Measured]] = {}
+    for call in calls:
+        groups.setdefault((call.dtype, call.direction), []).append(call)
+    for (dtype, direction), each in groups.items():
+        cells: list[str] = []
+        for ratio in (regret, of_eager):
+            worst = max(each, key=ratio)
+            cells += [f"{statistics.median(map(ratio, each)):.3f}", f"{ratio(worst):.2f}"]
+            cells.append(f"{worst.M},{worst.K},{worst.N} {worst.kind}")
+        found.add_row(dtype, direction, str(len(each)), *cells)
+    return found
+
+
+def plot(calls: Sequence[Measured], path: Path) -> None:
+    """Write regret and the ratio to eager over the products of a call."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    shared: Any = {"sharey": True}
+    for axes, direction in zip(figure.subplots(1, 2, **shared), DIRECTIONS, strict=True):
+        for dtype, color in zip(tuning.DTYPES, ("#d1495b", "#2e86ab", "#3a9d6e"), strict=True):
+            each = [c for c in calls if c.dtype == dtype and c.direction == direction]
+            work = [c.M * c.K * c.N for c in each]
+            axes.plot(work, [regret(c) for c in each], "o", color=color, ms=4, label=dtype)
+            axes.plot(work, [of_eager(c) for c in each], "x", color=color, ms=4, alpha=0.6)
+        axes.axhline(1, color="#8a8a8a", lw=0.8)
+        axes.set(xscale="log", xlabel="M K N", title=direction)
+    figure.axes[0].set_ylabel("dots: over the fastest way; crosses: over eager")
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

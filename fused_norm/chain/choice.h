@@ -1,0 +1,75 @@
+// Chooses how a call on a CPU runs, by what was measured on such CPUs.
+
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+
+namespace fused_norm {
+
+// `Device.as_array` in devices/costs.py, which has the model: how many exceptions there are, the bytes of
+// an element, costs, exceptions.
+class Costs {
+ public:
+  explicit Costs(const double* at) : at_(at) {}
+
+  // The faster of FUSED and AROUND_PRODUCTS. N are the outputs of the product: twice those of a gate.
+  int64_t fastest(const Call& call, int64_t N, bool follows) const {
+    if (!at_) return FUSED;
+    const int64_t kind = !call.activation ? 0 : call.activation < GATED ? 1 : 2;
+    const auto way = exception(kind, follows, call, N);
+    if (way >= 0) return WAYS[way];
+    const int64_t rows = call.M == 1 ? 0 : call.M <= MOST_FEW_ROWS ? 1 : 2;
+    const double* const costs =
+        at_ + 2 + (((kind * DIRECTIONS + follows) * ROWS + rows) * 2) * TERMS;
+    const double M = real(call.M), K = real(call.K), n = real(N);
+    double pages = fresh(M * n);
+    if (follows && !kind) pages += fresh(M * K) + fresh(K * n);
+    const double terms[] = {M * K * n, K * n, M * K, M * n, pages};
+    const auto us = [&](const double* of) {
+      double work = 0;
+      for (int i = 1; i < TERMS; ++i) work += of[i] * terms[i - 1];
+      return of[0] + work / real(call.threads);
+    };
+    return us(costs) <= us(costs + TERMS) ? WAYS[0] : WAYS[1];
+  }
+
+ private:
+  static constexpr int64_t KINDS = 3, DIRECTIONS = 2, ROWS = 3, TERMS = 6, FIELDS = 6;
+  static constexpr int64_t MOST_FEW_ROWS = 15;
+  static constexpr int64_t WAYS[] = {FUSED, AROUND_PRODUCTS};
+  // Sizes are alike whose ratios are at most this, each.
+  static constexpr double ALIKE = 1.25;
+
+  static double real(int64_t value) { return static_cast<double>(value); }
+
+  // The elements of a result whose memory the C library takes from the system each time.
+  double fresh(double elements) const { return elements * at_[1] >= 33554432.0 ? elements : 0.0; }
+
+  // The place in WAYS of the nearest exception among those alike, -1 without one.
+  int64_t exception(int64_t kind, bool follows, const Call& call, int64_t N) const {
+    const auto count = static_cast<int64_t>(*at_);
+    const double* row = at_ + 2 + KINDS * DIRECTIONS * ROWS * 2 * TERMS;
+    const double sizes[] = {real(call.M), real(call.K), real(N)};
+    double nearest = ALIKE * ALIKE * ALIKE;
+    int64_t found = -1;
+    for (int64_t i = 0; i < count; ++i, row += FIELDS) {
+      if (static_cast<int64_t>(row[0]) != kind || static_cast<bool>(row[1]) != follows) continue;
+      double distance = 1;
+      for (int j = 0; j < 3; ++j) {
+        const double a = sizes[j], b = row[2 + j], ratio = a > b ? a / b : b / a;
+        distance *= ratio <= ALIKE ? ratio : nearest;
+      }
+      if (distance < nearest) {
+        nearest = distance;
+        found = static_cast<int64_t>(row[5]);
+      }
+    }
+    return found;
+  }
+
+  const double* at_;
+};
+
+}  // namespace fused_norm

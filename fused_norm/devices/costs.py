@@ -1,0 +1,218 @@
+"""What a call costs each way: a model of few terms, fitted to what was measured on a device.
+
+A call of M rows, K features and N outputs of its products takes
+
+    a + (b M K N + c K N + d M K + e M N + f F) / threads
+
+microseconds: for being called, for products, for reading and packing the weight, for the rows, for
+the outputs, and for pages that the system has yet to clear. F are the elements of results whose
+memory the C library takes from the system each time, those of 32 MiB and more. The costs are not
+negative. They are fitted to the ratios of model and measurement by least squares, for each dtype,
+direction and way, and for one row, few rows and many apart: PyTorch and we have code of its own for
+each. An activation changes a and e. Where the model would choose a way that was measured to be
+slower by more than 3 %, the measured size is an exception: sizes near it go the way that was faster
+there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# As chain/choice.h counts them. `around` is our passes around PyTorch's products.
+WAYS = ("fused", "around")
+KINDS = ("", "activation", "gate")
+DIRECTIONS = ("forward", "training")
+# Up to how many rows each set of costs is for, and by which rows it is fitted: those next to a
+# border count on both sides.
+ROWS = (1, 15, math.inf)
+FITTED = ((1, 1), (2, 32), (8, math.inf))
+TERMS = 6
+# Those that an activation changes.
+ACTIVATED = (0, 4)
+# From so many bytes on, the C library takes memory from the system each time.
+FRESH = 2**25
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# A way that is faster by less is as good as the other.
+TOLERATED = 0.03
+SWEEPS = 2000
+
+
+class Measured(NamedTuple):
+    """What a call took.
+
+    Attributes:
+        dtype: Name of the tensors' dtype.
+        kind: What follows the product: one of KINDS.
+        direction: One of DIRECTIONS; with an activation, training is a forward before a backward.
+        threads: How many.
+        M: Rows.
+        K: Features.
+        N: Outputs of the product: twice those of a gate.
+        us: Microseconds by WAYS, and of PyTorch's ops as "eager".
+    """
+
+    dtype: str
+    kind: str
+    direction: str
+    threads: int
+    M: int
+    K: int
+    N: int
+    us: dict[str, float]
+
+    def terms(self) -> tuple[float, ...]:
+        """Return what its costs are multiplied by."""
+        M, K, N = self.M, self.K, self.N
+        results = [M * N]
+        if self.direction == "training" and not self.kind:
+            results += [M * K, K * N]
+        fresh = sum(n for n in results if n * BYTES[self.dtype] >= FRESH)
+        work = (M * K * N, K * N, M * K, M * N, fresh)
+        return (1.0, *(n / self.threads for n in work))
+
+
+class Device(NamedTuple):
+    """What is known of a kind of device.
+
+    Attributes:
+        name: The kind.
+        about: Where it was measured, with what and when, or how it was estimated.
+        costs: By "dtype kind direction way", for each of ROWS, the costs a to f.
+        exceptions: [dtype, kind, direction, M, K, N, way], by WAYS.
+    """
+
+    name: str
+    about: dict[str, Any]
+    costs: dict[str, list[list[float]]]
+    exceptions: list[list[Any]]
+
+    def us(self, call: Measured, way: str) -> float | None:
+        """Return what a call takes by the model, None where nothing like it was measured."""
+        costs = self.costs.get(f"{call.dtype} {call.kind} {call.direction} {way}")
+        if costs is None:
+            return None
+        return sum(c * t for c, t in zip(costs[_rows_place(call.M)], call.terms(), strict=True))
+
+    def as_array(self, dtype: str) -> array[float]:
+        """Return what the chain reads of a dtype, empty where nothing was measured.
+
+        First how many exceptions there are, and the bytes of an element; then the costs by kind,
+        direction, rows and way; then the exceptions.
+        """
+        found = array("d")
+        exceptions = [e for e in self.exceptions if e[0] == dtype]
+        if not any(name.startswith(f"{dtype} ") for name in self.costs):
+            return found
+        found.extend((len(exceptions), BYTES[dtype]))
+        for kind in KINDS:
+            for direction in DIRECTIONS:
+                for place in range(len(ROWS)):
+                    for way in WAYS:
+                        found.extend(self.costs[f"{dtype} {kind} {direction} {way}"][place])
+        for _, kind, direction, M, K, N, way in exceptions:
+            row = (KINDS.index(kind), DIRECTIONS.index(direction), M, K, N, WAYS.index(way))
+            found.extend(map(float, row))
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        lines = [
+            f" {json.dumps(name)}: {json.dumps(self._asdict()[name])}" for name in self._fields[:2]
+        ]
+        costs = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in self.costs.items()]
+        lines.append(' "costs": {\n' + ",\n".join(costs) + "\n }")
+        rows = [f"  {json.dumps(each)}" for each in self.exceptions]
+        lines.append(' "exceptions": [\n' + ",\n".join(rows) + "\n ]")
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def load(path: Path) -> Device:
+    """Read a device from its file.
+
+    Raises:
+        ValueError: If the file has other contents.
+    """
+    try:
+        found = json.loads(path.read_text())
+        return Device(**{name: found[name] for name in Device._fields})
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} holds no measurements of a device: {error}") from error
+
+
+def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
+    """Return a device by what was measured on it.
+
+    Args:
+        name: Its kind.
+        about: Where, with what and when.
+        calls: The measurements.
+    """
+    groups: dict[tuple[str, str, str], list[Measured]] = {}
+    for call in calls:
+        groups.setdefault((call.dtype, call.kind, call.direction), []).append(call)
+    costs: dict[str, list[list[float]]] = {}
+    for dtype in dict.fromkeys(call.dtype for call in calls):
+        for kind, direction, way in itertools.product(KINDS, DIRECTIONS, WAYS):
+            members = groups.get((dtype, kind, direction), [])
+            parts = [[c for c in members if lo <= c.M <= hi] or members for lo, hi in FITTED]
+            if not kind:
+                found = [_fitted(part, way, range(TERMS), [0.0] * TERMS) for part in parts]
+            else:
+                # What follows a forward is not of the product.
+                bare = costs[f"{dtype}  forward {way}"]
+                both = zip(parts, bare, strict=True)
+                found = [_fitted(part, way, ACTIVATED, base) for part, base in both]
+            costs[f"{dtype} {kind} {direction} {way}"] = found
+    device = Device(name, about, costs, [])
+    for call in calls:
+        by_model = [device.us(call, way) or 0.0 for way in WAYS]
+        chosen = WAYS[by_model[1] < by_model[0]]
+        other = WAYS[chosen == WAYS[0]]
+        if call.us[chosen] > (1 + TOLERATED) * call.us[other]:
+            where = [call.dtype, call.kind, call.direction, call.M, call.K, call.N]
+            device.exceptions.append([*where, other])
+    return device
+
+
+def _rows_place(rows: int) -> int:
+    return next(place for place, most in enumerate(ROWS) if rows <= most)
+
+
+def _fitted(
+    calls: Sequence[Measured], way: str, changed: Sequence[int], base: Sequence[float]
+) -> list[float]:
+    """Return costs that are not negative, by coordinate descent on squares of relative errors.
+
+    Args:
+        calls: The measurements.
+        way: Of which.
+        changed: The costs to fit.
+        base: All costs; those that are not fitted stay.
+    """
+    rows, right = [], []
+    for call in calls:
+        terms = call.terms()
+        rest = sum(base[i] * terms[i] for i in range(TERMS) if i not in changed)
+        rows.append([terms[i] / call.us[way] for i in changed])
+        right.append(1 - rest / call.us[way])
+    count = len(changed)
+    sizes = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(count)]
+    rows = [[v / s for v, s in zip(row, sizes, strict=True)] for row in rows]
+    gram = [[sum(r[i] * r[j] for r in rows) for j in range(count)] for i in range(count)]
+    wanted = [sum(r[i] * w for r, w in zip(rows, right, strict=True)) for i in range(count)]
+    found = [0.0] * count
+    for _ in range(SWEEPS):
+        for i in range(count):
+            if gram[i][i]:
+                rest = sum(gram[i][j] * found[j] for j in range(count) if j != i)
+                found[i] = max(0.0, (wanted[i] - rest) / gram[i][i])
+    costs = list(base)
+    for i, v, s in zip(changed, found, sizes, strict=True):
+        costs[i] = float(f"{v / s:.6g}")
+    return costs

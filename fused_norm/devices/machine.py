@@ -1,0 +1,37 @@
+"""Which kind of CPU this is: what its measurements are filed under."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+from fused_norm.native.cpu_features import CPU_VARIABLE, flags, has_tiles
+
+# AMD's numbers of a family of CPUs.
+_ZEN_3_AND_4, _ZEN_5 = 25, 26
+
+
+@functools.cache
+def cpu_kind() -> str | None:
+    """Return the kind of this CPU, as files in `data` are named; None for one that none is like."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return "arm-neon"
+    found = flags()
+    if "avx2" not in found:
+        return None
+    is_amd = "sse4a" in found
+    if os.environ.get(CPU_VARIABLE) == "x86-64-v3" or "avx512f" not in found:
+        return "amd-zen3" if is_amd else "intel-avx2"
+    if is_amd:
+        return "amd-zen5" if _family() >= _ZEN_5 else "amd-zen4"
+    return "intel-amx" if has_tiles() else "intel-avx512"
+
+
+def _family() -> int:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return _ZEN_3_AND_4
+    return next((int(v.split(":")[1]) for v in lines if v.startswith("cpu family")), _ZEN_3_AND_4)

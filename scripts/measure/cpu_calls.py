@@ -1,0 +1,137 @@
+"""Measure calls on this CPU each way, and fit what its kind's calls are chosen by.
+
+    python scripts/measure/cpu_calls.py [--commit COMMIT]   measure, and write both files
+    python scripts/measure/cpu_calls.py --fit               only fit again, every kind
+
+Measurements are benchmarks/results/cpu-calls-KIND.json; what is fitted to them is
+fused_norm/devices/data/KIND.json, which the library reads. Kinds that nobody has measured are
+estimated from the one that is nearest, and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from benchmarks import environment
+from fused_norm import tuning
+from fused_norm.devices import choice, costs
+from fused_norm.devices.costs import DIRECTIONS, Measured
+from fused_norm.devices.machine import cpu_kind
+from fused_norm.tuning import Size
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
+# Sizes of common models, beside random ones.
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+WEIGHTS = ((128, 128), (768, 768), (768, 3072), (1024, 1024), (4096, 4096))
+RANDOM = 300
+# Where measurement and model differ by more, a size is measured again, for longer.
+DOUBTFUL, LONGER = 1.4, 3
+# Kinds without measurements, and the kind whose ratios of our times and PyTorch's stand for theirs.
+ESTIMATED = {"amd-zen4": "amd-zen3", "amd-zen5": "amd-zen3", "arm-neon": "amd-zen3"}
+
+
+def main() -> int:
+    """Measure or fit, write the files and return an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--fit", action="store_true", help="only fit again")
+    parser.add_argument("--commit")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each call (default: 0.3)")
+    options = parser.parse_args()
+    if not options.fit:
+        kind = cpu_kind()
+        if kind is None:
+            print("SKIPPED: needs a CPU with AVX2, or Arm's")
+            return 0
+        measure(kind, options.seconds, options.commit)
+    for kind, device in fitted().items():
+        device.save(choice.SHIPPED / f"{kind}.json")
+        print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
+    return 0
+
+
+def file_of(kind: str) -> Path:
+    """Return the file of a kind's measurements."""
+    return RESULTS / f"cpu-calls-{kind}.json"
+
+
+def sizes() -> list[Size]:
+    """Return what is measured."""
+    grid = [
+        Size(dtype, "", M, K, N)
+        for dtype, (K, N), M in itertools.product(tuning.DTYPES, WEIGHTS, ROWS)
+        if M * K * N * (1 if dtype == "float32" else 8) <= tuning.MOST_PRODUCTS
+    ]
+    return grid + tuning.draw(RANDOM, tuning.SEED)
+
+
+def measure(kind: str, seconds: float, commit: str | None) -> None:
+    """Write the measurements of this CPU."""
+    described = dataclasses.asdict(environment.describe(torch.device("cpu"), commit))
+    calls: list[Measured] = []
+    with Progress() as progress:
+        wanted = sizes()
+        for size in progress.track(wanted, description=kind):
+            calls += [tuning.measure(size, direction, seconds) for direction in DIRECTIONS]
+        # What the model is far from, or a tenth of a second of other work has disturbed.
+        device = costs.fit(kind, {}, calls)
+        doubtful = [i for i, call in enumerate(calls) if is_doubtful(call, device)]
+        for i in progress.track(doubtful, description="again"):
+            call = calls[i]
+            size = Size(call.dtype, call.kind, call.M, call.K, call.N)
+            calls[i] = tuning.measure(size, call.direction, LONGER * seconds)
+    # One thread, at some of the sizes.
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+        for size in wanted[::5]:
+            calls += [tuning.measure(size, direction, seconds) for direction in DIRECTIONS]
+        torch.set_num_threads(threads)
+    write(kind, described, calls)
+
+
+def is_doubtful(call: Measured, device: costs.Device) -> bool:
+    """Return whether a measurement and the model are far apart, or choose otherwise."""
+    by_model = {way: device.us(call, way) or 0.0 for way in costs.WAYS}
+    is_far = any(not 1 / DOUBTFUL < call.us[way] / us < DOUBTFUL for way, us in by_model.items())
+    chosen = min(by_model, key=lambda way: by_model[way])
+    return is_far or call.us[chosen] > (1 + costs.TOLERATED) * min(call.us[w] for w in costs.WAYS)
+
+
+def write(kind: str, described: dict[str, Any], calls: list[Measured]) -> None:
+    """Write measurements."""
+    lines = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
+    head = json.dumps(described)
+    names = json.dumps(Measured._fields)
+    text = f'{{\n "environment": {head},\n "fields": {names},\n "calls": [\n{lines}\n ]\n}}\n'
+    file_of(kind).write_text(text)
+
+
+def fitted() -> dict[str, costs.Device]:
+    """Return the devices of all kinds by the files of measurements."""
+    found = {}
+    for path in sorted(RESULTS.glob("cpu-calls-*.json")):
+        kind = path.stem.removeprefix("cpu-calls-")
+        content = json.loads(path.read_text())
+        calls = [Measured(*each) for each in content["calls"]]
+        env = content["environment"]
+        about = {"measured": env["date"], "cpu": env["cpu"], "threads": env["threads"]}
+        about |= {"torch": env["torch"], "calls": len(calls)}
+        found[kind] = costs.fit(kind, about, calls)
+    for kind, like in ESTIMATED.items():
+        if kind not in found and like in found:
+            about = {"estimated": f"as {like}, not measured"}
+            found[kind] = found[like]._replace(name=kind, about=about)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,218 @@
+"""How calls on a CPU run: what was measured, the model fitted to it, and this machine's own."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from ways import tell_again
+
+import fused_norm as fn
+from fused_norm import tuning
+from fused_norm.call.record import AROUND_PRODUCTS, FUSED
+from fused_norm.chain import library
+from fused_norm.devices import choice, costs, machine
+from fused_norm.devices.costs import Measured
+from fused_norm.tuning import Size
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.as_dispatched
+
+
+@pytest.fixture
+def cpu_calls(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
+    return importlib.import_module("cpu_calls")
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place for this machine's measurements; kernels stay where they are."""
+    monkeypatch.setattr(choice, "tuned_path", lambda: tmp_path / "tuned.json")
+    choice.forget()
+    tell_again()
+    yield tmp_path
+    monkeypatch.undo()
+    choice.forget()
+    tell_again()
+
+
+def test_shipped_data_is_what_was_measured(cpu_calls: Any, tmp_path: Path) -> None:
+    fitted = cpu_calls.fitted()
+    assert {path.stem for path in choice.SHIPPED.glob("*.json")} == fitted.keys()
+    for kind, device in fitted.items():
+        device.save(tmp_path / "fitted.json")
+        shipped = choice.SHIPPED / f"{kind}.json"
+        assert (tmp_path / "fitted.json").read_text() == shipped.read_text(), kind
+        assert costs.load(shipped).as_array("float32") == device.as_array("float32")
+
+
+def test_model_is_near_what_was_measured(cpu_calls: Any) -> None:
+    for kind, device in cpu_calls.fitted().items():
+        if "estimated" in device.about:
+            continue
+        calls = [Measured(*c) for c in json.loads(cpu_calls.file_of(kind).read_text())["calls"]]
+        off = [abs(device.us(c, w) / c.us[w] - 1) for c in calls for w in costs.WAYS]
+        assert sorted(off)[len(off) // 2] < 0.15, kind
+        assert len(device.exceptions) < len(calls) / 6, kind
+
+
+def _device(name: str, fused: float, around: float, exceptions: list[list[Any]]) -> costs.Device:
+    """Return a device on which products cost what is given, and nothing else anything."""
+    by_way = {"fused": fused, "around": around}
+    found = {
+        f"float32 {kind} {direction} {way}": [[0.0, cost, *[0.0] * (costs.TERMS - 2)]] * 3
+        for kind in costs.KINDS
+        for direction in costs.DIRECTIONS
+        for way, cost in by_way.items()
+    }
+    return costs.Device(name, {"measured": "today", "calls": 0}, found, exceptions)
+
+
+def _goes_around(M: int, K: int, N: int, **options: Any) -> bool:
+    """Return whether a call multiplies by PyTorch's product, by the bits of its results."""
+    is_training = options.pop("training", False)
+    x, weight = torch.randn(M, K), torch.randn(N, K)
+    x.requires_grad_(is_training)
+
+    def results() -> list[bytes]:
+        y = fn.norm_linear(x, weight, **options)
+        dx = torch.autograd.grad(y, x, torch.ones_like(y)) if is_training else ()
+        return [t.detach().numpy().tobytes() for t in (y, *dx)]
+
+    found = results()
+    with tuning.ways() as go:
+        go(FUSED)
+        fused = results()
+        go(AROUND_PRODUCTS)
+        around = results()
+    assert all(a != b for a, b in zip(fused, around, strict=True))
+    assert found in (fused, around)
+    return found == around
+
+
+@pytest.mark.parametrize("kind", [{}, {"activation": "gelu"}, {"activation": "swiglu"}])
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_go_the_cheaper_way(
+    own_folder: Path, kind: dict[str, str], training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library.load() is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda t: False)
+    place = choice.tuned_path()
+    for fused, around, expected in ((1.0, 2.0, False), (2.0, 1.0, True)):
+        _device("cpu", fused, around, []).save(place)
+        choice.forget()
+        tell_again()
+        assert _goes_around(300, 640, 96, training=training, **kind) is expected
+        name = "gate" if kind.get("activation") == "swiglu" else "activation" if kind else ""
+        direction = costs.DIRECTIONS[training]
+        other = costs.WAYS[not expected]
+        exceptions = [["float32", name, direction, 330, 640, 90, other]]
+        # A backward is that of the product alone, whatever follows it.
+        exceptions += [["float32", "", "training", 330, 640, 90, other]] if training else []
+        _device("cpu", fused, around, exceptions).save(place)
+        choice.forget()
+        tell_again()
+        assert _goes_around(300, 640, 96, training=training, **kind) is not expected
+        assert _goes_around(300, 640, 128, training=training, **kind) is expected
+
+
+def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
+    """Sizes drawn go the way that the model of Python chooses."""
+    chain = library.load()
+    if chain is None:
+        pytest.skip("there is no C++ compiler")
+    chain.chain_fastest.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_int]
+    chain.chain_fastest.restype = ctypes.c_int64
+    device = choice.device()
+    if device is None:
+        pytest.skip("nothing like this CPU was measured")
+    tried = set()
+    for size in tuning.draw(300, 7, ["float32"]):
+        if size.kind:
+            continue
+        call = Measured("float32", "", "forward", torch.get_num_threads(), *size[2:], {})
+        by_model = [device.us(call, way) or 0.0 for way in costs.WAYS]
+        is_near = any(
+            e[:3] == ["float32", "", "forward"]
+            and all(max(a / b, b / a) < 1.3 for a, b in zip(e[3:6], size[2:], strict=True))
+            for e in device.exceptions
+        )
+        if is_near or abs(by_model[0] / by_model[1] - 1) < 1e-3:
+            continue
+        expected = by_model[1] < by_model[0]
+        costs_ = ctypes.c_void_p(choice.address("float32"))
+        way = chain.chain_fastest(costs_, 0, *size[2:], call.threads, 0)
+        assert (way == AROUND_PRODUCTS) is expected, size
+        tried.add(expected)
+    assert tried == {True, False}
+
+
+def test_tune_measures_and_is_used(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.load() is None:
+        pytest.skip("there is no C++ compiler")
+    shipped = choice.path()
+    model = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 40))
+    seen = []
+    measure = tuning.measure
+    monkeypatch.setattr(
+        tuning, "measure", lambda size, *rest: seen.append(size) or measure(size, *rest)
+    )
+    path = fn.tune(model, torch.randn(5, 24), seconds=2.0, sizes=[(3, 16, 8)])
+    assert path == choice.path() == own_folder / "tuned.json"
+    assert Size("float32", "", 5, 24, 40) in seen
+    assert {Size(dtype, "", 3, 16, 8) for dtype in tuning.DTYPES} <= set(seen)
+    device = choice.device()
+    assert device is not None
+    assert device.about["calls"] == len(seen)
+    fn.norm_linear(torch.randn(5, 24), torch.randn(40, 24))
+    monkeypatch.setenv(choice.SWITCH, "0")
+    choice.forget()
+    assert choice.path() == shipped
+
+
+def test_file_of_something_else(own_folder: Path) -> None:
+    (own_folder / "tuned.json").write_text('{"name": "cpu"}')
+    choice.forget()
+    with pytest.raises(ValueError, match="holds no measurements of a device"):
+        choice.device()
+
+
+FLAGS = {
+    "amd-zen3": "avx avx2 fma sse4a",
+    "amd-zen4": "avx avx2 fma sse4a avx512f avx512_bf16",
+    "intel-avx2": "avx avx2 fma",
+    "intel-avx512": "avx avx2 fma avx512f",
+    None: "sse2",
+}
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_kind_of_a_cpu(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "flags", lambda: frozenset(FLAGS[kind].split()))
+    monkeypatch.setattr(machine, "has_tiles", lambda: False)
+    monkeypatch.setattr(machine, "_family", lambda: 25)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert machine.cpu_kind.__wrapped__() == kind
+    assert kind is None or (choice.SHIPPED / f"{kind}.json").is_file()
+
+
+def test_command_line(tmp_path: Path) -> None:
+    wrong = subprocess.run(
+        [sys.executable, "-m", "fused_norm", "tune", "--sizes", "1,2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode == 2
+    assert "a size is M,K,N, three positive integers: got '1,2'" in wrong.stderr
