@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 # What the pass puts into a graph, but for what exported programs hold as it is.
-_OURS = (*CALLS, torch.t, torch.permute, torch.clone, torch.detach, torch.broadcast_to, torch.mul)
+_OURS: tuple[Any, ...] = (
+    *CALLS,
+    torch.t,
+    torch.permute,
+    torch.clone,
+    torch.detach,
+    torch.broadcast_to,
+    torch.mul,
+)
 _OURS = (*_OURS, torch.Tensor.float, torch.Tensor.new_full)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ class Spread:
     @property
     def factor(self) -> float:
         """What the reciprocal root is, divided by that of the spread itself."""
-        return self.times**-0.5
+        return 1.0 / math.sqrt(self.times)
 
     @property
     def eps(self) -> float:

@@ -43,7 +43,7 @@ _COUNTS = ("norms", "read by Linear", "fused")
 def zoos() -> dict[str, Any]:
     """Return all architectures by their names."""
     modules = {"zoo": "ZOO", "architectures": "ARCHITECTURES", "wider": "WIDER"}
-    found = {}
+    found: dict[str, Any] = {}
     for module, name in modules.items():
         found |= getattr(importlib.import_module(module), name)
     return found

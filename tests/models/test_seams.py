@@ -492,6 +492,16 @@ def test_a_pass_that_fails_leaves_the_graph(
     assert "a graph runs unchanged because the pass failed: KeyError" in caplog.text
 
 
+def test_a_vmap_in_the_graph() -> None:
+    """Regression, of Falcon Mamba: a batch has no storage to ask for, and the pass failed."""
+
+    def function(x, g, b, w, c):
+        return F.linear(normed(x, g, b), w, c) + torch.vmap(lambda row: row.sum())(x)[:, None, None]
+
+    (site,) = fused(function, parameters())
+    assert site.fused, site.reason
+
+
 class Int8Tensor(Wrapped):
     """One with ops of its own."""
 
