@@ -14,7 +14,6 @@ def main() -> int:
     module = "benchmarks.cli"
     for flag, other in OTHERS.items():
         if flag in sys.argv[1:]:
-            sys.argv.remove(flag)
             module = other
     status: int = importlib.import_module(module).main()
     return status

@@ -210,6 +210,7 @@ def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="file of results")
     parser.add_argument("--plot", type=Path, help="file of a plot, which needs matplotlib")
     parser.add_argument("--from-json", type=Path, help="show results instead of measuring")

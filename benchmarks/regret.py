@@ -39,6 +39,7 @@ AGAIN, LONGER = 1.05, 4
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table and return an exit status."""
     parser = argparse.ArgumentParser(prog="poe bench --regret", description=__doc__)
+    parser.add_argument("--regret", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the sizes (default: {SEED})")
     parser.add_argument("--count", type=int, default=COUNT, help=f"of sizes (default: {COUNT})")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each (default: 0.5)")
