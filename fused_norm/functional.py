@@ -256,6 +256,10 @@ def norm_mlp(
         RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
+    if residual_out is x and type(x) is Tensor and x.requires_grad and not x.is_contiguous():
+        # Autograd lays the sum of two gradients out as the one that comes first. Of x + mlp(x) that
+        # is the residual's: the other one is to come by way of a view.
+        x = x.view_as(x)
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (residual, norm_weight, norm_bias, scale, shift, normalization, eps, weight_offset)
     options = (*norm, activation, statistics, return_sum, return_norm)

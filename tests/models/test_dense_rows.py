@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fused_norm.models import layouts
+from fused_norm.models import backend, layouts
 from fused_norm.models.calls import CALLS
 from fused_norm.models.fuse import Options, fuse
 from fused_norm.models.values import value
@@ -137,3 +138,41 @@ def test_encoder_of_whisper() -> None:
         counts.append(copies(graphs) - 5 * layers)
         assert reads_dense_rows(graphs)
     assert counts[0] == counts[1]
+
+
+class Sum(torch.nn.Module):
+    """What TinyViT has after its convolutions: an MLP beside rows that lie by channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.norm = torch.nn.BatchNorm2d(32), torch.nn.LayerNorm(32)
+        self.fc1, self.fc2 = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(x).reshape(1, 32, 196).transpose(1, 2)
+        return x + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm(x))))
+
+
+def pooled(y: torch.Tensor) -> torch.Tensor:
+    """Return what TinyViT's head makes of rows: their gradient lies by channels."""
+    y = y.view(1, 14, 14, 32).permute(0, 3, 1, 2)
+    return torch.nn.functional.adaptive_avg_pool2d(y, 1)
+
+
+@pytest.mark.parametrize("head", [torch.square, pooled])
+def test_a_sum_lies_as_pytorchs_own_does(head: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Regression, of TinyViT: the sum of a residual had contiguous rows whatever the residual's.
+
+    So had its gradient, with which PyTorch's own BatchNorm goes wrong for one sample.
+    """
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    own = Sum()
+    ours = copy.deepcopy(own)
+    x = torch.randn(1, 32, 14, 14)
+    results = [own(x), torch.compile(ours, backend=backend, options={"then": "eager"})(x)]
+    for y in results:
+        head(y).sum().backward()
+    assert results[1].stride() == results[0].stride()
+    for (name, a), b in zip(own.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-3, msg=name)
