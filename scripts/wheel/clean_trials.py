@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -174,7 +175,8 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, expected: int 
 
 def _plain(text: str, folder: Path) -> str:
     """Return the end of what was printed, without names of this machine's folders."""
-    return text.replace(f"{folder}/", "").replace(str(Path.home()), "~")[-4000:]
+    text = text.replace(f"{folder}/", "")
+    return re.sub(r"(file://|(?<= at: ))\S*/(?=[\w.-]+)", "", text)[-4000:]
 
 
 def _cpu() -> str:
