@@ -65,7 +65,7 @@ def backend(
         log.info(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
-    run = _compiled(module, example_inputs, chosen)
+    run = compiled_next(module, example_inputs, chosen)
     # Nodes, those taken out among them, hold what they were traced with; that refers weakly to the
     # parameters, with which PyTorch swaps none.
     for node in (*nodes, *_nodes(module)):
@@ -75,10 +75,16 @@ def backend(
     return _in_its_mode(run)
 
 
-def _compiled(
+def compiled_next(
     module: GraphModule, example_inputs: list[Any], chosen: Settings
 ) -> Callable[..., Any]:
-    """Return what runs a graph, compiled by the backend that follows."""
+    """Return what runs a graph, compiled by the backend that follows.
+
+    Args:
+        module: The graph.
+        example_inputs: Its inputs.
+        chosen: What to do with it.
+    """
     if chosen.then == "eager":
         return at_every_size()(module.forward) if chosen.fusing.small else module.forward
     from torch._dynamo.backends.registry import lookup_backend

@@ -10,6 +10,7 @@ from torch.fx import Node
 from fused_norm.functional import linear_add, norm_linear, norm_mlp
 from fused_norm.models.activations import Activated
 from fused_norm.models.readers import Reading
+from fused_norm.models.timing import Replaced
 
 CALLS = (norm_linear, norm_mlp, linear_add)
 """What is put into graphs."""
@@ -85,9 +86,11 @@ class Rewritten(NamedTuple):
         bytes_saved: Of tensors that a forward does not write any more.
         ops_before: Ops that ran before.
         ops_after: Kernels and products that run now.
+        replaced: Copies of what ran and of what runs, where they are to be timed.
     """
 
     calls: list[FusedCall]
     bytes_saved: int
     ops_before: int
     ops_after: int
+    replaced: Replaced | None = None

@@ -38,6 +38,13 @@ _SIGNATURES: dict[str, str] = {
     "square": "input",
     "mean": "input dim keepdim",
     "var": "input dim unbiased keepdim",
+    "std": "input dim unbiased keepdim",
+    "var_mean": "input dim unbiased keepdim",
+    "sum": "input dim keepdim",
+    "vector_norm": "input ord dim keepdim",
+    "normalize": "input p dim eps",
+    "group_norm": "input num_groups weight bias eps",
+    "clamp": "input min max",
     "sigmoid": "input",
     "tanh": "input",
     "erf": "input",
@@ -82,6 +89,13 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "square": (torch.square,),
     "mean": (torch.mean,),
     "var": (torch.var,),
+    "std": (torch.std,),
+    "var_mean": (torch.var_mean,),
+    "sum": (torch.sum,),
+    "vector_norm": (torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
+    "normalize": (F.normalize,),
+    "group_norm": (F.group_norm, torch.group_norm),
+    "clamp": (torch.clamp, torch.clamp_min),
     "sigmoid": (F.sigmoid, torch.sigmoid),
     "tanh": (F.tanh, torch.tanh),
     "erf": (torch.erf,),
@@ -108,7 +122,10 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(["_to_copy"], "cast"),
     **{"swapaxes": "transpose", "mm": "matmul", "add_": "add", "mul_": "mul"},
     **{"split_with_sizes": "split", "split_tensor": "split", "expand_as": "expand"},
+    **{"norm": "vector_norm", "linalg_vector_norm": "vector_norm", "clamp_min": "clamp"},
 }
+# Arguments that go by two names.
+_RENAMED = {"self": "input", "train": "training"}
 _KINDS = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
 
 
@@ -143,7 +160,7 @@ def form(node: Any) -> Form:
         return _NOTHING
     args: dict[str, Any] = dict(zip(_SIGNATURES[kind].split(), node.args, strict=False))
     for name, given in node.kwargs.items():
-        args["input" if name == "self" else "training" if name == "train" else name] = given
+        args[_RENAMED.get(name, name)] = given
     return Form(kind, args)
 
 

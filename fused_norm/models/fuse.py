@@ -27,6 +27,7 @@ from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.sites import Site
 from fused_norm.models.streams import split_streams
 from fused_norm.models.sums import add_in_product, find_sums
+from fused_norm.models.timing import Replaced
 from fused_norm.models.values import is_tensor, value
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.operands import adds_in_product, hint, is_small
@@ -58,7 +59,12 @@ class Options:
             raise ValueError(f"rounding must be 'once' or 'model', got {self.rounding!r}")
 
 
-def fuse(module: GraphModule, options: Options, failures: list[str] | None = None) -> list[Site]:
+def fuse(
+    module: GraphModule,
+    options: Options,
+    failures: list[str] | None = None,
+    replaced: list[Replaced] | None = None,
+) -> list[Site]:
     """Rewrite the graph of a module, and those that it holds for checkpoints; return its norms.
 
     A pass that fails leaves the graph as it was, and says so once.
@@ -67,15 +73,16 @@ def fuse(module: GraphModule, options: Options, failures: list[str] | None = Non
         module: The module, recompiled where its graph changed.
         options: What may be done.
         failures: Receives what kept the pass from a graph.
+        replaced: Receives norms as they were and as they are now, to be timed.
     """
     sites = []
     for node in module.graph.nodes:
         body = getattr(module, node.target, None) if node.op == "get_attr" else None
         if isinstance(body, GraphModule) and _is_checkpoint(node):
-            sites += fuse(body, options, failures)
+            sites += fuse(body, options, failures, replaced)
     before = _copied(module.graph)
     try:
-        sites += fuse_graph(module.graph, options)
+        sites += fuse_graph(module.graph, options, replaced)
         module.graph.lint()
     except Exception as error:
         # A model that was not foreseen may break a rewrite in any way: it runs as it was, and a
@@ -113,12 +120,15 @@ def _is_checkpoint(node: Node) -> bool:
     }
 
 
-def fuse_graph(graph: Graph, options: Options) -> list[Site]:
+def fuse_graph(
+    graph: Graph, options: Options, replaced: list[Replaced] | None = None
+) -> list[Site]:
     """Rewrite one graph; return its norms.
 
     Args:
         graph: The graph.
         options: What may be done.
+        replaced: As in `fuse`.
     """
     flow = Flow(graph)
     write_out_attention(graph, Emitter(graph, flow))
@@ -137,6 +147,7 @@ def fuse_graph(graph: Graph, options: Options) -> list[Site]:
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
         Precision(options.fp8, options.skip),
+        replaced,
     )
     is_busy = options.small is False and _keeps_a_gpu_busy(graph)
     sites = []
@@ -209,7 +220,9 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Si
         site.way = slow or "kernels"
         if words := [call.precision for call in done.calls if call.precision]:
             site.way = "; ".join(dict.fromkeys(words))
-        site.bytes_saved, site.ops_before, site.ops_after = done[1:]
+        site.bytes_saved, site.ops_before, site.ops_after = done[1:4]
+        if done.replaced is not None:
+            done.replaced.site = site
     return site
 
 
@@ -217,7 +230,7 @@ def _refuse(norm: Norm, readers: Readers) -> None:
     """Raise what speaks against a norm before anything else.
 
     Raises:
-        Left: If no Linear layer reads it, or there is no kernel.
+        Left: If no Linear layer reads it, it is another norm, or there is no kernel.
     """
     if readers.beyond and not readers.readings:
         if all(is_rows for _, is_rows in readers.beyond):
@@ -226,6 +239,8 @@ def _refuse(norm: Norm, readers: Readers) -> None:
     if not readers.readings:
         names = sorted({name(user) for user, _ in readers.others})
         raise Left(f"output read by no Linear: {', '.join(names) or 'nothing'}")
+    if norm.unlike:
+        raise Left(norm.unlike)
     x, weight = value(norm.x), value(readers.readings[0].products[0].weight)
     if not serves(x, weight.dtype):
         raise Left(f"no kernel for {weight.dtype} on {x.device.type}")

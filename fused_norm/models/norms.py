@@ -13,7 +13,6 @@ from fused_norm.models.forms import (
     above,
     form,
     is_cast,
-    is_last,
     is_narrowed,
     is_narrowing,
     is_noop,
@@ -22,7 +21,17 @@ from fused_norm.models.forms import (
     other,
     pair,
 )
-from fused_norm.models.values import dtype, is_number, is_tensor, is_vector, number, shape, value
+from fused_norm.models.spreads import find_centered, find_root
+from fused_norm.models.values import (
+    dtype,
+    is_number,
+    is_single,
+    is_tensor,
+    is_vector,
+    number,
+    shape,
+    value,
+)
 from fused_norm.models.writes import written
 from fused_norm.norms import LAYER_NORM, NORMS, RMS_NORM
 
@@ -41,6 +50,8 @@ class Norm:
         gamma: The weight, or None for ones.
         offset: Added to gamma.
         beta: The bias, or None for zeros.
+        factor: A number that gamma and offset are multiplied with.
+        unlike: What keeps it from being one of NORMS, `""` for those that are.
         is_rounded: Whether the model rounds in the midst of it: before gamma or beta, or to a dtype
             that it leaves again.
     """
@@ -54,6 +65,8 @@ class Norm:
     gamma: Any = None
     offset: float = 0.0
     beta: Any = None
+    factor: float = 1.0
+    unlike: str = ""
     is_rounded: bool = False
 
     @property
@@ -63,16 +76,20 @@ class Norm:
 
 
 def find_norm(node: Node) -> Norm | None:
-    """Return the norm that a node stands for: the op, or its reciprocal root.
+    """Return the norm that a node stands for: the op, or the product with the reciprocal root.
 
     Args:
         node: Any node of a graph.
     """
     kind = form(node).kind
-    if kind in NORMS:
+    if kind == "group_norm":
+        norm = _grouped(node)
+    elif kind == "normalize":
+        norm = _normalized(node)
+    elif kind in NORMS:
         norm = _called(node)
-    elif kind in ("rsqrt", "sqrt") or (kind == "pow" and is_number(form(node)["exponent"], -0.5)):
-        norm = _written_out(node, kind)
+    elif kind in ("mul", "div") and is_tensor(node) and not written(node):
+        norm = _written_out(node)
     else:
         return None
     if norm is None or not is_tensor(norm.x) or not value(norm.x).is_floating_point():
@@ -84,7 +101,7 @@ def find_norm(node: Node) -> Norm | None:
 
 def candidates(graph: Graph) -> list[Node]:
     """Return the nodes of a graph that may stand for norms."""
-    kinds = {*NORMS, "rsqrt", "sqrt", "pow"}
+    kinds = {*NORMS, "group_norm", "normalize", "mul", "div"}
     return [node for node in graph.nodes if form(node).kind in kinds]
 
 
@@ -105,84 +122,79 @@ def _called(node: Node) -> Norm | None:
     return norm
 
 
-def _written_out(root: Node, kind: str) -> Norm | None:
-    """Return the norm around the reciprocal root of a mean square or a variance, and eps."""
-    total = form(root)["input"]
-    if not is_plain_sum(total):
+def _grouped(node: Node) -> Norm | None:
+    """Return the LayerNorm that a GroupNorm of one group is on a matrix: `[M, K]`, no positions."""
+    f = form(node)
+    x, eps = f["input"], number(f.args.get("eps", 1e-5))
+    if not is_tensor(x) or value(x).dim() != 2 or f["num_groups"] != 1 or eps is None:
         return None
-    spread, added = pair(total)
-    eps = number(added)
-    if eps is None or not is_tensor(spread):
-        return None
-    found = _mean_square(spread) or _variance(spread)
-    product = only_user(root)
-    if found is None or product is None or written(product):
-        return None
-    x, is_centered, inner = found
-    if form(product).kind != ("div" if kind == "sqrt" else "mul"):
-        return None
-    if kind == "sqrt" and form(product)["other"] is not root:
-        return None
-    rows = other(product, root)
-    if is_centered:
-        centered = _centered(rows)
-        if centered is None or above(centered[0]) is not above(x):
-            return None
-        inner |= centered[1]
-    elif above(rows) is not above(x):
-        return None
-    # The rows as they are multiplied: a model may square a wider copy of them.
-    x = rows if is_tensor(rows) and not is_centered else x
-    name = LAYER_NORM if is_centered else RMS_NORM
-    norm = Norm(name, x, eps, product, product, {root, total, product, *inner})
-    norm.is_rounded = any(map(is_narrowed, (found[0], rows, x)))
+    norm = Norm(LAYER_NORM, x, eps, node, node, {node}, gamma=f["weight"], beta=f["bias"])
+    norm.is_rounded = is_narrowed(f["weight"])
     return norm
 
 
-def _mean_square(node: Any) -> tuple[Node, bool, set[Node]] | None:
+def _written_out(product: Node) -> Norm | None:
+    """Return the norm that a product of rows and a reciprocal root is, or a quotient by a root."""
+    for root in (form(product)["other"], form(product)["input"]):
+        found = find_root(root, product)
+        if found is None:
+            continue
+        rows, gamma = other(product, root), None
+        inner = {product, *found.inner}
+        x = found.x
+        early = form(rows)
+        if early.kind == "mul" and only_user(rows) is product and not written(rows):
+            # gamma * (x - mean) / root
+            for each in (early["input"], early["other"]):
+                if is_vector(each, shape(product)[-1]):
+                    inner.add(rows)
+                    gamma, rows = each, other(rows, each)
+                    break
+        if found.is_centered:
+            centered = find_centered(rows)
+            if centered is None or above(centered[0]) is not above(x):
+                return None
+            inner |= centered[1]
+        elif above(rows) is not above(x):
+            return None
+        # The rows as they are multiplied: a model may square a wider copy of them.
+        x = rows if is_tensor(rows) and not found.is_centered else x
+        name = LAYER_NORM if found.is_centered else RMS_NORM
+        norm = Norm(name, x, found.eps, product, product, inner)
+        norm.factor, norm.unlike = found.factor, found.unlike
+        if gamma is not None:
+            norm.gamma, norm.offset = _gamma(gamma, shape(product)[-1]) or (gamma, 0.0)
+            norm.is_rounded |= dtype(product).itemsize < 4
+        norm.is_rounded = any(map(is_narrowed, (found.x, rows, x)))
+        norm.is_rounded |= norm.factor != 1.0 and dtype(product).itemsize < 4
+        return norm
+    return None
+
+
+def _normalized(node: Node) -> Norm | None:
+    """Return the RMSNorm that `F.normalize` is: x / ||x|| = x / (sqrt(K) rms(x)).
+
+    It divides by the larger one of the length and eps, where the norm adds eps to a mean square:
+    they differ for rows that are about as short as eps.
+    """
     f = form(node)
-    if f.kind != "mean":
+    x, least = f["input"], number(f.args.get("eps", 1e-12))
+    if not is_tensor(x) or least is None or not is_number(f.args.get("p", 2.0), 2.0):
         return None
-    squares = f["input"]
-    g = form(squares)
-    is_square = (
-        g.kind == "square"
-        or (g.kind == "pow" and is_number(g["exponent"], 2.0))
-        or (g.kind == "mul" and g["input"] is g["other"])
-    )
-    rows = g["input"]
-    if written(squares) or not is_square or not is_tensor(rows) or not is_last(node, rows):
+    if f.args.get("dim", 1) not in (-1, value(x).dim() - 1) or f["out"] is not None:
         return None
-    centered = _centered(rows)
-    if centered is not None:
-        return centered[0], True, {node, squares, *centered[1]}
-    return rows, False, {node, squares}
-
-
-def _variance(node: Any) -> tuple[Node, bool, set[Node]] | None:
-    f = form(node)
-    if f.kind != "var" or not is_tensor(f["input"]) or not is_last(node, f["input"]):
+    features = shape(x)[-1]
+    if not isinstance(features, int):
         return None
-    is_biased = f["unbiased"] is False or f.args.get("correction", 1) == 0
-    return (f["input"], True, {node}) if is_biased else None
-
-
-def _centered(node: Any) -> tuple[Node, set[Node]] | None:
-    """Return x and the nodes of x - x.mean(-1, keepdim=True)."""
-    node = above(node)
-    f = form(node)
-    if f.kind != "sub" or written(node):
-        return None
-    x, mean = f["input"], f["other"]
-    g = form(mean)
-    if g.kind != "mean" or not is_tensor(x) or above(g["input"]) is not above(x):
-        return None
-    return (x, {node, mean}) if is_last(mean, g["input"]) else None
+    norm = Norm(RMS_NORM, x, least * least / features, node, node, {node})
+    norm.factor = features**-0.5
+    norm.is_rounded = dtype(node).itemsize < 4
+    return norm
 
 
 def _gamma(node: Any, features: Any) -> tuple[Node, float] | None:
     """Return the vector and the offset of w, or of 1 + w; None where it is no vector."""
-    if not is_vector(node, features):
+    if not is_vector(node, features) and not is_single(node):
         return None
     vector = above(node)
     if is_plain_sum(vector):
@@ -205,7 +217,9 @@ def _take_in_affine(norm: Norm) -> None:
             norm.out = user
             norm.inner.add(user)
             continue
-        operand = other(user, norm.out) if f.kind in ("mul", "add") else None
+        operand = other(user, norm.out) if f.kind in ("mul", "add", "div") else None
+        if norm.beta is None and _take_in_number(norm, user, operand):
+            continue
         found = _gamma(operand, features)
         if found is None or norm.beta is not None:
             break
@@ -218,6 +232,20 @@ def _take_in_affine(norm: Norm) -> None:
         norm.is_rounded |= is_narrowed(operand) or dtype(norm.out).itemsize < max(widest, 4)
         norm.out = user
         norm.inner.add(user)
+
+
+def _take_in_number(norm: Norm, user: Node, operand: Any) -> bool:
+    """Take in a product with a number, if a node is one; return whether it is."""
+    f, by = form(user), number(operand)
+    is_one = f.kind == "mul" or (f.kind == "div" and f["input"] is norm.out)
+    is_plain = is_one and not f["rounding_mode"] and dtype(user) is dtype(norm.out)
+    if by is None or not by or not is_plain:
+        return False
+    norm.factor = norm.factor * by if f.kind == "mul" else norm.factor / by
+    norm.is_rounded |= dtype(user).itemsize < 4
+    norm.out = user
+    norm.inner.add(user)
+    return True
 
 
 def _take_in_casts(norm: Norm) -> None:

@@ -17,6 +17,18 @@ from fused_norm.models.values import value
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
+# What the pass puts into a graph, but for what exported programs hold as it is.
+_OURS: tuple[Any, ...] = (
+    *CALLS,
+    torch.t,
+    torch.permute,
+    torch.clone,
+    torch.detach,
+    torch.broadcast_to,
+    torch.mul,
+)
+_OURS = (*_OURS, torch.Tensor.float, torch.Tensor.new_full)
+
 
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
     """Return a copy of an exported program with its seams fused.
@@ -44,7 +56,7 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
-            if node.target in (*CALLS, torch.t, torch.permute, torch.clone, torch.detach):
+            if node.target in _OURS:
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
         module.graph.lint()

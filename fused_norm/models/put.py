@@ -16,7 +16,7 @@ from fused_norm.models.forms import form
 from fused_norm.models.layouts import fitted
 from fused_norm.models.norms import Norm
 from fused_norm.models.readers import Product
-from fused_norm.models.values import shape, value
+from fused_norm.models.values import is_single, shape, value
 from fused_norm.models.views import inverse
 from fused_norm.norms import LAYER_NORM
 
@@ -55,8 +55,9 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
     for view in reading.views:
         x = again(view, x)
     options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
-    options |= {"norm_weight": norm.gamma, "norm_bias": norm.beta, "residual": residual}
-    options |= {"weight_offset": norm.offset, "activation": activated and activated.name}
+    gamma, beta, offset = _affine(norm, put)
+    options |= {"norm_weight": gamma, "norm_bias": beta, "residual": residual}
+    options |= {"weight_offset": offset, "activation": activated and activated.name}
     options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
     options["recipe"] = call.recipe
     for view in reading.views:
@@ -113,3 +114,27 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
             (node, by if value(node).requires_grad else put(torch.detach, by)) for node, by in pairs
         ]
     return [(node, fitted(node, by, put)) for node, by in pairs]
+
+
+def _affine(norm: Norm, put: Callable[..., Node]) -> tuple[Any, Any, float]:
+    """Return gamma, beta and offset with the norm's factor in them."""
+    gamma, beta = norm.gamma, norm.beta
+    features = shape(norm.x)[-1]
+    if is_single(gamma):
+        gamma = put(torch.broadcast_to, gamma, (features,))
+    if is_single(beta):
+        beta = put(torch.broadcast_to, beta, (features,))
+    # As the numbers of a model are written, sqrt(K) / sqrt(K) is one to a few bits.
+    if abs(norm.factor - 1.0) < 1e-12:
+        return gamma, beta, norm.offset
+    if gamma is None:
+        dtype = torch.promote_types(value(norm.x).dtype, torch.float32)
+        gamma = put(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=dtype)
+    else:
+        # Rounded once, as the norm is.
+        if value(gamma).itemsize < 4:
+            gamma = put(torch.Tensor.float, gamma)
+        gamma = put(torch.mul, gamma, norm.factor)
+    if beta is not None and value(beta).itemsize < value(gamma).itemsize:
+        beta = put(torch.Tensor.float, beta)
+    return gamma, beta, norm.offset * norm.factor

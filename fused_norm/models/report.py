@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import json
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from fused_norm.models.backend import compiled_next
 from fused_norm.models.fuse import fuse
-from fused_norm.models.settings import settings
+from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import HEAD, LINEAR, RESIDUAL, Site
+from fused_norm.models.timing import Replaced, measure
 
 _FAST_PATH = torch._transformer_encoder_layer_fwd
 
@@ -32,12 +35,14 @@ class Report:
         graphs: How many graphs Dynamo made of the model.
         failures: What kept the pass from a graph, where something did.
         fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
+        breaks: Why Dynamo ended graphs within the call, each reason once.
     """
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 0
     failures: list[str] = field(default_factory=list)
     fast_paths: int = 0
+    breaks: list[str] = field(default_factory=list)
 
     @property
     def norms(self) -> list[Site]:
@@ -64,14 +69,17 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("norm, sum or head", "", "kind", "shape", "fused with, or why not", "way")
+        titles = ["norm, sum or head", "", "kind", "shape", "fused with, or why not", "way"]
+        is_timed = any(site.seconds_after for site in self.sites)
+        table = Table(*titles, *["before → after"] * is_timed)
         for path, sites in _alike(self.sites).items():
             site = sites[0]
             shape = f"{' x '.join(site.shape)} {site.dtype}"
             words = "; ".join(site.calls) if site.fused else f"left: {site.reason}"
             count = f"{len(sites)} x" if len(sites) > 1 else ""
             name = path[0] if len(sites) > 1 else site.path
-            table.add_row(name or "(model)", count, site.kind, shape, words, site.way)
+            row = [name or "(model)", count, site.kind, shape, words, site.way]
+            table.add_row(*row, *[_timed(site)] * is_timed)
         text = io.StringIO()
         if self.sites:
             Console(file=text, width=160).print(table)
@@ -83,6 +91,9 @@ class Report:
             return f"0 of 0 norms fused in {_counted(self.graphs, 'graph')}: {self._why_none()}"
         graphs = _counted(self.graphs, "graph")
         counted = f"{len(self.fused)} of {_counted(len(self.norms), 'norm')} fused in {graphs}"
+        left = [site for site in self.norms if _leaves(site)] if self.breaks else []
+        if left:
+            counted += f", {_counted(len(left), 'norm')} read beyond a break ({self.breaks[0]})"
         if self.norms and not self.fused:
             (reason, count), *_ = Counter(site.reason for site in self.norms).most_common()
             counted += f": {reason} ({count} of {len(self.norms)})"
@@ -115,6 +126,20 @@ class Report:
         return "the call computes no LayerNorm or RMSNorm in a form that docs/models.md lists"
 
 
+def _leaves(site: Site) -> bool:
+    """Return whether a norm that no Linear layer of its graph reads is a result of the graph."""
+    readers = site.reason.removeprefix("output read by no Linear: ")
+    return readers != site.reason and "output" in readers.split(", ")
+
+
+def _timed(site: Site) -> str:
+    """Return what a site took and takes, in microseconds."""
+    if not site.seconds_after:
+        return ""
+    before, after = site.seconds_before, site.seconds_after
+    return f"{before * 1e6:,.1f} → {after * 1e6:,.1f} µs, {after / before:.2f}"
+
+
 def _counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else plural}"
 
@@ -126,6 +151,7 @@ def explain(
     mode: str | None = None,
     dynamic: bool | None = None,
     training: bool | None = None,
+    time: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Run a model once with its seams fused, and report what became of each of its norms.
@@ -144,6 +170,10 @@ def explain(
         dynamic: As for `torch.compile`.
         training: Whether gradients are recorded, which decides what pays; by default as they are
             where this is called.
+        time: Whether to time each norm, and all that is fused with it, against what it replaced:
+            both compiled by the backend that follows, on random inputs of the same sizes, in turns,
+            a forward or, where gradients are recorded, a forward and a backward. Norms that are
+            alike are timed once.
         kwargs: Its keyword arguments.
 
     Returns:
@@ -154,21 +184,37 @@ def explain(
         RuntimeError: If both options and a mode are given, or the mode is unknown.
     """
     report = Report()
-    fusing = settings(options, mode).fusing
+    chosen = settings(options, mode)
+    replaced: list[Replaced] | None = [] if time else None
 
     def reporting(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         report.graphs += 1
         report.fast_paths += sum(node.target is _FAST_PATH for node in module.graph.nodes)
-        report.sites += fuse(module, fusing, report.failures)
+        report.sites += fuse(module, chosen.fusing, report.failures, replaced)
         return module.forward
 
     # Its own entries where PyTorch keeps such: what the user compiled is not thrown away for them.
     name = "isolate_recompiles"
     apart: Any = {name: True} if name in inspect.signature(torch.compile).parameters else {}
     recorded = torch.is_grad_enabled() if training is None else training
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    before = Counter(breaks)
     with torch.set_grad_enabled(recorded):
         torch.compile(model, backend=reporting, dynamic=dynamic, **apart)(*args, **kwargs)
+        _time(replaced or [], chosen)
+    report.breaks = [why.strip().splitlines()[0] for why in Counter(breaks) - before if why.strip()]
     return report
+
+
+def _time(replaced: list[Replaced], chosen: Settings) -> None:
+    """Time parts of graphs against what took their place, those that are alike once."""
+    alike = _alike([each.site for each in replaced])
+    own = {id(each.site): each for each in replaced}
+    for sites in alike.values():
+        measure(own[id(sites[0])], functools.partial(compiled_next, chosen=chosen))
+        for site in sites[1:]:
+            site.seconds_before = sites[0].seconds_before
+            site.seconds_after = sites[0].seconds_after
 
 
 def _alike(sites: list[Site]) -> dict[tuple[Any, ...], list[Site]]:

@@ -23,6 +23,7 @@ from fused_norm.models.norms import Norm
 from fused_norm.models.precision import Precision
 from fused_norm.models.put import put_call
 from fused_norm.models.readers import Readers, Reading, residual_of
+from fused_norm.models.timing import Replaced, cut_out
 from fused_norm.models.values import (
     are_laid_out_alike,
     dtype,
@@ -50,6 +51,7 @@ class Rewriter:
         is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
         sums: Sums that the product before them is to add, and no norm.
         precision: Which Linear layers are in FP8.
+        replaced: Receives copies of what ran and of what runs, to be timed; None for no copies.
     """
 
     graph: Graph
@@ -58,6 +60,7 @@ class Rewriter:
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
     sums: AbstractSet[Node] = frozenset()
     precision: Precision = field(default_factory=Precision)
+    replaced: list[Replaced] | None = None
     emitter: Emitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,11 +84,16 @@ class Rewriter:
                 # Where a whole call fits nowhere, a part of it may fit.
                 if less == _MOST_SIMPLER:
                     raise
+        copies = None
+        if self.replaced is not None:
+            copies = cut_out(self.flow, dead, self.emitter.made, swaps)
+            self.replaced.append(copies)
         gone = self._swap(norm, readers, calls, swaps, dead)
         launches = sum(call.launches() for call in calls)
         put = [node for node in self.emitter.made if node.target not in CALLS]
         saved = bytes_written(gone) - bytes_written(put)
-        return Rewritten(calls, saved, count_ops(gone), count_ops(put) - len(calls) + launches)
+        after = count_ops(put) - len(calls) + launches
+        return Rewritten(calls, saved, count_ops(gone), after, copies)
 
     def _try(
         self, norm: Norm, readers: Readers, less: int

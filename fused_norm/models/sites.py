@@ -29,6 +29,8 @@ class Site:
         bytes_saved: Of tensors that a forward does not write any more.
         ops_before: Ops that the calls stand for.
         ops_after: Kernels and products that the calls launch.
+        seconds_before: What those ops take, 0 where nobody measured.
+        seconds_after: What the calls take.
     """
 
     path: str
@@ -43,3 +45,5 @@ class Site:
     bytes_saved: int = 0
     ops_before: int = 0
     ops_after: int = 0
+    seconds_before: float = 0.0
+    seconds_after: float = 0.0

@@ -94,6 +94,11 @@ def is_number(argument: Any, wanted: float) -> bool:
     return found is not None and abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted))
 
 
+def is_single(node: Any) -> bool:
+    """Return whether a node is a tensor of one element, of shape `[]` or `[1]`."""
+    return is_tensor(node) and value(node).dim() < 2 and are_same(value(node).numel(), 1)
+
+
 def is_vector(node: Any, features: Any) -> bool:
     """Return whether a node is a tensor of shape `[features]`."""
     return is_tensor(node) and value(node).dim() == 1 and are_same(shape(node)[0], features)

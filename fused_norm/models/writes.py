@@ -51,6 +51,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _inner(tensor: Tensor) -> Iterator[Tensor]:
     """Give the tensors that a tensor holds, itself where it is of no subclass that wraps others."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        # A batch of vmap's, which has no storage of its own.
+        yield from _inner(torch._C._functorch.get_unwrapped(tensor))
+        return
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -164,6 +164,7 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, expected: int 
     shown = ["uv" if command[0].endswith("uv") else command[0], *command[1:]]
     shown = [Path(part).name if part.endswith(".whl") else part for part in shown]
     shown = ["<check>" if part == USE else part for part in shown]
+    shown = [Path(part).name if part == sys.executable else part for part in shown]
     return {
         "command": " ".join(shown).replace(f"{folder}/", ""),
         "seconds": round(took, 2),

@@ -83,10 +83,10 @@ def results(model: nn.Module, inputs: Any, compiled: Any, trains: bool) -> list[
 
 
 def compare(
-    name: str, trains: bool = True, dynamic: bool | None = None, **options: Any
+    name: str, trains: bool = True, dynamic: bool | None = None, zoo: Zoo = ZOO, **options: Any
 ) -> Comparison:
-    """Run a model of the zoo untouched and compiled, and compare."""
-    model, inputs = load(name)
+    """Run a model of a zoo untouched and compiled, and compare."""
+    model, inputs = load(name, zoo=zoo)
     model.train(trains)
     twin = copy.deepcopy(model)
     expected = results(model, inputs, model, trains)

@@ -404,9 +404,14 @@ for _name, _first in [
 
 
 def diffusers(
-    name: str, model: str, inputs: Callable[[], Inputs], true: dict[str, Any], **options: Any
+    name: str,
+    model: str,
+    inputs: Callable[[], Inputs],
+    true: dict[str, Any],
+    zoo: Zoo = ZOO,
+    **options: Any,
 ) -> None:
-    @entry(name, "diffusers")
+    @entry(name, "diffusers", zoo)
     def build(deep: bool) -> Built:
         import diffusers
 

@@ -1,0 +1,197 @@
+"""How wide rows spread, in all ways that models write it: what a norm written out divides by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+from fused_norm.models.forms import above, form, is_last, is_plain_sum, pair
+from fused_norm.models.values import is_number, is_tensor, number, shape, value
+from fused_norm.models.writes import written
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A variance or a mean square, times a factor, plus eps.
+
+    Attributes:
+        x: The rows.
+        is_centered: Whether it is the variance.
+        inner: All nodes that it is.
+        times: The factor: K of a sum of squares, K / (K - 1) of the unbiased variance.
+        added: What is added to it.
+        unlike: What keeps it from being a sum like that, `""` for one that is.
+    """
+
+    x: Node
+    is_centered: bool
+    inner: frozenset[Node]
+    times: float = 1.0
+    added: float = 0.0
+    unlike: str = ""
+
+    @property
+    def factor(self) -> float:
+        """What the reciprocal root is, divided by that of the spread itself."""
+        return 1.0 / math.sqrt(self.times)
+
+    @property
+    def eps(self) -> float:
+        """What is added to the variance or mean square itself."""
+        return self.added / self.times
+
+    def within(self, *nodes: Node) -> Spread:
+        """Return the same with more nodes that it is."""
+        return replace(self, inner=self.inner.union(nodes))
+
+
+def find_root(node: Any, product: Node) -> Spread | None:
+    """Return the spread whose root rows are divided by, None where they are not.
+
+    Args:
+        node: An operand of the product.
+        product: The node that multiplies by the reciprocal root, or divides by the root.
+    """
+    f = form(node)
+    if form(product).kind == "div":
+        if form(product)["other"] is not node or form(product)["rounding_mode"]:
+            return None
+        return _root(node)
+    is_reciprocal = f.kind == "rsqrt" or (f.kind == "pow" and is_number(f["exponent"], -0.5))
+    found = _sum(f["input"]) if is_reciprocal and not written(node) else None
+    return found and found.within(node)
+
+
+def _root(node: Any) -> Spread | None:
+    """Return the spread that a node is the root of."""
+    f = form(node)
+    if not f.kind or written(node):
+        return None
+    if f.kind == "expand":
+        found = _root(f["input"])
+    elif f.kind == "sqrt" or (f.kind == "pow" and is_number(f["exponent"], 0.5)):
+        found = _sum(f["input"])
+    elif f.kind == "clamp":
+        least = number(f["min"])
+        found = _length(f["input"]) if f["max"] is None and least is not None else None
+        found = found and replace(found, added=float(least or 0.0) ** 2)
+    elif is_plain_sum(node):
+        deviation, added = pair(node)
+        found = _length(deviation) if number(added) is not None else None
+        found = found and replace(found, unlike="its eps is added to the root")
+    else:
+        found = _length(node)
+    return found and found.within(node)
+
+
+def _sum(node: Any) -> Spread | None:
+    """Return the spread that a node is, eps included."""
+    if not is_plain_sum(node):
+        return None
+    spread, added = pair(node)
+    eps = number(added)
+    found = _square(spread) if is_tensor(spread) and eps is not None else None
+    return found and replace(found.within(node), added=float(eps or 0.0))
+
+
+def _square(node: Any) -> Spread | None:
+    """Return the spread that a node is, without eps."""
+    f = form(node)
+    if f.kind in ("mean", "sum"):
+        return _mean_square(node)
+    if f.kind == "var":
+        return _variance(node)
+    if f.kind == "getitem" and f["index"] == 0 and form(f["input"]).kind == "var_mean":
+        found = _variance(f["input"])
+        return found and found.within(node)
+    root = squared(node)
+    found = None if root is None else _length(root)
+    return found and found.within(node)
+
+
+def _length(node: Any) -> Spread | None:
+    """Return the spread whose root is a norm or a standard deviation, without eps."""
+    f = form(node)
+    if f.kind == "std":
+        return _variance(node)
+    if f.kind != "vector_norm":
+        return None
+    x, order = f["input"], f.args.get("ord", f.args.get("p", 2.0))
+    is_euclidean = order in (None, "fro") or is_number(order, 2.0)
+    if not is_euclidean or not is_tensor(x) or not is_last(node, x) or written(node):
+        return None
+    features = shape(x)[-1]
+    if not isinstance(features, int) or value(node).dtype is not value(x).dtype:
+        return None
+    return Spread(x, False, frozenset({node}), features)
+
+
+def squared(node: Any) -> Node | None:
+    """Return the node whose square a node is, None where it is none."""
+    f = form(node)
+    is_square = (
+        f.kind == "square"
+        or (f.kind == "pow" and is_number(f["exponent"], 2.0))
+        or (f.kind == "mul" and f["input"] is f["other"])
+    )
+    found: Any = f["input"] if is_square and not written(node) else None
+    return found if is_tensor(found) else None
+
+
+def _mean_square(node: Any) -> Spread | None:
+    f = form(node)
+    squares = f["input"]
+    rows = squared(squares)
+    if rows is None or not is_last(node, rows):
+        return None
+    features, times = shape(rows)[-1], 1.0
+    if f.kind == "sum":
+        if not isinstance(features, int):
+            return None
+        times = float(features)
+    inner = {node, squares}
+    centered = find_centered(rows)
+    if centered is not None:
+        return Spread(centered[0], True, frozenset(inner | centered[1]), times)
+    return Spread(rows, False, frozenset(inner), times)
+
+
+def _variance(node: Any) -> Spread | None:
+    f = form(node)
+    x = f["input"]
+    if not is_tensor(x) or not is_last(node, x) or written(node):
+        return None
+    own = 0 if f["unbiased"] is False else 1
+    given = f.args.get("correction", own)
+    correction = own if given is None else number(given)
+    features = shape(x)[-1]
+    if correction == 0:
+        return Spread(x, True, frozenset({node}))
+    if correction is None or not isinstance(features, int) or features <= correction:
+        return None
+    return Spread(x, True, frozenset({node}), features / (features - correction))
+
+
+def find_centered(node: Any) -> tuple[Node, set[Node]] | None:
+    """Return x and the nodes of x - x.mean(-1, keepdim=True), None where a node is none.
+
+    Args:
+        node: What may be that.
+    """
+    node = above(node)
+    f = form(node)
+    if f.kind != "sub" or f.args.get("alpha", 1) != 1 or written(node):
+        return None
+    x, mean = f["input"], f["other"]
+    g, inner = form(mean), {node, mean}
+    if g.kind == "getitem" and g["index"] == 1 and form(g["input"]).kind == "var_mean":
+        inner.add(g["input"])
+        mean, g = g["input"], form(g["input"])
+    elif g.kind != "mean":
+        return None
+    if not is_tensor(x) or above(g["input"]) is not above(x):
+        return None
+    return (x, inner) if is_last(mean, g["input"]) else None
