@@ -2,8 +2,9 @@
 
     poe release [flags of scripts/wheel/wheel.py]
 
-The sdist, the pure wheel and the wheels with kernels land in `dist`. Nothing is uploaded. The exit
-status is the number of steps that failed.
+The sdist, the pure wheel and the wheels with kernels land in `dist`, and a repository for Hugging
+Face's `kernels` in `build/hub`. Nothing is uploaded: `twine upload dist/*` and
+`hf upload NAME build/hub` do that. The exit status is the number of steps that failed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import hub
 import wheel
 import wheel_kernels
 import wheel_trial
@@ -41,6 +43,7 @@ def main() -> int:
         ),
         "platform": _platform,
         "installed": _installed,
+        "hub": _hub,
     }
     failed = 0
     for name, step in steps.items():
@@ -118,6 +121,16 @@ def _platform() -> str:
 def _installed() -> str:
     """Install the wheel as users do, with what it requires and no more, and run it."""
     return wheel_trial.line(wheel_trial.trial(_wheel(platform.machine())))
+
+
+def _hub() -> str:
+    """Make the repository for `kernels` of all wheels."""
+    folder = ROOT / "build" / "hub"
+    shutil.rmtree(folder, ignore_errors=True)
+    made = [
+        path for wheel_file in sorted(DIST.glob("*.whl")) for path in hub.make(wheel_file, folder)
+    ]
+    return ", ".join(path.name for path in made)
 
 
 def _wheel(machine: str) -> Path:
