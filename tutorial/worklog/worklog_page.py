@@ -26,9 +26,14 @@ SOURCES = {
     "bench": ROOT / "benchmarks/results/ops/h200.json",
     "sass": ROOT / "benchmarks/results/worklog-sass.json",
     "numerics": ROOT / "benchmarks/results/worklog-numerics.json",
+    "fp8": ROOT / "benchmarks/results/h100-fp8-kernels.json",
 }
 NOT_YET = "not measured yet"
-SPEEDS = ["TFLOP/s", "% of cuBLAS", "% of cuBLAS + LayerNorm"]
+RATIOS = ["% of cuBLAS", "% of cuBLAS + LayerNorm"]
+SPEEDS = ["TFLOP/s", *RATIOS]
+# Of the products, from the third step on.
+TILE = (128, 256)
+SMS = 132
 # Where another file has times of what a step computes: provider and mode of benchmarks/results/ops.
 BENCHED = {
     "statistics": ("fused_norm-frozen", "forward"),
@@ -87,7 +92,10 @@ def row(step: Step, data: Data) -> Data:
         times, found["mark"] = _elsewhere(step, data)
     own, cublas, eager = (times.get(name) for name in ("step", "cublas", "eager"))
     ratio = times.get("of_eager")
-    found["us"] = own
+    found["us"], found["cublas_us"] = own, cublas
+    step_run = data["results"].get("steps", {}).get(step.name, {})
+    # Of the SMs, as the step's rounds began.
+    found["clock"] = step_run.get("environment", {}).get("clocks", "").partition(" MHz")[0]
     found["tflops"] = step.flops / own / 1e6 if own else None
     found["of_cublas"] = cublas / own if own and cublas else None
     found["of_eager"] = eager / own if own and eager else 1 / ratio if ratio else None
@@ -140,7 +148,7 @@ def _elsewhere(step: Step, data: Data) -> tuple[Data, str]:
 
 def table(data: Data) -> str:
     """Return the table of the numbered kernels."""
-    header = ["#", "kernel", "computes", "at M, K, N", *SPEEDS]
+    header = ["#", "kernel", "computes", "at M, K, N", "µs", "cuBLAS, µs", "MHz", *RATIOS]
     rows = []
     kinds = {
         "product": "product",
@@ -151,16 +159,63 @@ def table(data: Data) -> str:
     for step, known in zip(STEPS, data["table"], strict=True):
         nothing = "" if known["us"] or known["of_eager"] else NOT_YET
         cells = [
-            f"{known['tflops']:.0f}" if known["tflops"] else NOT_YET,
+            f"{known['us']:.0f}" if known["us"] else NOT_YET,
+            f"{known['cublas_us']:.0f}" if known["cublas_us"] else NOT_YET,
+            known["clock"] or "–",
             f"{known['of_cublas']:.1%}".replace("%", "") if known["of_cublas"] else NOT_YET,
             f"{known['of_eager']:.1%}".replace("%", "") if known["of_eager"] else NOT_YET,
         ]
         if step.kind == "product":
-            cells[2] = "–"
+            cells[-1] = "–"
         mark = "" if nothing else known["mark"]
         title = f"[{step.title}](#{anchor(step)}){mark}"
         rows.append([str(step.number), title, kinds[step.kind], str(step.sizes[0]), *cells])
-    return markdown.table(header, rows, right=(0, 4, 5, 6))
+    return markdown.table(header, rows, right=(0, *range(4, len(header))))
+
+
+def ceiling(data: Data) -> str:
+    """Return what the GPU reached at most, and how many operations a byte that is."""
+    rate, bandwidth = data["ceiling"]["flops_per_second"] / 1e12, data["ceiling"]["bytes_per_second"] / 1e12
+    return (
+        f"On an H200 that we measured, PyTorch's largest products run at {rate:.0f} TFLOP/s and "
+        f"copies at\n{bandwidth:.2f} TB/s, so anything that does fewer than "
+        f"{rate / bandwidth:.0f} operations for each byte waits for memory.\n"
+    )
+
+
+def storing(data: Data) -> str:
+    """Return by how much step 6 is faster than step 5, for each tile that an SM takes."""
+    header = ["M, K, N", "tiles of an SM", "step 5, µs", "step 6, µs", "difference a tile, µs"]
+    steps = data["results"].get("steps", {})
+    if not steps:
+        return f"Steps 5 and 6: {NOT_YET}.\n"
+    before, after = (
+        {_sizes(m): m["us"]["step"] for m in steps[name]["measured"]}
+        for name in ("clusters", "no-spills")
+    )
+    rows = []
+    for size in sorted(before.keys() & after.keys(), key=lambda size: (size.K, size.N)):
+        tiles = -(-(-(-size.M // TILE[0]) * -(-size.N // TILE[1])) // SMS)
+        each = (before[size] - after[size]) / tiles
+        cells = [f"{before[size]:.1f}", f"{after[size]:.1f}", f"{each:.1f}"]
+        rows.append([str(size), str(tiles), *cells])
+    return markdown.table(header, rows, right=range(1, len(header)))
+
+
+def fp8(data: Data) -> str:
+    """Return what products in FP8 reach, and norm and product together."""
+    header = ["M, K, N", "µs", "TFLOP/s", "% of `_scaled_mm`", "norm and product, of bfloat16's"]
+    rows = []
+    for name, us in data["fp8"]["product"].items():
+        M, K, N = map(int, name.split(","))
+        both = data["fp8"]["both"].get(name, {}).get("us")
+        cells = [f"{us['ours']:.1f}", f"{2 * M * K * N / us['ours'] / 1e6:.0f}"]
+        cells.append(f"{100 * us['_scaled_mm'] / us['ours']:.1f}")
+        cells.append(f"{both['ours'] / both['bf16']:.2f}" if both else "–")
+        rows.append([name, *cells])
+    machine = f"{data['fp8']['device']}, driver {data['fp8']['driver']}, "
+    machine += f"PyTorch {data['fp8']['torch']}, commit {data['fp8']['commit']}.\n"
+    return markdown.table(header, rows, right=range(1, len(header))) + "\n" + machine
 
 
 def anchor(step: Step) -> str:
@@ -247,6 +302,9 @@ def numerics(data: Data) -> str:
 
 BLOCKS = {
     "table": table,
+    "ceiling": ceiling,
+    "storing": storing,
+    "fp8": fp8,
     "machine": machine,
     "sizes": sizes,
     "resources": resources,
