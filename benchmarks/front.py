@@ -22,7 +22,9 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 from benchmarks import markdown, runs
 from benchmarks.blocks import EVERY
 from benchmarks.png import description, digest
+from benchmarks.regret import of_eager
 from benchmarks.runs import Measurement, Run
+from fused_norm.devices.costs import DIRECTIONS, Measured
 
 BLOCKS = "benchmarks/results/h200-blocks.json"
 FAMILY = "benchmarks/results/h200-family.json"
@@ -39,6 +41,8 @@ CPUS = {
     "AMX": "benchmarks/results/ops/cpu-xeon.json",
     "AVX-512": "benchmarks/results/cpu-avx512.json",
 }
+# Calls of sizes drawn at random.
+RANDOM = {"EPYC, Zen 3": "benchmarks/results/cpu-regret-amd-zen3.json"}
 IMAGES = "docs/images"
 PAGE = "README.md"
 MODES = {"forward": "Inference", "train": "Training step"}
@@ -191,6 +195,16 @@ def table(root: Path) -> str:
             place = f"Xeon, {name}, {run.environment.threads} threads, {dtype}"
             pairs = _pairs(replace(run, measurements=kept), "wall")
             lines.append(["a call", place, *pairs, ""])
+    for name, path in RANDOM.items():
+        content = json.loads((root / path).read_text())
+        calls = [Measured(*each) for each in content["calls"]]
+        for dtype in ("bfloat16", "float32"):
+            place = f"{name}, {content['environment']['threads']} threads, {dtype}"
+            cells = []
+            for direction in DIRECTIONS:
+                alike = [c for c in calls if (c.dtype, c.direction) == (dtype, direction)]
+                cells += [_cell([of_eager(call) for call in alike]), ""]
+            lines.append(["a call of random size", place, *cells, ""])
     header = ["what", "where", "inference", "compile", "training", "compile", "memory"]
     return markdown.table(header, lines, right=range(2, len(header)))
 

@@ -175,7 +175,10 @@ def table(data: Data) -> str:
 
 def ceiling(data: Data) -> str:
     """Return what the GPU reached at most, and how many operations a byte that is."""
-    rate, bandwidth = data["ceiling"]["flops_per_second"] / 1e12, data["ceiling"]["bytes_per_second"] / 1e12
+    rate, bandwidth = (
+        data["ceiling"]["flops_per_second"] / 1e12,
+        data["ceiling"]["bytes_per_second"] / 1e12,
+    )
     return (
         f"On an H200 that we measured, PyTorch's largest products run at {rate:.0f} TFLOP/s and "
         f"copies at\n{bandwidth:.2f} TB/s, so anything that does fewer than "
