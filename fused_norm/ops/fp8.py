@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import composition, recipes
@@ -212,9 +213,8 @@ def call(
         t = t._replace(weights=added(t.weights, owners))
 
     def linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if torch.is_autocast_enabled(z.device.type):
-            weight = weight.to(torch.get_autocast_dtype(z.device.type))
-        y: Tensor = ScaledLinear.apply(z, weight, bias, recipe, power_of_two)
+        parameters = _as_in_linear(z, weight, bias)
+        y: Tensor = ScaledLinear.apply(z, *parameters, recipe, power_of_two)
         return y
 
     return composition.compute(spec, t, linear)
@@ -224,13 +224,29 @@ def _is_fused(spec: Spec, t: Operands, weights: Sequence[Tensor]) -> bool:
     """Return whether a call needs no gradient, and is a norm and what the ops have after it."""
     tensors = [v for v in composition.flat(t) if v is not None]
     follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
-    same = all(w.dtype is t.x.dtype for w in weights)
     return (
         not follows
-        and same
+        and _are_as_kernels_read(t, weights)
         and first(t, "groups", "statistics") is None
         and not spec.returns_norm
         and not torch.is_autocast_enabled(t.x.device.type)
+    )
+
+
+def _are_as_kernels_read(t: Operands, weights: Sequence[Tensor]) -> bool:
+    """Return whether nothing broadcasts, and all has the dtype of x but gamma and beta."""
+    x = t.x
+    biases = [*t.biases, *([] if t.out_weight is None else [t.out_bias])]
+    exact = [(t.residual, x.shape)]
+    exact += [(bias, w.shape[:1]) for w, bias in zip(weights, biases, strict=True)]
+    if t.out_weight is not None:
+        exact.append((t.out_residual, (*x.shape[:-1], t.out_weight.shape[0])))
+    features = [v for v in (t.gamma, t.beta) if v is not None]
+    return (
+        all(w.dtype is x.dtype for w in weights)
+        and all(v is None or (v.shape == size and v.dtype is x.dtype) for v, size in exact)
+        and all(v.shape == x.shape[-1:] and v.dtype is features[0].dtype for v in features)
+        and all(v.dtype in (x.dtype, torch.float32) for v in features)
     )
 
 
@@ -273,10 +289,26 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str
     """
     how = recipes.find(recipe)
     scaled.require_fp8(x, [weight])
-    if torch.is_autocast_enabled(x.device.type):
-        weight = weight.to(torch.get_autocast_dtype(x.device.type))
-    y: Tensor = ScaledLinear.apply(x, weight, bias, recipe, _scales_are_rounded(how, [weight]))
+    power_of_two = _scales_are_rounded(how, [weight])
+    y: Tensor = ScaledLinear.apply(x, *_as_in_linear(x, weight, bias), recipe, power_of_two)
     return y
+
+
+def _as_in_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias as `F.linear` multiplies and adds them.
+
+    Raises:
+        RuntimeError: As `F.linear`, if shapes or dtypes disagree.
+    """
+    device = z.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    elif not all(v is None or v.dtype is z.dtype for v in (weight, bias)):
+        F.linear(z, weight, bias)
+    if z.shape[-1] != weight.shape[-1]:
+        F.linear(z, weight, bias)
+    return weight, None if bias is None else bias.expand(weight.shape[0])
 
 
 def _scales_are_rounded(recipe: Recipe, weights: Sequence[Tensor]) -> bool:

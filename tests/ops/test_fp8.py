@@ -320,3 +320,88 @@ def test_errors_come_before_anything_runs() -> None:
         fn.norm_linear(x, w[:, :128], recipe="rowwise")
     with pytest.raises(RuntimeError, match="batch_invariant"), fn.batch_invariant():
         fn.norm_linear(x, w, recipe="rowwise")
+
+
+def test_wrong_operands_are_errors_in_the_words_of_pytorch() -> None:
+    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    second = torch.randn(K, N).bfloat16()
+    wrong: list[Callable[[str | None], Any]] = [
+        lambda recipe: fn.norm_linear(x, w, torch.randn(N), recipe=recipe),
+        lambda recipe: fn.norm_linear(x, w, torch.randn(N // 2).bfloat16(), recipe=recipe),
+        lambda recipe: fn.norm_linear(x, w, residual=torch.randn(M, K), recipe=recipe),
+        lambda recipe: fn.norm_linear(x, w, norm_weight=torch.rand(K // 2), recipe=recipe),
+        lambda recipe: fn.norm_mlp(
+            x, w, None, second[:, : N // 2], activation="gelu", recipe=recipe
+        ),
+    ]
+    for call in wrong:
+        for recorded in (False, True):
+            with torch.set_grad_enabled(recorded), pytest.raises(RuntimeError):
+                call(None)
+            with torch.set_grad_enabled(recorded), pytest.raises(RuntimeError):
+                call("rowwise")
+
+
+def test_what_broadcasts_is_as_if_written_out() -> None:
+    torch.manual_seed(8)
+    x, w = torch.randn(2, M, K), torch.randn(N, K)
+    bias, residual, after = torch.randn(1), torch.randn(K), torch.randn(M, K)
+    found = fn.norm_linear(x, w, bias, residual=residual, recipe="rowwise")
+    exact = fn.norm_linear(
+        x, w, bias.expand(N), residual=residual.expand(2, M, K), recipe="rowwise"
+    )
+    assert torch.equal(found, exact)
+    mlp = {"activation": "gelu", "recipe": "rowwise"}
+    found = fn.norm_mlp(x, w, None, w.t().contiguous(), residual_out=after, **mlp)
+    exact = fn.norm_mlp(x, w, None, w.t().contiguous(), residual_out=after.expand(2, M, K), **mlp)
+    assert torch.equal(found, exact)
+
+
+def test_kernels_get_biases_that_bulk_copies_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def run(name: str, device: torch.device, **fields: Any) -> None:
+        seen.extend(
+            fields[each].clone() for each in ("bias", "up_bias") if fields.get(each) is not None
+        )
+        assert all(v.data_ptr() % 16 == 0 for v in fields.values() if isinstance(v, Tensor))
+
+    monkeypatch.setattr(scaled, "_serves", lambda x, *scalings: True)
+    monkeypatch.setattr(scaled, "_run", run)
+    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    whole = torch.randn(2 * N + 1)
+    with torch.no_grad():
+        for bias in (
+            whole[1 : N + 1].bfloat16(),
+            whole.bfloat16()[1 : N + 1],
+            whole.bfloat16()[1::2],
+        ):
+            seen.clear()
+            fn.norm_linear(x, w, bias, norm_weight=whole.bfloat16()[1 : K + 1], recipe="rowwise")
+            assert torch.equal(seen[0], bias)
+            seen.clear()
+            fn.norm_linear(x, w, bias, activation="swiglu", recipe="rowwise")
+            assert torch.equal(seen[0], bias)
+            assert torch.equal(seen[1], bias[N // 2 :])
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            fn.norm_linear(x.float(), w.float(), whole[1 : N + 1], recipe="rowwise")
+        assert torch.equal(seen[0], whole[1 : N + 1].bfloat16())
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_gpus_without_fp8_say_so(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.version, "hip", None)
+    with FakeTensorMode():
+        x = torch.empty(16, 16, device="cuda")
+        if capability >= (8, 9):
+            scaled.require_fp8(x, [x])
+            return
+        with pytest.raises(RuntimeError, match="NVIDIA A100 multiplies no FP8"):
+            scaled.require_fp8(x, [x])
