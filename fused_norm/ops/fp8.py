@@ -237,7 +237,7 @@ def _are_as_kernels_read(t: Operands, weights: Sequence[Tensor]) -> bool:
     """Return whether nothing broadcasts, and all has the dtype of x but gamma and beta."""
     x = t.x
     biases = [*t.biases, *([] if t.out_weight is None else [t.out_bias])]
-    exact = [(t.residual, x.shape)]
+    exact: list[tuple[Tensor | None, tuple[int, ...]]] = [(t.residual, x.shape)]
     exact += [(bias, w.shape[:1]) for w, bias in zip(weights, biases, strict=True)]
     if t.out_weight is not None:
         exact.append((t.out_residual, (*x.shape[:-1], t.out_weight.shape[0])))
