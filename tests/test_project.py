@@ -16,6 +16,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import fused_norm
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -141,3 +143,9 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     assert commands == ["pip install uv", "uv run poe p22 --fused", "uv run poe test"]
     for command in commands[1:]:
         assert f"\n{command}\n" in ci
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    page = (ROOT / "docs/api.md").read_text()
+    missing = [name for name in fused_norm.__all__ if not re.search(rf"^### {name}$", page, re.M)]
+    assert missing == ["__version__"]
