@@ -114,11 +114,24 @@ def defect(seed: int, sites: list[Site]) -> str | None:
     try:
         found = [leave(compiled, program, dtype, batch) for batch in batches]
     except Exception as error:
-        # Whatever is raised is a defect, and is reported with its program.
+        if is_refused_by_dynamo(function, program):
+            return None
+        # Whatever else is raised is a defect, and is reported with its program.
         return f"{type(error).__name__}: {str(error)[:300]}"
     return next(
         filter(None, map(functools.partial(difference, program), found, expected, exact)), ""
     )
+
+
+def is_refused_by_dynamo(function: Any, program: Program) -> bool:
+    """Return whether PyTorch's tracing fails on a program whatever the backend."""
+    torch._dynamo.reset()
+    traced = torch.compile(function, backend="eager", dynamic=is_dynamic(program) or None)
+    try:
+        leave(traced, program, dtype_of(program), 2)
+    except torch._dynamo.exc.InternalTorchDynamoError:
+        return True
+    return False
 
 
 _EIGHT = ".to(torch.float8_e4m3fn)"
