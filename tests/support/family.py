@@ -89,7 +89,7 @@ def pairwise(grid: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[
 
 
 # Below so many numbers, errors are those of so many draws of x together.
-FEW = 64
+FEW = 16
 DRAWS = 8
 
 CASES = list(pairwise(GRID))
