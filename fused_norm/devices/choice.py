@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from array import array
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def tuned_path() -> Path:
 def path() -> Path | None:
     """Return the file that is in use; None where nothing like this CPU was measured."""
     tuned = tuned_path()
-    if os.environ.get(SWITCH, "1") != "0" and tuned.is_file():
+    if os.environ.get(SWITCH, "1") != "0" and tuned.is_file() and _is_whole(tuned):
         return tuned
     shipped = SHIPPED / f"{cpu_kind()}.json"
     return shipped if shipped.is_file() else None
@@ -36,6 +37,20 @@ def device() -> costs.Device | None:
     """Return what is in use; None where nothing like this CPU was measured."""
     found = path()
     return None if found is None else costs.load(found)
+
+
+def _is_whole(tuned: Path) -> bool:
+    """Return whether `tune` of this version has written a file; else say what is the matter."""
+    try:
+        costs.load(tuned)
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"fused_norm goes by the shipped measurements: {error}. "
+            "`python -m fused_norm tune` measures anew",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 # Kept for good: a call may still read what it was given before `forget`.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,7 +130,10 @@ class Device(NamedTuple):
         lines.append(' "costs": {\n' + ",\n".join(costs) + "\n }")
         rows = [f"  {json.dumps(each)}" for each in self.exceptions]
         lines.append(' "exceptions": [\n' + ",\n".join(rows) + "\n ]")
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        # Whole or not at all: another process may read it, and this one may be interrupted.
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        unfinished.replace(path)
 
 
 def load(path: Path) -> Device:
@@ -140,9 +144,33 @@ def load(path: Path) -> Device:
     """
     try:
         found = json.loads(path.read_text())
-        return Device(**{name: found[name] for name in Device._fields})
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        device = Device(**{name: found[name] for name in Device._fields})
+        _check(device)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no measurements of a device: {error}") from error
+    return device
+
+
+def _check(device: Device) -> None:
+    """Raise unless a device has all that the chain reads, which checks nothing.
+
+    Raises:
+        ValueError: If it is of another version of the model, or damaged.
+    """
+    dtypes = {name.split(" ")[0] for name in device.costs}
+    every = itertools.product(dtypes, KINDS, DIRECTIONS, WAYS)
+    if device.costs.keys() != {" ".join(each) for each in every} or not dtypes <= BYTES.keys():
+        raise ValueError("costs are missing, or of something else")
+    for costs in device.costs.values():
+        if len(costs) != len(ROWS) or any(len(each) != TERMS for each in costs):
+            raise ValueError("the costs are of another model")
+        if not all(math.isfinite(cost) and cost >= 0 for each in costs for cost in each):
+            raise ValueError("costs are not finite, or negative")
+    for dtype, kind, direction, M, K, N, way in device.exceptions:
+        if dtype not in dtypes or kind not in KINDS or direction not in DIRECTIONS:
+            raise ValueError("an exception is of no call")
+        if way not in WAYS or not min(M, K, N) > 0:
+            raise ValueError("an exception has no size or no way")
 
 
 def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from ways import tell_again
 
@@ -181,11 +183,43 @@ def test_tune_measures_and_is_used(own_folder: Path, monkeypatch: pytest.MonkeyP
     assert choice.path() == shipped
 
 
-def test_file_of_something_else(own_folder: Path) -> None:
-    (own_folder / "tuned.json").write_text('{"name": "cpu"}')
-    choice.forget()
+def _damaged() -> dict[str, Any]:
+    """Return files that an interrupted, an older or another program may have left."""
+    whole = _device("cpu", 1.0, 2.0, [["float32", "", "forward", 3, 4, 5, "around"]])._asdict()
+    costs_ = whole["costs"]
+    first = next(iter(costs_))
+    return {
+        "something else": {"name": "cpu"},
+        "a list": [1],
+        "no costs of a way": whole | {"costs": dict(list(costs_.items())[1:])},
+        "a model of fewer terms": whole
+        | {"costs": {name: [each[1:] for each in cost] for name, cost in costs_.items()}},
+        "fewer sets of rows": whole | {"costs": costs_ | {first: costs_[first][1:]}},
+        "a cost that is no number": whole
+        | {"costs": costs_ | {first: [[math.nan] * costs.TERMS] * 3}},
+        "an exception without a way": whole | {"exceptions": [["float32", "", "forward", 3, 4, 5]]},
+        "an exception of no size": whole
+        | {"exceptions": [["float32", "", "forward", 0, 4, 5, "fused"]]},
+        "another dtype": whole | {"costs": {f"int8{n[7:]}": c for n, c in costs_.items()}},
+    }
+
+
+@pytest.mark.parametrize("name", [*_damaged(), "half a file"])
+def test_damaged_measurements_are_not_used(name: str, own_folder: Path) -> None:
+    """Calls go by the shipped ones and say so: the chain reads what it is given unchecked."""
+    shipped, tuned = choice.path(), own_folder / "tuned.json"
+    text = '{"name": ' if name == "half a file" else json.dumps(_damaged()[name])
+    tuned.write_text(text)
     with pytest.raises(ValueError, match="holds no measurements of a device"):
-        choice.device()
+        costs.load(tuned)
+    choice.forget()
+    tell_again()
+    with pytest.warns(UserWarning, match="goes by the shipped measurements"):
+        found = choice.path()
+    assert found == shipped
+    x, weight = torch.randn(30, 24), torch.randn(40, 24)
+    expected = F.linear(F.layer_norm(x, (24,)), weight)
+    torch.testing.assert_close(fn.norm_linear(x, weight), expected)
 
 
 FLAGS = {
