@@ -142,6 +142,7 @@ def measure(size: Sequence[int], seconds: float, device: torch.device) -> dict[s
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - before
         except Exception as error:
+            # Another project's loss may raise whatever it likes; the others go on.
             found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             print(name, found[name], flush=True)
             continue

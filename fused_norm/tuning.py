@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,7 +170,7 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
     with ways() as go, torch.inference_mode(direction == "forward"):
         for call, way in calls.values():
             go(way)
-            with at_every_size() if way else _as_users_have_it():
+            with at_every_size() if way else nullcontext():
                 step(call, next(turns))
         end = time.perf_counter() + seconds
         names = list(calls)
@@ -180,7 +180,7 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
                 call, way = calls[name]
                 tensors = next(turns)
                 go(way)
-                with at_every_size() if way else _as_users_have_it():
+                with at_every_size() if way else nullcontext():
                     start = time.perf_counter()
                     step(call, tensors)
                     taken[name].append(time.perf_counter() - start)
@@ -188,11 +188,6 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
     return Measured(
         size.dtype, size.kind, direction, torch.get_num_threads(), size.M, K, size.N, us
     )
-
-
-@contextmanager
-def _as_users_have_it() -> Iterator[None]:
-    yield
 
 
 def composed_activation(kind: str) -> Callable[[Tensor], Tensor]:

@@ -101,6 +101,7 @@ def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return kernel(*arguments)
         except Exception as error:
+            # Raised again: PyTorch before 2.13 loses the message on its way through C++.
             if (chain := library.load()) is not None:
                 chain.chain_python_failed(str(error).encode())
             raise
