@@ -56,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench.main(rest)
     if options.command == "tune":
         # Imported late, as it brings what rewrites models.
-        from fused_norm import tuning
+        from fused_norm.tuning import command
 
-        return tuning.main(rest)
+        return command.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command is None:

@@ -7,14 +7,16 @@
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
 place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), the
 steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), the head alone
-(`--only head`), wrong edits (`--only mutate`). Each ends in time (`--limit`). The benchmark goes on
-with OUT/NAME.json or FOLDER/NAME.json where there is one, that of the family with OUT/NAME-OP.json
-or FOLDER/NAME-OP.json.
+(`--only head`), wrong edits (`--only mutate`), or any program of the checkout (`--only script --
+PROGRAM ARGUMENT...`, OUT standing for the folder of results, COMMIT for the commit). Each ends in
+time (`--limit`). The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one,
+that of the family with OUT/NAME-OP.json or FOLDER/NAME-OP.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import shutil
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("folder", type=Path)
     running.add_argument("out", type=Path)
     running.add_argument("--name", default="h200", help="stem of the results (default: h200)")
-    kinds = ("tests", "bench", "family", "train", "mutate", "worklog", "head")
+    kinds = ("tests", "bench", "family", "train", "mutate", "worklog", "head", "script")
     running.add_argument("--only", choices=kinds)
     running.add_argument("--op", action="append", choices=FAMILY, help="of --only family")
     running.add_argument("--no-compile", action="store_true", help="in --only family")
@@ -82,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     running.add_argument("--test", action="append", help="only these, as pytest takes them")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
+    running.add_argument("script", nargs="*", help="of --only script")
     options = parser.parse_args(arguments)
     if options.command == "pack":
         return pack(options.folder, options.target, options.python, options.only)
@@ -183,9 +186,17 @@ def run(options: argparse.Namespace) -> int:
     if options.only == "worklog":
         command = [sys.executable, "tutorial/worklog/worklog.py", "--out"]
         command += [str(options.out.resolve() / "h200-worklog.json")]
-        command += ["--commit", (options.folder / "commit").read_text().strip()]
+        command += ["--commit", _commit(options)]
         if _logged(command, environment, options.out / "worklog.log", options.limit - 30):
             failed.append("worklog")
+    if options.only == "script":
+        named = {"OUT": str(options.out.resolve()), "COMMIT": _commit(options)}
+        command = [sys.executable]
+        for word in options.script:
+            command.append(functools.reduce(lambda w, n: w.replace(n, named[n]), named, word))
+        left = options.limit - (time.perf_counter() - began)
+        if _logged(command, environment, options.out / "script.log", left):
+            failed.append("script")
     if options.only in (None, "tests"):
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
         # Tests share the GPU; what they do on the host takes most of their time.
@@ -207,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
             failed.append("tests")
         command = [sys.executable, "-m", "benchmarks.head", "--seconds", str(options.seconds)]
         command += ["--json", str(options.out / f"{options.name}-head.json")]
-        command += ["--commit", (options.folder / "commit").read_text().strip()]
+        command += ["--commit", _commit(options)]
         left = options.limit - (time.perf_counter() - began)
         if _logged(command, environment, options.out / "bench-head.log", left):
             failed.append("benchmark")
@@ -217,6 +228,11 @@ def run(options: argparse.Namespace) -> int:
             failed.append("family")
     print(f"{', '.join(failed) or 'nothing'} failed; all is in {options.out}")
     return 1 if failed else 0
+
+
+def _commit(options: argparse.Namespace) -> str:
+    text: str = (options.folder / "commit").read_text()
+    return text.strip()
 
 
 def _train(out: Path, environment: dict[str, str], limit: float, steps: int) -> int:
@@ -277,7 +293,7 @@ def _bench_command(options: argparse.Namespace, stem: str) -> list[str]:
     earlier = options.folder / f"{stem}.json"
     if earlier.is_file() and not Path(f"{name}.json").exists():
         shutil.copy(earlier, f"{name}.json")
-    commit = (options.folder / "commit").read_text().strip()
+    commit = _commit(options)
     command = [sys.executable, "-m", "benchmarks", "--device", "cuda", "--resume"]
     command += ["--json", f"{name}.json", "--csv", f"{name}.csv", "--commit", commit]
     return [*command, "--seconds", str(options.seconds), "--tf32"]

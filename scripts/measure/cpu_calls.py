@@ -21,11 +21,12 @@ import torch
 from rich.progress import Progress
 
 from benchmarks import environment
-from fused_norm import tuning
 from fused_norm.devices import choice, costs
 from fused_norm.devices.costs import DIRECTIONS, Measured
 from fused_norm.devices.machine import cpu_kind
-from fused_norm.tuning import Size
+from fused_norm.tuning import sizes as drawing
+from fused_norm.tuning.cpu import measure as measure_call
+from fused_norm.tuning.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -67,10 +68,10 @@ def sizes() -> list[Size]:
     """Return what is measured."""
     grid = [
         Size(dtype, "", M, K, N)
-        for dtype, (K, N), M in itertools.product(tuning.DTYPES, WEIGHTS, ROWS)
-        if M * K * N * (1 if dtype == "float32" else 8) <= tuning.MOST_PRODUCTS
+        for dtype, (K, N), M in itertools.product(drawing.DTYPES, WEIGHTS, ROWS)
+        if M * K * N * (1 if dtype == "float32" else 8) <= drawing.MOST_PRODUCTS
     ]
-    return grid + tuning.draw(RANDOM, tuning.SEED)
+    return grid + drawing.draw(RANDOM, drawing.SEED)
 
 
 def measure(kind: str, seconds: float, commit: str | None) -> None:
@@ -80,20 +81,20 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
     with Progress() as progress:
         wanted = sizes()
         for size in progress.track(wanted, description=kind):
-            calls += [tuning.measure(size, direction, seconds) for direction in DIRECTIONS]
+            calls += [measure_call(size, direction, seconds) for direction in DIRECTIONS]
         # What the model is far from, or a tenth of a second of other work has disturbed.
         device = costs.fit(kind, {}, calls)
         doubtful = [i for i, call in enumerate(calls) if is_doubtful(call, device)]
         for i in progress.track(doubtful, description="again"):
             call = calls[i]
             size = Size(call.dtype, call.kind, call.M, call.K, call.N)
-            calls[i] = tuning.measure(size, call.direction, LONGER * seconds)
+            calls[i] = measure_call(size, call.direction, LONGER * seconds)
     # One thread, at some of the sizes.
     threads = torch.get_num_threads()
     if threads > 1:
         torch.set_num_threads(1)
         for size in wanted[::5]:
-            calls += [tuning.measure(size, direction, seconds) for direction in DIRECTIONS]
+            calls += [measure_call(size, direction, seconds) for direction in DIRECTIONS]
         torch.set_num_threads(threads)
     write(kind, described, calls)
 

@@ -26,7 +26,7 @@ LAYERS = {
     "chain": ("chain", "devices"),
     "native": ("native",),
     "graphs (MAX)": ("graphs", "../op/max", "../op/register.mojo"),
-    "tools": ("__main__.py", "doctor.py", "bench.py", "tuning.py"),
+    "tools": ("__main__.py", "doctor.py", "bench.py", "tuning"),
     "norm_linear": ("../op/norm_linear",),
     "gemm": ("../op/gemm",),
     "rows, norms, passes": ("../op/rows", "../op/norms", "../op/passes"),

@@ -27,7 +27,7 @@ def test_ratios() -> None:
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if library.load() is None:
         pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr("fused_norm.tuning.MOST_PRODUCTS", 2**22)
+    monkeypatch.setattr("fused_norm.tuning.sizes.MOST_PRODUCTS", 2**22)
     out, plot = tmp_path / "regret.json", tmp_path / "regret.svg"
     arguments = ["--count", "2", "--seconds", "0.01", "--dtype", "float32", "--seed", "5"]
     arguments += ["--json", str(out), "--plot", str(plot)]

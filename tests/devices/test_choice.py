@@ -24,7 +24,8 @@ from fused_norm.call.record import AROUND_PRODUCTS, FUSED
 from fused_norm.chain import library
 from fused_norm.devices import choice, costs, machine
 from fused_norm.devices.costs import Measured
-from fused_norm.tuning import Size
+from fused_norm.tuning import cpu, sizes
+from fused_norm.tuning.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.as_dispatched
@@ -92,7 +93,7 @@ def _goes_around(M: int, K: int, N: int, **options: Any) -> bool:
         return [t.detach().numpy().tobytes() for t in (y, *dx)]
 
     found = results()
-    with tuning.ways() as go:
+    with cpu.ways() as go:
         go(FUSED)
         fused = results()
         go(AROUND_PRODUCTS)
@@ -140,7 +141,7 @@ def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
     if device is None:
         pytest.skip("nothing like this CPU was measured")
     tried = set()
-    for size in tuning.draw(300, 7, ["float32"]):
+    for size in sizes.draw(300, 7, ["float32"]):
         if size.kind:
             continue
         call = Measured("float32", "", "forward", torch.get_num_threads(), *size[2:], {})
@@ -173,7 +174,7 @@ def test_tune_measures_and_is_used(own_folder: Path, monkeypatch: pytest.MonkeyP
     path = fn.tune(model, torch.randn(5, 24), seconds=2.0, sizes=[(3, 16, 8)])
     assert path == choice.path() == own_folder / "tuned.json"
     assert Size("float32", "", 5, 24, 40) in seen
-    assert {Size(dtype, "", 3, 16, 8) for dtype in tuning.DTYPES} <= set(seen)
+    assert {Size(dtype, "", 3, 16, 8) for dtype in sizes.DTYPES} <= set(seen)
     device = choice.device()
     assert device is not None
     assert device.about["calls"] == len(seen)

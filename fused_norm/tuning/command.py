@@ -1,0 +1,67 @@
+"""`python -m fused_norm tune`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from fused_norm.devices import choice, costs
+from fused_norm.tuning import tune
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure this machine, say where the result is, and return an exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fused_norm tune",
+        description="Measures this machine's CPU, so that calls are chosen by it. "
+        f"{choice.SWITCH}=0 goes by the shipped measurements again.",
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="to take (default: 120)")
+    parser.add_argument(
+        "--sizes", metavar="M,K,N", action="append", default=[], help="measured as well; repeatable"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="whose calls are measured as well: a function that returns a model and its arguments",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        sizes = [_size(text) for text in options.sizes]
+        model, example = _model(options.model) if options.model else (None, ())
+        path = tune(model, *example, seconds=options.seconds, sizes=sizes)
+    except (ValueError, ImportError, AttributeError) as error:
+        parser.error(str(error))
+    except RuntimeError as error:
+        print(error)
+        return 1
+    device = costs.load(path)
+    console = Console()
+    console.print(
+        f"{device.about['calls']} calls measured on {device.name}; {len(device.exceptions)} are "
+        f"exceptions to the model. Calls are chosen by {path} from now on.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _size(text: str) -> tuple[int, int, int]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
+        raise ValueError(f"a size is M,K,N, three positive integers: got {text!r}")
+    M, K, N = map(int, parts)
+    return M, K, N
+
+
+def _model(text: str) -> tuple[torch.nn.Module, Sequence[Any]]:
+    module, _, factory = text.partition(":")
+    if not factory:
+        raise ValueError(f"a model is MODULE:FACTORY, got {text!r}")
+    model, *example = getattr(importlib.import_module(module), factory)()
+    return model, example

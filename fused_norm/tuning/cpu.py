@@ -1,0 +1,142 @@
+"""Measures a call on this CPU each way.
+
+The ways of a size take turns on inputs that exceed the last cache together, as a model's weights
+do, and their medians count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fused_norm as fn
+from fused_norm.call.record import AROUND_PRODUCTS, FUSED
+from fused_norm.chain import kernels, library
+from fused_norm.devices.costs import Measured
+from fused_norm.ops.operands import at_every_size
+from fused_norm.tuning.sizes import DTYPES, Size
+
+ACTIVATION = {"": None, "activation": "gelu", "gate": "swiglu"}
+FEWEST_ROUNDS = 4
+# An odd number, so that each way meets every set of inputs.
+MOST_SETS = 41
+EPS = 1e-5
+
+
+@contextmanager
+def ways() -> Iterator[Callable[[int], None]]:
+    """Give what has calls on a CPU go a way from now on; 0 is the one that is chosen."""
+    chain = library.load()
+    if chain is None:
+        raise RuntimeError(
+            "fused_norm has no kernels to measure here: see `python -m fused_norm doctor`"
+        )
+    before, told = kernels.cpu_way, dict[int, int]()
+
+    def go(way: int) -> None:
+        kernels.cpu_way = lambda: way
+        told[way] = kernels.tell(chain, told.get(way, 0))
+
+    try:
+        yield go
+    finally:
+        kernels.cpu_way = before
+        kernels.tell(chain)
+
+
+def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = ()) -> Measured:
+    """Measure a call each way.
+
+    Args:
+        size: The call.
+        direction: "forward", or "training": with a backward, before an activation only keeping
+            what a backward needs.
+        seconds: To take, at least as many as 4 calls each way do.
+        others: "chosen", to measure what users get as well.
+    """
+    dtype, K, outputs = DTYPES[size.dtype], size.K, size.N // (2 if size.kind == "gate" else 1)
+    shapes = (size.M, K), (K,), (K,), (size.N, K), (size.N,)
+    # A model's weights: with larger ones, exponentials run out of normal numbers.
+    scales = 1.0, 1.0, 1.0, K**-0.5, 1.0
+    elements = sum(math.prod(shape) for shape in shapes) + size.M * size.N
+    count = min(MOST_SETS, 2 * _cache_bytes() // (dtype.itemsize * elements)) | 1
+    sets = [
+        [(torch.randn(shape) * s).to(dtype) for shape, s in zip(shapes, scales, strict=True)]
+        for _ in range(count)
+    ]
+    grad_output = torch.randn(size.M, outputs).to(dtype)
+    activation = ACTIVATION[size.kind]
+    act = composed_activation(size.kind)
+
+    def eager(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return act(F.linear(F.layer_norm(x, (K,), gamma, beta, EPS), weight, bias))
+
+    def ours(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return fn.norm_linear(
+            x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS, activation=activation
+        )
+
+    if direction == "training":
+        for tensors in sets:
+            for tensor in tensors:
+                tensor.requires_grad_()
+
+    def step(call: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        y = call(*tensors)
+        if direction == "training" and not size.kind:
+            torch.autograd.grad(y, tensors, grad_output)
+
+    calls = {"eager": (eager, 0), "fused": (ours, FUSED), "around": (ours, AROUND_PRODUCTS)}
+    if "chosen" in others:
+        calls["chosen"] = (ours, 0)
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    turns = itertools.cycle(sets)
+    with ways() as go, torch.inference_mode(direction == "forward"):
+        for call, way in calls.values():
+            go(way)
+            with at_every_size() if way else nullcontext():
+                step(call, next(turns))
+        end = time.perf_counter() + seconds
+        names = list(calls)
+        while time.perf_counter() < end or len(taken["eager"]) < FEWEST_ROUNDS:
+            random.shuffle(names)
+            for name in names:
+                call, way = calls[name]
+                tensors = next(turns)
+                go(way)
+                with at_every_size() if way else nullcontext():
+                    start = time.perf_counter()
+                    step(call, tensors)
+                    taken[name].append(time.perf_counter() - start)
+    us = {name: round(1e6 * statistics.median(each), 2) for name, each in taken.items()}
+    return Measured(
+        size.dtype, size.kind, direction, torch.get_num_threads(), size.M, K, size.N, us
+    )
+
+
+def composed_activation(kind: str) -> Callable[[Tensor], Tensor]:
+    """Return what follows a product, by PyTorch's ops."""
+    if kind == "gate":
+        return lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :]
+    return F.gelu if kind else lambda h: h
+
+
+def _cache_bytes() -> int:
+    """Return the size of the last cache, or 32 MiB where Linux does not tell."""
+    found = [
+        path.read_text().strip()
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    units = {"K": 2**10, "M": 2**20}
+    return max((int(t[:-1]) * units[t[-1]] for t in found if t[-1:] in units), default=2**25)

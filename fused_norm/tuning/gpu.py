@@ -1,0 +1,161 @@
+"""Measures a call on a GPU each way, replayed from a CUDA graph and launched.
+
+The ways of a size take turns, in a new order each round, on inputs that exceed the cache together;
+medians count.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fused_norm as fn
+from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
+from fused_norm.chain import kernels, library
+from fused_norm.devices.hopper import GpuCall
+from fused_norm.ops.operands import at_every_size
+from fused_norm.tuning.sizes import DTYPES, Size
+
+# What is measured, by the way that is asked for. Only bfloat16 is folded.
+WAYS = {"eager": 0, "composed": FUSED, "around": AROUND_PRODUCTS}
+FOLDS = {"kept": KEPT_FOLD, "anew": NEW_FOLD}
+EPS = 1e-5
+# Bytes that no cache of a GPU's holds, and how many sets of inputs they are given to.
+CACHE, MOST_SETS = 150e6, 32
+# Calls in a graph, by which the gaps between replays do not count, and calls launched in a row.
+CALLS, LAUNCHED = 16, 16
+# Device time of a sample, and of a wait ahead of it that lets the host get ahead.
+SAMPLE_US, BACKLOG_CYCLES = 500.0, 400_000
+FEWEST_ROUNDS = 9
+
+
+@contextmanager
+def ways() -> Iterator[Callable[[int], None]]:
+    """Give what has forwards on Hopper go a way from now on; 0 is the one that is chosen."""
+    chain = library.load()
+    if chain is None:
+        raise RuntimeError(
+            "fused_norm has no kernels to measure here: see `python -m fused_norm doctor`"
+        )
+    before, told = kernels.gpu_way, dict[int, int]()
+
+    def go(way: int) -> None:
+        kernels.gpu_way = lambda may_keep: way
+        told[way] = kernels.tell(chain, told.get(way, 0))
+
+    try:
+        yield go
+    finally:
+        kernels.gpu_way = before
+        kernels.tell(chain)
+
+
+@torch.no_grad()
+def measure(size: Size, seconds: float, others: Iterable[str] = ()) -> GpuCall:
+    """Measure a forward each way.
+
+    Args:
+        size: The call.
+        seconds: To take for each way, at least as many as 9 rounds do.
+        others: "chosen" and "chosen frozen", to measure what users get as well.
+    """
+    dtype, (M, K, N) = DTYPES[size.dtype], size[2:]
+    count = max(2, min(MOST_SETS, int(CACHE / (dtype.itemsize * (M * K + K * N + M * N))) + 1))
+    sets = [_inputs(M, K, N, dtype) for _ in range(count)]
+
+    def eager(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(F.layer_norm(x, (K,), gamma, beta, EPS), weight, bias)
+
+    def ours(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS)
+
+    wanted = WAYS | (FOLDS if dtype is torch.bfloat16 else {}) | dict.fromkeys(others, 0)
+    stream = torch.cuda.Stream()
+    graph: dict[str, list[float]] = {name: [] for name in wanted}
+    launched: dict[str, list[float]] = {name: [] for name in wanted}
+    with ways() as go, torch.cuda.stream(stream):
+        replays = {}
+        for name, way in wanted.items():
+            go(way)
+            with _kept(name), at_every_size() if way else nullcontext():
+                replays[name] = _captured(eager if name == "eager" else ours, sets, stream)
+        names = list(wanted)
+        end = time.perf_counter() + seconds * len(names)
+        while time.perf_counter() < end or len(graph["eager"]) < FEWEST_ROUNDS:
+            random.shuffle(names)
+            for name in names:
+                way, call = wanted[name], eager if name == "eager" else ours
+                graph[name].append(replays[name]())
+                go(way)
+                with _kept(name), at_every_size() if way else nullcontext():
+                    launched[name].append(_launched(call, sets, stream))
+    medians = (
+        {name: round(statistics.median(each), 2) for name, each in found.items()}
+        for found in (graph, launched)
+    )
+    return GpuCall(size.dtype, M, K, N, *medians)
+
+
+def _kept(name: str) -> Any:
+    """Return the context in which a way may keep folds."""
+    return fn.frozen_parameters() if name in ("kept", "chosen frozen") else nullcontext()
+
+
+def _inputs(M: int, K: int, N: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    return normal(M, K), normal(K), normal(K), normal(N, K) * K**-0.5, normal(N)
+
+
+def _captured(
+    call: Callable[..., Tensor], sets: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream
+) -> Callable[[], float]:
+    """Return what replays a graph of calls and returns the microseconds of one."""
+    # Twice: parameters are kept from their second call on.
+    for tensors in (*sets, *sets):
+        call(*tensors)
+    count = -(-CALLS // len(sets)) * len(sets)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(count):
+            y = call(*sets[i % len(sets)])
+    graph.replay()
+    stream.synchronize()
+    expected = call(*sets[(count - 1) % len(sets)]).float()
+    if not (y.float() - expected).norm() <= 0.05 * expected.norm():
+        raise RuntimeError("a replay does not give what the call gives")
+
+    def us(times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BACKLOG_CYCLES)
+        start.record(stream)
+        for _ in range(times):
+            graph.replay()
+        end.record(stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / times
+
+    times = max(1, min(10, round(SAMPLE_US / max(us(1), 1.0))))
+    return lambda: us(times) / count
+
+
+def _launched(
+    call: Callable[..., Tensor], sets: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream
+) -> float:
+    """Return the microseconds of a call among several, with what they take of the host."""
+    stream.synchronize()
+    start = time.perf_counter()
+    for i in range(LAUNCHED):
+        call(*sets[i % len(sets)])
+    stream.synchronize()
+    return (time.perf_counter() - start) * 1e6 / LAUNCHED

@@ -1,0 +1,84 @@
+"""Measure forwards on this GPU each way, and fit what its kind's calls are chosen by.
+
+    python scripts/measure/gpu_calls.py [--commit COMMIT] [--limit SECONDS] [--out FILE]
+
+Measurements are benchmarks/results/gpu-calls-KIND.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import environment
+from fused_norm.devices.hopper import GpuCall
+from fused_norm.tuning import gpu
+from fused_norm.tuning.sizes import SEED, Size, draw_for_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results"
+# Sizes of common models, beside random ones.
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+WEIGHTS = (
+    *((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288)),
+    *((2048, 2048), (1024, 4096), (1280, 5120)),
+)
+# How many random ones there are of each dtype.
+RANDOM = {"bfloat16": 260, "float16": 90, "float32": 60}
+
+
+def main() -> int:
+    """Measure, write the file and return an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--commit")
+    parser.add_argument("--seconds", type=float, default=0.04, help="for each way (default: 0.04)")
+    parser.add_argument("--limit", type=float, default=240, help="seconds of all (default: 240)")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("SKIPPED: needs a Hopper GPU")
+        return 0
+    torch.backends.cuda.matmul.allow_tf32 = True
+    calls, end = [], time.perf_counter() + options.limit
+    for size in sizes():
+        if time.perf_counter() > end:
+            print("the limit is reached")
+            break
+        call = gpu.measure(size, options.seconds)
+        calls.append(call)
+        eager = call.graph["eager"]
+        cells = (f"{way} {us / eager:.2f}" for way, us in call.graph.items() if way != "eager")
+        name = f"{call.dtype} {call.M}x{call.K}x{call.N}"
+        print(f"{name}: eager {eager:.1f} us, {', '.join(cells)}", flush=True)
+    write(options.out or RESULTS / "gpu-calls.json", options.commit, calls)
+    return 0
+
+
+def sizes() -> list[Size]:
+    """Return what is measured, in an order of which any part is as good as it can be."""
+    grid = [Size("bfloat16", "", M, K, N) for (K, N), M in itertools.product(WEIGHTS, ROWS)]
+    drawn = [draw_for_gpu(count, SEED, [dtype]) for dtype, count in RANDOM.items()]
+    turns = itertools.zip_longest(*drawn, grid)
+    return [size for turn in turns for size in turn if size is not None]
+
+
+def write(path: Path, commit: str | None, calls: list[GpuCall]) -> None:
+    """Write measurements."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    head: dict[str, Any] = dataclasses.asdict(environment.describe(device, commit))
+    lines = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
+    names = json.dumps(GpuCall._fields)
+    text = f'{{\n "environment": {json.dumps(head)},\n "fields": {names},\n "calls": [\n{lines}'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n ]\n}}\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
