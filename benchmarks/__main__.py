@@ -6,7 +6,11 @@ import importlib
 import sys
 
 # What has a command line of its own.
-OTHERS = {"--regret": "benchmarks.regret", "--head": "benchmarks.head"}
+OTHERS = {
+    "--regret": "benchmarks.regret",
+    "--head": "benchmarks.head",
+    "--fp8": "benchmarks.fp8",
+}
 
 
 def main() -> int:

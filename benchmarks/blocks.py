@@ -98,28 +98,28 @@ def _attention(kind: Kind, qkv: Tensor) -> Tensor:
 def _plain(kind: Kind, parts: Parts, x: Tensor, *parameters: Tensor) -> Tensor:
     (weight1, bias1, qkv, qkv_bias, out, out_bias) = parameters[:6]
     (weight2, bias2, fc1, fc1_bias, fc2, fc2_bias) = parameters[6:]
-    attended = _attention(kind, F.linear(parts.layer_norm(x, weight1, bias1), qkv, qkv_bias))
-    total = parts.add(x, F.linear(attended, out, out_bias))
-    hidden = parts.gelu(F.linear(parts.layer_norm(total, weight2, bias2), fc1, fc1_bias))
-    return parts.add(total, F.linear(hidden, fc2, fc2_bias))
+    attended = _attention(kind, parts.linear(parts.layer_norm(x, weight1, bias1), qkv, qkv_bias))
+    total = parts.add(x, parts.linear(attended, out, out_bias))
+    hidden = parts.gelu(parts.linear(parts.layer_norm(total, weight2, bias2), fc1, fc1_bias))
+    return parts.add(total, parts.linear(hidden, fc2, fc2_bias))
 
 
 def _gated(kind: Kind, parts: Parts, x: Tensor, *parameters: Tensor) -> Tensor:
     weight1, qkv, out, weight2, fc1, fc2 = parameters
-    attended = _attention(kind, F.linear(parts.rms_norm(x, weight1), qkv))
-    z, total = parts.add_rms_norm(F.linear(attended, out), x, weight2)
-    return parts.add(total, F.linear(parts.swiglu(F.linear(z, fc1)), fc2))
+    attended = _attention(kind, parts.linear(parts.rms_norm(x, weight1), qkv))
+    z, total = parts.add_rms_norm(parts.linear(attended, out), x, weight2)
+    return parts.add(total, parts.linear(parts.swiglu(parts.linear(z, fc1)), fc2))
 
 
 def _modulated(kind: Kind, parts: Parts, x: Tensor, *parameters: Tensor) -> Tensor:
     shift1, scale1, gate1, shift2, scale2, gate2 = parameters[:6]
     qkv, qkv_bias, out, out_bias, fc1, fc1_bias, fc2, fc2_bias = parameters[6:]
     z = parts.modulate(parts.layer_norm(x, None, None), scale1, shift1)
-    attended = _attention(kind, F.linear(z, qkv, qkv_bias))
-    total = parts.add_gated(x, F.linear(attended, out, out_bias), gate1)
+    attended = _attention(kind, parts.linear(z, qkv, qkv_bias))
+    total = parts.add_gated(x, parts.linear(attended, out, out_bias), gate1)
     z = parts.modulate(parts.layer_norm(total, None, None), scale2, shift2)
-    hidden = parts.gelu(F.linear(z, fc1, fc1_bias))
-    return parts.add_gated(total, F.linear(hidden, fc2, fc2_bias), gate2)
+    hidden = parts.gelu(parts.linear(z, fc1, fc1_bias))
+    return parts.add_gated(total, parts.linear(hidden, fc2, fc2_bias), gate2)
 
 
 def _plain_by_us(kind: Kind, fn: Any, x: Tensor, *parameters: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class Parts(NamedTuple):
         swiglu: Of a product twice as wide, the gate first.
         add: Of x and what a block returns for it.
         add_gated: Of x, that, and a factor of it.
+        linear: Of x, a weight and perhaps a bias.
     """
 
     rms_norm: Callable[..., Tensor] = _rms_norm
@@ -61,6 +62,7 @@ class Parts(NamedTuple):
     swiglu: Callable[[Tensor], Tensor] = _swiglu
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
     add_gated: Callable[[Tensor, Tensor, Tensor], Tensor] = _add_gated
+    linear: Callable[..., Tensor] = F.linear
 
 
 def _nothing(x: Tensor, *_: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ from benchmarks.environment import describe
 from fused_norm import tuning
 from fused_norm.devices import choice
 from fused_norm.devices.costs import DIRECTIONS, Measured
+from fused_norm.devices.machine import cpu_kind
 
 # Another than what `tune` and the shipped measurements were drawn by.
 SEED = 2026
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _chosen_by() -> str | None:
     """Return what calls are chosen by: a shipped file's name, or that the machine was tuned."""
-    path = choice.path()
+    path = choice.path(cpu_kind())
     return None if path is None else path.name if path.parent == choice.SHIPPED else "tune"
 
 

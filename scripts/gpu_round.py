@@ -40,7 +40,7 @@ LIBRARIES = (
 # The peers with what they import, and what the tests import.
 WHEELS = (
     *("fla-core", "einops", "liger-kernel", "hypothesis", "sortedcontainers", "expecttest"),
-    "cut-cross-entropy",
+    *("cut-cross-entropy", "torchao"),
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # The shapes that say most come first, with all peers; max-autotune compiles too long for the rest.
