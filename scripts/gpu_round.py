@@ -40,7 +40,7 @@ LIBRARIES = (
 # The peers with what they import, and what the tests import.
 WHEELS = (
     *("fla-core", "einops", "liger-kernel", "hypothesis", "sortedcontainers", "expecttest"),
-    *("cut-cross-entropy", "torchao"),
+    *("cut-cross-entropy", "torchao", "deflate"),
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 # The shapes that say most come first, with all peers; max-autotune compiles too long for the rest.
@@ -84,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     running.add_argument("--test", action="append", help="only these, as pytest takes them")
     running.add_argument("--no-autotune", action="store_true", help="leave max-autotune out")
-    running.add_argument("script", nargs="*", help="of --only script")
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:end])
+    options.script = words[end + 1 :]
     if options.command == "pack":
         return pack(options.folder, options.target, options.python, options.only)
     return run(options)
