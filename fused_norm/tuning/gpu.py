@@ -21,12 +21,14 @@ import fused_norm as fn
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.chain import kernels, library
 from fused_norm.devices.hopper import GpuCall
+from fused_norm.freeze import freeze_parameters
 from fused_norm.ops.operands import at_every_size
 from fused_norm.tuning.sizes import DTYPES, Size
 
 # What is measured, by the way that is asked for. Only bfloat16 is folded.
 WAYS = {"eager": 0, "composed": FUSED, "around": AROUND_PRODUCTS}
 FOLDS = {"kept": KEPT_FOLD, "anew": NEW_FOLD}
+KEEPING = ("kept", "chosen frozen")
 EPS = 1e-5
 # Bytes that no cache of a GPU's holds, and how many sets of inputs they are given to.
 CACHE, MOST_SETS = 150e6, 32
@@ -48,7 +50,8 @@ def ways() -> Iterator[Callable[[int], None]]:
     before, told = kernels.gpu_way, dict[int, int]()
 
     def go(way: int) -> None:
-        kernels.gpu_way = lambda may_keep: way
+        # Before there is a fold to keep, one is made in the call.
+        kernels.gpu_way = lambda may_keep: NEW_FOLD if way == KEPT_FOLD and not may_keep else way
         told[way] = kernels.tell(chain, told.get(way, 0))
 
     try:
@@ -78,35 +81,47 @@ def measure(size: Size, seconds: float, others: Iterable[str] = ()) -> GpuCall:
         return fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS)
 
     wanted = WAYS | (FOLDS if dtype is torch.bfloat16 else {}) | dict.fromkeys(others, 0)
+    calls = {name: eager if name == "eager" else ours for name in wanted}
     stream = torch.cuda.Stream()
     graph: dict[str, list[float]] = {name: [] for name in wanted}
     launched: dict[str, list[float]] = {name: [] for name in wanted}
     with ways() as go, torch.cuda.stream(stream):
+
+        @contextmanager
+        def going(name: str) -> Iterator[None]:
+            go(wanted[name])
+            # While anything is frozen, all calls look for it: these are by themselves.
+            held = freeze_parameters(t for s in sets for t in s[1:]) if name in KEEPING else None
+            with at_every_size() if wanted[name] else nullcontext():
+                yield
+            if held is not None:
+                held.thaw()
+
         replays = {}
-        for name, way in wanted.items():
-            go(way)
-            with _kept(name), at_every_size() if way else nullcontext():
-                replays[name] = _captured(eager if name == "eager" else ours, sets, stream)
+        for name, call in calls.items():
+            with going(name):
+                replays[name] = _captured(call, sets, stream)
         names = list(wanted)
         end = time.perf_counter() + seconds * len(names)
         while time.perf_counter() < end or len(graph["eager"]) < FEWEST_ROUNDS:
             random.shuffle(names)
             for name in names:
-                way, call = wanted[name], eager if name == "eager" else ours
                 graph[name].append(replays[name]())
-                go(way)
-                with _kept(name), at_every_size() if way else nullcontext():
-                    launched[name].append(_launched(call, sets, stream))
+                if name not in KEEPING:
+                    with going(name):
+                        launched[name].append(_launched(calls[name], sets, stream))
+        for name in names:
+            if name in KEEPING:
+                with going(name):
+                    _launched(calls[name], [*sets, *sets], stream)
+                    launched[name] += [
+                        _launched(calls[name], sets, stream) for _ in range(FEWEST_ROUNDS)
+                    ]
     medians = (
         {name: round(statistics.median(each), 2) for name, each in found.items()}
         for found in (graph, launched)
     )
     return GpuCall(size.dtype, M, K, N, *medians)
-
-
-def _kept(name: str) -> Any:
-    """Return the context in which a way may keep folds."""
-    return fn.frozen_parameters() if name in ("kept", "chosen frozen") else nullcontext()
 
 
 def _inputs(M: int, K: int, N: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -155,7 +170,8 @@ def _launched(
     """Return the microseconds of a call among several, with what they take of the host."""
     stream.synchronize()
     start = time.perf_counter()
-    for i in range(LAUNCHED):
+    count = max(LAUNCHED, len(sets))
+    for i in range(count):
         call(*sets[i % len(sets)])
     stream.synchronize()
-    return (time.perf_counter() - start) * 1e6 / LAUNCHED
+    return (time.perf_counter() - start) * 1e6 / count
