@@ -51,7 +51,7 @@ def tune(
     if model is not None:
         wanted += calls_of(model, example)
     device = _measured(list(dict.fromkeys(wanted)), seconds)
-    path = choice.tuned_path()
+    path = choice.tuned_path(cpu_kind())
     cache.check()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     device.save(path)
