@@ -2,12 +2,14 @@
 
 A forward of M rows, K features and N outputs takes, on the device,
 
-    a + b M K + c K N + d M N + e cycles
+    a + b M K + c K N + d M N + e tiles + f rest
 
-microseconds: for its launches, for the rows, for the weight, for the outputs, and for the tiles of
-the product, which come in waves over the SMs. Cycles are those of op/norm_linear/sm90/costs.mojo,
-for our tiles or cuBLAS's. Launched, it takes at least what the host does. Costs are fitted as those
-of a CPU (costs.py), for few rows and many apart: there are other kernels for few. Where the model
+microseconds: for its launches, the rows, the weight, the outputs, and for the tiles of the product,
+which come in waves over the SMs: the cycles of op/norm_linear/sm90/costs.mojo, of our tiles or of
+cuBLAS's. The rest is K for cuBLAS, whose sums may be shared by several tiles, and for us the tiles
+again where K is no multiple of 64: rows that start between two lines of the cache take longer to
+load. Up to 64 rows there are other kernels, whose last two terms are K and N. Launched, a forward
+takes at least what the host does. Costs are fitted as those of a CPU (costs.py). Where the model
 would choose a way that was measured to be slower by more than 3 %, the measured size is an
 exception: sizes near it go the ways that were fastest there.
 """
@@ -31,7 +33,9 @@ UNFOLDED = ("composed", "around")
 # Up to how many rows each set of costs is for: most rows of the kernel for few.
 ROWS = (64, math.inf)
 FITTED = ((1, 64), (65, math.inf))
-TERMS = 5
+TERMS = 6
+# Elements of a line of the cache, and of a step of our product's sums.
+LINE = 64
 # What is chosen between, of all ways that a dtype has: launched, then in a graph, with folds kept
 # and without; then the product behind a pass.
 _ANY, _NOTHING_KEPT = tuple(WAYS), tuple(WAYS)[1:]
@@ -63,19 +67,23 @@ class GpuCall(NamedTuple):
     def terms(self, way: str, cycles: Cycles) -> tuple[float, ...]:
         """Return what a way's costs are multiplied by."""
         M, K, N = self.M, self.K, self.N
-        return 1.0, M * K, K * N, M * N, cycles(M, K, N)[way == "around"]
+        common = (1.0, M * K, K * N, M * N)
+        if ROWS[0] >= M:
+            return *common, K, N
+        ours, others = cycles(M, K, N)
+        if way == "around":
+            return *common, others, K
+        return *common, ours, ours if K % LINE else 0.0
 
     def fastest(self) -> list[str]:
         """Return the way that was measured to be the fastest of each choice."""
         return [
-            min(self._of(ways), key=self._taken(is_launched).__getitem__)
+            min((way for way in ways if way in self.graph), key=self.taken(is_launched).__getitem__)
             for ways, is_launched in CHOICES
         ]
 
-    def _of(self, ways: Sequence[str]) -> list[str]:
-        return [way for way in ways if way in self.graph]
-
-    def _taken(self, is_launched: bool) -> dict[str, float]:
+    def taken(self, is_launched: bool) -> dict[str, float]:
+        """Return the microseconds by way, launched or in a graph."""
         return self.launched if is_launched else self.graph
 
 

@@ -15,7 +15,7 @@ import itertools
 import json
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,23 @@ def main() -> int:
     """Measure, write the file and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--commit")
-    parser.add_argument("--seconds", type=float, default=0.04, help="for each way (default: 0.04)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.04,
+        help="for each way (default: 0.04)",
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds of all (default: 240)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--fit", action="store_true", help="only fit again")
     options = parser.parse_args()
     if options.fit:
-        for kind, device in fitted().items():
-            device.save(choice.SHIPPED / f"{kind}.json")
-            print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
+        save_fitted(RESULTS, cycles_of)
         return 0
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (
+        9,
+        0,
+    ):
         print("SKIPPED: needs a Hopper GPU")
         return 0
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -70,20 +76,32 @@ def main() -> int:
         name = f"{call.dtype} {call.M}x{call.K}x{call.N}"
         print(f"{name}: eager {eager:.1f} us, {', '.join(cells)}", flush=True)
     write(options.out / f"gpu-calls-{hopper_kind(0)}.json", options.commit, calls)
+    save_fitted(options.out, lambda _: gpu.tile_cycles(0))
     return 0
 
 
-def fitted() -> dict[str, Hopper]:
-    """Return the devices of all kinds by the files of measurements."""
+def save_fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> None:
+    """Write what is fitted to a folder's measurements where the library reads it."""
+    for kind, device in fitted(folder, counted).items():
+        device.save(choice.SHIPPED / f"{kind}.json")
+        print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
+
+
+def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict[str, Hopper]:
+    """Return the devices of all kinds by a folder of measurements."""
     found = {}
-    for path in sorted(RESULTS.glob("gpu-calls-*.json")):
+    for path in sorted(folder.glob("gpu-calls-*.json")):
         kind = path.stem.removeprefix("gpu-calls-")
         content = json.loads(path.read_text())
         calls = [GpuCall(*each) for each in content["calls"]]
         env = content["environment"]
-        about = {"measured": env["date"], "gpu": env["gpu"], "driver": env["driver"]}
+        about = {
+            "measured": env["date"],
+            "gpu": env["gpu"],
+            "driver": env["driver"],
+        }
         about |= {"torch": env["torch"], "calls": len(calls)}
-        found[kind] = hopper.fit(kind, about, calls, cycles_of(calls))
+        found[kind] = hopper.fit(kind, about, calls, counted(calls))
     return found
 
 

@@ -8,12 +8,15 @@ from std.python._cpython import Py_ssize_t, PyObjectPtr
 
 from ...device import Launcher
 from ...gemm.sm90.tiling import MOST_FEW_ROWS, fewest_cycles
+from ...gemm.sm90.wgmma import K_BLOCK
 from ...python import Arguments, Values, integer
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 
 comptime _WAYS = [KEPT_FOLD, NEW_FOLD, FUSED, DECLINED]
 comptime _COUNT = len(_WAYS)
-comptime _TERMS = 5
+# The last of them, whose product is PyTorch's.
+comptime _LIBRARY = 3
+comptime _TERMS = 6
 # Sets of costs: of few rows, for which both libraries have kernels of their own, and of many.
 comptime _ROWS = 2
 comptime _EXCEPTION = 8
@@ -121,23 +124,31 @@ struct Costs(TrivialRegisterPassable):
         var measured = self._exception(m, k, n)
         if measured != 0:
             return Int(self._at(measured + _PASSED)) == FUSED
-        return self._us(2, m, k, n) <= self._us(3, m, k, n)
+        return self._us(2, m, k, n) <= self._us(_LIBRARY, m, k, n)
 
     def _us(self, way: Int, m: Int, k: Int, n: Int) -> Float64:
         """Estimates the time of a forward in a graph, by the place of its way in _WAYS."""
-        var many = Int(m > MOST_FEW_ROWS)
-        var first = 1 + _COUNT + (many * _COUNT + way) * _TERMS
         var rows = Float64(m)
         var features = Float64(k)
         var outputs = Float64(n)
-        var found = self._at(first)
-        found += self._at(first + 1) * rows * features
-        found += self._at(first + 2) * features * outputs
-        found += self._at(first + 3) * rows * outputs
-        var cycles = library_cycles(
-            m, n, k, self.processors
-        ) if way == 3 else fewest_cycles(m, n, k, self.processors)
-        return found + self._at(first + 4) * Float64(cycles)
+        var is_few = m <= MOST_FEW_ROWS
+        var place = 1 + _COUNT + (Int(not is_few) * _COUNT + way) * _TERMS
+        var us = self._at(place)
+        us += self._at(place + 1) * rows * features
+        us += self._at(place + 2) * features * outputs
+        us += self._at(place + 3) * rows * outputs
+        if is_few:
+            us += self._at(place + 4) * features
+            return us + self._at(place + 5) * outputs
+        if way == _LIBRARY:
+            var tiles = library_cycles(m, n, k, self.processors)
+            us += self._at(place + 4) * Float64(tiles)
+            return us + self._at(place + 5) * features
+        var tiles = Float64(fewest_cycles(m, n, k, self.processors))
+        us += self._at(place + 4) * tiles
+        if k % K_BLOCK != 0:
+            us += self._at(place + 5) * tiles
+        return us
 
     def _exception(self, m: Int, k: Int, n: Int) -> Int:
         """Finds the nearest exception among those alike, 0 without one."""
@@ -179,7 +190,9 @@ def library_cycles(m: Int, n: Int, k: Int, processors: Int) -> Int:
     comptime for i in range(len(_LIBRARY_TILES)):
         comptime tile = _LIBRARY_TILES[i]
         comptime area = tile[0] * tile[1] // 128
-        var waves = ceildiv(ceildiv(m, tile[0]) * ceildiv(n, tile[1]), processors)
+        var waves = ceildiv(
+            ceildiv(m, tile[0]) * ceildiv(n, tile[1]), processors
+        )
         var products = ceildiv(k, 16) * area * tile[2] // 1000
         least = min(least, waves * (products + _LIBRARY_STORE * area // 128))
     return least + _LIBRARY_START
