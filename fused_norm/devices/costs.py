@@ -224,6 +224,8 @@ def _fitted(
     calls: Sequence[Measured], way: str, changed: Sequence[int], base: Sequence[float]
 ) -> list[float]:
     """Return a way's costs, of which some are fitted and the others stay."""
+    if not calls:
+        return list(base)
     terms = [call.terms() for call in calls]
     times = [call.us[way] for call in calls]
     rest = [sum(base[i] * t[i] for i in range(TERMS) if i not in changed) for t in terms]
