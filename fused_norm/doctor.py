@@ -164,13 +164,15 @@ def _chosen_by(kind: str | None, advice: Advice) -> str:
         return "our product always: nothing like this CPU was measured"
     if path == choice.tuned_path(kind):
         return f"{kind}: this machine's own, {path}, measured {device.about['measured']}"
-    if estimate := device.about.get("estimated"):
+    estimate = device.about.get("estimated")
+    if estimate and "measured" not in device.about:
         advice.may.append(
             f"what calls on {device.name} are chosen by is an estimate: {TUNE} measures"
         )
         return f"{device.name}, estimated {estimate}"
     on = device.about.get("cpu") or device.about["gpu"]
-    return f"{device.name}, measured {device.about['measured']} on {on}"
+    measured = f"{device.name}, measured {device.about['measured']} on {on}"
+    return f"{measured}; estimated {estimate}" if estimate else measured
 
 
 def _gpus(advice: Advice) -> str:

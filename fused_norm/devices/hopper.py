@@ -6,12 +6,12 @@ A forward of M rows, K features and N outputs takes, on the device,
 
 microseconds: for its launches, the rows, the weight, the outputs, and for the tiles of the product,
 which come in waves over the SMs: the cycles of op/norm_linear/sm90/costs.mojo, of our tiles or of
-cuBLAS's. The rest is K for cuBLAS, whose sums may be shared by several tiles, and for us the tiles
-again where K is no multiple of 64: rows that start between two lines of the cache take longer to
-load. Up to 64 rows there are other kernels, whose last two terms are K and N. Launched, a forward
-takes at least what the host does. Costs are fitted as those of a CPU (costs.py). Where the model
-would choose a way that was measured to be slower by more than 3 %, the measured size is an
-exception: sizes near it go the ways that were fastest there.
+cuBLAS's. The rest is K for cuBLAS, whose sums may be shared by several tiles, and for us M K N
+where K is no multiple of 64: rows that start between two lines of the cache take longer to load.
+Up to 64 rows there are other kernels, whose last two terms are K and N. Launched, a forward takes
+at least what the host does. Costs are fitted as those of a CPU (costs.py). Where the model would
+choose a way that was measured to be slower by more than 3 %, the measured size is an exception:
+sizes near it go the ways that were fastest there.
 """
 
 from __future__ import annotations
@@ -73,14 +73,7 @@ class GpuCall(NamedTuple):
         ours, others = cycles(M, K, N)
         if way == "around":
             return *common, others, K
-        return *common, ours, ours if K % LINE else 0.0
-
-    def fastest(self) -> list[str]:
-        """Return the way that was measured to be the fastest of each choice."""
-        return [
-            min((way for way in ways if way in self.graph), key=self.taken(is_launched).__getitem__)
-            for ways, is_launched in CHOICES
-        ]
+        return *common, ours, M * K * N if K % LINE else 0.0
 
     def taken(self, is_launched: bool) -> dict[str, float]:
         """Return the microseconds by way, launched or in a graph."""
@@ -114,12 +107,8 @@ class Hopper(NamedTuple):
 
     def chosen(self, call: GpuCall, cycles: Cycles) -> list[str]:
         """Return the way of each choice by the model, and the faster product behind a pass."""
-        by_model = {way: self.us(call, way, cycles) for way in WAYS}
-        launched = {way: max(us, self.host[way]) for way, us in by_model.items()}
-        return [
-            min(ways, key=(launched if is_launched else by_model).__getitem__)
-            for ways, is_launched in CHOICES
-        ] + [min(UNFOLDED, key=by_model.__getitem__)]
+        us = {way: self.us(call, way, cycles) for way in WAYS}
+        return [min(ways, key=us.__getitem__) for ways, us in _choices(us, self.host)]
 
     def as_array(self, dtype: str) -> array[float]:
         """Return what kernels read of a dtype, empty where nothing was measured.
@@ -184,7 +173,13 @@ def _check(device: Hopper) -> None:
             raise ValueError("an exception has no way")
 
 
-def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], cycles: Cycles) -> Hopper:
+def fit(
+    name: str,
+    about: dict[str, Any],
+    calls: Sequence[GpuCall],
+    cycles: Cycles,
+    host: dict[str, float] | None = None,
+) -> Hopper:
     """Return a device by what was measured on it.
 
     Args:
@@ -192,6 +187,7 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], cycles: Cycl
         about: Where, with what and when.
         calls: The measurements.
         cycles: Of the tiles of products.
+        host: Microseconds that the host takes, by way; None for the least that was measured.
     """
     costs = {}
     for dtype, way in itertools.product(DTYPES, WAYS):
@@ -202,19 +198,31 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[GpuCall], cycles: Cycl
                 fitted([c.terms(way, cycles) for c in part], [c.graph[way] for c in part])
                 for part in parts
             ]
-    # The host is what holds a call that the device does in no time.
-    host = {way: round(min(c.launched[way] for c in calls if way in c.launched), 2) for way in WAYS}
+    if host is None:
+        launched = {way: [c.launched[way] for c in calls if way in c.launched] for way in WAYS}
+        host = {way: min(each) for way, each in launched.items()}
     device = Hopper(name, about, costs, host, [])
     for call in calls:
-        *chosen, product = device.chosen(call, cycles)
-        best = call.fastest()
-        faster = min(UNFOLDED, key=call.graph.__getitem__)
-        pairs = zip(chosen, best, CHOICES, strict=True)
-        is_slow = any(
-            taken[ours] > (1 + TOLERATED) * taken[theirs]
-            for ours, theirs, (_, is_launched) in pairs
-            for taken in [call.taken(is_launched)]
-        )
-        if is_slow or call.graph[product] > (1 + TOLERATED) * call.graph[faster]:
-            device.exceptions.append([call.dtype, call.M, call.K, call.N, *best, faster])
+        chosen = device.chosen(call, cycles)
+        best = [min(ways, key=us.__getitem__) for ways, us in _choices(call.graph, host)]
+        pairs = zip(chosen, best, _choices(call.graph, host), strict=True)
+        if any(us[ours] > (1 + TOLERATED) * us[theirs] for ours, theirs, (_, us) in pairs):
+            device.exceptions.append([call.dtype, call.M, call.K, call.N, *best])
     return device
+
+
+def _choices(
+    us: dict[str, float], host: dict[str, float]
+) -> list[tuple[list[str], dict[str, float]]]:
+    """Return the ways of each choice, and the microseconds that each takes then.
+
+    Args:
+        us: Of the ways that there are, in a graph.
+        host: What the host takes.
+    """
+    launched = {way: max(us[way], host[way]) for way in WAYS if way in us}
+    found = [
+        ([way for way in ways if way in us], launched if is_launched else us)
+        for ways, is_launched in CHOICES
+    ]
+    return [*found, (list(UNFOLDED), us)]

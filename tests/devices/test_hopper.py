@@ -59,7 +59,8 @@ def test_model_is_near_what_was_measured(path: Path, gpu_calls: ModuleType) -> N
         if way in hopper.WAYS
     ]
     assert sorted(off)[len(off) // 2] < 0.12
-    assert len(device.exceptions) < len(calls) / 2
+    own = {call.dtype for call in calls}
+    assert sum(each[0] in own for each in device.exceptions) < len(calls) / 2
 
 
 def _device(**changed: Any) -> dict[str, Any]:

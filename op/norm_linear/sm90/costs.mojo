@@ -21,7 +21,7 @@ comptime _TERMS = 6
 comptime _ROWS = 2
 comptime _EXCEPTION = 8
 # Sizes are alike whose ratios are at most this, each.
-comptime _ALIKE = 1.25
+comptime _ALIKE = 1.5
 
 # Places of an exception after its sizes: the fastest way launched or in a graph, where a fold may be kept or not, and
 # behind a pass.
@@ -144,10 +144,10 @@ struct Costs(TrivialRegisterPassable):
             var tiles = library_cycles(m, n, k, self.processors)
             us += self._at(place + 4) * Float64(tiles)
             return us + self._at(place + 5) * features
-        var tiles = Float64(fewest_cycles(m, n, k, self.processors))
-        us += self._at(place + 4) * tiles
+        var tiles = fewest_cycles(m, n, k, self.processors)
+        us += self._at(place + 4) * Float64(tiles)
         if k % K_BLOCK != 0:
-            us += self._at(place + 5) * tiles
+            us += self._at(place + 5) * rows * features * outputs
         return us
 
     def _exception(self, m: Int, k: Int, n: Int) -> Int:

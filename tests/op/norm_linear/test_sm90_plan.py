@@ -104,12 +104,12 @@ def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -
 
 def nearest(device: hopper.Hopper, call: GpuCall) -> list[str] | None:
     """Return the ways of the nearest exception whose sizes are alike."""
-    found, least = None, 1.25**3
+    found, least = None, 1.5**3
     for dtype, *sizes, a, b, c, d, e in device.exceptions:
         if dtype != call.dtype:
             continue
         ratios = [max(x / y, y / x) for x, y in zip(sizes, call[1:4], strict=True)]
-        if max(ratios) <= 1.25 and math.prod(ratios) < least:
+        if max(ratios) <= 1.5 and math.prod(ratios) < least:
             found, least = [a, b, c, d, e], math.prod(ratios)
     return found
 
