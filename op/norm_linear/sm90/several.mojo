@@ -108,7 +108,7 @@ def folded_way[dtype: DType](call: Call, costs: Costs) -> Int:
 
     Args:
         call: The call.
-        processors: SMs of the device.
+        costs: What the ways cost on the device.
 
     Returns:
         KEPT_FOLD, NEW_FOLD or DECLINED.
