@@ -266,7 +266,7 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def _cell(ratios: Sequence[float], peer: Sequence[float] = ()) -> str:
-    """Return the median and the range, the median in bold where it is below eager's and the peer's."""
+    """Return the median and the range, in bold where it is below eager's and the peer's."""
     if not ratios:
         return ""
     middle = f"{median(ratios):.2f}"
