@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import benchmark_h100
 import benchmark_tables
@@ -58,8 +58,7 @@ Whole models are on [their page](models.md#speed), and two GPUs on
 """
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """A device's page: its title, what the entry page says of it, and its sections."""
 
     title: str

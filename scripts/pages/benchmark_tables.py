@@ -49,7 +49,7 @@ def _machine(path: Path, run: Run) -> list[str]:
     ]
     return [
         f"## {title}\n",
-        f"From `benchmarks/results/ops/{path.name}`, made by `{e.command}`.\n",
+        f"From `benchmarks/results/ops/{path.name}`, which has the command.\n",
         markdown.table(["", ""], rows),
     ]
 
@@ -82,8 +82,8 @@ def seams(path: Path, title: str) -> list[str]:
         f"## {title}\n",
         f"{run.environment.gpu}, torch {run.environment.torch}, bfloat16, {run.environment.date}. "
         "Times of eager are device times; the rest are ratios to eager, on the device (*graph*) "
-        f"and launched one by one (*launch*).\nFrom `{path.relative_to(ROOT)}`, made by "
-        f"`{run.environment.command}`.\n",
+        f"and launched one by one (*launch*).\nFrom `{path.relative_to(ROOT)}`, which has the "
+        "command.\n",
         markdown.table(header, rows, right=range(3, len(header))),
     ]
 
@@ -117,7 +117,7 @@ def dtypes(path: Path, title: str) -> list[str]:
         f"## {title}\n",
         f"{place}, torch {run.environment.torch}, {run.environment.date}. "
         "Ratios to eager in the same run.\n"
-        f"From `{path.relative_to(ROOT)}`, made by `{run.environment.command}`.\n",
+        f"From `{path.relative_to(ROOT)}`, which has the command.\n",
         markdown.table(["what", "MxKxN", "mode", *names], rows, right=range(3, 3 + len(names))),
     ]
 
