@@ -180,11 +180,19 @@ def render(files: Sequence[Path], docs: Path) -> dict[Path, str]:
         for path, run in loaded.items():
             if page.holds(run):
                 images = [f"../{image.relative_to(docs)}" for image in _images(path, docs)]
-                parts += benchmark_tables.whole(path, run, images)
+                parts += benchmark_tables.whole(path, run, _title(path, run), images)
         found[folder / f"{name}.md"] = "\n".join(parts)
         rows.append([f"[{page.title}]({folder.name}/{name}.md)", page.what])
     entry = [GENERATED, INTRODUCTION, markdown.table(["device", "measured"], rows), METHOD]
     return {docs / ENTRY: "\n".join(entry), **found}
+
+
+def _title(path: Path, run: Run) -> str:
+    """Return what the machine of a run is called where all of the run is shown."""
+    if run.environment.device == "cuda":
+        return "All that was measured"
+    known = {ROOT / place: f"A Xeon with {name}" for name, place in front.CPUS.items()}
+    return known.get(path, f"{run.environment.cpu}, {run.environment.threads} threads")
 
 
 def _guides() -> dict[Path, str]:

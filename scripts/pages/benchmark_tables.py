@@ -23,25 +23,29 @@ SEAM_COLUMNS = [
 ]
 
 
-def whole(path: Path, run: Run, images: Sequence[str]) -> list[str]:
+def whole(path: Path, run: Run, title: str, images: Sequence[str]) -> list[str]:
     """Return everything that was measured in a run of `poe bench`.
 
     Args:
         path: Its file.
         run: The run.
+        title: The heading.
         images: Its plots, as paths from the page.
     """
-    parts = _machine(path, run)
-    parts += [f"![{Path(image).stem}]({image})\n" for image in images]
-    parts += _slower(run)
+    parts = [*_machine(path, run, title), *_slower(run)]
     for op in dict.fromkeys(m.op for m in run.measurements):
+        parts.append(f"### {EVERY[op].title}\n")
+        names = {image: Path(image).stem.removeprefix(f"{path.stem}-") for image in images}
+        parts += [
+            f"![{name.replace('-', ', ')}]({image})\n"
+            for image, name in names.items()
+            if name.startswith(f"{op}-")
+        ]
         parts += _tables(run, op)
     return parts + _interference(run) + _untimed(run)
 
 
-def _machine(path: Path, run: Run) -> list[str]:
-    e = run.environment
-    title = "All that was measured" if e.device == "cuda" else f"{e.cpu}, {e.threads} threads"
+def _machine(path: Path, run: Run, title: str) -> list[str]:
     rows = [[name, value] for name, value in report.head(run)]
     rows += [
         [f"`{p.name}` ({p.op})", f"{p.description}: {p.problem or p.versions}"]
@@ -148,7 +152,7 @@ def _slower(run: Run) -> list[str]:
 
 
 def _tables(run: Run, op: str) -> list[str]:
-    parts = [f"### {EVERY[op].title}\n"]
+    parts = []
     keys = dict.fromkeys((m.mode, m.dtype) for m in run.measurements if m.op == op)
     metrics = ("graph", "launch", "host") if run.environment.device == "cuda" else ("wall",)
     for mode, dtype in keys:
