@@ -48,7 +48,7 @@ def whole(path: Path, run: Run, title: str, images: Sequence[str]) -> list[str]:
 def _machine(path: Path, run: Run, title: str) -> list[str]:
     rows = [[name, value] for name, value in report.head(run)]
     rows += [
-        [f"`{p.name}` ({p.op})", f"{p.description}: {p.problem or p.versions}"]
+        [f"`{p.name}` ({p.op})", f"{p.description}: {p.problem or p.versions}".replace("*", "\\*")]
         for p in run.providers
     ]
     return [
@@ -200,7 +200,10 @@ def _untimed(run: Run) -> list[str]:
     if not found:
         return []
     rows = [
-        [*key, where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"]
+        [
+            *key,
+            where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more",
+        ]
         for key, where in found.items()
     ]
     header = ["provider", "status", "what it said", "where"]

@@ -83,7 +83,7 @@ def main() -> int:
     if not options.yes:
         console.print("nothing was uploaded: this is a dry run, and --yes uploads", highlight=False)
         for each in found:
-            console.print(f"in the way of --yes: {each}", markup=False, highlight=False)
+            console.print(f"--yes would refuse: {each}", markup=False, highlight=False)
     return status
 
 
