@@ -216,7 +216,7 @@ def _pairs(run: Run, metric: str) -> list[str]:
         ours, peer = (_ratios(run, mode, metric, role) for role in ("ours", "peer"))
         # A peer in some of the rows alone would not compare.
         peer = peer if len(peer) == len(ours) else []
-        cells += [_cell(ours), f"{median(peer):.2f}" if peer else ""]
+        cells += [_cell(ours, peer), f"{median(peer):.2f}" if peer else ""]
     return cells
 
 
@@ -265,8 +265,13 @@ def _range(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def _cell(ratios: Sequence[float]) -> str:
-    return f"**{median(ratios):.2f}** ({_range(ratios)})" if ratios else ""
+def _cell(ratios: Sequence[float], peer: Sequence[float] = ()) -> str:
+    """Return the median and the range, in bold where it is below eager's and the peer's."""
+    if not ratios:
+        return ""
+    middle = f"{median(ratios):.2f}"
+    is_faster = median(ratios) < min(1.0, median(peer) if peer else 1.0)
+    return f"{f'**{middle}**' if is_faster else middle} ({_range(ratios)})"
 
 
 def _fragments(root: Path) -> dict[str, str]:

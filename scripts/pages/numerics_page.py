@@ -98,12 +98,12 @@ which way.
 
 In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever
 other rows the batch has. All products of rows are then ours: on a CPU as above; on
-Hopper of normalized rows, in tiles. In a tile of any shape one k block follows another, so that the
-shape may still go by the number of rows. The kernel for few rows, in which two blocks share a sum,
-is not taken. The tests compare bits between batches of 1 to 16384 rows.
+Hopper of normalized rows, in tiles. Tiles of all shapes sum in the same order, so that the shape
+may still depend on the number of rows. The kernel for few rows, in which two blocks share a sum,
+is not used. The tests compare bits between batches of 1 to 16384 rows.
 
-Few rows of a large weight pay most: on Hopper fewer blocks read it than in the kernel of their own.
-Calls launched one by one pay for the host, whose part of a call in the mode is all Python's.
+Few rows with a large weight cost most: fewer blocks read the weight than in Hopper's kernel for few
+rows. Calls launched one by one also pay for Python, through which all calls in the mode go.
 
 #COSTS#
 ## What the tests ask for

@@ -45,7 +45,7 @@ PROMISES = {
     ),
     "A frozen parameter's gradient is an error; `train()`, `load_state_dict` and `unfreeze` end "
     "freezing": ("test_freeze.py",),
-    "No parameter is met again by its address alone, and nothing refers to it after a call": (
+    "No parameter is recognized by its address alone, and nothing refers to it after a call": (
         "test_parameters.py",
     ),
 }
@@ -98,7 +98,7 @@ TRIED = {
 FIXED = """
 ## What failed and was fixed
 
-| found by | what | fixed in | held by |
+| found by | what | fixed in | tested by |
 |---|---|---|---|
 | OpInfo, forward mode | tangents were silently dropped: jvp gave zeros, a Hessian raised | \
 `validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
@@ -128,7 +128,7 @@ way chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 
-On one H200 and on two, the GPU tests pass whichever way the forward is forced to take. The
+On one H200 and on two, the GPU tests pass whichever way the forward is forced to run. The
 sanitizers report nothing in our kernels: racecheck names a kernel of cuBLAS, and initcheck, which
 does not see what TMA writes, runs on kernels without TMA only. With PyTorch 2.11 the tests ran with
 the backward in Python and in C++.

@@ -1,14 +1,17 @@
-"""Make a release, dry: build everything that would be uploaded, check it, install it, try it.
+"""Make a release: build everything that is uploaded, check it, install it, try it, list uploads.
 
-    poe release [flags of scripts/wheel/wheel.py]
+    poe release                          a dry run: nothing is uploaded
+    poe release --yes --hub OWNER/NAME   uploads, if all steps held
 
 The sdist, the pure wheel and the wheels with kernels land in `dist`, and a repository for Hugging
-Face's `kernels` in `build/hub`. Nothing is uploaded: `twine upload dist/*` and
-`hf upload NAME build/hub` do that. The exit status is the number of steps that failed.
+Face's `kernels` in `build/hub`. Other flags go to scripts/wheel/wheel.py and make a part of a
+release, which is not uploaded. Twine and `hf` log in as their documentation says. The exit status
+is the number of steps that failed, or that of an upload.
 """
 
 from __future__ import annotations
 
+import argparse
 import platform
 import re
 import shutil
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hub
+import upload
 import wheel
 import wheel_kernels
 import wheel_trial
@@ -29,14 +33,25 @@ import fused_norm
 
 ROOT = wheel.ROOT
 DIST = ROOT / "dist"
+HUB = ROOT / "build" / "hub"
 
 
 def main() -> int:
     """Run the steps in order, as far as the earlier ones held, and return how many failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--yes", action="store_true", help="upload; without it, a dry run")
+    parser.add_argument("--repository", default="pypi", help="twine's name of the index")
+    parser.add_argument("--hub", default="", metavar="OWNER/NAME", help="a repository of the Hub")
+    options, flags = parser.parse_known_args()
     console = Console()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    found = upload.obstacles(fused_norm.__version__, changelog, ROOT, flags)
+    if options.yes and found:
+        console.print("not uploaded:", *found, sep="\n", markup=False, highlight=False)
+        return len(found)
     steps: dict[str, Callable[[], str]] = {
         "changelog": _changelog,
-        "wheels": lambda: _wheels(sys.argv[1:]),
+        "wheels": lambda: _wheels(flags),
         "sdist": _sdist,
         "metadata": lambda: wheel_trial.run(
             sys.executable, "-m", "twine", "check", "--strict", *_files(), cwd=ROOT
@@ -56,8 +71,20 @@ def main() -> int:
                 break
         else:
             console.print(f"{name:<10} ok  {said.strip().splitlines()[-1]}", highlight=False)
-    console.print("nothing was uploaded" if not failed else f"{failed} steps failed")
-    return failed
+    if failed:
+        console.print(f"{failed} steps failed; nothing was uploaded")
+        return failed
+    planned = upload.uploads(
+        fused_norm.__version__, ROOT, DIST, options.repository, HUB, options.hub
+    )
+    status = upload.perform(planned, console, options.yes)
+    if not options.hub:
+        console.print("the Hub is left out: --hub OWNER/NAME says where to", highlight=False)
+    if not options.yes:
+        console.print("nothing was uploaded: this is a dry run, and --yes uploads", highlight=False)
+        for each in found:
+            console.print(f"--yes would refuse: {each}", markup=False, highlight=False)
+    return status
 
 
 def _changelog() -> str:
@@ -125,11 +152,8 @@ def _installed() -> str:
 
 def _hub() -> str:
     """Make the repository for `kernels` of all wheels."""
-    folder = ROOT / "build" / "hub"
-    shutil.rmtree(folder, ignore_errors=True)
-    made = [
-        path for wheel_file in sorted(DIST.glob("*.whl")) for path in hub.make(wheel_file, folder)
-    ]
+    shutil.rmtree(HUB, ignore_errors=True)
+    made = [path for wheel_file in sorted(DIST.glob("*.whl")) for path in hub.make(wheel_file, HUB)]
     return ", ".join(path.name for path in made)
 
 

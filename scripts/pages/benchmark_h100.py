@@ -1,0 +1,128 @@
+"""The H100's page, of products in FP8 and of the head with its loss, and what guides say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+FP8 = "benchmarks/results/h100-fp8-kernels.json"
+HEAD = "benchmarks/results/h100-head.json"
+BFLOAT16, PEER, OURS = "bf16", "torch.compile, _scaled_mm", "ours"
+# What the file calls them, and what the page does.
+EPILOGUES = {
+    "_scaled_mm": "`_scaled_mm`",
+    "ours": "ours",
+    "ours, bias": "+ bias",
+    "ours, residual": "+ residual",
+    "ours, gelu": "GELU",
+    "ours, swiglu": "SwiGLU",
+}
+HEADS = {
+    "eager": "eager",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "cut-cross-entropy": "cut-cross-entropy",
+    "fused_norm": "**ours**",
+    "fused_norm-small": '**ours, `chunk_rows="small"`**',
+}
+
+
+def sections() -> list[str]:
+    """Return both sections as headings, sentences and tables in Markdown."""
+    return [*_fp8(_load(FP8)), *_head(_load(HEAD))]
+
+
+def sentences() -> dict[str, dict[str, str]]:
+    """Return what the guides say, by page and by the name of the marks around it."""
+    times = [found["us"] for found in _load(FP8)["both"].values()]
+    ours, peer = (_range([us[name] / us[BFLOAT16] for us in times]) for name in (OURS, PEER))
+    cases = [case["results"] for case in _load(HEAD)["cases"]]
+    step, of_compile, of_eager = (
+        _range([found["fused_norm"]["ms"] / found[name]["ms"] for found in cases])
+        for name in ("products", "compile", "eager")
+    )
+    memory = [found["fused_norm"]["gib"] / found["eager"]["gib"] for found in cases]
+    return {
+        "docs/guide/fp8.md": {
+            "h100": "On an H100, RMSNorm and a product with a scale for each row take "
+            f"{ours} of bfloat16's\ntime, and `torch.compile` with `torch._scaled_mm` {peer}. "
+            "[All sizes](../benchmarks/h100.md#products-in-fp8).\n",
+        },
+        "docs/guide/head.md": {
+            "h100": f"On an H100, with RMSNorm and all gradients, the kernels take {of_eager} of "
+            f"eager's time,\n{of_compile} of `torch.compile`'s, and {step} of the three products "
+            f"alone;\nmemory is {_range(memory)} of eager's. "
+            "[All sizes, Liger and cut-cross-entropy](../benchmarks/h100.md#a-language-models-head)"
+            ".\n",
+        },
+    }
+
+
+def _load(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / name).read_text())
+    return content
+
+
+def _range(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _fp8(run: dict[str, Any]) -> list[str]:
+    rows = []
+    for size, found in run["both"].items():
+        base, peer, ours = (found["us"][name] for name in (BFLOAT16, PEER, OURS))
+        cells = [f"{base:.0f} us", f"{peer / base:.2f}", f"**{ours / base:.2f}**"]
+        rows.append([_sizes(size), *cells, f"{found['dB']['ours']:.1f} dB"])
+    both = ["MxKxN", "bfloat16", "torch.compile, `_scaled_mm`", "ours", "SQNR"]
+    products = []
+    for size, found in run["product"].items():
+        base = found["_scaled_mm"]
+        ratios = [f"{found[name] / base:.2f}" for name in EPILOGUES if name != "_scaled_mm"]
+        products.append([_sizes(size), f"{base:.0f} us", *ratios])
+    where = f"{run['device']}, torch {run['torch']}, driver {run['driver']}, {run['commit']}"
+    return [
+        "## Products in FP8\n",
+        f"{where}, CUDA graphs. From `{FP8}`, made by `scripts/fp8_gpu.py`. What FP8 does, and how "
+        "to have it, is in [the guide](../guide/fp8.md).\n",
+        "**RMSNorm and a product with a scale for each row**, ratios to bfloat16, and the "
+        "signal-to-noise ratio of the output:\n",
+        markdown.table(both, rows, right=range(1, len(both))),
+        "**The product alone**, ratios to `torch._scaled_mm`, which has no epilogue:\n",
+        markdown.table(
+            ["MxKxN", *EPILOGUES.values()], products, right=range(1, 1 + len(EPILOGUES))
+        ),
+    ]
+
+
+def _head(run: dict[str, Any]) -> list[str]:
+    rows = []
+    for case in run["cases"]:
+        found = case["results"]
+        base = found["products"]["ms"]
+        cells = [f"{base:.1f} ms"]
+        for name in HEADS:
+            ratio, gib = found[name]["ms"] / base, found[name]["gib"]
+            cells.append(f"{ratio:.2f} ({gib:.1f})")
+        rows.append([_sizes(case["size"]), *cells])
+    header = ["rows x K x vocabulary", "products", *HEADS.values()]
+    e, versions = run["environment"], run["versions"]
+    peers = ", ".join(
+        f"{name} {versions[name]}" for name in ("liger-kernel", "cut-cross-entropy", "triton")
+    )
+    return [
+        "## A language model's head\n",
+        f"{run['device']}, bfloat16, torch {e['torch']}, driver {e['driver']}, {e['date']}, "
+        f"{e['commit']}; {peers}. From `{HEAD}`, made by `python -m benchmarks.head`.\n",
+        "RMSNorm, the product with the vocabulary, cross entropy and all gradients: ratios to the "
+        "three products alone, by PyTorch, and in parentheses GiB beyond inputs and gradients. "
+        "[The guide](../guide/head.md) says what is computed.\n",
+        markdown.table(header, rows, right=range(1, len(header))),
+    ]
+
+
+def _sizes(size: str | list[int]) -> str:
+    return "x".join(size.split(",") if isinstance(size, str) else map(str, size))
