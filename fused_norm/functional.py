@@ -22,7 +22,7 @@ from fused_norm.ops.family import (
     parameters_of,
     tensors_of,
 )
-from fused_norm.ops.fp8 import chosen
+from fused_norm.ops.autocast_fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.statistics import add_statistics, row_statistics
 

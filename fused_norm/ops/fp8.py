@@ -1,11 +1,8 @@
-"""The op family in FP8: gradients, weights kept in 8 bits, and who asks for it."""
+"""The op family in FP8: its products, their gradients, and calls in inference."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,68 +15,6 @@ from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import scaled
 from fused_norm.ops.main_grad import added
 from fused_norm.recipes import E5M2, Cast, Recipe
-
-_mode: ContextVar[str | None] = ContextVar("fused_norm.autocast_fp8", default=None)
-_lock = threading.Lock()
-# What compilers guard on, of which not all know context variables: the recipe of who entered last.
-_inside: list[str] = []
-_of_anyone: str | None = None
-
-
-@contextmanager
-def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
-    """Compute the Linear layers of this package's calls in FP8.
-
-        with fn.autocast_fp8("rowwise"):
-            loss = model(batch)
-
-    It holds for `norm_linear`, `norm_mlp` and the modules, as `recipe=` does for one of them, which
-    goes first; a layer of PyTorch's own is left alone. The backward has the recipe of its forward,
-    wherever it runs. The mode is that of a thread, or of an asyncio task; it may be nested, and
-    decorate a function. A compiled function is compiled anew for calls in it, which it asks for all
-    threads together.
-
-    Args:
-        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.
-
-    Raises:
-        ValueError: If the recipe is not known.
-        RuntimeError: From calls inside, as `norm_linear` with a recipe.
-    """
-    recipes.find(recipe)
-    before = _mode.set(recipe)
-    _enter(recipe)
-    try:
-        yield
-    finally:
-        _mode.reset(before)
-        _leave(recipe)
-
-
-def chosen(recipe: str | None) -> str | None:
-    """Return the recipe of a call, None where it is in no FP8.
-
-    Args:
-        recipe: What the call was given.
-    """
-    if recipe is not None:
-        return recipe
-    return _of_anyone if torch.compiler.is_compiling() else _mode.get()
-
-
-def _enter(recipe: str) -> None:
-    global _of_anyone
-    with _lock:
-        _inside.append(recipe)
-        _of_anyone = recipe
-
-
-def _leave(recipe: str) -> None:
-    global _of_anyone
-    with _lock:
-        _inside.remove(recipe)
-        _of_anyone = _inside[-1] if _inside else None
-
 
 def _quantized(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
     q, scale = scaled.quantize(v, cast.dtype is E5M2, cast.scaling, power_of_two)
