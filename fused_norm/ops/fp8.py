@@ -12,9 +12,10 @@ from torch import Tensor
 from fused_norm import composition, recipes
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
-from fused_norm.ops import scaled
+from fused_norm.ops import quantized, scaled
 from fused_norm.ops.main_grad import added
 from fused_norm.recipes import E5M2, Cast, Recipe
+
 
 def _quantized(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
     q, scale = scaled.quantize(v, cast.dtype is E5M2, cast.scaling, power_of_two)
@@ -73,7 +74,8 @@ def linear(
     """
     q = _quantized(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
-    y: Tensor = scaled.linear(*q, weight, None, *how, bias, None, "", weight.dtype)
+    w = quantized.parts(weight)
+    y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
     return y.view(*z.shape[:-1], weight.shape[0])
 
 
@@ -141,6 +143,8 @@ def call(
             # In PyTorch's words.
             return composition.compute(spec, t)
     scaled.require_fp8(t.x, weights)
+    for weight in weights:
+        quantized.require_inference(weight, recipe, composition.flat(t))
     power_of_two = _scales_are_rounded(how, weights)
     if _is_fused(spec, t, weights):
         return _inference(spec, t, how, power_of_two)
@@ -148,9 +152,7 @@ def call(
         t = t._replace(weights=added(t.weights, owners))
 
     def linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        parameters = _as_in_linear(z, weight, bias)
-        y: Tensor = ScaledLinear.apply(z, *parameters, recipe, power_of_two)
-        return y
+        return _multiplied(z, weight, bias, recipe, power_of_two)
 
     return composition.compute(spec, t, linear)
 
@@ -195,7 +197,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     is_one = not spec.is_joined or len(t.weights) == 1
     activation = spec.activation if is_one else ""
     products = [
-        scaled.linear(*q, w, None, *how, bias, None, activation, x.dtype)
+        scaled.linear(*q, *quantized.parts(w), *how, bias, None, activation, x.dtype)
         for w, bias in zip(t.weights, t.biases, strict=True)
     ]
     if not is_one:
@@ -204,7 +206,8 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
         q = list(_quantized(products[0], recipe.input, power_of_two))
         last = t.out_residual
         last = None if last is None else last.reshape(-1, last.shape[-1]).contiguous()
-        second = scaled.linear(*q, t.out_weight, None, *how, t.out_bias, last, "", x.dtype)
+        out = quantized.parts(t.out_weight)
+        second = scaled.linear(*q, *out, *how, t.out_bias, last, "", x.dtype)
         products = [second]
     outputs = [y.view(*rows, y.shape[-1]) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
@@ -224,8 +227,19 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str
     """
     how = recipes.find(recipe)
     scaled.require_fp8(x, [weight])
+    quantized.require_inference(weight, recipe, [x, bias])
     power_of_two = _scales_are_rounded(how, [weight])
-    y: Tensor = ScaledLinear.apply(x, *_as_in_linear(x, weight, bias), recipe, power_of_two)
+    y: Tensor = _multiplied(x, weight, bias, recipe, power_of_two)
+    return y
+
+
+def _multiplied(
+    z: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, power_of_two: bool
+) -> Tensor:
+    if quantized.is_quantized(weight):
+        return linear(z, weight, bias, recipes.find(recipe), power_of_two)
+    parameters = _as_in_linear(z, weight, bias)
+    y: Tensor = ScaledLinear.apply(z, *parameters, recipe, power_of_two)
     return y
 
 
