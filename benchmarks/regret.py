@@ -1,8 +1,8 @@
 """Whether calls go the fastest way at sizes that nobody has chosen: a choice against all ways.
 
-    poe bench --regret [--seed N] [--count N] [--json FILE] [--plot FILE]
+    poe bench --regret [--device cuda] [--seed N] [--count N] [--json FILE] [--plot FILE]
 
-Sizes are drawn by a seed, on a CPU. Of each, the ways (our product, our passes around PyTorch's,
+Sizes are drawn by a seed. Of each, on a CPU, the ways (our product, our passes around PyTorch's,
 and PyTorch's ops alone) and what users get take turns; `regret` is the time of what they get over
 that of the fastest way, `of eager` over that of PyTorch's ops.
 """
@@ -24,11 +24,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks import regret_gpu
 from benchmarks.environment import describe
-from fused_norm import tuning
 from fused_norm.devices import choice
 from fused_norm.devices.costs import DIRECTIONS, Measured
-from fused_norm.devices.machine import cpu_kind
+from fused_norm.devices.hopper import GpuCall
+from fused_norm.devices.machine import cpu_kind, hopper_kind
+from fused_norm.tuning import cpu, sizes
 
 # Another than what `tune` and the shipped measurements were drawn by.
 SEED = 2026
@@ -41,47 +43,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table and return an exit status."""
     parser = argparse.ArgumentParser(prog="poe bench --regret", description=__doc__)
     parser.add_argument("--regret", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--commit", help="what is measured, where there is no repository")
+    parser.add_argument("--from-json", type=Path, help="show a file's results instead of measuring")
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the sizes (default: {SEED})")
     parser.add_argument("--count", type=int, default=COUNT, help=f"of sizes (default: {COUNT})")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each (default: 0.5)")
-    parser.add_argument("--dtype", action="append", choices=list(tuning.DTYPES))
+    parser.add_argument("--dtype", action="append", choices=list(sizes.DTYPES))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    calls = measured(options)
-    Console().print(table(calls), soft_wrap=True)
+    if options.from_json:
+        document = json.loads(options.from_json.read_text())
+        is_gpu = document["environment"]["device"] == "cuda"
+        rows = document["calls"]
+    else:
+        is_gpu = options.device == "cuda"
+        rows = None
+    calls: list[Any]
+    record, shown = (GpuCall, regret_gpu) if is_gpu else (Measured, sys.modules[__name__])
+    if rows is not None:
+        calls = [record(*row) for row in rows]
+    elif is_gpu:
+        seconds, dtypes = options.seconds / 10, options.dtype
+        calls = list(regret_gpu.measured(options.count, options.seed, seconds, dtypes))
+    else:
+        calls = list(measured(options))
+    Console().print(shown.table(calls), soft_wrap=True)
     if options.json:
+        kind = hopper_kind(torch.cuda.current_device()) if is_gpu else cpu_kind()
         content = {
-            "environment": dataclasses.asdict(describe(torch.device("cpu"))),
+            "environment": dataclasses.asdict(
+                describe(torch.device(options.device), options.commit)
+            ),
             "seed": options.seed,
-            "chosen_by": str(_chosen_by()),
-            "fields": Measured._fields,
+            "chosen_by": str(_chosen_by(kind)),
+            "fields": record._fields,
         }
-        rows = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
+        lines = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
         text = json.dumps(content, indent=1)
-        options.json.write_text(f'{text[:-2]},\n "calls": [\n{rows}\n ]\n}}\n')
+        options.json.write_text(f'{text[:-2]},\n "calls": [\n{lines}\n ]\n}}\n')
     if options.plot:
-        plot(calls, options.plot)
+        shown.plot(calls, options.plot)
     return 0
 
 
-def _chosen_by() -> str | None:
+def _chosen_by(kind: str | None) -> str | None:
     """Return what calls are chosen by: a shipped file's name, or that the machine was tuned."""
-    path = choice.path(cpu_kind())
+    path = choice.path(kind)
     return None if path is None else path.name if path.parent == choice.SHIPPED else "tune"
 
 
 def measured(options: argparse.Namespace) -> list[Measured]:
     """Return the calls, each way."""
-    sizes = tuning.draw(options.count, options.seed, options.dtype or tuple(tuning.DTYPES))
+    wanted = sizes.draw(options.count, options.seed, options.dtype or tuple(sizes.DTYPES))
     found = []
     with Progress(console=Console(stderr=True)) as progress:
-        for size in progress.track(sizes, description="sizes"):
+        for size in progress.track(wanted, description="sizes"):
             for direction in DIRECTIONS:
-                call = tuning.measure(size, direction, options.seconds, ["chosen"])
+                call = cpu.measure(size, direction, options.seconds, ["chosen"])
                 if max(regret(call), of_eager(call)) > AGAIN:
                     seconds = LONGER * options.seconds
-                    call = tuning.measure(size, direction, seconds, ["chosen"])
+                    call = cpu.measure(size, direction, seconds, ["chosen"])
                 found.append(call)
     return found
 
@@ -121,7 +144,7 @@ def plot(calls: Sequence[Measured], path: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     shared: Any = {"sharey": True}
     for axes, direction in zip(figure.subplots(1, 2, **shared), DIRECTIONS, strict=True):
-        for dtype, color in zip(tuning.DTYPES, ("#d1495b", "#2e86ab", "#3a9d6e"), strict=True):
+        for dtype, color in zip(sizes.DTYPES, ("#d1495b", "#2e86ab", "#3a9d6e"), strict=True):
             each = [c for c in calls if c.dtype == dtype and c.direction == direction]
             work = [c.M * c.K * c.N for c in each]
             axes.plot(work, [regret(c) for c in each], "o", color=color, ms=4, label=dtype)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands.add_parser("bench", help="measure our calls against PyTorch's", add_help=False)
     commands.add_parser(
-        "tune", help="measure this CPU, so that calls are chosen by it", add_help=False
+        "tune", help="measure this machine, so that calls are chosen by it", add_help=False
     )
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":

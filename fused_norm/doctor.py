@@ -15,6 +15,7 @@ import torch
 from fused_norm.chain import library
 from fused_norm.chain.kernels import is_hopper
 from fused_norm.devices import choice
+from fused_norm.devices.machine import cpu_kind, hopper_kind
 from fused_norm.native import build, cache, compiler, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
@@ -61,7 +62,7 @@ def _facts(advice: Advice) -> dict[str, str]:
         "max": _version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]",
         "cpu threads": _threads(),
         "cpu kernels": _cpu_dtypes(),
-        "cpu choices": _choices(advice),
+        "choices": _choices(advice),
         "gpu": _gpus(advice),
         "batch_invariant": _batch_invariant(),
         "cache": _folder(advice),
@@ -132,7 +133,7 @@ def _threads() -> str:
 def _cpu_dtypes() -> str:
     """Return which way calls run in each dtype, and why."""
     chosen = "our product"
-    if choice.path():
+    if choice.path(cpu_kind()):
         chosen += ", or PyTorch's where that is faster"
     lines = [f"{name}: {chosen}" for name in ("float32", "float16")]
     if has_tiles():
@@ -149,18 +150,29 @@ def _cpu_dtypes() -> str:
 
 def _choices(advice: Advice) -> str:
     """Return by which measurements calls are chosen, and how old they are."""
-    path, device = choice.path(), choice.device()
+    kinds = [cpu_kind()]
+    if torch.cuda.is_available():
+        gpus = filter(is_hopper, range(torch.cuda.device_count()))
+        kinds += dict.fromkeys(hopper_kind(gpu) for gpu in gpus)
+    return "\n".join(_chosen_by(kind, advice) for kind in kinds)
+
+
+def _chosen_by(kind: str | None, advice: Advice) -> str:
+    path, device = choice.path(kind), choice.device(kind)
     if path is None or device is None:
         advice.may.append(f"nothing like this CPU was measured: {TUNE} measures it")
         return "our product always: nothing like this CPU was measured"
-    if path == choice.tuned_path():
-        return f"this machine's own, {path}, measured {device.about['measured']}"
-    if estimate := device.about.get("estimated"):
+    if path == choice.tuned_path(kind):
+        return f"{kind}: this machine's own, {path}, measured {device.about['measured']}"
+    estimate = device.about.get("estimated")
+    if estimate and "measured" not in device.about:
         advice.may.append(
             f"what calls on {device.name} are chosen by is an estimate: {TUNE} measures"
         )
         return f"{device.name}, estimated {estimate}"
-    return f"{device.name}, measured {device.about['measured']} on {device.about['cpu']}"
+    on = device.about.get("cpu") or device.about["gpu"]
+    measured = f"{device.name}, measured {device.about['measured']} on {on}"
+    return f"{measured}; estimated {estimate}" if estimate else measured
 
 
 def _gpus(advice: Advice) -> str:

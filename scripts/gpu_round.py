@@ -171,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
         "PYTHONUNBUFFERED": "1",
     }
     # A node in C++ is for the PyTorch there; it may have been built before, or not be to be had.
-    if options.only in ("bench", "family", "train"):
+    if options.only in ("bench", "family", "train", "script"):
         build = [sys.executable, "-m", "fused_norm", "build", "--autograd"]
         subprocess.run(build, env=environment, cwd=ROOT, check=False)
     failed = []

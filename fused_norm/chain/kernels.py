@@ -20,6 +20,7 @@ from torch import Tensor
 from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.devices import choice
+from fused_norm.devices.machine import cpu_kind, hopper_kind
 from fused_norm.native import build, runtime
 from fused_norm.native.cache import BuildError
 from fused_norm.native.cpu_features import bfloat16_product
@@ -58,6 +59,14 @@ def gpu_way(may_keep: bool) -> int:
         may_keep: Whether a fold may be kept.
     """
     return 0
+
+
+def hopper_costs(device: int, dtype: torch.dtype) -> int:
+    """Return the address of what products cost on a Hopper, 0 where nobody has measured that.
+
+    Measurements put others in its place.
+    """
+    return choice.address(hopper_kind(device), build.DTYPES[dtype])
 
 
 def is_alone() -> bool:
@@ -106,7 +115,7 @@ def hopper_extension(dtype: torch.dtype, norm: int) -> build.Extension:
 
 @functools.cache
 def launcher(
-    kernels: build.Extension, device: int, stream: int, alone: bool
+    kernels: build.Extension, device: int, stream: int, alone: bool, costs: int = 0
 ) -> tuple[ModuleType, int]:
     """Return an extension's module, and the context of its calls on a stream.
 
@@ -115,9 +124,13 @@ def launcher(
         device: Index of the device.
         stream: Of PyTorch's, raw.
         alone: Whether no collective runs beside.
+        costs: Address of what calls cost on the device, which products choose by; 0 for none.
     """
     module = build.load(kernels)
-    return module, runtime.new_launcher(module, device, stream, alone)
+    context = runtime.new_launcher(module, device, stream, alone)
+    if costs:
+        module.use_costs(context, costs)
+    return module, context
 
 
 def may_multiply(x: Tensor, N: int, K: int) -> bool:
@@ -189,7 +202,7 @@ def find(question: Any, answer: Any) -> None:
         is_ours = question.invariant or cpu_way() or not left_to_pytorch(dtype)
         product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
         _fill(answer, product, context, _file(cpu_path("passes_cpu", dtype)), context)
-        answer.way, answer.costs = cpu_way(), choice.address(build.DTYPES[dtype])
+        answer.way, answer.costs = cpu_way(), choice.address(cpu_kind(), build.DTYPES[dtype])
         return
     device, stream, norm = question.device, question.stream, question.normalization
     build.check_at_hand(torch.device("cuda", device), dtype)
@@ -200,7 +213,8 @@ def find(question: Any, answer: Any) -> None:
     product, own = b"", 0
     if is_served and is_hopper(device):
         kernels = hopper_extension(dtype, norm)
-        own = launcher(kernels, device, stream, bool(question.is_alone))[1]
+        costs = hopper_costs(device, dtype)
+        own = launcher(kernels, device, stream, bool(question.is_alone), costs)[1]
         product = _file(str(kernels.path))
     _fill(answer, product, own, _file(str(passes.path)), context)
     answer.way, answer.kept_way = gpu_way(False), gpu_way(True)

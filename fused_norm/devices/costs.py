@@ -123,17 +123,25 @@ class Device(NamedTuple):
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
-        lines = [
-            f" {json.dumps(name)}: {json.dumps(self._asdict()[name])}" for name in self._fields[:2]
-        ]
-        costs = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in self.costs.items()]
-        lines.append(' "costs": {\n' + ",\n".join(costs) + "\n }")
-        rows = [f"  {json.dumps(each)}" for each in self.exceptions]
-        lines.append(' "exceptions": [\n' + ",\n".join(rows) + "\n ]")
-        # Whole or not at all: another process may read it, and this one may be interrupted.
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        unfinished.replace(path)
+        write(self, path)
+
+
+def write(device: Any, path: Path) -> None:
+    """Write a device, a named tuple, to a file: what its costs and exceptions are in lines."""
+    lines = []
+    for name, value in device._asdict().items():
+        if name == "costs":
+            each = (f"  {json.dumps(key)}: {json.dumps(cost)}" for key, cost in value.items())
+            lines.append(f' "{name}": {{\n' + ",\n".join(each) + "\n }")
+        elif name == "exceptions":
+            each = (f"  {json.dumps(exception)}" for exception in value)
+            lines.append(f' "{name}": [\n' + ",\n".join(each) + "\n ]")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    # Whole or not at all: another process may read it, and this one may be interrupted.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    unfinished.replace(path)
 
 
 def load(path: Path) -> Device:
@@ -215,21 +223,32 @@ def _rows_place(rows: int) -> int:
 def _fitted(
     calls: Sequence[Measured], way: str, changed: Sequence[int], base: Sequence[float]
 ) -> list[float]:
+    """Return a way's costs, of which some are fitted and the others stay."""
+    if not calls:
+        return list(base)
+    terms = [call.terms() for call in calls]
+    times = [call.us[way] for call in calls]
+    rest = [sum(base[i] * t[i] for i in range(TERMS) if i not in changed) for t in terms]
+    costs = list(base)
+    found = fitted([[t[i] for i in changed] for t in terms], times, rest)
+    for i, cost in zip(changed, found, strict=True):
+        costs[i] = cost
+    return costs
+
+
+def fitted(
+    terms: Sequence[Sequence[float]], times: Sequence[float], rest: Sequence[float] = ()
+) -> list[float]:
     """Return costs that are not negative, by coordinate descent on squares of relative errors.
 
     Args:
-        calls: The measurements.
-        way: Of which.
-        changed: The costs to fit.
-        base: All costs; those that are not fitted stay.
+        terms: What costs are multiplied by, for each call.
+        times: What calls took.
+        rest: What of that is known already.
     """
-    rows, right = [], []
-    for call in calls:
-        terms = call.terms()
-        rest = sum(base[i] * terms[i] for i in range(TERMS) if i not in changed)
-        rows.append([terms[i] / call.us[way] for i in changed])
-        right.append(1 - rest / call.us[way])
-    count = len(changed)
+    rows = [[term / us for term in each] for each, us in zip(terms, times, strict=True)]
+    right = [1 - known / us for known, us in zip(rest or [0.0] * len(times), times, strict=True)]
+    count = len(rows[0])
     sizes = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(count)]
     rows = [[v / s for v, s in zip(row, sizes, strict=True)] for row in rows]
     gram = [[sum(r[i] * r[j] for r in rows) for j in range(count)] for i in range(count)]
@@ -238,9 +257,6 @@ def _fitted(
     for _ in range(SWEEPS):
         for i in range(count):
             if gram[i][i]:
-                rest = sum(gram[i][j] * found[j] for j in range(count) if j != i)
-                found[i] = max(0.0, (wanted[i] - rest) / gram[i][i])
-    costs = list(base)
-    for i, v, s in zip(changed, found, sizes, strict=True):
-        costs[i] = float(f"{v / s:.6g}")
-    return costs
+                left = sum(gram[i][j] * found[j] for j in range(count) if j != i)
+                found[i] = max(0.0, (wanted[i] - left) / gram[i][i])
+    return [float(f"{v / s:.6g}") for v, s in zip(found, sizes, strict=True)]

@@ -1,8 +1,48 @@
-"""What a forward costs each way on Hopper."""
+"""What a forward costs each way on Hopper: a model of few terms, fitted to measurements.
+
+A forward of M rows, K features and N outputs takes, on the device,
+
+    a + b M K + c K N + d M N + e tiles + f rest
+
+microseconds: for its launches, the rows, the weight, the outputs, and for the tiles of the product,
+which come in waves over the SMs: the cycles of op/norm_linear/sm90/costs.mojo, of our tiles or of
+cuBLAS's. The rest is K for cuBLAS, whose sums may be shared by several tiles, and for us M K N
+where K is no multiple of 64: rows that start between two lines of the cache take longer to load.
+Up to 64 rows there are other kernels, whose last two terms are K and N. Launched, a forward takes
+at least what the host does. Costs are fitted as those of a CPU (costs.py). Where the model would
+choose a way that was measured to be slower by more than 3 %, the measured size is an exception:
+sizes near it go the ways that were fastest there.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+import json
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
+from fused_norm.devices.costs import TOLERATED, fitted, write
+
+# In the order of costs.mojo. Only bfloat16 is folded.
+WAYS = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
+UNFOLDED = ("composed", "around")
+# Up to how many rows each set of costs is for: most rows of the kernel for few.
+ROWS = (64, math.inf)
+FITTED = ((1, 64), (65, math.inf))
+TERMS = 6
+# Elements of a line of the cache, and of a step of our product's sums.
+LINE = 64
+# What is chosen between, of all ways that a dtype has: launched, then in a graph, with folds kept
+# and without; then the product behind a pass.
+_ANY, _NOTHING_KEPT = tuple(WAYS), tuple(WAYS)[1:]
+CHOICES = ((_ANY, True), (_NOTHING_KEPT, True), (_ANY, False), (_NOTHING_KEPT, False))
+DTYPES = ("bfloat16", "float16", "float32")
+# Of M, K, N: the cycles of our product and of PyTorch's.
+Cycles = Callable[[int, int, int], tuple[int, int]]
 
 
 class GpuCall(NamedTuple):
@@ -23,3 +63,166 @@ class GpuCall(NamedTuple):
     N: int
     graph: dict[str, float]
     launched: dict[str, float]
+
+    def terms(self, way: str, cycles: Cycles) -> tuple[float, ...]:
+        """Return what a way's costs are multiplied by."""
+        M, K, N = self.M, self.K, self.N
+        common = (1.0, M * K, K * N, M * N)
+        if ROWS[0] >= M:
+            return *common, K, N
+        ours, others = cycles(M, K, N)
+        if way == "around":
+            return *common, others, K
+        return *common, ours, M * K * N if K % LINE else 0.0
+
+    def taken(self, is_launched: bool) -> dict[str, float]:
+        """Return the microseconds by way, launched or in a graph."""
+        return self.launched if is_launched else self.graph
+
+
+class Hopper(NamedTuple):
+    """What is known of a kind of Hopper's devices.
+
+    Attributes:
+        name: The kind.
+        about: Where it was measured, with what and when.
+        costs: By "dtype way", for each of ROWS, the costs a to e.
+        host: Microseconds that the host takes to launch a forward, by way.
+        exceptions: [dtype, M, K, N, a way for each choice, the faster product], by WAYS.
+    """
+
+    name: str
+    about: dict[str, Any]
+    costs: dict[str, list[list[float]]]
+    host: dict[str, float]
+    exceptions: list[list[Any]]
+
+    def us(self, call: GpuCall, way: str, cycles: Cycles) -> float:
+        """Return what a forward takes in a graph by the model, infinity without such a way."""
+        costs = self.costs.get(f"{call.dtype} {way}")
+        if costs is None:
+            return math.inf
+        place = next(i for i, most in enumerate(ROWS) if most >= call.M)
+        return sum(c * t for c, t in zip(costs[place], call.terms(way, cycles), strict=True))
+
+    def chosen(self, call: GpuCall, cycles: Cycles) -> list[str]:
+        """Return the way of each choice by the model, and the faster product behind a pass."""
+        us = {way: self.us(call, way, cycles) for way in WAYS}
+        return [min(ways, key=us.__getitem__) for ways, us in _choices(us, self.host)]
+
+    def as_array(self, dtype: str) -> array[float]:
+        """Return what kernels read of a dtype, empty where nothing was measured.
+
+        First how many exceptions there are, then the host's costs, the device's by rows and way,
+        and the exceptions.
+        """
+        exceptions = [e for e in self.exceptions if e[0] == dtype]
+        if f"{dtype} composed" not in self.costs:
+            return array("d")
+        found = array("d", [len(exceptions), *(self.host[way] for way in WAYS)])
+        for place, way in itertools.product(range(len(ROWS)), WAYS):
+            none = [[math.inf, *[0.0] * (TERMS - 1)]] * len(ROWS)
+            found.extend(self.costs.get(f"{dtype} {way}", none)[place])
+        for _, M, K, N, *ways in exceptions:
+            found.extend(map(float, (M, K, N, *(WAYS[way] for way in ways))))
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        write(self, path)
+
+
+def load(path: Path) -> Hopper:
+    """Read a device from its file.
+
+    Raises:
+        ValueError: If the file has other contents.
+    """
+    try:
+        found = json.loads(path.read_text())
+        device = Hopper(**{name: found[name] for name in Hopper._fields})
+        _check(device)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} holds no measurements of a device: {error}") from error
+    return device
+
+
+def _check(device: Hopper) -> None:
+    """Raise unless a device has all that kernels read, which check nothing.
+
+    Raises:
+        ValueError: If it is of another version of the model, or damaged.
+    """
+    dtypes = {name.split(" ")[0] for name in device.costs}
+    needed = {f"{dtype} {way}" for dtype in dtypes for way in UNFOLDED}
+    possible = needed | {f"{dtype} {way}" for dtype in dtypes for way in WAYS}
+    if not needed <= device.costs.keys() <= possible or not dtypes <= set(DTYPES):
+        raise ValueError("costs are missing, or of something else")
+    if device.host.keys() != WAYS.keys():
+        raise ValueError("the host's costs are missing")
+    for costs in device.costs.values():
+        if len(costs) != len(ROWS) or any(len(each) != TERMS for each in costs):
+            raise ValueError("the costs are of another model")
+    numbers = [cost for costs in device.costs.values() for each in costs for cost in each]
+    if not all(math.isfinite(cost) and cost >= 0 for cost in (*numbers, *device.host.values())):
+        raise ValueError("costs are not finite, or negative")
+    for dtype, M, K, N, *ways in device.exceptions:
+        if dtype not in dtypes or not min(M, K, N) > 0:
+            raise ValueError("an exception is of no call")
+        if len(ways) != len(CHOICES) + 1 or not set(ways) <= WAYS.keys():
+            raise ValueError("an exception has no way")
+
+
+def fit(
+    name: str,
+    about: dict[str, Any],
+    calls: Sequence[GpuCall],
+    cycles: Cycles,
+    host: dict[str, float] | None = None,
+) -> Hopper:
+    """Return a device by what was measured on it.
+
+    Args:
+        name: Its kind.
+        about: Where, with what and when.
+        calls: The measurements.
+        cycles: Of the tiles of products.
+        host: Microseconds that the host takes, by way; None for the least that was measured.
+    """
+    costs = {}
+    for dtype, way in itertools.product(DTYPES, WAYS):
+        members = [c for c in calls if c.dtype == dtype and way in c.graph]
+        parts = [[c for c in members if lo <= c.M <= hi] for lo, hi in FITTED]
+        if all(parts):
+            costs[f"{dtype} {way}"] = [
+                fitted([c.terms(way, cycles) for c in part], [c.graph[way] for c in part])
+                for part in parts
+            ]
+    if host is None:
+        launched = {way: [c.launched[way] for c in calls if way in c.launched] for way in WAYS}
+        host = {way: min(each) for way, each in launched.items()}
+    device = Hopper(name, about, costs, host, [])
+    for call in calls:
+        chosen = device.chosen(call, cycles)
+        best = [min(ways, key=us.__getitem__) for ways, us in _choices(call.graph, host)]
+        pairs = zip(chosen, best, _choices(call.graph, host), strict=True)
+        if any(us[ours] > (1 + TOLERATED) * us[theirs] for ours, theirs, (_, us) in pairs):
+            device.exceptions.append([call.dtype, call.M, call.K, call.N, *best])
+    return device
+
+
+def _choices(
+    us: dict[str, float], host: dict[str, float]
+) -> list[tuple[list[str], dict[str, float]]]:
+    """Return the ways of each choice, and the microseconds that each takes then.
+
+    Args:
+        us: Of the ways that there are, in a graph.
+        host: What the host takes.
+    """
+    launched = {way: max(us[way], host[way]) for way in WAYS if way in us}
+    found = [
+        ([way for way in ways if way in us], launched if is_launched else us)
+        for ways, is_launched in CHOICES
+    ]
+    return [*found, (list(UNFOLDED), us)]

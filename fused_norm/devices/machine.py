@@ -1,4 +1,4 @@
-"""Which kind of CPU this is: what its measurements are filed under."""
+"""Which kind of device this is: what its measurements are filed under."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import os
 import platform
 from pathlib import Path
 
+import torch
+
 from fused_norm.native.cpu_features import CPU_VARIABLE, flags, has_tiles
 
 # AMD's numbers of a family of CPUs.
 _ZEN_3_AND_4, _ZEN_5 = 25, 26
+
+# How the kinds of Hopper begin; those that are neither are taken for the first.
+HOPPER = "nvidia-h"
+_HOPPERS = ("nvidia-h100", "nvidia-h200")
 
 
 @functools.cache
@@ -27,6 +33,13 @@ def cpu_kind() -> str | None:
     if is_amd:
         return "amd-zen5" if _family() >= _ZEN_5 else "amd-zen4"
     return "intel-amx" if has_tiles() else "intel-avx512"
+
+
+@functools.cache
+def hopper_kind(device: int) -> str:
+    """Return the kind of one of Hopper's GPUs, by its index."""
+    name = torch.cuda.get_device_name(device)
+    return next((kind for kind in _HOPPERS if kind[-4:].upper() in name), _HOPPERS[0])
 
 
 def _family() -> int:

@@ -12,7 +12,7 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype, is_defined
 
 from op.call import Call, CallPointer
-from op.device import Launcher, new_launcher
+from op.device import Launcher, new_launcher, use_costs
 from op.passes.entry import from_c, from_python
 from op.norm_linear.sm90.backward import backward
 from op.norm_linear.sm90.backward_plan import plan_backward
@@ -39,6 +39,7 @@ from op.norm_linear.sm90.several_backward import (
     plan_input_gradients,
     plan_passed_rows,
 )
+from op.norm_linear.sm90.costs import cycles
 from op.norms.layer_norm import LayerNorm
 from op.norms.norm import Norm
 from op.norms.rms_norm import RmsNorm
@@ -272,6 +273,16 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             new_launcher,
             "new_launcher",
             docstring="new_launcher(device, stream, alone) -> address",
+        )
+        builder.def_py_c_function(
+            use_costs,
+            "use_costs",
+            docstring="use_costs(launcher, address of costs) -> 0",
+        )
+        builder.def_py_c_function(
+            cycles,
+            "cycles",
+            docstring="cycles(M, K, N, SMs, whose) -> the model's: 0 for ours, 1 for PyTorch's",
         )
         builder.def_py_c_function(
             from_python[_plan_forward],

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from fused_norm.chain import kernels, library
-from fused_norm.devices import choice, costs
+from fused_norm.devices import choice, costs, hopper
 from fused_norm.devices.costs import DIRECTIONS, Device, Measured
-from fused_norm.devices.machine import cpu_kind
+from fused_norm.devices.hopper import GpuCall, Hopper
+from fused_norm.devices.machine import cpu_kind, hopper_kind
 from fused_norm.native import build, cache
+from fused_norm.tuning import gpu
 from fused_norm.tuning.cpu import measure
-from fused_norm.tuning.sizes import DTYPES, SEED, Size, calls_of, draw
+from fused_norm.tuning.sizes import DTYPES, SEED, Size, calls_of, draw, draw_for_gpu
 
 
 def tune(
@@ -30,16 +32,17 @@ def tune(
     *example: Any,
     seconds: float = 120.0,
     sizes: Sequence[tuple[int, int, int]] = (),
+    device: str = "cpu",
 ) -> Path:
     """Measure this machine and keep the result, which later calls and processes are chosen by.
-
-    Only calls on a CPU are measured: a GPU's go by what was measured on its kind.
 
     Args:
         model: Its calls are measured as well; none for those of models in general.
         example: The model's arguments.
         seconds: To take. Sizes drawn take what is left of it by those given.
         sizes: (M, K, N) to be measured as well, in every dtype.
+        device: "cpu", or "cuda" for the current GPU, which has to be a Hopper: on others, products
+            are PyTorch's.
 
     Returns:
         The file, in the cache of what is built.
@@ -47,38 +50,75 @@ def tune(
     Raises:
         RuntimeError: If there are no kernels to measure, or the cache cannot be written.
     """
+    is_gpu = device == "cuda"
+    if is_gpu and not (
+        torch.cuda.is_available() and kernels.is_hopper(torch.cuda.current_device())
+    ):
+        raise RuntimeError("on a GPU there is nothing to choose, unless it is a Hopper")
     wanted = [Size(dtype, "", *each) for each in sizes for dtype in DTYPES]
     if model is not None:
-        wanted += calls_of(model, example)
-    device = _measured(list(dict.fromkeys(wanted)), seconds)
-    path = choice.tuned_path()
+        wanted += calls_of(model, example, device)
+    wanted = list(dict.fromkeys(wanted))
+    found = _of_gpu(wanted, seconds) if is_gpu else _of_cpu(wanted, seconds)
+    path = choice.tuned_path(found.name)
     cache.check()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    device.save(path)
+    found.save(path)
     choice.forget()
     if (chain := library.load()) is not None:
         kernels.tell(chain)
     return path
 
 
-def _measured(wanted: list[Size], seconds: float) -> Device:
-    """Return a device by sizes wanted and others, within some seconds."""
-    began, found = time.perf_counter(), list[Measured]()
+def _of_cpu(wanted: list[Size], seconds: float) -> Device:
     for dtype in DTYPES:
         build.check_at_hand(torch.device("cpu"), DTYPES[dtype])
-    # As many as there is time for.
-    drawn = iter(draw(10_000, SEED))
     each = 0.15
+
+    def both(size: Size) -> list[Measured]:
+        longer = 2 * each if size in wanted else each
+        return [measure(size, direction, longer) for direction in DIRECTIONS]
+
+    found = _within(seconds, wanted, draw(10_000, SEED), both)
+    about = _about(len(found)) | {"threads": torch.get_num_threads()}
+    return costs.fit(cpu_kind() or "cpu", about, found)
+
+
+def _current() -> int:
+    return torch.cuda.current_device()
+
+
+def _of_gpu(wanted: list[Size], seconds: float) -> Hopper:
+    device = _current()
+
+    def all_ways(size: Size) -> list[GpuCall]:
+        # A gate's product is one of as many outputs.
+        return [gpu.measure(size, 0.04)]
+
+    found = _within(seconds, wanted, draw_for_gpu(10_000, SEED), all_ways)
+    about = _about(len(found)) | {"gpu": torch.cuda.get_device_name(device)}
+    return hopper.fit(hopper_kind(device), about, found, gpu.tile_cycles(device))
+
+
+Call = TypeVar("Call")
+
+
+def _within(
+    seconds: float, wanted: list[Size], drawn: Sequence[Size], call: Callable[[Size], list[Call]]
+) -> list[Call]:
+    """Return the measurements of sizes wanted, and of as many drawn as there is time for."""
+    began, found = time.perf_counter(), list[Call]()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=seconds)
-        for size in itertools.chain(wanted, drawn):
+        for i, size in enumerate(itertools.chain(wanted, drawn)):
             passed = time.perf_counter() - began
-            if passed > seconds and len(found) >= 2 * len(wanted):
+            if passed > seconds and i >= len(wanted):
                 break
-            for direction in DIRECTIONS:
-                found.append(measure(size, direction, 2 * each if size in wanted else each))
+            found += call(size)
             progress.update(task, completed=min(time.perf_counter() - began, seconds))
+    return found
+
+
+def _about(calls: int) -> dict[str, Any]:
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    about = {"measured": now, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    about["calls"] = len(found)
-    return costs.fit(cpu_kind() or "cpu", about, found)
+    return {"measured": now, "torch": torch.__version__, "calls": calls}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fused_norm.devices import choice, costs
+from fused_norm.devices import choice
 from fused_norm.tuning import tune
 
 
@@ -18,9 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure this machine, say where the result is, and return an exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fused_norm tune",
-        description="Measures this machine's CPU, so that calls are chosen by it. "
+        description="Measures this machine's CPU or GPU, so that calls are chosen by it. "
         f"{choice.SWITCH}=0 goes by the shipped measurements again.",
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=120.0, help="to take (default: 120)")
     parser.add_argument(
         "--sizes", metavar="M,K,N", action="append", default=[], help="measured as well; repeatable"
@@ -34,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sizes = [_size(text) for text in options.sizes]
         model, example = _model(options.model) if options.model else (None, ())
-        path = tune(model, *example, seconds=options.seconds, sizes=sizes)
+        path = tune(model, *example, seconds=options.seconds, sizes=sizes, device=options.device)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     except RuntimeError as error:
         print(error)
         return 1
-    device = costs.load(path)
+    device = choice.load(path)
     console = Console()
     console.print(
         f"{device.about['calls']} calls measured on {device.name}; {len(device.exceptions)} are "

@@ -6,9 +6,11 @@ medians count.
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,8 +22,10 @@ from torch import Tensor
 import fused_norm as fn
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.chain import kernels, library
-from fused_norm.devices.hopper import GpuCall
+from fused_norm.devices import hopper
+from fused_norm.devices.hopper import Cycles, GpuCall
 from fused_norm.freeze import freeze_parameters
+from fused_norm.native import build
 from fused_norm.ops.operands import at_every_size
 from fused_norm.tuning.sizes import DTYPES, Size
 
@@ -38,6 +42,9 @@ CALLS, LAUNCHED = 16, 16
 SAMPLE_US, BACKLOG_CYCLES = 500.0, 400_000
 FEWEST_ROUNDS = 9
 
+# For good: launchers keep its address.
+_held: list[array[float]] = []
+
 
 @contextmanager
 def ways() -> Iterator[Callable[[int], None]]:
@@ -47,18 +54,26 @@ def ways() -> Iterator[Callable[[int], None]]:
         raise RuntimeError(
             "fused_norm has no kernels to measure here: see `python -m fused_norm doctor`"
         )
-    before, told = kernels.gpu_way, dict[int, int]()
+    before, told = (kernels.gpu_way, kernels.hopper_costs), dict[int, int]()
+    # By which PyTorch's product is the faster always, behind our passes.
+    theirs = array("d", [0.0] * (1 + len(hopper.WAYS)))
+    for way in (*hopper.WAYS, *hopper.WAYS):
+        theirs.extend((float(way != "around"), *[0.0] * (hopper.TERMS - 1)))
 
     def go(way: int) -> None:
         # Before there is a fold to keep, one is made in the call.
         kernels.gpu_way = lambda may_keep: NEW_FOLD if way == KEPT_FOLD and not may_keep else way
+        kernels.hopper_costs = before[1]
+        if way == AROUND_PRODUCTS:
+            kernels.hopper_costs = lambda device, dtype: theirs.buffer_info()[0]
         told[way] = kernels.tell(chain, told.get(way, 0))
 
     try:
         yield go
     finally:
-        kernels.gpu_way = before
+        kernels.gpu_way, kernels.hopper_costs = before
         kernels.tell(chain)
+        _held.append(theirs)
 
 
 @torch.no_grad()
@@ -175,3 +190,16 @@ def _launched(
         call(*sets[i % len(sets)])
     stream.synchronize()
     return (time.perf_counter() - start) * 1e6 / count
+
+
+def tile_cycles(device: int) -> Cycles:
+    """Return what counts the cycles of products on a Hopper, by the kernels' own model."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    module = build.load(kernels.hopper_extension(torch.bfloat16, 0))
+
+    @functools.cache
+    def cycles(M: int, K: int, N: int) -> tuple[int, int]:
+        ours, others = (module.cycles(M, K, N, processors, whose) for whose in (0, 1))
+        return ours, others
+
+    return cycles

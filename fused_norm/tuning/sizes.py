@@ -92,11 +92,11 @@ def _width(dice: random.Random) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the calls on a CPU that a model makes."""
+    """Notes the calls on a kind of device that a model makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: list[Size] = []
+        self.device, self.sizes = device, list[Size]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -105,7 +105,11 @@ class _Recorder(TorchDispatchMode):
             t = Operands(*args[: len(Operands._fields)])
             activation = args[len(Operands._fields) + 1]
             dtype = str(t.weights[0].dtype).removeprefix("torch.")
-            if t.x.is_cpu and dtype in DTYPES and activation in ("", *ACTIVATIONS):
+            if (
+                t.x.device.type == self.device
+                and dtype in DTYPES
+                and activation in ("", *ACTIVATIONS)
+            ):
                 kind = "" if not activation else "gate" if is_gate(activation) else "activation"
                 K, N = t.x.shape[-1], sum(w.shape[0] for w in t.weights)
                 if t.x.numel() and N:
@@ -113,9 +117,9 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls_of(model: torch.nn.Module, example: Sequence[Any]) -> list[Size]:
-    """Return the calls that a model makes, once it is compiled by the backend."""
-    recorder = _Recorder()
+def calls_of(model: torch.nn.Module, example: Sequence[Any], device: str) -> list[Size]:
+    """Return the calls on a kind of device that a model makes, once the backend compiled it."""
+    recorder = _Recorder(device)
 
     def recording(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         fuse(module, settings({"small": True}, None).fusing)

@@ -23,6 +23,9 @@ from .call import HeadCall
 from .dots import THREADS, WARPS, WIDTH, dot, elements, is_bad
 from .exponentials import LARGEST, LOG2E
 
+# The least that the gradient of a row's sum is to that of its label; far below the roundings of bfloat16.
+comptime _LEAST_FACTOR = Float32(1.0 / (1 << 20))
+
 
 @always_inline
 def _total(partials: Int64, row: Int, tiles: Int, lane: Int) -> Float32:
@@ -219,6 +222,10 @@ def rows_kernel(
     var of_sum = scale * (hard + smooth * all_weights + 2 * z_loss * lse)
     if logsumexp_scales != 0:
         of_sum += elements[DType.float32](logsumexp_scales, row)[]
+    # Where the gradient of the sum happens to vanish, that of the label still needs a factor to stand before it.
+    var least = abs(scale * hard) * _LEAST_FACTOR
+    if abs(of_sum) < least:
+        of_sum = least
     var factor = of_sum / sum
     if lane == 0:
         elements[DType.float32](factors, row)[] = factor

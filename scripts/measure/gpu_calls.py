@@ -1,8 +1,10 @@
 """Measure forwards on this GPU each way, and fit what its kind's calls are chosen by.
 
-    python scripts/measure/gpu_calls.py [--commit COMMIT] [--limit SECONDS] [--out FILE]
+    python scripts/measure/gpu_calls.py [--commit COMMIT] [--limit SECONDS] [--out FOLDER]
+    python scripts/measure/gpu_calls.py --fit    fit again, every kind; this needs no GPU
 
-Measurements are benchmarks/results/gpu-calls-KIND.json.
+Measurements are benchmarks/results/gpu-calls-KIND.json; what is fitted to them is
+fused_norm/devices/data/KIND.json, which the library reads.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import argparse
 import dataclasses
 import itertools
 import json
+import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import environment
-from fused_norm.devices.hopper import GpuCall
+from fused_norm.devices import choice, hopper
+from fused_norm.devices.hopper import Cycles, GpuCall, Hopper
+from fused_norm.devices.machine import hopper_kind
 from fused_norm.tuning import gpu
 from fused_norm.tuning.sizes import SEED, Size, draw_for_gpu
 
@@ -30,6 +36,10 @@ WEIGHTS = (
     *((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288)),
     *((2048, 2048), (1024, 4096), (1280, 5120)),
 )
+# Microseconds that a call takes of the host with the C++ node, by way (docs/hopper-log.md).
+HOST = {"kept": 13.0, "anew": 19.0, "composed": 15.0, "around": 22.0}
+# The kind that was measured in every dtype.
+LIKE = "nvidia-h100"
 # How many random ones there are of each dtype.
 RANDOM = {"bfloat16": 260, "float16": 90, "float32": 60}
 
@@ -38,11 +48,23 @@ def main() -> int:
     """Measure, write the file and return an exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--commit")
-    parser.add_argument("--seconds", type=float, default=0.04, help="for each way (default: 0.04)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.04,
+        help="for each way (default: 0.04)",
+    )
     parser.add_argument("--limit", type=float, default=240, help="seconds of all (default: 240)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--fit", action="store_true", help="only fit again")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    if options.fit:
+        save_fitted(RESULTS, cycles_of)
+        return 0
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (
+        9,
+        0,
+    ):
         print("SKIPPED: needs a Hopper GPU")
         return 0
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -57,8 +79,58 @@ def main() -> int:
         cells = (f"{way} {us / eager:.2f}" for way, us in call.graph.items() if way != "eager")
         name = f"{call.dtype} {call.M}x{call.K}x{call.N}"
         print(f"{name}: eager {eager:.1f} us, {', '.join(cells)}", flush=True)
-    write(options.out or RESULTS / "gpu-calls.json", options.commit, calls)
+    write(options.out / f"gpu-calls-{hopper_kind(0)}.json", options.commit, calls)
+    save_fitted(options.out, lambda _: gpu.tile_cycles(0))
     return 0
+
+
+def save_fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> None:
+    """Write what is fitted to a folder's measurements where the library reads it."""
+    for kind, device in fitted(folder, counted).items():
+        device.save(choice.SHIPPED / f"{kind}.json")
+        print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
+
+
+def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict[str, Hopper]:
+    """Return the devices of all kinds by a folder of measurements."""
+    found = {}
+    for path in sorted(folder.glob("gpu-calls-*.json")):
+        kind = path.stem.removeprefix("gpu-calls-")
+        content = json.loads(path.read_text())
+        calls = [GpuCall(*each) for each in content["calls"]]
+        env = content["environment"]
+        about = {
+            "measured": env["date"],
+            "gpu": env["gpu"],
+            "driver": env["driver"],
+        }
+        about |= {"torch": env["torch"], "calls": len(calls)}
+        found[kind] = hopper.fit(kind, about, calls, counted(calls), HOST)
+    for device in found.values():
+        # In a dtype that nobody has measured, calls go as on the kind whose SMs are the same.
+        like = found[LIKE]
+        missing = [d for d in hopper.DTYPES if f"{d} composed" not in device.costs]
+        if missing:
+            device.about["estimated"] = f"in {' and '.join(missing)}, as {LIKE}"
+        device.costs.update({n: c for n, c in like.costs.items() if n.split(" ")[0] in missing})
+        device.exceptions.extend(e for e in like.exceptions if e[0] in missing)
+    return found
+
+
+def cycles_of(calls: Sequence[GpuCall]) -> Cycles:
+    """Return the cycles of products on a whole Hopper, by the kernels' own model."""
+    sizes = [(call.M, call.K, call.N) for call in calls]
+    run = subprocess.run(
+        ["mojo", "run", "-I", ".", "scripts/measure/sm90_cycles.mojo"]
+        + [str(number) for size in sizes for number in size],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line.split() for line in run.stdout.splitlines()]
+    found = {size: (int(a), int(b)) for size, (a, b) in zip(sizes, lines, strict=True)}
+    return lambda M, K, N: found[M, K, N]
 
 
 def sizes() -> list[Size]:

@@ -96,6 +96,7 @@ def test_plan_is_told_how_a_residual_lies(kernels: StandIn) -> None:
 
 def test_products_of_float32_are_ours_in_tf32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_kernels, "is_hopper", lambda device: True)
+    monkeypatch.setattr(chain_kernels, "hopper_kind", lambda device: "nvidia-h100")
     monkeypatch.setattr(chain_kernels, "launcher", lambda *_: (None, 7))
     monkeypatch.setattr(chain_kernels.build, "check_at_hand", lambda *_: None)
     for name in ("gpu_extension", "hopper_extension"):

@@ -40,7 +40,7 @@ def cpu_calls(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A place for this machine's measurements; kernels stay where they are."""
-    monkeypatch.setattr(choice, "tuned_path", lambda: tmp_path / "tuned.json")
+    monkeypatch.setattr(choice, "tuned_path", lambda kind: tmp_path / "tuned.json")
     choice.forget()
     tell_again()
     yield tmp_path
@@ -51,7 +51,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def test_shipped_data_is_what_was_measured(cpu_calls: Any, tmp_path: Path) -> None:
     fitted = cpu_calls.fitted()
-    assert {path.stem for path in choice.SHIPPED.glob("*.json")} == fitted.keys()
+    shipped = {path.stem for path in choice.SHIPPED.glob("*.json")}
+    assert {kind for kind in shipped if not kind.startswith("nvidia-")} == fitted.keys()
     for kind, device in fitted.items():
         device.save(tmp_path / "fitted.json")
         shipped = choice.SHIPPED / f"{kind}.json"
@@ -111,7 +112,7 @@ def test_calls_go_the_cheaper_way(
     if library.load() is None:
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda t: False)
-    place = choice.tuned_path()
+    place = choice.tuned_path(machine.cpu_kind())
     for fused, around, expected in ((1.0, 2.0, False), (2.0, 1.0, True)):
         _device("cpu", fused, around, []).save(place)
         choice.forget()
@@ -137,7 +138,7 @@ def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
         pytest.skip("there is no C++ compiler")
     chain.chain_fastest.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_int]
     chain.chain_fastest.restype = ctypes.c_int64
-    device = choice.device()
+    device = choice.device(machine.cpu_kind())
     if device is None:
         pytest.skip("nothing like this CPU was measured")
     tried = set()
@@ -154,7 +155,7 @@ def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
         if is_near or abs(by_model[0] / by_model[1] - 1) < 1e-3:
             continue
         expected = by_model[1] < by_model[0]
-        costs_ = ctypes.c_void_p(choice.address("float32"))
+        costs_ = ctypes.c_void_p(choice.address(machine.cpu_kind(), "float32"))
         way = chain.chain_fastest(costs_, 0, *size[2:], call.threads, 0)
         assert (way == AROUND_PRODUCTS) is expected, size
         tried.add(expected)
@@ -164,7 +165,7 @@ def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
 def test_tune_measures_and_is_used(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if library.load() is None:
         pytest.skip("there is no C++ compiler")
-    shipped = choice.path()
+    shipped = choice.path(machine.cpu_kind())
     model = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 40))
     seen = []
     measure = tuning.measure
@@ -172,16 +173,16 @@ def test_tune_measures_and_is_used(own_folder: Path, monkeypatch: pytest.MonkeyP
         tuning, "measure", lambda size, *rest: seen.append(size) or measure(size, *rest)
     )
     path = fn.tune(model, torch.randn(5, 24), seconds=2.0, sizes=[(3, 16, 8)])
-    assert path == choice.path() == own_folder / "tuned.json"
+    assert path == choice.path(machine.cpu_kind()) == own_folder / "tuned.json"
     assert Size("float32", "", 5, 24, 40) in seen
     assert {Size(dtype, "", 3, 16, 8) for dtype in sizes.DTYPES} <= set(seen)
-    device = choice.device()
+    device = choice.device(machine.cpu_kind())
     assert device is not None
     assert device.about["calls"] == len(seen)
     fn.norm_linear(torch.randn(5, 24), torch.randn(40, 24))
     monkeypatch.setenv(choice.SWITCH, "0")
     choice.forget()
-    assert choice.path() == shipped
+    assert choice.path(machine.cpu_kind()) == shipped
 
 
 def _damaged() -> dict[str, Any]:
@@ -208,7 +209,7 @@ def _damaged() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*_damaged(), "half a file"])
 def test_damaged_measurements_are_not_used(name: str, own_folder: Path) -> None:
     """Calls go by the shipped ones and say so: the chain reads what it is given unchecked."""
-    shipped, tuned = choice.path(), own_folder / "tuned.json"
+    shipped, tuned = choice.path(machine.cpu_kind()), own_folder / "tuned.json"
     text = '{"name": ' if name == "half a file" else json.dumps(_damaged()[name])
     tuned.write_text(text)
     with pytest.raises(ValueError, match="holds no measurements of a device"):
@@ -216,7 +217,7 @@ def test_damaged_measurements_are_not_used(name: str, own_folder: Path) -> None:
     choice.forget()
     tell_again()
     with pytest.warns(UserWarning, match="goes by the shipped measurements"):
-        found = choice.path()
+        found = choice.path(machine.cpu_kind())
     assert found == shipped
     x, weight = torch.randn(30, 24), torch.randn(40, 24)
     expected = F.linear(F.layer_norm(x, (24,)), weight)

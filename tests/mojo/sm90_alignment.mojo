@@ -11,6 +11,7 @@ from op.call import Call, Part
 from op.gemm.activation import GATED, SILU
 from op.norm_linear.plan import FUSED, NEW_FOLD
 from op.norm_linear.sm90.choice import choose_forward, has_kernels
+from op.norm_linear.sm90.costs import Costs
 from op.norm_linear.sm90.linear import linear_pays
 from op.norm_linear.sm90.linear_backward import input_gradient_pays
 from op.norm_linear.sm90.several import products_pay
@@ -31,6 +32,7 @@ def shifted(call: Call, field: Int) -> Call:
 
 
 def main() raises:
+    var costs = Costs(PROCESSORS, 0)
     var numbers = argv()
     for i in range(1, len(numbers)):
         var field = Int(numbers[i])
@@ -50,11 +52,11 @@ def main() raises:
         several.parts = Int(parts.unsafe_ptr())
         several.part_count = 2
         print(
-            choose_forward[dtype](shifted(fold, field), PROCESSORS),
-            choose_forward[dtype](shifted(gate, field), PROCESSORS),
-            choose_forward[dtype](shifted(passed, field), PROCESSORS),
-            Int(linear_pays[dtype](shifted(call, field), PROCESSORS)),
-            Int(input_gradient_pays[dtype](shifted(call, field), PROCESSORS)),
+            choose_forward[dtype](shifted(fold, field), costs),
+            choose_forward[dtype](shifted(gate, field), costs),
+            choose_forward[dtype](shifted(passed, field), costs),
+            Int(linear_pays[dtype](shifted(call, field), costs)),
+            Int(input_gradient_pays[dtype](shifted(call, field), costs)),
             Int(products_pay[dtype](shifted(several, field), PROCESSORS)),
             Int(has_kernels[dtype](shifted(call, field))),
         )

@@ -10,6 +10,7 @@ from std.sys import argv
 from op.call import Call
 from op.gemm.activation import GATED, GELU, SILU
 from op.norm_linear.sm90.choice import choose_forward
+from op.norm_linear.sm90.costs import Costs
 from op.norm_linear.sm90.linear import linear_pays
 from op.norm_linear.sm90.linear_backward import input_gradient_pays
 
@@ -17,6 +18,7 @@ comptime PROCESSORS = 132
 
 
 def main() raises:
+    var costs = Costs(PROCESSORS, 0)
     var numbers = argv()
     for i in range(1, len(numbers), 3):
         var call = Call()
@@ -35,13 +37,13 @@ def main() raises:
         var invariant = call
         invariant.invariant = 1
         print(
-            Int(linear_pays[DType.bfloat16](call, PROCESSORS)),
-            Int(linear_pays[DType.bfloat16](activated, PROCESSORS)),
-            Int(linear_pays[DType.bfloat16](gated, PROCESSORS)),
-            Int(linear_pays[DType.bfloat16](added, PROCESSORS)),
-            Int(input_gradient_pays[DType.bfloat16](call, PROCESSORS)),
-            Int(linear_pays[DType.float32](call, PROCESSORS)),
-            choose_forward[DType.float32](activated, PROCESSORS, True),
-            Int(linear_pays[DType.bfloat16](shifted, PROCESSORS)),
-            Int(linear_pays[DType.bfloat16](invariant, PROCESSORS)),
+            Int(linear_pays[DType.bfloat16](call, costs)),
+            Int(linear_pays[DType.bfloat16](activated, costs)),
+            Int(linear_pays[DType.bfloat16](gated, costs)),
+            Int(linear_pays[DType.bfloat16](added, costs)),
+            Int(input_gradient_pays[DType.bfloat16](call, costs)),
+            Int(linear_pays[DType.float32](call, costs)),
+            choose_forward[DType.float32](activated, costs, True),
+            Int(linear_pays[DType.bfloat16](shifted, costs)),
+            Int(linear_pays[DType.bfloat16](invariant, costs)),
         )

@@ -1,22 +1,33 @@
 """Prints the way that is planned for forwards on Hopper: no GPU is asked.
 
-For each group of five arguments M, K, N, in_graph, may_keep, a line with the ways in bfloat16, float16 and float32;
-then the way in bfloat16 where x is not aligned, where the weight is not, and of an RMSNorm without parameters; then
-how much of the device's time the tiles of our product use, in percent.
+The first three arguments are files of what ways cost in bfloat16, float16 and float32. For each group of five after them,
+M, K, N, in_graph, may_keep, a line with the ways in these dtypes; then the way in bfloat16 where x is not aligned,
+where the weight is not, and of an RMSNorm without parameters; then whether our product is faster in bfloat16 and float16.
 """
 
 from std.sys import argv
 
 from op.call import Call
-from op.gemm.sm90.tiling import Tiling
 from op.norm_linear.sm90.choice import choose_forward
+from op.norm_linear.sm90.costs import Costs
 
 comptime PROCESSORS = 132
 
 
+def costs_of(bytes: List[UInt8]) -> Costs:
+    return Costs(PROCESSORS, Int(bytes.unsafe_ptr()) if len(bytes) else 0)
+
+
 def main() raises:
     var numbers = argv()
-    for i in range(1, len(numbers), 5):
+    var files = List[List[UInt8]]()
+    for i in range(1, 4):
+        with open(String(numbers[i]), "r") as file:
+            files.append(file.read_bytes())
+    var bfloat16 = costs_of(files[0])
+    var float16 = costs_of(files[1])
+    var float32 = costs_of(files[2])
+    for i in range(4, len(numbers), 5):
         var call = Call()
         call.M = Int(numbers[i])
         call.K = Int(numbers[i + 1])
@@ -30,11 +41,13 @@ def main() raises:
         bare.normalization = 1
         shifted_weight.weight = 2
         print(
-            choose_forward[DType.bfloat16](call, PROCESSORS),
-            choose_forward[DType.float16](call, PROCESSORS),
-            choose_forward[DType.float32](call, PROCESSORS),
-            choose_forward[DType.bfloat16](shifted_x, PROCESSORS),
-            choose_forward[DType.bfloat16](shifted_weight, PROCESSORS),
-            choose_forward[DType.bfloat16](bare, PROCESSORS),
-            Tiling.best(call.M, call.N, call.K, PROCESSORS).percent,
+            choose_forward[DType.bfloat16](call, bfloat16),
+            choose_forward[DType.float16](call, float16),
+            choose_forward[DType.float32](call, float32),
+            choose_forward[DType.bfloat16](shifted_x, bfloat16),
+            choose_forward[DType.bfloat16](shifted_weight, bfloat16),
+            choose_forward[DType.bfloat16](bare, bfloat16),
+            Int(bfloat16.is_faster(call.M, call.K, call.N)),
+            Int(float16.is_faster(call.M, call.K, call.N)),
         )
+    _ = files^

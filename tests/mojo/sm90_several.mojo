@@ -10,6 +10,7 @@ from std.sys import argv
 
 from op.call import Call, Part
 from op.gemm.sm90.parts import Parts, steps_of
+from op.norm_linear.sm90.costs import Costs
 from op.norm_linear.sm90.parts import sizes_of
 from op.norm_linear.sm90.several import folded_way, products_pay
 from op.norm_linear.sm90.several_backward import input_gradients_pay
@@ -27,6 +28,7 @@ def print_places(call: Call, step: Int):
 
 
 def main() raises:
+    var costs = Costs(PROCESSORS, 0)
     var numbers = argv()
     for i in range(1, len(numbers), 6):
         var parts = List[Part]()
@@ -46,11 +48,11 @@ def main() raises:
             Int(products_pay[DType.float16](call, PROCESSORS)),
             Int(products_pay[DType.float32](call, PROCESSORS)),
             Int(input_gradients_pay[DType.bfloat16](call, PROCESSORS)),
-            folded_way[DType.bfloat16](call, PROCESSORS),
+            folded_way[DType.bfloat16](call, costs),
             end=" ",
         )
         call.may_keep = 1
-        print(folded_way[DType.bfloat16](call, PROCESSORS), end=" ")
+        print(folded_way[DType.bfloat16](call, costs), end=" ")
         parts[len(parts) - 1].bias = 8
         print(
             Int(products_pay[DType.bfloat16](call, PROCESSORS)),

@@ -114,5 +114,9 @@ def check(
         ("loss", "lse", "dx", "dweight", "dbias"), found, eager, exact, strict=False
     ):
         assert torch.isfinite(a).all(), name
+        if name not in least and not c.any():
+            # Of one class nothing has a gradient: what is left of exponentials that cancel.
+            assert a.abs().max() <= 2**-16, name
+            continue
         ours_, others = (error(each, c, least.get(name, 1e-30)) for each in (a, b))
         assert ours_ <= at_most * others + tiny, (name, ours_, others)

@@ -108,6 +108,24 @@ def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
         return waves * (products + store // 2)
 
 
+def fewest_cycles(m: Int, n: Int, k: Int, processors: Int) -> Int:
+    """Estimates the cycles that a product takes in the shape that suits it best.
+
+    Args:
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Length of the sums.
+        processors: SMs of the device.
+
+    Returns:
+        The cycles; an estimate for tiles also where the kernel for few rows runs.
+    """
+    var least = Int.MAX
+    comptime for i in range(len(SHAPES)):
+        least = min(least, _cycles[SHAPES[i]](m, n, k, processors))
+    return least
+
+
 @fieldwise_init
 struct Tiling(TrivialRegisterPassable):
     """A kernel for products of some sizes."""

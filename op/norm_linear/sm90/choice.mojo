@@ -8,16 +8,11 @@ from std.sys import size_of
 
 from ...call import Call
 from ...gemm.activation import GATED
-from ...gemm.sm90.tiling import MOST_FEW_ROWS, Tiling
+from ...gemm.sm90.tiling import MOST_FEW_ROWS
 from ..plan import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .alignment import ALIGNMENT, are_aligned, behind_pass
+from .costs import Costs
 from .fold import products
-from .measured import MEASURED, Measured
-
-# A tile of y in float32 takes twice as long to store: where many tiles have short sums, that shows
-# (docs/hopper-log.md, "float32").
-comptime _SHORT_SUMS = 1024
-comptime _MANY_OUTPUTS = 1 << 24
 
 # The number of its kind in `Call.normalization`.
 comptime _RMS_NORM = 1
@@ -27,15 +22,6 @@ comptime _BOX = 64
 
 # From so many outputs on, any number of them will do.
 comptime _FEWEST_OUTPUTS = 8
-
-# Of sums longer than so many times the columns, the table has none: there operands come from the L2 cache as fast as it
-# gives them, and PyTorch's larger tiles need fewer (docs/hopper-log.md, "Behind a pass").
-comptime _LONGEST_SUMS = 3
-
-# Where there are more rows, all sizes in the table have tiles that use so much of the device's time. Those of other
-# sizes may not (docs/hopper-log.md, "The ways, measured anew").
-comptime _ROWS_THAT_FILL = 512
-comptime _LEAST_PERCENT = 86
 
 
 def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
@@ -64,78 +50,6 @@ def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
     )
 
 
-def nearest(m: Int, k: Int, n: Int) -> Measured:
-    """Finds what was measured at the nearest sizes: the nearest weight's, and of that the nearest rows'.
-
-    Args:
-        m: Rows.
-        k: Features.
-        n: Outputs.
-
-    Returns:
-        The measurement, in bfloat16.
-    """
-    var its_k, its_n = 0, 0
-    var least = Float64.MAX
-    comptime for i in range(len(MEASURED)):
-        comptime at = MEASURED[i]
-        comptime if (
-            i == 0 or at.K != MEASURED[i - 1].K or at.N != MEASURED[i - 1].N
-        ):
-            var far = _ratio(k, at.K) * _ratio(n, at.N)
-            if far < least:
-                least = far
-                its_k, its_n = at.K, at.N
-    var found = materialize[MEASURED[0]]()
-    least = Float64.MAX
-    comptime for i in range(len(MEASURED)):
-        comptime at = MEASURED[i]
-        if at.K == its_k and at.N == its_n:
-            var far = _ratio(m, at.M)
-            if far < least:
-                least = far
-                found = materialize[at]()
-    return found
-
-
-def fastest(m: Int, k: Int, n: Int, in_graph: Bool, may_keep: Bool) -> Int:
-    """Finds the way that was fastest at the nearest sizes that were measured.
-
-    Args:
-        m: Rows.
-        k: Features.
-        n: Outputs.
-        in_graph: Whether launches cost the host nothing.
-        may_keep: Whether a fold may be kept.
-
-    Returns:
-        The way, in bfloat16.
-    """
-    var at = nearest(m, k, n)
-    if may_keep:
-        return at.graph_kept if in_graph else at.launched_kept
-    return at.graph if in_graph else at.launched
-
-
-def is_faster(m: Int, k: Int, n: Int) -> Bool:
-    """Tells whether our product is faster than PyTorch's behind the same pass, as far as was measured.
-
-    Args:
-        m: Rows.
-        k: Length of the sums.
-        n: Columns of the product.
-
-    Returns:
-        Whether it is.
-    """
-    return k <= _LONGEST_SUMS * n and nearest(m, k, n).passed == FUSED
-
-
-def _ratio(a: Int, b: Int) -> Float64:
-    """Divides the larger by the smaller: distances are those of logarithms."""
-    return Float64(max(a, b)) / Float64(min(a, b))
-
-
 def _fold_pays(call: Call) -> Bool:
     """Tells whether a fold made anew costs less than passes over x, before PyTorch's product, and h, after it.
 
@@ -143,15 +57,6 @@ def _fold_pays(call: Call) -> Bool:
     """
     var n = products(call)
     return 5 * n * call.K < (5 * call.K + 2 * n) * call.M
-
-
-def _leaves_idle(call: Call, processors: Int) -> Bool:
-    """Tells whether the tiles of our product leave much of the device idle, unlike those in the table."""
-    return (
-        call.M > _ROWS_THAT_FILL
-        and Tiling.best(call.M, call.N, call.K, processors).percent
-        < _LEAST_PERCENT
-    )
 
 
 def is_fold(call: Call) -> Bool:
@@ -184,7 +89,7 @@ def fits_gate(call: Call) -> Bool:
 
 def choose_forward[
     dtype: DType
-](call: Call, processors: Int, activates: Bool = False) -> Int:
+](call: Call, costs: Costs, activates: Bool = False) -> Int:
     """Chooses the way of a forward.
 
     Parameters:
@@ -192,7 +97,7 @@ def choose_forward[
 
     Args:
         call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or the one to take.
-        processors: SMs of the device.
+        costs: What the ways cost on the device.
         activates: Whether the product of normalized rows is ours to make, and activates them as asked.
 
     Returns:
@@ -210,8 +115,13 @@ def choose_forward[
         return DECLINED
     var way: Int
     comptime if dtype == DType.float32:
-        var stores = call.K <= _SHORT_SUMS and call.M * call.N >= _MANY_OUTPUTS
-        way = DECLINED if stores and call.way == 0 else FUSED
+        way = call.way
+        if way == 0:
+            way = costs.fastest(
+                call.M, call.K, call.N, call.in_graph != 0, False
+            )
+        if way in (NEW_FOLD, KEPT_FOLD):
+            way = FUSED
         # No epilogue activates sums of tf32.
         if call.activation != 0:
             way = DECLINED
@@ -221,15 +131,13 @@ def choose_forward[
         # For few rows, finding the constants takes as long as normalizing them.
         var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
         if way == 0:
-            way = fastest(
+            way = costs.fastest(
                 call.M,
                 call.K,
                 products(call),
                 call.in_graph != 0,
                 folds and (call.may_keep != 0 or needs_no_fold),
             )
-            if call.activation == 0 and _leaves_idle(call, processors):
-                way = DECLINED
             # PyTorch's product takes six times as long where y's rows are not aligned.
             if way == DECLINED and call.N * size_of[dtype]() % ALIGNMENT != 0:
                 way = FUSED

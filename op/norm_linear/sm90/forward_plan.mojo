@@ -23,6 +23,7 @@ from ...gemm.sm90.wgmma import K_BLOCK
 from ..plan import DECLINED, FUSED, NEW_FOLD
 from .alignment import ALIGNMENT
 from .choice import choose_forward, is_fold
+from .costs import Costs
 from .fold import products
 from .linear import linear_pays
 from .workspace import part
@@ -152,12 +153,13 @@ def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
         call: The call; its way and the bytes of its workspace are written. A way that is not 0 is taken where it can
             be: tests and measurements ask for one.
     """
+    var costs = Costs(launcher)
     call.way = choose_forward[dtype](
         call,
-        launcher.gpu.processors,
+        costs,
         call.activation != 0
         and call.way in (0, FUSED)
-        and linear_pays[dtype](call, launcher.gpu.processors),
+        and linear_pays[dtype](call, costs),
     )
     call.workspace_bytes = 0
     if call.way != DECLINED:

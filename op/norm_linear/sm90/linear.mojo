@@ -24,7 +24,8 @@ from ...gemm.sm90.parts import HALVES
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import Tiling, fills
 from ..plan import DECLINED, FUSED
-from .choice import fits_gate, has_kernels, is_faster
+from .choice import fits_gate, has_kernels
+from .costs import Costs
 from .fold import products
 
 # The kernels that activate: one consumer does so while the other multiplies.
@@ -47,7 +48,7 @@ def linear_tiling(call: Call, processors: Int) -> Tiling:
     )
 
 
-def linear_pays[dtype: DType](call: Call, processors: Int) -> Bool:
+def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
     """Tells whether y is made sooner here than by PyTorch's product and what follows.
 
     Parameters:
@@ -55,7 +56,7 @@ def linear_pays[dtype: DType](call: Call, processors: Int) -> Bool:
 
     Args:
         call: Sizes, conditions, and the addresses that there are. If it is to be invariant, speed does not matter.
-        processors: SMs of the device.
+        costs: What products cost on the device.
 
     Returns:
         Whether it is.
@@ -66,14 +67,14 @@ def linear_pays[dtype: DType](call: Call, processors: Int) -> Bool:
         return call.activation == 0
     if call.activation != 0:
         # A pass over h is saved.
-        var clusters = processors // _ACTIVATES.cluster
+        var clusters = costs.processors // _ACTIVATES.cluster
         return fits_gate(call) and fills(
             _ACTIVATES, call.M, products(call), clusters
         )
     # So is one over y where a residual is added.
-    return linear_tiling(call, processors).fills() and (
-        call.residual != 0 or is_faster(call.M, call.K, call.N)
-    )
+    if call.residual != 0:
+        return linear_tiling(call, costs.processors).fills()
+    return costs.is_faster(call.M, call.K, call.N)
 
 
 def plan_linear[dtype: DType](launcher: Launcher, mut call: Call):
@@ -89,7 +90,7 @@ def plan_linear[dtype: DType](launcher: Launcher, mut call: Call):
     """
     call.way = DECLINED
     call.workspace_bytes = 0
-    if linear_pays[dtype](call, launcher.gpu.processors):
+    if linear_pays[dtype](call, Costs(launcher)):
         call.way = FUSED
 
 

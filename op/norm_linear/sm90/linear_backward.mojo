@@ -13,7 +13,8 @@ from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import SplitK, launch_split_k
 from ...gemm.sm90.tiling import Tiling
 from ..plan import DECLINED, FUSED
-from .choice import has_kernels, is_faster
+from .choice import has_kernels
+from .costs import Costs
 
 # From so many rows on, two grids that share them take no longer than PyTorch's product does
 # (docs/hopper-log.md, "Several Linear layers on one norm").
@@ -27,7 +28,7 @@ def _input_gradient_tiling(call: Call, processors: Int) -> Tiling:
     )
 
 
-def input_gradient_pays[dtype: DType](call: Call, processors: Int) -> Bool:
+def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
     """Tells whether dx is made sooner here than by PyTorch's product.
 
     Parameters:
@@ -35,7 +36,7 @@ def input_gradient_pays[dtype: DType](call: Call, processors: Int) -> Bool:
 
     Args:
         call: Sizes, conditions, and the addresses that there are. If it is to be invariant, speed does not matter.
-        processors: SMs of the device.
+        costs: What products cost on the device.
 
     Returns:
         Whether it is.
@@ -43,8 +44,8 @@ def input_gradient_pays[dtype: DType](call: Call, processors: Int) -> Bool:
     if dtype == DType.float32 or not has_kernels[dtype](call):
         return False
     return call.invariant != 0 or (
-        _input_gradient_tiling(call, processors).fills()
-        and is_faster(call.M, call.N, call.K)
+        _input_gradient_tiling(call, costs.processors).fills()
+        and costs.is_faster(call.M, call.N, call.K)
     )
 
 
@@ -60,7 +61,7 @@ def plan_input_gradient[dtype: DType](launcher: Launcher, mut call: Call):
     """
     call.way = DECLINED
     call.workspace_bytes = 0
-    if input_gradient_pays[dtype](call, launcher.gpu.processors):
+    if input_gradient_pays[dtype](call, Costs(launcher)):
         call.way = FUSED
 
 

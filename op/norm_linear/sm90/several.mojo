@@ -26,7 +26,7 @@ from ...gemm.sm90.tiling import Tiling
 from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .alignment import ALIGNMENT, are_aligned
-from .choice import fastest
+from .costs import Costs
 from .fold import launch_fold
 from .forward_plan import ForwardPlan
 from .parts import part_at, sizes_of
@@ -100,7 +100,7 @@ def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
     return fills(Tiling.best(call.M, n, call.K, processors, common=True))
 
 
-def folded_way[dtype: DType](call: Call, processors: Int) -> Int:
+def folded_way[dtype: DType](call: Call, costs: Costs) -> Int:
     """Chooses whether a forward of several Linear layers folds.
 
     Parameters:
@@ -113,11 +113,13 @@ def folded_way[dtype: DType](call: Call, processors: Int) -> Int:
     Returns:
         KEPT_FOLD, NEW_FOLD or DECLINED.
     """
-    if dtype != DType.bfloat16 or not products_pay[dtype](call, processors):
+    if dtype != DType.bfloat16 or not products_pay[dtype](
+        call, costs.processors
+    ):
         return DECLINED
     var way = call.way
     if way == 0:
-        way = fastest(
+        way = costs.fastest(
             call.M, call.K, call.N, call.in_graph != 0, call.may_keep != 0
         )
     return way if way in (KEPT_FOLD, NEW_FOLD) else DECLINED
@@ -134,12 +136,11 @@ def plan_folded[dtype: DType](launcher: Launcher, mut call: Call):
         call: The call; its way is written, KEPT_FOLD, NEW_FOLD or DECLINED, and the bytes of its workspace. A way
             that is not 0 is taken where it can be.
     """
-    ref gpu = launcher.gpu
-    call.way = folded_way[dtype](call, gpu.processors)
+    call.way = folded_way[dtype](call, Costs(launcher))
     call.workspace_bytes = 0
     if call.way != DECLINED:
         call.workspace_bytes = ForwardPlan[dtype](
-            call, call.way, gpu.processors
+            call, call.way, launcher.gpu.processors
         ).workspace_bytes
 
 

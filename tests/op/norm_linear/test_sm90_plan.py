@@ -1,12 +1,14 @@
-"""The table by which the forward on Hopper chooses its way, and the plan; no GPU is asked."""
+"""What the forward on Hopper chooses its way by, and the plan; no GPU is asked."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
 import subprocess
-from functools import cache
+from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -16,45 +18,23 @@ import torch
 
 from fused_norm.call import record
 from fused_norm.chain import kernels
+from fused_norm.devices import choice, hopper
+from fused_norm.devices.hopper import GpuCall
+from fused_norm.tuning.sizes import draw_for_gpu
 
 ROOT = Path(__file__).resolve().parents[3]
-MEASURED = json.loads((ROOT / "benchmarks" / "results" / "h200-dispatch.json").read_text())[
-    "forward"
-]
-SIZES = [(measured["M"], measured["K"], measured["N"]) for measured in MEASURED]
-# Some between those that were measured and beyond; rows right between two of them.
-SIZES += [
-    (1576, 768, 3072),
-    (1576, 768, 2304),
-    (20000, 1024, 1280),
-    (1, 8, 8),
-    (4, 1024, 1024),
-    (32, 4096, 4096),
-]
-# Threads store y where TMA cannot.
-SIZES += [(8192, 768, 50257), (40, 768, 50257), (300, 1024, 1001)]
-SIZES += [(100_000, 16384, 16384), (300, 2048, 2048), (3000, 776, 1032)]
+RESULTS = ROOT / "benchmarks/results"
+H100 = json.loads((RESULTS / "gpu-calls-nvidia-h100.json").read_text())
+SIZES = [tuple(size[2:]) for size in draw_for_gpu(150, 11, ["bfloat16"])]
+# Those that were measured, and threads that store y where TMA cannot.
+SIZES += [(call[1], call[2], call[3]) for call in H100["calls"][::7]]
+SIZES += [(8192, 768, 50257), (40, 768, 50257), (300, 1024, 1001), (1, 8, 8)]
 
 
-@cache
-def dispatch() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts/measure")
-        import dispatch
-    return dispatch
-
-
-def nearest(rows: int, features: int, outputs: int, in_graph: bool, may_keep: bool) -> int:
-    """Return the way that was fastest at the measured sizes next to these."""
-
-    def far(measured: dict[str, int]) -> tuple[float, float]:
-        off = {name: abs(math.log(measured[name] / size)) for name, size in sizes.items()}
-        return round(off["K"] + off["N"], 9), round(off["M"], 9)
-
-    sizes = {"M": rows, "K": features, "N": outputs}
-    times = min(MEASURED, key=far)["us"]
-    way = dispatch().fastest(times)[2 * in_graph + (not may_keep)]
-    return getattr(record, dispatch().NAMES[way])
+@pytest.fixture
+def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
+    return importlib.import_module("gpu_calls")
 
 
 needs_mojo = pytest.mark.skipif(
@@ -63,48 +43,85 @@ needs_mojo = pytest.mark.skipif(
 )
 
 
-@needs_mojo
-def test_plan_follows_the_table() -> None:
-    cases = [(*size, *flags) for size, flags in product(SIZES, product((False, True), repeat=2))]
+def planned(files: Sequence[Path], cases: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return what tests/mojo/sm90_plan.mojo prints for cases."""
     run = subprocess.run(
-        ["mojo", "run", "-I", ".", "tests/mojo/sm90_plan.mojo"]
+        ["mojo", "run", "-I", ".", "tests/mojo/sm90_plan.mojo", *map(str, files)]
         + [str(int(number)) for case in cases for number in case],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    planned = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
-    assert len(planned) == len(cases)
-    for case, (*found, used) in zip(cases, planned, strict=True):
+    lines = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    assert len(lines) == len(cases)
+    return lines
+
+
+@needs_mojo
+def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -> None:
+    """Both languages choose alike, by the model and by its exceptions."""
+    device = hopper.load(choice.SHIPPED / "nvidia-h100.json")
+    files = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        files.append(tmp_path / dtype)
+        files[-1].write_bytes(device.as_array(dtype).tobytes())
+    cases = [(*size, *flags) for size, flags in product(SIZES, product((0, 1), repeat=2))]
+    calls = {size: GpuCall("bfloat16", *size, {}, {}) for size in SIZES}
+    cycles = gpu_calls.cycles_of(list(calls.values()))
+    seen = Counter[int]()
+    for case, found in zip(cases, planned(files, cases), strict=True):
         *size, in_graph, may_keep = case
+        ways: list[list[int]] = []
+        for dtype in ("bfloat16", "float16", "float32"):
+            call = calls[tuple(size)]._replace(dtype=dtype)
+            chosen = nearest(device, call) or device.chosen(call, cycles)
+            ways.append([hopper.WAYS[way] for way in chosen])
+        kept, anew = (ways[0][2 * in_graph + (not keeps)] for keeps in (True, False))
         rows, features, outputs = size
-        # Of many rows, the table has only such whose tiles use most of the device's time.
-        idle = rows > 512 and used < 86
-        assert not idle or tuple(size) not in SIZES[: len(MEASURED)], case
-        kept, anew = (
-            record.DECLINED if idle else nearest(*size, in_graph, keeps) for keeps in (True, False)
-        )
+        # PyTorch's product takes six times as long where rows of y are not aligned.
+        if outputs % 8:
+            kept, anew = (way or record.FUSED for way in (kept, anew))
         # What cannot be folded is normalized before our own product.
         unfolded = record.FUSED if anew == record.NEW_FOLD else anew
-        stores = features <= 1024 and rows * outputs >= 2**24
-        # A weight that is its own fold is not kept, but for few rows.
         bare = kept if may_keep or rows > 64 else anew
         if rows > 64 and bare == record.KEPT_FOLD:
+            # A weight that is its own fold is not kept, but for few rows.
             bare = record.NEW_FOLD
-        expected = [
-            kept if may_keep else anew,
-            unfolded,
-            record.DECLINED if stores else record.FUSED,
-            # x is not aligned as TMA reads it, and then the weight.
-            unfolded,
-            record.DECLINED,
-            bare,
-        ]
-        assert found == expected, case
-    # Tiles use 75 and 84 % of their waves: 22 us for 17 around PyTorch's product, 15.5 for 14.
-    of_idle = [found[0] for case, found in zip(cases, planned, strict=True) if case[0] == 1576]
-    assert of_idle == [record.DECLINED] * 8
+        others = [dtype_ways[2 * in_graph + 1] for dtype_ways in ways[1:]]
+        if outputs * 2 % 16:
+            others[0] = others[0] or record.FUSED
+        expected = [kept if may_keep else anew, *others, unfolded, record.DECLINED, bare]
+        if outputs * 4 % 16 or features * 4 % 16:
+            # Of float32, there are no kernels.
+            expected[2] = found[2]
+        assert list(found[:6]) == expected, case
+        is_ours = [dtype_ways[-1] == record.FUSED for dtype_ways in ways[:2]]
+        assert [bool(each) for each in found[6:]] == is_ours, case
+        seen.update(found[:1])
+    assert seen.keys() == {record.FUSED, record.KEPT_FOLD, record.DECLINED, record.NEW_FOLD}
+
+
+def nearest(device: hopper.Hopper, call: GpuCall) -> list[str] | None:
+    """Return the ways of the nearest exception whose sizes are alike."""
+    found, least = None, 1.5**3
+    for dtype, *sizes, a, b, c, d, e in device.exceptions:
+        if dtype != call.dtype:
+            continue
+        ratios = [max(x / y, y / x) for x, y in zip(sizes, call[1:4], strict=True)]
+        if max(ratios) <= 1.5 and math.prod(ratios) < least:
+            found, least = [a, b, c, d, e], math.prod(ratios)
+    return found
+
+
+@needs_mojo
+def test_without_measurements(tmp_path: Path) -> None:
+    """A Hopper that nobody has measured goes by our product, on a fold where one is kept."""
+    nothing = tmp_path / "nothing"
+    nothing.touch()
+    cases = [(2048, 1024, 1024, in_graph, may_keep) for in_graph in (0, 1) for may_keep in (0, 1)]
+    ways = [line[0] for line in planned([nothing] * 3, cases)]
+    assert ways == [record.FUSED, record.KEPT_FOLD] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API")

@@ -1,0 +1,102 @@
+"""Whether forwards on Hopper go the fastest way: `poe bench --regret --device cuda`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fused_norm.chain.kernels import is_hopper
+from fused_norm.devices.hopper import GpuCall
+from fused_norm.tuning import gpu
+from fused_norm.tuning.sizes import draw_for_gpu
+
+DTYPES = ("bfloat16", "float16")
+# What users get, and the ways that it is held against: without keeping anything, and frozen.
+CHOSEN = {
+    "chosen": ("composed", "around", "anew", "eager"),
+    "chosen frozen": ("kept", "composed", "around", "anew", "eager"),
+}
+# What a difference from run to run comes to: above it, a size is measured again, for longer.
+AGAIN, LONGER = 1.05, 4
+
+
+def measured(count: int, seed: int, seconds: float, dtypes: Sequence[str]) -> list[GpuCall]:
+    """Return forwards of sizes drawn, each way.
+
+    Raises:
+        RuntimeError: If there is no Hopper.
+    """
+    if not torch.cuda.is_available() or not is_hopper(torch.cuda.current_device()):
+        raise RuntimeError("on a GPU there is nothing to choose, unless it is a Hopper")
+    found = []
+    with Progress(console=Console(stderr=True)) as progress:
+        sizes = draw_for_gpu(count, seed, dtypes or DTYPES)
+        for size in progress.track(sizes, description="sizes"):
+            call = gpu.measure(size, seconds, CHOSEN)
+            if max(regret(call, name, False) for name in CHOSEN) > AGAIN:
+                call = gpu.measure(size, LONGER * seconds, CHOSEN)
+            found.append(call)
+    return found
+
+
+def regret(call: GpuCall, name: str, is_launched: bool) -> float:
+    """Return the time of what users get over that of the fastest way."""
+    us = call.taken(is_launched)
+    return us[name] / min(us[way] for way in CHOSEN[name] if way in us)
+
+
+def of_eager(call: GpuCall, name: str, is_launched: bool) -> float:
+    """Return the time of what users get over that of PyTorch's ops."""
+    us = call.taken(is_launched)
+    return us[name] / us["eager"]
+
+
+def table(calls: Sequence[GpuCall]) -> Table:
+    """Return what was found of each dtype, with the worst size."""
+    found = Table(title="Time of what users get, over that of the fastest way and of eager")
+    for name in ("dtype", "", "sizes", "regret: median", "worst", "at M,K,N"):
+        found.add_column(name, justify="left" if name in ("dtype", "") else "right")
+    for name in ("of eager: median", "worst", "at M,K,N"):
+        found.add_column(name, justify="right")
+    for dtype in dict.fromkeys(call.dtype for call in calls):
+        each = [call for call in calls if call.dtype == dtype]
+        for is_launched in (False, True):
+            for name in CHOSEN:
+                cells = list[str]()
+                for ratio in (regret, of_eager):
+                    ratios = {ratio(call, name, is_launched): call for call in each}
+                    worst = ratios[max(ratios)]
+                    cells += [f"{statistics.median(ratios):.3f}", f"{max(ratios):.2f}"]
+                    cells.append(f"{worst.M},{worst.K},{worst.N}")
+                what = "launched" if is_launched else "graph"
+                what += ", frozen" if name == "chosen frozen" else ""
+                found.add_row(dtype, what, str(len(each)), *cells)
+    return found
+
+
+def plot(calls: Sequence[GpuCall], path: Path) -> None:
+    """Write regret and the ratio to eager over the products of a call, in graphs and launched."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    shared: Any = {"sharey": True}
+    for axes, is_launched in zip(figure.subplots(1, 2, **shared), (False, True), strict=True):
+        for dtype, color in zip(DTYPES, ("#2e86ab", "#3a9d6e"), strict=True):
+            each = [c for c in calls if c.dtype == dtype]
+            work = [c.M * c.K * c.N for c in each]
+            for ratio, mark in ((regret, "o"), (of_eager, "x")):
+                ratios = [ratio(c, "chosen", is_launched) for c in each]
+                axes.plot(work, ratios, mark, color=color, ms=4, alpha=0.7, label=dtype)
+        axes.axhline(1, color="#8a8a8a", lw=0.8)
+        title = "launched" if is_launched else "in a CUDA graph"
+        axes.set(xscale="log", xlabel="M K N", title=title)
+    figure.axes[0].set_ylabel("dots: over the fastest way; crosses: over eager")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.axes[0].legend(handles[::2], labels[::2], frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,131 @@
+"""How forwards on Hopper go: what was measured, and the model fitted to it. No GPU is asked."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import fused_norm as fn
+from benchmarks import regret, regret_gpu
+from fused_norm.devices import choice, hopper, machine
+from fused_norm.devices.hopper import GpuCall
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = sorted((ROOT / "benchmarks/results").glob("gpu-calls-*.json"))
+needs_mojo = pytest.mark.skipif(
+    not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
+    reason="no Mojo compiler on this machine",
+)
+
+
+@pytest.fixture
+def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
+    return importlib.import_module("gpu_calls")
+
+
+def calls_of(path: Path) -> list[GpuCall]:
+    return [GpuCall(*each) for each in json.loads(path.read_text())["calls"]]
+
+
+@needs_mojo
+def test_shipped_data_is_what_was_measured(gpu_calls: ModuleType, tmp_path: Path) -> None:
+    fitted = gpu_calls.fitted(MEASURED[0].parent, gpu_calls.cycles_of)
+    assert {path.stem for path in choice.SHIPPED.glob("nvidia-*.json")} == fitted.keys()
+    for kind, device in fitted.items():
+        device.save(tmp_path / "fitted.json")
+        shipped = choice.SHIPPED / f"{kind}.json"
+        assert (tmp_path / "fitted.json").read_text() == shipped.read_text(), kind
+        assert choice.load(shipped).as_array("bfloat16") == device.as_array("bfloat16")
+
+
+@needs_mojo
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_model_is_near_what_was_measured(path: Path, gpu_calls: ModuleType) -> None:
+    calls = calls_of(path)
+    cycles = gpu_calls.cycles_of(calls)
+    device = hopper.load(choice.SHIPPED / f"{path.stem.removeprefix('gpu-calls-')}.json")
+    off = [
+        abs(device.us(call, way, cycles) / us - 1)
+        for call in calls
+        for way, us in call.graph.items()
+        if way in hopper.WAYS
+    ]
+    assert sorted(off)[len(off) // 2] < 0.12
+    own = {call.dtype for call in calls}
+    assert sum(each[0] in own for each in device.exceptions) < len(calls) / 2
+
+
+def _device(**changed: Any) -> dict[str, Any]:
+    ways = {f"bfloat16 {way}": [[1.0] * hopper.TERMS] * 2 for way in hopper.WAYS}
+    host = dict.fromkeys(hopper.WAYS, 10.0)
+    exception = ["bfloat16", 8, 8, 8, *["composed"] * 5]
+    whole = {"name": "nvidia-h100", "about": {}, "costs": ways, "host": host}
+    return whole | {"exceptions": [exception]} | changed
+
+
+DAMAGED = {
+    "no costs of a way": {"costs": {"bfloat16 composed": [[1.0] * hopper.TERMS] * 2}},
+    "fewer terms": {"costs": {f"bfloat16 {way}": [[1.0]] * 2 for way in hopper.WAYS}},
+    "negative": {"costs": {f"bfloat16 {w}": [[-1.0] * hopper.TERMS] * 2 for w in hopper.WAYS}},
+    "no host": {"host": {}},
+    "an exception of fewer ways": {"exceptions": [["bfloat16", 8, 8, 8, "composed"]]},
+    "an exception of another way": {"exceptions": [["bfloat16", 8, 8, 8, *["fused"] * 5]]},
+    "an exception of no size": {"exceptions": [["bfloat16", 0, 8, 8, *["around"] * 5]]},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_measurements_are_refused(name: str, tmp_path: Path) -> None:
+    """Kernels read what they are given unchecked."""
+    path = tmp_path / "tuned-nvidia-h100.json"
+    path.write_text(json.dumps(_device()))
+    assert len(choice.load(path).as_array("bfloat16")) == 5 + 2 * 4 * hopper.TERMS + 8
+    path.write_text(json.dumps(_device(**DAMAGED[name])))
+    with pytest.raises(ValueError, match="holds no measurements of a device"):
+        choice.load(path)
+
+
+NAMES = {
+    "NVIDIA H100 80GB HBM3": "nvidia-h100",
+    "NVIDIA H200": "nvidia-h200",
+    "NVIDIA GH200 480GB": "nvidia-h200",
+    "NVIDIA H20": "nvidia-h100",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kind_of_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert machine.hopper_kind.__wrapped__(0) == NAMES[name]
+
+
+def test_other_gpus_have_nothing_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="unless it is a Hopper"):
+        fn.tune(device="cuda")
+    with pytest.raises(RuntimeError, match="unless it is a Hopper"):
+        regret_gpu.measured(1, 1, 0.1, ["bfloat16"])
+
+
+def test_ratios_and_what_is_shown(tmp_path: Path) -> None:
+    graph = {"eager": 10.0, "composed": 8.0, "around": 9.0, "kept": 4.0, "anew": 12.0}
+    chosen = {"chosen": 9.0, "chosen frozen": 6.0}
+    slower = {name: 2 * us for name, us in (graph | chosen).items()}
+    call = GpuCall("bfloat16", 3, 8, 16, graph | chosen, slower)
+    assert regret_gpu.regret(call, "chosen", False) == 9 / 8
+    assert regret_gpu.regret(call, "chosen frozen", True) == 6 / 4
+    assert regret_gpu.of_eager(call, "chosen", False) == 0.9
+    saved = tmp_path / "regret.json"
+    document = {"environment": {"device": "cuda"}, "calls": [list(call)]}
+    saved.write_text(json.dumps(document))
+    drawn = tmp_path / "regret.svg"
+    assert regret.main(["--from-json", str(saved), "--plot", str(drawn)]) == 0
+    assert "</svg>" in drawn.read_text()
