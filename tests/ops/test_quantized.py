@@ -1,4 +1,4 @@
-"""Weights that torchao has quantized, taken as they are: values beside torchao's own, and errors."""
+"""Weights that torchao has quantized: values beside its own, taken as they are, and errors."""
 
 from __future__ import annotations
 
