@@ -16,8 +16,8 @@ from fused_norm.functional import (
 )
 from fused_norm.head import linear_cross_entropy, norm_linear_cross_entropy
 from fused_norm.modules import LayerNormLinear, LayerNormMLP, LinearCrossEntropy
+from fused_norm.ops.autocast_fp8 import autocast_fp8
 from fused_norm.ops.decompositions import decompositions
-from fused_norm.ops.fp8 import autocast_fp8
 from fused_norm.ops.invariance import batch_invariant
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
 

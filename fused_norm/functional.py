@@ -14,6 +14,7 @@ from fused_norm.activations import GATES
 from fused_norm.composition import Added, Operands, Spec
 from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import node
+from fused_norm.ops.autocast_fp8 import chosen
 from fused_norm.ops.family import (
     by_python,
     checked_eps,
@@ -22,7 +23,6 @@ from fused_norm.ops.family import (
     parameters_of,
     tensors_of,
 )
-from fused_norm.ops.fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.statistics import add_statistics, row_statistics
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fused_norm.models.fuse import Options
-from fused_norm.ops.fp8 import chosen
+from fused_norm.ops.autocast_fp8 import chosen
 
 _OWN = ("then", "rounding", "small", "freeze", "fp8", "skip")
 

@@ -21,7 +21,7 @@ from fused_norm.composition import (
 from fused_norm.norms import require_norm
 from fused_norm.ops import fp8, node
 from fused_norm.ops import norm_linear as norm_linear_ops
-from fused_norm.ops.fp8 import chosen
+from fused_norm.ops.autocast_fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 
 # Weight and bias of a Linear layer after the activation, and what is added to it.

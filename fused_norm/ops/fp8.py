@@ -1,11 +1,8 @@
-"""The op family in FP8: gradients, weights kept in 8 bits, and who asks for it."""
+"""The op family in FP8: its products, their gradients, and calls in inference."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,70 +12,9 @@ from torch import Tensor
 from fused_norm import composition, recipes
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
-from fused_norm.ops import scaled
+from fused_norm.ops import quantized, scaled
 from fused_norm.ops.main_grad import added
 from fused_norm.recipes import E5M2, Cast, Recipe
-
-_mode: ContextVar[str | None] = ContextVar("fused_norm.autocast_fp8", default=None)
-_lock = threading.Lock()
-# What compilers guard on, of which not all know context variables: the recipe of who entered last.
-_inside: list[str] = []
-_of_anyone: str | None = None
-
-
-@contextmanager
-def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
-    """Compute the Linear layers of this package's calls in FP8.
-
-        with fn.autocast_fp8("rowwise"):
-            loss = model(batch)
-
-    It holds for `norm_linear`, `norm_mlp` and the modules, as `recipe=` does for one of them, which
-    goes first; a layer of PyTorch's own is left alone. The backward has the recipe of its forward,
-    wherever it runs. The mode is that of a thread, or of an asyncio task; it may be nested, and
-    decorate a function. A compiled function is compiled anew for calls in it, which it asks for all
-    threads together.
-
-    Args:
-        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.
-
-    Raises:
-        ValueError: If the recipe is not known.
-        RuntimeError: From calls inside, as `norm_linear` with a recipe.
-    """
-    recipes.find(recipe)
-    before = _mode.set(recipe)
-    _enter(recipe)
-    try:
-        yield
-    finally:
-        _mode.reset(before)
-        _leave(recipe)
-
-
-def chosen(recipe: str | None) -> str | None:
-    """Return the recipe of a call, None where it is in no FP8.
-
-    Args:
-        recipe: What the call was given.
-    """
-    if recipe is not None:
-        return recipe
-    return _of_anyone if torch.compiler.is_compiling() else _mode.get()
-
-
-def _enter(recipe: str) -> None:
-    global _of_anyone
-    with _lock:
-        _inside.append(recipe)
-        _of_anyone = recipe
-
-
-def _leave(recipe: str) -> None:
-    global _of_anyone
-    with _lock:
-        _inside.remove(recipe)
-        _of_anyone = _inside[-1] if _inside else None
 
 
 def _quantized(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -138,7 +74,8 @@ def linear(
     """
     q = _quantized(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
-    y: Tensor = scaled.linear(*q, weight, None, *how, bias, None, "", weight.dtype)
+    w = quantized.parts(weight)
+    y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
     return y.view(*z.shape[:-1], weight.shape[0])
 
 
@@ -206,6 +143,8 @@ def call(
             # In PyTorch's words.
             return composition.compute(spec, t)
     scaled.require_fp8(t.x, weights)
+    for weight in weights:
+        quantized.require_inference(weight, recipe, composition.flat(t))
     power_of_two = _scales_are_rounded(how, weights)
     if _is_fused(spec, t, weights):
         return _inference(spec, t, how, power_of_two)
@@ -213,9 +152,7 @@ def call(
         t = t._replace(weights=added(t.weights, owners))
 
     def linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        parameters = _as_in_linear(z, weight, bias)
-        y: Tensor = ScaledLinear.apply(z, *parameters, recipe, power_of_two)
-        return y
+        return _multiplied(z, weight, bias, recipe, power_of_two)
 
     return composition.compute(spec, t, linear)
 
@@ -260,7 +197,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     is_one = not spec.is_joined or len(t.weights) == 1
     activation = spec.activation if is_one else ""
     products = [
-        scaled.linear(*q, w, None, *how, bias, None, activation, x.dtype)
+        scaled.linear(*q, *quantized.parts(w), *how, bias, None, activation, x.dtype)
         for w, bias in zip(t.weights, t.biases, strict=True)
     ]
     if not is_one:
@@ -269,7 +206,8 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
         q = list(_quantized(products[0], recipe.input, power_of_two))
         last = t.out_residual
         last = None if last is None else last.reshape(-1, last.shape[-1]).contiguous()
-        second = scaled.linear(*q, t.out_weight, None, *how, t.out_bias, last, "", x.dtype)
+        out = quantized.parts(t.out_weight)
+        second = scaled.linear(*q, *out, *how, t.out_bias, last, "", x.dtype)
         products = [second]
     outputs = [y.view(*rows, y.shape[-1]) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
@@ -289,8 +227,19 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str
     """
     how = recipes.find(recipe)
     scaled.require_fp8(x, [weight])
+    quantized.require_inference(weight, recipe, [x, bias])
     power_of_two = _scales_are_rounded(how, [weight])
-    y: Tensor = ScaledLinear.apply(x, *_as_in_linear(x, weight, bias), recipe, power_of_two)
+    y: Tensor = _multiplied(x, weight, bias, recipe, power_of_two)
+    return y
+
+
+def _multiplied(
+    z: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, power_of_two: bool
+) -> Tensor:
+    if quantized.is_quantized(weight):
+        return linear(z, weight, bias, recipes.find(recipe), power_of_two)
+    parameters = _as_in_linear(z, weight, bias)
+    y: Tensor = ScaledLinear.apply(z, *parameters, recipe, power_of_two)
     return y
 
 

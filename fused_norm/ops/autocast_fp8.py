@@ -1,0 +1,73 @@
+"""The mode in which calls of this package are in FP8."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from fused_norm import recipes
+
+_mode: ContextVar[str | None] = ContextVar("fused_norm.autocast_fp8", default=None)
+_lock = threading.Lock()
+# What compilers guard on, of which not all know context variables: the recipe of who entered last.
+_inside: list[str] = []
+_of_anyone: str | None = None
+
+
+@contextmanager
+def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
+    """Compute the Linear layers of this package's calls in FP8.
+
+        with fn.autocast_fp8("rowwise"):
+            loss = model(batch)
+
+    It holds for `norm_linear`, `norm_mlp` and the modules, as `recipe=` does for one of them, which
+    goes first; a layer of PyTorch's own is left alone. The backward has the recipe of its forward,
+    wherever it runs. The mode is that of a thread, or of an asyncio task; it may be nested, and
+    decorate a function. A compiled function is compiled anew for calls in it, which it asks for all
+    threads together.
+
+    Args:
+        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.
+
+    Raises:
+        ValueError: If the recipe is not known.
+        RuntimeError: From calls inside, as `norm_linear` with a recipe.
+    """
+    recipes.find(recipe)
+    before = _mode.set(recipe)
+    _enter(recipe)
+    try:
+        yield
+    finally:
+        _mode.reset(before)
+        _leave(recipe)
+
+
+def chosen(recipe: str | None) -> str | None:
+    """Return the recipe of a call, None where it is in no FP8.
+
+    Args:
+        recipe: What the call was given.
+    """
+    if recipe is not None:
+        return recipe
+    return _of_anyone if torch.compiler.is_compiling() else _mode.get()
+
+
+def _enter(recipe: str) -> None:
+    global _of_anyone
+    with _lock:
+        _inside.append(recipe)
+        _of_anyone = recipe
+
+
+def _leave(recipe: str) -> None:
+    global _of_anyone
+    with _lock:
+        _inside.remove(recipe)
+        _of_anyone = _inside[-1] if _inside else None

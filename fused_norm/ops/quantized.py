@@ -1,0 +1,84 @@
+"""Weights that torchao has quantized: which of them are taken as they are.
+
+torchao's `quantize_` makes parameters of a tensor subclass, here known by its name, so that torchao
+is never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.recipes import E4M3
+
+
+def is_quantized(weight: Any) -> bool:
+    """Return whether a tensor is torchao's `Float8Tensor`, in whatever form."""
+    kind = type(weight)
+    return kind.__name__ == "Float8Tensor" and kind.__module__.startswith("torchao.")
+
+
+def recipe_of(weight: Any) -> str:
+    """Return the recipe whose forward a quantized weight is multiplied by.
+
+    Args:
+        weight: A `Float8Tensor`, as `quantize_` makes it by
+            `Float8DynamicActivationFloat8WeightConfig` of `PerRow()` or `PerTensor()`.
+
+    Raises:
+        NotImplementedError: If it is of another form, which it says.
+    """
+    rows = weight.act_quant_kwargs
+    if rows is None:
+        raise NotImplementedError("weight is in FP8 and rows are not to be")
+    q, scale = weight.qdata, weight.scale
+    if q.dim() != 2 or not q.is_contiguous():
+        raise NotImplementedError("weight is no matrix of dense rows")
+    if not q.dtype is rows.float8_dtype is E4M3:
+        raise NotImplementedError(f"weight is {q.dtype}, and rows {rows.float8_dtype}")
+    if rows.hp_value_lb is not None or rows.hp_value_ub is not None:
+        raise NotImplementedError("maxima of rows have bounds")
+    N, K = q.shape
+    granularity = type(rows.granularity).__name__
+    block = tuple(weight.block_size)
+    if granularity == "PerRow" and block == (1, K) and scale.shape == (N, 1):
+        return "rowwise"
+    if granularity == "PerTensor" and block == (N, K) and scale.numel() == 1:
+        return "tensorwise"
+    raise NotImplementedError(f"weight has scales of blocks {list(block)}, and rows {granularity}")
+
+
+def parts(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a weight's numbers of 8 bits and their scales; one not quantized, and None.
+
+    Args:
+        weight: Of shape `[N, K]`.
+    """
+    if not is_quantized(weight):
+        return weight, None
+    of: Any = weight
+    scale: Tensor = of.scale
+    return of.qdata, scale if scale.dim() == 2 else scale.reshape(1, 1)
+
+
+def require_inference(weight: Tensor, recipe: str, operands: Iterable[Tensor | None]) -> None:
+    """Raise an error if a quantized weight is to have another recipe, or a gradient to flow.
+
+    Args:
+        weight: Any weight.
+        recipe: The call's.
+        operands: What it multiplies and is added.
+
+    Raises:
+        ValueError: If the weight was quantized for another recipe.
+        NotImplementedError: If a gradient is, or the weight is in a form that is not taken.
+    """
+    if not is_quantized(weight):
+        return
+    if (own := recipe_of(weight)) != recipe:
+        raise ValueError(f"weight is quantized for recipe={own!r}, but got {recipe!r}")
+    if torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in operands):
+        raise NotImplementedError("a weight that is quantized has no gradients")
