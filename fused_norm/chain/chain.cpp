@@ -118,7 +118,7 @@ EXPORTED int chain_forward(
     if (!extent || t.is_narrow()) throw Declined();
     const NoGrad no_grad;
     const auto kernels = kernels_of(*spec, t, conditions);
-    const auto fold = fold_of(*spec, t, keeps != 0, kernels.is_captured);
+    const auto fold = fold_for(*spec, t, *extent, keeps != 0, kernels);
     if (!fold) throw Declined();
     const auto found = forward(*spec, t, *extent, keeps != 0, *fold, kernels);
     for (size_t i = 0; i < found.outputs.size(); ++i) results[i] = found.outputs[i].released();
@@ -281,7 +281,7 @@ Handles run_forward(TENSORS, SPEC, bool keeps, const Fold* given) {
   const OnDevice on_device(t[X]);
   const NoGrad no_grad;
   const auto kernels = kernels_of(spec, t, {});
-  const auto fold = given ? *given : fold_of(spec, t, keeps, kernels.is_captured);
+  const auto fold = given ? *given : fold_for(spec, t, extent, keeps, kernels);
   if (!fold) throw Declined();
   auto results = forward(spec, t, extent, keeps, *fold, kernels);
   if (given) folds.keep(spec, t, *given, kernels.is_captured);

@@ -201,6 +201,17 @@ inline int64_t wanted_fold(
   return -1;
 }
 
+// The fold of a call, if it has one; nothing where Python is to look. A call whose plan wants none
+// needs not ask: of a frozen model, most are such.
+inline std::optional<Fold> fold_for(
+    const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Kernels& kernels) {
+  auto fold = fold_of(spec, t, keeps, kernels.is_captured);
+  // Where values may have left the device, Python knows.
+  const bool may_skip = !fold && frozen_level == 1;
+  if (may_skip && wanted_fold(spec, t, extent, kernels) < 0) return Fold();
+  return fold;
+}
+
 // Computes up to the activation, or past it, in one native call; false where the plan declines.
 inline bool forward_by_product(
     const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
