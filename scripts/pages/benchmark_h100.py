@@ -1,16 +1,21 @@
-"""The H100's page, of products in FP8 and of the head with its loss, and what guides say of it."""
+"""The H100's page: products and blocks in FP8, the head, choices; and what guides say of it."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import markdown
+from benchmarks import markdown, regret_gpu
+from fused_norm.devices.hopper import GpuCall
 
 ROOT = Path(__file__).resolve().parents[2]
 FP8 = "benchmarks/results/h100-fp8-kernels.json"
+BLOCKS = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
+REGRET = "benchmarks/results/gpu-regret-nvidia-h100.json"
 BFLOAT16, PEER, OURS = "bf16", "torch.compile, _scaled_mm", "ours"
 # What the file calls them, and what the page does.
 EPILOGUES = {
@@ -32,8 +37,9 @@ HEADS = {
 
 
 def sections() -> list[str]:
-    """Return both sections as headings, sentences and tables in Markdown."""
-    return [*_fp8(_load(FP8)), *_head(_load(HEAD))]
+    """Return all sections as headings, sentences and tables in Markdown."""
+    blocks = _blocks(_load(BLOCKS))
+    return [*_fp8(_load(FP8)), *blocks, *_head(_load(HEAD)), *_regret(_load(REGRET))]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -50,7 +56,7 @@ def sentences() -> dict[str, dict[str, str]]:
         "docs/guide/fp8.md": {
             "h100": "On an H100, RMSNorm and a product with a scale for each row take "
             f"{ours} of bfloat16's\ntime, and `torch.compile` with `torch._scaled_mm` {peer}. "
-            "[All sizes](../benchmarks/h100.md#products-in-fp8).\n",
+            "[All sizes, and blocks](../benchmarks/h100.md#products-in-fp8).\n",
         },
         "docs/guide/head.md": {
             "h100": f"On an H100, with RMSNorm and all gradients, the kernels take {of_eager} of "
@@ -95,6 +101,53 @@ def _fp8(run: dict[str, Any]) -> list[str]:
         markdown.table(
             ["MxKxN", *EPILOGUES.values()], products, right=range(1, 1 + len(EPILOGUES))
         ),
+    ]
+
+
+def _blocks(run: dict[str, Any]) -> list[str]:
+    cases = run["cases"]
+    names = list(dict.fromkeys(name for case in cases for name in case["results"]))
+    rows = []
+    for name in names:
+        cells = []
+        for case in cases:
+            result = case["results"].get(name, {})
+            ratio = result.get("us", 0) / case["results"]["eager"]["us"]
+            cells.append(f"{ratio:.2f}" if "us" in result else "")
+        rows.append([f"**{name}**" if name.startswith("fused_norm") else name, *cells])
+    header = ["", *(f"{case['block']}, {case['mode']}" for case in cases)]
+    e, versions = run["environment"], run["versions"]
+    return [
+        "### Blocks in FP8\n",
+        f"{e['gpu']}, torch {e['torch']}, torchao {versions['torchao']}, driver {e['driver']}, "
+        f"{e['date']}, {e['commit']}, CUDA graphs. From `{BLOCKS}`, made by "
+        "`poe bench --fp8`. Ratios to eager bfloat16; `products` are `torch._scaled_mm` of "
+        "operands quantized before, and attention. Blocks with `tensorwise` are slow: what finds "
+        "one scale for a whole tensor is PyTorch's ops.\n",
+        markdown.table(header, rows, right=range(1, len(header))),
+    ]
+
+
+def _regret(run: dict[str, Any]) -> list[str]:
+    calls = [GpuCall(*call) for call in run["calls"]]
+    rows = []
+    for dtype, is_launched in itertools.product(regret_gpu.DTYPES, (False, True)):
+        each = [call for call in calls if call.dtype == dtype]
+        cells = [dtype, "launched" if is_launched else "in a CUDA graph", str(len(each))]
+        for ratio in (regret_gpu.regret, regret_gpu.of_eager):
+            ratios = [ratio(call, "chosen", is_launched) for call in each]
+            cells += [f"{statistics.median(ratios):.3f}", f"{max(ratios):.2f}"]
+        rows.append(cells)
+    header = ["dtype", "", "sizes", "of the fastest way: median", "worst"]
+    header += ["of eager: median", "worst"]
+    e = run["environment"]
+    return [
+        "## Choices at sizes drawn at random\n",
+        f"{e['gpu']}, torch {e['torch']}, driver {e['driver']}, {e['date']}, {e['commit']}. From "
+        f"`{REGRET}`, made by `poe bench --regret --device cuda`: LayerNorm and a product, the "
+        "time of what users get over that of the fastest way and of eager. "
+        "[How calls are chosen](../guide/install.md#how-calls-are-chosen).\n",
+        markdown.table(header, rows, right=range(2, len(header))),
     ]
 
 
