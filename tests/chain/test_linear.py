@@ -6,7 +6,6 @@ What is planned and what a record says is held to on any machine, the kernels on
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget
 from family import PLAIN
+from mojo_programs import h100_costs, needs_mojo, printed
 from stand_in import standing_in
 from test_several import ON_HOPPER, names
 from torch import Tensor
@@ -27,43 +27,31 @@ from fused_norm.activations import ACTIVATIONS, GATED
 from fused_norm.call import record
 from fused_norm.ops import node
 
-ROOT = Path(__file__).resolve().parents[2]
 # M, K, N: whether a product alone is ours, one that is activated, one that gates and keeps h, one
-# that adds a residual, and dy weight.
+# that adds a residual, and dy weight. By what was measured on an H100.
 PLANS = {
-    (8192, 4096, 4096): (True, True, True, True, True),
-    (16384, 1024, 1024): (True, True, True, True, True),
-    (16384, 768, 2304): (True, True, True, True, True),
-    (16384, 4096, 12288): (True, True, True, True, True),
-    # Measured: PyTorch's is faster, but takes a pass more.
+    (16384, 768, 2304): (True, True, True, True, False),
+    (16384, 4096, 12288): (True, True, True, True, False),
+    # PyTorch's product alone is faster, but takes a pass more.
+    (8192, 4096, 4096): (False, True, True, True, False),
+    (16384, 1024, 1024): (False, True, True, True, False),
     (1024, 4096, 4096): (False, True, True, True, False),
+    (2048, 768, 3072): (False, True, True, True, False),
     # Few rows share no pass of their own.
     (64, 4096, 4096): (True, False, False, True, True),
-    (64, 4096, 12288): (False, False, False, True, True),
+    (64, 4096, 12288): (False, False, False, True, False),
     # Tiles that leave much of the device idle.
-    (512, 1024, 1024): (False, False, False, False, False),
-    (2048, 768, 3072): (True, True, True, True, False),
+    (512, 1024, 1024): (True, False, False, False, False),
     # The last box of a gate's h would reach into its other half. dy weight has sums too long.
-    (8192, 1024, 4136): (True, True, False, True, False),
+    (8192, 1024, 4136): (False, True, False, True, False),
     # Rows at no multiple of 16 bytes.
     (8192, 1024, 1028): (False, False, False, False, False),
 }
 
 
-@pytest.mark.skipif(
-    not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
-    reason="no Mojo compiler on this machine",
-)
-def test_plan() -> None:
-    run = subprocess.run(
-        ["mojo", "run", "-I", ".", "tests/mojo/sm90_linear.mojo"]
-        + [str(number) for case in PLANS for number in case],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = run.stdout.splitlines()
+@needs_mojo
+def test_plan(tmp_path: Path) -> None:
+    lines = printed("sm90_linear", h100_costs(tmp_path, "bfloat16"), PLANS)
     for (case, expected), line in zip(PLANS.items(), lines, strict=True):
         *found, in_float32, activated, shifted, invariant = map(int, line.split())
         assert tuple(map(bool, found)) == expected, case

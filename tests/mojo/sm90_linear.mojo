@@ -1,6 +1,6 @@
 """Prints what is planned for a Linear layer by itself on Hopper: no GPU is asked.
 
-For each group of three arguments M, K, N, a line: whether y is ours in bfloat16, activated, gated with h kept, and with
+The first argument is a file of what ways cost in bfloat16. For each group of three after it, M, K, N, a line: whether y is ours in bfloat16, activated, gated with h kept, and with
 a residual added; dy weight; then y in float32, a norm and an activation in float32, y from rows at no multiple of 16
 bytes, and where no row may depend on another.
 """
@@ -10,17 +10,17 @@ from std.sys import argv
 from op.call import Call
 from op.gemm.activation import GATED, GELU, SILU
 from op.norm_linear.sm90.choice import choose_forward
-from op.norm_linear.sm90.costs import Costs
 from op.norm_linear.sm90.linear import linear_pays
 from op.norm_linear.sm90.linear_backward import input_gradient_pays
 
-comptime PROCESSORS = 132
+from costs_file import CostsFile
 
 
 def main() raises:
-    var costs = Costs(PROCESSORS, 0)
     var numbers = argv()
-    for i in range(1, len(numbers), 3):
+    var file = CostsFile(String(numbers[1]))
+    var costs = file.costs()
+    for i in range(2, len(numbers), 3):
         var call = Call()
         call.M = Int(numbers[i])
         call.K = Int(numbers[i + 1])
@@ -47,3 +47,4 @@ def main() raises:
             Int(linear_pays[DType.bfloat16](shifted, costs)),
             Int(linear_pays[DType.bfloat16](invariant, costs)),
         )
+    _ = file^

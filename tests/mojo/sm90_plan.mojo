@@ -9,24 +9,18 @@ from std.sys import argv
 
 from op.call import Call
 from op.norm_linear.sm90.choice import choose_forward
-from op.norm_linear.sm90.costs import Costs
 
-comptime PROCESSORS = 132
-
-
-def costs_of(bytes: List[UInt8]) -> Costs:
-    return Costs(PROCESSORS, Int(bytes.unsafe_ptr()) if len(bytes) else 0)
+from costs_file import CostsFile
 
 
 def main() raises:
     var numbers = argv()
-    var files = List[List[UInt8]]()
+    var files = List[CostsFile]()
     for i in range(1, 4):
-        with open(String(numbers[i]), "r") as file:
-            files.append(file.read_bytes())
-    var bfloat16 = costs_of(files[0])
-    var float16 = costs_of(files[1])
-    var float32 = costs_of(files[2])
+        files.append(CostsFile(String(numbers[i])))
+    var bfloat16 = files[0].costs()
+    var float16 = files[1].costs()
+    var float32 = files[2].costs()
     for i in range(4, len(numbers), 5):
         var call = Call()
         call.M = Int(numbers[i])

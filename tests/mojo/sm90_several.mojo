@@ -1,6 +1,7 @@
 """Prints what is planned for several Linear layers on the same rows on Hopper: no GPU is asked.
 
-For each group of six arguments M, K, three N (0 for none) and a pitch, a line: whether one launch makes all products
+The first argument is a file of what ways cost in bfloat16. For each group of six after it, M, K, three N (0 for none)
+and a pitch, a line: whether one launch makes all products
 in bfloat16, in float16 and in float32; whether one sums the gradients of the rows; the way of the forward, launched
 and where a fold may be kept; the same where the last bias is not aligned; the tiles and the k blocks of all. Then
 come the parts that these lie in.
@@ -10,12 +11,11 @@ from std.sys import argv
 
 from op.call import Call, Part
 from op.gemm.sm90.parts import Parts, steps_of
-from op.norm_linear.sm90.costs import Costs
 from op.norm_linear.sm90.parts import sizes_of
 from op.norm_linear.sm90.several import folded_way, products_pay
 from op.norm_linear.sm90.several_backward import input_gradients_pay
 
-comptime PROCESSORS = 132
+from costs_file import PROCESSORS, CostsFile
 
 
 def print_places(call: Call, step: Int):
@@ -28,9 +28,10 @@ def print_places(call: Call, step: Int):
 
 
 def main() raises:
-    var costs = Costs(PROCESSORS, 0)
     var numbers = argv()
-    for i in range(1, len(numbers), 6):
+    var file = CostsFile(String(numbers[1]))
+    var costs = file.costs()
+    for i in range(2, len(numbers), 6):
         var parts = List[Part]()
         var call = Call()
         call.M = Int(numbers[i])
@@ -62,3 +63,4 @@ def main() raises:
         print_places(call, 128)
         print_places(call, 64)
         _ = parts^
+    _ = file^

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from mojo_programs import h100_costs, needs_mojo, printed
 
 from fused_norm.call import record
 from fused_norm.chain import kernels
@@ -37,23 +38,9 @@ def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_calls")
 
 
-needs_mojo = pytest.mark.skipif(
-    not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
-    reason="no Mojo compiler on this machine",
-)
-
-
 def planned(files: Sequence[Path], cases: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Return what tests/mojo/sm90_plan.mojo prints for cases."""
-    run = subprocess.run(
-        ["mojo", "run", "-I", ".", "tests/mojo/sm90_plan.mojo", *map(str, files)]
-        + [str(int(number)) for case in cases for number in case],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    lines = [tuple(map(int, line.split())) for line in printed("sm90_plan", files, cases)]
     assert len(lines) == len(cases)
     return lines
 
@@ -62,10 +49,7 @@ def planned(files: Sequence[Path], cases: Sequence[Sequence[int]]) -> list[tuple
 def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -> None:
     """Both languages choose alike, by the model and by its exceptions."""
     device = hopper.load(choice.SHIPPED / "nvidia-h100.json")
-    files = []
-    for dtype in ("bfloat16", "float16", "float32"):
-        files.append(tmp_path / dtype)
-        files[-1].write_bytes(device.as_array(dtype).tobytes())
+    files = h100_costs(tmp_path, "bfloat16", "float16", "float32")
     cases = [(*size, *flags) for size, flags in product(SIZES, product((0, 1), repeat=2))]
     calls = {size: GpuCall("bfloat16", *size, {}, {}) for size in SIZES}
     cycles = gpu_calls.cycles_of(list(calls.values()))
