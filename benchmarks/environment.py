@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -70,8 +71,9 @@ def clocks(device: torch.device) -> str:
     return _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,power.limit")
 
 
+@functools.cache
 def ceiling(dtype: torch.dtype, device: torch.device) -> Ceiling:
-    """Measure what the machine reaches with PyTorch's own matrix product and copy.
+    """Measure what the machine reaches with PyTorch's own matrix product and copy, once a process.
 
     Args:
         dtype: Dtype of the product.

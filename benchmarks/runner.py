@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -143,7 +144,9 @@ class Runner:
 
 def _forget_compiled() -> None:
     """Drop what torch.compile holds for the case before, with its limits on recompiling."""
-    torch._dynamo.reset()
+    # Nothing compiled yet is nothing to drop, and importing the compiler takes seconds.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -19,6 +19,7 @@ from fused_norm.modules import LayerNormLinear, LayerNormMLP, LinearCrossEntropy
 from fused_norm.ops.autocast_fp8 import autocast_fp8
 from fused_norm.ops.decompositions import decompositions
 from fused_norm.ops.invariance import batch_invariant
+from fused_norm.qkv import norm_qkv
 from fused_norm.trainable_eps import TrainableEpsLayerNorm, trainable_eps_layer_norm
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "norm_linear",
     "norm_linear_cross_entropy",
     "norm_mlp",
+    "norm_qkv",
     "optimize",
     "trainable_eps_layer_norm",
     "tune",

@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from fused_norm import activations, composition
-from fused_norm.call import head_record, record
+from fused_norm.call import head_record, record, rotary_record
 from fused_norm.chain import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
-HEAD_MOJO = (ROOT / "op/head/call.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
 PLAN_MOJO = (ROOT / "op/norm_linear/plan.mojo").read_text()
 ACTIVATION_MOJO = (ROOT / "op/gemm/activation.mojo").read_text()
@@ -35,12 +34,12 @@ EXTENDING = (ROOT / "docs/extending.md").read_text()
 PYTHON_LAYERS = [
     ["activations", "norms"],
     ["reference", "native", "recipes"],
-    ["composition", "cross_entropy"],
+    ["composition", "cross_entropy", "rotation"],
     ["call"],
     ["devices"],
     ["chain"],
     ["ops"],
-    ["functional", "composed", "freeze", "head", "trainable_eps"],
+    ["functional", "composed", "freeze", "head", "qkv", "trainable_eps"],
     ["modules", "models"],
     ["doctor", "bench", "tuning", "graphs"],
     ["__main__"],
@@ -51,7 +50,7 @@ MOJO_LAYERS = [
     ["norms"],
     ["rows", "gemm"],
     ["passes"],
-    ["norm_linear", "head"],
+    ["norm_linear", "head", "rotary"],
     ["max", "puzzle"],
     ["register"],
 ]
@@ -91,12 +90,22 @@ def test_record_is_one_in_three_languages(struct: str, numbers: list[str]) -> No
     assert {kind for kind, _ in in_mojo} <= {"Int", "Float64"}
 
 
-def test_the_head_s_record_is_one_in_two_languages() -> None:
-    body = re.search(r"^struct HeadCall\(.*?(?=^comptime )", HEAD_MOJO, re.M | re.S)
+@pytest.mark.parametrize(
+    ("struct", "file", "python", "numbers"),
+    [
+        ("HeadCall", "op/head/call.mojo", head_record.HeadCall, head_record.NUMBERS),
+        ("RotaryCall", "op/rotary/call.mojo", rotary_record.RotaryCall, rotary_record.NUMBERS),
+    ],
+)
+def test_smaller_records_are_one_in_two_languages(
+    struct: str, file: str, python: type[ctypes.Structure], numbers: tuple[str, ...]
+) -> None:
+    source = (ROOT / file).read_text()
+    body = re.search(rf"^struct {struct}\(.*?(?=^comptime )", source, re.M | re.S)
     assert body is not None
     fields = re.findall(r"^    var (\w+): (\w+)$", body[0], re.M)
-    assert [name for name, _ in fields] == [name for name, _ in head_record.HeadCall._fields_]
-    assert tuple(name for name, kind in fields if kind == "Float64") == head_record.NUMBERS
+    assert [name for name, _ in fields] == [field[0] for field in python._fields_]
+    assert tuple(name for name, kind in fields if kind == "Float64") == numbers
 
 
 def test_fields_take_eight_bytes() -> None:
@@ -275,7 +284,8 @@ def assert_one_way(imports: dict[str, set[str]], layers: list[list[str]]) -> Non
 def test_python_imports_run_one_way() -> None:
     imports = python_imports()
     # And models, when it is first asked for.
-    public = {"composed", "freeze", "functional", "head", "modules", "ops", "trainable_eps"}
+    public = {"composed", "freeze", "functional", "head", "modules", "ops"}
+    public |= {"qkv", "trainable_eps"}
     assert imports.pop("__init__") == public
     for names in imports.values():
         # `from fused_norm import name` of something public is for those at the end of the line.

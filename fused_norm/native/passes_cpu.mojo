@@ -11,6 +11,8 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
 from op.call import CallPointer
+from op.rotary.call import RotaryPointer
+from op.rotary.cpu import run_rotary
 from op.passes import passes
 from op.passes.cpu import CpuRunner
 from op.passes.entry import Pass, from_c, from_python
@@ -77,6 +79,22 @@ def _long_from_python[
     return integer(0)
 
 
+def _rotary(address: Int) raises:
+    run_rotary[DTYPE](RotaryPointer(unsafe_from_address=address)[])
+
+
+def _rotary_from_python(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Runs what the address of a `RotaryCall` asks for."""
+    var arguments = Arguments(values)
+    try:
+        _rotary(arguments.integer())
+    except error:
+        return failure(error)
+    return integer(0)
+
+
 @export
 def passes_plan_normalize(call: CallPointer) abi("C") -> Int:
     return from_c[_plan_normalize](call)
@@ -133,6 +151,7 @@ def PyInit_passes_cpu() abi("C") -> PythonObject:
         builder.def_py_c_function(
             _long_from_python[_activate_backward], "activate_backward"
         )
+        builder.def_py_c_function(_rotary_from_python, "rotary")
         return builder.finalize()
     except e:
         abort(t"failed to create passes_cpu: {e}")

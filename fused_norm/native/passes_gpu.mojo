@@ -6,14 +6,18 @@ waits. C++ finds the same by the names passes_*.
 
 from std.os import abort
 from std.python import PythonObject
+from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
+from op.rotary.call import RotaryPointer
+from op.rotary.gpu import launch_rotary
 from op.passes import passes
 from op.passes.entry import from_c, from_python
 from op.passes.gpu import GpuRunner
+from op.python import Arguments, Values, failure, integer
 from op.rows.operands import accumulator
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
@@ -55,6 +59,23 @@ def _plan_activate_backward(call: CallPointer) raises:
 def _activate_backward(call: CallPointer) raises:
     var runner = _runner(call)
     passes.activate_backward[DTYPE](runner, call[])
+
+
+def _rotary(address: Int) raises:
+    ref call = RotaryPointer(unsafe_from_address=address)[]
+    launch_rotary[DTYPE](Launcher.at(call.context)[].gpu, call)
+
+
+def _rotary_from_python(
+    module: PyObjectPtr, values: Values, count: Py_ssize_t
+) abi("C") -> PyObjectPtr:
+    """Runs what the address of a `RotaryCall` asks for."""
+    var arguments = Arguments(values)
+    try:
+        _rotary(arguments.integer())
+    except error:
+        return failure(error)
+    return integer(0)
 
 
 @export
@@ -114,6 +135,7 @@ def PyInit_passes_gpu() abi("C") -> PythonObject:
         builder.def_py_c_function(
             from_python[_activate_backward], "activate_backward"
         )
+        builder.def_py_c_function(_rotary_from_python, "rotary")
         return builder.finalize()
     except e:
         abort(t"failed to create passes_gpu: {e}")

@@ -20,6 +20,7 @@ LAYERS = {
     "what users call": (
         *("functional.py", "modules", "composed.py", "trainable_eps.py", "freeze.py"),
         *("composition.py", "reference.py", "norms.py", "activations.py", "__init__.py"),
+        *("head.py", "cross_entropy.py", "qkv.py", "rotation.py", "recipes.py"),
     ),
     "models": ("models",),
     "ops": ("ops", "call"),
@@ -30,6 +31,7 @@ LAYERS = {
     "norm_linear": ("../op/norm_linear",),
     "gemm": ("../op/gemm",),
     "rows, norms, passes": ("../op/rows", "../op/norms", "../op/passes"),
+    "head, rotary": ("../op/head", "../op/rotary"),
 }
 
 

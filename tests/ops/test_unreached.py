@@ -102,15 +102,17 @@ def test_sum_alone_is_passed_on() -> None:
     assert all(torch.equal(g, grad) for g in found)
 
 
-@pytest.mark.usefixtures("chain")
 @pytest.mark.parametrize("name", ["q, k, v", "one", "MLP"])
 def test_whole_model(name: str) -> None:
-    """A model that is fused leaves None what it leaves None compiled by itself."""
+    """A model that is fused leaves None what it leaves None compiled by itself.
+
+    That is settled where AOTAutograd traces the graph: what compiles it afterward has no say.
+    """
     case, tensors = member(name)
     for chosen in choices(case):
         nones = []
         for how in (
-            {"backend": "fused_norm", "options": {"small": True}},
+            {"backend": "fused_norm", "options": {"small": True, "then": "aot_eager"}},
             {"backend": "aot_eager"},
         ):
             copies = family.replaced(tensors, as_copies)

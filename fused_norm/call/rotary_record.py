@@ -1,0 +1,24 @@
+"""The record of the heads of a tensor: `RotaryCall` in op/rotary/call.mojo, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+
+FIELDS = (
+    *("context", "threads", "M", "heads", "D", "rotary", "positions", "angles"),
+    *("is_interleaved", "is_normalized", "eps", "weight_offset"),
+    *("gamma_is_float32", "angles_are_float32"),
+    *("x", "gamma", "cos", "sin", "y", "dy", "dx", "parts", "dgamma"),
+)
+NUMBERS = ("eps", "weight_offset")
+
+
+class RotaryCall(ctypes.Structure):
+    """Heads to normalize and rotate: addresses, sizes and conditions.
+
+    Fields left alone are 0, which stands for what is not there or not wanted.
+    """
+
+    _fields_ = tuple(
+        (name, ctypes.c_double if name in NUMBERS else ctypes.c_int64) for name in FIELDS
+    )

@@ -1,0 +1,139 @@
+"""Heads by our kernels: which of them have one, and how it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.memory import statistics_dtype
+from fused_norm.call.rotary_record import RotaryCall
+from fused_norm.chain import kernels
+from fused_norm.native import build
+from fused_norm.rotation import Heads, Rotation
+
+# The GPU's kernel has not run on one yet: until then it is for those who ask.
+SWITCH = "FUSED_NORM_ROTARY_KERNELS"
+# Elements of a head's pieces on a CPU, and bytes of those on a GPU.
+_WIDTH, _BYTES = 8, 16
+_LANES = 32
+# Heads whose gradients of gamma are added up one after another, and how many parts there are most.
+_PART_HEADS, _MOST_PARTS = 32, 512
+# OpenMP's workers do not survive a fork, and waiting for them would hang.
+_PROCESS = os.getpid()
+
+
+def serves(t: Heads, rotation: Rotation) -> bool:
+    """Return whether a kernel computes a call.
+
+    Args:
+        t: The tensors.
+        rotation: How heads are rotated.
+    """
+    x = t.x
+    D, R = x.shape[-1], rotation.size(t)
+    if not x.numel() or x.dtype not in build.DTYPES:
+        return False
+    if any(v is not None and v.dtype not in (x.dtype, torch.float32) for v in t[1:]):
+        return False
+    if x.is_cpu:
+        pieces, most = 2 * _WIDTH, D
+    elif x.is_cuda and _is_asked_for():
+        pieces = 2 * _BYTES // x.dtype.itemsize
+        most = _LANES * pieces
+    else:
+        return False
+    return not (D % pieces or R % pieces) and most >= D and build.is_at_hand(x.device, x.dtype)
+
+
+@functools.cache
+def _is_asked_for() -> bool:
+    return os.environ.get(SWITCH) == "1"
+
+
+# PyTorch's compiler cannot trace a question to the environment.
+_is_asked_for.__wrapped__.__dict__["_dynamo_marked_constant"] = True
+
+
+def forward(t: Heads, rotation: Rotation) -> Tensor:
+    """Return the heads, normalized and rotated.
+
+    Args:
+        t: The tensors, dense.
+        rotation: How heads are rotated.
+    """
+    y = torch.empty_like(t.x)
+    _run(t, rotation, y=y)
+    return y
+
+
+def backward(
+    dy: Tensor, t: Heads, rotation: Rotation, wants_gamma: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x, and of gamma where it is wanted.
+
+    Args:
+        dy: The gradient of the result, dense.
+        t: The tensors, dense.
+        rotation: How heads are rotated.
+        wants_gamma: Whether the gradient of gamma is wanted.
+    """
+    dx = torch.empty_like(t.x)
+    D = t.x.shape[-1]
+    parts = min(-(-(t.x.numel() // D) // _PART_HEADS), _MOST_PARTS)
+    dgamma = None
+    if wants_gamma:
+        dgamma = t.x.new_empty((parts, D), dtype=statistics_dtype(t.x.dtype))
+    _run(t, rotation, dy=dy, dx=dx, parts=parts, dgamma=dgamma)
+    if dgamma is None or t.gamma is None:
+        return dx, None
+    return dx, dgamma.sum(0).to(t.gamma.dtype)
+
+
+def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
+    x = t.x
+    *_, heads, D = x.shape
+    units = x.numel() // D
+    module, context, threads = _module(x)
+    record = RotaryCall(
+        context=context,
+        threads=threads,
+        M=units // heads,
+        heads=heads,
+        D=D,
+        rotary=rotation.size(t),
+        is_interleaved=rotation.is_interleaved,
+        is_normalized=rotation.is_normalized,
+        eps=rotation.eps,
+        weight_offset=rotation.weight_offset,
+        parts=min(-(-units // _PART_HEADS), _MOST_PARTS),
+    )
+    if t.gamma is not None:
+        record.gamma_is_float32 = t.gamma.dtype is torch.float32
+    if t.cos is not None:
+        record.positions, record.angles = t.cos.shape
+        record.angles_are_float32 = t.cos.dtype is torch.float32
+    tensors = {**t._asdict(), **fields}
+    for name, value in tensors.items():
+        if value is not None:
+            setattr(record, name, value.data_ptr() if isinstance(value, Tensor) else value)
+    module.rotary(ctypes.addressof(record))
+
+
+def _module(x: Tensor) -> tuple[Any, int, int]:
+    if x.is_cpu:
+        threads = torch.get_num_threads() if os.getpid() == _PROCESS else 1
+        return kernels.cpu_extension("passes_cpu", x.dtype), _gomp_parallel(), threads
+    device = x.device.index or 0
+    extension = kernels.gpu_extension("passes_gpu", x.dtype, device)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    return (*kernels.launcher(extension, device, stream, True), 0)
+
+
+@functools.cache
+def _gomp_parallel() -> int:
+    return build.gomp_parallel()

@@ -1,0 +1,88 @@
+"""The record of the heads of a tensor: what Python writes (fused_norm/call/rotary_record.py) and kernels read.
+
+The two agree field by field, which a test holds. Every field takes eight bytes. Tensors are dense and given by address,
+0 for one that is not there. There are M rows of `heads` vectors of D elements.
+"""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+
+
+# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
+struct RotaryCall(DevicePassable, ImplicitlyCopyable, Movable):
+    """Heads to normalize and rotate, forward or, where dy is given, backward."""
+
+    comptime device_type: AnyType = Self
+    """What the kernel sees."""
+
+    var context: Int
+    """On a CPU the address of `GOMP_parallel`, on a GPU a `Launcher`."""
+    var threads: Int
+    """Threads of a CPU."""
+    var M: Int
+    """Rows."""
+    var heads: Int
+    """Heads of a row."""
+    var D: Int
+    """Elements of a head."""
+    var rotary: Int
+    """How many of them are rotated, the first; 0 for none."""
+    var positions: Int
+    """Rows of cos and sin: row m is rotated by row m % positions."""
+    var angles: Int
+    """Columns of cos and sin: `rotary`, or half of it."""
+    var is_interleaved: Int
+    """Whether an element is rotated with its neighbor instead of with that half of `rotary` away."""
+    var is_normalized: Int
+    """Whether each head is divided by its root mean square."""
+    var eps: Float64
+    """Added to the mean square."""
+    var weight_offset: Float64
+    """Added to gamma."""
+    var gamma_is_float32: Int
+    """Whether gamma is float32, otherwise of the type of x."""
+    var angles_are_float32: Int
+    """Whether cos and sin are."""
+    var x: Int
+    """The heads [M, heads, D]."""
+    var gamma: Int
+    """Weight of the norm [D]; 0 for ones."""
+    var cos: Int
+    """Cosines [positions, angles]."""
+    var sin: Int
+    """Sines [positions, angles]."""
+    var y: Int
+    """The result [M, heads, D], of the forward."""
+    var dy: Int
+    """Its gradient [M, heads, D], 0 in the forward."""
+    var dx: Int
+    """The gradient of x [M, heads, D]."""
+    var parts: Int
+    """In how many parts the heads are divided, in order."""
+    var dgamma: Int
+    """What each part adds to the gradient of gamma [parts, D], in the type of sums; 0 where it is not wanted."""
+
+    def units(self) -> Int:
+        """Counts the heads of all rows.
+
+        Returns:
+            Their number.
+        """
+        return self.M * self.heads
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        """Returns the type's name for messages about kernel arguments.
+
+        Returns:
+            The name.
+        """
+        return "RotaryCall"
+
+
+comptime RotaryPointer = Pointer[RotaryCall, MutUntrackedOrigin]
+"""A record by its address."""

@@ -1,0 +1,225 @@
+"""Normalizes and rotates heads on a GPU, forward and backward: a few lanes a head, which stays in registers."""
+
+from max.gpu import barrier, block_idx, grid_dim, thread_idx
+from max.gpu.memory import AddressSpace
+from max.gpu.primitives import warp
+from std.math import ceildiv, rsqrt
+from std.memory import stack_allocation
+from std.sys import size_of
+
+from ..device import Gpu
+from ..grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
+from ..rows.operands import accumulator
+from .call import RotaryCall
+from .pair import Pair, Places, angles_of, gamma_of, load
+
+comptime THREADS = 256
+"""Threads of a block."""
+comptime _BYTES = 16
+
+
+@always_inline
+def width_of[dtype: DType]() -> Int:
+    """Returns the elements of a piece: those of one load.
+
+    Parameters:
+        dtype: The type of x.
+
+    Returns:
+        How many.
+    """
+    return _BYTES // size_of[dtype]()
+
+
+def lanes_of[dtype: DType](D: Int) -> Int:
+    """Returns the lanes of a head, a power of two: each has a pair of pieces, the last may have none.
+
+    Parameters:
+        dtype: The type of x.
+
+    Args:
+        D: Elements of a head, a multiple of two pieces.
+
+    Returns:
+        How many, which are those of one warp.
+    """
+    var lanes = 1
+    while lanes * 2 * width_of[dtype]() < D:
+        lanes *= 2
+    return lanes
+
+
+def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
+    """Launches the forward, or the backward where dy is given.
+
+    Parameters:
+        dtype: The type of x, y and their gradients.
+
+    Args:
+        gpu: Where to run.
+        call: The heads.
+
+    Raises:
+        If a head is too long for a warp, or a launch fails.
+    """
+    var lanes = lanes_of[dtype](call.D)
+    if lanes > 32:
+        raise Error(t"a head of {call.D} elements does not fit into a warp")
+    if call.dy == 0:
+        _launch[dtype, False](
+            gpu, call, lanes, ceildiv(call.units(), THREADS // lanes)
+        )
+    else:
+        _launch[dtype, True](gpu, call, lanes, call.parts)
+
+
+def _launch[
+    dtype: DType, backward: Bool
+](gpu: Gpu, call: RotaryCall, lanes: Int, blocks: Int) raises:
+    comptime kernel = rotary_kernel[dtype, backward]
+    var compiled = gpu.context.compile_function[kernel]()
+    gpu.stream.enqueue_function(
+        compiled,
+        call,
+        Int32(lanes),
+        grid_dim=blocks,
+        block_dim=THREADS,
+        attributes=beside_earlier(),
+    )
+
+
+@always_inline
+def _sum_of_lanes[
+    dtype: DType
+](value: Scalar[dtype], lanes: Int) -> Scalar[dtype]:
+    """Adds up over the lanes of a head, in a fixed order."""
+    var sum = value
+    var distance = lanes // 2
+    while distance > 0:
+        sum += warp.shuffle_xor(sum, UInt32(distance))
+        distance //= 2
+    return sum
+
+
+def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
+    """Normalizes and rotates heads, or computes the gradient of that.
+
+    Grid: (heads of all rows) / (THREADS / lanes); in the backward, parts of the heads. Block: THREADS threads, `lanes`
+    of them for each head.
+
+    Parameters:
+        dtype: The type of x, y and their gradients.
+        backward: Whether the gradient is computed.
+
+    Args:
+        call: The heads.
+        lanes: Lanes of a head.
+    """
+    comptime accum = accumulator[dtype]()
+    comptime width = width_of[dtype]()
+    wait_on_earlier_grids()
+    let_later_grids_start()
+    var units = call.units()
+    var output = call.dx if backward else call.y
+    var lane = Int(thread_idx.x) % Int(lanes)
+    var group = Int(thread_idx.x) // Int(lanes)
+    var groups = THREADS // Int(lanes)
+    var places = Places(lane, width, call.rotary)
+    var has_pair = lane * 2 * width < call.D
+    var sums = Pair[accum, width](0, 0)
+    # Of the forward, each block has one group of heads; of the backward, those of its part.
+    var size = groups
+    comptime if backward:
+        size = ceildiv(units, Int(grid_dim.x))
+    var first = Int(block_idx.x) * size
+    var last = min(first + size, units)
+    for begin in range(first, last, groups):
+        var unit = begin + group
+        # All lanes of a warp take part in its sums.
+        var is_here = has_pair and unit < last
+        var start = unit * call.D
+        var row = unit // call.heads
+        var v = Pair[accum, width](0, 0)
+        var g = Pair[accum, width](1, 1)
+        if is_here:
+            v = load[dtype, accum, width, _BYTES](call.x, start, places)
+            if call.is_normalized != 0:
+                g = gamma_of[dtype, accum, width, _BYTES](call, places)
+        var rstd = Scalar[accum](1)
+        if call.is_normalized != 0:
+            var squares = _sum_of_lanes((v * v).sum(), Int(lanes))
+            rstd = rsqrt(
+                squares / Scalar[accum](call.D) + call.eps.cast[accum]()
+            )
+        var c = Pair[accum, width](1, 1)
+        var s = Pair[accum, width](0, 0)
+        if is_here and places.is_rotated:
+            c = angles_of[dtype, accum, width, _BYTES](
+                call, call.cos, row, places
+            )
+            s = angles_of[dtype, accum, width, _BYTES](
+                call, call.sin, row, places
+            )
+        comptime if not backward:
+            var z = v * rstd * g
+            if places.is_rotated:
+                z = z * c + z.turned(call.is_interleaved != 0) * s
+            if is_here:
+                z.store[dtype, _BYTES](output, start, places)
+        else:
+            var dz = Pair[accum, width](0, 0)
+            if is_here:
+                dz = load[dtype, accum, width, _BYTES](call.dy, start, places)
+            if places.is_rotated:
+                dz = dz * c - (dz * s).turned(call.is_interleaved != 0)
+            if call.is_normalized != 0:
+                var n = v * rstd
+                sums = sums + dz * n
+                g = dz * g
+                var mean = _sum_of_lanes((g * n).sum(), Int(lanes))
+                mean /= Scalar[accum](call.D)
+                dz = (g - n * mean) * rstd
+            if is_here:
+                dz.store[dtype, _BYTES](output, start, places)
+    comptime if backward:
+        if call.dgamma != 0:
+            _store_sums[accum, width](
+                sums, call.D, places, has_pair, group, groups, call.dgamma
+            )
+
+
+@always_inline
+def _store_sums[
+    accum: DType, width: Int
+](
+    sums: Pair[accum, width],
+    d: Int,
+    places: Places,
+    has_pair: Bool,
+    group: Int,
+    groups: Int,
+    dgamma: Int,
+):
+    """Adds up what a block's groups have summed, in order, and stores it as the block's part."""
+    comptime Shared = AddressSpace.SHARED
+    # A group has as much room as its lanes have elements, and the lanes of a block are its threads.
+    var room = stack_allocation[
+        THREADS * 2 * width, Scalar[accum], address_space=Shared
+    ]()
+    if has_pair:
+        var own = room.unsafe_offset(group * d)
+        comptime for i in range(width):
+            own.unsafe_offset(places.a + i).unsafe_store(sums.a[i])
+            own.unsafe_offset(places.b + i).unsafe_store(sums.b[i])
+    barrier()
+    for i in range(Int(thread_idx.x), d, THREADS):
+        var sum = Scalar[accum](0)
+        for j in range(groups):
+            sum += room.unsafe_offset(j * d + i).unsafe_load()
+        Pointer[Scalar[accum], MutAnyOrigin](
+            unsafe_from_address=dgamma
+        ).unsafe_offset(Int(block_idx.x) * d + i).unsafe_store(sum)
