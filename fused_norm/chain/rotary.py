@@ -35,19 +35,30 @@ def serves(t: Heads, rotation: Rotation) -> bool:
         rotation: How heads are rotated.
     """
     x = t.x
-    D, R = x.shape[-1], rotation.size(t)
-    if not x.numel() or x.dtype not in build.DTYPES:
+    if not x.numel() or any(v is not None and v.dtype not in (x.dtype, torch.float32) for v in t):
         return False
-    if any(v is not None and v.dtype not in (x.dtype, torch.float32) for v in t[1:]):
+    return has_kernel(x.device, x.dtype, x.shape[-1], rotation.size(t))
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool:
+    """Return whether there is a kernel for heads.
+
+    Args:
+        device: Where they are.
+        dtype: Their dtype.
+        D: Elements of a head.
+        R: How many of them are rotated.
+    """
+    if dtype not in build.DTYPES:
         return False
-    if x.is_cpu:
+    if device.type == "cpu":
         pieces, most = 2 * _WIDTH, D
-    elif x.is_cuda and _is_asked_for():
-        pieces = 2 * _BYTES // x.dtype.itemsize
+    elif device.type == "cuda" and _is_asked_for():
+        pieces = 2 * _BYTES // dtype.itemsize
         most = _LANES * pieces
     else:
         return False
-    return not (D % pieces or R % pieces) and most >= D and build.is_at_hand(x.device, x.dtype)
+    return not (D % pieces or R % pieces) and most >= D and build.is_at_hand(device, dtype)
 
 
 @functools.cache

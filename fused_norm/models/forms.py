@@ -64,6 +64,8 @@ _SIGNATURES: dict[str, str] = {
     "chunk": "input chunks dim",
     "split": "input split_size dim",
     "cat": "tensors dim",
+    "stack": "tensors dim",
+    "neg": "input",
     "pad": "input pad",
     "attention": "query key value",
     "cross_entropy": "input target weight size_average ignore_index reduce reduction "
@@ -110,6 +112,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "chunk": (torch.chunk,),
     "split": (torch.split,),
     "cat": (torch.cat, torch.concat),
+    "stack": (torch.stack,),
+    "neg": (operator.neg, torch.neg, torch.negative),
     "pad": (F.pad, torch._C._nn.pad),
     "attention": (F.multi_head_attention_forward,),
     "cross_entropy": (F.cross_entropy,),

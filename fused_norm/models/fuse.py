@@ -24,6 +24,7 @@ from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
 from fused_norm.models.rewrite import Rewriter
+from fused_norm.models.rotations import fuse_rotations
 from fused_norm.models.sites import Site
 from fused_norm.models.streams import split_streams
 from fused_norm.models.sums import add_in_product, find_sums
@@ -135,6 +136,9 @@ def fuse_graph(
     flow = Flow(graph)
     heads = fuse_heads(graph, flow, Emitter(graph, flow), options.small)
     flow = Flow(graph)
+    keeps_rounding = options.rounding == "model"
+    heads += fuse_rotations(graph, flow, Emitter(graph, flow), options.small, keeps_rounding)
+    flow = Flow(graph)
     split_streams(graph, flow, Emitter(graph, flow))
     inputs, layers = _fused_inputs(graph)
     found = find_sums(graph, flow, functools.partial(_adds, options))
@@ -143,7 +147,7 @@ def fuse_graph(
     rewriter = Rewriter(
         graph,
         flow,
-        options.rounding == "model",
+        keeps_rounding,
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
         Precision(options.fp8, options.skip),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +11,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fused_norm.models.calls import CALLS
 from fused_norm.models.fuse import Options, fuse_graph
 from fused_norm.models.values import value
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# What the pass puts into a graph, but for what exported programs hold as it is.
-_OURS: tuple[Any, ...] = (
-    *CALLS,
-    torch.t,
-    torch.permute,
-    torch.clone,
-    torch.detach,
-    torch.broadcast_to,
-    torch.mul,
-)
-_OURS = (*_OURS, torch.Tensor.float, torch.Tensor.new_full)
+# What exported programs hold.
+_OF_PROGRAMS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
@@ -49,14 +40,15 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
-    before = _outputs(module.graph)
+    before, own = _outputs(module.graph), set(module.graph.nodes)
     for node in list(module.graph.nodes):
         # These checks read every tensor, including those that are about to vanish.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
-            if node.target in _OURS:
+            # A program holds registered ops, whatever a pass put into its graph.
+            if node not in own and not _is_of_programs(node):
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
         module.graph.lint()
@@ -66,6 +58,12 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
         if old != new:
             signature.replace_all_uses(old, new)
     return program._update(module, signature)
+
+
+def _is_of_programs(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method") or node.target is operator.getitem:
+        return True
+    return isinstance(node.target, _OF_PROGRAMS)
 
 
 def _outputs(graph: Graph) -> list[str]:
@@ -84,6 +82,8 @@ def _lower(graph: Graph, node: Node) -> None:
         given = dict(zip(inputs, tensors, strict=True))
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
         target: Any = node.target
+        if isinstance(target, str):
+            return getattr(args[0], target)(*args[1:], **kwargs)
         return target(*args, **kwargs)
 
     values = [value(v) for v in inputs]

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from fused_norm.models.backend import compiled_next
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import Settings, settings
-from fused_norm.models.sites import HEAD, LINEAR, RESIDUAL, Site
+from fused_norm.models.sites import HEAD, LINEAR, RESIDUAL, ROTARY, Site
 from fused_norm.models.timing import Replaced, measure
 
 _FAST_PATH = torch._transformer_encoder_layer_fwd
@@ -30,8 +30,9 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: Heads, the norms in the order of the graph, then the sums that products before them
-            add, then, where FP8 is asked for, the Linear layers that are part of no call on a norm.
+        sites: Heads, rotary embeddings, the norms in the order of the graph, then the sums that
+            products before them add, then, where FP8 is asked for, the Linear layers that are part
+            of no call on a norm.
         graphs: How many graphs Dynamo made of the model.
         failures: What kept the pass from a graph, where something did.
         fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
@@ -47,7 +48,8 @@ class Report:
     @property
     def norms(self) -> list[Site]:
         """The norms."""
-        return [site for site in self.sites if site.kind not in (HEAD, RESIDUAL, LINEAR)]
+        others = (HEAD, RESIDUAL, LINEAR, ROTARY)
+        return [site for site in self.sites if site.kind not in others]
 
     @property
     def fused(self) -> list[Site]:
@@ -105,6 +107,8 @@ class Report:
         heads = sum(site.kind == HEAD and site.fused for site in self.sites)
         added = f", {_counted(sums, 'sum')} added by products" if sums else ""
         added += f", {_counted(heads, 'head')} without logits" if heads else ""
+        turns = sum(site.kind == ROTARY and site.fused for site in self.sites)
+        added += f", {_counted(turns, 'rotation')} of heads" if turns else ""
         return (
             f"{counted}{added}: {_counted(before, 'op')} become {_counted(after, 'launch', 'es')}, "
             f"a forward writes {self.bytes_saved / 2**20:.1f} MiB less"

@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 RESIDUAL = "residual"
 HEAD = "head"
 LINEAR = "linear"
+ROTARY = "rotary"
 
 
 @dataclass
 class Site:
-    """A norm of a model, a residual sum that the product before it adds, a head, or a Linear layer.
+    """A norm of a model, or what else may become a call: a sum, a head, a rotation, a Linear layer.
 
-    A head is a Linear layer and the cross entropy of its logits. Linear layers of their own are
+    A head is a Linear layer and the cross entropy of its logits. A rotary embedding is one of
+    queries or of keys, with the norm of their heads. Linear layers of their own are
     listed where some are to be in FP8.
 
     Attributes:
         path: Path of the module that it is, or is written in; of others that of the Linear layer.
-        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"` or `"linear"`.
+        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"`, `"rotary"` or
+            `"linear"`.
         shape: Of what is normalized or multiplied; sizes that are dynamic by their names.
         dtype: Its dtype.
         linears: How many Linear layers read it; of others 1, the layer's own.

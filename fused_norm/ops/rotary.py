@@ -46,10 +46,14 @@ def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     t, rotation = _unpacked(tuple(rest))
     (dy,) = dense(*in_memory([grad_output]))
     if kernels.serves(t, rotation):
-        gradients: Any = kernels.backward(dy, t, rotation, wants_gamma)
+        dx, dgamma = kernels.backward(dy, t, rotation, wants_gamma)
     else:
-        gradients = _gradients(dy, t, rotation, wants_gamma)
-    return without_none(list(gradients), t.x)
+        dx, dgamma = _gradients(dy, t, rotation, wants_gamma)
+    x = arguments[0]
+    if not x.is_contiguous():
+        # Laid out as x is, which is what PyTorch's ops on each element do.
+        dx = torch.empty_like(x).copy_(dx)
+    return without_none([dx, dgamma], t.x)
 
 
 def _gradients(dy: Tensor, t: Heads, rotation: Rotation, wants_gamma: bool) -> list[Any]:
@@ -69,7 +73,7 @@ def _gradients(dy: Tensor, t: Heads, rotation: Rotation, wants_gamma: bool) -> l
 
 def _fake_backward(_: Tensor, x: Tensor, gamma: Tensor | None, *rest: Any) -> list[Tensor]:
     dgamma = gamma.new_empty(gamma.shape) if gamma is not None and rest[-1] else None
-    return without_none([x.new_empty(x.shape), dgamma], x)
+    return without_none([torch.empty_like(x), dgamma], x)
 
 
 _forward_op = define_in_python(f"rotary({_TENSORS}, {_OPTIONS}) -> Tensor", _forward, _fake_forward)
@@ -130,6 +134,21 @@ def call(t: Heads, rotation: Rotation) -> Tensor:
         return found
     result: Tensor = _forward_op(*t, *rotation)
     return result
+
+
+def rotate_heads(
+    x: Tensor,
+    gamma: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    is_normalized: bool,
+    eps: float,
+    weight_offset: float,
+    is_interleaved: bool,
+) -> Tensor:
+    """Return the same of arguments one by one, as a graph has them: `Heads` and `Rotation`."""
+    rotation = Rotation(is_normalized, eps, weight_offset, is_interleaved)
+    return call(Heads(x, gamma, cos, sin), rotation)
 
 
 def _require(*tensors: Tensor | None) -> bool:

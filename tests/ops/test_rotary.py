@@ -172,8 +172,11 @@ def test_empty_rows_and_rows_that_are_not_dense(device: str) -> None:
     assert y.shape == empty.shape
     assert torch.equal(torch.autograd.grad(y.sum(), gamma)[0], torch.zeros_like(gamma))
     x = torch.randn(3, 5, 64, device=device).transpose(0, 1)
+    x.requires_grad_()
     y = rotary.call(Heads(x, gamma), rotation)
     assert torch.equal(y, rotary.call(Heads(x.contiguous(), gamma), rotation))
+    # The gradient lies as x does: so it is with PyTorch's ops.
+    assert torch.autograd.grad(y.sum(), x)[0].stride() == x.stride()
     # Queries that lie beside keys in one tensor.
     both = torch.randn(5, 6, 64, device=device)
     y = rotary.call(Heads(both[:, 2:4], gamma), rotation)
