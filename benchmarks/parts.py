@@ -35,6 +35,14 @@ def _swiglu(h: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def _turn(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return normalized heads with their rotary embedding, as transformers writes it."""
+    z = x if weight is None else _rms_norm(x, weight)
+    first, second = z[..., : z.shape[-1] // 2], z[..., z.shape[-1] // 2 :]
+    turned = torch.cat((-second, first), -1)
+    return z * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
 def _add_gated(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return x + gate * y
 
@@ -52,6 +60,7 @@ class Parts(NamedTuple):
         add: Of x and what a block returns for it.
         add_gated: Of x, that, and a factor of it.
         linear: Of x, a weight and perhaps a bias.
+        turn: Of heads of queries or keys, the weight of their norm or None, cosines and sines.
     """
 
     rms_norm: Callable[..., Tensor] = _rms_norm
@@ -63,6 +72,7 @@ class Parts(NamedTuple):
     add: Callable[[Tensor, Tensor], Tensor] = torch.add
     add_gated: Callable[[Tensor, Tensor, Tensor], Tensor] = _add_gated
     linear: Callable[..., Tensor] = F.linear
+    turn: Callable[..., Tensor] = _turn
 
 
 def _nothing(x: Tensor, *_: Tensor | None) -> Tensor:
@@ -76,6 +86,7 @@ BARE = Parts(
     layer_norm=_nothing,
     add_rms_norm=lambda x, residual, weight: (x, residual),
     modulate=_nothing,
+    turn=_nothing,
     gelu=_nothing,
     swiglu=lambda h: h[..., : h.shape[-1] // 2],
     add=lambda x, y: y,

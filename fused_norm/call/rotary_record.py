@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 FIELDS = (
-    *("context", "threads", "M", "heads", "D", "rotary", "positions", "angles"),
+    *("context", "threads", "M", "heads", "D", "pitch", "rotary", "positions", "angles"),
     *("is_interleaved", "is_normalized", "eps", "weight_offset"),
     *("gamma_is_float32", "angles_are_float32"),
     *("x", "gamma", "cos", "sin", "y", "dy", "dx", "parts", "dgamma"),

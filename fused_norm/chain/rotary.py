@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from typing import Any
 
@@ -70,14 +71,35 @@ def _is_asked_for() -> bool:
 _is_asked_for.__wrapped__.__dict__["_dynamo_marked_constant"] = True
 
 
+def pitch_of(x: Tensor) -> int | None:
+    """Return the elements from one row of heads to the next, None where they lie otherwise.
+
+    Args:
+        x: Heads, shape `[..., H, D]`.
+    """
+    *rows, heads, D = x.shape
+    *strides, of_heads, of_elements = x.stride()
+    if of_elements != 1 or (heads > 1 and of_heads != D) or x.is_neg() or x._is_zerotensor():
+        return None
+    # Dimensions of one row may have any stride.
+    pairs = [(size, stride) for size, stride in zip(rows, strides, strict=True) if size != 1]
+    for (_, outer), (size, inner) in itertools.pairwise(pairs):
+        if outer != size * inner:
+            return None
+    pitch = pairs[-1][1] if pairs else heads * D
+    if x.is_cuda and (pitch * x.dtype.itemsize % _BYTES or x.data_ptr() % _BYTES):
+        return None
+    return pitch
+
+
 def forward(t: Heads, rotation: Rotation) -> Tensor:
     """Return the heads, normalized and rotated.
 
     Args:
-        t: The tensors, dense.
+        t: The tensors; those of a GPU aligned, x with a pitch, the others dense.
         rotation: How heads are rotated.
     """
-    y = torch.empty_like(t.x)
+    y = t.x.new_empty(t.x.shape)
     _run(t, rotation, y=y)
     return y
 
@@ -89,11 +111,11 @@ def backward(
 
     Args:
         dy: The gradient of the result, dense.
-        t: The tensors, dense.
+        t: The tensors; those of a GPU aligned, x with a pitch, the others dense.
         rotation: How heads are rotated.
         wants_gamma: Whether the gradient of gamma is wanted.
     """
-    dx = torch.empty_like(t.x)
+    dx = t.x.new_empty(t.x.shape)
     D = t.x.shape[-1]
     parts = min(-(-(t.x.numel() // D) // _PART_HEADS), _MOST_PARTS)
     dgamma = None
@@ -116,6 +138,7 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
         M=units // heads,
         heads=heads,
         D=D,
+        pitch=pitch_of(x),
         rotary=rotation.size(t),
         is_interleaved=rotation.is_interleaved,
         is_normalized=rotation.is_normalized,

@@ -24,6 +24,8 @@ struct RotaryCall(DevicePassable, ImplicitlyCopyable, Movable):
     """Heads of a row."""
     var D: Int
     """Elements of a head."""
+    var pitch: Int
+    """Elements from one row of x to the next; of y, dy and dx, rows lie behind each other."""
     var rotary: Int
     """How many of them are rotated, the first; 0 for none."""
     var positions: Int
@@ -43,7 +45,7 @@ struct RotaryCall(DevicePassable, ImplicitlyCopyable, Movable):
     var angles_are_float32: Int
     """Whether cos and sin are."""
     var x: Int
-    """The heads [M, heads, D]."""
+    """The heads [M, heads, D], with `pitch`."""
     var gamma: Int
     """Weight of the norm [D]; 0 for ones."""
     var cos: Int
@@ -68,6 +70,19 @@ struct RotaryCall(DevicePassable, ImplicitlyCopyable, Movable):
             Their number.
         """
         return self.M * self.heads
+
+    @always_inline
+    def start_of(self, unit: Int) -> Int:
+        """Locates a head of x.
+
+        Args:
+            unit: Which of all heads.
+
+        Returns:
+            The index of its first element.
+        """
+        var row = unit // self.heads
+        return row * self.pitch + (unit - row * self.heads) * self.D
 
     def _to_device_type(
         self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]

@@ -75,11 +75,12 @@ def _forward_part[dtype: DType](data: Data, part: Int):
     var size = ceildiv(call.units(), call.parts)
     for unit in range(part * size, min((part + 1) * size, call.units())):
         var start = unit * call.D
+        var own = call.start_of(unit)
         var row = unit // call.heads
-        var rstd = _rstd[dtype](call, start)
+        var rstd = _rstd[dtype](call, own)
         for i in range(call.D // (2 * WIDTH)):
             var places = Places(i, WIDTH, call.rotary)
-            var z = _load[dtype](call.x, start, places)
+            var z = _load[dtype](call.x, own, places)
             if call.is_normalized != 0:
                 z = (z * rstd) * gamma_of[
                     dtype, accum, WIDTH, size_of[dtype]()
@@ -122,8 +123,9 @@ def _backward_part[dtype: DType](data: Data, part: Int):
             )
     for unit in range(part * size, min((part + 1) * size, call.units())):
         var start = unit * call.D
+        var own = call.start_of(unit)
         var row = unit // call.heads
-        var rstd = _rstd[dtype](call, start)
+        var rstd = _rstd[dtype](call, own)
         var products = Pair[accum, WIDTH](0, 0)
         for i in range(pairs):
             var places = Places(i, WIDTH, call.rotary)
@@ -131,7 +133,7 @@ def _backward_part[dtype: DType](data: Data, part: Int):
             if call.is_normalized == 0:
                 dz.store[dtype, size_of[dtype]()](call.dx, start, places)
                 continue
-            var n = _load[dtype](call.x, start, places) * rstd
+            var n = _load[dtype](call.x, own, places) * rstd
             if call.dgamma != 0:
                 var sum = load[accum, accum, WIDTH, size_of[accum]()](
                     call.dgamma, sums, places
@@ -149,7 +151,7 @@ def _backward_part[dtype: DType](data: Data, part: Int):
         for i in range(pairs):
             var places = Places(i, WIDTH, call.rotary)
             var dz = _turned_back[dtype](call, start, row, places)
-            var n = _load[dtype](call.x, start, places) * rstd
+            var n = _load[dtype](call.x, own, places) * rstd
             var g = dz * gamma_of[dtype, accum, WIDTH, size_of[dtype]()](
                 call, places
             )

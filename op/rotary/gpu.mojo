@@ -146,7 +146,9 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
         var v = Pair[accum, width](0, 0)
         var g = Pair[accum, width](1, 1)
         if is_here:
-            v = load[dtype, accum, width, _BYTES](call.x, start, places)
+            v = load[dtype, accum, width, _BYTES](
+                call.x, call.start_of(unit), places
+            )
             if call.is_normalized != 0:
                 g = gamma_of[dtype, accum, width, _BYTES](call, places)
         var rstd = Scalar[accum](1)

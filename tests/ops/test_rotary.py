@@ -177,10 +177,41 @@ def test_empty_rows_and_rows_that_are_not_dense(device: str) -> None:
     assert torch.equal(y, rotary.call(Heads(x.contiguous(), gamma), rotation))
     # The gradient lies as x does: so it is with PyTorch's ops.
     assert torch.autograd.grad(y.sum(), x)[0].stride() == x.stride()
-    # Queries that lie beside keys in one tensor.
-    both = torch.randn(5, 6, 64, device=device)
-    y = rotary.call(Heads(both[:, 2:4], gamma), rotation)
-    assert torch.equal(y, rotary.call(Heads(both[:, 2:4].contiguous(), gamma), rotation))
+
+
+def test_heads_beside_others_in_a_row(device: str) -> None:
+    """Queries, keys and values of one product are parts of its rows: nothing is copied."""
+    rotation = Rotation(True)
+    gamma = torch.rand(64, device=device, requires_grad=True)
+    cos, sin = torch.rand(2, 5, 64, device=device)
+    rows = torch.randn(2, 5, 6 * 64, device=device, requires_grad=True)
+    x = rows.unflatten(-1, (6, 64))[..., 2:4, :]
+    assert kernels.pitch_of(x) == 6 * 64
+    y = rotary.call(Heads(x, gamma, cos, sin), rotation)
+    dy = torch.randn_like(y)
+    mine = [y, *torch.autograd.grad(y, (x, gamma, rows), dy)]
+    other = x.detach().contiguous().requires_grad_()
+    y = rotary.call(Heads(other, gamma, cos, sin), rotation)
+    others = [y, *torch.autograd.grad(y, (other, gamma), dy)]
+    assert all(map(torch.equal, mine, others))
+    assert torch.equal(mine[3].unflatten(-1, (6, 64))[..., 2:4, :], others[1])
+    for shifted in (x.transpose(0, 1), x.expand(3, 2, 5, 2, 64), x[..., :32], x[..., ::2]):
+        assert kernels.pitch_of(shifted) is None
+    assert kernels.pitch_of(x[:, :1]) == 5 * 6 * 64
+    assert kernels.pitch_of(x[:1, :1]) == 2 * 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_unaligned_tensors(device: str) -> None:
+    rotation = Rotation(True)
+    flat = torch.randn(1 + 5 * 2 * 64, device=device)
+    gamma, cos, sin = (torch.rand(1 + n, device=device)[1:] for n in (64, 5 * 64, 5 * 64))
+    cos, sin = cos.view(5, 64), sin.view(5, 64)
+    x = flat[1:].view(5, 2, 64)
+    expected = rotary.call(Heads(*(v.clone() for v in (x, gamma, cos, sin))), rotation)
+    assert torch.equal(rotary.call(Heads(x, gamma, cos, sin), rotation), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
