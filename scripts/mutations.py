@@ -56,6 +56,7 @@ PASSED_ROWS = (
     "-k",
     "test_gradients and (8200 or 5000)",
 )
+ROTARY = ("tests/ops/test_rotary.py", "-k", "values_and_gradients and float32 or each_row")
 TILES = ("tests/op/norm_linear/test_tiles.py", "-k", "edge or nan or same_bits")
 MAGNITUDES = (
     "tests/op/passes/test_passes.py",
@@ -554,5 +555,37 @@ MUTATIONS = (
         "dx += _to_float32(dsum[r])",
         "pass",
         REACHING,
+    ),
+    Mutation(
+        "the gradient of a rotation is turned as the rotation is",
+        "cpu",
+        "op/rotary/cpu.mojo",
+        ") - sines.turned(",
+        ") + sines.turned(",
+        ROTARY,
+    ),
+    Mutation(
+        "no mean in the gradient of a head's norm",
+        "cpu",
+        "op/rotary/cpu.mojo",
+        "((g - n * mean) * rstd)",
+        "(g * rstd)",
+        ROTARY,
+    ),
+    Mutation(
+        "all rows are rotated as the first one is",
+        "cpu",
+        "op/rotary/pair.mojo",
+        "row % call.positions * call.angles",
+        "row * 0 * call.angles",
+        ROTARY,
+    ),
+    Mutation(
+        "elements that are not rotated are those of the wrong place",
+        "cpu",
+        "op/rotary/pair.mojo",
+        "self.a = 2 * index * width",
+        "self.a = index * width",
+        ROTARY,
     ),
 )
