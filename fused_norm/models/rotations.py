@@ -1,11 +1,7 @@
-"""Rotary embeddings of queries and keys, written out: each as one call, with the norm of its heads.
-
-x cos + turned(x) sin        turned(x) is cat(-x2, x1) of halves, or stack(-x2, x1) of neighbors
-"""
+"""Puts a call in the place of each rotary embedding, with the norm of its heads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +11,9 @@ from fused_norm.chain.rotary import has_kernel
 from fused_norm.models.costs import bytes_written, count, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
-from fused_norm.models.forms import form, is_cast, is_noop, is_plain_sum, only_user
-from fused_norm.models.norms import Norm, candidates, find_norm, module_path
+from fused_norm.models.forms import is_plain_sum
+from fused_norm.models.norms import candidates, find_norm, module_path
+from fused_norm.models.rotary_forms import Rotary, climb, find_rotary
 from fused_norm.models.sites import ROTARY, Site
 from fused_norm.models.values import (
     are_same,
@@ -27,8 +24,6 @@ from fused_norm.models.values import (
     shape,
     value,
 )
-from fused_norm.models.writes import written
-from fused_norm.norms import RMS_NORM
 from fused_norm.ops.operands import hint
 from fused_norm.ops.rotary import rotate_heads
 
@@ -38,33 +33,6 @@ _LEAST_ELEMENTS = 1 << 17
 
 class _Left(Exception):
     """A rotation stays as it is; says why."""
-
-
-@dataclass
-class _Rotation:
-    """A rotation of heads.
-
-    Attributes:
-        root: The result.
-        x: What is rotated, of the shape of the root, or its first elements.
-        cos: Cosines, to broadcast against x.
-        sin: Sines, likewise.
-        is_interleaved: Whether neighbors are rotated into each other.
-        inner: All nodes that are the rotation.
-        base: The heads before their norm.
-        is_transposed: Whether heads and rows change places between base and root.
-        norm: The norm of each head, or None.
-    """
-
-    root: Node
-    x: Node
-    cos: Node
-    sin: Node
-    is_interleaved: bool
-    inner: set[Node] = field(default_factory=set)
-    base: Any = None
-    is_transposed: bool = False
-    norm: Norm | None = None
 
 
 def fuse_rotations(
@@ -79,7 +47,7 @@ def fuse_rotations(
         small: Whether to fuse rotations of few elements, too.
         keeps_rounding: Whether rounding that a model does in between is kept.
     """
-    rotations = [_find(node) for node in graph.nodes if is_plain_sum(node)]
+    rotations = [find_rotary(node) for node in graph.nodes if is_plain_sum(node)]
     found = [rotation for rotation in rotations if rotation is not None]
     if not found:
         return []
@@ -91,7 +59,7 @@ def fuse_rotations(
         name = str(x.dtype).removeprefix("torch.")
         site = Site(module_path(rotation.root), ROTARY, tuple(map(str, x.shape)), name)
         try:
-            _climb(rotation, norms)
+            climb(rotation, norms)
             _check(rotation, flow, small, keeps_rounding)
             _put(rotation, graph, emitter, site)
         except _Left as left:
@@ -101,162 +69,7 @@ def fuse_rotations(
     return sites
 
 
-def _find(total: Node) -> _Rotation | None:
-    """Return the rotation that a sum ends, None for any other sum."""
-    f = form(total)
-    if not is_tensor(total) or value(total).dim() != 4:
-        return None
-    for one, two in ((f["input"], f["other"]), (f["other"], f["input"])):
-        if not _is_product(one) or not _is_product(two):
-            continue
-        for turned, sin in _orders(two):
-            found = _turned(turned)
-            for x, cos in _orders(one) if found is not None else ():
-                if found is not None and x is found[0] and is_tensor(cos) and is_tensor(sin):
-                    inner = {total, one, two, *found[2]}
-                    return _Rotation(total, x, cos, sin, found[1], inner)
-    return None
-
-
-def _is_product(node: Any) -> bool:
-    return form(node).kind == "mul" and is_tensor(node) and not written(node)
-
-
-def _orders(product: Node) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    a, b = form(product)["input"], form(product)["other"]
-    return (a, b), (b, a)
-
-
-def _turned(node: Any) -> tuple[Node, bool, set[Node]] | None:
-    """Return what is turned by 90 degrees, whether by neighbors, and the nodes that do so."""
-    f = form(node)
-    inner = {node}
-    is_interleaved = f.kind == "view" and form(f["input"]).kind == "stack"
-    if is_interleaved:
-        node = f["input"]
-        f = form(node)
-        inner.add(node)
-    elif f.kind != "cat":
-        return None
-    parts = f["tensors"]
-    if len(parts) != 2 or form(parts[0]).kind != "neg":
-        return None
-    last = value(node).dim() - 1
-    if f.args.get("dim", 0) not in (-1, last):
-        return None
-    negated = form(parts[0])["input"]
-    second, first = _part(negated), _part(parts[1])
-    if first is None or second is None or first[0] is not second[0]:
-        return None
-    x = first[0]
-    size = shape(x)[-1]
-    if not isinstance(size, int) or size % 2 or not are_same(shape(x), shape(max(inner))):
-        return None
-    halves = (range(size // 2), range(size // 2, size))
-    wanted = (range(0, size, 2), range(1, size, 2)) if is_interleaved else halves
-    if (first[1], second[1]) != wanted:
-        return None
-    return x, is_interleaved, inner | {*parts, negated} | first[2] | second[2]
-
-
-def _part(node: Any) -> tuple[Node, range, set[Node]] | None:
-    """Return of which tensor a node is which elements of the last dimension, and its nodes."""
-    f = form(node)
-    x = f["input"]
-    if not isinstance(x, Node) or written(node):
-        return None
-    if f.kind == "getitem" and form(x).kind in ("chunk", "split"):
-        return _chunk(node)
-    if not is_tensor(x) or not isinstance(shape(x)[-1], int):
-        return None
-    size: int = shape(x)[-1]
-    last = value(x).dim() - 1
-    if f.kind == "slice" and f.args.get("dim", 0) in (-1, last):
-        index = slice(f["start"], f["end"], f["step"])
-    elif f.kind == "getitem" and isinstance(f["index"], tuple):
-        *before, index = f["index"]
-        whole = before == [Ellipsis] or before == [slice(None)] * last
-        if not whole or not isinstance(index, slice):
-            return None
-    else:
-        return None
-    if not all(each is None or isinstance(each, int) for each in (index.start, index.stop)):
-        return None
-    return x, range(*index.indices(size)), {node}
-
-
-def _chunk(node: Node) -> tuple[Node, range, set[Node]] | None:
-    """Return the same of a half that `chunk` or `split` made."""
-    f = form(node)
-    parts = f["input"]
-    x = form(parts)["input"]
-    if form(parts).args.get("dim", 0) not in (-1, value(x).dim() - 1):
-        return None
-    size, own = shape(x)[-1], shape(node)[-1]
-    if not isinstance(size, int) or size != 2 * own or f["index"] not in (0, 1):
-        return None
-    return x, range(f["index"] * own, (f["index"] + 1) * own), {node, parts}
-
-
-def _climb(r: _Rotation, norms: dict[Node, Norm]) -> None:
-    """Go from what is rotated up to the heads before their norm, and down to the result."""
-    _take_in_rest(r)
-    cast = only_user(r.root)
-    kept = dtype(r.root if cast is None or not is_cast(cast) else cast)
-    node: Any = r.x
-    # What others read as well is the base: it is computed in any case.
-    while node.users.keys() <= r.inner and not written(node):
-        f = form(node)
-        norm = norms.get(node)
-        if norm is not None and r.norm is None and _is_of_heads(norm):
-            if any(not each.users.keys() <= norm.inner | r.inner for each in norm.inner):
-                break
-            r.norm = norm
-            r.inner |= norm.inner
-            node = norm.x
-        elif f.kind == "transpose" and not r.is_transposed and _swaps(f["dim0"], f["dim1"]):
-            r.is_transposed = True
-            r.inner.add(node)
-            node = f["input"]
-        elif is_noop(node) or (is_cast(node) and dtype(f["input"]) is kept):
-            r.inner.add(node)
-            node = f["input"]
-        else:
-            break
-    r.base = node
-    if cast is not None and dtype(r.root) is not dtype(node) is kept:
-        r.inner.add(cast)
-        r.root = cast
-
-
-def _take_in_rest(r: _Rotation) -> None:
-    """Take in the elements that are not rotated, where the rotation is of the first ones alone."""
-    part = _part(r.x)
-    user = only_user(r.root)
-    f = form(user)
-    if part is None or part[1].start != 0 or part[1].step != 1 or f.kind != "cat":
-        return
-    parts = f["tensors"]
-    rest = _part(parts[1]) if len(parts) == 2 and parts[0] is r.root else None
-    size = shape(part[0])[-1]
-    if rest is None or rest[0] is not part[0] or rest[1] != range(part[1].stop, size):
-        return
-    if user is not None and f.args.get("dim", 0) in (-1, 3):
-        r.root, r.x = user, part[0]
-        r.inner |= {user, *part[2], *rest[2]}
-
-
-def _is_of_heads(norm: Norm) -> bool:
-    has_plain_gamma = norm.gamma is None or value(norm.gamma).dim() == 1
-    is_plain_rms = norm.kind == RMS_NORM and norm.beta is None and norm.factor == 1.0
-    return is_plain_rms and not norm.unlike and has_plain_gamma and value(norm.x).dim() == 4
-
-
-def _swaps(one: Any, two: Any) -> bool:
-    return {one % 4, two % 4} == {1, 2}
-
-
-def _check(r: _Rotation, flow: Flow, small: bool | None, keeps_rounding: bool) -> None:
+def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> None:
     """Raise what speaks against a rotation.
 
     Raises:
@@ -274,7 +87,8 @@ def _check(r: _Rotation, flow: Flow, small: bool | None, keeps_rounding: bool) -
         )
     if any(value(v).dtype not in (x.dtype, torch.float32) for v in operands):
         raise _Left("dtypes of the operands differ")
-    if keeps_rounding and x.dtype.itemsize < 4:
+    inner = [node for node in r.inner if is_tensor(node)]
+    if keeps_rounding and any(dtype(node).itemsize < 4 for node in inner):
         raise _Left("the model rounds in between")
     if hint(count(x)) < _LEAST_ELEMENTS and not small:
         raise _Left("PyTorch's ops finish a call this small sooner")
@@ -290,7 +104,7 @@ def _check(r: _Rotation, flow: Flow, small: bool | None, keeps_rounding: bool) -
         raise _Left("an operand is written")
 
 
-def _check_angles(r: _Rotation) -> None:
+def _check_angles(r: Rotary) -> None:
     """Raise unless cosines and sines are those of each row.
 
     Raises:
@@ -306,13 +120,13 @@ def _check_angles(r: _Rotation) -> None:
             raise _Left("cosines are not those of rows")
 
 
-def _has_heads_first(r: _Rotation) -> bool:
+def _has_heads_first(r: Rotary) -> bool:
     """Return whether the root is of shape [batch, heads, rows, elements], by its cosines."""
     own = tuple(shape(r.cos))
     return r.is_transposed or len(own) < 3 or not are_same(own[-2], 1)
 
 
-def _put(r: _Rotation, graph: Graph, emitter: Emitter, site: Site) -> None:
+def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
     """Put the call into the graph, and take out what it stands for.
 
     Raises:

@@ -138,7 +138,15 @@ def split_off(q: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return plain(q, cos, sin), plain(k, cos, sin)
 
 
-RIGHT = {run.__name__: run for run in (plain, normed, split_off)}
+def of_pairs(q: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """As diffusers writes Flux's, in float32 and back."""
+    real, imaginary = q.reshape(*q.shape[:-1], -1, 2).unbind(-1)
+    turned = torch.stack((-imaginary, real), dim=-1).flatten(3)
+    cos, sin = cos[None, :, None, :], sin[None, :, None, :]
+    return (q.float() * cos + turned.float() * sin).to(q.dtype)
+
+
+RIGHT = {run.__name__: run for run in (plain, normed, split_off, of_pairs)}
 
 
 def the_other_way(q: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -207,6 +215,10 @@ def layer_normed(q: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return plain(F.layer_norm(q, (q.shape[-1],)), cos, sin)
 
 
+def narrow_inside(q: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return plain(q.bfloat16(), cos, sin)
+
+
 def under_autocast(q: Tensor, cos: Tensor, sin: Tensor) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         z = F.linear(q, torch.eye(q.shape[-1]))
@@ -265,7 +277,20 @@ def test_what_is_left_says_why() -> None:
     assert "small sooner" in reason(q, cos, sin, small=None)
     narrow = [t.bfloat16() for t in (q, cos, sin)]
     assert "rounds in between" in reason(*narrow, rounding="model")
+    torch._dynamo.reset()
+    (site,) = sites(narrow_inside, q, cos, sin, rounding="model")
+    assert "rounds in between" in site.reason
     assert "gradients of cosines" in reason(q, cos.clone().requires_grad_(), sin)
+    # Of pairs of neighbors in narrow tensors, Flux's way.
+    narrow = [q.bfloat16(), cos, sin]
+    torch._dynamo.reset()
+    (site,) = sites(of_pairs, *narrow)
+    assert site.fused
+    with torch.no_grad():
+        mine = torch.compile(
+            of_pairs, backend="fused_norm", options={"small": True, "then": "eager"}
+        )(*narrow)
+        torch.testing.assert_close(mine, of_pairs(*narrow), rtol=1e-2, atol=1e-2)
     assert "rotates 24 of 24" in reason(q[..., :24], cos[..., :24], sin[..., :24])
     assert "not those of rows" in reason(q, cos[:1], sin[:1])
 
