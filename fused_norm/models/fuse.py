@@ -137,7 +137,7 @@ def fuse_graph(
     heads = fuse_heads(graph, flow, Emitter(graph, flow), options.small)
     flow = Flow(graph)
     keeps_rounding = options.rounding == "model"
-    heads += fuse_rotations(graph, flow, Emitter(graph, flow), options.small, keeps_rounding)
+    turns = fuse_rotations(graph, flow, Emitter(graph, flow), options.small, keeps_rounding)
     flow = Flow(graph)
     split_streams(graph, flow, Emitter(graph, flow))
     inputs, layers = _fused_inputs(graph)
@@ -163,7 +163,7 @@ def fuse_graph(
     sites += [site for site in added if site is not None]
     sites += rewriter.precision.rewrite_linears(graph, rewriter.emitter)
     keep_dense(graph, flow, rewriter.emitter)
-    return heads + sites
+    return heads + sites + turns
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from fused_norm.models.backend import compiled_next
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import Settings, settings
-from fused_norm.models.sites import HEAD, LINEAR, RESIDUAL, ROTARY, Site
+from fused_norm.models.sites import HEAD, OTHERS, RESIDUAL, ROTARY, Site
 from fused_norm.models.timing import Replaced, measure
 
 _FAST_PATH = torch._transformer_encoder_layer_fwd
@@ -30,9 +30,9 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: Heads, rotary embeddings, the norms in the order of the graph, then the sums that
-            products before them add, then, where FP8 is asked for, the Linear layers that are part
-            of no call on a norm.
+        sites: Heads, the norms in the order of the graph, then the sums that products before them
+            add, then, where FP8 is asked for, the Linear layers that are part of no call on a norm,
+            then rotary embeddings.
         graphs: How many graphs Dynamo made of the model.
         failures: What kept the pass from a graph, where something did.
         fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
@@ -48,8 +48,7 @@ class Report:
     @property
     def norms(self) -> list[Site]:
         """The norms."""
-        others = (HEAD, RESIDUAL, LINEAR, ROTARY)
-        return [site for site in self.sites if site.kind not in others]
+        return [site for site in self.sites if site.kind not in OTHERS]
 
     @property
     def fused(self) -> list[Site]:

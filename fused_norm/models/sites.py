@@ -8,6 +8,8 @@ RESIDUAL = "residual"
 HEAD = "head"
 LINEAR = "linear"
 ROTARY = "rotary"
+# Kinds that are no norms.
+OTHERS = (RESIDUAL, HEAD, LINEAR, ROTARY)
 
 
 @dataclass

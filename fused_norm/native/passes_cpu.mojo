@@ -79,19 +79,17 @@ def _long_from_python[
     return integer(0)
 
 
-def _rotary(address: Int) raises:
-    run_rotary[DTYPE](RotaryPointer(unsafe_from_address=address)[])
-
-
 def _rotary_from_python(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
-    """Runs what the address of a `RotaryCall` asks for."""
+    """Runs what the address of a `RotaryCall` asks for; other Python threads may run meanwhile."""
     var arguments = Arguments(values)
-    try:
-        _rotary(arguments.integer())
-    except error:
-        return failure(error)
+    var call = RotaryPointer(unsafe_from_address=arguments.integer())
+    if call[].units() * call[].D < LONG_ELEMENTS:
+        run_rotary[DTYPE](call[])
+        return integer(0)
+    with GILReleased(Python()):
+        run_rotary[DTYPE](call[])
     return integer(0)
 
 

@@ -61,18 +61,14 @@ def _activate_backward(call: CallPointer) raises:
     passes.activate_backward[DTYPE](runner, call[])
 
 
-def _rotary(address: Int) raises:
-    ref call = RotaryPointer(unsafe_from_address=address)[]
-    launch_rotary[DTYPE](Launcher.at(call.context)[].gpu, call)
-
-
 def _rotary_from_python(
     module: PyObjectPtr, values: Values, count: Py_ssize_t
 ) abi("C") -> PyObjectPtr:
-    """Runs what the address of a `RotaryCall` asks for."""
+    """Launches what the address of a `RotaryCall` asks for."""
     var arguments = Arguments(values)
+    var call = RotaryPointer(unsafe_from_address=arguments.integer())
     try:
-        _rotary(arguments.integer())
+        launch_rotary[DTYPE](Launcher.at(call[].context)[].gpu, call[])
     except error:
         return failure(error)
     return integer(0)

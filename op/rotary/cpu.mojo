@@ -3,6 +3,7 @@
 from std.math import ceildiv, rsqrt
 from std.sys import size_of
 
+from ..pages import prefer_large_pages
 from ..rows.operands import accumulator
 from ..team import Data, Team
 from .call import RotaryCall
@@ -22,6 +23,10 @@ def run_rotary[dtype: DType](call: RotaryCall):
         call: The heads.
     """
     var job = call
+    prefer_large_pages(
+        call.y if call.dy == 0 else call.dx,
+        call.units() * call.D * size_of[dtype](),
+    )
     var team = Team(call.context, call.threads)
     if call.dy == 0:
         team.run(_forward_part[dtype], call.parts, job)

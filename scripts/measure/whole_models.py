@@ -39,7 +39,7 @@ from benchmarks.report import size as bytes_in_words
 from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
 from fused_norm.freeze import freeze
 from fused_norm.models import Site, backend
-from fused_norm.models.sites import RESIDUAL
+from fused_norm.models.sites import OTHERS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -153,7 +153,7 @@ def measure(
     sites: list[Site] = []
     with torch.set_grad_enabled(mode == "train"):
         found["results"] = _results(model, inputs, mode, options, sites)
-    norms = [site for site in sites if site.kind != RESIDUAL]
+    norms = [site for site in sites if site.kind not in OTHERS]
     if norms:
         found["fused"] = f"{sum(site.fused for site in norms)} of {len(norms)} norms"
     del model, inputs

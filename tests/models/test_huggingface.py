@@ -105,8 +105,8 @@ def test_adapters_are_seen() -> None:
     model = peft.get_peft_model(llama(), config).eval()
     ids = torch.randint(3, 97, (2, 5))
     report = fn.explain(model, input_ids=ids, options=EAGER)
-    assert report.sites[0].linears == 5
-    assert all(site.fused for site in report.sites), report
+    assert report.norms[0].linears == 5
+    assert report.fused == report.norms, report
     compiled = torch.compile(model, backend="fused_norm", options=EAGER)
     torch.testing.assert_close(
         compiled(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-5

@@ -117,4 +117,4 @@ def test_experts_of_mixtral() -> None:
         ids = torch.randint(3, 97, (2, 5))
         with torch.no_grad():
             sites = sites_of(lambda ids: (model(input_ids=ids, use_cache=False).logits,), ids)
-    assert [site.reason for site in sites] == [""] * 3
+    assert [site.reason for site in sites if site.linears] == [""] * 3
