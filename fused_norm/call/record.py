@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 # The call's half, written for each pass.
 CALL_FIELDS = (
@@ -36,16 +38,23 @@ MOST_PARTS = 3
 MOST_KEPT = 33554432
 
 
+def fields_of(names: Sequence[str], numbers: Sequence[str]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields of a record, all of eight bytes.
+
+    Args:
+        names: In their order.
+        numbers: Those of them that are floating-point; the others are integers and addresses.
+    """
+    return tuple((name, ctypes.c_double if name in numbers else ctypes.c_int64) for name in names)
+
+
 class Call(ctypes.Structure):
     """A forward or a backward, for the native extensions: addresses, sizes and conditions.
 
     Fields left alone are 0, which stands for what is not there or not wanted.
     """
 
-    _fields_ = tuple(
-        (name, ctypes.c_double if name in ("eps", "weight_offset") else ctypes.c_int64)
-        for name in (*CALL_FIELDS, *PARAMETER_FIELDS)
-    )
+    _fields_ = fields_of((*CALL_FIELDS, *PARAMETER_FIELDS), ("eps", "weight_offset"))
 
 
 class RowCall(ctypes.Structure):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from fused_norm.call.record import fields_of
+
 FIELDS = (
     *("context", "threads", "M", "heads", "D", "pitch", "rotary", "positions", "angles"),
     *("is_interleaved", "is_normalized", "eps", "weight_offset"),
@@ -19,6 +21,4 @@ class RotaryCall(ctypes.Structure):
     Fields left alone are 0, which stands for what is not there or not wanted.
     """
 
-    _fields_ = tuple(
-        (name, ctypes.c_double if name in NUMBERS else ctypes.c_int64) for name in FIELDS
-    )
+    _fields_ = fields_of(FIELDS, NUMBERS)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.activations import ACTIVATIONS
-from fused_norm.call.memory import LOW_PRECISION
+from fused_norm.call.memory import LOW_PRECISION, dense, in_memory
 from fused_norm.devices import choice
 from fused_norm.devices.machine import cpu_kind, hopper_kind
 from fused_norm.native import build, runtime
@@ -67,6 +67,14 @@ def hopper_costs(device: int, dtype: torch.dtype) -> int:
     Measurements put others in its place.
     """
     return choice.address(hopper_kind(device), build.DTYPES[dtype])
+
+
+def in_aligned_memory(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Return tensors in dense memory from a multiple of ALIGNMENT on; None stays None."""
+    return tuple(
+        v.clone() if v is not None and v.data_ptr() % ALIGNMENT else v
+        for v in dense(*in_memory(tensors))
+    )
 
 
 def is_alone() -> bool:

@@ -38,7 +38,19 @@ def serves(t: Heads, rotation: Rotation) -> bool:
     x = t.x
     if not x.numel() or any(v is not None and v.dtype not in (x.dtype, torch.float32) for v in t):
         return False
+    # The kernels check nothing: what reaches beyond a tensor is PyTorch's to refuse.
+    if t.gamma is not None and t.gamma.shape != x.shape[-1:]:
+        return False
+    if t.cos is not None and not _go_with(t.cos, t.sin, x, rotation.size(t)):
+        return False
     return has_kernel(x.device, x.dtype, x.shape[-1], rotation.size(t))
+
+
+def _go_with(cos: Tensor, sin: Tensor | None, x: Tensor, size: int) -> bool:
+    """Return whether angles are those of rows of heads."""
+    if sin is None or cos.shape != sin.shape or size > x.shape[-1] or not cos.shape[0]:
+        return False
+    return bool(x.shape[:-2].numel() % cos.shape[0] == 0)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool:
@@ -115,16 +127,19 @@ def backward(
         rotation: How heads are rotated.
         wants_gamma: Whether the gradient of gamma is wanted.
     """
-    dx = t.x.new_empty(t.x.shape)
-    D = t.x.shape[-1]
-    parts = min(-(-(t.x.numel() // D) // _PART_HEADS), _MOST_PARTS)
-    dgamma = None
+    x = t.x
+    dx, dgamma = x.new_empty(x.shape), None
     if wants_gamma:
-        dgamma = t.x.new_empty((parts, D), dtype=statistics_dtype(t.x.dtype))
-    _run(t, rotation, dy=dy, dx=dx, parts=parts, dgamma=dgamma)
+        dgamma = x.new_empty((_parts(x), x.shape[-1]), dtype=statistics_dtype(x.dtype))
+    _run(t, rotation, dy=dy, dx=dx, dgamma=dgamma)
     if dgamma is None or t.gamma is None:
         return dx, None
     return dx, dgamma.sum(0).to(t.gamma.dtype)
+
+
+def _parts(x: Tensor) -> int:
+    heads = x.numel() // x.shape[-1]
+    return min(-(-heads // _PART_HEADS), _MOST_PARTS)
 
 
 def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
@@ -144,7 +159,7 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
         is_normalized=rotation.is_normalized,
         eps=rotation.eps,
         weight_offset=rotation.weight_offset,
-        parts=min(-(-units // _PART_HEADS), _MOST_PARTS),
+        parts=_parts(x),
     )
     if t.gamma is not None:
         record.gamma_is_float32 = t.gamma.dtype is torch.float32

@@ -17,7 +17,7 @@ CALLS = (norm_linear, norm_mlp, linear_add)
 
 
 class Left(Exception):
-    """A norm stays as it is; says why."""
+    """A norm, a head or a rotation stays as it is; says why."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fused_norm.head import linear_cross_entropy
+from fused_norm.models.calls import Left
 from fused_norm.models.costs import bytes_written, count, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow, reads
@@ -22,10 +23,6 @@ from fused_norm.ops.operands import hint
 
 # Fewer bytes of logits are not worth a call: PyTorch's compiler makes one kernel of what follows.
 _LEAST_BYTES = 1 << 25
-
-
-class _Left(Exception):
-    """A cross entropy stays as it is; says why."""
 
 
 @dataclass
@@ -66,7 +63,7 @@ def fuse_heads(graph: Graph, flow: Flow, emitter: Emitter, small: bool | None) -
             head = _find(loss, site)
             _check(head, flow, small)
             _put(head, graph, emitter, site)
-        except _Left as left:
+        except Left as left:
             emitter.forget()
             site.reason = str(left)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -81,7 +78,7 @@ def _find(loss: Node, site: Site) -> _Head:
     """Return the head that ends in a cross entropy.
 
     Raises:
-        _Left: If none does, or a call could not do the same.
+        Left: If none does, or a call could not do the same.
     """
     node: Any = form(loss)["input"]
     if is_tensor(node):
@@ -92,7 +89,7 @@ def _find(loss: Node, site: Site) -> _Head:
     softcap = None
     while True:
         if not isinstance(node, Node) or not is_tensor(node):
-            raise _Left("its input is no tensor of this graph")
+            raise Left("its input is no tensor of this graph")
         if cap := _softcap(node):
             softcap, between, node = cap
             inner |= between
@@ -105,13 +102,13 @@ def _find(loss: Node, site: Site) -> _Head:
         elif _is_view(node):
             views.insert(0, node)
         else:
-            raise _Left(f"its input comes from {name(node)}")
+            raise Left(f"its input comes from {name(node)}")
         inner.add(node)
         node = f["input"]
     start = form(node)["mat1"] if form(node).kind == "addmm" else form(node)["input"]
     product = find_product(node, start) if isinstance(start, Node) else None
     if product is None or product.out is not node:
-        raise _Left("its input comes from a product that is no Linear layer's")
+        raise Left("its input comes from a product that is no Linear layer's")
     site.path = module_path(product.node) or site.path
     tensor = value(start)
     site.shape, site.dtype = tuple(map(str, tensor.shape)), str(tensor.dtype).split(".")[1]
@@ -119,9 +116,9 @@ def _find(loss: Node, site: Site) -> _Head:
     for each in sorted({product.node, *inner} - {loss}):
         outside = [user for user in each.users if user not in inner]
         if outside:
-            raise _Left(f"logits are read by {name(outside[0])} as well")
+            raise Left(f"logits are read by {name(outside[0])} as well")
         if written(each):
-            raise _Left("logits are written in place")
+            raise Left("logits are written in place")
     inner.add(product.node)
     return _Head(loss, product, start, views, softcap, inner)
 
@@ -166,30 +163,30 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
     """Raise what speaks against a head.
 
     Raises:
-        _Left: If something does.
+        Left: If something does.
     """
     loss, f = head.loss, form(head.loss)
     target, product = f["target"], head.product
     if f["size_average"] is not None or f["reduce"] is not None:
-        raise _Left("size_average and reduce are not served")
+        raise Left("size_average and reduce are not served")
     if not is_tensor(target) or value(target).dtype is not torch.int64:
-        raise _Left("its target has no labels but probabilities")
+        raise Left("its target has no labels but probabilities")
     if len(shape(f["input"])) != 2:
-        raise _Left("its logits have more than two dimensions, classes the second")
+        raise Left("its logits have more than two dimensions, classes the second")
     operands = [
         v
         for v in (head.x, product.weight, product.bias, target, f["weight"])
         if isinstance(v, Node)
     ]
     if not all(is_plain(value(v)) for v in operands):
-        raise _Left("a tensor subclass has ops of its own")
+        raise Left("a tensor subclass has ops of its own")
     if not flow.are_under_same_modes([product.node, loss]):
-        raise _Left("logits and loss are computed under different modes")
+        raise Left("logits and loss are computed under different modes")
     if flow.is_written(operands, min(reads(head.inner, operands)), loss):
-        raise _Left("an operand is written between")
+        raise Left("an operand is written between")
     size = hint(count(value(product.node))) * value(product.node).dtype.itemsize
     if size < _LEAST_BYTES and not small:
-        raise _Left("PyTorch's ops finish a call this small sooner")
+        raise Left("PyTorch's ops finish a call this small sooner")
 
 
 def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
@@ -217,7 +214,7 @@ def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
         if value(result).dtype is not value(loss).dtype:
             result = put("to", result, value(loss).dtype)
     if value(result).shape != value(loss).shape:
-        raise _Left("the loss has another shape")
+        raise Left("the loss has another shape")
     loss.replace_all_uses_with(result)
     gone = sorted(head.inner, reverse=True)
     site.fused, site.way, site.calls = True, "chunks", ["linear_cross_entropy"]

@@ -11,10 +11,13 @@ from typing import Any
 from torch.fx import Node
 
 from fused_norm.models.forms import above, form, is_cast, is_noop, only_user
-from fused_norm.models.norms import Norm
+from fused_norm.models.norms import Norm, find_norm
 from fused_norm.models.values import are_same, dtype, is_tensor, shape, value
 from fused_norm.models.writes import written
 from fused_norm.norms import RMS_NORM
+
+# Nodes to look at above a norm's result: gamma, its offset, and casts come after the norm itself.
+_MOST_STEPS = 8
 
 
 @dataclass
@@ -177,12 +180,11 @@ def _of_pairs(node: Node) -> tuple[Node, range, set[Node]] | None:
     return x, range(f["index"], size, 2), {node, parts, pairs}
 
 
-def climb(r: Rotary, norms: dict[Node, Norm]) -> None:
+def climb(r: Rotary) -> None:
     """Go from what is rotated up to the heads before their norm, and down to the result.
 
     Args:
         r: A rotation, whose base is filled in.
-        norms: The norms of the graph, by their results.
     """
     _take_in_rest(r)
     cast = only_user(r.root)
@@ -191,8 +193,8 @@ def climb(r: Rotary, norms: dict[Node, Norm]) -> None:
     # What others read as well is the base: it is computed in any case.
     while node.users.keys() <= r.inner and not written(node):
         f = form(node)
-        norm = norms.get(node)
-        if norm is not None and r.norm is None and _is_of_heads(norm):
+        norm = _norm_to(node) if r.norm is None else None
+        if norm is not None and _is_of_heads(norm):
             if any(not each.users.keys() <= norm.inner | r.inner for each in norm.inner):
                 break
             r.norm = norm
@@ -228,6 +230,20 @@ def _take_in_rest(r: Rotary) -> None:
     if user is not None and f.args.get("dim", 0) in (-1, 3):
         r.root, r.x = user, part[0]
         r.inner |= {user, *part[2], *rest[2]}
+
+
+def _norm_to(end: Node) -> Norm | None:
+    """Return the norm whose result a node is: the op, or what multiplies and casts after it."""
+    ahead = [end]
+    for _ in range(_MOST_STEPS):
+        if not ahead:
+            break
+        node = ahead.pop(0)
+        norm = find_norm(node)
+        if norm is not None and norm.out is end:
+            return norm
+        ahead += node.all_input_nodes
+    return None
 
 
 def _is_of_heads(norm: Norm) -> bool:

@@ -8,11 +8,12 @@ import torch
 from torch.fx import Graph, Node
 
 from fused_norm.chain.rotary import has_kernel
+from fused_norm.models.calls import Left
 from fused_norm.models.costs import bytes_written, count, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import is_plain_sum
-from fused_norm.models.norms import candidates, find_norm, module_path
+from fused_norm.models.norms import module_path
 from fused_norm.models.rotary_forms import Rotary, climb, find_rotary
 from fused_norm.models.sites import ROTARY, Site
 from fused_norm.models.values import (
@@ -31,10 +32,6 @@ from fused_norm.ops.rotary import rotate_heads
 _LEAST_ELEMENTS = 1 << 17
 
 
-class _Left(Exception):
-    """A rotation stays as it is; says why."""
-
-
 def fuse_rotations(
     graph: Graph, flow: Flow, emitter: Emitter, small: bool | None, keeps_rounding: bool
 ) -> list[Site]:
@@ -47,22 +44,21 @@ def fuse_rotations(
         small: Whether to fuse rotations of few elements, too.
         keeps_rounding: Whether rounding that a model does in between is kept.
     """
-    rotations = [find_rotary(node) for node in graph.nodes if is_plain_sum(node)]
-    found = [rotation for rotation in rotations if rotation is not None]
-    if not found:
-        return []
-    norms = {n.out: n for n in map(find_norm, candidates(graph)) if n is not None}
     sites = []
-    for rotation in found:
+    for node in list(graph.nodes):
+        # One may rotate what another has: it is looked for when that is a call.
+        rotation = find_rotary(node) if not node._erased and is_plain_sum(node) else None
+        if rotation is None:
+            continue
         emitter.made.clear()
         x = value(rotation.x)
         name = str(x.dtype).removeprefix("torch.")
         site = Site(module_path(rotation.root), ROTARY, tuple(map(str, x.shape)), name)
         try:
-            climb(rotation, norms)
+            climb(rotation)
             _check(rotation, flow, small, keeps_rounding)
             _put(rotation, graph, emitter, site)
-        except _Left as left:
+        except Left as left:
             emitter.forget()
             site.reason = str(left)
         sites.append(site)
@@ -73,51 +69,51 @@ def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> N
     """Raise what speaks against a rotation.
 
     Raises:
-        _Left: If something does.
+        Left: If something does.
     """
     base, gamma = r.base, None if r.norm is None else r.norm.gamma
     operands = [v for v in (base, r.cos, r.sin, gamma) if v is not None]
     if not isinstance(base, Node) or not all(is_plain(value(v)) for v in operands):
-        raise _Left("a tensor subclass has ops of its own")
+        raise Left("a tensor subclass has ops of its own")
     size, rotated = shape(base)[-1], shape(r.cos)[-1]
     x = value(base)
     if not has_kernel(x.device, x.dtype, size, rotated):
-        raise _Left(
+        raise Left(
             f"no kernel rotates {rotated} of {size} elements in {x.dtype} on {x.device.type}"
         )
     if any(value(v).dtype not in (x.dtype, torch.float32) for v in operands):
-        raise _Left("dtypes of the operands differ")
+        raise Left("dtypes of the operands differ")
     inner = [node for node in r.inner if is_tensor(node)]
     if keeps_rounding and any(dtype(node).itemsize < 4 for node in inner):
-        raise _Left("the model rounds in between")
+        raise Left("the model rounds in between")
     if hint(count(x)) < _LEAST_ELEMENTS and not small:
-        raise _Left("PyTorch's ops finish a call this small sooner")
+        raise Left("PyTorch's ops finish a call this small sooner")
     _check_angles(r)
     if any(value(v).requires_grad for v in (r.cos, r.sin)):
-        raise _Left("gradients of cosines are wanted")
+        raise Left("gradients of cosines are wanted")
     if any(not node.users.keys() <= r.inner for node in r.inner - {r.root}):
-        raise _Left("a part of it is read by others as well")
+        raise Left("a part of it is read by others as well")
     if not flow.are_under_same_modes(r.inner):
-        raise _Left("autocast or the recording of gradients changes between norm and rotation")
+        raise Left("autocast or the recording of gradients changes between norm and rotation")
     trains = value(r.root).requires_grad
     if flow.is_written(operands, min(r.inner), None if trains else r.root):
-        raise _Left("an operand is written")
+        raise Left("an operand is written")
 
 
 def _check_angles(r: Rotary) -> None:
     """Raise unless cosines and sines are those of each row.
 
     Raises:
-        _Left: If they are not, as where each head has its own.
+        Left: If they are not, as where each head has its own.
     """
-    for angles in (r.cos, r.sin):
-        own, x = tuple(shape(angles)), tuple(shape(r.root))
-        own = (1,) * (4 - len(own)) + own
-        place = 2 if _has_heads_first(r) else 1
-        if not are_same(own[place], x[place]) or not are_same(own[3 - place], 1):
-            raise _Left("cosines are not those of rows")
-        if not (are_same(own[0], 1) or are_same(own[0], x[0])):
-            raise _Left("cosines are not those of rows")
+    own, other = ((1,) * (4 - len(shape(v))) + tuple(shape(v)) for v in (r.cos, r.sin))
+    if not are_same(own, other):
+        raise Left("cosines and sines differ in shape")
+    x, place = tuple(shape(r.root)), 2 if _has_heads_first(r) else 1
+    if not are_same(own[place], x[place]) or not are_same(own[3 - place], 1):
+        raise Left("cosines are not those of rows")
+    if not (are_same(own[0], 1) or are_same(own[0], x[0])):
+        raise Left("cosines are not those of rows")
 
 
 def _has_heads_first(r: Rotary) -> bool:
@@ -130,7 +126,7 @@ def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
     """Put the call into the graph, and take out what it stands for.
 
     Raises:
-        _Left: If its result would lie in memory in another way.
+        Left: If its result would lie in memory in another way.
     """
     norm, root = r.norm, r.root
 
@@ -152,9 +148,9 @@ def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
             y = put("contiguous", y)
     one, two = value(y), value(root)
     if one.dtype is not two.dtype or not are_same(one.shape, two.shape):
-        raise _Left("a result of another kind")
+        raise Left("a result of another kind")
     if not have_same_strides(one, two):
-        raise _Left("a result that lies in memory in another way")
+        raise Left("a result that lies in memory in another way")
     one.requires_grad_(two.requires_grad)
     root.replace_all_uses_with(y)
     gone = sorted(r.inner, reverse=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_norm import rotation as formulas
-from fused_norm.call.memory import dense, in_memory
 from fused_norm.chain import rotary as kernels
-from fused_norm.chain.kernels import ALIGNMENT
+from fused_norm.chain.kernels import in_aligned_memory
 from fused_norm.ops.registration import (
     define_in_python,
     differentiable,
@@ -30,16 +28,8 @@ _COUNT = len(Heads._fields)
 def _unpacked(arguments: tuple[Any, ...]) -> tuple[Heads, Rotation]:
     x, *others = arguments[:_COUNT]
     if kernels.pitch_of(x) is None:
-        (x,) = _in_memory([x])
-    return Heads(x, *_in_memory(others)), Rotation(*arguments[_COUNT:])
-
-
-def _in_memory(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return tensors in dense memory, on GPUs from a multiple of 16 bytes on."""
-    found = dense(*in_memory(tensors))
-    return [
-        v.clone() if v is not None and v.is_cuda and v.data_ptr() % ALIGNMENT else v for v in found
-    ]
+        (x,) = in_aligned_memory(x)
+    return Heads(x, *in_aligned_memory(*others)), Rotation(*arguments[_COUNT:])
 
 
 def _forward(*arguments: Any) -> Tensor:
@@ -56,7 +46,7 @@ def _fake_forward(x: Tensor, *_: Any) -> Tensor:
 def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     *rest, wants_gamma = arguments
     t, rotation = _unpacked(tuple(rest))
-    (dy,) = _in_memory([grad_output])
+    (dy,) = in_aligned_memory(grad_output)
     if kernels.serves(t, rotation):
         dx, dgamma = kernels.backward(dy, t, rotation, wants_gamma)
     else:

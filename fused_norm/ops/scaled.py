@@ -88,14 +88,6 @@ def _run(name: str, device: torch.device, **fields: Any) -> None:
     getattr(module, name)(ctypes.addressof(call))
 
 
-def _aligned(v: Tensor | None) -> Tensor | None:
-    """Return a tensor for bulk copies: dense, from a multiple of 16 bytes on."""
-    if v is None:
-        return None
-    v = v.contiguous()
-    return v.clone() if v.data_ptr() % MULTIPLE else v
-
-
 def _quantize(v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool) -> list[Tensor]:
     cast = Cast(E5M2 if is_e5m2 else E4M3, scaling)
     v = v.contiguous()
@@ -158,7 +150,7 @@ def _norm(
         return [x.new_empty(0) if residual is None else total, q, scale]
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
-    gamma, beta = _aligned(gamma), _aligned(beta)
+    gamma, beta = kernels.in_aligned_memory(gamma, beta)
     K = x.shape[-1]
     M = x.numel() // K
     total = torch.empty_like(x) if residual is not None else x.new_empty(0)
@@ -244,7 +236,7 @@ def _linear(
         return (y if residual is None else y + residual.float()).to(dtype)
     # One scale of a tensor is one of each row.
     scale, weight_scale = scale.expand(M, 1).contiguous(), weight_scale.expand(N, 1).contiguous()
-    bias, residual = _aligned(bias), _aligned(residual)
+    bias, residual = kernels.in_aligned_memory(bias, residual)
     outputs = N // 2 if is_gate(activation) else N
     fields: dict[str, Any] = {}
     if is_gate(activation):

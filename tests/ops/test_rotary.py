@@ -164,6 +164,24 @@ def test_sizes_without_a_kernel(D: int, size: int, dtype: torch.dtype) -> None:
     assert_within_budget("y", y, truth, expected(x, None, angles, rotation, size))
 
 
+@pytest.mark.parametrize(
+    ("gamma", "cos", "sin"),
+    [
+        ((32,), (7, 64), (7, 64)),
+        ((64,), (7, 64), (7, 1)),
+        ((64,), (7, 64), (1, 64)),
+        ((64,), (7, 128), (7, 128)),
+        ((64,), (3, 64), (3, 64)),
+        ((64,), (0, 64), (0, 64)),
+    ],
+    ids=str,
+)
+def test_no_kernel_reads_beyond_a_tensor(gamma: Any, cos: Any, sin: Any) -> None:
+    """Shapes that do not go together are PyTorch's to compute, or to refuse."""
+    t = Heads(torch.randn(*ROWS, HEADS, 64), torch.ones(gamma), torch.ones(cos), torch.ones(sin))
+    assert not kernels.serves(t, Rotation(True))
+
+
 def test_empty_rows_and_rows_that_are_not_dense(device: str) -> None:
     rotation = Rotation(True)
     gamma = torch.ones(64, device=device, requires_grad=True)
@@ -201,8 +219,6 @@ def test_heads_beside_others_in_a_row(device: str) -> None:
     assert kernels.pitch_of(x[:1, :1]) == 2 * 64
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("device", [GPU], indirect=True)
 def test_unaligned_tensors(device: str) -> None:
     rotation = Rotation(True)

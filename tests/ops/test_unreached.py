@@ -102,6 +102,7 @@ def test_sum_alone_is_passed_on() -> None:
     assert all(torch.equal(g, grad) for g in found)
 
 
+@pytest.mark.usefixtures("chain")
 @pytest.mark.parametrize("name", ["q, k, v", "one", "MLP"])
 def test_whole_model(name: str) -> None:
     """A model that is fused leaves None what it leaves None compiled by itself.
