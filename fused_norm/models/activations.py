@@ -89,7 +89,7 @@ def with_second(activated: Activated, may_add: Any) -> Activated:
     node = below(activated.out)
     reader = only_user(node)
     second = None if reader is None else find_product(reader, node)
-    if second is None:
+    if second is None or second.recipe != activated.products[0].recipe:
         return activated
     inner = activated.inner | _between(activated.out, node) | second.inner
     found = replace(activated, second=second, inner=inner, out=second.out, simpler=activated)

@@ -70,6 +70,10 @@ class Flow:
         """Return whether autocast and the recording of gradients are the same at all nodes."""
         return len({(self._autocasts[n], self._grad_modes[n]) for n in nodes}) == 1
 
+    def records_gradients(self, node: Node) -> bool:
+        """Return whether gradients are recorded at a node."""
+        return self._grad_modes[node] is True
+
     @contextmanager
     def autocast(self, node: Node) -> Iterator[None]:
         """Run under the autocast that the graph enters before a node."""

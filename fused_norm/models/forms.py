@@ -19,10 +19,12 @@ from fused_norm.activations import PLAIN
 from fused_norm.models.values import are_same, is_number, is_tensor, value
 from fused_norm.models.writes import written
 from fused_norm.norms import NORMS
+from fused_norm.ops.fp8 import scaled_linear
 
 # Names of arguments in the order of positions, with defaults where callers leave them out.
 _SIGNATURES: dict[str, str] = {
     "linear": "input weight bias",
+    "scaled_linear": "input weight bias recipe",
     "addmm": "input mat1 mat2",
     "matmul": "input other",
     **{name: norm.arguments for name, norm in NORMS.items()},
@@ -77,6 +79,7 @@ _SIGNATURES: dict[str, str] = {
 }
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "linear": (F.linear, torch._C._nn.linear),
+    "scaled_linear": (scaled_linear,),
     "addmm": (torch.addmm,),
     "matmul": (torch.matmul, operator.matmul, torch.mm),
     **{name: norm.targets for name, norm in NORMS.items()},

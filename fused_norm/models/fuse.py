@@ -16,6 +16,7 @@ from fused_norm.models.attention import write_out_attention
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
+from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.heads import fuse_heads
@@ -133,10 +134,12 @@ def fuse_graph(
     """
     flow = Flow(graph)
     write_out_attention(graph, Emitter(graph, flow))
+    keeps_rounding = options.rounding == "model"
+    flow = Flow(graph)
+    left = as_scaled_linears(graph, flow, Emitter(graph, flow), keeps_rounding)
     flow = Flow(graph)
     heads = fuse_heads(graph, flow, Emitter(graph, flow), options.small)
     flow = Flow(graph)
-    keeps_rounding = options.rounding == "model"
     turns = fuse_rotations(graph, flow, Emitter(graph, flow), options.small, keeps_rounding)
     flow = Flow(graph)
     split_streams(graph, flow, Emitter(graph, flow))
@@ -161,9 +164,10 @@ def fuse_graph(
             sites.append(_site(norm, rewriter, options, is_busy))
     added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
     sites += [site for site in added if site is not None]
+    sites += lone_layers(graph)
     sites += rewriter.precision.rewrite_linears(graph, rewriter.emitter)
     keep_dense(graph, flow, rewriter.emitter)
-    return heads + sites + turns
+    return heads + sites + left + turns
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:

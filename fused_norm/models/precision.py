@@ -14,12 +14,41 @@ from fused_norm.models.forms import form
 from fused_norm.models.norms import module_path
 from fused_norm.models.sites import LINEAR, Site
 from fused_norm.models.values import have_same_strides, is_plain, is_tensor, value
+from fused_norm.ops.eight_bits import MULTIPLE
 from fused_norm.ops.fp8 import scaled_linear
 from fused_norm.ops.operands import hint
-from fused_norm.ops.scaled import MULTIPLE
 
 # Below this, a product is too short to win back what quantization costs.
 SMALLEST = 1024
+
+
+def unsuited(weight: Any) -> str:
+    """Return why a layer with some weight is not to be in FP8, `""` where it may be.
+
+    Args:
+        weight: The weight, of shape `[N, K]` or transposed.
+    """
+    if weight.dim() != 2:
+        return f"a weight of {weight.dim()} dimensions"
+    sizes = [hint(size) for size in weight.shape]
+    if min(sizes) < SMALLEST:
+        return f"a size of {min(sizes)}, below {SMALLEST}"
+    for size in sizes:
+        if size % MULTIPLE:
+            return f"a size of {size}, no multiple of {MULTIPLE}"
+    return ""
+
+
+def in_fp8(site: Site, recipe: str) -> Site:
+    """Return a Linear layer's site, which says from now on that it is in FP8.
+
+    Args:
+        site: What is known of it.
+        recipe: One of RECIPES.
+    """
+    site.fused, site.calls, site.way = True, ["linear"], f"FP8 {recipe}"
+    site.ops_before = site.ops_after = 1
+    return site
 
 
 class Precision:
@@ -51,23 +80,18 @@ class Precision:
         for name in self.skip:
             if path == name or path.endswith(f".{name}") or fnmatchcase(path, name):
                 return f"skipped by {name!r}"
-        size = value(weight)
-        if size.dim() != 2:
-            return f"a weight of {size.dim()} dimensions"
-        small = min(map(hint, size.shape))
-        if small < SMALLEST:
-            return f"a size of {small}, below {SMALLEST}"
-        for each in map(hint, size.shape):
-            if each % MULTIPLE:
-                return f"a size of {each}, no multiple of {MULTIPLE}"
-        return ""
+        return unsuited(value(weight))
 
     def of_call(self, products: Sequence[Any]) -> tuple[str | None, str]:
         """Return the recipe of a call, and in words what its precision is and why.
 
         Args:
-            products: All of its Linear layers, which are in FP8 together or not at all.
+            products: All of its Linear layers, which are in FP8 together or not at all; of one
+                recipe where the model has them in FP8.
         """
+        own = products[0].recipe
+        if own is not None:
+            return own, f"FP8 {own}"
         if self.recipe is None:
             return None, ""
         for product in products:
@@ -113,6 +137,5 @@ class Precision:
             return site
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        site.fused, site.calls, site.way = True, ["linear"], f"FP8 {self.recipe}"
-        site.ops_before = site.ops_after = 1
-        return site
+        assert self.recipe is not None
+        return in_fp8(site, self.recipe)

@@ -38,6 +38,7 @@ class Product:
         is_transposed: Whether the weight is.
         out: The result, in the shape of the rows.
         inner: All nodes that are the layer.
+        recipe: The recipe that the model has it in FP8 by, or None.
     """
 
     node: Node
@@ -46,6 +47,7 @@ class Product:
     is_transposed: bool
     out: Node
     inner: set[Node] = field(default_factory=set)
+    recipe: str | None = None
 
 
 class Modulation(NamedTuple):
@@ -125,7 +127,9 @@ def find_readers(norm: Norm) -> Readers:
                 continue
             product = find_product(user, source) if is_row else None
             if product is not None:
-                group = found.setdefault(key, reading)
+                # Layers of one recipe are computed together.
+                alike = (*key, product.recipe)
+                group = found.setdefault(alike, _beyond(reading, source, set()))
                 group.inner |= reading.inner
                 group.products.append(product)
                 leads = True
@@ -197,6 +201,8 @@ def find_product(node: Node, source: Node) -> Product | None:
         weight, bias = above(f["weight"], casts=False), above(f["bias"], casts=False)
         if _is_matrix(weight) and weight is not source and bias is not source:
             return Product(node, weight, bias, False, node, {node})
+    if f.kind == "scaled_linear" and f["input"] is source:
+        return Product(node, f["weight"], f["bias"], False, node, {node}, f["recipe"])
     if f.kind == "addmm" and f["mat1"] is source:
         is_plain = f.args.get("alpha", 1) == 1 and f.args.get("beta", 1) == 1
         weight, bias = f["mat2"], f["input"]

@@ -187,7 +187,9 @@ class Rewriter:
         m = reading.modulation
         norms = [norm.x, norm.gamma, norm.beta, *((m.scale, m.shift) if m else ())]
         linears = [v for p in reading.products for v in (p.weight, p.bias)]
-        for node in (*norms, *linears):
+        # What kind a weight in FP8 is of was looked at when its layer was recognized.
+        taken = {p.weight for p in reading.products if p.recipe is not None}
+        for node in {*norms, *linears} - taken:
             if not (is_plain(value(node)) or is_sharded(value(node))):
                 raise Left(f"weight is a subclass: {type(value(node)).__name__}")
         entries = [view for view in reading.views if form(view).kind == "from_local"]
@@ -272,6 +274,8 @@ class Rewriter:
         place = self._place(norm, call, nodes, replaced, dead)
         every = [*products, *([] if second is None else [second])]
         call.recipe, call.precision = self.precision.of_call(every)
+        if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
+            raise Left("rounded between the norm and its quantization")
         with self.graph.inserting_before(place):
             return put_call(self.emitter, norm, call, x)
 

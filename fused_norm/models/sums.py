@@ -67,6 +67,8 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
         product = find_product(start, x) if isinstance(x, Node) else None
         if product is None or product.out is not start or product.is_transposed:
             continue
+        if product.recipe is not None:
+            continue
         inner = {total, start}
         while end is not start:
             inner.add(end)

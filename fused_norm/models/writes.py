@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fused_norm.models.values import value
+from fused_norm.ops import quantized
 
 _OPERATORS = {
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
@@ -77,6 +78,8 @@ def written(node: Any) -> list[Node]:
     first = node.args[0] if node.args else node.kwargs.get("self", node.kwargs.get("input"))
     if node.op == "call_module":
         return node.all_input_nodes
+    if quantized.is_product(target) or quantized.is_configuration(target):
+        return []
     if node.op == "call_method":
         name = str(target)
         if not _is_of_torch(getattr(type(value(first)), name, None)):

@@ -1,0 +1,233 @@
+"""Linear layers that torchao has in FP8, put in one form: calls of ours in the same recipe.
+
+`convert_to_float8_training` leaves a node of its own in a graph, with its configuration spelled out
+as nodes; `quantize_` leaves `F.linear` and a weight that is a tensor subclass. torchao is never
+imported: its functions, configurations and weights are known by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fused_norm import recipes
+from fused_norm.chain.kernels import is_hopper
+from fused_norm.models.calls import Left
+from fused_norm.models.emit import Emitter
+from fused_norm.models.flow import Flow
+from fused_norm.models.forms import above, form, is_plain_sum, only_user, other
+from fused_norm.models.norms import module_path
+from fused_norm.models.precision import in_fp8, unsuited
+from fused_norm.models.sites import LINEAR, Site
+from fused_norm.models.values import (
+    are_laid_out_alike,
+    dtype,
+    is_plain,
+    is_tensor,
+    is_vector,
+    shape,
+    value,
+)
+from fused_norm.ops import quantized
+from fused_norm.ops.fp8 import scaled_linear
+from fused_norm.recipes import Cast, Recipe
+
+_SCALINGS = {"axiswise": "row", "tensorwise": "tensor"}
+
+
+class _Layer(NamedTuple):
+    """A Linear layer in FP8.
+
+    Attributes:
+        node: The node that multiplies.
+        out: That of its result, which a bias may have been added to.
+        x: What it reads.
+        weight: Of shape `[N, K]`.
+        bias: Of shape `[N]`, or None.
+        recipe: One of RECIPES.
+    """
+
+    node: Node
+    out: Node
+    x: Node
+    weight: Node
+    bias: Any
+    recipe: str
+
+
+def as_scaled_linears(
+    graph: Graph, flow: Flow, emitter: Emitter, keeps_rounding: bool
+) -> list[Site]:
+    """Put a call of `scaled_linear` in the place of each layer; return the layers that stay.
+
+    Args:
+        graph: The graph.
+        flow: What is known of it.
+        emitter: Puts nodes into it.
+        keeps_rounding: Whether a result is rounded before a bias is added, as torchao does.
+    """
+    left = []
+    for node in list(graph.nodes):
+        f = form(node)
+        is_inference = f.kind == "linear" and quantized.is_quantized(value(f["weight"]))
+        if not (is_inference or _is_trained(node)):
+            continue
+        try:
+            layer = _inference(node, flow) if is_inference else _trained(node, flow, keeps_rounding)
+            _put(layer, graph, emitter)
+        except (Left, NotImplementedError) as reason:
+            x: Any = node.args[0]
+            site = _site(node, x)
+            site.reason = f"left to torchao: {reason}"
+            left.append(site)
+    return left
+
+
+def lone_layers(graph: Graph) -> list[Site]:
+    """Return what became of the layers that are part of no other call.
+
+    Args:
+        graph: A graph whose norms have been rewritten.
+    """
+    lone = [node for node in graph.nodes if form(node).kind == "scaled_linear"]
+    return [in_fp8(_site(node, form(node)["input"]), form(node)["recipe"]) for node in lone]
+
+
+def _site(node: Node, x: Node) -> Site:
+    size, kind = tuple(map(str, shape(x))), str(dtype(x)).removeprefix("torch.")
+    return Site(module_path(node), LINEAR, size, kind, 1)
+
+
+def _is_trained(node: Node) -> bool:
+    """Return whether a node is the product of torchao's `Float8Linear`."""
+    is_call = node.op == "call_function" and len(node.args) == 4 and is_tensor(node)
+    return is_call and quantized.is_product(node.target)
+
+
+def _trained(node: Node, flow: Flow, keeps_rounding: bool) -> _Layer:
+    """Return what a product of `Float8Linear` is, with the bias that is added behind it.
+
+    Raises:
+        Left: If no recipe of ours is its, or a call in its place would not do the same.
+    """
+    x, turned, _, config = node.args
+    recipe = _recipe(_constant(config))
+    f = form(turned)
+    weight = f["input"]
+    if f.kind not in ("t", "transpose") or not is_tensor(weight):
+        raise Left("a weight that is no transposed parameter")
+    assert isinstance(x, Node)
+    assert isinstance(turned, Node)
+    if not dtype(x) is dtype(weight) is dtype(node):
+        raise Left(f"{dtype(x)} by {dtype(weight)} is {dtype(node)}")
+    if recipe.power_of_two and not value(weight).requires_grad:
+        raise Left("scales are powers of two, which ours are where the weight takes a gradient")
+    _require_suited(node, x, weight)
+    if flow.is_written([weight], turned, node):
+        raise Left("the weight is written")
+    layer = _Layer(node, node, x, weight, None, recipe.name)
+    total = only_user(node)
+    if keeps_rounding or total is None or not is_plain_sum(total):
+        return layer
+    bias = above(other(total, node), casts=False)
+    is_bias = is_vector(bias, shape(node)[-1]) and dtype(bias) is dtype(total) is dtype(node)
+    is_same = flow.are_under_same_modes([node, total]) and is_plain(value(bias))
+    if not is_bias or not is_same or flow.is_written([x, weight, bias], node, total):
+        return layer
+    return layer._replace(out=total, bias=bias)
+
+
+def _inference(node: Node, flow: Flow) -> _Layer:
+    """Return what a Linear layer is whose weight `quantize_` made.
+
+    Raises:
+        Left: If a call in its place would not do the same.
+        NotImplementedError: If the weight is of a form that is not taken.
+    """
+    f = form(node)
+    x, weight, bias = f["input"], f["weight"], f["bias"]
+    recipe = quantized.recipe_of(value(weight))
+    if not dtype(x) is dtype(weight) is dtype(node):
+        raise Left(f"{dtype(x)} by {dtype(weight)} is {dtype(node)}")
+    takes_gradient = any(is_tensor(v) and value(v).requires_grad for v in (x, bias))
+    if takes_gradient and flow.records_gradients(node):
+        raise Left("a gradient flows through a weight that has none")
+    if is_tensor(bias) and not (is_vector(bias, shape(node)[-1]) and dtype(bias) is dtype(x)):
+        raise Left("a bias of another shape or dtype")
+    _require_suited(node, x, weight)
+    return _Layer(node, node, x, weight, bias, recipe)
+
+
+def _require_suited(node: Node, x: Node, weight: Node) -> None:
+    tensor, rows = value(weight), value(x)
+    if reason := unsuited(tensor):
+        raise Left(reason)
+    if not is_plain(rows) or not (is_plain(tensor) or quantized.is_quantized(tensor)):
+        raise Left("a tensor of a kind of its own")
+    if rows.is_cuda and not is_hopper(rows.device.index or 0):
+        raise Left("no kernels for 8 bits on this GPU")
+
+
+def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
+    count, out = len(emitter.made), layer.out
+    with graph.inserting_before(out):
+        arguments = (layer.x, layer.weight, layer.bias)
+        new = emitter.put(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
+    if not are_laid_out_alike(new, out):
+        emitter.forget(count)
+        raise Left("a result that lies in memory in another way")
+    # Whether a gradient flows is seen by what the model traced.
+    key = "val" if "val" in out.meta else "example_value"
+    new.meta[key] = value(out)
+    out.replace_all_uses_with(new)
+    for node in dict.fromkeys((out, layer.node)):
+        graph.erase_node(node)
+
+
+def _constant(argument: Any) -> Any:
+    """Return what an argument of torchao's stands for: its configuration is spelled out as nodes.
+
+    Raises:
+        Left: If it is computed otherwise.
+    """
+    if not isinstance(argument, Node):
+        return argument
+    made: Any = argument.target
+    if not quantized.is_configuration(made):
+        raise Left("a configuration that is no constant")
+    args, kwargs = map_arg((argument.args, argument.kwargs), _constant)
+    return made(*args, **kwargs)
+
+
+def _recipe(config: Any) -> Recipe:
+    """Return the recipe of ours that a `Float8LinearConfig` is.
+
+    Raises:
+        Left: If none is.
+    """
+    x, grad = _cast(config.cast_config_input), _cast(config.cast_config_grad_output)
+    of_wgrad = (
+        _cast(config.cast_config_input_for_grad_weight),
+        _cast(config.cast_config_grad_output_for_grad_weight),
+    )
+    has_fp8_wgrad = of_wgrad == (x, grad)
+    if has_fp8_wgrad or of_wgrad == (None, None):
+        fields: Sequence[Any] = (
+            *(x, _cast(config.cast_config_weight)),
+            *(_cast(config.cast_config_weight_for_grad_input), grad),
+            *(has_fp8_wgrad, config.round_scales_to_power_of_2),
+        )
+        for recipe in recipes.RECIPES.values():
+            if recipe[1:] == tuple(fields):
+                return recipe
+    raise Left(f"no recipe is {config}")
+
+
+def _cast(config: Any) -> Cast | None:
+    """Return how an operand is cast, None where it is not."""
+    if config.scaling_type.value == "disabled":
+        return None
+    return Cast(config.target_dtype, _SCALINGS[config.scaling_granularity.value])

@@ -1,0 +1,334 @@
+"""What torchao has in FP8, in a compiled model: its numbers, its gradients, and what is left."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fused_norm as fn
+
+float8: Any = pytest.importorskip("torchao.float8")
+quantization: Any = pytest.importorskip("torchao.quantization")
+quant_api: Any = pytest.importorskip("torchao.quantization.quant_api")
+
+RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+GRANULARITIES = {"rowwise": quantization.PerRow(), "tensorwise": quantization.PerTensor()}
+# dB of gradients in bfloat16: a rounding more or less turns some of the numbers of 8 bits into
+# their neighbors, and those of e5m2 are far apart.
+LEAST = {"rowwise": 28.0, "rowwise_with_gw_hp": 31.0, "tensorwise": 22.0}
+
+
+class Block(nn.Module):
+    """Attention without heads and an MLP, with biases and without, after two kinds of norm."""
+
+    def __init__(self, features: int = 1024) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(features), nn.LayerNorm(features)
+        self.qkv = nn.Linear(features, 3 * features, bias=False)
+        self.out = nn.Linear(features, features)
+        self.up, self.down = nn.Linear(features, 2048), nn.Linear(2048, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + self.out(q * torch.sigmoid(k) + v)
+        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class OneLayer(nn.Module):
+    """A norm and a Linear layer."""
+
+    def __init__(self, K: int = 1024, N: int = 1024) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(K), nn.Linear(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.norm(x))
+        return y
+
+
+def trained(model: nn.Module, recipe: str = "rowwise", **changes: Any) -> nn.Module:
+    """Convert the Linear layers of a model as torchao does for training, emulated on a CPU."""
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=True, **changes)
+    converted: nn.Module = float8.convert_to_float8_training(model, config=config)
+    return converted
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
+    """Return what quantizes a model's Linear layers in place, on any device."""
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+
+    def convert(model: nn.Module, recipe: str = "rowwise", **config: Any) -> nn.Module:
+        how = quantization.Float8DynamicActivationFloat8WeightConfig(
+            granularity=GRANULARITIES[recipe], **config
+        )
+        quantization.quantize_(model, how)
+        return model
+
+    return convert
+
+
+def compiled(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    torch.compiler.reset()
+    options = {"then": "aot_eager", **options}
+    run: Callable[[Tensor], Tensor] = torch.compile(model, backend="fused_norm", options=options)
+    return run
+
+
+def rows(dtype: torch.dtype = torch.bfloat16, features: int = 1024) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 24, features).to(dtype)
+
+
+def decibels(found: Tensor, exact: Tensor) -> float:
+    noise = (found.double() - exact.double()).square().sum()
+    return float(10 * torch.log10(exact.double().square().sum() / noise))
+
+
+def report(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
+    """Return what is said of each site, by its path."""
+    torch.compiler.reset()
+    sites = fn.explain(model, x, options={"then": "eager", **options}).sites
+    return {site.path: site.way if site.fused else site.reason for site in sites}
+
+
+def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
+    """Return the result and all gradients of a step."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    y.float().square().mean().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"y": y.detach(), "x": x.grad, **found}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_layer_is_recognized_and_said_to_be(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = trained(Block().bfloat16(), recipe)
+    way = f"FP8 {recipe}"
+    assert report(model, rows()) == {"norm1": way, "norm2": way, "out": way}
+    sites = fn.explain(model, rows(), options={"then": "eager"}).sites
+    assert [site.calls for site in sites if site.path == "norm2"] == [["norm_mlp: residual, gelu"]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_in_float32_have_the_bits_of_torchao(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = trained(Block(), recipe)
+    x = rows(torch.float32)
+    theirs = step(model, model, x)
+    run = compiled(model)
+    ours = step(model, run, x)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 12
+    if recipe != "tensorwise":
+        for name, exact in theirs.items():
+            assert decibels(ours[name], exact) > 100, name
+    # One scale, or a result of e5m2, in float64 and not: some numbers are their neighbors.
+    assert decibels(ours["y"], theirs["y"]) > 90
+    assert min(decibels(ours[name], exact) for name, exact in theirs.items()) > 40
+    with torch.no_grad():
+        assert decibels(run(x), theirs["y"]) > 90
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_in_bfloat16(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = trained(Block().bfloat16(), recipe)
+    x = rows()
+    theirs = step(model, model, x)
+    ours = step(model, compiled(model), x)
+    for name, exact in theirs.items():
+        assert ours[name].dtype is exact.dtype
+        assert decibels(ours[name], exact) > LEAST[recipe], name
+    if recipe != "tensorwise":
+        # With the roundings of the model, its bits.
+        kept = step(model, compiled(model, rounding="model"), x)
+        assert all(torch.equal(kept[name], exact) for name, exact in theirs.items())
+        with torch.no_grad():
+            assert torch.equal(compiled(model, rounding="model")(x), theirs["y"])
+
+
+def test_training_steps_of_an_optimizer_go_on_alike() -> None:
+    torch.manual_seed(0)
+    model = trained(Block().bfloat16())
+    same = copy.deepcopy(model)
+    run = compiled(same)
+    losses: list[list[float]] = [[], []]
+    for which, (module, forward) in enumerate(((model, model), (same, run))):
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+        for _ in range(6):
+            loss = forward(rows()).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[which].append(float(loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+
+@pytest.mark.parametrize("recipe", list(GRANULARITIES))
+@pytest.mark.parametrize("then", ["eager", "inductor"])
+def test_weights_that_are_quantized(
+    recipe: str, then: str, quantized: Callable[..., nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    model = Block().bfloat16()
+    x = rows()
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        quantized(model, recipe)
+        way = f"FP8 {recipe}"
+        assert report(model, x) == {"norm1": way, "norm2": way, "out": way}
+        y = compiled(model, then=then)(x)
+        theirs = decibels(model(x), exact)
+    assert decibels(y, exact) > max(30.0, theirs - 0.3)
+
+
+def test_quantized_weights_where_gradients_are_recorded_are_left(
+    quantized: Callable[..., nn.Module],
+) -> None:
+    model = quantized(OneLayer().bfloat16())
+    found = report(model, rows())
+    assert found["linear"] == "left to torchao: a gradient flows through a weight that has none"
+    assert found["norm"] == "weight is a subclass: Float8Tensor"
+    with torch.no_grad():
+        assert report(model, rows()) == {"norm": "FP8 rowwise"}
+
+
+def test_bounds_of_maxima_are_left(quantized: Callable[..., nn.Module]) -> None:
+    model = quantized(OneLayer().bfloat16(), activation_value_ub=1.0)
+    with torch.no_grad():
+        found = report(model, rows())
+        y = compiled(model)(rows())
+        assert torch.equal(y, model(rows()))
+    assert found["linear"] == "left to torchao: maxima of rows have bounds"
+
+
+def test_what_no_recipe_of_ours_is_stays() -> None:
+    x = rows()
+    cases: dict[str, nn.Module] = {
+        "a size of 512, below 1024": trained(OneLayer(N=512).bfloat16()),
+        "no recipe is Float8LinearConfig": trained(
+            OneLayer().bfloat16(), "tensorwise", round_scales_to_power_of_2=True
+        ),
+        "scales are powers of two": trained(OneLayer().bfloat16().requires_grad_(False)),
+    }
+    for words, model in cases.items():
+        found = report(model, x)
+        assert words in found["linear"], found
+        assert "output read by no Linear" in found["norm"]
+        x = x.requires_grad_()
+        assert torch.equal(compiled(model)(x), model(x))
+
+
+def test_under_autocast_weights_are_quantized_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = trained(OneLayer())
+    x = rows(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        # The weight is quantized as it is, which a call of ours would cast before.
+        found = report(model, x)
+        assert torch.equal(compiled(model)(x), model(x))
+    assert "torch.float32 by torch.float32 is torch.bfloat16" in found["linear"]
+
+
+class Mixed(nn.Module):
+    """Layers on one norm of which two are in FP8 by different recipes and one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(1024)
+        self.q, self.k, self.v = (nn.Linear(1024, 1024, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        return torch.cat([self.q(z), self.k(z), self.v(z)], -1)
+
+
+def test_layers_of_different_recipes_get_calls_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = Mixed()
+    config = {name: float8.Float8LinearConfig.from_recipe_name(name) for name in RECIPES}
+    for name, recipe in (("q", "rowwise"), ("k", "tensorwise")):
+        how = dataclasses.replace(config[recipe], emulate=True)
+        float8.convert_to_float8_training(
+            model, config=how, module_filter_fn=lambda _, path, name=name: path == name
+        )
+    x = rows(torch.float32)
+    assert report(model, x) == {"norm": "FP8 rowwise; FP8 tensorwise"}
+    theirs, ours = step(model, model, x), step(model, compiled(model), x)
+    for name, exact in theirs.items():
+        assert decibels(ours[name], exact) > 40, name
+    assert decibels(ours["y"], theirs["y"]) > 90
+
+
+class Scaled(nn.Module):
+    """A layer whose bias is no plain sum of the model's: scaled, and read twice."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(1024), nn.Linear(1024, 1024, bias=False)
+        self.bias = nn.Parameter(torch.randn(1024))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.norm(x))
+        if self.way == "alpha":
+            return torch.add(y, self.bias, alpha=2)
+        if self.way == "twice":
+            return (y + self.bias) * y
+        if self.way == "matrix":
+            return y + self.bias.expand(24, 1024)
+        raise AssertionError(self.way)
+
+
+@pytest.mark.parametrize("way", ["alpha", "twice", "matrix"])
+def test_sums_behind_a_layer(way: str) -> None:
+    torch.manual_seed(0)
+    model = trained(Scaled(way))
+    x = rows(torch.float32)
+    theirs = step(model, model, x)
+    for then in ("eager", "aot_eager"):
+        ours = step(model, compiled(model, then=then), x)
+        assert all(decibels(ours[name], exact) > 100 for name, exact in theirs.items())
+
+
+class Writes(nn.Module):
+    """A layer whose weight or rows are written before its bias is added."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(1024), nn.Linear(1024, 1024, bias=False)
+        self.bias = nn.Parameter(torch.randn(1024))
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        y: Tensor = self.linear(z)
+        if self.what == "weight":
+            self.linear.weight.mul_(2)
+        else:
+            z.mul_(2)
+        return (y + self.bias) + self.linear(z)
+
+
+@pytest.mark.parametrize("then", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", ["weight", "rows"])
+def test_what_is_written_before_the_bias_is_added_is_read_as_it_was(what: str, then: str) -> None:
+    torch.manual_seed(0)
+    model, x = trained(Writes(what)), rows(torch.float32)
+    same = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(x)
+        assert decibels(compiled(same, then=then)(x), expected) > 100
