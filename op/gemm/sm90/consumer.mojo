@@ -24,7 +24,7 @@ from .ptx import (
 )
 from .row_sums import TransposedSums
 from .row_terms import Halves, ThreadTerms
-from .store import Accumulators, Boxes, Sums, TileRows, box_columns
+from .store import Accumulators, Boxes, Sums, TileRows, box_of
 from .store_float32 import Float32Rows
 from .tiles import Tiles
 from .wgmma import (
@@ -124,9 +124,7 @@ def consume[
     )
     # Where blocks split a tile, each stores its share of the columns.
     comptime c_dtype = result_type[dtype]()
-    comptime box = box_columns[c_dtype](
-        columns // (2 if E.is_gate or config.split else 1)
-    )
+    comptime box = box_of[E, c_dtype](config)
     comptime Rows = TileRows[E, box, config.any_columns]
     comptime Places = Boxes[16 * box * size_of[c_dtype]()]
     var boxes = Places(shared.boxes(consumer * 4 + warp_in_group))

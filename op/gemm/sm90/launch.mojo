@@ -26,7 +26,7 @@ from .few_rows import (
 from .kernel import matrix_kernel
 from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, steps_of
 from .product import Product
-from .store import box_columns
+from .store import box_of
 from .tensor_map import Maps, operand_map, tensor_map
 from .wgmma import row_elements
 from .tiling import (
@@ -135,9 +135,7 @@ def launch_parts[
     ]() if config.a_transposed else TILE_ROWS
     comptime b_rows = config.b_box_rows()
     comptime c_dtype = result_type[dtype]()
-    comptime box = box_columns[c_dtype](
-        config.columns // (2 if E.is_gate or config.split else 1)
-    )
+    comptime box = box_of[E, c_dtype](config)
     var a_map = operand_map[dtype, config.a_transposed](
         ctx,
         a.addresses[0],

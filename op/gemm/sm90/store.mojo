@@ -11,7 +11,7 @@ from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
-from .config import BOX_BYTES
+from .config import BOX_BYTES, Config
 from .elements import Elements, swizzle
 from .ptx import (
     fence_async_shared,
@@ -75,6 +75,26 @@ def box_columns[dtype: DType](columns: Int) -> Int:
     while columns % most != 0:
         most //= 2
     return most
+
+
+def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
+    """Chooses the boxes that a row of a tile of a product is stored in.
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of c.
+
+    Args:
+        config: Compile-time choices of the matrix kernel.
+
+    Returns:
+        The columns of a box.
+    """
+    # What activates has a box's numbers in registers beside the sums of a tile.
+    var has_few_registers = E.activates and config.columns > 128
+    if E.is_gate or config.split or has_few_registers:
+        return box_columns[dtype](config.columns // 2)
+    return box_columns[dtype](config.columns)
 
 
 @doc_hidden
@@ -279,7 +299,9 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                 )
                 comptime at = apart if in_halves else beside
                 fours[group] = self._finish[columns, at](sums, vectors)
-            if self.epilogue.h() != 0:
+            # Behind the last of a gate's columns, its part of h would lie in the other.
+            var is_in_part = stride == 1 or UInt32(column) < n
+            if self.epilogue.h() != 0 and is_in_part:
                 comptime for part in range(stride):
                     self._store_box[dtype, stride, part](
                         h_map,

@@ -1,6 +1,7 @@
 """Which kernel suits the sizes of a product, in which shape."""
 
 from std.math import ceildiv
+from std.sys import size_of
 
 from .config import Config
 from .wgmma import K_BLOCK
@@ -30,6 +31,8 @@ comptime SHAPES = [
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
 comptime COMMON_SHAPES = 3
 """How many of them every product has; the others are for those without an activation, in 16 bits."""
+comptime ACTIVATED_SHAPES = [0, 4]
+"""Which of them activate what is no fold's product: two whose consumers take turns."""
 comptime ANY_COLUMNS = Config.of(128, takes_turns=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
@@ -124,6 +127,42 @@ def fewest_cycles(m: Int, n: Int, k: Int, processors: Int) -> Int:
     comptime for i in range(len(SHAPES)):
         least = min(least, _cycles[SHAPES[i]](m, n, k, processors))
     return least
+
+
+def activated_tiling[
+    dtype: DType
+](m: Int, n: Int, k: Int, processors: Int) -> Tiling:
+    """Chooses the kernel of a product that is activated.
+
+    Parameters:
+        dtype: Type of the operands.
+
+    Args:
+        m: Rows of the product.
+        n: Columns of the product, those of both halves of a gate.
+        k: Length of the sums.
+        processors: SMs of the device.
+
+    Returns:
+        The shape that takes the fewest cycles; it fills the device if any does.
+    """
+    # Two elements of 8 bits take the place of one of 16.
+    var length = k * size_of[dtype]() // 2
+    var best = Tiling(0, True, 0)
+    var least = Int.MAX
+    var most = 0
+    comptime for i in ACTIVATED_SHAPES:
+        comptime shape = SHAPES[i]
+        comptime config = Config.of(shape.columns, takes_turns=True)
+        most = max(
+            most, percent_used(config, m, n, processors // config.cluster)
+        )
+        var cycles = _cycles[shape](m, n, length, processors)
+        if cycles < least:
+            least = cycles
+            best.columns = shape.columns
+    best.percent = most
+    return best
 
 
 @fieldwise_init

@@ -11,26 +11,13 @@ from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
 from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated, Added, Bias, BiasOfParts
-from ...gemm.row_hook import NoHook
-from ...gemm.sm90.config import Config
-from ...gemm.sm90.launch import (
-    BAND,
-    Matrices,
-    launch_matrix,
-    launch_parts,
-    launch_product,
-)
-from ...gemm.sm90.parts import HALVES
-from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import Tiling, fills
+from ...gemm.sm90.activated import launch_activated
+from ...gemm.sm90.launch import launch_product
+from ...gemm.sm90.tiling import Tiling, activated_tiling
 from ..plan import DECLINED, FUSED
 from .choice import fits_gate, has_kernels
 from .costs import Costs
 from .fold import products
-
-# The kernels that activate: one consumer does so while the other multiplies.
-comptime _ACTIVATES = Config.of(128, takes_turns=True)
-comptime _GATES = Config.of(128, takes_turns=True, parts=HALVES)
 
 
 def linear_tiling(call: Call, processors: Int) -> Tiling:
@@ -67,9 +54,11 @@ def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
         return call.activation == 0
     if call.activation != 0:
         # A pass over h is saved.
-        var clusters = costs.processors // _ACTIVATES.cluster
-        return fits_gate(call) and fills(
-            _ACTIVATES, call.M, products(call), clusters
+        return (
+            fits_gate(call)
+            and activated_tiling[dtype](
+                call.M, products(call), call.K, costs.processors
+            ).fills()
         )
     # So is one over y where a residual is added.
     if call.residual != 0:
@@ -140,7 +129,10 @@ def launch_linear[
     var epilogue = Bias[dtype](Int64(call.bias))
     comptime if dtype != DType.float32:
         if call.activation >= GATED:
-            _launch_gate[dtype](gpu, call, rows)
+            var biases = BiasOfParts[dtype](
+                Int64(call.bias), Int64(call.up_bias), 0
+            )
+            _launch_activated[dtype, True](gpu, call, rows, biases)
             return
         if call.residual != 0:
             _launch_product[dtype](
@@ -153,45 +145,27 @@ def launch_linear[
             )
             return
         if call.activation != 0:
-            launch_matrix[dtype, _ACTIVATES](
-                gpu,
-                call.y,
-                rows,
-                call.weight,
-                _activated[False](call, epilogue),
-            )
+            _launch_activated[dtype, False](gpu, call, rows, epilogue)
             return
     _launch_product[dtype](gpu, call, tiling, rows, b_is_older, epilogue)
 
 
-def _launch_gate[dtype: DType](gpu: Gpu, call: Call, rows: Int) raises:
-    var weights = Matrices(call.weight)
-    weights.addresses[1] = call.up
-    var biases = BiasOfParts[dtype](Int64(call.bias), Int64(call.up_bias), 0)
-    launch_parts[dtype, _GATES](
+def _launch_activated[
+    E: Epilogue, //, dtype: DType, gates: Bool
+](gpu: Gpu, call: Call, rows: Int, epilogue: E) raises:
+    launch_activated[dtype](
         gpu,
-        Matrices(call.y),
-        Matrices(rows),
-        weights,
-        _activated[True](call, biases),
-    )
-
-
-def _activated[
-    E: Epilogue, //, gates: Bool
-](call: Call, epilogue: E) -> Product[Activated[E, gates]]:
-    """Returns the sizes of a product that is activated, and how."""
-    var product = Product(
+        call.y,
+        rows,
+        call.weight,
+        call.up,
         call.M,
         products(call),
         call.K,
         Activated[E, gates](
             epilogue, Int64(call.h), Int32(call.activation % GATED)
         ),
-        NoHook(),
     )
-    product.band = BAND
-    return product
 
 
 def _launch_product[

@@ -1,7 +1,6 @@
 """A Linear layer on operands of 8 bits, with the scales that they were quantized by.
 
     y = act(row_scale column_scale (rows weight^T) + bias)    h, what is activated, is stored beside y if asked for
-    y = row_scale column_scale (rows weight^T) + bias + residual
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 """
@@ -10,25 +9,13 @@ from ...call import Call
 from ...device import Gpu
 from ...gemm.activation import GATED
 from ...gemm.epilogues import Activated
-from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
-from ...gemm.sm90.config import Config
-from ...gemm.sm90.launch import (
-    BAND,
-    Matrices,
-    launch_matrix,
-    launch_parts,
-    launch_product,
-)
-from ...gemm.sm90.parts import HALVES
-from ...gemm.sm90.product import Product
+from ...gemm.sm90.activated import launch_activated
+from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.tiling import Tiling
 from ...rows.types import E5M2
 from ..plan import FUSED
 from .fold import products
-
-comptime _ACTIVATES = Config.of(128, takes_turns=True)
-comptime _GATES = Config.of(128, takes_turns=True, parts=HALVES)
 
 
 def scaled_linear(gpu: Gpu, call: Call) raises:
@@ -36,7 +23,7 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
 
     Args:
         gpu: Where to run.
-        call: Sizes; z, weight and up in 8 bits with their scales; bias, residual, y and h in bfloat16. K and N are
+        call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
             multiples of 16, addresses too. Its way is FUSED if z is of a pass queued just before, which waits for all
             before it and writes no weight.
 
@@ -44,31 +31,24 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
         If the driver refuses.
     """
     if call.eight_bits == Int(E5M2):
-        _launch_product[DType.float8_e5m2, False](gpu, call)
+        _launch_product[DType.float8_e5m2](gpu, call)
     elif call.activation != 0:
         _launch_activated(gpu, call)
-    elif call.residual != 0:
-        _launch_product[DType.float8_e4m3fn, True](gpu, call)
     else:
-        _launch_product[DType.float8_e4m3fn, False](gpu, call)
+        _launch_product[DType.float8_e4m3fn](gpu, call)
 
 
-def _scaled[has_addend: Bool](call: Call) -> Scaled[DType.bfloat16, has_addend]:
+def _scaled(call: Call) -> Scaled[DType.bfloat16]:
     return {
-        Int32(call.M),
-        Int32(call.N),
         Int64(call.z_scale),
         Int64(call.weight_scale),
         Int64(call.bias),
         Int64(call.up_scale),
         Int64(call.up_bias),
-        Int64(call.residual),
     }
 
 
-def _launch_product[
-    dtype: DType, has_addend: Bool
-](gpu: Gpu, call: Call) raises:
+def _launch_product[dtype: DType](gpu: Gpu, call: Call) raises:
     # Two elements take the place of one of 16 bits, everywhere that time is counted.
     var tiling = Tiling.best(
         call.M,
@@ -86,7 +66,7 @@ def _launch_product[
         call.M,
         call.N,
         call.K,
-        _scaled[has_addend](call),
+        _scaled(call),
         b_is_older=call.way == FUSED,
         a_is_new=True,
     )
@@ -96,27 +76,17 @@ def _launch_activated(gpu: Gpu, call: Call) raises:
     var kind = Int32(call.activation % GATED)
     comptime for gates in [False, True]:
         if (call.activation >= GATED) == gates:
-            comptime E = Activated[Scaled[DType.bfloat16], gates]
-            var product = Product(
+            launch_activated[DType.float8_e4m3fn](
+                gpu,
+                call.y,
+                call.z,
+                call.weight,
+                call.up,
                 call.M,
                 products(call),
                 call.K,
-                E(_scaled[False](call), Int64(call.h), kind),
-                NoHook(),
+                Activated[Scaled[DType.bfloat16], gates](
+                    _scaled(call), Int64(call.h), kind
+                ),
+                a_is_new=True,
             )
-            product.band = BAND
-            product.a_is_new = 1
-            comptime if gates:
-                var weights = Matrices(call.weight)
-                weights.addresses[1] = call.up
-                launch_parts[DType.float8_e4m3fn, _GATES](
-                    gpu,
-                    Matrices(call.y),
-                    Matrices(call.z),
-                    weights,
-                    product,
-                )
-            else:
-                launch_matrix[DType.float8_e4m3fn, _ACTIVATES](
-                    gpu, call.y, call.z, call.weight, product
-                )

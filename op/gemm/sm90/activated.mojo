@@ -1,0 +1,70 @@
+"""Queues a product that is activated, or of which one half gates the other: a consumer stores while another multiplies.
+
+What an epilogue computes here takes as long as a third of the products of K = 1024. Only kernels whose consumers take
+turns hide that.
+"""
+
+from ...device import Gpu
+from ..epilogue import Epilogue
+from ..row_hook import NoHook
+from .config import Config
+from .launch import BAND, Matrices, launch_matrix, launch_parts
+from .parts import HALVES
+from .product import Product
+from .tiling import ACTIVATED_SHAPES, SHAPES, activated_tiling
+
+
+def launch_activated[
+    E: Epilogue, //, dtype: DType
+](
+    gpu: Gpu,
+    c: Int,
+    a: Int,
+    b: Int,
+    up: Int,
+    m: Int,
+    n: Int,
+    k: Int,
+    epilogue: E,
+    a_is_new: Bool = False,
+) raises:
+    """Queues c = epilogue(a @ b^T), or for a gate c = epilogue(a @ b^T, a @ up^T).
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of a and b: of 16 bits, or of 8.
+
+    Args:
+        gpu: Where to run.
+        c: Address of c [M, N], for a gate [M, N / 2].
+        a: Address of a [M, K].
+        b: Address of b [N, K], for a gate of its first half.
+        up: Address of the other half of a gate.
+        m: Rows of a, at least 1.
+        n: Rows of b, for a gate of both halves.
+        k: Length of the sums, a multiple of 16 bytes.
+        epilogue: Finishes the sums.
+        a_is_new: Whether the kernel queued before this one writes a, where the epilogue has terms of rows.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = Product(m, n, k, epilogue, NoHook())
+    product.band = BAND
+    product.a_is_new = Int32(a_is_new)
+    var columns = activated_tiling[dtype](m, n, k, gpu.processors).columns
+    comptime for i in ACTIVATED_SHAPES:
+        comptime width = SHAPES[i].columns
+        if columns == width:
+            comptime if E.is_gate:
+                var halves = Matrices(b)
+                halves.addresses[1] = up
+                comptime config = Config.of(
+                    width, takes_turns=True, parts=HALVES
+                )
+                launch_parts[dtype, config](
+                    gpu, Matrices(c), Matrices(a), halves, product
+                )
+            else:
+                comptime config = Config.of(width, takes_turns=True)
+                launch_matrix[dtype, config](gpu, c, a, b, product)
