@@ -1,7 +1,7 @@
 """Rounds what a CPU has computed to the type it is stored in, and widens what it reads."""
 
 from std.memory import bitcast
-from std.sys import CompilationTarget, size_of
+from std.sys import CompilationTarget, is_gpu, size_of
 
 
 @always_inline
@@ -23,7 +23,9 @@ def rounded[
     Returns:
         The same, rounded.
     """
-    comptime if to == DType.bfloat16 and dtype == DType.float32:
+    comptime if (
+        to == DType.bfloat16 and dtype == DType.float32 and not is_gpu()
+    ):
         comptime Bits = SIMD[DType.uint32, value.length]
         var bits = bitcast[DType.uint32, value.length](value)
         var nearest = bits + Bits(0x7FFF) + ((bits >> Bits(16)) & Bits(1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from fused_norm.chain.head_rows import Chunk, Others, Rows
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.native import build, compiler
 
-# Not all of the kernels' tests have run on a GPU yet: until then they are for those who ask, and
-# PyTorch's ops compute the chunks for others.
-SWITCH = "FUSED_NORM_HEAD_KERNELS"
 # Classes whose logits tell a row's offset, and what is added to the largest of them: exponentials
 # may be as small as the offset is too large, and overflow where it is too small.
 _SAMPLES, _MARGIN = 256, 40.0
@@ -49,7 +45,7 @@ def serves(t: Head, loss: Loss) -> bool:
         and t.weight.is_contiguous()
         and t.weight.data_ptr() % kernels.ALIGNMENT == 0
         and (t.bias is None or _can_be_copied(t.bias))
-        and is_at_hand()
+        and is_built()
     )
 
 
@@ -59,11 +55,6 @@ def _can_be_copied(bias: Tensor) -> bool:
 
 
 @functools.cache
-def is_at_hand() -> bool:
-    """Return whether the kernels are asked for, and are built or can be."""
-    return os.environ.get(SWITCH) == "1" and is_built()
-
-
 def is_built() -> bool:
     """Return whether the kernels are built or can be."""
     return compiler.version() is not None or build.is_built(_extension())

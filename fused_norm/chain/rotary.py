@@ -17,13 +17,14 @@ from fused_norm.chain import kernels
 from fused_norm.native import build
 from fused_norm.rotation import Heads, Rotation
 
-# The GPU's kernel has not run on one yet: until then it is for those who ask.
-SWITCH = "FUSED_NORM_ROTARY_KERNELS"
-# Elements of a head's pieces on a CPU, and bytes of those on a GPU.
-_WIDTH, _BYTES = 8, 16
+# Elements of a head's pieces on a CPU; on a GPU, those of narrow numbers and of float64.
+_CPU_WIDTH, _GPU_WIDTHS = 8, (4, 2)
 _LANES = 32
-# Heads whose gradients of gamma are added up one after another, and how many parts there are most.
-_PART_HEADS, _MOST_PARTS = 32, 512
+# What rows of a GPU's start at multiples of, in bytes.
+_ALIGNMENT = 16
+# Heads whose gradients of gamma are added up one after another, and how many parts there are most;
+# on a GPU of each multiprocessor, as many as run on it at once, twice.
+_PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 4
 # OpenMP's workers do not survive a fork, and waiting for them would hang.
 _PROCESS = os.getpid()
 
@@ -65,22 +66,13 @@ def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool
     if dtype not in build.DTYPES:
         return False
     if device.type == "cpu":
-        pieces, most = 2 * _WIDTH, D
-    elif device.type == "cuda" and _is_asked_for():
-        pieces = 2 * _BYTES // dtype.itemsize
+        pieces, most = 2 * _CPU_WIDTH, D
+    elif device.type == "cuda":
+        pieces = 2 * _GPU_WIDTHS[dtype.itemsize > 4]
         most = _LANES * pieces
     else:
         return False
     return not (D % pieces or R % pieces) and most >= D and build.is_at_hand(device, dtype)
-
-
-@functools.cache
-def _is_asked_for() -> bool:
-    return os.environ.get(SWITCH) == "1"
-
-
-# PyTorch's compiler cannot trace a question to the environment.
-_is_asked_for.__wrapped__.__dict__["_dynamo_marked_constant"] = True
 
 
 def pitch_of(x: Tensor) -> int | None:
@@ -99,7 +91,7 @@ def pitch_of(x: Tensor) -> int | None:
         if outer != size * inner:
             return None
     pitch = pairs[-1][1] if pairs else heads * D
-    if x.is_cuda and (pitch * x.dtype.itemsize % _BYTES or x.data_ptr() % _BYTES):
+    if x.is_cuda and (pitch * x.dtype.itemsize % _ALIGNMENT or x.data_ptr() % _ALIGNMENT):
         return None
     return pitch
 
@@ -138,8 +130,16 @@ def backward(
 
 
 def _parts(x: Tensor) -> int:
-    heads = x.numel() // x.shape[-1]
-    return min(-(-heads // _PART_HEADS), _MOST_PARTS)
+    heads, most = x.numel() // x.shape[-1], _MOST_PARTS
+    if x.is_cuda:
+        most = _MULTIPROCESSOR_PARTS * _multiprocessors(x.device.index or 0)
+    return min(-(-heads // _PART_HEADS), most)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:

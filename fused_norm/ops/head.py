@@ -175,7 +175,7 @@ def _scaled(gradient: Tensor, scale: Tensor, in_place: bool) -> Tensor:
 
 def _has_kernel(tensor: Tensor) -> bool:
     is_hopper = tensor.is_cuda and kernels.is_hopper(tensor.device.index or 0)
-    return is_hopper and tensor.is_contiguous() and head_sm90.is_at_hand()
+    return is_hopper and tensor.is_contiguous() and head_sm90.is_built()
 
 
 def call(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:

@@ -51,10 +51,10 @@ def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         dx, dgamma = kernels.backward(dy, t, rotation, wants_gamma)
     else:
         dx, dgamma = _gradients(dy, t, rotation, wants_gamma)
-    x = arguments[0]
-    if not x.is_contiguous():
-        # Laid out as x is, which is what PyTorch's ops on each element do.
-        dx = torch.empty_like(x).copy_(dx)
+    # Laid out as x is, which is what PyTorch's ops on each element do.
+    like = torch.empty_like(arguments[0], device="meta")
+    if dx.stride() != like.stride():
+        dx = dx.new_empty_strided(like.shape, like.stride()).copy_(dx)
     return without_none([dx, dgamma], t.x)
 
 

@@ -6,6 +6,7 @@ from max.gpu.primitives import warp
 from std.math import ceildiv, rsqrt
 from std.memory import stack_allocation
 from std.sys import size_of
+from std.utils import StaticTuple
 
 from ..device import Gpu
 from ..grids import (
@@ -19,12 +20,13 @@ from .pair import Pair, Places, angles_of, gamma_of, load
 
 comptime THREADS = 256
 """Threads of a block."""
-comptime _BYTES = 16
+# Heads of a row that a group of lanes has together: they have one angle. A backward loads two tensors of them.
+comptime _SHARE[backward: Bool] = 2 if backward else 4
 
 
 @always_inline
 def width_of[dtype: DType]() -> Int:
-    """Returns the elements of a piece: those of one load.
+    """Returns the elements of a piece: those of one load. Longer ones would leave registers for few warps.
 
     Parameters:
         dtype: The type of x.
@@ -32,7 +34,7 @@ def width_of[dtype: DType]() -> Int:
     Returns:
         How many.
     """
-    return _BYTES // size_of[dtype]()
+    return 2 if size_of[dtype]() > 4 else 4
 
 
 def lanes_of[dtype: DType](D: Int) -> Int:
@@ -70,18 +72,19 @@ def launch_rotary[dtype: DType](gpu: Gpu, call: RotaryCall) raises:
     if lanes > 32:
         raise Error(t"a head of {call.D} elements does not fit into a warp")
     if call.dy == 0:
-        _launch[dtype, False](
-            gpu, call, lanes, ceildiv(call.units(), THREADS // lanes)
-        )
+        _launch[dtype, False](gpu, call, lanes)
     else:
-        _launch[dtype, True](gpu, call, lanes, call.parts)
+        _launch[dtype, True](gpu, call, lanes)
 
 
 def _launch[
     dtype: DType, backward: Bool
-](gpu: Gpu, call: RotaryCall, lanes: Int, blocks: Int) raises:
+](gpu: Gpu, call: RotaryCall, lanes: Int) raises:
     comptime kernel = rotary_kernel[dtype, backward]
     var compiled = gpu.context.compile_function[kernel]()
+    var blocks = ceildiv(_shares(call, _SHARE[backward]), THREADS // lanes)
+    if call.dgamma != 0:
+        blocks = call.parts
     gpu.stream.enqueue_function(
         compiled,
         call,
@@ -90,6 +93,12 @@ def _launch[
         block_dim=THREADS,
         attributes=beside_earlier(),
     )
+
+
+@always_inline
+def _shares(call: RotaryCall, share: Int) -> Int:
+    """Counts the times that a group of lanes has heads: `share` of one row together, or what is left of it."""
+    return call.M * ceildiv(call.heads, share)
 
 
 @always_inline
@@ -108,8 +117,8 @@ def _sum_of_lanes[
 def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
     """Normalizes and rotates heads, or computes the gradient of that.
 
-    Grid: (heads of all rows) / (THREADS / lanes); in the backward, parts of the heads. Block: THREADS threads, `lanes`
-    of them for each head.
+    Grid: (heads of all rows) / share / (THREADS / lanes); where a gradient of gamma is wanted, parts of the heads.
+    Block: THREADS threads, `lanes` of them for some heads of one row.
 
     Parameters:
         dtype: The type of x, y and their gradients.
@@ -121,9 +130,11 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
     """
     comptime accum = accumulator[dtype]()
     comptime width = width_of[dtype]()
+    comptime bytes = width * size_of[dtype]()
+    comptime share = _SHARE[backward]
+    comptime Raw = Pair[dtype, width]
     wait_on_earlier_grids()
     let_later_grids_start()
-    var units = call.units()
     var output = call.dx if backward else call.y
     var lane = Int(thread_idx.x) % Int(lanes)
     var group = Int(thread_idx.x) // Int(lanes)
@@ -131,62 +142,73 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
     var places = Places(lane, width, call.rotary)
     var has_pair = lane * 2 * width < call.D
     var sums = Pair[accum, width](0, 0)
-    # Of the forward, each block has one group of heads; of the backward, those of its part.
+    var g = Pair[accum, width](1, 1)
+    if has_pair and call.is_normalized != 0:
+        g = gamma_of[dtype, accum, width, bytes](call, places)
+    var shares_of_row = ceildiv(call.heads, share)
+    var shares = _shares(call, share)
+    # A block has one share for each group of its lanes; or those of its part, where it adds up over them.
     var size = groups
-    comptime if backward:
-        size = ceildiv(units, Int(grid_dim.x))
+    if call.dgamma != 0:
+        size = ceildiv(shares, Int(grid_dim.x))
     var first = Int(block_idx.x) * size
-    var last = min(first + size, units)
+    var last = min(first + size, shares)
     for begin in range(first, last, groups):
-        var unit = begin + group
+        var its_share = begin + group
         # All lanes of a warp take part in its sums.
-        var is_here = has_pair and unit < last
-        var start = unit * call.D
-        var row = unit // call.heads
-        var v = Pair[accum, width](0, 0)
-        var g = Pair[accum, width](1, 1)
-        if is_here:
-            v = load[dtype, accum, width, _BYTES](
-                call.x, call.start_of(unit), places
-            )
-            if call.is_normalized != 0:
-                g = gamma_of[dtype, accum, width, _BYTES](call, places)
-        var rstd = Scalar[accum](1)
-        if call.is_normalized != 0:
-            var squares = _sum_of_lanes((v * v).sum(), Int(lanes))
-            rstd = rsqrt(
-                squares / Scalar[accum](call.D) + call.eps.cast[accum]()
-            )
+        var is_here = has_pair and its_share < last
+        var row = its_share // shares_of_row
+        var head = (its_share - row * shares_of_row) * share
+        var heads = min(call.heads - head, share) if is_here else 0
+        var start = (row * call.heads + head) * call.D
+        # All loads are under way before the first is used.
+        var xs = StaticTuple[Raw, share](fill=Raw(0, 0))
+        var dys = StaticTuple[Raw, share](fill=Raw(0, 0))
+        comptime for i in range(share):
+            if i < heads:
+                if not backward or call.is_normalized != 0:
+                    xs[i] = load[dtype, dtype, width, bytes](
+                        call.x, row * call.pitch + (head + i) * call.D, places
+                    )
+                comptime if backward:
+                    dys[i] = load[dtype, dtype, width, bytes](
+                        call.dy, start + i * call.D, places
+                    )
         var c = Pair[accum, width](1, 1)
         var s = Pair[accum, width](0, 0)
         if is_here and places.is_rotated:
-            c = angles_of[dtype, accum, width, _BYTES](
+            c = angles_of[dtype, accum, width, bytes](
                 call, call.cos, row, places
             )
-            s = angles_of[dtype, accum, width, _BYTES](
+            s = angles_of[dtype, accum, width, bytes](
                 call, call.sin, row, places
             )
-        comptime if not backward:
-            var z = v * rstd * g
-            if places.is_rotated:
-                z = z * c + z.turned(call.is_interleaved != 0) * s
-            if is_here:
-                z.store[dtype, _BYTES](output, start, places)
-        else:
-            var dz = Pair[accum, width](0, 0)
-            if is_here:
-                dz = load[dtype, accum, width, _BYTES](call.dy, start, places)
-            if places.is_rotated:
-                dz = dz * c - (dz * s).turned(call.is_interleaved != 0)
+        comptime for i in range(share):
+            var v = xs[i].widened[accum]()
+            var rstd = Scalar[accum](1)
             if call.is_normalized != 0:
-                var n = v * rstd
-                sums = sums + dz * n
-                g = dz * g
-                var mean = _sum_of_lanes((g * n).sum(), Int(lanes))
-                mean /= Scalar[accum](call.D)
-                dz = (g - n * mean) * rstd
-            if is_here:
-                dz.store[dtype, _BYTES](output, start, places)
+                var squares = _sum_of_lanes((v * v).sum(), Int(lanes))
+                rstd = rsqrt(
+                    squares / Scalar[accum](call.D) + call.eps.cast[accum]()
+                )
+            var z: Pair[accum, width]
+            comptime if not backward:
+                z = v * rstd * g
+                if places.is_rotated:
+                    z = z * c + z.turned(call.is_interleaved != 0) * s
+            else:
+                z = dys[i].widened[accum]()
+                if places.is_rotated:
+                    z = z * c - (z * s).turned(call.is_interleaved != 0)
+                if call.is_normalized != 0:
+                    var n = v * rstd
+                    sums = sums + z * n
+                    z = z * g
+                    var mean = _sum_of_lanes((z * n).sum(), Int(lanes))
+                    mean /= Scalar[accum](call.D)
+                    z = (z - n * mean) * rstd
+            if i < heads:
+                z.store[dtype, bytes](output, start + i * call.D, places)
     comptime if backward:
         if call.dgamma != 0:
             _store_sums[accum, width](

@@ -114,6 +114,18 @@ struct Pair[dtype: DType, width: Int](TrivialRegisterPassable):
         return (self.a + self.b).reduce_add()
 
     @always_inline
+    def widened[wide: DType](self) -> Pair[wide, Self.width]:
+        """Widens both pieces.
+
+        Parameters:
+            wide: The type computed in.
+
+        Returns:
+            The pieces.
+        """
+        return {widened[wide](self.a), widened[wide](self.b)}
+
+    @always_inline
     def turned(self, is_interleaved: Bool) -> Self:
         """Turns each two elements by 90 degrees: J.
 

@@ -37,7 +37,7 @@ def case(M: int, K: int, V: int, std: float = 1.0, bias: bool = False) -> heads.
 def test_kernels_serve() -> None:
     if not is_hopper(0):
         pytest.skip("needs Hopper")
-    assert head_sm90.is_at_hand()
+    assert head_sm90.is_built()
 
 
 # Rows that fill no tile, one row, vocabularies that are no multiple of anything.

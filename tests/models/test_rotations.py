@@ -350,13 +350,9 @@ def test_calls_of_many_elements_are_fused_unasked() -> None:
     assert site.fused
 
 
-def test_a_gpu_has_one_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(rotary.SWITCH, raising=False)
-    for is_asked in (False, True):
-        if is_asked:
-            monkeypatch.setenv(rotary.SWITCH, "1")
-        rotary._is_asked_for.cache_clear()
-        device = torch.device("cuda", 0)
-        assert rotary.has_kernel(device, torch.bfloat16, 128, 128) == is_asked
-        assert not rotary.has_kernel(device, torch.bfloat16, 1024, 64)
-    rotary._is_asked_for.cache_clear()
+def test_which_heads_a_gpu_has_a_kernel_for() -> None:
+    device = torch.device("cuda", 0)
+    for D, size in ((128, 128), (72, 72), (256, 64), (80, 0)):
+        assert rotary.has_kernel(device, torch.bfloat16, D, size)
+    for D, size in ((1024, 64), (128, 12), (68, 0)):
+        assert not rotary.has_kernel(device, torch.bfloat16, D, size)

