@@ -13,6 +13,7 @@ from op.device import Launcher, new_launcher
 from op.norm_linear.sm90.scaled_linear import scaled_linear
 from op.passes.entry import from_python
 from op.passes.quantize import run_normalize_quantized, run_quantize
+from op.passes.quantize_by_maxima import run_quantize_by_maxima
 
 
 def _linear(call: CallPointer) raises:
@@ -29,6 +30,10 @@ def _normalize(call: CallPointer) raises:
 
 def _quantize(call: CallPointer) raises:
     run_quantize[DType.bfloat16](Launcher.at(call[].context)[].gpu, call[])
+
+
+def _quantize_by_maxima(call: CallPointer) raises:
+    run_quantize_by_maxima(Launcher.at(call[].context)[].gpu, call[])
 
 
 @export
@@ -59,6 +64,11 @@ def PyInit_fp8_sm90() abi("C") -> PythonObject:
             from_python[_quantize],
             "quantize",
             docstring="quantize(call) -> 0; queues x in 8 bits as z, and its scales",
+        )
+        builder.def_py_c_function(
+            from_python[_quantize_by_maxima],
+            "quantize_by_maxima",
+            docstring="quantize_by_maxima(call) -> 0; queues x in 8 bits as z and zt, and scales",
         )
         return builder.finalize()
     except e:

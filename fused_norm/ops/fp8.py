@@ -13,13 +13,9 @@ from fused_norm import composition, recipes
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
+from fused_norm.ops.eight_bits import quantize
 from fused_norm.ops.main_grad import added
-from fused_norm.recipes import E5M2, Cast, Recipe
-
-
-def _quantized(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    q, scale = scaled.quantize(v, cast.dtype is E5M2, cast.scaling, power_of_two)
-    return q, scale
+from fused_norm.recipes import Recipe
 
 
 class ScaledLinear(torch.autograd.Function):
@@ -49,11 +45,19 @@ class ScaledLinear(torch.autograd.Function):
         wants_dz, wants_dweight, wants_dbias = ctx.needs_input_grad[:3]
         rows = dy.reshape(-1, dy.shape[-1])
         dz = dweight = dbias = None
+        turns = wants_dweight and recipe.has_fp8_wgrad
+        q: list[Tensor] = []
+        if wants_dz or turns:
+            q = quantize(rows, recipe.grad, power_of_two, plain=wants_dz, turned=turns)
         if wants_dz:
-            dz = input_gradient(rows, weight, recipe, power_of_two)
+            dz = _input_gradient(q[:2], weight, recipe, power_of_two, dy.dtype)
             dz = dz.reshape(z.shape).to(z.dtype)
         if wants_dweight:
-            dweight = weight_gradient(rows, z.reshape(-1, z.shape[-1]), recipe, power_of_two)
+            x = z.reshape(-1, z.shape[-1])
+            if turns:
+                dweight = _weight_gradient(q[-2:], x, recipe, power_of_two, dy.dtype)
+            else:
+                dweight = rows.t() @ x.to(dy.dtype)
             dweight = dweight.to(weight.dtype)
         if wants_dbias:
             dbias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -72,48 +76,46 @@ def linear(
         recipe: How.
         power_of_two: Whether scales are rounded up to powers of two.
     """
-    q = _quantized(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
+    q = quantize(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
     w = quantized.parts(weight)
     y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
     return y.view(*z.shape[:-1], weight.shape[0])
 
 
-def input_gradient(dy: Tensor, weight: Tensor, recipe: Recipe, power_of_two: bool) -> Tensor:
-    """Return dy W, `[M, K]`, in the dtype of dy.
+def _input_gradient(
+    q: Sequence[Tensor], weight: Tensor, recipe: Recipe, power_of_two: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return dy W, `[M, K]`.
 
     Args:
-        dy: Of shape `[M, N]`.
+        q: dy in 8 bits, `[M, N]`, and its scales.
         weight: Of shape `[N, K]`.
         recipe: How.
         power_of_two: Whether scales are rounded up to powers of two.
+        dtype: Of the result.
     """
-    w = _quantized(weight.t(), recipe.weight_for_dgrad, power_of_two)
-    q = _quantized(dy, recipe.grad, power_of_two)
+    w = quantize(weight, recipe.weight_for_dgrad, power_of_two, plain=False, turned=True)
     how = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling, power_of_two)
-    dz: Tensor = scaled.linear(*q, *w, *how, None, None, "", dy.dtype)
+    dz: Tensor = scaled.linear(*q, *w, *how, None, None, "", dtype)
     return dz
 
 
-def weight_gradient(dy: Tensor, z: Tensor, recipe: Recipe, power_of_two: bool) -> Tensor:
-    """Return dy^T z, `[N, K]`, in the dtype of dy.
+def _weight_gradient(
+    q: Sequence[Tensor], z: Tensor, recipe: Recipe, power_of_two: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return dy^T z, `[N, K]`.
 
     Args:
-        dy: Of shape `[M, N]`.
+        q: dy in 8 bits, transposed, and its scales.
         z: Of shape `[M, K]`.
-        recipe: How: in FP8, or as it is.
+        recipe: How.
         power_of_two: Whether scales are rounded up to powers of two.
+        dtype: Of the result.
     """
-    if not recipe.has_fp8_wgrad:
-        return dy.t() @ z.to(dy.dtype)
-    # A product of kernels has a length that is a multiple of 16.
-    short = -dy.shape[0] % scaled.MULTIPLE
-    columns = torch.nn.functional.pad(z, (0, 0, 0, short)).t().contiguous()
-    rows = torch.nn.functional.pad(dy, (0, 0, 0, short)).t().contiguous()
-    b = _quantized(columns, recipe.input, power_of_two)
-    a = _quantized(rows, recipe.grad, power_of_two)
+    b = quantize(z, recipe.input, power_of_two, plain=False, turned=True)
     how = (recipe.grad.scaling, recipe.input.scaling, power_of_two)
-    dweight: Tensor = scaled.linear(*a, *b, *how, None, None, "", dy.dtype)
+    dweight: Tensor = scaled.linear(*q, *b, *how, None, None, "", dtype)
     return dweight
 
 
@@ -203,7 +205,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     if not is_one:
         products = [composition.activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
-        q = list(_quantized(products[0], recipe.input, power_of_two))
+        q = quantize(products[0], recipe.input, power_of_two)
         last = t.out_residual
         last = None if last is None else last.reshape(-1, last.shape[-1]).contiguous()
         out = quantized.parts(t.out_weight)

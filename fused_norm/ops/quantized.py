@@ -1,7 +1,8 @@
-"""Weights that torchao has quantized: which of them are taken as they are.
+"""What torchao has in FP8: layers that train, and weights that are quantized, taken as they are.
 
-torchao's `quantize_` makes parameters of a tensor subclass, here known by its name, so that torchao
-is never imported.
+torchao's `quantize_` makes parameters of a tensor subclass, `convert_to_float8_training` layers
+that multiply by a function of their own. Both are known by their names here, so that torchao is
+never imported.
 """
 
 from __future__ import annotations
@@ -13,6 +14,24 @@ import torch
 from torch import Tensor
 
 from fused_norm.recipes import E4M3
+
+_PRODUCT = "matmul_with_hp_or_float8_args"
+
+
+def is_product(target: Any) -> bool:
+    """Return whether what a node of a graph calls is the product of torchao's `Float8Linear`."""
+    # Dynamo calls a function that closes over it.
+    cells = getattr(target, "__closure__", None) or ()
+    return any(
+        getattr(cell.cell_contents, "__name__", "") == _PRODUCT
+        and cell.cell_contents.__module__.startswith("torchao.")
+        for cell in cells
+    )
+
+
+def is_configuration(target: Any) -> bool:
+    """Return whether what a node of a graph calls makes the configuration of such a product."""
+    return isinstance(target, type) and target.__module__.startswith("torchao.float8.")
 
 
 def is_quantized(weight: Any) -> bool:

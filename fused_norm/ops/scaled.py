@@ -1,14 +1,11 @@
-"""What FP8 calls are made of, as PyTorch knows it: quantization, norm + quantization, products.
+"""What FP8 calls are made of, as PyTorch knows it: norm + quantization, and products.
 
-On Hopper in bfloat16, with scales for rows, kernels compute them; elsewhere PyTorch's ops do what
-`recipes.py` says.
+On Hopper in bfloat16, with scales for rows or for a tensor, kernels compute them; elsewhere
+PyTorch's ops do what `recipes.py` says.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,21 +15,17 @@ from fused_norm import composition, recipes
 from fused_norm.activations import is_gate, number_of
 from fused_norm.call import frozen
 from fused_norm.call.frozen import Prepared
-from fused_norm.call.record import FUSED, Call
+from fused_norm.call.record import FUSED
 from fused_norm.chain import kernels
 from fused_norm.composition import Operands, Spec, summed
-from fused_norm.native import build
 from fused_norm.norms import NORMS
+from fused_norm.ops.eight_bits import MULTIPLE, TYPES, quantize, run, scales_of, serves
 from fused_norm.ops.registration import define_in_python
-from fused_norm.recipes import E4M3, E5M2, Cast
+from fused_norm.recipes import E4M3, Cast
 from fused_norm.reference import widened
 
-# Operands of 8 bits start, and each of their rows, at a multiple of 16 bytes.
-MULTIPLE = 16
 # The least of NVIDIA's that multiplies FP8.
 _CAPABILITY = (8, 9)
-# The types in the record, as op/rows/types.mojo has them.
-_TYPES = {E4M3: 4, E5M2: 5}
 
 
 def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
@@ -63,64 +56,6 @@ def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
             )
 
 
-def _serves(x: Tensor, *scalings: str) -> bool:
-    """Return whether kernels compute on a tensor with such scales."""
-    return (
-        x.is_cuda
-        and all(scaling in ("row", "tensor") for scaling in scalings)
-        and kernels.is_hopper(x.device.index or 0)
-    )
-
-
-@functools.cache
-def _launcher(device: int, stream: int) -> tuple[ModuleType, int]:
-    extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
-    return kernels.launcher(extension, device, stream, True)
-
-
-def _run(name: str, device: torch.device, **fields: Any) -> None:
-    index = device.index or 0
-    module, context = _launcher(index, torch._C._cuda_getCurrentRawStream(index))
-    call = Call(context=context)
-    for field, value in fields.items():
-        if value is not None:
-            setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
-    getattr(module, name)(ctypes.addressof(call))
-
-
-def _quantize(v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool) -> list[Tensor]:
-    cast = Cast(E5M2 if is_e5m2 else E4M3, scaling)
-    v = v.contiguous()
-    if (
-        v.dtype is not torch.bfloat16
-        or scaling != "row"
-        or not _serves(v, scaling)
-        or not v.numel()
-    ):
-        return list(recipes.quantize(v, cast, power_of_two))
-    M, K = v.shape
-    q, scale = torch.empty_like(v, dtype=cast.dtype), v.new_empty((M, 1), dtype=torch.float32)
-    kind = {"eight_bits": _TYPES[cast.dtype], "power_of_two": power_of_two}
-    _run("quantize", v.device, M=M, K=K, x=v, z=q, z_scale=scale, **kind)
-    return [q, scale]
-
-
-def _fake_quantize(v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool) -> list[Tensor]:
-    shape = _scales(v.shape, scaling)
-    q = v.new_empty(v.shape, dtype=E5M2 if is_e5m2 else E4M3)
-    return [q, v.new_empty(shape, dtype=torch.float32)]
-
-
-def _scales(shape: Any, scaling: str) -> tuple[Any, Any]:
-    M, K = shape
-    blocks = (K + recipes.BLOCK - 1) // recipes.BLOCK
-    if scaling == "1x128":
-        return M, blocks
-    if scaling == "128x128":
-        return (M + recipes.BLOCK - 1) // recipes.BLOCK, blocks
-    return (M, 1) if scaling == "row" else (1, 1)
-
-
 def _norm(
     x: Tensor,
     residual: Tensor | None,
@@ -133,20 +68,15 @@ def _norm(
     power_of_two: bool,
 ) -> list[Tensor]:
     t = Operands(x, residual, gamma, beta)
-    if (
-        x.dtype is not torch.bfloat16
-        or scaling != "row"
-        or not _serves(x, scaling)
-        or not x.numel()
-    ):
+    is_served = x.dtype is torch.bfloat16 and serves(x, scaling) and x.numel() > 0
+    if not is_served or scaling != "row":
         total = summed(t)
-        wide = t._replace(
-            gamma=None if gamma is None else widened(gamma),
-            beta=None if beta is None else widened(beta),
-        )
-        spec = Spec(normalization, eps=eps, weight_offset=weight_offset)
-        z = composition.normalized(spec, widened(total), wide)
-        q, scale = recipes.quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
+        spec, rows = Spec(normalization, eps=eps, weight_offset=weight_offset), total
+        if not is_served:
+            rows = widened(total)
+            gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
+        z = composition.normalized(spec, rows, t._replace(gamma=gamma, beta=beta))
+        q, scale = quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
         return [x.new_empty(0) if residual is None else total, q, scale]
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -158,7 +88,7 @@ def _norm(
     scale, mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in ((M, 1), (M,), (M,)))
     affine = gamma if gamma is not None else beta
     wide_norm = affine is not None and affine.dtype is torch.float32
-    _run(
+    run(
         "normalize",
         x.device,
         **{"M": M, "K": K, "x": x, "residual": residual, "gamma": gamma, "beta": beta},
@@ -175,23 +105,21 @@ def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
     M = x.numel() // max(K, 1)
     total = x.new_empty(x.shape if residual is not None else (0,))
     q = x.new_empty((M, K), dtype=E4M3)
-    return [total, q, x.new_empty(_scales((M, K), rest[-2]), dtype=torch.float32)]
+    return [total, q, x.new_empty(scales_of((M, K), rest[-2]), dtype=torch.float32)]
 
 
 def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, bool]:
     """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen."""
-    found = frozen.find([weight])
+    found, cast = frozen.find([weight]), Cast(E4M3, scaling)
     fresh = []
 
     def make() -> Prepared:
         fresh.append(True)
-        made = frozen.allocate(
-            lambda: tuple(_quantize(weight, False, scaling, power_of_two)), weight.device
-        )
+        made = frozen.allocate(lambda: tuple(quantize(weight, cast, power_of_two)), weight.device)
         return Prepared(made, stream)
 
     if found is None:
-        q, scale = _quantize(weight, False, scaling, power_of_two)
+        q, scale = quantize(weight, cast, power_of_two)
         return q, scale, False
     stream, in_graph = 0, False
     if weight.is_cuda:
@@ -200,7 +128,7 @@ def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor
     record, keys = found
     kept = record.prepared(("fp8", scaling, power_of_two, keys), None if in_graph else make)
     if kept is None:
-        q, scale = _quantize(weight, False, scaling, power_of_two)
+        q, scale = quantize(weight, cast, power_of_two)
         return q, scale, False
     if weight.is_cuda:
         kept.read_on(stream, in_graph)
@@ -225,7 +153,7 @@ def _linear(
     is_kept = False
     if weight_scale is None:
         weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two)
-    if dtype is not torch.bfloat16 or not _serves(q, scaling, weight_scaling) or not M:
+    if dtype is not torch.bfloat16 or not serves(q, scaling, weight_scaling) or not M:
         wide = dtype if q.is_cuda else torch.float32
         y = recipes.product((q, scale), scaling, (weight, weight_scale), weight_scaling, wide)
         y = y.float()
@@ -236,24 +164,24 @@ def _linear(
         return (y if residual is None else y + residual.float()).to(dtype)
     # One scale of a tensor is one of each row.
     scale, weight_scale = scale.expand(M, 1).contiguous(), weight_scale.expand(N, 1).contiguous()
-    bias, residual = kernels.in_aligned_memory(bias, residual)
+    (bias,) = kernels.in_aligned_memory(bias)
     outputs = N // 2 if is_gate(activation) else N
     fields: dict[str, Any] = {}
     if is_gate(activation):
         fields = {"up": weight[outputs:], "up_scale": weight_scale[outputs:]}
         fields["up_bias"] = None if bias is None else bias[outputs:]
     y = q.new_empty((M, outputs), dtype=dtype)
-    _run(
+    run(
         "linear",
         q.device,
         **{"M": M, "N": outputs, "K": K, "z": q, "z_scale": scale, "y": y, "bias": bias},
-        **{"weight": weight, "weight_scale": weight_scale, "residual": residual},
-        **{"activation": number_of(activation), "eight_bits": _TYPES[q.dtype]},
+        **{"weight": weight, "weight_scale": weight_scale},
+        **{"activation": number_of(activation), "eight_bits": TYPES[q.dtype]},
         # Only then was the weight there before the rows were.
         way=FUSED if is_kept else 0,
         **fields,
     )
-    return y
+    return y if residual is None else y.add_(residual)
 
 
 def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -262,11 +190,6 @@ def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((q.shape[0], N), dtype=dtype)
 
 
-quantize = define_in_python(
-    "fp8_quantize(Tensor v, bool is_e5m2, str scaling, bool power_of_two) -> Tensor[]",
-    _quantize,
-    _fake_quantize,
-)
 norm = define_in_python(
     "fp8_norm(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, str normalization, "
     "float eps, float weight_offset, str scaling, bool power_of_two) -> Tensor[]",

@@ -1,28 +1,25 @@
-"""What products of scaled operands are finished with: scales of rows and columns, a bias, a tensor added.
+"""What products of scaled operands are finished with: scales of rows and columns, and a bias.
 
-    c[m, n] = row_scale[m] column_scale[n] sum over k of a[m, k] b[n, k] + bias[n] + addend[m, n]
+    c[m, n] = row_scale[m] column_scale[n] sum over k of a[m, k] b[n, k] + bias[n]
 
-The tensor is added here, in float32, and not to the sums that tensor cores start with: of operands of 8 bits they
-keep some 14 bits.
+A residual is added by a pass of its own: read here, an element for each register, it took longer than that pass; and
+sums that tensor cores start with keep some 14 bits.
 """
 
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
 
 
 @fieldwise_init
-struct Scaled[bias_dtype: DType, has_addend: Bool = False](Epilogue):
-    """Row scale * column scale * sums + bias, if there is one, + a tensor.
+struct Scaled[bias_dtype: DType](Epilogue):
+    """Row scale * column scale * sums + bias, if there is one.
 
     Two matrices may stand side by side for b, each with its scales and its bias.
 
     Parameters:
         bias_dtype: Type of the bias and of c.
-        has_addend: Whether a tensor is added.
     """
 
-    comptime name = StaticString(
-        "scaled_add"
-    ) if Self.has_addend else StaticString("scaled")
+    comptime name = StaticString("scaled")
     """Tells kernels apart."""
     comptime vectors = 2
     """The columns' scales, then the bias."""
@@ -31,10 +28,6 @@ struct Scaled[bias_dtype: DType, has_addend: Bool = False](Epilogue):
     comptime has_row_terms = True
     """The rows' scales."""
 
-    var rows: Int32
-    """Rows of c, M."""
-    var columns: Int32
-    """Columns of c, N; not read where nothing is added."""
     var row_scale: Int64
     """Address of the rows' scales [M], float32."""
     var column_scale: Int64
@@ -45,8 +38,6 @@ struct Scaled[bias_dtype: DType, has_addend: Bool = False](Epilogue):
     """Address of the second matrix's scales [N]."""
     var second_bias: Int64
     """Address of its bias [N]; 0 only if the first has none either."""
-    var tensor: Int64
-    """Address of what is added [M, N]."""
 
     @doc_hidden
     @staticmethod
@@ -93,15 +84,4 @@ struct Scaled[bias_dtype: DType, has_addend: Bool = False](Epilogue):
         row: Int,
         column: Int,
     ) -> SIMD[dtype, width]:
-        var c = (sums * row_terms.scale).fma(column_terms[0], column_terms[1])
-        comptime if Self.has_addend:
-            if row < Int(self.rows) and column < Int(self.columns):
-                c += (
-                    Vector[Self.bias_dtype](
-                        unsafe_from_address=Int(self.tensor)
-                    )
-                    .unsafe_offset(row * Int(self.columns) + column)
-                    .unsafe_load[width=width]()
-                    .cast[dtype]()
-                )
-        return c
+        return (sums * row_terms.scale).fma(column_terms[0], column_terms[1])

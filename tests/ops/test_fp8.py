@@ -282,13 +282,13 @@ def test_main_grad_and_checkpoints() -> None:
 
 def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    quantize = scaled._quantize
+    quantize = scaled.quantize
 
-    def counted(v: Tensor, *rest: Any) -> Any:
+    def counted(v: Tensor, *rest: Any, **options: Any) -> Any:
         calls.append(tuple(v.shape))
-        return quantize(v, *rest)
+        return quantize(v, *rest, **options)
 
-    monkeypatch.setattr(scaled, "_quantize", counted)
+    monkeypatch.setattr(scaled, "quantize", counted)
     model = nn.Sequential(fn.LayerNormMLP(K, N, recipe="rowwise")).eval()
     x = torch.randn(M, K)
     with torch.no_grad():
@@ -366,8 +366,8 @@ def test_kernels_get_biases_that_bulk_copies_can_read(monkeypatch: pytest.Monkey
         )
         assert all(v.data_ptr() % 16 == 0 for v in fields.values() if isinstance(v, Tensor))
 
-    monkeypatch.setattr(scaled, "_serves", lambda x, *scalings: True)
-    monkeypatch.setattr(scaled, "_run", run)
+    monkeypatch.setattr(scaled, "serves", lambda x, *scalings: True)
+    monkeypatch.setattr(scaled, "run", run)
     x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
     whole = torch.randn(2 * N + 1)
     with torch.no_grad():

@@ -52,9 +52,11 @@ def scale_of[
 @always_inline
 def divided[
     width: Int, //
-](z: SIMD[DType.float32, width], scale: Float32, inverse: Float32) -> SIMD[
-    DType.float32, width
-]:
+](
+    z: SIMD[DType.float32, width],
+    scale: SIMD[DType.float32, width],
+    inverse: SIMD[DType.float32, width],
+) -> SIMD[DType.float32, width]:
     """Divides with the bits of a division, by multiplications (Markstein); -0 stays -0.
 
     Parameters:
@@ -68,10 +70,9 @@ def divided[
     Returns:
         The quotients.
     """
-    comptime Some = SIMD[DType.float32, width]
     var near = z * inverse
-    var over = near.fma(Some(scale), -z)
-    return (-over).fma(Some(inverse), near)
+    var over = near.fma(scale, -z)
+    return (-over).fma(inverse, near)
 
 
 struct _Quantize[eight_bits: Int32](Stage):
@@ -107,11 +108,12 @@ struct _Quantize[eight_bits: Int32](Stage):
     ](
         row: Row[dtype], v: Values[dtype, width], total: Values[dtype, 1]
     ) -> Values[dtype, width]:
+        comptime Some = SIMD[DType.float32, width]
         return {
             divided(
                 v[0].cast[DType.float32](),
-                total[0].cast[DType.float32](),
-                total[1].cast[DType.float32](),
+                Some(total[0].cast[DType.float32]()),
+                Some(total[1].cast[DType.float32]()),
             ).cast[dtype]()
         }
 

@@ -1,0 +1,310 @@
+"""Quantizes a matrix by the largest magnitude of each column, or of all: transposed, as it lies, or both. Hopper.
+
+    scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
+
+A first kernel finds the maxima, a second one reads the matrix again and writes 8 bits. Numbers without their signs are
+ordered as their bits are, and NaN comes after all others: blocks may meet in any order, and the result is the same.
+"""
+
+from max.gpu import barrier, block_idx, thread_idx
+from max.gpu.memory import AddressSpace
+from max.gpu.primitives import warp
+from std.math import ceildiv
+from std.memory import bitcast, stack_allocation
+from std.sys import inlined_assembly
+from std.utils import StaticTuple
+
+from ..call import Call
+from ..device import Gpu
+from ..grids import (
+    beside_earlier,
+    let_later_grids_start,
+    wait_on_earlier_grids,
+)
+from ..rounding import widened
+from ..rows.eight_bits import largest, pack_eight_bits
+from ..rows.programs.quantize import divided, scale_of
+from ..rows.types import E4M3, E5M2, eight_bit_type
+
+comptime THREADS = 256
+"""Threads of a block."""
+comptime TILE_COLUMNS = 64
+"""Columns of a block's tile, of which a thread has `_LOAD` side by side."""
+comptime TILE_ROWS = 128
+"""Rows of a block's tile, of which a thread has four: with a column each a word of 8 bits."""
+comptime _LOAD = 8
+comptime _ACROSS = TILE_COLUMNS // _LOAD
+comptime _DOWN = THREADS // _ACROSS
+# Rows that a block of the first kernel goes over.
+comptime _ROWS_OF_MAXIMA = 512
+# Words of a row of the transposed tile, and one more, so that columns lie in other banks.
+comptime _PITCH = TILE_ROWS // 4 + 1
+comptime _LEAST = Float64(1e-12)
+comptime _Bits = SIMD[DType.uint16, _LOAD]
+
+
+def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
+    """Writes x in 8 bits, as it lies to z and transposed to zt, as far as these are given.
+
+    Args:
+        gpu: Where to run.
+        call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K]; zt [K, pitch], the pitch at least M and a multiple of
+            16, zeros from M on; either zt_scale [K] for columns, rounded if asked for, or z_scale for one scale of
+            all, which is never rounded; the workspace, zeros: 4 bytes for each scale.
+
+    Raises:
+        If a launch fails.
+    """
+    var of_columns = call.zt_scale != 0
+    comptime maxima = maxima_kernel
+    gpu.stream.enqueue_function(
+        gpu.context.compile_function[maxima](),
+        Int64(call.x),
+        Int64(call.workspace),
+        Int32(call.M),
+        Int32(call.K),
+        Int32(of_columns),
+        grid_dim=(
+            ceildiv(call.K, TILE_COLUMNS),
+            ceildiv(call.M, _ROWS_OF_MAXIMA),
+        ),
+        block_dim=THREADS,
+        attributes=beside_earlier(),
+    )
+    comptime for kind in [E4M3, E5M2]:
+        if call.eight_bits == Int(kind):
+            comptime kernel = quantize_kernel[eight_bit_type(kind)]
+            gpu.stream.enqueue_function(
+                gpu.context.compile_function[kernel](),
+                Int64(call.x),
+                Int64(call.workspace),
+                Int64(call.z),
+                Int64(call.zt),
+                Int64(call.zt_scale if of_columns else call.z_scale),
+                Int32(call.M),
+                Int32(call.K),
+                Int32(call.pitch),
+                Int32(of_columns),
+                Int32(call.power_of_two),
+                grid_dim=(
+                    ceildiv(call.K, TILE_COLUMNS),
+                    ceildiv(max(call.M, call.pitch), TILE_ROWS),
+                ),
+                block_dim=THREADS,
+                attributes=beside_earlier(),
+            )
+
+
+@always_inline
+def _at[
+    dtype: DType
+](address: Int64, index: Int) -> Pointer[
+    Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
+]:
+    return Pointer[
+        Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
+    ](unsafe_from_address=Int(address)).unsafe_offset(index)
+
+
+@always_inline
+def _keep_largest(address: Int64, index: Int, bits: UInt32):
+    """Writes a maximum in place."""
+    inlined_assembly[
+        "red.relaxed.gpu.global.max.u32 [$0], $1;",
+        NoneType,
+        constraints="l,r,~{memory}",
+    ](UInt64(address + Int64(4 * index)), bits)
+
+
+def maxima_kernel(
+    x: Int64, maxima: Int64, m: Int32, k: Int32, of_columns: Int32
+):
+    """Finds the bits of the largest magnitudes, those of bfloat16.
+
+    Grid: (k / TILE_COLUMNS, m / 512). Block: THREADS threads, 8 across the tile's columns.
+
+    Args:
+        x: Address of the matrix [m, k].
+        maxima: Address of the maxima, which are at least zero: [k], or one.
+        m: Rows.
+        k: Columns.
+        of_columns: Whether each column has one.
+    """
+    wait_on_earlier_grids()
+    let_later_grids_start()
+    var thread = Int(thread_idx.x)
+    var column = Int(block_idx.x) * TILE_COLUMNS + thread % _ACROSS * _LOAD
+    var most = _Bits(0)
+    var first = Int(block_idx.y) * _ROWS_OF_MAXIMA
+    if column < Int(k):
+        for row in range(
+            first + thread // _ACROSS,
+            min(first + _ROWS_OF_MAXIMA, Int(m)),
+            _DOWN,
+        ):
+            var bits = _at[DType.uint16](x, row * Int(k) + column).unsafe_load[
+                width=_LOAD, alignment=16
+            ]()
+            most = max(most, bits & _Bits(0x7FFF))
+    # Over the four rows of a warp, then over the warps.
+    comptime for distance in [_ACROSS, 2 * _ACROSS]:
+        comptime for i in range(_LOAD):
+            var other = warp.shuffle_xor(UInt32(most[i]), UInt32(distance))
+            most[i] = max(most[i], other.cast[DType.uint16]())
+    var room = stack_allocation[
+        THREADS // 32 * TILE_COLUMNS,
+        UInt32,
+        address_space=AddressSpace.SHARED,
+    ]()
+    if thread % 32 < _ACROSS:
+        comptime for i in range(_LOAD):
+            room.unsafe_offset(
+                thread // 32 * TILE_COLUMNS + thread % 32 * _LOAD + i
+            ).unsafe_store(UInt32(most[i]))
+    barrier()
+    if thread >= TILE_COLUMNS:
+        return
+    var bits = UInt32(0)
+    comptime for i in range(THREADS // 32):
+        bits = max(
+            bits, room.unsafe_offset(i * TILE_COLUMNS + thread).unsafe_load()
+        )
+    if of_columns != 0:
+        var own = Int(block_idx.x) * TILE_COLUMNS + thread
+        if own < Int(k):
+            _keep_largest(maxima, own, bits)
+        return
+    comptime for i in range(5):
+        bits = max(bits, warp.shuffle_xor(bits, UInt32(1 << i)))
+    if thread % 32 == 0:
+        _keep_largest(maxima, 0, bits)
+
+
+def quantize_kernel[
+    eight_bits: DType
+](
+    x: Int64,
+    maxima: Int64,
+    z: Int64,
+    zt: Int64,
+    scales: Int64,
+    m: Int32,
+    k: Int32,
+    pitch: Int32,
+    of_columns: Int32,
+    power_of_two: Int32,
+):
+    """Writes a matrix in 8 bits, as it lies and transposed, and its scales.
+
+    Grid: (k / TILE_COLUMNS, rows / TILE_ROWS). Block: THREADS threads, 8 across the tile's columns.
+
+    Parameters:
+        eight_bits: The type, float8_e4m3fn or float8_e5m2.
+
+    Args:
+        x: Address of the matrix [m, k] in bfloat16.
+        maxima: Address of what `maxima_kernel` found.
+        z: Address of the result [m, k], or 0.
+        zt: Address of the transposed result [k, pitch], or 0.
+        scales: Address of the scales: [k], or one.
+        m: Rows.
+        k: Columns, a multiple of 8.
+        pitch: Bytes of a row of zt, a multiple of 16; zeros from m on.
+        of_columns: Whether each column has a scale.
+        power_of_two: Whether these are rounded up to powers of two.
+    """
+    comptime Eight = SIMD[DType.float32, _LOAD]
+    wait_on_earlier_grids()
+    let_later_grids_start()
+    var thread = Int(thread_idx.x)
+    var across = thread % _ACROSS
+    var down = thread // _ACROSS
+    var column = Int(block_idx.x) * TILE_COLUMNS + across * _LOAD
+    var row = Int(block_idx.y) * TILE_ROWS + 4 * down
+    var is_here = column < Int(k)
+    # All loads are under way before the first is used.
+    var rows = StaticTuple[SIMD[DType.bfloat16, _LOAD], 4](
+        fill=SIMD[DType.bfloat16, _LOAD](0)
+    )
+    comptime for i in range(4):
+        if is_here and row + i < Int(m):
+            rows[i] = _at[DType.bfloat16](
+                x, (row + i) * Int(k) + column
+            ).unsafe_load[width=_LOAD, alignment=16]()
+    var scale = Eight(1)
+    # 1 / scale, or for one scale of all what numbers are multiplied by.
+    var inverse = Eight(1)
+    if of_columns != 0:
+        if is_here:
+            var bits = _at[DType.uint32](maxima, column).unsafe_load[
+                width=_LOAD, alignment=16
+            ]()
+            comptime for i in range(_LOAD):
+                scale[i] = scale_of[eight_bits](
+                    bitcast[DType.float32](bits[i] << 16), power_of_two != 0
+                )
+            inverse = 1 / scale
+            if block_idx.y == 0 and down == 0:
+                _at[DType.float32](scales, column).unsafe_store[alignment=16](
+                    scale
+                )
+    else:
+        # As torchao rounds: by the reciprocal scale, found in float64.
+        var most = bitcast[DType.float32](
+            _at[DType.uint32](maxima, 0).unsafe_load() << 16
+        ).cast[DType.float64]()
+        var bounded = _LEAST if most < _LEAST else most
+        var factor = (
+            largest[eight_bits]().cast[DType.float64]() / bounded
+        ).cast[DType.float32]()
+        inverse = Eight(factor)
+        if block_idx.x == 0 and block_idx.y == 0 and thread == 0:
+            _at[DType.float32](scales, 0).unsafe_store(1 / factor)
+    var fours = StaticTuple[Eight, 4](fill=Eight(0))
+    comptime for i in range(4):
+        var wide = rebind[Eight](widened[DType.float32](rows[i]))
+        if of_columns != 0:
+            fours[i] = divided[width=_LOAD](wide, scale, inverse)
+        else:
+            fours[i] = wide * inverse
+        if z != 0 and is_here and row + i < Int(m):
+            var words = SIMD[DType.uint32, 2](
+                pack_eight_bits[eight_bits](fours[i].slice[4]()),
+                pack_eight_bits[eight_bits](fours[i].slice[4, offset=4]()),
+            )
+            _at[DType.uint32](
+                z, ((row + i) * Int(k) + column) // 4
+            ).unsafe_store[alignment=8](words)
+    if zt == 0:
+        return
+    var room = stack_allocation[
+        TILE_COLUMNS * _PITCH, UInt32, address_space=AddressSpace.SHARED
+    ]()
+    comptime for j in range(_LOAD):
+        # What a padded row of scales of NaN or infinity would make of zeros is not stored.
+        var four = SIMD[DType.float32, 4](
+            fours[0][j], fours[1][j], fours[2][j], fours[3][j]
+        )
+        comptime for i in range(4):
+            if row + i >= Int(m):
+                four[i] = 0
+        room.unsafe_offset((across * _LOAD + j) * _PITCH + down).unsafe_store(
+            pack_eight_bits[eight_bits](four)
+        )
+    barrier()
+    # Four threads have a row of the transposed tile.
+    comptime words = TILE_ROWS // 16
+    var own = Int(block_idx.x) * TILE_COLUMNS + thread // 4
+    var start = Int(block_idx.y) * TILE_ROWS + thread % 4 * 4 * words
+    if own >= Int(k):
+        return
+    comptime for part in range(words // 4):
+        if start + 16 * part < Int(pitch):
+            var four = SIMD[DType.uint32, 4](0)
+            comptime for i in range(4):
+                four[i] = room.unsafe_offset(
+                    thread // 4 * _PITCH + thread % 4 * words + 4 * part + i
+                ).unsafe_load()
+            _at[DType.uint32](
+                zt, (own * Int(pitch) + start) // 4 + 4 * part
+            ).unsafe_store[alignment=16](four)
