@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -33,6 +34,7 @@ from fused_norm.models.values import (
 )
 from fused_norm.ops import quantized
 from fused_norm.ops.fp8 import scaled_linear
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.recipes import Cast, Recipe
 
 _SCALINGS = {"axiswise": "row", "tensorwise": "tensor"}
@@ -69,7 +71,9 @@ def as_scaled_linears(
         emitter: Puts nodes into it.
         keeps_rounding: Whether a result is rounded before a bias is added, as torchao does.
     """
-    left = []
+    left: list[Site] = []
+    if is_batch_invariant():
+        return left
     for node in list(graph.nodes):
         f = form(node)
         is_inference = f.kind == "linear" and quantized.is_quantized(value(f["weight"]))
@@ -167,8 +171,10 @@ def _require_suited(node: Node, x: Node, weight: Node) -> None:
         raise Left(reason)
     if not is_plain(rows) or not (is_plain(tensor) or quantized.is_quantized(tensor)):
         raise Left("a tensor of a kind of its own")
-    if rows.is_cuda and not is_hopper(rows.device.index or 0):
-        raise Left("no kernels for 8 bits on this GPU")
+    if rows.is_cuda and not (
+        rows.dtype is torch.bfloat16 and is_hopper(rows.device.index or 0)
+    ):
+        raise Left(f"no kernels for 8 bits and {rows.dtype} on this GPU")
 
 
 def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
@@ -183,8 +189,18 @@ def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
     key = "val" if "val" in out.meta else "example_value"
     new.meta[key] = value(out)
     out.replace_all_uses_with(new)
-    for node in dict.fromkeys((out, layer.node)):
-        graph.erase_node(node)
+    if out is not layer.node:
+        graph.erase_node(out)
+    _erase(layer.node, graph)
+
+
+def _erase(node: Node, graph: Graph) -> None:
+    """Take a node out, and the configuration that nobody else reads."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for each in inputs:
+        if quantized.is_configuration(each.target) and not each.users:
+            _erase(each, graph)
 
 
 def _constant(argument: Any) -> Any:

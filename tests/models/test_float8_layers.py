@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fused_norm as fn
+from fused_norm.models import fuse
 
 float8: Any = pytest.importorskip("torchao.float8")
 quantization: Any = pytest.importorskip("torchao.quantization")
@@ -256,9 +257,23 @@ class Mixed(nn.Module):
         return torch.cat([self.q(z), self.k(z), self.v(z)], -1)
 
 
-def test_layers_of_different_recipes_get_calls_of_their_own() -> None:
+class MixedMlp(nn.Module):
+    """An MLP whose layers are in FP8 by different recipes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(1024)
+        self.q, self.k = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.k(nn.functional.gelu(self.q(self.norm(x))))
+        return y
+
+
+@pytest.mark.parametrize("kind", [Mixed, MixedMlp])
+def test_layers_of_different_recipes_get_calls_of_their_own(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = Mixed()
+    model = kind()
     config = {name: float8.Float8LinearConfig.from_recipe_name(name) for name in RECIPES}
     for name, recipe in (("q", "rowwise"), ("k", "tensorwise")):
         how = dataclasses.replace(config[recipe], emulate=True)
@@ -266,11 +281,43 @@ def test_layers_of_different_recipes_get_calls_of_their_own() -> None:
             model, config=how, module_filter_fn=lambda _, path, name=name: path == name
         )
     x = rows(torch.float32)
-    assert report(model, x) == {"norm": "FP8 rowwise; FP8 tensorwise"}
+    if kind is Mixed:
+        assert report(model, x) == {"norm": "FP8 rowwise; FP8 tensorwise"}
+    else:
+        assert report(model, x) == {"norm": "FP8 rowwise", "k": "FP8 tensorwise"}
     theirs, ours = step(model, model, x), step(model, compiled(model), x)
     for name, exact in theirs.items():
         assert decibels(ours[name], exact) > 40, name
     assert decibels(ours["y"], theirs["y"]) > 90
+
+
+def test_nothing_of_torchao_is_left_in_the_graph() -> None:
+    graphs: list[Any] = []
+
+    def kept(module: Any, inputs: Any) -> Any:
+        fuse.fuse(module, fuse.Options())
+        graphs.append(module.graph)
+        return module.forward
+
+    model = trained(Block().bfloat16())
+    torch.compiler.reset()
+    torch.compile(model, backend=kept)(rows())
+    (graph,) = graphs
+    modules = {getattr(node.target, "__module__", "") or "" for node in graph.nodes}
+    assert not [name for name in modules if name.startswith("torchao")]
+
+
+def test_batch_invariant_models_are_left() -> None:
+    with fn.batch_invariant():
+        found = report(trained(OneLayer().bfloat16()), rows())
+    assert "output read by no Linear" in found["norm"]
+
+
+def test_a_product_adds_no_residual_to_a_layer_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(fuse, "adds_in_product", lambda x, weight: True)
+    model, x = trained(Block().bfloat16()), rows()
+    assert report(model, x, small=True)["out"] == "FP8 rowwise"
 
 
 class Scaled(nn.Module):
