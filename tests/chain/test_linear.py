@@ -20,7 +20,7 @@ from mojo_programs import h100_costs, needs_mojo, printed
 from stand_in import standing_in
 from test_several import ON_HOPPER, names
 from torch import Tensor
-from ways import hopper_goes
+from ways import hopper_goes, our_products_run
 
 import fused_norm as fn
 from fused_norm.activations import ACTIVATIONS, GATED
@@ -253,7 +253,11 @@ def test_values_and_gradients(
 ) -> None:
     if in_python:
         monkeypatch.setattr(node, "forward", lambda *_, **__: None)
-    case = case_of(name, dtype=dtype, shape=SHAPES[shape])
+    with our_products_run():
+        _check_values_and_gradients(case_of(name, dtype=dtype, shape=SHAPES[shape]), shape)
+
+
+def _check_values_and_gradients(case: dict[str, Any], shape: str) -> None:
     tensors = family.make_tensors(case, "cuda")
     family.check(case, tensors)
     launched = names(lambda: family.ours(case, tensors))
