@@ -171,9 +171,7 @@ def _require_suited(node: Node, x: Node, weight: Node) -> None:
         raise Left(reason)
     if not is_plain(rows) or not (is_plain(tensor) or quantized.is_quantized(tensor)):
         raise Left("a tensor of a kind of its own")
-    if rows.is_cuda and not (
-        rows.dtype is torch.bfloat16 and is_hopper(rows.device.index or 0)
-    ):
+    if rows.is_cuda and not (rows.dtype is torch.bfloat16 and is_hopper(rows.device.index or 0)):
         raise Left(f"no kernels for 8 bits and {rows.dtype} on this GPU")
 
 

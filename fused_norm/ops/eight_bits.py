@@ -83,7 +83,7 @@ def _quantize(
     if v.dtype is not torch.bfloat16 or not v.numel() or not serves(v, scaling):
         return _by_pytorch(v, cast, power_of_two, plain, turned)
     M, K = v.shape
-    if (scaling == "tensor" and power_of_two) or (K % 8 and (turned or scaling == "tensor")):
+    if K % 8 and (turned or scaling == "tensor"):
         return _by_pytorch(v, cast, power_of_two, plain, turned)
     (v,) = kernels.in_aligned_memory(v)
     kind = {"eight_bits": TYPES[cast.dtype], "power_of_two": power_of_two}

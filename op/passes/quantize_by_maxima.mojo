@@ -49,8 +49,8 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
     Args:
         gpu: Where to run.
         call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K]; zt [K, pitch], the pitch at least M and a multiple of
-            16, zeros from M on; either zt_scale [K] for columns, rounded if asked for, or z_scale for one scale of
-            all, which is never rounded; the workspace, zeros: 4 bytes for each scale.
+            16, zeros from M on; either zt_scale [K] for columns, or z_scale for one scale of all; the workspace,
+            zeros: 4 bytes for each scale.
 
     Raises:
         If a launch fails.
@@ -211,7 +211,7 @@ def quantize_kernel[
         k: Columns, a multiple of 8.
         pitch: Bytes of a row of zt, a multiple of 16; zeros from m on.
         of_columns: Whether each column has a scale.
-        power_of_two: Whether these are rounded up to powers of two.
+        power_of_two: Whether scales are rounded up to powers of two.
     """
     comptime Eight = SIMD[DType.float32, _LOAD]
     wait_on_earlier_grids()
@@ -249,21 +249,27 @@ def quantize_kernel[
                     scale
                 )
     else:
-        # As torchao rounds: by the reciprocal scale, found in float64.
         var most = bitcast[DType.float32](
             _at[DType.uint32](maxima, 0).unsafe_load() << 16
-        ).cast[DType.float64]()
-        var bounded = _LEAST if most < _LEAST else most
-        var factor = (
-            largest[eight_bits]().cast[DType.float64]() / bounded
-        ).cast[DType.float32]()
-        inverse = Eight(factor)
+        )
+        scale = Eight(scale_of[eight_bits](most, True))
+        inverse = 1 / scale
+        if power_of_two == 0:
+            # As torchao rounds: by the reciprocal scale, found in float64.
+            var wide = most.cast[DType.float64]()
+            var bounded = _LEAST if wide < _LEAST else wide
+            inverse = Eight(
+                (largest[eight_bits]().cast[DType.float64]() / bounded).cast[
+                    DType.float32
+                ]()
+            )
+            scale = 1 / inverse
         if block_idx.x == 0 and block_idx.y == 0 and thread == 0:
-            _at[DType.float32](scales, 0).unsafe_store(1 / factor)
+            _at[DType.float32](scales, 0).unsafe_store(scale[0])
     var fours = StaticTuple[Eight, 4](fill=Eight(0))
     comptime for i in range(4):
         var wide = rebind[Eight](widened[DType.float32](rows[i]))
-        if of_columns != 0:
+        if of_columns != 0 or power_of_two != 0:
             fours[i] = divided[width=_LOAD](wide, scale, inverse)
         else:
             fours[i] = wide * inverse
