@@ -1,4 +1,4 @@
-"""The H100's page: products and blocks in FP8, the head, choices; and what guides say of it."""
+"""The H100's page: blocks, also in FP8, the head, choices; and what guides say of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import benchmark_tables
+
 from benchmarks import markdown, regret_gpu
 from fused_norm.devices.hopper import GpuCall
 
 ROOT = Path(__file__).resolve().parents[2]
 FP8 = "benchmarks/results/h100-fp8-kernels.json"
+WHOLE = "benchmarks/results/h100-blocks.json"
 BLOCKS = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
 REGRET = "benchmarks/results/gpu-regret-nvidia-h100.json"
@@ -22,7 +25,6 @@ EPILOGUES = {
     "_scaled_mm": "`_scaled_mm`",
     "ours": "ours",
     "ours, bias": "+ bias",
-    "ours, residual": "+ residual",
     "ours, gelu": "GELU",
     "ours, swiglu": "SwiGLU",
 }
@@ -38,8 +40,9 @@ HEADS = {
 
 def sections() -> list[str]:
     """Return all sections as headings, sentences and tables in Markdown."""
+    whole = benchmark_tables.seams(ROOT / WHOLE, "Whole blocks")
     blocks = _blocks(_load(BLOCKS))
-    return [*_fp8(_load(FP8)), *blocks, *_head(_load(HEAD)), *_regret(_load(REGRET))]
+    return [*whole, *_fp8(_load(FP8)), *blocks, *_head(_load(HEAD)), *_regret(_load(REGRET))]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -122,8 +125,7 @@ def _blocks(run: dict[str, Any]) -> list[str]:
         f"{e['gpu']}, torch {e['torch']}, torchao {versions['torchao']}, driver {e['driver']}, "
         f"{e['date']}, {e['commit']}, CUDA graphs. From `{BLOCKS}`, made by "
         "`poe bench --fp8`. Ratios to eager bfloat16; `products` are `torch._scaled_mm` of "
-        "operands quantized before, and attention. Blocks with `tensorwise` are slow: what finds "
-        "one scale for a whole tensor is PyTorch's ops.\n",
+        "operands quantized before, and attention.\n",
         markdown.table(header, rows, right=range(1, len(header))),
     ]
 

@@ -93,7 +93,7 @@ PAGES = {
     ),
     "h100": Page(
         "NVIDIA H100",
-        "products in FP8; a language model's head with its loss",
+        "whole blocks, in bfloat16 and in FP8; a language model's head with its loss",
         benchmark_h100.sections,
         lambda run: "H100" in run.environment.gpu,
     ),
