@@ -118,7 +118,10 @@ def _trained(node: Node, flow: Flow, keeps_rounding: bool) -> _Layer:
         Left: If no recipe of ours is its, or a call in its place would not do the same.
     """
     x, turned, _, config = node.args
-    recipe = _recipe(_constant(config))
+    try:
+        recipe = _recipe(_constant(config))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise Left(f"a configuration of another torchao: {error}") from error
     f = form(turned)
     weight = f["input"]
     if f.kind not in ("t", "transpose") or not is_tensor(weight):
@@ -156,7 +159,7 @@ def _inference(node: Node, flow: Flow) -> _Layer:
     recipe = quantized.recipe_of(value(weight))
     if not dtype(x) is dtype(weight) is dtype(node):
         raise Left(f"{dtype(x)} by {dtype(weight)} is {dtype(node)}")
-    takes_gradient = any(is_tensor(v) and value(v).requires_grad for v in (x, bias))
+    takes_gradient = any(is_tensor(v) and value(v).requires_grad for v in (x, weight, bias))
     if takes_gradient and flow.records_gradients(node):
         raise Left("a gradient flows through a weight that has none")
     if is_tensor(bias) and not (is_vector(bias, shape(node)[-1]) and dtype(bias) is dtype(x)):
@@ -179,7 +182,12 @@ def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
     count, out = len(emitter.made), layer.out
     with graph.inserting_before(out):
         arguments = (layer.x, layer.weight, layer.bias)
-        new = emitter.put(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
+        try:
+            new = emitter.put(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
+        except Exception as error:
+            # On fake tensors any op may raise whatever it likes.
+            emitter.forget(count)
+            raise Left(f"{type(error).__name__}: {error}") from error
     if not are_laid_out_alike(new, out):
         emitter.forget(count)
         raise Left("a result that lies in memory in another way")

@@ -8,6 +8,7 @@ never imported.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ _PRODUCT = "matmul_with_hp_or_float8_args"
 def is_product(target: Any) -> bool:
     """Return whether what a node of a graph calls is the product of torchao's `Float8Linear`."""
     # Dynamo calls a function that closes over it.
-    cells = getattr(target, "__closure__", None) or ()
-    return any(
-        getattr(cell.cell_contents, "__name__", "") == _PRODUCT
-        and cell.cell_contents.__module__.startswith("torchao.")
-        for cell in cells
-    )
+    for cell in getattr(target, "__closure__", None) or ():
+        with suppress(ValueError):  # of a cell that is empty
+            held = cell.cell_contents
+            if getattr(held, "__name__", "") == _PRODUCT:
+                return bool(held.__module__.startswith("torchao."))
+    return False
 
 
 def is_configuration(target: Any) -> bool:
