@@ -202,7 +202,9 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
                     z = z * c - (z * s).turned(call.is_interleaved != 0)
                 if call.is_normalized != 0:
                     var n = v * rstd
-                    sums = sums + z * n
+                    # Without an eps, a head that is not there has no rstd.
+                    if i < heads:
+                        sums = sums + z * n
                     z = z * g
                     var mean = _sum_of_lanes((z * n).sum(), Int(lanes))
                     mean /= Scalar[accum](call.D)

@@ -146,6 +146,19 @@ def test_long_sums_over_heads(device: str) -> None:
     assert torch.equal(found, again)
 
 
+def test_norms_without_an_eps(device: str) -> None:
+    """Heads that a row has not, where lanes have several together, are no zeros to divide by."""
+    x = torch.randn(37, 3, 64, device=device, requires_grad=True)
+    gamma = torch.rand(64, device=device, requires_grad=True)
+    y = rotary.call(Heads(x, gamma), Rotation(True, 0.0))
+    expected = F.rms_norm(x, (64,), gamma, 0.0)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    found, truth = (torch.autograd.grad(each, (x, gamma), dy) for each in (y, expected))
+    for one, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(
     ("D", "size", "dtype"), [(72, 72, torch.float32), (64, 24, torch.bfloat16)]
 )
