@@ -559,8 +559,8 @@ def ptxas() -> str | None:
 @pytest.mark.parametrize(
     ("source", "dtype", "operands", "count"),
     [
-        ("norm_linear_sm90", "bfloat16", "bf16.bf16", 71),
-        ("fp8_sm90", "bfloat16", "e[45]m[32].e[45]m[32]", 26),
+        ("norm_linear_sm90", "bfloat16", "bf16.bf16", 73),
+        ("fp8_sm90", "bfloat16", "e[45]m[32].e[45]m[32]", 20),
         pytest.param("norm_linear_sm90", "float16", "f16.f16", 39, marks=pytest.mark.slow),
         pytest.param("norm_linear_sm90", "float32", "tf32.tf32", 6, marks=pytest.mark.slow),
     ],
