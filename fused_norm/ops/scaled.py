@@ -72,10 +72,12 @@ def _norm(
     if not is_served or scaling != "row":
         total = summed(t)
         spec, rows = Spec(normalization, eps=eps, weight_offset=weight_offset), total
-        if not is_served:
+        # PyTorch's norms take no parameters of another dtype on GPUs.
+        if not is_served or any(v is not None and v.dtype is not x.dtype for v in (gamma, beta)):
             rows = widened(total)
             gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
         z = composition.normalized(spec, rows, t._replace(gamma=gamma, beta=beta))
+        z = z.to(x.dtype) if is_served else z
         q, scale = quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
         return [x.new_empty(0) if residual is None else total, q, scale]
     x = x.contiguous()

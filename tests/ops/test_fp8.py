@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm import recipes
+from fused_norm import composition, recipes
 from fused_norm.call import frozen
 from fused_norm.ops import fp8, scaled
 from fused_norm.recipes import E4M3, E5M2, Cast
@@ -405,3 +405,36 @@ def test_gpus_without_fp8_say_so(
             return
         with pytest.raises(RuntimeError, match="NVIDIA A100 multiplies no FP8"):
             scaled.require_fp8(x, [x])
+
+
+@pytest.mark.parametrize("of_norm", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
+def test_norms_before_one_scale_have_one_dtype(
+    normalization: str, of_norm: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where kernels quantize, PyTorch normalizes: on GPUs, with parameters of the rows' dtype."""
+    seen: list[set[torch.dtype]] = []
+    normalized = composition.normalized
+
+    def counted(spec: Any, x: Tensor, t: Any) -> Tensor:
+        seen.append({v.dtype for v in (x, t.gamma, t.beta) if v is not None})
+        return normalized(spec, x, t)
+
+    monkeypatch.setattr(scaled, "serves", lambda x, *scalings: True)
+    monkeypatch.setattr(composition, "normalized", counted)
+    x = torch.randn(M, K).bfloat16()
+    gamma, beta = torch.rand(K).to(of_norm), torch.randn(K).to(of_norm)
+    if normalization == "rms_norm":
+        beta = None
+    _, q, scale = scaled.norm(x, None, gamma, beta, normalization, 1e-6, 0.0, "tensor", False)
+    assert seen == [{of_norm}]
+    z = (
+        F.layer_norm(x.float(), (K,), gamma.float(), beta.float(), 1e-6)
+        if beta is not None
+        else (F.rms_norm(x.float(), (K,), gamma.float(), 1e-6))
+    )
+    expected = recipes.dequantize(
+        *recipes.quantize(z, Cast(E4M3, "tensor"), False), "tensor", torch.float32
+    )
+    found = recipes.dequantize(q, scale, "tensor", torch.float32)
+    assert (found - expected).norm() < 0.02 * expected.norm()

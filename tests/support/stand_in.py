@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ways import tell_again
+from ways import told_by
 
 from fused_norm.chain import kernels, library
 
@@ -66,13 +66,7 @@ def standing_in(
         if not question.invariant and (question.is_cpu or answer.product):
             answer.product = file
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "find", found)
-        tell_again()
-        try:
-            yield
-        finally:
-            patch.undo()
-            tell_again()
+    with told_by("find", found):
+        yield
     if raised:
         raise raised[0]

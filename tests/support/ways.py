@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -22,16 +23,15 @@ def tell_again() -> None:
 
 
 @contextmanager
-def hopper_goes(way: int, kept: int | None = None) -> Iterator[None]:
-    """Have Hopper's forward go one way at every size.
+def told_by(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Have the chain told by another function of chain/kernels.py.
 
     Args:
-        way: The way.
-        kept: That where a fold may be kept, if it is another.
+        name: Whose place it takes.
+        function: The function.
     """
-    ways = (way, way if kept is None else kept)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "gpu_way", lambda may_keep: ways[may_keep])
+        patch.setattr(kernels, name, function)
         tell_again()
         try:
             yield
@@ -41,16 +41,23 @@ def hopper_goes(way: int, kept: int | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def hopper_goes(way: int, kept: int | None = None) -> Iterator[None]:
+    """Have Hopper's forward go one way at every size.
+
+    Args:
+        way: The way.
+        kept: That where a fold may be kept, if it is another.
+    """
+    ways = (way, way if kept is None else kept)
+    with told_by("gpu_way", lambda may_keep: ways[may_keep]):
+        yield
+
+
+@contextmanager
 def our_products_run() -> Iterator[None]:
     """Have Hopper's products be ours wherever there is a kernel: nothing says what they cost."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "hopper_costs", lambda device, dtype: 0)
-        tell_again()
-        try:
-            yield
-        finally:
-            patch.undo()
-            tell_again()
+    with told_by("hopper_costs", lambda device, dtype: 0):
+        yield
 
 
 def pass_failed(words: str) -> None:
