@@ -174,6 +174,11 @@ class GpuTimer:
         wanted = CALLS_IN_GRAPH if took < 1e-3 else 1
         count = math.ceil(wanted / len(self._steps)) * len(self._steps)
         graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # A context that freezes parameters prepares those that calls meet a second time in it,
+            # and prepares nothing while a graph is captured.
+            for step in (*self._steps, *self._steps):
+                step()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=self._stream):
             output = None

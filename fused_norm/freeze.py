@@ -21,9 +21,9 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
     """Promise not to change a model's parameters, so that calls may keep what they make of them.
 
     On Hopper, an inference call in bfloat16 is often fastest with a fold: a copy of the weight with
-    gamma multiplied in, and its rows centered. Without freezing, every call makes its own; of a
-    frozen model the first call makes it, and it is kept. CUDA graphs captured after that call read
-    it. Elsewhere nothing is kept yet.
+    gamma multiplied in, and its rows centered. In FP8, every call takes its weights in 8 bits.
+    Without freezing, each call makes them anew; of a frozen model the first call makes them, and
+    they are kept. CUDA graphs captured after that call read them. Nothing else is kept.
 
     A write to a frozen parameter goes unnoticed. A parameter that gets other memory, such as by an
     assignment to its `data`, is no longer frozen. `unfreeze`, `train()` of any of the modules, and
@@ -31,7 +31,7 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
 
     Args:
         model: In evaluation mode.
-        offload: Whether weights of which a fold was made move to the host's memory, so that a
+        offload: Whether weights of which something was made move to the host's memory, so that a
             frozen model takes no more of the device's than another. NaN stands in their place: what
             else reads them has to wait until they are back. What ends freezing brings them back,
             and so does `state_dict`.

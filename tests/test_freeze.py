@@ -14,6 +14,7 @@ from accuracy import make_inputs
 from torch import Tensor, nn
 
 import fused_norm as fn
+from fused_norm import recipes
 from fused_norm.call import frozen
 
 x = torch.randn(6, 32)
@@ -175,8 +176,8 @@ def offloaded(model: nn.Sequential) -> frozen.Frozen:
     weight = (model[0].weight,)
     found = frozen.find(weight)
     assert found is not None
-    record.prepared(("test", found[1]), lambda: frozen.Prepared((torch.ones(1),)))
-    record.offload(("test",), found[1])
+    made = record.prepared(("test",), found[1], lambda: (torch.ones(1),), weight[0].device)
+    assert made is not None
     return record
 
 
@@ -194,7 +195,7 @@ def test_offloaded_weights(device: str) -> None:
     found = frozen.find([weight])
     assert found is not None
     assert record.is_offloaded(found[1])
-    assert record.prepared(("test", found[1]), None) is not None
+    assert record.prepared(("test",), found[1], lambda: (), weight.device).tensors == (1,)
     for grads in (True, False):
         with torch.set_grad_enabled(grads), pytest.raises(RuntimeError, match="offload=True"):
             frozen.require_values([weight])
@@ -239,6 +240,39 @@ def test_offloaded_weights_come_back(device: str) -> None:
             fn.unfreeze(model)
         assert torch.equal(model[0].weight, before)
     model(rows).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_weights_in_eight_bits(recipe: str, device: str) -> None:
+    """They take the place of the originals, where those may leave, bit for bit."""
+    torch.manual_seed(0)
+    options = {"normalization": "RMSNorm", "bias": False, "recipe": recipe}
+    model = fn.LayerNormMLP(256, 512, activation="swiglu", **options).to(device).eval()
+    weights = dict(model.named_parameters())
+    before = {name: value.detach().clone() for name, value in weights.items()}
+    rows = torch.randn(32, 256, device=device)
+    # Scales of frozen weights are not rounded to powers of two, as those of a model that trains.
+    with torch.no_grad():
+        fn.freeze(model)
+        expected = model(rows)
+        assert torch.equal(model(rows), expected)
+        fn.freeze(model, offload=True)
+        for _ in range(3):
+            assert torch.equal(model(rows), expected)
+    assert {name for name, p in weights.items() if p.isnan().all()} == {
+        name for name, p in weights.items() if p.dim() == 2
+    }
+    # Neither in another recipe nor in a backward are there values to read.
+    with pytest.raises(RuntimeError, match="offload=True"):
+        fn.norm_linear(rows, weights["fc1_weight"])
+    other = "rowwise" if recipe == "blockwise" else "blockwise"
+    with pytest.raises(RuntimeError, match="offload=True"), torch.no_grad():
+        fn.norm_linear(rows, weights["fc1_weight"], recipe=other)
+    with pytest.raises(RuntimeError, match="offload=True"):
+        model(rows.clone().requires_grad_()).sum().backward()
+    fn.unfreeze(model)
+    for name, value in weights.items():
+        assert torch.equal(value, before[name])
 
 
 def test_a_shared_weight_stays() -> None:

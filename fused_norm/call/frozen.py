@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,42 +17,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fused_norm.call.prepared import Prepared, allocate
+
 # More weights than a model has of a dtype.
 _STAND_INS = 4096
 # Of a tensor: where its memory is, and how it is read.
 Key = tuple[Any, ...]
 # What parameters of a call are known by, None for one that is not there.
 Keys = tuple["Key | None", ...]
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What was made of a call's parameters, ready to be read on every stream.
-
-    Attributes:
-        tensors: What was made.
-        stream: The raw stream on which their memory was allocated.
-        is_captured: Whether a CUDA graph reads them.
-        activation: The number of that in the epilogue that they are for.
-    """
-
-    tensors: tuple[Tensor, ...]
-    stream: int = 0
-    is_captured: bool = False
-    activation: int = 0
-
-    def read_on(self, stream: int, in_graph: bool) -> None:
-        """Have the memory outlast what reads it.
-
-        Args:
-            stream: The raw stream that is about to.
-            in_graph: Whether a CUDA graph captures that.
-        """
-        if in_graph:
-            self.is_captured = True
-        elif stream != self.stream:
-            for tensor in self.tensors:
-                tensor.record_stream(torch.cuda.ExternalStream(stream, tensor.device))
 
 
 @dataclass(slots=True)
@@ -100,35 +71,61 @@ class Frozen:
         """Return whether all parameters of a call are frozen by this."""
         return all(key is None or key in self._memory for key in keys)
 
-    def prepared(self, name: Hashable, make: Callable[[], Prepared] | None) -> Prepared | None:
-        """Return what was made under a name, or make it; None if it is not to be made now.
+    def prepared(
+        self,
+        name: Sequence[Hashable],
+        keys: Keys,
+        make: Callable[[], tuple[Tensor, ...]],
+        device: torch.device,
+        activation: int = 0,
+    ) -> Prepared | None:
+        """Return what was made of a call's parameters, for any stream to read; make it if need be.
+
+        Values that nothing but what was made of them needs leave the device, if they may.
 
         Args:
-            name: What it is, with the keys of what it was made of.
-            make: Makes it, or None.
-        """
-        with _lock:
-            found = self._prepared.get(name)
-        if found is not None or make is None:
-            return found
-        made = make()
-        with _lock:
-            # Another thread may have made it meanwhile.
-            return self._prepared.setdefault(name, made)
+            name: What it is.
+            keys: Of the parameters.
+            make: Makes it.
+            device: Where the parameters are.
+            activation: The number of that in the epilogue that it is for.
 
-    def offload(self, name: Sequence[Hashable], keys: Sequence[Key | None]) -> None:
-        """Move values that nothing but what was made of them needs to the host's memory.
+        Returns:
+            What was made; None where it was not, and a CUDA graph captures the call or values of
+            the parameters have left the device.
+        """
+        stream, in_graph = 0, False
+        if device.type == "cuda":
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            in_graph = torch.cuda.is_current_stream_capturing()
+        with _lock:
+            found = self._prepared.get((*name, keys))
+        if found is None:
+            if in_graph or self.is_offloaded(keys):
+                return None
+            tensors = allocate(make, device)
+            if device.type == "cuda":
+                # Any stream may read it then.
+                torch.cuda.current_stream(device).synchronize()
+            made = Prepared(tensors, stream, activation=activation)
+            with _lock:
+                # Another thread may have made it meanwhile.
+                found = self._prepared.setdefault((*name, keys), made)
+        if device.type == "cuda":
+            found.read_on(stream, in_graph)
+        if not in_graph:
+            self._offload(name, keys)
+        return found
+
+    def _offload(self, name: Sequence[Hashable], keys: Keys) -> None:
+        """Move values of which something was made to the host's memory.
 
         NaN stands in their place, in memory that all of them share.
-
-        Args:
-            name: What was made, without its keys, which change.
-            keys: Of the call's parameters.
         """
         if not any(key in self.offloads for key in keys):
             return
         changed = tuple(self._move(key) if key in self.offloads else key for key in keys)
-        before, after = (*name, tuple(keys)), (*name, changed)
+        before, after = (*name, keys), (*name, changed)
         with _lock:
             self._prepared[after] = self._prepared.pop(before)
 
@@ -307,28 +304,6 @@ def tell_changes(listener: Callable[[int], None]) -> None:
     with _lock:
         _listeners.append(listener)
         _tell()
-
-
-def allocate(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return tensors from the allocator's general memory, not from a CUDA graph's.
-
-    PyTorch's compiler has a thread allocate in a graph's memory before it captures the graph, and
-    what outlives the call is an error there.
-
-    Args:
-        make: Allocates them.
-        device: Where.
-    """
-    if device.type != "cuda":
-        return make()
-    stream = torch.cuda.current_stream(device)
-
-    def run() -> tuple[Tensor, ...]:
-        with torch.cuda.stream(stream):
-            return make()
-
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(run).result()
 
 
 def _tell() -> None:

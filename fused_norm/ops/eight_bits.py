@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import recipes
+from fused_norm.call import frozen
 from fused_norm.call.record import Call
 from fused_norm.chain import kernels
 from fused_norm.native import build
@@ -80,6 +81,8 @@ def _quantize(
     v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool, plain: bool, turned: bool
 ) -> list[Tensor]:
     cast = Cast(E5M2 if is_e5m2 else E4M3, scaling)
+    if frozen.has_offloaded():
+        frozen.require_values([v])
     if v.dtype is not torch.bfloat16 or not v.numel() or not serves(v, scaling):
         return _by_pytorch(v, cast, power_of_two, plain, turned)
     M, K = v.shape

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fused_norm.activations import GATED, number_of
 from fused_norm.call import frozen
-from fused_norm.call.frozen import Frozen, Keys, Prepared
+from fused_norm.call.frozen import Frozen, Keys
+from fused_norm.call.prepared import Prepared
 from fused_norm.chain import library
 from fused_norm.composition import Operands, Spec
 from fused_norm.ops.registration import SPEC_SCHEMA, TENSORS_SCHEMA, define
@@ -73,30 +74,13 @@ def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
 def _prepared(
     record: Frozen, keys: Keys, spec: Spec, t: Operands, activation: int
 ) -> Prepared | None:
-    """Return the fold of frozen parameters, made now unless a CUDA graph captures the call."""
-    device = t.x.device
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    in_graph = torch.cuda.is_current_stream_capturing()
+    """Return the fold of frozen parameters, None where there is none and none can be made now."""
     name = ("fold", spec.normalization, spec.weight_offset, activation, spec.is_joined)
 
-    def make() -> Prepared:
+    def make() -> tuple[Tensor, ...]:
         is_gate = activation >= GATED
         count = len(t.weights) if is_gate or not spec.is_joined else 1
+        layers = (t.gamma, t.beta, t.weights[:count], t.biases[:count])
+        return tuple(_fold(*layers, spec.normalization, spec.weight_offset, activation))
 
-        def memory() -> tuple[Tensor, ...]:
-            offset = spec.weight_offset
-            layers = (t.gamma, t.beta, t.weights[:count], t.biases[:count])
-            return tuple(_fold(*layers, spec.normalization, offset, activation))
-
-        tensors = frozen.allocate(memory, device)
-        # Any stream may read it then.
-        torch.cuda.current_stream(device).synchronize()
-        return Prepared(tensors, stream, activation=activation)
-
-    is_late = in_graph or record.is_offloaded(keys)
-    fold = record.prepared((*name, keys), None if is_late else make)
-    if fold is not None:
-        fold.read_on(stream, in_graph)
-        if record.offloads and not in_graph:
-            record.offload(name, keys)
-    return fold
+    return record.prepared(name, keys, make, t.x.device, activation)

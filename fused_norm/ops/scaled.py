@@ -14,7 +14,6 @@ from torch import Tensor
 from fused_norm import composition, recipes
 from fused_norm.activations import is_gate, number_of
 from fused_norm.call import frozen
-from fused_norm.call.frozen import Prepared
 from fused_norm.call.record import FUSED
 from fused_norm.chain import kernels
 from fused_norm.composition import Operands, Spec, summed
@@ -112,30 +111,20 @@ def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
 
 def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, bool]:
     """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen."""
-    found, cast = frozen.find([weight]), Cast(E4M3, scaling)
-    fresh = []
+    cast, made = Cast(E4M3, scaling), list[Tensor]()
 
-    def make() -> Prepared:
-        fresh.append(True)
-        made = frozen.allocate(lambda: tuple(quantize(weight, cast, power_of_two)), weight.device)
-        return Prepared(made, stream)
+    def make() -> tuple[Tensor, ...]:
+        made.extend(quantize(weight, cast, power_of_two))
+        return tuple(made)
 
-    if found is None:
-        q, scale = quantize(weight, cast, power_of_two)
-        return q, scale, False
-    stream, in_graph = 0, False
-    if weight.is_cuda:
-        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
-        in_graph = torch.cuda.is_current_stream_capturing()
-    record, keys = found
-    kept = record.prepared(("fp8", scaling, power_of_two, keys), None if in_graph else make)
-    if kept is None:
-        q, scale = quantize(weight, cast, power_of_two)
-        return q, scale, False
-    if weight.is_cuda:
-        kept.read_on(stream, in_graph)
-    q, scale = kept.tensors
-    return q, scale, not fresh
+    if found := frozen.find([weight]):
+        record, keys = found
+        kept = record.prepared(("fp8", scaling, power_of_two), keys, make, weight.device)
+        if kept is not None:
+            q, scale = kept.tensors
+            return q, scale, not made
+    q, scale = make()
+    return q, scale, False
 
 
 def _linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from bench_cases import plan, provider, right
 from torch import Tensor
 
+import fused_norm as fn
 from benchmarks import command_line, memory, shapes, timing
 from benchmarks.case import Case
 from benchmarks.ops import OPS
@@ -18,6 +20,7 @@ from benchmarks.plan import Listener
 from benchmarks.runner import Runner
 from benchmarks.shapes import Shape
 from benchmarks.timing import Budget
+from fused_norm.call import frozen
 
 
 class _Sleeper:
@@ -181,6 +184,10 @@ class TestGpu:
                 assert result.peak_bytes > 2048 * 1024
             assert measurement.metric == "graph"
 
+    @pytest.mark.skipif(
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+        reason="other tests use the GPU at the same time",
+    )
     def test_graph_time_is_device_time(self, registry: Callable[..., None]) -> None:
         """A product of known length: its rate must be possible, and near what events say."""
         made = Runner(
@@ -202,6 +209,24 @@ class TestGpu:
         expected = events[0].elapsed_time(events[1]) * 1e3 / 20
         measured = made.measurements[0].of("eager").timings["graph"].median
         assert measured == pytest.approx(expected, rel=0.15)
+
+    def test_what_is_frozen_is_prepared_before_a_graph_is_captured(self) -> None:
+        """Otherwise a graph would prepare it in each of its replays."""
+        x, w = (torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        prepared: list[int] = []
+
+        def step() -> Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                found = frozen.find([w])
+                prepared.append(len(found[0]._prepared) if found else 0)
+            return fn.norm_linear(x, w, recipe="rowwise")
+
+        timer = timing.GpuTimer([step], torch.cuda.Stream(), fn.frozen_parameters)
+        with torch.no_grad():
+            timer.warm_up(0.01)
+        assert not timer.problem
+        assert prepared
+        assert all(prepared)
 
     def test_graph_that_records_nothing_is_refused(self, registry: Callable[..., None]) -> None:
         """Work that a graph does not record would be timed at nothing."""

@@ -44,21 +44,29 @@ class Program:
         frozen: Names of parameters that take no gradient.
         rounds: Whether it casts to 8 bits.
         is_narrow: Whether it casts to 16 bits.
+        device: Where it runs.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.lines = seed, list[str]()
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        """Write a program.
+
+        Args:
+            seed: What it is made of.
+            device: Where it is to run; on a GPU, Triton kernels of the user's write as well.
+        """
+        self.seed, self.device, self.lines = seed, device, list[str]()
+        kernels = [] if device == "cpu" else _KERNELS * 4
         self._random = random.Random(seed)
         self._rows, self._normed, self._count = ["x", "r", "m"], list[str](), 0
         self.frozen = {*BUFFERS, *(n for n in PARAMETERS if self._random.random() < 0.2)}
         self.rounds = self.is_narrow = False
         # A block of the usual kind, with anything in between.
         for _ in range(self._random.randint(1, 2)):
-            self._some(_BEFORE, 2)
+            self._some(_BEFORE + kernels, 2)
             self._norm()
-            self._some(_AFTER, 3)
+            self._some(_AFTER + kernels, 3)
             self._linear()
-            self._some(_AFTER + _LINEARS, 3)
+            self._some(_AFTER + _LINEARS + kernels, 3)
         if any("checkpoint" in line for line in self.lines):
             # What it computes again would be of another weight.
             self.lines = [line for line in self.lines if "no_grad" not in line]
@@ -161,6 +169,7 @@ _WRITES = [
     "{G}.detach().add_(0.25)",
     "{W}.data.mul_(1.25)",
 ]
+_KERNELS = ["add_by_triton({a}.data, {b}.detach())", "add_by_triton(m, {a}.detach())"]
 _OTHERS = [
     "{new} = {a} + {b}",
     "{new} = {a} * 2",
@@ -193,6 +202,10 @@ def compiled_source(source: str) -> Callable[..., tuple[Tensor, ...]]:
 
     names = {"torch": torch, "F": F, "nn": nn, "checkpoint": checkpoint, "K": K}
     names |= {"accumulate": accumulate, "exchange": exchange}
+    if "add_by_triton" in source:
+        from triton_kernel import add_by_triton
+
+        names["add_by_triton"] = add_by_triton
     exec(compile(source, f"<program {hash(source)}>", "exec"), names)
     found: Callable[..., tuple[Tensor, ...]] = names["program"]
     return found

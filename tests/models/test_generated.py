@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from devices import GPU
 from generate import PARAMETERS, Program, compiled_source
 from torch import Tensor
 
@@ -35,11 +36,12 @@ def leave(function: Any, program: Program, dtype: torch.dtype, batch: int) -> Ou
     for name, shape in PARAMETERS.items():
         shape = (batch, *shape[1:]) if len(shape) > 2 else shape
         each = 0.5 * torch.randn(shape, generator=generator) + (name in "gh")
-        given[name] = each.to(dtype).requires_grad_(name not in program.frozen)
+        each = each.to(program.device, dtype)
+        given[name] = each.requires_grad_(name not in program.frozen)
     torch.manual_seed(program.seed)
     outputs = list(function(*given.values()))
     roots = [y for y in outputs if y.requires_grad]
-    dys = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in roots]
+    dys = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in roots]
     if roots:
         torch.autograd.backward(roots, dys)
     return Outcome(outputs, given, {name: each.grad for name, each in given.items()})
@@ -96,9 +98,8 @@ def is_dynamic(program: Program) -> bool:
     return program.seed % 5 == 1
 
 
-def defect(seed: int, sites: list[Site]) -> str | None:
-    """Return what is wrong with a seed's graph, None where PyTorch itself refuses the program."""
-    program = Program(seed)
+def defect(program: Program, sites: list[Site]) -> str | None:
+    """Return what is wrong with a program's graph, None where PyTorch itself refuses it."""
     function = compiled_source(program.source())
     # In float64 all the roundings to 16 bits are left out that are not asked for.
     wide = compiled_source(program.source().replace(".bfloat16()", "").replace(_EIGHT, ""))
@@ -137,16 +138,16 @@ def is_refused_by_dynamo(function: Any, program: Program) -> bool:
 _EIGHT = ".to(torch.float8_e4m3fn)"
 
 
-def hold(seeds: range) -> None:
+def hold(seeds: range, device: str = "cpu") -> None:
     """Hold as many programs as there are seeds; fail with those that differ, as programs."""
     torch._dynamo.reset()
     logging.getLogger("torch").setLevel(logging.ERROR)
     wrong, held, sites = [], 0, list[Site]()
-    for seed in seeds:
-        found = defect(seed, sites)
+    for program in (Program(seed, device) for seed in seeds):
+        found = defect(program, sites)
         held += found is not None
         if found:
-            wrong.append(f"# seed {seed}: {found}\n{Program(seed).source()}")
+            wrong.append(f"# seed {program.seed}: {found}\n{program.source()}")
     assert not wrong, f"{len(wrong)} of {held}\n\n" + "\n".join(wrong)
     # A generator of what PyTorch refuses, or what the pass leaves, would show nothing.
     assert held > len(seeds) // 3
@@ -156,6 +157,13 @@ def hold(seeds: range) -> None:
 @pytest.mark.parametrize("first", range(0, _IN_CI, _BATCH))
 def test_random_graphs(first: int) -> None:
     hold(range(first, first + _BATCH))
+
+
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize("first", [0, _BATCH])
+def test_random_graphs_with_triton_kernels(first: int, device: str) -> None:
+    """The kernels write rows, their views and buffers, as no schema tells of."""
+    hold(range(first, first + _BATCH), device)
 
 
 @pytest.mark.slow
