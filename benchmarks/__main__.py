@@ -10,6 +10,7 @@ OTHERS = {
     "--regret": "benchmarks.regret",
     "--head": "benchmarks.head",
     "--fp8": "benchmarks.fp8",
+    "--decode": "benchmarks.decode",
 }
 
 

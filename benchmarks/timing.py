@@ -111,6 +111,11 @@ class GpuTimer:
         steps: One for each set of inputs.
         stream: The stream that the steps were bound on.
         capture: Makes the context in which to capture a CUDA graph, None for no graph.
+
+    Attributes:
+        graph: What was captured, None where nothing was.
+        calls_in_graph: How many calls it has.
+        problem: Why there is no graph, or empty.
     """
 
     def __init__(
@@ -122,10 +127,9 @@ class GpuTimer:
         self._steps = steps
         self._stream = stream
         self._context = capture
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._calls_in_graph = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls_in_graph = 0
         self._replays = 1
-        # Why there is no graph, or empty.
         self.problem = "" if capture else "runs on a stream that CUDA graphs do not record"
 
     def warm_up(self, seconds: float) -> None:
@@ -147,7 +151,7 @@ class GpuTimer:
             except Exception as error:
                 # What is captured may be another project's, which may raise whatever it likes; it
                 # is then timed without a graph.
-                self._graph = None
+                self.graph = None
                 self.problem = f"no CUDA graph: {type(error).__name__}: {error}"
                 torch.cuda.synchronize()
 
@@ -164,9 +168,9 @@ class GpuTimer:
             self._stream.synchronize()
             done = time.perf_counter()
             found = {"launch": (done - start) / count, "host": (submitted - start) / count}
-            if self._graph is not None:
-                seconds = self._replay(self._graph, self._replays)
-                found["graph"] = seconds / (self._replays * self._calls_in_graph)
+            if self.graph is not None:
+                seconds = self._replay(self.graph, self._replays)
+                found["graph"] = seconds / (self._replays * self.calls_in_graph)
             return found
 
     def _capture(self, took: float) -> None:
@@ -184,7 +188,7 @@ class GpuTimer:
             output = None
             for index in range(count):
                 output = self._steps[index % len(self._steps)]()
-        self._graph, self._calls_in_graph = graph, count
+        self.graph, self.calls_in_graph = graph, count
         with torch.cuda.stream(self._stream):
             self._assert_recorded(graph, output, self._steps[(count - 1) % len(self._steps)])
             took = self._replay(graph, 1)
