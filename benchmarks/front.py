@@ -7,11 +7,9 @@ compares.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import matplotlib
@@ -21,32 +19,13 @@ from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from benchmarks import markdown, runs
 from benchmarks.blocks import EVERY
+from benchmarks.front_table import BLOCKS, gain, of_role, short, table
 from benchmarks.png import description, digest
-from benchmarks.regret import of_eager
 from benchmarks.runs import Measurement, Run
-from fused_norm.devices.costs import DIRECTIONS, Measured
 
-BLOCKS = "benchmarks/results/h200-blocks.json"
-FAMILY = "benchmarks/results/h200-family.json"
-FAMILY_DTYPES = "benchmarks/results/h200-family-dtypes.json"
-MODELS = "benchmarks/results/h200-models.json"
-MODEL_TITLES = {
-    "vit": "ViT-L",
-    "llama": "LLaMA 1B",
-    "whisper": "Whisper large",
-    "dit": "DiT-XL",
-}
-ROW_OP = "layer_norm"
-CPUS = {
-    "AMX": "benchmarks/results/ops/cpu-xeon.json",
-    "AVX-512": "benchmarks/results/cpu-avx512.json",
-}
-# Calls of sizes drawn at random.
-RANDOM = {"EPYC, Zen 3": "benchmarks/results/cpu-regret-amd-zen3.json"}
 IMAGES = "docs/images"
 PAGE = "README.md"
 MODES = {"forward": "Inference", "train": "Training step"}
-PEER = "compile"
 
 
 @dataclass(frozen=True)
@@ -67,18 +46,60 @@ THEMES = {
 }
 
 
-def draw(run: Run, theme: Theme) -> Figure:
+@dataclass(frozen=True)
+class Form:
+    """How a picture is laid out.
+
+    Attributes:
+        size: Its width and height in inches.
+        panels: Rows and columns of panels.
+        margins: Where the panels are, as `subplots_adjust` takes them.
+        title: What stands above, in lines.
+        heights: Of the title and of the line below it.
+        columns: Of the legend.
+    """
+
+    size: tuple[float, float]
+    panels: tuple[int, int]
+    margins: dict[str, float]
+    title: str
+    heights: tuple[float, float]
+    columns: int
+
+
+WIDE = Form(
+    (8, 4.4),
+    (1, 2),
+    {"left": 0.185, "right": 0.985, "top": 0.775, "bottom": 0.15, "wspace": 0.05},
+    "Whole transformer blocks: time over PyTorch eager",
+    (0.955, 0.89),
+    3,
+)
+# For screens that are narrower than the text of a wide one could be read on.
+NARROW = Form(
+    (4.2, 8.3),
+    (2, 1),
+    {"left": 0.31, "right": 0.97, "top": 0.872, "bottom": 0.115, "hspace": 0.16},
+    "Whole transformer blocks:\ntime over PyTorch eager",
+    (0.988, 0.927),
+    1,
+)
+FORMS = {"wide": WIDE, "narrow": NARROW}
+
+
+def draw(run: Run, theme: Theme, form: Form) -> Figure:
     """Draw the blocks of a run over eager: ours, torch.compile, products and attention alone.
 
     Args:
         run: A run of blocks on a GPU.
         theme: The colors.
+        form: The layout.
     """
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "text.color": theme.ink}):
-        figure = Figure(figsize=(8, 4.05), facecolor=theme.background)
+        figure = Figure(figsize=form.size, facecolor=theme.background)
         FigureCanvasAgg(figure)
-        axes_of_modes = figure.subplots(1, len(MODES), sharey=True)
-        figure.subplots_adjust(left=0.165, right=0.985, top=0.755, bottom=0.165, wspace=0.05)
+        axes_of_modes = figure.subplots(*form.panels, sharey=True)
+        figure.subplots_adjust(**form.margins)
         for axes, (mode, title) in zip(axes_of_modes, MODES.items(), strict=True):
             found = [m for m in run.measurements if m.mode == mode]
             _rows(axes, run, found, theme)
@@ -86,17 +107,17 @@ def draw(run: Run, theme: Theme) -> Figure:
             # Both columns over the same range, so that they compare.
             ratios = [r.vs_eager["graph"] for m in run.measurements for r in m.results]
             axes.set_xlim(min(ratios) - 0.04, max(ratios) + 0.03)
-        title = "Whole transformer blocks: time over PyTorch eager"
-        figure.text(0.012, 0.955, title, fontsize=13, fontweight="bold", va="top")
-        where = f"{run.environment.gpu}, bfloat16, device time. Left is faster; eager is 1."
-        figure.text(0.012, 0.885, where, fontsize=9, color=theme.faint, va="top")
+        head = {"fontsize": 13, "fontweight": "bold", "va": "top", "linespacing": 1.25}
+        figure.text(0.012, form.heights[0], form.title, **head)
+        where = f"{short(run.environment.gpu)}, bfloat16, device time. Left is faster; eager is 1."
+        figure.text(0.012, form.heights[1], where, fontsize=9, color=theme.faint, va="top")
         handles, labels = axes_of_modes[0].get_legend_handles_labels()
         figure.legend(
             handles,
             labels,
             loc="lower left",
             bbox_to_anchor=(0.0, -0.005),
-            ncols=3,
+            ncols=form.columns,
             frameon=False,
             fontsize=9,
             labelcolor=theme.ink,
@@ -119,10 +140,10 @@ def _rows(axes: Any, run: Run, measurements: Sequence[Measurement], theme: Theme
         "ours": 'torch.compile(backend="fused_norm")',
     }
     for row, measurement in enumerate(measurements):
-        # The first provider of a role counts: others are variants of it.
         ratios = {
-            run.role(measurement.op, result.provider): result.vs_eager["graph"]
-            for result in reversed(measurement.results)
+            role: result.vs_eager["graph"]
+            for role in names
+            if (result := of_role(run, measurement, role))
         }
         axes.plot((ratios["floor"], 1), (row, row), color=theme.track, linewidth=5, zorder=1)
         for order, role in enumerate(("floor", "peer", "ours")):
@@ -151,129 +172,6 @@ def _rows(axes: Any, run: Run, measurements: Sequence[Measurement], theme: Theme
         side.set_visible(False)
 
 
-def gain(run: Run) -> str:
-    """Return what the backend gains on the blocks of a run, in two sentences.
-
-    Args:
-        run: A run of blocks on a GPU.
-    """
-
-    def words(role: str, metric: str) -> str:
-        forward, train = (_range(_ratios(run, mode, metric, role)) for mode in MODES)
-        return f"{forward} of eager's time in inference and {train} in training"
-
-    versus = [_ratios(run, mode, "graph", "ours", PEER) for mode in MODES]
-    count = len({m.op for m in run.measurements})
-    middles = " and ".join(f"{median(found):.2f}" for found in versus)
-    return (
-        f"On an {run.environment.gpu} in bfloat16, whole blocks of {count} transformers take\n"
-        f"**{words('ours', 'graph')}**, measured on the device;\n"
-        f"`torch.compile` alone takes {words('peer', 'graph')}.\n"
-        f"Against `torch.compile` the median is {middles}.\n"
-    )
-
-
-def table(root: Path) -> str:
-    """Return what one gets, and where not, from all committed runs.
-
-    Args:
-        root: The repository.
-    """
-    blocks, family = (runs.load(root / path) for path in (BLOCKS, FAMILY))
-    gpu = f"{blocks.environment.gpu.removeprefix('NVIDIA ')}, bfloat16"
-    lines = [
-        ["a block, in a CUDA graph", gpu, *_pairs(blocks, "graph"), ""],
-        ["a block, launched", gpu, *_pairs(blocks, "launch"), ""],
-        *_models(root / MODELS),
-        ["a call, in a CUDA graph", gpu, *_pairs(family, "graph"), ""],
-        ["a call, launched", gpu, *_pairs(family, "launch"), ""],
-    ]
-    for name, path in CPUS.items():
-        run = runs.load(root / path)
-        for dtype in ("bfloat16", "float32"):
-            kept = [m for m in run.measurements if m.op != ROW_OP and m.dtype == dtype]
-            place = f"Xeon, {name}, {run.environment.threads} threads, {dtype}"
-            pairs = _pairs(replace(run, measurements=kept), "wall")
-            lines.append(["a call", place, *pairs, ""])
-    for name, path in RANDOM.items():
-        content = json.loads((root / path).read_text())
-        calls = [Measured(*each) for each in content["calls"]]
-        for dtype in ("bfloat16", "float32"):
-            place = f"{name}, {content['environment']['threads']} threads, {dtype}"
-            cells = []
-            for direction in DIRECTIONS:
-                alike = [c for c in calls if (c.dtype, c.direction) == (dtype, direction)]
-                cells += [_cell([of_eager(call) for call in alike]), ""]
-            lines.append(["a call of random size", place, *cells, ""])
-    header = ["what", "where", "inference", "compile", "training", "compile", "memory"]
-    return markdown.table(header, lines, right=range(2, len(header)))
-
-
-def _pairs(run: Run, metric: str) -> list[str]:
-    """Return the cells of ours and of `torch.compile`, in inference and in training."""
-    cells = []
-    for mode in MODES:
-        ours, peer = (_ratios(run, mode, metric, role) for role in ("ours", "peer"))
-        # A peer in some of the rows alone would not compare.
-        peer = peer if len(peer) == len(ours) else []
-        cells += [_cell(ours, peer), f"{median(peer):.2f}" if peer else ""]
-    return cells
-
-
-def _models(path: Path) -> list[list[str]]:
-    """Return a line for each whole model: times and peak memory over eager's."""
-    run = json.loads(path.read_text())
-    place = f"{run['environment']['gpu'].removeprefix('NVIDIA ')}, {run['dtype']}"
-    lines = []
-    for model, title in MODEL_TITLES.items():
-        cells, memory = [], []
-        for mode in MODES:
-            (found,) = (m for m in run["measurements"] if (m["model"], m["mode"]) == (model, mode))
-            results = found["results"]
-
-            def ratio(name: str, results: dict[str, Any] = results) -> float:
-                times = (results[n]["timings"]["launch"]["median"] for n in (name, "eager"))
-                return float(next(times) / next(times))
-
-            ours, peer = ratio("fused_norm"), ratio(PEER)
-            text = f"{ours:.2f}"
-            if "fused_norm-frozen" in results:
-                text += f", frozen {ratio('fused_norm-frozen'):.2f}"
-            cells += [f"**{text}**" if ours < peer else text, f"{peer:.2f}"]
-            peaks = [results[name]["peak bytes"] for name in ("fused_norm", "eager")]
-            memory.append(f"{peaks[0] / peaks[1]:.2f}")
-        lines.append([title, place, *cells, " / ".join(memory)])
-    return lines
-
-
-def _ratios(run: Run, mode: str, metric: str, role: str, to: str = "eager") -> list[float]:
-    """Return the ratios of the first provider of a role, over all measurements of a mode."""
-    found = []
-    for measurement in run.measurements:
-        if measurement.mode != mode:
-            continue
-        ours = next(
-            (r for r in measurement.results if run.role(measurement.op, r.provider) == role), None
-        )
-        other = measurement.of(to)
-        if ours and other and metric in ours.timings and metric in other.timings:
-            found.append(ours.timings[metric].median / other.timings[metric].median)
-    return found
-
-
-def _range(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def _cell(ratios: Sequence[float], peer: Sequence[float] = ()) -> str:
-    """Return the median and the range, in bold where it is below eager's and the peer's."""
-    if not ratios:
-        return ""
-    middle = f"{median(ratios):.2f}"
-    is_faster = median(ratios) < min(1.0, median(peer) if peer else 1.0)
-    return f"{f'**{middle}**' if is_faster else middle} ({_range(ratios)})"
-
-
 def _fragments(root: Path) -> dict[str, str]:
     return {"gain": gain(runs.load(root / BLOCKS)), "table": table(root)}
 
@@ -287,10 +185,10 @@ def write(root: Path) -> list[Path]:
     page = root / PAGE
     page.write_text(markdown.filled(page.read_text(), _fragments(root)))
     run = runs.load(root / BLOCKS)
-    for name, path in pictures(root).items():
-        theme = THEMES[name]
+    for (theme, form), path in pictures(root).items():
         text = {"Software": None, "Description": digest(root / BLOCKS)}
-        draw(run, theme).savefig(path, dpi=200, metadata=text, facecolor=theme.background)
+        figure = draw(run, THEMES[theme], FORMS[form])
+        figure.savefig(path, dpi=200, metadata=text, facecolor=THEMES[theme].background)
     return [page, *pictures(root).values()]
 
 
@@ -311,10 +209,14 @@ def stale(root: Path) -> list[str]:
     return [f"{name}: not what the results give; `poe bench-page` writes it" for name in found]
 
 
-def pictures(root: Path) -> dict[str, Path]:
-    """Return the files of the picture, by theme.
+def pictures(root: Path) -> dict[tuple[str, str], Path]:
+    """Return the files of the picture, by theme and form.
 
     Args:
         root: The repository.
     """
-    return {name: root / IMAGES / f"blocks-{name}.png" for name in THEMES}
+    return {
+        (theme, form): root / IMAGES / f"blocks-{theme}{'-narrow' if form == 'narrow' else ''}.png"
+        for theme in THEMES
+        for form in FORMS
+    }

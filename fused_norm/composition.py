@@ -141,22 +141,30 @@ def first(t: Operands, *forms: str) -> Tensor | None:
     return None
 
 
-def compute(spec: Spec, t: Operands, linear: Callable[..., Tensor] = F.linear) -> list[Tensor]:
+def _products(
+    z: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    return [F.linear(z, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def compute(
+    spec: Spec, t: Operands, linears: Callable[..., list[Tensor]] = _products
+) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
     Args:
         spec: What to compute.
         t: The tensors. Statistics are computed again, so that gradients reach x through them.
-        linear: Computes the Linear layers.
+        linears: Computes Linear layers of the same rows, given these, the weights and the biases.
     """
     x = summed(t)
     z = normalized(spec, x, t)
-    products = [linear(z, w, b) for w, b in zip(t.weights, t.biases, strict=True)]
+    products = linears(z, t.weights, t.biases)
     if spec.is_joined:
         products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
     outputs = [activated(spec.activation, h) for h in products]
     if t.out_weight is not None:
-        y = linear(outputs[0], t.out_weight, t.out_bias)
+        (y,) = linears(outputs[0], [t.out_weight], [t.out_bias])
         outputs = [y if t.out_residual is None else y + t.out_residual]
     if spec.returns_sum:
         outputs.append(x)

@@ -18,69 +18,84 @@ from fused_norm.ops.main_grad import added
 from fused_norm.recipes import Recipe
 
 
-class ScaledLinear(torch.autograd.Function):
-    """z W^T + b in FP8. The forward saves z and W as they came, nothing in 8 bits."""
+class ScaledLinears(torch.autograd.Function):
+    """z W^T + b in FP8 for each W of several. The forward saves z and W as they came."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        z: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        recipe: str,
-        power_of_two: bool,
-    ) -> Tensor:
-        """Return `[..., N]` in the dtype of the weight."""
-        ctx.save_for_backward(z, weight)
+        ctx: Any, z: Tensor, recipe: str, power_of_two: bool, *parameters: Any
+    ) -> tuple[Tensor, ...]:
+        """Return `[..., N]` for each of the weights, which come before as many biases."""
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(z, *weights)
         ctx.kind = recipe, power_of_two
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return linear(z, weight, bias, recipes.find(recipe), power_of_two)
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        # A layer whose result is not used has no gradient.
+        ctx.set_materialize_grads(False)
+        return tuple(linears(z, weights, biases, recipes.find(recipe), power_of_two))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of z, the weight and the bias."""
-        z, weight = ctx.saved_tensors
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of z, the weights and the biases."""
+        z, *weights = ctx.saved_tensors
         name, power_of_two = ctx.kind
-        recipe = recipes.find(name)
-        wants_dz, wants_dweight, wants_dbias = ctx.needs_input_grad[:3]
-        rows = dy.reshape(-1, dy.shape[-1])
-        dz = dweight = dbias = None
-        turns = wants_dweight and recipe.has_fp8_wgrad
-        q: list[Tensor] = []
-        if wants_dz or turns:
-            q = quantize(rows, recipe.grad, power_of_two, plain=wants_dz, turned=turns)
-        if wants_dz:
-            dz = _input_gradient(q[:2], weight, recipe, power_of_two, dy.dtype)
-            dz = dz.reshape(z.shape).to(z.dtype)
-        if wants_dweight:
-            x = z.reshape(-1, z.shape[-1])
+        recipe, count = recipes.find(name), len(weights)
+        wants, wants_dz = ctx.needs_input_grad[3:], ctx.needs_input_grad[0]
+        dz: Tensor | None = None
+        dweights: list[Tensor | None] = [None] * count
+        dbiases: list[Tensor | None] = [None] * count
+        x = z.reshape(-1, z.shape[-1])
+        turned: list[Tensor] = []
+        for i, (weight, dy) in enumerate(zip(weights, dys, strict=True)):
+            if dy is None:
+                continue
+            rows = dy.reshape(-1, dy.shape[-1])
+            turns = wants[i] and recipe.has_fp8_wgrad
+            q: list[Tensor] = []
+            if wants_dz or turns:
+                q = quantize(rows, recipe.grad, power_of_two, plain=wants_dz, turned=turns)
+            if wants_dz:
+                part = _input_gradient(q[:2], weight, recipe, power_of_two, dy.dtype)
+                dz = part if dz is None else dz + part
             if turns:
-                dweight = _weight_gradient(q[-2:], x, recipe, power_of_two, dy.dtype)
-            else:
-                dweight = rows.t() @ x.to(dy.dtype)
-            dweight = dweight.to(weight.dtype)
-        if wants_dbias:
-            dbias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dz, dweight, dbias, None, None
+                turned = turned or quantize(x, recipe.input, power_of_two, plain=False, turned=True)
+                how = (recipe.grad.scaling, recipe.input.scaling, power_of_two)
+                dweight = scaled.linear(*q[-2:], *turned, *how, None, None, "", dy.dtype)
+                dweights[i] = dweight.to(weight.dtype)
+            elif wants[i]:
+                dweights[i] = (rows.t() @ x.to(dy.dtype)).to(weight.dtype)
+            if wants[count + i]:
+                dbiases[i] = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtypes[i])
+        if dz is not None:
+            dz = dz.reshape(z.shape).to(z.dtype)
+        return dz, None, None, *dweights, *dbiases
 
 
-def linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, power_of_two: bool
-) -> Tensor:
-    """Return z W^T + b, `[..., N]` in the dtype of the weight.
+def linears(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    recipe: Recipe,
+    power_of_two: bool,
+) -> list[Tensor]:
+    """Return z W^T + b, `[..., N]` in the dtype of the weight, for each weight.
 
     Args:
         z: Of shape `[..., K]`.
-        weight: Of shape `[N, K]`.
-        bias: Of shape `[N]`, or None.
+        weights: Each of shape `[N, K]`.
+        biases: For each one of shape `[N]`, or None.
         recipe: How.
         power_of_two: Whether scales are rounded up to powers of two.
     """
     q = quantize(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
-    w = quantized.parts(weight)
-    y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
-    return y.view(*z.shape[:-1], weight.shape[0])
+    found: list[Tensor] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        w = quantized.parts(weight)
+        y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
+        found.append(y.view(*z.shape[:-1], weight.shape[0]))
+    return found
 
 
 def _input_gradient(
@@ -99,24 +114,6 @@ def _input_gradient(
     how = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling, power_of_two)
     dz: Tensor = scaled.linear(*q, *w, *how, None, None, "", dtype)
     return dz
-
-
-def _weight_gradient(
-    q: Sequence[Tensor], z: Tensor, recipe: Recipe, power_of_two: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return dy^T z, `[N, K]`.
-
-    Args:
-        q: dy in 8 bits, transposed, and its scales.
-        z: Of shape `[M, K]`.
-        recipe: How.
-        power_of_two: Whether scales are rounded up to powers of two.
-        dtype: Of the result.
-    """
-    b = quantize(z, recipe.input, power_of_two, plain=False, turned=True)
-    how = (recipe.grad.scaling, recipe.input.scaling, power_of_two)
-    dweight: Tensor = scaled.linear(*q, *b, *how, None, None, "", dtype)
-    return dweight
 
 
 def call(
@@ -153,10 +150,12 @@ def call(
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
 
-    def linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _multiplied(z, weight, bias, recipe, power_of_two)
+    def multiply(
+        z: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        return _multiplied(z, weights, biases, recipe, power_of_two)
 
-    return composition.compute(spec, t, linear)
+    return composition.compute(spec, t, multiply)
 
 
 def _is_fused(spec: Spec, t: Operands, weights: Sequence[Tensor]) -> bool:
@@ -231,18 +230,25 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str
     scaled.require_fp8(x, [weight])
     quantized.require_inference(weight, recipe, [x, bias])
     power_of_two = _scales_are_rounded(how, [weight])
-    y: Tensor = _multiplied(x, weight, bias, recipe, power_of_two)
-    return y
+    return _multiplied(x, [weight], [bias], recipe, power_of_two)[0]
 
 
 def _multiplied(
-    z: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, power_of_two: bool
-) -> Tensor:
-    if quantized.is_quantized(weight):
-        return linear(z, weight, bias, recipes.find(recipe), power_of_two)
-    parameters = _as_in_linear(z, weight, bias)
-    y: Tensor = ScaledLinear.apply(z, *parameters, recipe, power_of_two)
-    return y
+    z: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    recipe: str,
+    power_of_two: bool,
+) -> list[Tensor]:
+    pairs = [
+        (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b)
+        for w, b in zip(weights, biases, strict=True)
+    ]
+    ws, bs = [w for w, _ in pairs], [b for _, b in pairs]
+    if any(quantized.is_quantized(w) for w in ws):
+        # Which have no gradients.
+        return linears(z, ws, bs, recipes.find(recipe), power_of_two)
+    return list(ScaledLinears.apply(z, recipe, power_of_two, *ws, *bs))
 
 
 def _as_in_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

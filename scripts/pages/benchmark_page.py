@@ -17,7 +17,7 @@ from typing import NamedTuple
 import benchmark_h100
 import benchmark_tables
 
-from benchmarks import front, markdown, plots, runs
+from benchmarks import front, front_table, markdown, plots, runs
 from benchmarks.png import description, digest
 from benchmarks.runs import Run
 
@@ -69,7 +69,7 @@ class Page(NamedTuple):
 
 def _cpus() -> list[str]:
     parts = []
-    for name, place in front.CPUS.items():
+    for name, place in front_table.CPUS.items():
         path = ROOT / place
         if path.parent.name != "ops":
             parts += benchmark_tables.dtypes(path, f"A Xeon with {name}")
@@ -78,9 +78,11 @@ def _cpus() -> list[str]:
 
 def _h200() -> list[str]:
     return [
-        *benchmark_tables.seams(ROOT / front.BLOCKS, "Whole blocks"),
-        *benchmark_tables.seams(ROOT / front.FAMILY, "The family"),
-        *benchmark_tables.dtypes(ROOT / front.FAMILY_DTYPES, "The family in float16 and float32"),
+        *benchmark_tables.seams(ROOT / front_table.OTHER_BLOCKS, "Whole blocks"),
+        *benchmark_tables.seams(ROOT / front_table.FAMILY, "The family"),
+        *benchmark_tables.dtypes(
+            ROOT / front_table.FAMILY_DTYPES, "The family in float16 and float32"
+        ),
     ]
 
 
@@ -191,7 +193,7 @@ def _title(path: Path, run: Run) -> str:
     """Return what the machine of a run is called where all of the run is shown."""
     if run.environment.device == "cuda":
         return "All that was measured"
-    known = {ROOT / place: f"A Xeon with {name}" for name, place in front.CPUS.items()}
+    known = {ROOT / place: f"A Xeon with {name}" for name, place in front_table.CPUS.items()}
     return known.get(path, f"{run.environment.cpu}, {run.environment.threads} threads")
 
 

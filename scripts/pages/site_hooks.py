@@ -3,7 +3,7 @@
 - The README is the front page.
 - Links out of docs/ lead to files of the repository: Markdown becomes a page of the site, and so
   does code, highlighted; other files are copied as text, and a folder becomes a list of its files.
-- `<picture>` becomes a picture for each color scheme, of which the theme shows one.
+- `<picture>` becomes a picture for each color scheme and width, of which the style shows one.
 - `<!-- ::: name -->` becomes mkdocstrings' directive, which GitHub would print.
 - Images load when they come into view.
 - Formulas between dollar signs become MathML, which needs no script.
@@ -31,10 +31,10 @@ CODE = {".mojo": "mojo", ".py": "python", ".h": "cpp", ".cpp": "cpp", ".toml": "
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(
-    r'<picture>.*?srcset="(?P<dark>[^"]+)".*?'
-    r'alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)".*?</picture>',
+    r'<picture>(?P<sources>.*?)<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)".*?</picture>',
     re.DOTALL,
 )
+SOURCE = re.compile(r'<source media="(?P<media>[^"]+)" srcset="(?P<file>[^"]+)">')
 DIRECTIVE = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
@@ -144,8 +144,15 @@ def _highlighted(path: PurePosixPath) -> str:
 
 
 def _schemes(match: re.Match[str]) -> str:
-    alt = match["alt"]
-    return f"![{alt}]({match['light']}#only-light)\n![{alt}]({match['dark']}#only-dark)"
+    found = [(each["media"], each["file"]) for each in SOURCE.finditer(match["sources"])]
+    found.append(("", match["light"]))
+    has_narrow = any("max-width" in media for media, _ in found)
+    lines = []
+    for media, file in found:
+        scheme = "dark" if "dark" in media else "light"
+        form = "{ .narrow }" if "max-width" in media else "{ .wide }" if has_narrow else ""
+        lines.append(f"![{match['alt']}]({file}#only-{scheme}){form}")
+    return "\n".join(lines)
 
 
 def _resolved(page: PurePosixPath, target: str) -> PurePosixPath | None:

@@ -135,11 +135,13 @@ def test_steps_in_float32_have_the_bits_of_torchao(recipe: str) -> None:
     if recipe != "tensorwise":
         for name, exact in theirs.items():
             assert decibels(ours[name], exact) > 100, name
-    # One scale, or a result of e5m2, in float64 and not: some numbers are their neighbors.
-    assert decibels(ours["y"], theirs["y"]) > 90
+    # One scale, or a result of e5m2, in float64 and not: some numbers are their neighbors, and how
+    # many depends on the order of the CPU's sums. Another scale would leave 30 dB.
+    least = 90 if recipe != "tensorwise" else 60
+    assert decibels(ours["y"], theirs["y"]) > least
     assert min(decibels(ours[name], exact) for name, exact in theirs.items()) > 40
     with torch.no_grad():
-        assert decibels(run(x), theirs["y"]) > 90
+        assert decibels(run(x), theirs["y"]) > least
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -229,6 +229,33 @@ def test_mlp_gradients(recipe: str) -> None:
         assert decibels(p.grad, q.grad) > LEAST - 8, name
 
 
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_layers_of_one_norm_quantize_its_rows_once(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w, b, dy = leaves(torch.float32)
+    v, c = torch.randn(N, K).requires_grad_(), torch.randn(N).requires_grad_()
+    names = {"norm_weight": torch.rand(K), "recipe": recipe}
+    inputs = (x, w, b, v, c)
+    alone = [fn.norm_linear(x, *layer, **names) for layer in ((w, b), (v, c))]
+    expected = torch.autograd.grad(alone, inputs, (dy, dy.flip(0)))
+    count = []
+    quantize = recipes.quantize
+    monkeypatch.setattr(recipes, "quantize", lambda t, *a: count.append(t.shape) or quantize(t, *a))
+    together = fn.norm_linear(x, (w, v), (b, c), **names)
+    found = torch.autograd.grad(together, inputs, (dy, dy.flip(0)), retain_graph=True)
+    assert all(torch.equal(a, e) for a, e in zip(together, alone, strict=True))
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+    # Rows and two weights; two gradients and two weights; and for the weights' gradients the rows
+    # and two gradients.
+    assert len(count) == 3 + 4 + 3 * recipes.find(recipe).has_fp8_wgrad
+    # A layer that takes no part has no gradient: AdamW would let it decay.
+    grads = torch.autograd.grad(together[0], inputs, dy, allow_unused=True)
+    assert [g is None for g in grads] == [False, False, False, True, True]
+    assert torch.equal(grads[1], expected[1])
+
+
 def test_autocast_fp8_is_that_of_its_block_and_never_on_by_default() -> None:
     layer = fn.LayerNormLinear(K, N)
     x = torch.randn(M, K)
