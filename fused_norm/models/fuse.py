@@ -144,16 +144,21 @@ def fuse_graph(
     flow = Flow(graph)
     split_streams(graph, flow, Emitter(graph, flow))
     inputs, layers = _fused_inputs(graph)
+    precision = Precision(options.fp8, options.skip)
     found = find_sums(graph, flow, functools.partial(_adds, options))
-    # Layers on norms become part of other calls.
-    sums = {s.total for s in found if s.product.node not in layers}
+    # Layers on norms become part of other calls, and no product in FP8 adds.
+    sums = {
+        s.total
+        for s in found
+        if s.product.node not in layers and precision.why_not(s.product.node, s.product.weight)
+    }
     rewriter = Rewriter(
         graph,
         flow,
         keeps_rounding,
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
-        Precision(options.fp8, options.skip),
+        precision,
         replaced,
     )
     is_busy = options.small is False and _keeps_a_gpu_busy(graph)

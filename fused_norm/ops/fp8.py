@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import composition, recipes
+from fused_norm.activations import is_gate
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
@@ -195,23 +196,38 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     total, *q = scaled.norm(x, t.residual, t.gamma, t.beta, *norm)
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
     rows = x.shape[:-1]
-    is_one = not spec.is_joined or len(t.weights) == 1
-    activation = spec.activation if is_one else ""
-    products = [
-        scaled.linear(*q, *quantized.parts(w), *how, bias, None, activation, x.dtype)
-        for w, bias in zip(t.weights, t.biases, strict=True)
-    ]
-    if not is_one:
-        products = [composition.activated(spec.activation, torch.cat(products, -1))]
+    layers = list(zip(map(quantized.parts, t.weights), t.biases, strict=True))
+    is_one = not spec.is_joined or len(layers) == 1
+    if _is_gate_of_two(spec, t):
+        (gate, bias), (up, up_bias) = layers
+        last = (bias, None, spec.activation, x.dtype, *up, up_bias)
+        products = [scaled.linear(*q, *gate, *how, *last)]
+    else:
+        activation = spec.activation if is_one else ""
+        products = [
+            scaled.linear(*q, *w, *how, bias, None, activation, x.dtype) for w, bias in layers
+        ]
+        if not is_one:
+            products = [composition.activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
         q = quantize(products[0], recipe.input, power_of_two)
-        last = t.out_residual
-        last = None if last is None else last.reshape(-1, last.shape[-1]).contiguous()
+        residual = t.out_residual
+        if residual is not None:
+            residual = residual.reshape(-1, residual.shape[-1]).contiguous()
         out = quantized.parts(t.out_weight)
-        second = scaled.linear(*q, *out, *how, t.out_bias, last, "", x.dtype)
-        products = [second]
+        products = [scaled.linear(*q, *out, *how, t.out_bias, residual, "", x.dtype)]
     outputs = [y.view(*rows, y.shape[-1]) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
+
+
+def _is_gate_of_two(spec: Spec, t: Operands) -> bool:
+    """Return whether one of two layers of the same size gates the other."""
+    return (
+        is_gate(spec.activation)
+        and len(t.weights) == 2
+        and t.weights[0].shape == t.weights[1].shape
+        and (t.biases[0] is None) == (t.biases[1] is None)
+    )
 
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str) -> Tensor:

@@ -139,26 +139,39 @@ def _linear(
     residual: Tensor | None,
     activation: str,
     dtype: torch.dtype,
+    up: Tensor | None = None,
+    up_scale: Tensor | None = None,
+    up_bias: Tensor | None = None,
 ) -> Tensor:
     (M, K), N = q.shape, weight.shape[0]
-    is_kept = False
+    is_kept = is_up_kept = False
     if weight_scale is None:
         weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two)
+    if up is not None and up_scale is None:
+        up, up_scale, is_up_kept = _of_weight(up, weight_scaling, power_of_two)
+        is_kept = is_kept and is_up_kept
     if dtype is not torch.bfloat16 or not serves(q, scaling, weight_scaling) or not M:
         wide = dtype if q.is_cuda else torch.float32
-        y = recipes.product((q, scale), scaling, (weight, weight_scale), weight_scaling, wide)
-        y = y.float()
-        if bias is not None:
-            y = y + bias.float()
+        layers = [(weight, weight_scale, bias)]
+        if up is not None and up_scale is not None:
+            layers.append((up, up_scale, up_bias))
+        parts = []
+        for w, w_scale, b in layers:
+            y = recipes.product((q, scale), scaling, (w, w_scale), weight_scaling, wide).float()
+            parts.append(y if b is None else y + b.float())
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         if activation:
             return composition.activated(activation, y).to(dtype)
         return (y if residual is None else y + residual.float()).to(dtype)
     # One scale of a tensor is one of each row.
     scale, weight_scale = scale.expand(M, 1).contiguous(), weight_scale.expand(N, 1).contiguous()
     (bias,) = kernels.in_aligned_memory(bias)
-    outputs = N // 2 if is_gate(activation) else N
+    outputs = N // 2 if is_gate(activation) and up is None else N
     fields: dict[str, Any] = {}
-    if is_gate(activation):
+    if up is not None and up_scale is not None:
+        (up_bias,) = kernels.in_aligned_memory(up_bias)
+        fields = {"up": up, "up_scale": up_scale.expand(N, 1).contiguous(), "up_bias": up_bias}
+    elif is_gate(activation):
         fields = {"up": weight[outputs:], "up_scale": weight_scale[outputs:]}
         fields["up_bias"] = None if bias is None else bias[outputs:]
     y = q.new_empty((M, outputs), dtype=dtype)
@@ -176,8 +189,9 @@ def _linear(
 
 
 def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    activation, dtype = rest[-2:]
-    N = weight.shape[0] // (2 if is_gate(activation) else 1)
+    # What is left out of the end is None.
+    activation, dtype, up, *_others = (*rest[6:], None)
+    N = weight.shape[0] // (2 if is_gate(activation) and up is None else 1)
     return q.new_empty((q.shape[0], N), dtype=dtype)
 
 
@@ -190,7 +204,7 @@ norm = define_in_python(
 linear = define_in_python(
     "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
     "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
-    "ScalarType dtype) -> Tensor",
+    "ScalarType dtype, Tensor? up=None, Tensor? up_scale=None, Tensor? up_bias=None) -> Tensor",
     _linear,
     _fake_linear,
 )

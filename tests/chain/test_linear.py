@@ -37,9 +37,11 @@ PLANS = {
     (16384, 1024, 1024): (False, True, True, True, False),
     (1024, 4096, 4096): (False, True, True, True, False),
     (2048, 768, 3072): (False, True, True, True, False),
-    # Few rows share no pass of their own.
-    (64, 4096, 4096): (True, False, False, True, True),
-    (64, 4096, 12288): (False, False, False, True, False),
+    # A kernel of its own for few rows, which share no pass.
+    (64, 4096, 4096): (True, True, True, True, True),
+    (64, 4096, 12288): (False, True, True, True, False),
+    # Sums of one k block.
+    (64, 64, 4096): (False, False, False, False, False),
     # Tiles that leave much of the device idle.
     (512, 1024, 1024): (True, False, False, False, False),
     # The last box of a gate's h would reach into its other half. dy weight has sums too long.
@@ -305,6 +307,34 @@ def test_every_activation(activation: str) -> None:
     for count in (1, 2) if activation in family.GATES else (1,):
         case = case_of("GELU", activation=activation, weights=count, shape=((8, 1050), 256, 1000))
         family.check(case, family.make_tensors(case, "cuda"))
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("dtype", family.LOW, ids=str)
+@pytest.mark.parametrize("rows", [1, 9, 16, 17, 64])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "reglu"])
+def test_few_rows(activation: str, rows: int, dtype: torch.dtype) -> None:
+    """Gates of two weights and of one, h kept and not, biases or none, columns of half a tile."""
+    what = "few_rows_{}_{}_False{}".format(
+        str(dtype).removeprefix("torch."),
+        16 if rows <= 16 else 64,
+        "_halves_gate" if activation in family.GATES else "_activate",
+    )
+    for count in (1, 2) if activation in family.GATES else (1,):
+        # Boxes of h end where its halves do.
+        for outputs, bias in ((1088, True), (1000, False)):
+            options = {"activation": activation, "weights": count, "bias": bias, "dtype": dtype}
+            case = case_of("GELU", **options, shape=((rows,), 1056, outputs))
+            tensors = family.make_tensors(case, "cuda")
+            family.check(case, tensors)
+            with torch.no_grad():
+                launched = names(lambda c=case, t=tensors: family.ours(c, t))
+                assert what in launched, launched
+                found, bar = family.ours(case, tensors)[0], family.eager(case, tensors)[0]
+            exact = family.eager(case, family.replaced(tensors, as_float64))[0]
+            assert_within_budget("y", found, exact.detach(), bar)
 
 
 @pytest.fixture(params=["composed", "folded", "kept"])

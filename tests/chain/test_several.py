@@ -36,8 +36,9 @@ PLANS = {
     (8192, 4096, 4096, 1024, 1024, 0): (True, True, record.DECLINED, record.KEPT_FOLD),
     (16384, 1024, 1024, 1024, 1024, 0): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
     (8448, 1024, 1000, 264, 0, 1264): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
-    # Few rows, few tiles, a length and a pitch that TMA cannot step over, and one layer alone.
-    (64, 4096, 4096, 1024, 1024, 0): (False, False, record.DECLINED, record.DECLINED),
+    # Few rows, for which there is a kernel of its own.
+    (64, 4096, 4096, 1024, 1024, 0): (True, False, record.DECLINED, record.KEPT_FOLD),
+    # Few tiles, a length and a pitch that TMA cannot step over, and one layer alone.
     (300, 200, 136, 64, 8, 0): (False, False, record.DECLINED, record.DECLINED),
     (8192, 4096, 4096, 1020, 1024, 0): (False, False, record.DECLINED, record.DECLINED),
     (8192, 4096, 4096, 1024, 1024, 6147): (False, False, record.DECLINED, record.DECLINED),
@@ -218,14 +219,7 @@ def check(inputs: list[Tensor | None], *, used: set[int] | None = None, **option
         assert_within_budget(f"{i}", mine, high, low)
 
 
-@pytest.fixture
-def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave calls to Python and to kernels, however small they are."""
-    monkeypatch.setattr(node, "forward", lambda *_, **__: None)
-    monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda _: False)
-
-
-@pytest.mark.usefixtures("_in_python")
+@pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("biases", ["bbb", "---", "b-b"])
 @pytest.mark.parametrize("used", [None, {0, 2}, {1}])
 def test_records_say_what_to_compute(kernels: StandIn, biases: str, used: set[int] | None) -> None:
@@ -235,7 +229,7 @@ def test_records_say_what_to_compute(kernels: StandIn, biases: str, used: set[in
     assert kernels.done == expected
 
 
-@pytest.mark.usefixtures("_in_python")
+@pytest.mark.usefixtures("by_kernels")
 def test_one_kernel_passes_over_the_rows(kernels: StandIn) -> None:
     kernels.declines = ALONE
     check(make((24, 32, [40, 16, 8]), "b-b"))
@@ -252,7 +246,7 @@ def test_one_kernel_passes_over_the_rows(kernels: StandIn) -> None:
     assert "passed_rows" not in kernels.done
 
 
-@pytest.mark.usefixtures("_in_python")
+@pytest.mark.usefixtures("by_kernels")
 def test_records_of_what_lies_side_by_side(kernels: StandIn) -> None:
     inputs = make((24, 32, [16, 16]), "bb", residual=True)
     check(inputs, activation="swiglu")
@@ -260,7 +254,7 @@ def test_records_of_what_lies_side_by_side(kernels: StandIn) -> None:
     assert kernels.done == ["products", "input_gradients"]
 
 
-@pytest.mark.usefixtures("_in_python")
+@pytest.mark.usefixtures("by_kernels")
 def test_what_is_declined_pytorch_multiplies(kernels: StandIn) -> None:
     kernels.declines += ("products", "input_gradients", "weight_gradient")
     check(make((24, 32, [40, 16, 8]), "b-b"))
@@ -330,6 +324,42 @@ def test_one_launch_for_all(in_python: bool, monkeypatch: pytest.MonkeyPatch) ->
         total = sum(y.sum() for y in ours(inputs, activation))
         launched = names(lambda total=total: total.backward())
         assert launched.count("one_sum") == 1, launched
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biases", ["---", "bbb", "b-b"])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_few_rows(rows: int, norm: str, biases: str, dtype: torch.dtype) -> None:
+    """Tiles that end within a part, and a k block that ends beyond K."""
+    inputs = make((rows, 1056, [264, 72, 1000]), biases, dtype=dtype, device="cuda")
+    check(inputs, norm=norm)
+    launched = names(lambda: ours(inputs, norm=norm))
+    assert launched.count("side_by_side_biases") == 1, launched
+    assert "few_rows" in launched, launched
+
+
+@ON_HOPPER
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [9, 64])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_folded_few_rows(norm: str, rows: int) -> None:
+    inputs = make((rows, 1024, [264, 72, 1000]), "b-b", dtype=torch.bfloat16, device="cuda")
+    copies = [None if t is None else t.detach() for t in inputs]
+    exact, bar = plain(as_float64(copies), norm=norm), plain(copies, norm=norm)
+    x, residual, gamma, beta, *linears = copies
+    t = Operands(x, residual, gamma, beta, weights=linears[:3], biases=linears[3:])
+    kind = Spec(normalization=norm, activation="", eps=1e-5, weight_offset=0.0)
+    with hopper_goes(record.NEW_FOLD, record.NEW_FOLD):
+        run = lambda: torch.ops.fused_norm.norm_linear_forward(*t, *kind, True)[:3]  # noqa: E731
+        outputs, launched = run(), names(run)
+    assert "side_by_side_scale" in launched, launched
+    assert "few_rows" in launched, launched
+    for mine, low, high in zip(outputs, bar, exact, strict=True):
+        assert_within_budget("y", mine, high.detach(), low)
 
 
 @ON_HOPPER

@@ -55,7 +55,7 @@ class Program:
             device: Where it is to run; on a GPU, Triton kernels of the user's write as well.
         """
         self.seed, self.device, self.lines = seed, device, list[str]()
-        kernels = [] if device == "cpu" else _KERNELS * 4
+        kernels = [] if device == "cpu" else _KERNELS * 2
         self._random = random.Random(seed)
         self._rows, self._normed, self._count = ["x", "r", "m"], list[str](), 0
         self.frozen = {*BUFFERS, *(n for n in PARAMETERS if self._random.random() < 0.2)}

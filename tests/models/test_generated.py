@@ -151,7 +151,8 @@ def hold(seeds: range, device: str = "cpu") -> None:
     assert not wrong, f"{len(wrong)} of {held}\n\n" + "\n".join(wrong)
     # A generator of what PyTorch refuses, or what the pass leaves, would show nothing.
     assert held > len(seeds) // 3
-    assert sum(site.fused for site in sites) > len(seeds) // 4
+    # A Triton kernel may write anything that it is given.
+    assert sum(site.fused for site in sites) > len(seeds) // (4 if device == "cpu" else 8)
 
 
 @pytest.mark.parametrize("first", range(0, _IN_CI, _BATCH))

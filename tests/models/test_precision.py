@@ -61,6 +61,16 @@ def test_explain_says_in_which_precision_and_why_not(model: Block, x: Tensor) ->
     assert "head" not in report(model, x)
 
 
+def test_no_sum_takes_a_layer_out_of_fp8(
+    model: Block, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where products add residuals, such as on Hopper, those in bfloat16 alone do."""
+    monkeypatch.setattr("fused_norm.models.fuse._adds", lambda *_: True)
+    assert report(model, x)["out"] == "kernels"
+    assert report(model, x, fp8="rowwise")["out"] == "FP8 rowwise"
+    assert report(model, x, fp8="rowwise", skip=["out"])["out"] == "kernels"
+
+
 def test_autocast_fp8_is_the_default_of_the_option(model: Block, x: Tensor) -> None:
     with fn.autocast_fp8("blockwise"):
         assert report(model, x)["norm1"] == "FP8 blockwise"

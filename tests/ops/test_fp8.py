@@ -230,6 +230,30 @@ def test_mlp_gradients(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("biases", [(True, True), (False, False), (True, False)])
+def test_a_gate_of_two_layers(
+    recipe: str, dtype: torch.dtype, biases: tuple[bool, bool], device: str
+) -> None:
+    torch.manual_seed(7)
+    # Few rows have a kernel of their own.
+    for rows in (M, 3):
+        x, w, v = torch.randn(rows, K), torch.randn(N, K) / 16, torch.randn(N, K) / 4
+        layers = [torch.randn(N) if has else None for has in biases]
+        x, w, v, *layers = (None if t is None else t.to(device, dtype) for t in (x, w, v, *layers))
+        options = {"activation": "swiglu", "recipe": recipe}
+        found = fn.norm_linear(x, (w, v), layers, **options)
+        wide = [None if t is None else t.double() for t in layers]
+        exact = fn.norm_linear(x.double(), (w.double(), v.double()), wide, activation="swiglu")
+        assert found.dtype is dtype
+        # A gate multiplies two products, with the errors of both.
+        assert decibels(found, exact) > LEAST - 3
+        # As where gradients follow, which goes by two products; but for a weight that trains.
+        follows = fn.norm_linear(x.clone().requires_grad_(), (w, v), layers, **options)
+        assert decibels(found, follows) > (30 if dtype is torch.bfloat16 else 80)
+
+
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
 def test_layers_of_one_norm_quantize_its_rows_once(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,16 @@ from ...device import Gpu
 from ..epilogue import Epilogue
 from ..row_hook import NoHook
 from .config import Config
-from .launch import BAND, Matrices, launch_matrix, launch_parts
-from .parts import HALVES
+from .launch import (
+    BAND,
+    Matrices,
+    launch_few_rows_of_parts,
+    launch_matrix,
+    launch_parts,
+)
+from .parts import HALVES, WHOLE
 from .product import Product
-from .tiling import ACTIVATED_SHAPES, SHAPES, activated_tiling
+from .tiling import ACTIVATED_SHAPES, FEW_ROWS, SHAPES, activated_tiling
 
 
 def launch_activated[
@@ -27,6 +33,7 @@ def launch_activated[
     k: Int,
     epilogue: E,
     a_is_new: Bool = False,
+    b_is_older: Bool = False,
 ) raises:
     """Queues c = epilogue(a @ b^T), or for a gate c = epilogue(a @ b^T, a @ up^T).
 
@@ -45,6 +52,7 @@ def launch_activated[
         k: Length of the sums, a multiple of 16 bytes.
         epilogue: Finishes the sums.
         a_is_new: Whether the kernel queued before this one writes a, where the epilogue has terms of rows.
+        b_is_older: As for `launch_product`.
 
     Raises:
         If the driver refuses.
@@ -52,13 +60,20 @@ def launch_activated[
     var product = Product(m, n, k, epilogue, NoHook())
     product.band = BAND
     product.a_is_new = Int32(a_is_new)
+    product.b_is_older = Int32(b_is_older)
+    var halves = Matrices(b)
+    halves.addresses[1] = up
     var columns = activated_tiling[dtype](m, n, k, gpu.processors).columns
+    if columns == FEW_ROWS:
+        comptime parts = HALVES if E.is_gate else WHOLE
+        launch_few_rows_of_parts[dtype, False, parts](
+            gpu, Matrices(c), a, halves, product
+        )
+        return
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         if columns == width:
             comptime if E.is_gate:
-                var halves = Matrices(b)
-                halves.addresses[1] = up
                 comptime config = Config.of(
                     width, takes_turns=True, parts=HALVES
                 )

@@ -4,6 +4,8 @@ B is the operand of 64 rows and a the one of few columns, so that no part of a
 product is wasted. K is split over the two blocks of a cluster; the second one
 hands its sums to the first, which adds them in that order. Every cluster
 gathers for itself what a hook wants of the rows of a, while it waits for b.
+
+Two blocks fit an SM: those of the next product read its b while these end.
 """
 
 from std.memory import AddressSpace, OpaquePointer
@@ -18,6 +20,7 @@ from ..epilogue import ColumnTerms, Epilogue, RowTerms
 from ..row_hook import RowHook
 from .config import RingPlace
 from .eight_bits import result_type, right_type
+from .parts import HALVES, SIDE_BY_SIDE, WHOLE, Parts, first_of, part_of, size_of_part
 from .product import Product
 from .ptx import (
     address_of,
@@ -36,6 +39,7 @@ from .ptx import (
     store_remote_value,
     store_shared_pair,
 )
+from .tensor_map import Maps
 from .wgmma import (
     K_BLOCK,
     ROW_BYTES,
@@ -53,30 +57,71 @@ comptime FEW_CLUSTER = 2
 """Blocks of a cluster, which share the columns of K."""
 comptime FEW_OUTPUTS = 64
 """Columns of c that a cluster serves."""
-comptime _STAGES = 12
+comptime GATE_ROWS = 8
+"""Rows of a gate's halves that alternate among those of a cluster."""
 comptime _B_BYTES = FEW_OUTPUTS * ROW_BYTES
+# What an SM has for each of two blocks, but for what the system takes.
+comptime _SHARED_BYTES = 113 * 1024
 
 
-def few_rows_shared_bytes(rows: Int) -> Int:
+def _slot_bytes(rows: Int) -> Int:
+    return _B_BYTES + rows * ROW_BYTES + 2 * 8
+
+
+def _sums_bytes(rows: Int, gathers: Bool) -> Int:
+    """Counts what the blocks of a cluster hand over: sums of products, and of rows."""
+    return FEW_OUTPUTS * rows * 4 + (2 * 2 * rows * 4 if gathers else 0)
+
+
+def _stages(rows: Int, gathers: Bool) -> Int:
+    """Counts the slots of the ring: as many as fit."""
+    return (_SHARED_BYTES - _sums_bytes(rows, gathers)) // _slot_bytes(rows)
+
+
+def name_of(parts: Int) -> String:
+    """Names how several matrices make the product.
+
+    Args:
+        parts: WHOLE, SIDE_BY_SIDE or HALVES.
+
+    Returns:
+        The name.
+    """
+    if parts == SIDE_BY_SIDE:
+        return "_side_by_side"
+    return "_halves" if parts == HALVES else ""
+
+
+def count_maps(parts: Int) -> Int:
+    """Counts the tensor maps of b.
+
+    Args:
+        parts: WHOLE, SIDE_BY_SIDE or HALVES.
+
+    Returns:
+        How many there are.
+    """
+    return 3 if parts == SIDE_BY_SIDE else 2 if parts == HALVES else 1
+
+
+def few_rows_shared_bytes(rows: Int, gathers: Bool) -> Int:
     """Counts the shared memory of a block.
 
     Args:
         rows: Rows of a that the kernel is made for.
+        gathers: Whether a hook gathers sums of them.
 
     Returns:
         The bytes.
     """
-    return (
-        _STAGES * (_B_BYTES + rows * ROW_BYTES)
-        + FEW_OUTPUTS * rows * 4
-        + 2 * 2 * rows * 4
-        + 2 * _STAGES * 8
+    return _stages(rows, gathers) * _slot_bytes(rows) + _sums_bytes(
+        rows, gathers
     )
 
 
 @always_inline
 def _load_b[
-    transposed: Bool
+    transposed: Bool, parts: Int
 ](
     tiles: UInt32,
     full: UInt32,
@@ -89,6 +134,16 @@ def _load_b[
     """Starts to fill a slot, which waits for a as well."""
     var barrier = full + slot * 8
     mbarrier_expect_bytes(barrier, _B_BYTES + a_bytes)
+    comptime if parts == HALVES:
+        comptime for i in range(FEW_OUTPUTS // GATE_ROWS):
+            load_tile(
+                tiles + slot * _B_BYTES + UInt32(i * GATE_ROWS * ROW_BYTES),
+                part_of(map, UInt32(i % 2)),
+                barrier,
+                k,
+                output // 2 + Int32(i // 2 * GATE_ROWS),
+            )
+        return
     load_tile(
         tiles + slot * _B_BYTES,
         map,
@@ -102,15 +157,25 @@ def _load_b[
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(FEW_THREADS)),
     `nvvm.cluster_dim`=StaticTuple[Int32, 3](Int32(FEW_CLUSTER), 1, 1),
 )
-@__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
+@__llvm_arg_metadata(b_maps, `nvvm.grid_constant`)
 @__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
-@__name(t"fused_norm_few_rows_{dtype}_{rows}_{b_transposed}_{E.name}{H.name}")
+@__name(
+    t"fused_norm_few_rows_{dtype}_{rows}_{b_transposed}{name_of(parts)}_{E.name}{H.name}"
+)
 def few_rows_kernel[
-    dtype: DType, rows: Int, b_transposed: Bool, E: Epilogue, H: RowHook
+    dtype: DType,
+    rows: Int,
+    b_transposed: Bool,
+    parts: Int,
+    E: Epilogue,
+    H: RowHook,
 ](
-    b_map: TMADescriptor,
+    b_maps: Maps[count_maps(parts)],
     a_map: TMADescriptor,
-    c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    first_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    second_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    third_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    pitch: Int32,
     product: Product[E, H],
 ):
     """Computes FEW_OUTPUTS columns of c for each cluster.
@@ -123,16 +188,23 @@ def few_rows_kernel[
             tf32; or that of a, of 8 bits. The last two are neither transposed nor gathered.
         rows: Most rows of a, a multiple of 8.
         b_transposed: Whether b is stored as [K, N].
+        parts: WHOLE; SIDE_BY_SIDE for several b and c; HALVES for a gate of two b, which
+            are not transposed.
         E: What becomes of the sums.
         H: What is done with the rows; if it gathers them, K is a multiple of the
             k block.
 
     Args:
-        b_map: Tensor map of b, boxes of 64 by a k block.
+        b_maps: Tensor map of each b, boxes of 64 by a k block; of a gate's of GATE_ROWS.
         a_map: Tensor map of a [M, K], boxes of rows by a k block.
-        c: Receives c [M, N], for a gate [M, N / 2].
+        first_c: Receives c [M, N], for a gate [M, N / 2]; the first of several.
+        second_c: Receives the second of several.
+        third_c: Receives the third.
+        pitch: Elements from one row of each c to its next.
         product: Sizes, K more than one k block; and what goes with the matrices.
     """
+    comptime assert parts == WHOLE or not (b_transposed or E.adds)
+    comptime stages = _stages(rows, H.gathers)
     var m = product.m
     var n = product.n
     comptime c_dtype = result_type[dtype]()
@@ -145,18 +217,30 @@ def few_rows_kernel[
             ]()
         )
     )
-    var a_tiles = base + _STAGES * _B_BYTES
-    var partial = a_tiles + UInt32(_STAGES * a_bytes)
+    var a_tiles = base + UInt32(stages * _B_BYTES)
+    var partial = a_tiles + UInt32(stages * a_bytes)
     var statistics = partial + UInt32(FEW_OUTPUTS * rows * 4)
-    var full = statistics + UInt32(2 * 2 * rows * 4)
-    var empty = full + _STAGES * 8
+    var full = partial + UInt32(_sums_bytes(rows, H.gathers))
+    var empty = full + UInt32(stages * 8)
     var thread = UInt32(thread_idx.x)
     var warp_in_block = warp.broadcast(thread // 32)
     var rank = cluster_rank()
-    var first_output = UInt32(block_idx.x) // FEW_CLUSTER * FEW_OUTPUTS
+    var tile = UInt32(block_idx.x) // FEW_CLUSTER
+    var part = UInt32(0)
+    var first_output = tile * FEW_OUTPUTS
+    var c = first_c
+    comptime if parts == SIDE_BY_SIDE:
+        part, first_output = Parts(product.sizes, FEW_OUTPUTS).find(tile)
+        first_output *= FEW_OUTPUTS
+        n = size_of_part(product.sizes, part)
+        if part == 1:
+            c = second_c
+        elif part == 2:
+            c = third_c
+    var b_map = part_of(address_of(b_maps), part)
 
     if thread == 0:
-        for stage in range(UInt32(_STAGES)):
+        for stage in range(UInt32(stages)):
             mbarrier_init(full + stage * 8, 1)
             mbarrier_init(empty + stage * 8, 1)
         fence_barrier_init()
@@ -176,14 +260,14 @@ def few_rows_kernel[
             # What of b fills the ring need not wait for a.
             var ahead = first
             if product.b_is_older != 0:
-                ahead = min(last, first + _STAGES)
+                ahead = min(last, first + UInt32(stages))
             for block in range(first, ahead):
-                _load_b[b_transposed](
+                _load_b[b_transposed, parts](
                     base,
                     full,
                     block - first,
                     Int32(a_bytes),
-                    address_of(b_map),
+                    b_map,
                     Int32(block) * Int32(k_block),
                     Int32(first_output),
                 )
@@ -195,12 +279,12 @@ def few_rows_kernel[
                 var k = Int32(block) * Int32(k_block)
                 mbarrier_wait(empty + at.slot * 8, at.parity)
                 if block >= ahead:
-                    _load_b[b_transposed](
+                    _load_b[b_transposed, parts](
                         base,
                         full,
                         at.slot,
                         Int32(a_bytes),
-                        address_of(b_map),
+                        b_map,
                         k,
                         Int32(first_output),
                     )
@@ -211,7 +295,7 @@ def few_rows_kernel[
                     k,
                     0,
                 )
-                at.advance[_STAGES]()
+                at.advance[stages]()
         meet_cluster()
         return
 
@@ -231,7 +315,7 @@ def few_rows_kernel[
         if thread < UInt32(2 * rows):
             sums.add[dtype, True](a_tiles, thread)
     var previous = UInt32(0)
-    at.advance[_STAGES]()
+    at.advance[stages]()
     for _ in range(first + 1, last):
         mbarrier_wait(full + at.slot * 8, at.parity)
         accumulator = multiply_next[
@@ -253,7 +337,7 @@ def few_rows_kernel[
                     a_tiles + at.slot * UInt32(a_bytes), thread
                 )
         previous = at.slot
-        at.advance[_STAGES]()
+        at.advance[stages]()
     accumulator = wait_all[rows // 2](accumulator)
 
     comptime if H.gathers:
@@ -295,7 +379,7 @@ def few_rows_kernel[
                 counts.reduce_add(),
             )
             store_shared_pair(statistics + thread * 8, {own.offset, own.scale})
-            if first_output == 0 and thread < UInt32(m):
+            if tile == 0 and thread < UInt32(m):
                 product.hook.keep(Int(thread), own)
         named_barrier_sync(1, 128)
     comptime if E.has_row_terms:
@@ -318,16 +402,31 @@ def few_rows_kernel[
             first_output + warp_in_block * 16 + (lane >> 2) + UInt32(8 * below)
         )
         if output < UInt32(n):
+            # Its place in the half of a gate that it belongs to.
+            var column = Int(first_output // 2 + warp_in_block * 8 + (lane >> 2))
             var columns = ColumnTerms[DType.float32, 1, E.vectors](fill=0)
             comptime for i in range(E.vectors):
                 comptime if E.may_lack_vectors:
                     if product.epilogue.vector_address[i](0, 0, 0) == 0:
                         continue
+                var vector: Int
+                comptime if parts == HALVES:
+                    vector = product.epilogue.vector_address[i](
+                        below, 0, column
+                    )
+                elif parts == SIDE_BY_SIDE:
+                    vector = product.epilogue.vector_address[i](
+                        Int(part),
+                        first_of(product.sizes, Int(part)),
+                        Int(output),
+                    )
+                else:
+                    vector = product.epilogue.vector_address[i](
+                        0, 0, Int(output)
+                    )
                 columns[i] = (
                     Pointer[Scalar[E.vector_type(i)], MutUntrackedOrigin](
-                        unsafe_from_address=product.epilogue.vector_address[i](
-                            0, 0, Int(output)
-                        )
+                        unsafe_from_address=vector
                     )
                     .unsafe_load()
                     .cast[DType.float32]()
@@ -358,15 +457,14 @@ def few_rows_kernel[
                         )
                         comptime if not E.activates:
                             c.unsafe_offset(
-                                Int(row) * Int(n) + Int(output)
+                                Int(row) * Int(pitch) + Int(output)
                             ).unsafe_store(sum.cast[c_dtype]())
                             continue
                         var width = Int(n)
-                        var column = Int(output)
                         comptime if E.is_gate:
                             width //= 2
-                            column = (column - Int(lane >> 2)) // 2 - 4 * below
-                            column += Int(lane >> 2)
+                        else:
+                            column = Int(output)
                         var h = product.epilogue.h()
                         if h != 0:
                             Pointer[Scalar[c_dtype], MutAnyOrigin](

@@ -20,11 +20,13 @@ from .few_rows import (
     FEW_CLUSTER,
     FEW_OUTPUTS,
     FEW_THREADS,
+    GATE_ROWS,
+    count_maps,
     few_rows_kernel,
     few_rows_shared_bytes,
 )
 from .kernel import matrix_kernel
-from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, steps_of
+from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE, steps_of
 from .product import Product
 from .store import box_of
 from .tensor_map import Maps, operand_map, tensor_map
@@ -249,37 +251,87 @@ def launch_few_rows[
     Raises:
         If the driver refuses.
     """
+    launch_few_rows_of_parts[dtype, b_transposed, WHOLE](
+        gpu, Matrices(c), a, Matrices(b), product
+    )
+
+
+def launch_few_rows_of_parts[
+    E: Epilogue, H: RowHook, //, dtype: DType, b_transposed: Bool, parts: Int
+](
+    gpu: Gpu, c: Matrices, a: Int, b: Matrices, product: Product[E, H]
+) raises:
+    """Queues c_i = epilogue(a @ b_i^T), or a gate of two b, for few rows of a.
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows.
+        dtype: As for `launch_few_rows`.
+        b_transposed: Whether the only b is stored as [K, N].
+        parts: WHOLE, SIDE_BY_SIDE or HALVES.
+
+    Args:
+        gpu: Where to run.
+        c: Where c is.
+        a: Address of a [M, K].
+        b: Where b is.
+        product: Sizes, those of several c among them, and what goes with the matrices.
+
+    Raises:
+        If the driver refuses.
+    """
     var m = Int(product.m)
     var n = Int(product.n)
     var k = Int(product.k)
     ref ctx = gpu.context
+    comptime count = count_maps(parts)
+    comptime box_rows = GATE_ROWS if parts == HALVES else row_elements[
+        dtype
+    ]() if b_transposed else FEW_OUTPUTS
+    var tiles = ceildiv(n, FEW_OUTPUTS)
+    var first_n = n // 2 if parts == HALVES else n
+    comptime if parts == SIDE_BY_SIDE:
+        tiles = steps_of(product.sizes, FEW_OUTPUTS)
+        first_n = Int(product.sizes[0])
+    var b_maps = Maps[count](
+        operand_map[dtype, b_transposed](
+            ctx, b.addresses[0], first_n, k, box_rows, b.pitch
+        )
+    )
+    comptime for i in range(1, count):
+        var own_n = n // 2 if parts == HALVES else Int(product.sizes[i])
+        if own_n:
+            b_maps.put(
+                i,
+                operand_map[dtype, b_transposed](
+                    ctx, b.addresses[i], own_n, k, box_rows, b.pitch
+                ),
+            )
     comptime for i in range(len(_FEW)):
         comptime rows = _FEW[i]
         if m <= rows:
+            comptime Output = Pointer[
+                Scalar[result_type[dtype]()], MutAnyOrigin
+            ]
             var kernel = ctx.compile_function[
-                few_rows_kernel[dtype, rows, b_transposed, E, H]
+                few_rows_kernel[dtype, rows, b_transposed, parts, E, H]
             ](
                 func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
-                    UInt32(few_rows_shared_bytes(rows))
+                    UInt32(few_rows_shared_bytes(rows, H.gathers))
                 )
             )
             gpu.stream.enqueue_function(
                 kernel,
-                operand_map[dtype, b_transposed](
-                    ctx,
-                    b,
-                    n,
-                    k,
-                    row_elements[dtype]() if b_transposed else FEW_OUTPUTS,
-                ),
+                b_maps,
                 operand_map[dtype, False](ctx, a, m, k, rows),
-                Pointer[Scalar[result_type[dtype]()], MutAnyOrigin](
-                    unsafe_from_address=c
-                ),
+                Output(unsafe_from_address=c.addresses[0]),
+                Output(unsafe_from_address=c.addresses[1]),
+                Output(unsafe_from_address=c.addresses[2]),
+                Int32(c.pitch if c.pitch else n),
                 product,
-                grid_dim=ceildiv(n, FEW_OUTPUTS) * FEW_CLUSTER,
+                grid_dim=tiles * FEW_CLUSTER,
                 block_dim=FEW_THREADS,
-                shared_mem_bytes=few_rows_shared_bytes(rows),
+                shared_mem_bytes=few_rows_shared_bytes(rows, H.gathers),
                 attributes=beside_earlier(),
             )
             return

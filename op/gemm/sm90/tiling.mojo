@@ -52,6 +52,19 @@ comptime _STORE = 4400
 comptime _FULL_PERCENT = 80
 
 
+def is_for_few_rows(m: Int, k: Int) -> Bool:
+    """Tells whether a product is one for the kernel for few rows.
+
+    Args:
+        m: Rows of the product.
+        k: Length of the sums, in elements of 16 bits.
+
+    Returns:
+        Whether it is: the kernel shares the sums between two blocks.
+    """
+    return m <= MOST_FEW_ROWS and k > K_BLOCK
+
+
 def count_tiles(config: Config, m: Int, n: Int) -> Int:
     """Counts the tiles of a product.
 
@@ -148,6 +161,8 @@ def activated_tiling[
     """
     # Two elements of 8 bits take the place of one of 16.
     var length = k * size_of[dtype]() // 2
+    if is_for_few_rows(m, length):
+        return Tiling(FEW_ROWS, False, 100)
     var best = Tiling(0, True, 0)
     var least = Int.MAX
     var most = 0
@@ -210,8 +225,7 @@ struct Tiling(TrivialRegisterPassable):
         Returns:
             The choice.
         """
-        # The kernel for few rows shares the sums between two blocks.
-        if m <= MOST_FEW_ROWS and k > K_BLOCK and not invariant:
+        if is_for_few_rows(m, k) and not invariant:
             return Self(FEW_ROWS, False, 100)
         var best = Self(0, False, 0)
         var least = Int.MAX

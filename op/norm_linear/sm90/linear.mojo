@@ -132,7 +132,9 @@ def launch_linear[
             var biases = BiasOfParts[dtype](
                 Int64(call.bias), Int64(call.up_bias), 0
             )
-            _launch_activated[dtype, True](gpu, call, rows, biases)
+            _launch_activated[dtype, True](
+                gpu, call, rows, b_is_older, biases
+            )
             return
         if call.residual != 0:
             _launch_product[dtype](
@@ -145,14 +147,18 @@ def launch_linear[
             )
             return
         if call.activation != 0:
-            _launch_activated[dtype, False](gpu, call, rows, epilogue)
+            _launch_activated[dtype, False](
+                gpu, call, rows, b_is_older, epilogue
+            )
             return
     _launch_product[dtype](gpu, call, tiling, rows, b_is_older, epilogue)
 
 
 def _launch_activated[
     E: Epilogue, //, dtype: DType, gates: Bool
-](gpu: Gpu, call: Call, rows: Int, epilogue: E) raises:
+](
+    gpu: Gpu, call: Call, rows: Int, b_is_older: Bool, epilogue: E
+) raises:
     launch_activated[dtype](
         gpu,
         call.y,
@@ -165,6 +171,7 @@ def _launch_activated[
         Activated[E, gates](
             epilogue, Int64(call.h), Int32(call.activation % GATED)
         ),
+        b_is_older=b_is_older,
     )
 
 

@@ -89,4 +89,5 @@ def _launch_activated(gpu: Gpu, call: Call) raises:
                     _scaled(call), Int64(call.h), kind
                 ),
                 a_is_new=True,
+                b_is_older=call.way == FUSED,
             )

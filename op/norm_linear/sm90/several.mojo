@@ -14,7 +14,12 @@ from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import BiasOfParts, ScaleAndCorrect
 from ...gemm.row_hook import NoHook
 from ...gemm.sm90.config import Config
-from ...gemm.sm90.launch import BAND, Matrices, launch_parts
+from ...gemm.sm90.launch import (
+    BAND,
+    Matrices,
+    launch_few_rows_of_parts,
+    launch_parts,
+)
 from ...gemm.sm90.parts import (
     MOST_PARTS,
     SIDE_BY_SIDE,
@@ -22,7 +27,7 @@ from ...gemm.sm90.parts import (
     steps_of,
 )
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import Tiling
+from ...gemm.sm90.tiling import Tiling, is_for_few_rows
 from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from .alignment import ALIGNMENT, are_aligned
@@ -92,10 +97,13 @@ def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
         processors: SMs of the device.
 
     Returns:
-        Whether their tiles, of which each product begins its own, keep the device busy.
+        Whether their tiles, of which each product begins its own, keep the device busy, or the rows are few.
     """
     if not can[dtype](call):
         return False
+    # Each weight is read once, whoever multiplies; launches are saved.
+    if is_for_few_rows(call.M, call.K):
+        return call.invariant == 0
     var n = steps_of(sizes_of(call), COLUMNS) * COLUMNS
     return fills(Tiling.best(call.M, n, call.K, processors, common=True))
 
@@ -229,6 +237,13 @@ def _launch_beside[
     outputs.pitch = call.pitch
     for i in range(call.part_count):
         outputs.addresses[i] = part_at(call, i).y
+    if is_for_few_rows(call.M, call.K):
+        # Passes wait for all before them, and write no weight.
+        product.b_is_older = Int32(call.z != 0)
+        launch_few_rows_of_parts[dtype, False, SIDE_BY_SIDE](
+            gpu, outputs, rows, weights, product
+        )
+        return
     launch_parts[dtype, _BESIDE](gpu, outputs, Matrices(rows), weights, product)
 
 
