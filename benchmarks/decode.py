@@ -232,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cases": [],
     }
     for batch in options.batch or BATCHES:
+        torch.compiler.reset()
         case = measure(batch, options.seconds, device, options.profile)
         document["cases"].append(case)
         Console().print(table([case]), soft_wrap=True)
