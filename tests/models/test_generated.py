@@ -152,7 +152,7 @@ def hold(seeds: range, device: str = "cpu") -> None:
     # A generator of what PyTorch refuses, or what the pass leaves, would show nothing.
     assert held > len(seeds) // 3
     # A Triton kernel may write anything that it is given.
-    assert sum(site.fused for site in sites) > len(seeds) // (4 if device == "cpu" else 8)
+    assert sum(site.fused for site in sites) > len(seeds) // (4 if device == "cpu" else 10)
 
 
 @pytest.mark.parametrize("first", range(0, _IN_CI, _BATCH))

@@ -243,8 +243,12 @@ def test_a_gate_of_two_layers(
         x, w, v, *layers = (None if t is None else t.to(device, dtype) for t in (x, w, v, *layers))
         options = {"activation": "swiglu", "recipe": recipe}
         found = fn.norm_linear(x, (w, v), layers, **options)
-        wide = [None if t is None else t.double() for t in layers]
-        exact = fn.norm_linear(x.double(), (w.double(), v.double()), wide, activation="swiglu")
+        z = F.layer_norm(x.double(), (K,))
+        gate, up = (
+            F.linear(z, weight.double(), None if bias is None else bias.double())
+            for weight, bias in zip((w, v), layers, strict=True)
+        )
+        exact = F.silu(gate) * up
         assert found.dtype is dtype
         # A gate multiplies two products, with the errors of both.
         assert decibels(found, exact) > LEAST - 3

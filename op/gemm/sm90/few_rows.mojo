@@ -200,7 +200,7 @@ def few_rows_kernel[
         first_c: Receives c [M, N], for a gate [M, N / 2]; the first of several.
         second_c: Receives the second of several.
         third_c: Receives the third.
-        pitch: Elements from one row of each c to its next.
+        pitch: Elements from one row of each c to its next; 0 for as many as a row has.
         product: Sizes, K more than one k block; and what goes with the matrices.
     """
     comptime assert parts == WHOLE or not (b_transposed or E.adds)
@@ -238,6 +238,7 @@ def few_rows_kernel[
         elif part == 2:
             c = third_c
     var b_map = part_of(address_of(b_maps), part)
+    var row_pitch = pitch if pitch != 0 else n
 
     if thread == 0:
         for stage in range(UInt32(stages)):
@@ -457,7 +458,7 @@ def few_rows_kernel[
                         )
                         comptime if not E.activates:
                             c.unsafe_offset(
-                                Int(row) * Int(pitch) + Int(output)
+                                Int(row) * Int(row_pitch) + Int(output)
                             ).unsafe_store(sum.cast[c_dtype]())
                             continue
                         var width = Int(n)

@@ -327,7 +327,7 @@ def launch_few_rows_of_parts[
                 Output(unsafe_from_address=c.addresses[0]),
                 Output(unsafe_from_address=c.addresses[1]),
                 Output(unsafe_from_address=c.addresses[2]),
-                Int32(c.pitch if c.pitch else n),
+                Int32(c.pitch),
                 product,
                 grid_dim=tiles * FEW_CLUSTER,
                 block_dim=FEW_THREADS,
