@@ -18,6 +18,7 @@ FP8 = "benchmarks/results/h100-fp8-kernels.json"
 WHOLE = "benchmarks/results/h100-blocks.json"
 BLOCKS = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
+DECODING = "benchmarks/results/h100-decode.json"
 REGRET = "benchmarks/results/gpu-regret-nvidia-h100.json"
 BFLOAT16, PEER, OURS = "bf16", "torch.compile, _scaled_mm", "ours"
 # What the file calls them, and what the page does.
@@ -42,7 +43,9 @@ def sections() -> list[str]:
     """Return all sections as headings, sentences and tables in Markdown."""
     whole = benchmark_tables.seams(ROOT / WHOLE, "Whole blocks")
     blocks = _blocks(_load(BLOCKS))
-    return [*whole, *_fp8(_load(FP8)), *blocks, *_head(_load(HEAD)), *_regret(_load(REGRET))]
+    decoding = _decoding(_load(DECODING))
+    last = [*_head(_load(HEAD)), *_regret(_load(REGRET))]
+    return [*whole, *decoding, *_fp8(_load(FP8)), *blocks, *last]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -126,6 +129,27 @@ def _blocks(run: dict[str, Any]) -> list[str]:
         f"{e['date']}, {e['commit']}, CUDA graphs. From `{BLOCKS}`, made by "
         "`poe bench --fp8`. Ratios to eager bfloat16; `products` are `torch._scaled_mm` of "
         "operands quantized before, and attention.\n",
+        markdown.table(header, rows, right=range(1, len(header))),
+    ]
+
+
+def _decoding(run: dict[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(name for case in run["cases"] for name in case["results"]))
+    rows = []
+    for case in run["cases"]:
+        us = {name: result["us"] for name, result in case["results"].items() if "us" in result}
+        ratios = [f"{us[name] / us['eager']:.2f}" if name in us else "" for name in names[1:]]
+        rows.append([str(case["batch"]), f"{us['eager']:.0f} us", *ratios])
+    titles = [f"**{name}**" if name.startswith("fused_norm") else name for name in names]
+    header = ["sequences", *titles]
+    e = run["environment"]
+    return [
+        "## Decoding\n",
+        f"{e['gpu']}, bfloat16, torch {e['torch']}, driver {e['driver']}, {e['date']}, "
+        f"{e['commit']}, CUDA graphs. From `{DECODING}`, made by `poe bench --decode`.\n",
+        "One token of each sequence through eight blocks of LLaMA-8B with a cache of 1024 "
+        "positions: ratios to eager. `products` are the products alone, by PyTorch; `weights` is "
+        "the time in which a copy moves as many bytes as the weights have.\n",
         markdown.table(header, rows, right=range(1, len(header))),
     ]
 

@@ -37,11 +37,12 @@ PLANS = {
     (16384, 1024, 1024): (False, True, True, True, False),
     (1024, 4096, 4096): (False, True, True, True, False),
     (2048, 768, 3072): (False, True, True, True, False),
-    # A kernel of its own for few rows, which share no pass.
-    (64, 4096, 4096): (True, True, True, True, True),
-    (64, 4096, 12288): (False, True, True, True, False),
+    # Few rows share no pass of their own; very few have a kernel that activates.
+    (64, 4096, 4096): (True, False, False, True, True),
+    (64, 4096, 12288): (False, False, False, True, False),
+    (16, 4096, 12288): (False, True, True, True, True),
     # Sums of one k block.
-    (64, 64, 4096): (False, False, False, False, False),
+    (16, 64, 4096): (False, False, False, False, False),
     # Tiles that leave much of the device idle.
     (512, 1024, 1024): (True, False, False, False, False),
     # The last box of a gate's h would reach into its other half. dy weight has sums too long.
@@ -313,18 +314,15 @@ def test_every_activation(activation: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("dtype", family.LOW, ids=str)
-@pytest.mark.parametrize("rows", [1, 9, 16, 17, 64])
+@pytest.mark.parametrize("rows", [1, 9, 16])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "reglu"])
 def test_few_rows(activation: str, rows: int, dtype: torch.dtype) -> None:
     """Gates of two weights and of one, h kept and not, biases or none, columns of half a tile."""
-    what = "few_rows_{}_{}_False{}".format(
-        str(dtype).removeprefix("torch."),
-        16 if rows <= 16 else 64,
-        "_halves_gate" if activation in family.GATES else "_activate",
-    )
+    what = "_halves_gate" if activation in family.GATES else "_activate"
+    what = f"few_rows_{str(dtype).removeprefix('torch.')}_16_False{what}"
     for count in (1, 2) if activation in family.GATES else (1,):
-        # Boxes of h end where its halves do.
-        for outputs, bias in ((1088, True), (1000, False)):
+        # Boxes of h end where its halves do. The last have more tiles than an H100 has clusters.
+        for outputs, bias in ((1088, True), (1000, False), (10304, True)):
             options = {"activation": activation, "weights": count, "bias": bias, "dtype": dtype}
             case = case_of("GELU", **options, shape=((rows,), 1056, outputs))
             tensors = family.make_tensors(case, "cuda")

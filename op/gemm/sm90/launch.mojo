@@ -21,6 +21,7 @@ from .few_rows import (
     FEW_OUTPUTS,
     FEW_THREADS,
     GATE_ROWS,
+    blocks_of_processor,
     count_maps,
     few_rows_kernel,
     few_rows_shared_bytes,
@@ -39,6 +40,7 @@ from .tiling import (
     NARROWEST_GATE,
     ROW_ALIGNMENT,
     SHAPES,
+    VERY_FEW_ROWS,
     Tiling,
     count_tiles,
 )
@@ -48,7 +50,7 @@ comptime BAND = 8
 columns of b that the other clusters of a wave then need."""
 
 # Most rows of each kernel for few rows.
-comptime _FEW = [16, MOST_FEW_ROWS]
+comptime _FEW = [VERY_FEW_ROWS, MOST_FEW_ROWS]
 
 
 def _all_at_one_time() -> List[LaunchAttribute]:
@@ -310,6 +312,11 @@ def launch_few_rows_of_parts[
     comptime for i in range(len(_FEW)):
         comptime rows = _FEW[i]
         if m <= rows:
+            # What is gathered lies where the next tile's sums would.
+            var clusters = tiles
+            comptime if not H.gathers:
+                comptime beside = blocks_of_processor(rows)
+                clusters = min(tiles, gpu.processors * beside // FEW_CLUSTER)
             comptime Output = Pointer[
                 Scalar[result_type[dtype]()], MutAnyOrigin
             ]
@@ -328,8 +335,9 @@ def launch_few_rows_of_parts[
                 Output(unsafe_from_address=c.addresses[1]),
                 Output(unsafe_from_address=c.addresses[2]),
                 Int32(c.pitch),
+                Int32(tiles),
                 product,
-                grid_dim=tiles * FEW_CLUSTER,
+                grid_dim=clusters * FEW_CLUSTER,
                 block_dim=FEW_THREADS,
                 shared_mem_bytes=few_rows_shared_bytes(rows, H.gathers),
                 attributes=beside_earlier(),

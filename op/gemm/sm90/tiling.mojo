@@ -43,6 +43,8 @@ comptime FEW_ROWS = 0
 """In place of a tile's columns, the kernel for few rows."""
 comptime MOST_FEW_ROWS = 64
 """Most rows that this kernel takes."""
+comptime VERY_FEW_ROWS = 16
+"""Most of those that it serves best: of several b, and of a gate's, it takes no more."""
 comptime NARROWEST_GATE = 128
 """Fewest columns of a tile where a gate halves them."""
 
@@ -52,17 +54,18 @@ comptime _STORE = 4400
 comptime _FULL_PERCENT = 80
 
 
-def is_for_few_rows(m: Int, k: Int) -> Bool:
+def is_for_few_rows(m: Int, k: Int, most: Int = VERY_FEW_ROWS) -> Bool:
     """Tells whether a product is one for the kernel for few rows.
 
     Args:
         m: Rows of the product.
         k: Length of the sums, in elements of 16 bits.
+        most: Most rows that it is to take.
 
     Returns:
         Whether it is: the kernel shares the sums between two blocks.
     """
-    return m <= MOST_FEW_ROWS and k > K_BLOCK
+    return m <= most and k > K_BLOCK
 
 
 def count_tiles(config: Config, m: Int, n: Int) -> Int:
@@ -225,7 +228,7 @@ struct Tiling(TrivialRegisterPassable):
         Returns:
             The choice.
         """
-        if is_for_few_rows(m, k) and not invariant:
+        if is_for_few_rows(m, k, MOST_FEW_ROWS) and not invariant:
             return Self(FEW_ROWS, False, 100)
         var best = Self(0, False, 0)
         var least = Int.MAX
