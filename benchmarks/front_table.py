@@ -15,6 +15,8 @@ from benchmarks.runs import Measurement, Result, Run
 from fused_norm.devices.costs import DIRECTIONS, Measured
 
 BLOCKS = "benchmarks/results/h100-blocks.json"
+# Forwards, with parameters frozen and not.
+FROZEN_BLOCKS = "benchmarks/results/h100-blocks-frozen.json"
 OTHER_BLOCKS = "benchmarks/results/h200-blocks.json"
 FP8 = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
@@ -74,7 +76,7 @@ def gain(run: Run) -> str:
     count = len({m.op for m in run.measurements})
     middles = " and ".join(f"{median(found):.2f}" for found in versus)
     return (
-        f"On an {short(run.environment.gpu)} in bfloat16, {count} kinds of transformer blocks take\n"
+        f"On an {short(run.environment.gpu)} in bfloat16, {count} kinds of blocks take\n"
         f"**{words('ours', 'graph')}**, measured on the device;\n"
         f"`torch.compile` alone takes {words('peer', 'graph')}.\n"
         f"Against `torch.compile` the median is {middles}.\n"
@@ -88,10 +90,12 @@ def table(root: Path) -> str:
         root: The repository.
     """
     lines = []
+    frozen = runs.load(root / FROZEN_BLOCKS)
     for path in (BLOCKS, OTHER_BLOCKS):
         run = runs.load(root / path)
         place = f"{short(run.environment.gpu)}, bfloat16"
-        lines.append(["a block, in a CUDA graph", place, *_pairs(run, "graph"), ""])
+        cells = _pairs(run, "graph", frozen if path == BLOCKS else run)
+        lines.append(["a block, in a CUDA graph", place, *cells, ""])
         if path == BLOCKS:
             lines.append(["a block, launched", place, *_pairs(run, "launch"), ""])
             lines += [_eight_bits(root / FP8), _head(root / HEAD)]
@@ -123,15 +127,16 @@ def table(root: Path) -> str:
     return markdown.table(header, lines, right=range(2, len(header)))
 
 
-def _pairs(run: Run, metric: str) -> list[str]:
+def _pairs(run: Run, metric: str, frozen: Run | None = None) -> list[str]:
     """Return the cells of ours and of `torch.compile`, in inference and in training."""
     cells = []
     for mode in MODES:
-        ours, peer, frozen = (_ratios(run, mode, metric, r) for r in ("ours", "peer", FROZEN))
+        ours, peer = (_ratios(run, mode, metric, role) for role in ("ours", "peer"))
         # A peer in some of the rows alone would not compare.
         peer = peer if len(peer) == len(ours) else []
         text = _cell(ours, peer)
-        text += f", frozen {median(frozen):.2f}" if len(frozen) == len(ours) else ""
+        if frozen and (ratios := _ratios(frozen, mode, metric, FROZEN)):
+            text += f", frozen {median(ratios):.2f}"
         cells += [text, f"{median(peer):.2f}" if peer else ""]
     return cells
 
