@@ -108,7 +108,9 @@ def _sums_bytes(rows: Int, gathers: Bool) -> Int:
 
 def _stages(rows: Int, gathers: Bool) -> Int:
     """Counts the slots of the ring: as many as fit."""
-    var bytes = _SHARED_BYTES if blocks_of_processor(rows) == 2 else _ALONE_BYTES
+    var bytes = (
+        _SHARED_BYTES if blocks_of_processor(rows) == 2 else _ALONE_BYTES
+    )
     return (bytes - _sums_bytes(rows, gathers)) // _slot_bytes(rows)
 
 
@@ -369,9 +371,9 @@ def few_rows_kernel[
         tile = next
         next += clusters
         comptime if not H.gathers:
-            partial = partials + UInt32(
-                FEW_OUTPUTS * rows * 4
-            ) * ((tile // clusters) & 1)
+            partial = partials + UInt32(FEW_OUTPUTS * rows * 4) * (
+                (tile // clusters) & 1
+            )
         var own_tile = _Tile[parts](tile, product.sizes)
         var part = own_tile.part
         var first_output = own_tile.first_output
@@ -439,7 +441,8 @@ def few_rows_kernel[
             var remote = map_to_rank(partial, 0) + thread * 4
             comptime for i in range(registers):
                 store_remote_value(
-                    remote + UInt32(i * 128 * 4), rebind[Float32](accumulator[i])
+                    remote + UInt32(i * 128 * 4),
+                    rebind[Float32](accumulator[i]),
                 )
         meet_cluster()
         comptime if E.has_row_terms and not H.gathers:
@@ -463,7 +466,9 @@ def few_rows_kernel[
                     ),
                     counts.reduce_add(),
                 )
-                store_shared_pair(statistics + thread * 8, {own.offset, own.scale})
+                store_shared_pair(
+                    statistics + thread * 8, {own.offset, own.scale}
+                )
                 if tile == 0 and thread < UInt32(m):
                     product.hook.keep(Int(thread), own)
             named_barrier_sync(1, 128)
@@ -484,11 +489,16 @@ def few_rows_kernel[
         var gates = StaticTuple[Float32, registers // 2](0)
         comptime for below in range(2):
             var output = (
-                first_output + warp_in_block * 16 + (lane >> 2) + UInt32(8 * below)
+                first_output
+                + warp_in_block * 16
+                + (lane >> 2)
+                + UInt32(8 * below)
             )
             if output < UInt32(n):
                 # Its place in the half of a gate that it belongs to.
-                var column = Int(first_output // 2 + warp_in_block * 8 + (lane >> 2))
+                var column = Int(
+                    first_output // 2 + warp_in_block * 8 + (lane >> 2)
+                )
                 var columns = ColumnTerms[DType.float32, 1, E.vectors](fill=0)
                 comptime for i in range(E.vectors):
                     comptime if E.may_lack_vectors:
@@ -526,10 +536,14 @@ def few_rows_kernel[
                             )
                             comptime if E.adds:
                                 other += (
-                                    Pointer[Scalar[c_dtype], MutUntrackedOrigin](
+                                    Pointer[
+                                        Scalar[c_dtype], MutUntrackedOrigin
+                                    ](
                                         unsafe_from_address=product.epilogue.addend()
                                     )
-                                    .unsafe_offset(Int(row) * Int(n) + Int(output))
+                                    .unsafe_offset(
+                                        Int(row) * Int(n) + Int(output)
+                                    )
                                     .unsafe_load()
                                     .cast[DType.float32]()
                                 )

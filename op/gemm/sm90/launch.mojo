@@ -260,9 +260,7 @@ def launch_few_rows[
 
 def launch_few_rows_of_parts[
     E: Epilogue, H: RowHook, //, dtype: DType, b_transposed: Bool, parts: Int
-](
-    gpu: Gpu, c: Matrices, a: Int, b: Matrices, product: Product[E, H]
-) raises:
+](gpu: Gpu, c: Matrices, a: Int, b: Matrices, product: Product[E, H]) raises:
     """Queues c_i = epilogue(a @ b_i^T), or a gate of two b, for few rows of a.
 
     Parameters:

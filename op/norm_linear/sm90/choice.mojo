@@ -146,6 +146,10 @@ def choose_forward[
                 way = NEW_FOLD
         if way in (NEW_FOLD, KEPT_FOLD) and not folds:
             way = FUSED
+        # Costs are those of plain products: tiles in which folds activate are narrower, and cost more than a pass.
+        if call.way == 0 and call.activation != 0 and activates:
+            if way == KEPT_FOLD:
+                way = FUSED
         if call.activation != 0 and way not in (NEW_FOLD, KEPT_FOLD):
             # Otherwise only an epilogue of a fold activates.
             var pays = (

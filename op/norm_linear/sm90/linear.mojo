@@ -132,9 +132,7 @@ def launch_linear[
             var biases = BiasOfParts[dtype](
                 Int64(call.bias), Int64(call.up_bias), 0
             )
-            _launch_activated[dtype, True](
-                gpu, call, rows, b_is_older, biases
-            )
+            _launch_activated[dtype, True](gpu, call, rows, b_is_older, biases)
             return
         if call.residual != 0:
             _launch_product[dtype](
@@ -156,9 +154,7 @@ def launch_linear[
 
 def _launch_activated[
     E: Epilogue, //, dtype: DType, gates: Bool
-](
-    gpu: Gpu, call: Call, rows: Int, b_is_older: Bool, epilogue: E
-) raises:
+](gpu: Gpu, call: Call, rows: Int, b_is_older: Bool, epilogue: E) raises:
     launch_activated[dtype](
         gpu,
         call.y,
