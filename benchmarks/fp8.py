@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--block", action="append", choices=list(blocks))
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--seconds", type=float, default=0.3, help="for each (default: 0.3)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="results; its cases that are not measured stay")
     parser.add_argument("--commit", help="what is measured, where there is no repository")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
@@ -234,10 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": versions,
         "cases": [],
     }
+    if options.json and options.json.exists():
+        document["cases"] = json.loads(options.json.read_text())["cases"]
+    of = {name: document["environment"][name] for name in ("commit", "date")}
     for name in options.block or blocks:
         for mode in options.mode or MODES:
-            case = measure(blocks[name], mode, budget, device)
-            document["cases"].append(case)
+            case = measure(blocks[name], mode, budget, device) | of
+            others = [c for c in document["cases"] if (c["block"], c["mode"]) != (name, mode)]
+            document["cases"] = [*others, case]
             Console().print(table([case]), soft_wrap=True)
             for who, result in case["results"].items():
                 if "error" in result:

@@ -15,8 +15,6 @@ from benchmarks.runs import Measurement, Result, Run
 from fused_norm.devices.costs import DIRECTIONS, Measured
 
 BLOCKS = "benchmarks/results/h100-blocks.json"
-# Forwards, with parameters frozen and not.
-FROZEN_BLOCKS = "benchmarks/results/h100-blocks-frozen.json"
 OTHER_BLOCKS = "benchmarks/results/h200-blocks.json"
 FP8 = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
@@ -90,12 +88,10 @@ def table(root: Path) -> str:
         root: The repository.
     """
     lines = []
-    frozen = runs.load(root / FROZEN_BLOCKS)
     for path in (BLOCKS, OTHER_BLOCKS):
         run = runs.load(root / path)
         place = f"{short(run.environment.gpu)}, bfloat16"
-        cells = _pairs(run, "graph", frozen if path == BLOCKS else run)
-        lines.append(["a block, in a CUDA graph", place, *cells, ""])
+        lines.append(["a block, in a CUDA graph", place, *_pairs(run, "graph"), ""])
         if path == BLOCKS:
             lines.append(["a block, launched", place, *_pairs(run, "launch"), ""])
             lines += [_eight_bits(root / FP8), _head(root / HEAD)]
@@ -127,7 +123,7 @@ def table(root: Path) -> str:
     return markdown.table(header, lines, right=range(2, len(header)))
 
 
-def _pairs(run: Run, metric: str, frozen: Run | None = None) -> list[str]:
+def _pairs(run: Run, metric: str) -> list[str]:
     """Return the cells of ours and of `torch.compile`, in inference and in training."""
     cells = []
     for mode in MODES:
@@ -135,8 +131,8 @@ def _pairs(run: Run, metric: str, frozen: Run | None = None) -> list[str]:
         # A peer in some of the rows alone would not compare.
         peer = peer if len(peer) == len(ours) else []
         text = _cell(ours, peer)
-        if frozen and (ratios := _ratios(frozen, mode, metric, FROZEN)):
-            text += f", frozen {median(ratios):.2f}"
+        if frozen := _ratios(run, mode, metric, FROZEN):
+            text += f", frozen {median(frozen):.2f}"
         cells += [text, f"{median(peer):.2f}" if peer else ""]
     return cells
 

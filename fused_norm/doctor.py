@@ -277,8 +277,8 @@ def _autograd(advice: Advice) -> str:
     cxx = library.compiler()
     if cxx:
         advice.may.append(
-            "`python -m fused_norm build --autograd` compiles the autograd node, minutes once; it "
-            "takes Python out of small calls"
+            "`python -m fused_norm build --autograd` compiles the autograd node, in less than a "
+            "minute; it takes Python out of small calls"
         )
         return f"Python; C++ can be built with {cxx}"
     return "Python; C++ needs a compiler, and there is none"

@@ -10,8 +10,7 @@ from typing import Any
 
 import benchmark_tables
 
-from benchmarks import front_table, markdown, regret_gpu, runs
-from benchmarks.blocks import EVERY
+from benchmarks import markdown, regret_gpu
 from fused_norm.devices.hopper import GpuCall
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +42,6 @@ HEADS = {
 def sections() -> list[str]:
     """Return all sections as headings, sentences and tables in Markdown."""
     whole = benchmark_tables.seams(ROOT / WHOLE, "Whole blocks")
-    whole += _frozen(runs.load(ROOT / front_table.FROZEN_BLOCKS))
     blocks = _blocks(_load(BLOCKS))
     decoding = _decoding(_load(DECODING))
     last = [*_head(_load(HEAD)), *_regret(_load(REGRET))]
@@ -125,30 +123,13 @@ def _blocks(run: dict[str, Any]) -> list[str]:
         rows.append([f"**{name}**" if name.startswith("fused_norm") else name, *cells])
     header = ["", *(f"{case['block']}, {case['mode']}" for case in cases)]
     e, versions = run["environment"], run["versions"]
+    commits = ", ".join(dict.fromkeys(f"{case['date']} {case['commit']}" for case in cases))
     return [
         "### Blocks in FP8\n",
         f"{e['gpu']}, torch {e['torch']}, torchao {versions['torchao']}, driver {e['driver']}, "
-        f"{e['date']}, {e['commit']}, CUDA graphs. From `{BLOCKS}`, made by "
+        f"{commits}, CUDA graphs. From `{BLOCKS}`, made by "
         "`poe bench --fp8`. Ratios to eager bfloat16; `products` are `torch._scaled_mm` of "
         "operands quantized before, and attention.\n",
-        markdown.table(header, rows, right=range(1, len(header))),
-    ]
-
-
-def _frozen(run: runs.Run) -> list[str]:
-    rows = []
-    for measurement in run.measurements:
-        names = ("compile", front_table.BACKEND, front_table.FROZEN)
-        found = [measurement.of(name) for name in names]
-        cells = [f"{r.vs_eager['graph']:.3f}" if r else "" for r in found]
-        rows.append([EVERY[measurement.op].title, *cells])
-    header = ["forward", "torch.compile", "ours", "ours, frozen"]
-    e = run.environment
-    return [
-        "### Frozen\n",
-        f"{e.gpu}, torch {e.torch}, {e.date}, {e.commit}. Ratios to eager in CUDA graphs, "
-        f'`torch.compile(backend="fused_norm")` without and under `frozen_parameters`. From '
-        f"`{front_table.FROZEN_BLOCKS}`.\n",
         markdown.table(header, rows, right=range(1, len(header))),
     ]
 
