@@ -407,7 +407,8 @@ MUTATIONS = (
         "few rows are read while the norm still writes them",
         "gpu",
         f"{GEMM_SM90}/few_rows.mojo",
-        "            if waits or product.a_is_new != 0:\n                wait_on_earlier_grids()\n",
+        "                    if waits or product.a_is_new != 0:\n"
+        "                        wait_on_earlier_grids()\n",
         "",
         HOPPER,
     ),

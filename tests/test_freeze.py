@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fused_norm as fn
 from fused_norm import recipes
 from fused_norm.call import frozen
+from fused_norm.ops.fp8 import scaled_linear
 
 x = torch.randn(6, 32)
 
@@ -273,6 +274,19 @@ def test_weights_in_eight_bits(recipe: str, device: str) -> None:
     fn.unfreeze(model)
     for name, value in weights.items():
         assert torch.equal(value, before[name])
+
+
+def test_no_rows_are_frozen(device: str) -> None:
+    """While a weight is offloaded, all that is quantized is asked whether it is that weight."""
+    model, rows = a_model(device), torch.randn(32, 256, device=device)
+    weight = torch.randn(256, 256, device=device)
+    offloaded(model)
+    with torch.no_grad(), fn.frozen_parameters():
+        for _ in range(3):
+            scaled_linear(rows, weight, None, recipe="rowwise")
+        assert frozen.find([weight]) is not None
+        assert not frozen.of([rows])
+    fn.unfreeze(model)
 
 
 def test_a_shared_weight_stays() -> None:

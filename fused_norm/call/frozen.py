@@ -256,12 +256,14 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
     Raises:
         RuntimeError: If they have: the call needs them, and not what was made of them.
     """
-    found = find(tensors)
-    if found is not None and found[0].is_offloaded(found[1]):
-        raise RuntimeError(
-            "freeze(offload=True) moved a weight of this call to the host's memory, and the call "
-            "needs it: run it under torch.no_grad() as the calls before, or unfreeze the model"
-        )
+    # Without a look at contexts, which freeze what they are asked for twice.
+    for tensor in (t for t in tensors if _is_ordinary(t)):
+        if any(record.is_offloaded([key_of(tensor)]) for record in of([tensor])):
+            raise RuntimeError(
+                "freeze(offload=True) moved a weight of this call to the host's memory, and the "
+                "call needs it: run it under torch.no_grad() as the calls before, or unfreeze the "
+                "model"
+            )
 
 
 def is_any() -> bool:
