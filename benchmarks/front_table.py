@@ -33,7 +33,10 @@ CPUS = {
     "AVX-512": "benchmarks/results/cpu-avx512.json",
 }
 # Calls of sizes drawn at random.
-RANDOM = {"EPYC, Zen 3": "benchmarks/results/cpu-regret-amd-zen3.json"}
+RANDOM = {
+    "Xeon, AMX": "benchmarks/results/cpu-regret-intel-amx.json",
+    "EPYC, Zen 3": "benchmarks/results/cpu-regret-amd-zen3.json",
+}
 MODES = ("forward", "train")
 PEER = "compile"
 # What stands for us where a block is measured in several ways.
