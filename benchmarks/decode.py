@@ -42,6 +42,9 @@ Formula = Callable[[Tensor], Tensor]
 class Block(nn.Module):
     """A block as transformers has it, and its cache."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, batch: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH, EPS), nn.RMSNorm(WIDTH, EPS)
@@ -64,7 +67,8 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(query, self.keys, self.values, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, 1, WIDTH))
         z = self.norm2(x)
-        return x + self.down(F.silu(self.gate(z)) * self.up(z))
+        total: Tensor = x + self.down(F.silu(self.gate(z)) * self.up(z))
+        return total
 
 
 class Model(nn.Module):
@@ -86,7 +90,8 @@ class Model(nn.Module):
 
     def products(self, x: Tensor) -> Tensor:
         """Return what the products alone give of some rows."""
-        for block in self.blocks:
+        each: Any = self.blocks
+        for block in each:
             for layer in (block.q, block.k, block.v, block.out, block.gate, block.up):
                 y = layer(x)
             x = x + block.down(y)
@@ -153,8 +158,8 @@ def measure(batch: int, seconds: float, device: torch.device, profiles: Path | N
                 # A provider that fails is reported, and the others go on.
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
                 continue
-            error = (y - expected).float().norm() / expected.float().norm()
-            found[name] = {"off": round(error.item(), 4)}
+            off = (y - expected).float().norm() / expected.float().norm()
+            found[name] = {"off": round(off.item(), 4)}
             timers[name] = GpuTimer([step], stream, provider.capture)
         rounds = Rounds(dict(timers), Budget(seconds, seconds / 2, fewest=9), 0)
         rounds.run()

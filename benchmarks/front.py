@@ -107,7 +107,12 @@ def draw(run: Run, theme: Theme, form: Form) -> Figure:
             # Both columns over the same range, so that they compare.
             ratios = [r.vs_eager["graph"] for m in run.measurements for r in m.results]
             axes.set_xlim(min(ratios) - 0.04, max(ratios) + 0.03)
-        head = {"fontsize": 13, "fontweight": "bold", "va": "top", "linespacing": 1.25}
+        head: dict[str, Any] = {
+            "fontsize": 13,
+            "fontweight": "bold",
+            "va": "top",
+            "linespacing": 1.25,
+        }
         figure.text(0.012, form.heights[0], form.title, **head)
         where = f"{short(run.environment.gpu)}, bfloat16, device time. Left is faster; eager is 1."
         figure.text(0.012, form.heights[1], where, fontsize=9, color=theme.faint, va="top")

@@ -57,9 +57,12 @@ def of_role(run: Run, measurement: Measurement, role: str) -> Result | None:
         measurement: One of it.
         role: That of a provider, or its name.
     """
-    found = [r for r in measurement.results if run.role(measurement.op, r.provider) == role]
-    named = (BACKEND,) if role == "ours" else (role,)
-    return next((r for r in measurement.results if r.provider in named), (found or [None])[0])
+    named = BACKEND if role == "ours" else role
+    for result in measurement.results:
+        if result.provider == named:
+            return result
+    found = (r for r in measurement.results if run.role(measurement.op, r.provider) == role)
+    return next(found, None)
 
 
 def gain(run: Run) -> str:

@@ -257,7 +257,7 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
         RuntimeError: If they have: the call needs them, and not what was made of them.
     """
     # Without a look at contexts, which freeze what they are asked for twice.
-    for tensor in (t for t in tensors if _is_ordinary(t)):
+    for tensor in (t for t in tensors if t is not None and _is_ordinary(t)):
         if any(record.is_offloaded([key_of(tensor)]) for record in of([tensor])):
             raise RuntimeError(
                 "freeze(offload=True) moved a weight of this call to the host's memory, and the "

@@ -49,11 +49,11 @@ class GraphTimer(GpuTimer):
         Raises:
             RuntimeError: If there is no graph.
         """
-        if self._graph is None:
+        if self.graph is None:
             raise RuntimeError(self.problem)
         with torch.cuda.stream(self._stream):
-            seconds = self._replay(self._graph, self._replays)
-        return {"graph": seconds / (self._replays * self._calls_in_graph)}
+            seconds = self._replay(self.graph, self._replays)
+        return {"graph": seconds / (self._replays * self.calls_in_graph)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
