@@ -18,6 +18,7 @@ BLOCKS = "benchmarks/results/h100-blocks.json"
 OTHER_BLOCKS = "benchmarks/results/h200-blocks.json"
 FP8 = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
+DECODING = "benchmarks/results/h100-decode.json"
 FAMILY = "benchmarks/results/h200-family.json"
 FAMILY_DTYPES = "benchmarks/results/h200-family-dtypes.json"
 MODELS = ("benchmarks/results/h100-models.json", "benchmarks/results/h200-models.json")
@@ -100,7 +101,7 @@ def table(root: Path) -> str:
         lines.append(["a block, in a CUDA graph", place, *_pairs(run, "graph"), ""])
         if path == BLOCKS:
             lines.append(["a block, launched", place, *_pairs(run, "launch"), ""])
-            lines += [_eight_bits(root / FP8), _head(root / HEAD)]
+            lines += [_eight_bits(root / FP8), _head(root / HEAD), _decoding(root / DECODING)]
     lines += _models([root / path for path in MODELS])
     family = runs.load(root / FAMILY)
     place = f"{short(family.environment.gpu)}, bfloat16"
@@ -176,6 +177,19 @@ def _head(path: Path) -> list[str]:
     ]
     place = f"{short(run['environment']['gpu'])}, bfloat16"
     return ["a head and its loss", place, *cells, " / ".join(f"{m:.2f}" for m in memory)]
+
+
+def _decoding(path: Path) -> list[str]:
+    """Return the line of a token's way through blocks, for all numbers of sequences."""
+    run = json.loads(path.read_text())
+    ours, peer = (
+        [c["results"][who]["us"] / c["results"]["eager"]["us"] for c in run["cases"]]
+        for who in ("fused_norm", PEER)
+    )
+    batches = ", ".join(str(case["batch"]) for case in run["cases"])
+    place = f"{short(run['environment']['gpu'])}, bfloat16"
+    what = f"a token of {batches} sequences"
+    return [what, place, _cell(ours, peer), f"{median(peer):.2f}", "", "", ""]
 
 
 def _models(paths: Sequence[Path]) -> list[list[str]]:

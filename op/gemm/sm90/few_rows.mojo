@@ -365,10 +365,9 @@ def few_rows_kernel[
     var at = RingPlace(0, 0)
     # Where the other block's sums are: the next tile's do not wait until these are read.
     var partial = partials
-    var tile = cluster
     var next = cluster
     while next < UInt32(tiles):
-        tile = next
+        var tile = next
         next += clusters
         comptime if not H.gathers:
             partial = partials + UInt32(FEW_OUTPUTS * rows * 4) * (

@@ -275,7 +275,8 @@ def launch_few_rows_of_parts[
         c: Where c is.
         a: Address of a [M, K].
         b: Where b is.
-        product: Sizes, those of several c among them, and what goes with the matrices.
+        product: Sizes, those of several c among them, and what goes with the matrices; of several
+            matrices at most VERY_FEW_ROWS rows.
 
     Raises:
         If the driver refuses.
@@ -307,7 +308,9 @@ def launch_few_rows_of_parts[
                     ctx, b.addresses[i], own_n, k, box_rows, b.pitch
                 ),
             )
-    comptime for i in range(len(_FEW)):
+    # Of several matrices, nobody asks for more rows than the first of these.
+    comptime kinds = len(_FEW) if parts == WHOLE else 1
+    comptime for i in range(kinds):
         comptime rows = _FEW[i]
         if m <= rows:
             # What is gathered lies where the next tile's sums would.
