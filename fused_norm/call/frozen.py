@@ -113,7 +113,7 @@ class Frozen:
                 found = self._prepared.setdefault((*name, keys), made)
         if device.type == "cuda":
             found.read_on(stream, in_graph)
-        if not in_graph:
+        if self.offloads and not in_graph:
             self._offload(name, keys)
         return found
 
@@ -122,12 +122,12 @@ class Frozen:
 
         NaN stands in their place, in memory that all of them share.
         """
-        if not any(key in self.offloads for key in keys):
-            return
-        changed = tuple(self._move(key) if key in self.offloads else key for key in keys)
-        before, after = (*name, keys), (*name, changed)
         with _lock:
-            self._prepared[after] = self._prepared.pop(before)
+            # Another thread may have moved them.
+            if not any(key in self.offloads for key in keys):
+                return
+            changed = tuple(self._move(key) if key in self.offloads else key for key in keys)
+            self._prepared[(*name, changed)] = self._prepared.pop((*name, keys))
 
     @property
     def has_offloaded(self) -> bool:

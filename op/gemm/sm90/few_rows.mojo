@@ -99,11 +99,26 @@ def _slot_bytes(rows: Int) -> Int:
     return _B_BYTES + rows * ROW_BYTES + 2 * 8
 
 
+def walks(rows: Int, gathers: Bool) -> Bool:
+    """Tells whether clusters go from tile to tile: more rows leave no registers for it, and what is
+    gathered lies where the next tile's sums would.
+
+    Args:
+        rows: Rows of a that the kernel is made for.
+        gathers: Whether a hook gathers sums of them.
+
+    Returns:
+        Whether they do; each has one tile otherwise.
+    """
+    return rows <= VERY_FEW_ROWS and not gathers
+
+
 def _sums_bytes(rows: Int, gathers: Bool) -> Int:
-    """Counts what the blocks of a cluster hand over: sums of one tile and of the next, or of one and of rows."""
-    return FEW_OUTPUTS * rows * 4 + (
-        2 * 2 * rows * 4 if gathers else FEW_OUTPUTS * rows * 4
-    )
+    """Counts what the blocks of a cluster hand over: sums of a tile, and of the next or of rows."""
+    var bytes = FEW_OUTPUTS * rows * 4
+    if walks(rows, gathers):
+        return 2 * bytes
+    return bytes + (2 * 2 * rows * 4 if gathers else 0)
 
 
 def _stages(rows: Int, gathers: Bool) -> Int:
@@ -236,7 +251,7 @@ def few_rows_kernel[
 ):
     """Computes tiles of FEW_OUTPUTS columns of c until there are none left.
 
-    Grid: clusters of FEW_CLUSTER blocks; where rows are gathered one for each tile. Block:
+    Grid: clusters of FEW_CLUSTER blocks, one for each tile unless `walks`. Block:
     FEW_THREADS threads, of which the last warp copies and the others multiply.
 
     Parameters:
@@ -369,7 +384,7 @@ def few_rows_kernel[
     while next < UInt32(tiles):
         var tile = next
         next += clusters
-        comptime if not H.gathers:
+        comptime if walks(rows, H.gathers):
             partial = partials + UInt32(FEW_OUTPUTS * rows * 4) * (
                 (tile // clusters) & 1
             )
@@ -421,7 +436,7 @@ def few_rows_kernel[
             previous = at.slot
             at.advance[stages]()
         accumulator = wait_all[rows // 2](accumulator)
-        comptime if not H.gathers:
+        comptime if walks(rows, H.gathers):
             # For the next tile.
             if thread == 0:
                 mbarrier_arrive(empty + previous * 8)
@@ -447,7 +462,9 @@ def few_rows_kernel[
         comptime if E.has_row_terms and not H.gathers:
             wait_on_earlier_grids()
         if rank == 1:
-            continue
+            comptime if walks(rows, H.gathers):
+                continue
+            return
 
         # All are loaded at once, even for rows that do not exist. A lane's columns of
         # the product are the rows group * 8 + lane % 4 * 2 + side of a.
@@ -585,3 +602,5 @@ def few_rows_kernel[
                                         gates[at] if E.is_gate else sum, sum
                                     ).cast[c_dtype]()
                                 )
+        comptime if not walks(rows, H.gathers):
+            return

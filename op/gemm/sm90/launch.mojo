@@ -25,6 +25,7 @@ from .few_rows import (
     count_maps,
     few_rows_kernel,
     few_rows_shared_bytes,
+    walks,
 )
 from .kernel import matrix_kernel
 from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE, steps_of
@@ -253,13 +254,19 @@ def launch_few_rows[
     Raises:
         If the driver refuses.
     """
-    launch_few_rows_of_parts[dtype, b_transposed, WHOLE](
+    launch_few_rows_of_parts[dtype, b_transposed, WHOLE, MOST_FEW_ROWS](
         gpu, Matrices(c), a, Matrices(b), product
     )
 
 
 def launch_few_rows_of_parts[
-    E: Epilogue, H: RowHook, //, dtype: DType, b_transposed: Bool, parts: Int
+    E: Epilogue,
+    H: RowHook,
+    //,
+    dtype: DType,
+    b_transposed: Bool,
+    parts: Int,
+    most: Int = VERY_FEW_ROWS,
 ](gpu: Gpu, c: Matrices, a: Int, b: Matrices, product: Product[E, H]) raises:
     """Queues c_i = epilogue(a @ b_i^T), or a gate of two b, for few rows of a.
 
@@ -269,14 +276,14 @@ def launch_few_rows_of_parts[
         dtype: As for `launch_few_rows`.
         b_transposed: Whether the only b is stored as [K, N].
         parts: WHOLE, SIDE_BY_SIDE or HALVES.
+        most: Most rows of a that there may be.
 
     Args:
         gpu: Where to run.
         c: Where c is.
         a: Address of a [M, K].
         b: Where b is.
-        product: Sizes, those of several c among them, and what goes with the matrices; of several
-            matrices at most VERY_FEW_ROWS rows.
+        product: Sizes, those of several c among them, and what goes with the matrices.
 
     Raises:
         If the driver refuses.
@@ -308,14 +315,12 @@ def launch_few_rows_of_parts[
                     ctx, b.addresses[i], own_n, k, box_rows, b.pitch
                 ),
             )
-    # Of several matrices, nobody asks for more rows than the first of these.
-    comptime kinds = len(_FEW) if parts == WHOLE else 1
+    comptime kinds = 1 if most <= VERY_FEW_ROWS else len(_FEW)
     comptime for i in range(kinds):
         comptime rows = _FEW[i]
         if m <= rows:
-            # What is gathered lies where the next tile's sums would.
             var clusters = tiles
-            comptime if not H.gathers:
+            comptime if walks(rows, H.gathers):
                 comptime beside = blocks_of_processor(rows)
                 clusters = min(tiles, gpu.processors * beside // FEW_CLUSTER)
             comptime Output = Pointer[
