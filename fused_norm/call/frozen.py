@@ -127,7 +127,8 @@ class Frozen:
             if not any(key in self.offloads for key in keys):
                 return
             changed = tuple(self._move(key) if key in self.offloads else key for key in keys)
-            self._prepared[(*name, changed)] = self._prepared.pop((*name, keys))
+            before, after = (*name, keys), (*name, changed)
+            self._prepared[after] = self._prepared.pop(before)
 
     @property
     def has_offloaded(self) -> bool:
