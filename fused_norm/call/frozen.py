@@ -257,6 +257,8 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
     Raises:
         RuntimeError: If they have: the call needs them, and not what was made of them.
     """
+    if not has_offloaded():
+        return
     # Without a look at contexts, which freeze what they are asked for twice.
     for tensor in (t for t in tensors if t is not None and _is_ordinary(t)):
         if any(record.is_offloaded([key_of(tensor)]) for record in of([tensor])):
