@@ -32,6 +32,8 @@ from fused_norm.models import backend
 STEPS = 20
 # How much more than PyTorch's an evaluation may err.
 BUDGET = 2.0
+# How far a single evaluation may be from what many may err.
+MOST = 2.0
 # How often PyTorch's error is drawn besides.
 DRAWS = 8
 KINDS = ("modules", "functions", "backend")
@@ -89,7 +91,9 @@ class Subject:
                 try:
                     assert_within_budget("evaluation", y, truth, bar, BUDGET)
                 except AssertionError:
-                    if not self._errs_as_pytorch(parameters):
+                    # What is out of date is further off than that, also where later calls are not.
+                    is_near = _typical(y, truth) <= MOST * self.allowed_error(parameters)
+                    if not (is_near and self._errs_as_pytorch(parameters)):
                         raise
         return results[1]
 
@@ -313,5 +317,5 @@ def is_noticed(ours: Subject, old: dict[str, Tensor], new: dict[str, Tensor]) ->
     try:
         assert_within_budget("stale", stale, truth, bar, BUDGET)
     except AssertionError:
-        return _typical(stale, truth) > ours.allowed_error(new)
+        return _typical(stale, truth) > MOST * ours.allowed_error(new)
     return False
