@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fused_norm.call import frozen
 from fused_norm.call.frozen import Frozen
+from fused_norm.call.offload import key_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -51,7 +52,7 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
     if offload:
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         matrices = (p for p in parameters if p.dim() == 2 and uses[id(p)] == 1)
-        record.offloads |= {frozen.key_of(p): p for p in matrices}
+        record.offload.candidates |= {key_of(p): p for p in matrices}
     _freeze(record, parameters, modules)
     return model
 
@@ -156,5 +157,5 @@ def _thaw(module: nn.Module, *_: object) -> None:
 
 def _thaw_offloaded(module: nn.Module, *_: object) -> None:
     for record in frozen.of(module.parameters(recurse=False)):
-        if record.has_offloaded:
+        if record.offload.has_any():
             record.thaw()

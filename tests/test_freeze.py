@@ -6,7 +6,10 @@ import copy
 import gc
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 import fused_norm as fn
 from fused_norm import recipes
 from fused_norm.call import frozen
+from fused_norm.call.offload import key_of
 from fused_norm.ops.fp8 import scaled_linear
 
 x = torch.randn(6, 32)
@@ -195,7 +199,7 @@ def test_offloaded_weights(device: str) -> None:
     # What was made of it is found by what stands in its place.
     found = frozen.find([weight])
     assert found is not None
-    assert record.is_offloaded(found[1])
+    assert record.offload.has_any_of(found[1])
     assert record.prepared(("test",), found[1], lambda: (), weight.device).tensors == (1,)
     for grads in (True, False):
         with torch.set_grad_enabled(grads), pytest.raises(RuntimeError, match="offload=True"):
@@ -276,6 +280,38 @@ def test_weights_in_eight_bits(recipe: str, device: str) -> None:
         assert torch.equal(value, before[name])
 
 
+def test_threads_that_share_an_offloaded_model(device: str) -> None:
+    """None reads what stands for a weight that another has just moved."""
+    torch.manual_seed(0)
+    options = {"normalization": "RMSNorm", "bias": False, "recipe": "rowwise"}
+    layers = (fn.LayerNormMLP(64, 128, activation="swiglu", **options) for _ in range(4))
+    model = nn.Sequential(*layers).to(device).eval()
+    rows = torch.randn(16, 64, device=device)
+    with torch.no_grad():
+        fn.freeze(model)
+        expected = model(rows)
+    threads, interval = 4, sys.getswitchinterval()
+    start = threading.Barrier(threads)
+
+    def run(_: int) -> Tensor:
+        start.wait()
+        with torch.no_grad():
+            return model(rows)
+
+    try:
+        # As if each instruction of Python were another thread's turn.
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(20):
+                fn.freeze(model, offload=True)
+                for y in pool.map(run, range(threads)):
+                    assert torch.equal(y, expected)
+                assert frozen.has_offloaded()
+    finally:
+        sys.setswitchinterval(interval)
+        fn.unfreeze(model)
+
+
 def test_no_rows_are_frozen(device: str) -> None:
     """While a weight is offloaded, all that is quantized is asked whether it is that weight."""
     model, rows = a_model(device), torch.randn(32, 256, device=device)
@@ -296,8 +332,8 @@ def test_a_shared_weight_stays() -> None:
     tied[1].weight = model[1].weight
     fn.freeze(tied, offload=True)
     (record,) = frozen.of([model[0].weight])
-    assert frozen.key_of(model[1].weight) not in record.offloads
-    assert frozen.key_of(model[0].weight) in record.offloads
+    assert key_of(model[1].weight) not in record.offload.candidates
+    assert key_of(model[0].weight) in record.offload.candidates
     fn.unfreeze(tied)
 
 

@@ -17,23 +17,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fused_norm.call.offload import Key, Keys, Offload, key_of
 from fused_norm.call.prepared import Prepared, allocate
-
-# More weights than a model has of a dtype.
-_STAND_INS = 4096
-# Of a tensor: where its memory is, and how it is read.
-Key = tuple[Any, ...]
-# What parameters of a call are known by, None for one that is not there.
-Keys = tuple["Key | None", ...]
-
-
-@dataclass(slots=True)
-class _Offloaded:
-    """A parameter whose values are in the host's memory."""
-
-    parameter: Tensor
-    device: torch.device
-    values: Tensor
 
 
 @dataclass(eq=False)
@@ -41,16 +26,14 @@ class Frozen:
     """Parameters that do not change until they are thawed.
 
     Attributes:
-        offloads: The parameters whose values may leave the device once nothing needs them there.
+        offload: Of values that may leave the device once nothing needs them there.
         on_thaw: What else ends with it.
     """
 
-    offloads: dict[Key | None, Tensor] = field(default_factory=dict)
+    offload: Offload = field(default_factory=Offload)
     on_thaw: list[Callable[[], None]] = field(default_factory=list)
     _memory: dict[Key, torch.UntypedStorage] = field(default_factory=dict)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
-    _offloaded: dict[Key, _Offloaded] = field(default_factory=dict)
-    _nan: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)
 
     def admit(self, tensors: Iterable[Tensor]) -> None:
         """Freeze tensors, and have calls on them find this."""
@@ -94,6 +77,18 @@ class Frozen:
             What was made; None where it was not, and a CUDA graph captures the call or values of
             the parameters have left the device.
         """
+        with self.offload.turn():
+            # Another thread may have moved values since the caller asked for their keys.
+            return self._prepare(name, self.offload.current(keys), make, device, activation)
+
+    def _prepare(
+        self,
+        name: Sequence[Hashable],
+        keys: Keys,
+        make: Callable[[], tuple[Tensor, ...]],
+        device: torch.device,
+        activation: int,
+    ) -> Prepared | None:
         stream, in_graph = 0, False
         if device.type == "cuda":
             stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -101,7 +96,7 @@ class Frozen:
         with _lock:
             found = self._prepared.get((*name, keys))
         if found is None:
-            if in_graph or self.is_offloaded(keys):
+            if in_graph or self.offload.has_any_of(keys):
                 return None
             tensors = allocate(make, device)
             if device.type == "cuda":
@@ -113,7 +108,7 @@ class Frozen:
                 found = self._prepared.setdefault((*name, keys), made)
         if device.type == "cuda":
             found.read_on(stream, in_graph)
-        if self.offloads and not in_graph:
+        if not in_graph:
             self._offload(name, keys)
         return found
 
@@ -122,29 +117,27 @@ class Frozen:
 
         NaN stands in their place, in memory that all of them share.
         """
+        leaving = self.offload.leaving(keys)
+        if not leaving:
+            return
+        device = self.offload.candidates[leaving[0]].device
+        if device.type == "cuda":
+            # Other streams may still read them.
+            torch.cuda.synchronize(device)
         with _lock:
-            # Another thread may have moved them.
-            if not any(key in self.offloads for key in keys):
-                return
-            changed = tuple(self._move(key) if key in self.offloads else key for key in keys)
-            before, after = (*name, keys), (*name, changed)
+            for key in leaving:
+                # Whatever other threads meet, the parameter or what stands for it, is frozen.
+                self.admit([self.offload.stand_in(key)])
+                self.offload.move(key)
+                del self._memory[key]
+                self._leave(key)
+            before, after = (*name, keys), (*name, self.offload.current(keys))
             self._prepared[after] = self._prepared.pop(before)
-
-    @property
-    def has_offloaded(self) -> bool:
-        """Return whether values of any parameter have left the device."""
-        return bool(self._offloaded)
-
-    def is_offloaded(self, keys: Iterable[Key | None]) -> bool:
-        """Return whether values of a call's parameters have left the device."""
-        return any(key in self._offloaded for key in keys if key is not None)
+            self.offload.end(leaving)
 
     def thaw(self) -> None:
         """End it: free what was made, and bring values back that left the device."""
-        for each in self._offloaded.values():
-            each.parameter.data = each.values.to(each.device)
-        self._offloaded.clear()
-        self._nan.clear()
+        self.offload.bring_back()
         self._forget()
         while self.on_thaw:
             self.on_thaw.pop()()
@@ -166,45 +159,12 @@ class Frozen:
             self._prepared.clear()
             _tell()
 
-    def _move(self, key: Key | None) -> Key:
-        assert key is not None
-        parameter = self.offloads[key]
-        values, device = parameter.detach().cpu(), parameter.device
-        parameter.data = self._stand_in(parameter)
-        self.admit([parameter])
-        instead = key_of(parameter)
-        with _lock:
-            self._offloaded[instead] = _Offloaded(parameter, device, values)
-            del self._memory[key], self.offloads[key]
-            self._leave(key)
-            _tell()
-        return instead
-
     def _leave(self, key: Key) -> None:
         left = [r for r in _frozen.get(key, ()) if r() not in (None, self)]
         if left:
             _frozen[key] = left
         else:
             _frozen.pop(key, None)
-
-    def _stand_in(self, parameter: Tensor) -> Tensor:
-        """Return NaN that looks like a parameter, at an offset of its own in shared memory."""
-        place, size = (parameter.device, parameter.dtype), parameter.numel()
-        # What a load of 16 bytes needs.
-        step = max(16 // parameter.element_size(), 1)
-        memory, used = self._nan.get(place, (None, 0))
-        if memory is None or memory.numel() < used + size:
-            like, whole = parameter.detach(), size + _STAND_INS * step
-            (memory,) = allocate(lambda: (like.new_full((whole,), float("nan")),), like.device)
-            used = 0
-        self._nan[place] = memory, used + step
-        return memory[used : used + size].view(parameter.shape)
-
-
-def key_of(tensor: Tensor) -> Key:
-    """Return what a tensor is known by, as long as its memory is held."""
-    memory = tensor.untyped_storage()._cdata
-    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_ordinary(tensor: Any) -> bool:
@@ -226,12 +186,15 @@ def find(tensors: Iterable[Tensor | None]) -> tuple[Frozen, Keys] | None:
     given = tuple(tensors)
     if not all(t is None or _is_ordinary(t) for t in given):
         return None
-    keys = tuple(None if t is None else key_of(t) for t in given)
-    for key in keys:
-        for reference in _frozen.get(key, ()) if key is not None else ():
-            found = reference()
-            if found is not None and found.holds(keys):
-                return found, keys
+    before: Keys | None = None
+    # Another thread may move values meanwhile: then parameters are known by other keys.
+    while (keys := tuple(None if t is None else key_of(t) for t in given)) != before:
+        for key in keys:
+            for reference in _frozen.get(key, ()) if key is not None else ():
+                found = reference()
+                if found is not None and found.holds(keys):
+                    return found, keys
+        before = keys
     return _here.find(given, keys)
 
 
@@ -261,7 +224,7 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
         return
     # Without a look at contexts, which freeze what they are asked for twice.
     for tensor in (t for t in tensors if t is not None and _is_ordinary(t)):
-        if any(record.is_offloaded([key_of(tensor)]) for record in of([tensor])):
+        if any(record.offload.has_any_of([key_of(tensor)]) for record in of([tensor])):
             raise RuntimeError(
                 "freeze(offload=True) moved a weight of this call to the host's memory, and the "
                 "call needs it: run it under torch.no_grad() as the calls before, or unfreeze the "
@@ -315,7 +278,7 @@ def _tell() -> None:
     global _level
     references = [r for each in tuple(_frozen.values()) for r in each]
     records = [record for record in (r() for r in references) if record is not None]
-    _level = 2 if any(record.has_offloaded for record in records) else 1
+    _level = 2 if any(record.offload.has_any() for record in records) else 1
     if not records and not _contexts:
         _level = 0
     for listener in _listeners:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fused_norm.activations import GATED, number_of
 from fused_norm.call import frozen
-from fused_norm.call.frozen import Frozen, Keys
+from fused_norm.call.frozen import Frozen
+from fused_norm.call.offload import Keys
 from fused_norm.call.prepared import Prepared
 from fused_norm.chain import library
 from fused_norm.composition import Operands, Spec
@@ -50,8 +51,22 @@ def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
     own = (t.gamma, t.beta, *(v for pair in zip(t.weights, t.biases, strict=True) for v in pair))
     may_fold = not keeps and t.x.is_cuda and t.x.dtype is torch.bfloat16
     found = frozen.find(own) if may_fold else None
+    if found is None:
+        return _computed(None, own, spec, t, arguments)
+    with found[0].offload.turn():
+        # It may have been thawed, or its keys have changed, before it was this call's turn.
+        return _computed(frozen.find(own), own, spec, t, arguments)
+
+
+def _computed(
+    found: tuple[Frozen, Keys] | None,
+    own: Sequence[Tensor | None],
+    spec: Spec,
+    t: Operands,
+    arguments: Sequence[Any],
+) -> list[Tensor]:
     made = None
-    if found is not None and found[0].is_offloaded(found[1]):
+    if found is not None and found[0].offload.has_any_of(found[1]):
         # Whatever the plan would choose: nothing else has the values.
         for activation in (number_of(spec.activation), 0):
             made = made or _prepared(*found, spec, t, activation)
@@ -67,7 +82,7 @@ def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
         return list(_forward_folded(*arguments, None, None, -1, False))
     # Making it may have moved them.
     again = frozen.find(own)
-    is_offloaded = again is not None and again[0].is_offloaded(again[1])
+    is_offloaded = again is not None and again[0].offload.has_any_of(again[1])
     return list(_forward_folded(*arguments, *made.tensors, made.activation, is_offloaded))
 
 

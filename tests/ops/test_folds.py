@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -210,6 +211,32 @@ def test_offloaded_weight(folds: list[int]) -> None:
     layer.train()
     assert torch.equal(layer.weight, weight)
     layer(x).sum().backward()
+
+
+def test_threads_that_share_an_offloaded_layer(folds: list[int]) -> None:
+    """Each on a stream of its own: none reads NaN, nor memory that was freed."""
+    layer, x = a_layer(), inputs()[0]
+    with torch.no_grad():
+        expected = fn.freeze(layer)(x)
+    threads = 4
+    start = threading.Barrier(threads)
+
+    def run(_: int) -> Tensor:
+        start.wait()
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            results = [layer(x) for _ in range(8)]
+            torch.cuda.current_stream().synchronize()
+        assert all(torch.equal(y, results[0]) for y in results)
+        return results[0]
+
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(20):
+            fn.freeze(layer, offload=True)
+            for y in pool.map(run, range(threads)):
+                assert torch.equal(y, expected)
+            assert layer.weight.isnan().all()
+            torch.full((1 << 20,), float("nan"), **BFLOAT16)
+    assert len(folds) == 1 + 20
 
 
 def test_offloaded_model_takes_no_more_memory() -> None:

@@ -1,0 +1,120 @@
+"""Values of parameters that leave the device: the host has them, and NaN stands in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call.prepared import allocate
+
+# More weights than a model has of a dtype.
+_STAND_INS = 4096
+# Of a tensor: where its memory is, and how it is read.
+Key = tuple[Any, ...]
+# What parameters of a call are known by, None for one that is not there.
+Keys = tuple["Key | None", ...]
+
+
+def key_of(tensor: Tensor) -> Key:
+    """Return what a tensor is known by, as long as its memory is held."""
+    memory = tensor.untyped_storage()._cdata
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+@dataclass(slots=True)
+class _Away:
+    """A parameter whose values are in the host's memory."""
+
+    parameter: Tensor
+    device: torch.device
+    values: Tensor
+
+
+@dataclass(eq=False)
+class Offload:
+    """Parameters whose values may leave their device, and those whose values have left it.
+
+    Attributes:
+        candidates: Those that may.
+    """
+
+    candidates: dict[Key | None, Tensor] = field(default_factory=dict)
+    _away: dict[Key, _Away] = field(default_factory=dict)
+    # What parameters are known by since they left, by what they were known by.
+    _moved: dict[Key | None, Key] = field(default_factory=dict)
+    _stand_ins: dict[Key | None, Tensor] = field(default_factory=dict)
+    _nan: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)
+    _turn: threading.RLock = field(default_factory=threading.RLock)
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Return what has calls of several threads take turns, as long as values may leave.
+
+        Otherwise one could read what stands for a value that another has just moved.
+        """
+        return self._turn if self.candidates else contextlib.nullcontext()
+
+    def has_any(self) -> bool:
+        """Return whether values of any parameter have left."""
+        return bool(self._away)
+
+    def has_any_of(self, keys: Iterable[Key | None]) -> bool:
+        """Return whether values of a call's parameters have left."""
+        return any(key in self._away or key in self._moved for key in keys if key is not None)
+
+    def current(self, keys: Keys) -> Keys:
+        """Return what parameters are known by now, whenever their keys were asked for."""
+        return tuple(self._moved.get(key, key) for key in keys)
+
+    def leaving(self, keys: Keys) -> list[Key]:
+        """Return the keys of a call's parameters that may leave."""
+        return [key for key in keys if key is not None and key in self.candidates]
+
+    def stand_in(self, key: Key) -> Tensor:
+        """Return what will stand for a parameter's values, which are the host's from here on.
+
+        Args:
+            key: Of one that may leave.
+        """
+        parameter = self.candidates[key]
+        found = self._nan_like(parameter)
+        self._away[key_of(found)] = _Away(parameter, parameter.device, parameter.detach().cpu())
+        self._moved[key] = key_of(found)
+        self._stand_ins[key] = found
+        return found
+
+    def move(self, key: Key) -> None:
+        """Have that stand in the values' place, whose memory on the device is freed."""
+        self.candidates[key].data = self._stand_ins.pop(key)
+
+    def end(self, keys: Iterable[Key]) -> None:
+        """Let calls of these parameters be at once again: until then, other threads wait."""
+        for key in keys:
+            del self.candidates[key]
+
+    def bring_back(self) -> None:
+        """Bring all values back."""
+        for each in self._away.values():
+            each.parameter.data = each.values.to(each.device)
+        self._away.clear()
+        self._moved.clear()
+        self._nan.clear()
+
+    def _nan_like(self, parameter: Tensor) -> Tensor:
+        """Return NaN that looks like a parameter, at an offset of its own in shared memory."""
+        place, size = (parameter.device, parameter.dtype), parameter.numel()
+        # What a load of 16 bytes needs.
+        step = max(16 // parameter.element_size(), 1)
+        memory, used = self._nan.get(place, (None, 0))
+        if memory is None or memory.numel() < used + size:
+            like, whole = parameter.detach(), size + _STAND_INS * step
+            (memory,) = allocate(lambda: (like.new_full((whole,), float("nan")),), like.device)
+            used = 0
+        self._nan[place] = memory, used + step
+        return memory[used : used + size].view(parameter.shape)
