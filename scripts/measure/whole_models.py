@@ -7,10 +7,10 @@ Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turb
 and DiT-XL/2 (diffusers), with random weights; one whose library is missing is left out, and says
 so. Eager, torch.compile and this library's backend share a model's parameters and take turns, in a
 new random order each round. Training is forward and backward, with new gradients and no
-optimizer. Each is first compared with the model in float32: whatever errs more than twice as much
-as eager is not timed. In inference, `fused_norm-frozen` is a copy of the model that is frozen, with
-weights offloaded; its memory counts what it takes more than the model. `--resume` measures what a
-file lacks.
+optimizer. Each is first compared with the model in float32, one call of a batch at a time, so that
+it takes little memory: whatever errs more than twice as much as eager is not timed. In inference,
+`fused_norm-frozen` is a copy of the model that is frozen, with weights offloaded; its memory counts
+what it takes more than the model. `--resume` measures what a file lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ COLORS = dict(zip(PROVIDERS, ("#5f6b76", "#edae49", "#d1495b", "#8d2f3d"), stric
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What errs more than this of eager's error is wrong; less than the other is rounding alone.
 MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
+# Elements that are compared at once.
+_AT_ONCE = 1 << 26
 Step = Callable[[], list[Tensor]]
 
 
@@ -181,10 +183,11 @@ def _results(
 
         return step
 
-    wide = copy.deepcopy(model).float()
-    given = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    exact = bound(wide, trained(wide), given)()
-    del wide
+    dtype = parameters[0].dtype
+    # The same parameters, which narrow again to what they were.
+    model.float()
+    exact = _summed(bound(model, parameters, each)() for each in _each_alone(inputs))
+    model.to(dtype)
     asked = ["eager", *(p for p in options.provider or PROVIDERS if p != "eager")]
     if mode == "train" and FROZEN in asked:
         asked.remove(FROZEN)
@@ -221,6 +224,25 @@ def _results(
     return results
 
 
+def _each_alone(inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the calls of a batch in float32, one by one."""
+    for i in range(next(iter(inputs.values())).shape[0]):
+        each = {k: v[i : i + 1] for k, v in inputs.items()}
+        yield {k: v.float() if v.is_floating_point() else v for k, v in each.items()}
+
+
+def _summed(results: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Return the outputs of calls as one, and the sums of their gradients, in the host's memory."""
+    outputs, gradients = list[Tensor](), list[Tensor]()
+    for y, *found in results:
+        outputs.append(y.cpu())
+        if gradients:
+            torch._foreach_add_(gradients, found)
+        else:
+            gradients = found
+    return [torch.cat(outputs), *(g.cpu() for g in gradients)]
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that get a gradient.
 
@@ -254,20 +276,27 @@ def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> d
     """Return how far a provider is off, and whether it may be timed."""
     try:
         found = step()
-        off = [(a.float() - b).norm() for a, b in zip(found, exact, strict=True)]
+        off = [_distance(a, b) for a, b in zip(found, exact, strict=True)]
     except Exception as error:
         # A model, a compiler or a driver of others may raise whatever it likes; the rest goes on.
         return _failed(error)
     # Of all gradients together: some, as of a bias that a softmax takes out, are rounding alone.
     result: dict[str, Any] = {"status": "ok"}
     for key, part in (("output error", slice(0, 1)), ("gradient error", slice(1, None))):
-        norms = [torch.stack(v).norm() for v in (off[part], [b.norm() for b in exact[part]]) if v]
+        norms = [torch.tensor(v).norm() for v in (off[part], [b.norm() for b in exact[part]]) if v]
         result[key] = (norms[0] / norms[1]).item() if norms else 0.0
     if eager is not None:
         for key in ("output error", "gradient error"):
             if result[key] > max(MOST_ERROR * eager.get(key, 0.0), LEAST_ERROR):
                 result["status"] = "wrong"
     return result
+
+
+def _distance(found: Tensor, exact: Tensor) -> float:
+    """Return the norm of a difference, without the room for all of it on a device."""
+    parts = zip(found.flatten().split(_AT_ONCE), exact.flatten().split(_AT_ONCE), strict=True)
+    norms = torch.tensor([(a.float() - b.to(a.device)).norm() for a, b in parts])
+    return float(norms.norm())
 
 
 def _failed(error: Exception) -> dict[str, Any]:
