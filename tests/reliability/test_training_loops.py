@@ -62,7 +62,7 @@ def accumulation(trained: Subject) -> Update:
 
 
 def clipping(trained: Subject) -> Update:
-    optimizer = torch.optim.SGD(trained.module.parameters(), lr=0.2, fused=True)
+    optimizer = torch.optim.SGD(trained.module.parameters(), lr=0.5, fused=True)
 
     def step(i: int) -> Tensor:
         optimizer.zero_grad()
