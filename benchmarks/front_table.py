@@ -37,6 +37,7 @@ CPUS = {
 RANDOM = {
     "Xeon, AMX": "benchmarks/results/cpu-regret-intel-amx.json",
     "EPYC, Zen 3": "benchmarks/results/cpu-regret-amd-zen3.json",
+    "EPYC, Zen 5": "benchmarks/results/cpu-regret-amd-zen5.json",
 }
 MODES = ("forward", "train")
 PEER = "compile"

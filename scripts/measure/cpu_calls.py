@@ -37,7 +37,7 @@ RANDOM = 300
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
 # Kinds without measurements, and the kind whose ratios of our times and PyTorch's stand for theirs.
-ESTIMATED = {"amd-zen5": "amd-zen4", "arm-neon": "amd-zen3"}
+ESTIMATED = {"arm-neon": "amd-zen3"}
 
 
 def main() -> int:
