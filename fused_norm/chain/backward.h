@@ -257,7 +257,9 @@ class Backward {
     for (size_t i = 0; i < count; ++i) {
       const bool is_ours = !spec_.invariant && !main_grad(i).defined();
       if (!is_ours || !wanted_[NAMED + i] || !dhs_[i].defined()) continue;
-      by_kernel[i] = planned_weight_gradient(dhs_[i], z, t_.weight(i), kernels_.product);
+      const size_t bias = NAMED + count + i;
+      by_kernel[i] = planned_weight_gradient(
+          dhs_[i], z, t_.weight(i), wanted_[bias] && !found(bias).defined(), kernels_.product);
     }
     // Gradients of other biases that no activation has found: one on the way, several one by one.
     Tensor sum;

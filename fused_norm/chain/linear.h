@@ -164,10 +164,11 @@ inline Tensor input_gradient(
   return dx;
 }
 
-// The product dW = dy^T z, which brings db along; nothing where its plan declines. z may be written
-// after this.
+// The product dW = dy^T z, which brings db along if that is wanted; nothing where its plan declines.
+// z may be written after this.
 inline std::optional<Call> planned_weight_gradient(
-    const Tensor& dy, const Tensor& z, const Tensor& weight, const Product& product) {
+    const Tensor& dy, const Tensor& z, const Tensor& weight, bool wants_bias,
+    const Product& product) {
   if (!product.weight_gradient || !dy.is_contiguous() || !weight.is_contiguous()) {
     return std::nullopt;
   }
@@ -175,7 +176,9 @@ inline std::optional<Call> planned_weight_gradient(
   call.K = z.size(1);
   call.dy = address(dy);
   call.z = address(z);
+  if (wants_bias) call.dbias = WANTED;
   if (product.plan_weight_gradient(&call) != 0 || call.way == DECLINED) return std::nullopt;
+  call.dbias = nullptr;
   return call;
 }
 
@@ -218,7 +221,8 @@ inline Tensor parameter_gradients(
   Tensor dweight;
   if (wants_weight) {
     auto call = invariant ? std::nullopt
-                          : planned_weight_gradient(dy, rows, weight, kernels.product);
+                          : planned_weight_gradient(
+                              dy, rows, weight, wants_bias, kernels.product);
     if (call) {
       if (wants_bias) dbias = empty(Shape{dy.size(1)}, dy);
       call->dbias = address(dbias);

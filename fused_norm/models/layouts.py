@@ -107,14 +107,14 @@ def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
         emitter: Puts nodes into it.
     """
     calls = [node for node in graph.nodes if node.target in CALLS]
-    readers = Counter(above(t, casts=False) for call in calls for t in _rows(call) if _is_turned(t))
+    readers = Counter(above(t, casts=False) for call in calls for t in _rows(call) if is_turned(t))
     # Rows that lie densely, for those that do not.
     laid = {node: rows for node in graph.nodes if (rows := _rows_of_laid(node)) is not None}
     copies = dict(laid)
     # Results that lie otherwise than they did when the model was traced.
     moved: set[Node] = set()
     for call in calls:
-        results = [node for node in _results(call) if _is_turned(node)]
+        results = [node for node in _results(call) if is_turned(node)]
         turned = _turned(call, flow)
         # A call copies what it reads anyway: a copy of its own pays where another reads it, too.
         if not results:
@@ -140,7 +140,7 @@ def _turned(call: Node, flow: Flow) -> list[Node]:
     """Return the operands of a call that do not lie densely and that nothing writes."""
     if any(value(node).requires_grad for node in _results(call)):
         return []
-    found = [(node, above(node, casts=False)) for node in _rows(call) if _is_turned(node)]
+    found = [(node, above(node, casts=False)) for node in _rows(call) if is_turned(node)]
     return [node for node, rows in found if not flow.is_written([node, rows], rows)]
 
 
@@ -169,8 +169,12 @@ def _rows(call: Node) -> list[Node]:
     return list(dict.fromkeys(node for node in found if isinstance(node, Node)))
 
 
-def _is_turned(node: Node) -> bool:
-    """Return whether a node's rows do not lie densely in memory, each by itself."""
+def is_turned(node: Node) -> bool:
+    """Return whether a node's rows do not lie densely in memory, each by itself.
+
+    Args:
+        node: A node.
+    """
     rows = value(node)
     if not (isinstance(rows, Tensor) and is_plain(rows) and rows.dim() > 1):
         return False

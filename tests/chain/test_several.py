@@ -6,6 +6,8 @@ What is planned and what a record says is held to on any machine, the kernels on
 from __future__ import annotations
 
 import ctypes
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ ON_HOPPER = pytest.mark.skipif(
 PLANS = {
     (8192, 4096, 4096, 1024, 1024, 0): (True, True, record.DECLINED, record.KEPT_FOLD),
     (16384, 1024, 1024, 1024, 1024, 0): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
+    # Sums so long that cuBLAS, tile by tile, is ahead by more than another pass over dx takes.
+    (8192, 2048, 8192, 8192, 0, 16384): (True, False, record.DECLINED, record.KEPT_FOLD),
     (8448, 1024, 1000, 264, 0, 1264): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
     # Very few rows, for which there is a kernel of its own.
     (16, 4096, 4096, 1024, 1024, 0): (True, False, record.DECLINED, record.KEPT_FOLD),
@@ -66,6 +70,46 @@ def test_plan_and_the_walk_through_parts(tmp_path: Path) -> None:
         assert found[6:] == [False, sum(tiles), sum(blocks)], case
         assert next(lines).strip() == places(sizes, 128)
         assert next(lines).strip() == places(sizes, 64)
+
+
+MEASURED = json.loads(
+    (
+        Path(__file__).resolve().parents[2] / "benchmarks/results/h100-backward-products.json"
+    ).read_text()
+)
+# No way that is planned may have taken so much more than the other.
+MOST_REGRET = 1.09
+
+
+def assert_little_regret(ours: bool, of_ours: float, of_pytorch: float, case: object) -> None:
+    taken = of_ours if ours else of_pytorch
+    assert taken <= MOST_REGRET * min(of_ours, of_pytorch), case
+
+
+@needs_mojo
+def test_sums_over_layers_go_by_what_was_measured(tmp_path: Path) -> None:
+    cases = MEASURED["groups"]
+    sizes = [(c["M"], c["K"], *c["N"], *[0] * (3 - len(c["N"])), sum(c["N"])) for c in cases]
+    lines = printed("sm90_several", h100_costs(tmp_path, "bfloat16"), sizes)
+    plans = [bool(int(line.split()[3])) for line in lines[::3]]
+    assert len(set(plans)) == 2
+    for case, ours in zip(cases, plans, strict=True):
+        assert_little_regret(ours, case["us"]["ours"], case["us"]["pytorch"], case)
+
+
+@needs_mojo
+def test_gradients_of_weights_go_by_what_was_measured(tmp_path: Path) -> None:
+    cases = MEASURED["layers"]
+    sizes = [(c["M"], c["K"], c["N"]) for c in cases]
+    lines = printed("sm90_backward", h100_costs(tmp_path, "bfloat16"), sizes)
+    chosen = Counter[str]()
+    for case, line in zip(cases, lines, strict=True):
+        for suffix, ours in zip(("", ", db"), line.split(), strict=True):
+            chosen[suffix + ours] += 1
+            us = (case["us"][way + suffix] for way in ("ours", "pytorch"))
+            assert_little_regret(ours == "1", *us, case)
+    # Alone, dW is always PyTorch's.
+    assert set(chosen) == {"0", ", db0", ", db1"}
 
 
 def _at(address: int, *shape: int, pitch: int = 0) -> Tensor:

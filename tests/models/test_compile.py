@@ -170,6 +170,30 @@ def test_report_is_of_the_call_that_is_asked_about() -> None:
         fn.explain(model, x, options=SMALL, mode="reduce-overhead")
 
 
+@pytest.mark.as_dispatched
+def test_rows_that_lie_transposed_are_left_in_training() -> None:
+    """As those behind a convolution: Inductor reads them as they lie, and calls would copy them."""
+
+    class Behind(Model):
+        def __init__(self, is_turned: bool) -> None:
+            super().__init__()
+            self.is_turned = is_turned
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.mT.contiguous().mT if self.is_turned else x
+            return super().forward(x)
+
+    x = torch.randn(2, 20000, 32)
+    why = "its rows lie transposed, and in training calls would copy them"
+    for is_turned in (False, True):
+        model = Behind(is_turned)
+        found = fn.explain(model, x, training=True)
+        assert {site.reason for site in found.sites} == ({why} if is_turned else {""})
+        assert len(fn.explain(model, x, training=True, options=SMALL).fused) == 4
+        with torch.no_grad():
+            assert len(fn.explain(model, x).fused) == 4
+
+
 def test_report_tells_training_from_inference() -> None:
     seen = []
 

@@ -65,7 +65,7 @@ def split_k(
     var k = arguments.integer()
     var is_float32 = arguments.integer() != 0
     var accumulate = arguments.integer() != 0
-    var how = SplitK.best(m, n, k, gpu.processors)
+    var how = SplitK.best(m, n, k, gpu.processors, sums_rows=True)
     if workspace == 0:
         return integer(how.workspace_bytes)
     try:

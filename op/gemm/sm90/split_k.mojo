@@ -16,7 +16,7 @@ from ..row_hook import NoHook
 from .config import Config
 from .launch import BAND, launch_matrix
 from .product import Product
-from .tiling import count_tiles, fills
+from .tiling import count_tiles
 from .wgmma import K_BLOCK
 
 
@@ -35,6 +35,18 @@ def _config(split: Bool, adds: Bool = False) -> Config:
 comptime _SHORT = 512
 # From this length on, a part takes longer than adding it up does.
 comptime _LONG = 2048
+# What was measured on an H100 (benchmarks/results/h100-backward-products.json). In the unit of costs, which is what all
+# SMs multiply while each takes a k block: cuBLAS takes so many percent of what its products are, and starts in so many.
+comptime _LIBRARY_PERCENT = 107
+comptime _LIBRARY_START = 4
+# Where several waves share tiles in two, and where two grids do, ours takes so much more.
+comptime _SHARED_PERCENT = 111
+comptime _GRIDS_START = 8
+# A pass of its own sums the rows of a as fast as memory is: so many elements in a unit, after it has started.
+comptime _SUMMED = 828_000
+comptime _SUMS_START = 5
+# Of a k block of a cluster's tiles.
+comptime _PRODUCTS = 256 * 256 * K_BLOCK
 # Fixed cost per tile, and per doubling of the parts, in k blocks.
 comptime _TILE_OVERHEAD = 4
 comptime _SPLIT_OVERHEAD = 3
@@ -48,14 +60,22 @@ struct SplitK(TrivialRegisterPassable):
     """Whether among the blocks of a cluster."""
     var grids: Int
     """Among how many grids."""
-    var fills: Bool
-    """Whether the tiles keep the device busy, or the sums are so short that
-    only stores count."""
+    var pays: Bool
+    """Whether it is faster than cuBLAS, or the sums are so short that only
+    stores count."""
     var workspace_bytes: Int
     """Memory for what the first of two grids leaves."""
 
     @staticmethod
-    def best(m: Int, n: Int, k: Int, processors: Int) -> Self:
+    def best(
+        m: Int,
+        n: Int,
+        k: Int,
+        processors: Int,
+        *,
+        sums_rows: Bool,
+        adds: Bool = False,
+    ) -> Self:
         """Chooses the split whose longest-working cluster has the least to do.
 
         Args:
@@ -63,17 +83,22 @@ struct SplitK(TrivialRegisterPassable):
             n: Columns of the product.
             k: Length of the sums.
             processors: SMs of the device.
+            sums_rows: Whether the rows of a are to be summed, for which cuBLAS
+                needs a pass more.
+            adds: Whether to add to what is there in float32, for which it
+                needs another.
 
         Returns:
             The choice.
         """
         var best = Self(False, 1, False, 0)
         var blocks = ceildiv(k, K_BLOCK)
+        var clusters = processors // 2
         var least = Int.MAX
         comptime for parts in [1, 2, 4]:
             comptime grids = max(parts // 2, 1)
             var tiles = count_tiles(_config(parts > 1), m, n)
-            var waves = ceildiv(tiles * grids, processors // 2)
+            var waves = ceildiv(tiles * grids, clusters)
             var cost = (
                 waves * (ceildiv(blocks, parts) + _TILE_OVERHEAD)
                 + (parts // 2) * _SPLIT_OVERHEAD
@@ -84,13 +109,23 @@ struct SplitK(TrivialRegisterPassable):
                 least = cost
                 best.split = parts > 1
                 best.grids = grids
-        var parts = best.grids * (2 if best.split else 1)
-        best.fills = k <= _SHORT or (
-            (parts == 1 or k >= parts * _LONG)
-            and fills(_config(best.split), m, n, processors // 2 // best.grids)
-        )
+        var config = _config(best.split)
+        var shared = count_tiles(config, m, n) > clusters and best.split
+        var ours = least * (_SHARED_PERCENT if shared else 100) // 100
         if best.grids > 1:
+            ours += _GRIDS_START
             best.workspace_bytes = m * (n + 1) * 4
+        var products = m * n * k // (_PRODUCTS * clusters)
+        var library = products * _LIBRARY_PERCENT // 100 + _LIBRARY_START
+        if sums_rows:
+            library += m * k // _SUMMED + _SUMS_START
+        if adds:
+            # The product is read, and both read and written in float32.
+            library += 5 * m * n // _SUMMED + _SUMS_START
+        var parts = best.grids * (2 if best.split else 1)
+        best.pays = k <= _SHORT or (
+            (parts == 1 or k >= parts * _LONG) and ours <= library
+        )
         return best
 
 

@@ -51,7 +51,14 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
         var m, n, k = call.M, call.N, call.K
         ref gpu = launcher.gpu
         self.tiling = Tiling.best(m, k, n, gpu.processors)
-        self.split = SplitK.best(n, k, m, gpu.processors)
+        self.split = SplitK.best(
+            n,
+            k,
+            m,
+            gpu.processors,
+            sums_rows=call.dbias != 0,
+            adds=call.accumulate != 0,
+        )
         var wants_weight = call.dweight != 0
         # The kernel makes z and dx. Its grid waits until all of its blocks run, so it would wait for a collective, too.
         self.passes_on = (
@@ -94,9 +101,9 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
         var few = (
             _FEW_PRODUCTS if call.in_graph != 0 else _FEW_PRODUCTS_LAUNCHED
         )
-        # Either both products fill the device, or they are so small that it does not matter.
+        # Either both products are as fast as cuBLAS's, or they are so small that it does not matter.
         if call.M * call.N * call.K <= few or (
-            plan.tiling.fills() and plan.split.fills
+            plan.tiling.fills() and plan.split.pays
         ):
             call.way = FUSED
             call.workspace_bytes = plan.workspace_bytes

@@ -92,6 +92,32 @@ def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
     )
 
 
+def weight_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
+    """Tells whether dW and db are made sooner here than by PyTorch's product and a pass.
+
+    Parameters:
+        dtype: Type of the matrices.
+
+    Args:
+        call: Sizes, conditions, and the addresses that there are; that of db is any but 0 if it is wanted.
+        costs: What products cost on the device.
+
+    Returns:
+        Whether they are.
+    """
+    if dtype == DType.float32 or not has_kernels[dtype](call):
+        return False
+    if costs.address == 0:
+        return True
+    # dW alone is PyTorch's: where our tiles fill the device it takes as long, and elsewhere less.
+    var split = _split(call, costs.processors)
+    return (
+        call.dbias != 0
+        and split.pays
+        and (split.grids == 1 or call.M >= _LONG_SUMS)
+    )
+
+
 def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
     """Chooses the way of dW = dy^T z and db, the gradients of the parameters.
 
@@ -100,16 +126,22 @@ def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
+        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace. db has an address, any
+            but 0, if it is wanted.
     """
     call.way = DECLINED
     call.workspace_bytes = 0
-    if dtype == DType.float32 or not has_kernels[dtype](call):
-        return
-    var split = SplitK.best(call.N, call.K, call.M, launcher.gpu.processors)
-    if split.fills and (split.grids == 1 or call.M >= _LONG_SUMS):
+    if weight_gradient_pays[dtype](call, Costs(launcher)):
         call.way = FUSED
-        call.workspace_bytes = split.workspace_bytes
+        call.workspace_bytes = _split(
+            call, launcher.gpu.processors
+        ).workspace_bytes
+
+
+def _split(call: Call, processors: Int) -> SplitK:
+    return SplitK.best(
+        call.N, call.K, call.M, processors, sums_rows=call.dbias != 0
+    )
 
 
 def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
@@ -128,7 +160,7 @@ def weight_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
     ref gpu = launcher.gpu
     launch_split_k[dtype, dtype](
         gpu,
-        SplitK.best(call.N, call.K, call.M, gpu.processors),
+        _split(call, gpu.processors),
         call.dweight,
         call.dbias,
         call.dy,

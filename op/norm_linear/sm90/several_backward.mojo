@@ -24,6 +24,28 @@ comptime _SUM = Config.of(
 )
 
 
+# What a tile as narrow as COLUMNS takes, in percent of cuBLAS's, and the columns of all dy that cuBLAS multiplies in the
+# time in which another launch reads and writes dz (benchmarks/results/h100-backward-products.json).
+comptime _NARROW_PERCENT = 110
+comptime _COLUMNS_OF_PASS = 496
+
+
+def can_add_up[dtype: DType](call: Call, processors: Int) -> Bool:
+    """Tells whether one launch that adds up dy weight of all pairs keeps the device busy.
+
+    Parameters:
+        dtype: Type of all.
+
+    Args:
+        call: The call.
+        processors: SMs of the device.
+
+    Returns:
+        Whether its tiles do.
+    """
+    return can[dtype](call) and fills(_tiling(call, processors))
+
+
 def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
     """Tells whether one launch adds up dy weight of all pairs sooner than one for each.
 
@@ -35,11 +57,16 @@ def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
         processors: SMs of the device.
 
     Returns:
-        Whether its tiles keep the device busy.
+        Whether it does: long sums take cuBLAS's wider tiles less than it loses by passes over dz.
     """
-    return can[dtype](call) and fills(
-        Tiling.best(call.M, call.K, call.N, processors, common=True)
-    )
+    if not can_add_up[dtype](call, processors):
+        return False
+    var ours = _NARROW_PERCENT * call.N // _tiling(call, processors).percent
+    return ours <= call.N + _COLUMNS_OF_PASS * (call.part_count - 1)
+
+
+def _tiling(call: Call, processors: Int) -> Tiling:
+    return Tiling.best(call.M, call.K, call.N, processors, common=True)
 
 
 def plan_input_gradients[dtype: DType](launcher: Launcher, mut call: Call):
@@ -97,7 +124,7 @@ def plan_passed_rows[dtype: DType](launcher: Launcher, mut call: Call):
     if (
         launcher.alone
         and call.dx != 0
-        and input_gradients_pay[dtype](call, gpu.processors)
+        and can_add_up[dtype](call, gpu.processors)
         and pays(gpu.processors, call.M, call.N, call.K)
     ):
         call.way = FUSED
