@@ -106,7 +106,7 @@ def group(M: int, K: int, Ns: tuple[int, ...]) -> dict[str, Step]:
     together = torch.randn(M, sum(Ns), device="cuda", dtype=DTYPE)
     dys = together.split(Ns, 1)
     weights = [torch.randn(n, K, device="cuda", dtype=DTYPE) for n in Ns]
-    dz, other = torch.empty(2, M, K, device="cuda", dtype=DTYPE)
+    dz, other = torch.empty(2, M, K, device="cuda", dtype=DTYPE).unbind()
     parts = (Part * len(Ns))()
     for part, weight, dy in zip(parts, weights, dys, strict=True):
         part.N, part.weight, part.dy = len(weight), weight.data_ptr(), dy.data_ptr()
@@ -135,7 +135,7 @@ def layer(M: int, K: int, N: int) -> dict[str, Step]:
     """
     dy = torch.randn(M, N, device="cuda", dtype=DTYPE)
     z = torch.randn(M, K, device="cuda", dtype=DTYPE)
-    dw, other = torch.empty(2, N, K, device="cuda", dtype=DTYPE)
+    dw, other = torch.empty(2, N, K, device="cuda", dtype=DTYPE).unbind()
     db = torch.empty(N, device="cuda", dtype=DTYPE)
     steps: dict[str, Step] = {}
     for name, bias in (("ours", 0), ("ours, db", db.data_ptr())):
