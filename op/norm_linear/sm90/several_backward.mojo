@@ -57,7 +57,7 @@ def input_gradients_pay[dtype: DType](call: Call, processors: Int) -> Bool:
         processors: SMs of the device.
 
     Returns:
-        Whether it does: long sums take cuBLAS's wider tiles less than it loses by passes over dz.
+        Whether it does. Over long sums, cuBLAS's wider tiles gain more than its passes over dz cost.
     """
     if not can_add_up[dtype](call, processors):
         return False
