@@ -35,7 +35,8 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
         offload: Whether weights of which something was made move to the host's memory, so that a
             frozen model takes no more of the device's than another. NaN stands in their place: what
             else reads them has to wait until they are back. What ends freezing brings them back,
-            and so does `state_dict`.
+            and so does `state_dict`. Of a weight that several modules share, such as a head's that
+            is tied to the embedding, nothing is kept: it has to stay.
 
     Returns:
         The model.
@@ -51,8 +52,11 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
     parameters = list(model.parameters())
     if offload:
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        matrices = (p for p in parameters if p.dim() == 2 and uses[id(p)] == 1)
-        record.offload.candidates |= {key_of(p): p for p in matrices}
+        for p in (p for p in parameters if p.dim() == 2):
+            if uses[id(p)] == 1:
+                record.offload.candidates[key_of(p)] = p
+            else:
+                record.offload.shared.add(key_of(p))
     _freeze(record, parameters, modules)
     return model
 

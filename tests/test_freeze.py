@@ -334,6 +334,13 @@ def test_a_shared_weight_stays() -> None:
     (record,) = frozen.of([model[0].weight])
     assert key_of(model[1].weight) not in record.offload.candidates
     assert key_of(model[0].weight) in record.offload.candidates
+    # What was made of it would come on top of it.
+    keys, cpu = (key_of(model[1].weight),), torch.device("cpu")
+    assert record.prepared(("test",), keys, lambda: (torch.ones(1),), cpu) is None
+    fn.unfreeze(tied)
+    fn.freeze(tied)
+    (record,) = frozen.of([model[1].weight])
+    assert record.prepared(("test",), keys, lambda: (torch.ones(1),), cpu) is not None
     fn.unfreeze(tied)
 
 

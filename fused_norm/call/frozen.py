@@ -74,8 +74,8 @@ class Frozen:
             activation: The number of that in the epilogue that it is for.
 
         Returns:
-            What was made; None where it was not, and a CUDA graph captures the call or values of
-            the parameters have left the device.
+            What was made; None where it was not, and a CUDA graph captures the call, values of the
+            parameters have left the device, or they should leave it and cannot.
         """
         with self.offload.turn():
             # Another thread may have moved values since the caller asked for their keys.
@@ -96,7 +96,7 @@ class Frozen:
         with _lock:
             found = self._prepared.get((*name, keys))
         if found is None:
-            if in_graph or self.offload.has_any_of(keys):
+            if in_graph or self.offload.has_any_of(keys) or self.offload.has_shared(keys):
                 return None
             tensors = allocate(make, device)
             if device.type == "cuda":

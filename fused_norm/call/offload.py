@@ -43,9 +43,12 @@ class Offload:
 
     Attributes:
         candidates: Those that may.
+        shared: Keys of those that may not, since other modules read them too. What was made of them
+            would come on top of them.
     """
 
     candidates: dict[Key | None, Tensor] = field(default_factory=dict)
+    shared: set[Key] = field(default_factory=set)
     _away: dict[Key, _Away] = field(default_factory=dict)
     # What parameters are known by since they left, by what they were known by.
     _moved: dict[Key | None, Key] = field(default_factory=dict)
@@ -67,6 +70,10 @@ class Offload:
     def has_any_of(self, keys: Iterable[Key | None]) -> bool:
         """Return whether values of a call's parameters have left."""
         return any(key in self._away or key in self._moved for key in keys if key is not None)
+
+    def has_shared(self, keys: Iterable[Key | None]) -> bool:
+        """Return whether any of a call's parameters has to stay."""
+        return not self.shared.isdisjoint(keys)
 
     def current(self, keys: Keys) -> Keys:
         """Return what parameters are known by now, whenever their keys were asked for."""

@@ -255,6 +255,29 @@ def test_offloaded_model_takes_no_more_memory() -> None:
     assert torch.cuda.memory_allocated() - before - expected.nbytes < plain * 1.15
 
 
+def test_offloaded_model_with_a_tied_head_takes_no_more_memory(folds: list[int]) -> None:
+    torch.cuda.empty_cache()
+    tokens = torch.randint(8192, (64,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    embedding = nn.Embedding(8192, 1024, **BFLOAT16)
+    head = fn.LayerNormLinear(1024, 8192, bias=False, **BFLOAT16)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head).eval()
+    plain = torch.cuda.memory_allocated() - before
+    with torch.no_grad():
+        expected = model(tokens)
+        fn.freeze(model)
+        torch.testing.assert_close(model(tokens), expected, rtol=0.05, atol=0.05)
+        assert len(folds) == 1
+        fn.freeze(model, offload=True)
+        for _ in range(2):
+            torch.testing.assert_close(model(tokens), expected, rtol=0.05, atol=0.05)
+    assert len(folds) == 1
+    torch.cuda.synchronize()
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before - expected.nbytes < plain * 1.15
+
+
 @pytest.mark.parametrize("rows", [50, 5000])
 def test_graph_sees_the_weights_of_its_replay(rows: int) -> None:
     tensors = inputs(rows)
