@@ -16,6 +16,8 @@ from fused_norm.call.frozen import Frozen
 from fused_norm.call.offload import key_of
 
 Model = TypeVar("Model", bound=nn.Module)
+# A weight may leave the device if it is small, or a small part of all.
+_SMALL_BYTES, _PARTS = 32 << 20, 16
 
 
 def freeze(model: Model, *, offload: bool = False) -> Model:
@@ -35,8 +37,8 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
         offload: Whether weights of which something was made move to the host's memory, so that a
             frozen model takes no more of the device's than another. NaN stands in their place: what
             else reads them has to wait until they are back. What ends freezing brings them back,
-            and so does `state_dict`. Of a weight that several modules share, such as a head's that
-            is tied to the embedding, nothing is kept: it has to stay.
+            and so does `state_dict`. Weights that several modules share stay, and so do those
+            of more than a sixteenth of all weights' memory (and 32 MiB); nothing is kept of them.
 
     Returns:
         The model.
@@ -52,11 +54,14 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
     parameters = list(model.parameters())
     if offload:
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        for p in (p for p in parameters if p.dim() == 2):
-            if uses[id(p)] == 1:
+        matrices = [p for p in parameters if p.dim() == 2]
+        # What stands for all that leave is as large as the largest of them.
+        most = max(_SMALL_BYTES, sum(p.nbytes for p in matrices) // _PARTS)
+        for p in matrices:
+            if uses[id(p)] == 1 and p.nbytes <= most:
                 record.offload.candidates[key_of(p)] = p
             else:
-                record.offload.shared.add(key_of(p))
+                record.offload.staying.add(key_of(p))
     _freeze(record, parameters, modules)
     return model
 

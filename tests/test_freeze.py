@@ -325,22 +325,22 @@ def test_no_rows_are_frozen(device: str) -> None:
     fn.unfreeze(model)
 
 
-def test_a_shared_weight_stays() -> None:
+def test_a_weight_that_stays_has_nothing_kept_of_it() -> None:
+    """A shared one, and one so large that what stood for it would take as much as was gained."""
     model = a_model()
     model[1].weight = nn.Parameter(torch.randn(32, 16))
-    tied = nn.ModuleList([model, nn.Linear(16, 32)]).eval()
+    tied = nn.ModuleList([model, nn.Linear(16, 32), nn.Linear(16, 1 << 20)]).eval()
     tied[1].weight = model[1].weight
-    fn.freeze(tied, offload=True)
-    (record,) = frozen.of([model[0].weight])
-    assert key_of(model[1].weight) not in record.offload.candidates
-    assert key_of(model[0].weight) in record.offload.candidates
-    # What was made of it would come on top of it.
-    keys, cpu = (key_of(model[1].weight),), torch.device("cpu")
-    assert record.prepared(("test",), keys, lambda: (torch.ones(1),), cpu) is None
-    fn.unfreeze(tied)
-    fn.freeze(tied)
-    (record,) = frozen.of([model[1].weight])
-    assert record.prepared(("test",), keys, lambda: (torch.ones(1),), cpu) is not None
+    cpu = torch.device("cpu")
+    for offload in (True, False):
+        fn.freeze(tied, offload=offload)
+        (record,) = frozen.of([model[0].weight])
+        for weight in (model[1].weight, tied[2].weight):
+            keys = (key_of(weight),)
+            assert keys[0] not in record.offload.candidates
+            made = record.prepared(("test",), keys, lambda: (torch.ones(1),), cpu)
+            assert (made is None) is offload
+        assert (key_of(model[0].weight) in record.offload.candidates) is offload
     fn.unfreeze(tied)
 
 

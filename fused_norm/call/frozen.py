@@ -96,7 +96,7 @@ class Frozen:
         with _lock:
             found = self._prepared.get((*name, keys))
         if found is None:
-            if in_graph or self.offload.has_any_of(keys) or self.offload.has_shared(keys):
+            if in_graph or self.offload.has_any_of(keys) or self.offload.has_staying(keys):
                 return None
             tensors = allocate(make, device)
             if device.type == "cuda":

@@ -43,12 +43,11 @@ class Offload:
 
     Attributes:
         candidates: Those that may.
-        shared: Keys of those that may not, since other modules read them too. What was made of them
-            would come on top of them.
+        staying: Keys of weights that may not: what was made of them would come on top of them.
     """
 
     candidates: dict[Key | None, Tensor] = field(default_factory=dict)
-    shared: set[Key] = field(default_factory=set)
+    staying: set[Key] = field(default_factory=set)
     _away: dict[Key, _Away] = field(default_factory=dict)
     # What parameters are known by since they left, by what they were known by.
     _moved: dict[Key | None, Key] = field(default_factory=dict)
@@ -71,9 +70,9 @@ class Offload:
         """Return whether values of a call's parameters have left."""
         return any(key in self._away or key in self._moved for key in keys if key is not None)
 
-    def has_shared(self, keys: Iterable[Key | None]) -> bool:
-        """Return whether any of a call's parameters has to stay."""
-        return not self.shared.isdisjoint(keys)
+    def has_staying(self, keys: Iterable[Key | None]) -> bool:
+        """Return whether any of a call's weights has to stay."""
+        return not self.staying.isdisjoint(keys)
 
     def current(self, keys: Keys) -> Keys:
         """Return what parameters are known by now, whenever their keys were asked for."""
