@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fused_norm.chain import library as chain
 
 # Every dtype and kind of op, forward, backward and compiled, where no compiler can be imported.
@@ -45,13 +47,64 @@ print(ours[0])
 """
 
 
-def test_nothing_is_said_to_be_built_where_nothing_can_be(library: Path, tmp_path: Path) -> None:
-    """Regression: each call said that it was building kernels, which no compiler was there for."""
-    folder = tmp_path / "cache"
+# A compiler that is there and fails.
+FAILING = """
+import sys
+import torch
+import fused_norm as fn
+from fused_norm.native import cache, compiler
+
+def run(name, *_):
+    raise cache.BuildError(f"the compiler failed on {name}: nonsense")
+
+compiler.run = run
+x = torch.randn(700, 256)
+layer = fn.LayerNormLinear(256, 512).eval()
+for freezes in (False, True):
+    if freezes:
+        fn.freeze(layer)
+    for grads in (True, False):
+        with torch.set_grad_enabled(grads):
+            try:
+                layer(x)
+            except RuntimeError as error:
+                assert "failed on norm_linear_cpu (float32, cpu): nonsense" in str(error), error
+            else:
+                sys.exit("no error")
+"""
+
+
+@pytest.mark.parametrize("function", ["node", "python"])
+def test_a_compiler_that_fails_is_an_error_in_its_words(
+    function: str, library: Path, tmp_path: Path
+) -> None:
+    """Regression: each call tried three times, and said that no kernels were at hand."""
+    folder = cache_with(tmp_path / "cache", library)
+    result = subprocess.run(
+        [sys.executable, "-c", FAILING],
+        env=os.environ
+        | {"FUSED_NORM_CACHE_DIR": str(folder), "FUSED_NORM_PREBUILT": "0"}
+        | {"FUSED_NORM_AUTOGRAD": function},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("building norm_linear_cpu") == 4
+
+
+def cache_with(folder: Path, library: Path) -> Path:
+    """Return a cache that has the chain and its node."""
     folder.mkdir(mode=0o700)
     for built in (library, chain.CHAIN.path):
         for suffix in (".so", ".sha256"):
             shutil.copyfile(built.with_suffix(suffix), folder / f"{built.stem}{suffix}")
+    return folder
+
+
+def test_nothing_is_said_to_be_built_where_nothing_can_be(library: Path, tmp_path: Path) -> None:
+    """Regression: each call said that it was building kernels, which no compiler was there for."""
+    folder = cache_with(tmp_path / "cache", library)
     result = subprocess.run(
         [sys.executable, "-c", NONE_AT_ALL],
         env=os.environ | {"FUSED_NORM_CACHE_DIR": str(folder), "FUSED_NORM_PREBUILT": "0"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -259,7 +260,7 @@ def test_offloaded_model_takes_no_more_memory() -> None:
 def test_offloaded_model_with_a_head_takes_no_more_memory(
     is_tied: bool, folds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fused_norm.freeze._SMALL_BYTES", 0)
+    monkeypatch.setattr(sys.modules["fused_norm.freeze"], "_SMALL_BYTES", 0)
     torch.cuda.empty_cache()
     tokens = torch.randint(8192, (64,), device="cuda")
     before = torch.cuda.memory_allocated()
