@@ -539,6 +539,27 @@ def test_subclasses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(y, r + F.linear(F.layer_norm(x, (K,)), values.float()))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_int8_weights_of_torchao_are_left() -> None:
+    """Their products are torchao's; a norm that a Linear layer of floats reads is fused."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.LayerNorm(K), nn.Linear(K, K), nn.LayerNorm(K), nn.Linear(K, N)).eval()
+    quantization.quantize_(
+        model,
+        quantization.Int8WeightOnlyConfig(version=2),
+        filter_fn=lambda module, name: name == "1",
+    )
+    sites: list[Site] = []
+    torch._dynamo.reset()
+    ours = functools.partial(backend, options={"then": "eager", "small": True}, sites=sites)
+    x = torch.randn(3, K)
+    with torch.no_grad():
+        y = torch.compile(model, backend=ours)(x)
+        torch.testing.assert_close(y, model(x))
+    assert [site.fused for site in sites] == [False, True]
+    assert sites[0].reason == "weight is a subclass: Int8Tensor"
+
+
 def test_small_calls_can_be_left() -> None:
     (site,) = fused(mlp, parameters(), small=False)
     assert "finish a call this small sooner" in site.reason
