@@ -543,7 +543,8 @@ def test_subclasses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_int8_weights_of_torchao_are_left() -> None:
     """Their products are torchao's; a norm that a Linear layer of floats reads is fused."""
     quantization = pytest.importorskip("torchao.quantization")
-    model = nn.Sequential(nn.LayerNorm(K), nn.Linear(K, K), nn.LayerNorm(K), nn.Linear(K, N)).eval()
+    norms, linears = torch.nn.LayerNorm, torch.nn.Linear
+    model = torch.nn.Sequential(norms(K), linears(K, K), norms(K), linears(K, N)).eval()
     quantization.quantize_(
         model,
         quantization.Int8WeightOnlyConfig(version=2),
