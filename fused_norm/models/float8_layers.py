@@ -1,13 +1,14 @@
-"""Linear layers that torchao has in FP8, put in one form: calls of ours in the same recipe.
+"""Linear layers that others have in FP8, put in one form: calls of ours in the same recipe.
 
-`convert_to_float8_training` leaves a node of its own in a graph, with its configuration spelled out
-as nodes; `quantize_` leaves `F.linear` and a weight that is a tensor subclass. torchao is never
-imported: its functions, configurations and weights are known by their names.
+torchao's `convert_to_float8_training` leaves a node of its own in a graph, with its configuration
+spelled out as nodes; its `quantize_` leaves `F.linear` and a weight that is a tensor subclass.
+torchao is never imported: its functions, configurations and weights are known by their names.
+`float8_transformers` has the layers of transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fused_norm import recipes
-from fused_norm.chain.kernels import is_hopper
+from fused_norm.models import float8_transformers
 from fused_norm.models.calls import Left
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
@@ -33,6 +34,7 @@ from fused_norm.models.values import (
     value,
 )
 from fused_norm.ops import quantized
+from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.fp8 import scaled_linear
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.recipes import Cast, Recipe
@@ -50,6 +52,7 @@ class _Layer(NamedTuple):
         weight: Of shape `[N, K]`.
         bias: Of shape `[N]`, or None.
         recipe: One of RECIPES.
+        inner: Nodes before it that nothing needs once it is gone.
     """
 
     node: Node
@@ -58,6 +61,7 @@ class _Layer(NamedTuple):
     weight: Node
     bias: Any
     recipe: str
+    inner: frozenset[Node] = frozenset()
 
 
 def as_scaled_linears(
@@ -76,16 +80,23 @@ def as_scaled_linears(
         return left
     for node in list(graph.nodes):
         f = form(node)
-        is_inference = f.kind == "linear" and quantized.is_quantized(value(f["weight"]))
-        if not (is_inference or _is_trained(node)):
-            continue
+        whose, count = "torchao", len(emitter.made)
         try:
-            layer = _inference(node, flow) if is_inference else _trained(node, flow, keeps_rounding)
+            if f.kind == "linear" and quantized.is_quantized(value(f["weight"])):
+                layer = _inference(node, flow)
+            elif _is_trained(node):
+                layer = _trained(node, flow, keeps_rounding)
+            elif float8_transformers.is_product(node):
+                whose = "transformers"
+                layer = _of_transformers(node, graph, flow, emitter)
+            else:
+                continue
             _put(layer, graph, emitter)
         except (Left, NotImplementedError) as reason:
+            emitter.forget(count)
             x: Any = node.args[0]
             site = _site(node, x)
-            site.reason = f"left to torchao: {reason}"
+            site.reason = f"left to {whose}: {reason}"
             left.append(site)
     return left
 
@@ -132,7 +143,7 @@ def _trained(node: Node, flow: Flow, keeps_rounding: bool) -> _Layer:
         raise Left(f"{dtype(x)} by {dtype(weight)} is {dtype(node)}")
     if recipe.power_of_two and not value(weight).requires_grad:
         raise Left("scales are powers of two, which ours are where the weight takes a gradient")
-    _require_suited(node, x, weight)
+    _require_suited(x, weight, recipe.name)
     if flow.is_written([weight], turned, node):
         raise Left("the weight is written")
     layer = _Layer(node, node, x, weight, None, recipe.name)
@@ -159,23 +170,58 @@ def _inference(node: Node, flow: Flow) -> _Layer:
     recipe = quantized.recipe_of(value(weight))
     if not dtype(x) is dtype(weight) is dtype(node):
         raise Left(f"{dtype(x)} by {dtype(weight)} is {dtype(node)}")
-    takes_gradient = any(is_tensor(v) and value(v).requires_grad for v in (x, weight, bias))
-    if takes_gradient and flow.records_gradients(node):
-        raise Left("a gradient flows through a weight that has none")
-    if is_tensor(bias) and not (is_vector(bias, shape(node)[-1]) and dtype(bias) is dtype(x)):
-        raise Left("a bias of another shape or dtype")
-    _require_suited(node, x, weight)
+    _require_no_gradient(node, flow, (x, weight, bias))
+    _require_bias(node, x, bias)
+    _require_suited(x, weight, recipe)
     return _Layer(node, node, x, weight, bias, recipe)
 
 
-def _require_suited(node: Node, x: Node, weight: Node) -> None:
+def _of_transformers(node: Node, graph: Graph, flow: Flow, emitter: Emitter) -> _Layer:
+    """Return what a Linear layer of transformers' is, its weight put together beside its inputs.
+
+    Raises:
+        Left: If a call in its place would not do the same.
+    """
+    found = float8_transformers.parts(node)
+    x, bias = found.x, found.bias
+    if dtype(x) is not dtype(node):
+        raise Left(f"{dtype(x)} becomes {dtype(node)}")
+    _require_no_gradient(node, flow, (x, found.qdata, bias))
+    _require_bias(node, x, bias)
+    _require_suited(x, found.qdata, found.recipe)
+    held = [found.qdata, found.scale]
+    start = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+    if max(held) > start:
+        raise Left("a weight that is no input of the graph")
+    if flow.is_written(held, start):
+        raise Left("the weight is written")
+    with graph.inserting_before(start):
+        arguments = (*held, found.recipe, dtype(x))
+        weight = emitter.put(quantized.scaled_weight, arguments, {}, start)
+    return _Layer(node, node, x, weight, bias, found.recipe, frozenset(found.inner))
+
+
+def _require_no_gradient(node: Node, flow: Flow, operands: Sequence[Any]) -> None:
+    takes_gradient = any(is_tensor(v) and value(v).requires_grad for v in operands)
+    if takes_gradient and flow.records_gradients(node):
+        raise Left("a gradient flows through a weight that has none")
+
+
+def _require_bias(node: Node, x: Node, bias: Any) -> None:
+    if is_tensor(bias) and not (is_vector(bias, shape(node)[-1]) and dtype(bias) is dtype(x)):
+        raise Left("a bias of another shape or dtype")
+
+
+def _require_suited(x: Node, weight: Node, recipe: str) -> None:
     tensor, rows = value(weight), value(x)
     if reason := unsuited(tensor):
         raise Left(reason)
     if not is_plain(rows) or not (is_plain(tensor) or quantized.is_quantized(tensor)):
         raise Left("a tensor of a kind of its own")
-    if rows.is_cuda and not (rows.dtype is torch.bfloat16 and is_hopper(rows.device.index or 0)):
-        raise Left(f"no kernels for 8 bits and {rows.dtype} on this GPU")
+    how = recipes.find(recipe)
+    is_served = serves(rows, how.input.scaling, how.weight.scaling)
+    if rows.is_cuda and not (rows.dtype is torch.bfloat16 and is_served):
+        raise Left(f"no kernels for {recipe} and {rows.dtype} on this GPU")
 
 
 def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
@@ -197,16 +243,17 @@ def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
     out.replace_all_uses_with(new)
     if out is not layer.node:
         graph.erase_node(out)
-    _erase(layer.node, graph)
+    _erase(layer.node, graph, layer.inner)
 
 
-def _erase(node: Node, graph: Graph) -> None:
-    """Take a node out, and the configuration that nobody else reads."""
+def _erase(node: Node, graph: Graph, inner: Collection[Node]) -> None:
+    """Take a node out, and the configuration or what else is of the layer that nobody reads."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for each in inputs:
-        if quantized.is_configuration(each.target) and not each.users:
-            _erase(each, graph)
+        is_of_layer = each in inner or quantized.is_configuration(each.target)
+        if is_of_layer and not each.users and not each._erased:
+            _erase(each, graph, inner)
 
 
 def _constant(argument: Any) -> Any:

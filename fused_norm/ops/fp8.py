@@ -95,7 +95,13 @@ def linears(
     for weight, bias in zip(weights, biases, strict=True):
         w = quantized.parts(weight)
         y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
-        found.append(y.view(*z.shape[:-1], weight.shape[0]))
+        found.append(_in_shape(y, z.shape[:-1]))
+    return found
+
+
+def _in_shape(y: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return `[M, N]` as `[*rows, N]`, and as `F.linear` does no view: it may be written in place."""
+    found: Tensor = torch.ops.aten._unsafe_view(y, [*rows, y.shape[-1]])
     return found
 
 
@@ -216,7 +222,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
             residual = residual.reshape(-1, residual.shape[-1]).contiguous()
         out = quantized.parts(t.out_weight)
         products = [scaled.linear(*q, *out, *how, t.out_bias, residual, "", x.dtype)]
-    outputs = [y.view(*rows, y.shape[-1]) for y in products]
+    outputs = [_in_shape(y, rows) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
 
 

@@ -1,8 +1,9 @@
-"""What torchao has in FP8: layers that train, and weights that are quantized, taken as they are.
+"""What others have in FP8: layers that train, and weights that are quantized, taken as they are.
 
 torchao's `quantize_` makes parameters of a tensor subclass, `convert_to_float8_training` layers
 that multiply by a function of their own. Both are known by their names here, so that torchao is
-never imported.
+never imported. Layers of transformers' keep numbers and scales in two parameters, which a
+`ScaledWeight` puts together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,67 @@ from torch import Tensor
 from fused_norm.recipes import E4M3
 
 _PRODUCT = "matmul_with_hp_or_float8_args"
+
+
+class ScaledWeight(Tensor):
+    """A weight's numbers of 8 bits and their scales as one tensor, which has no ops of its own.
+
+    Args:
+        qdata: The numbers, e4m3 `[N, K]`.
+        scale: Their scales as `recipes.quantize` returns them.
+        recipe: The recipe whose forward it is multiplied by.
+        dtype: Of the layer's results.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    recipe: str
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> ScaledWeight:
+        """Return a tensor of the shape of the numbers."""
+        make: Any = Tensor._make_wrapper_subclass
+        made: ScaledWeight = make(cls, qdata.shape, dtype=dtype, device=qdata.device)
+        return made
+
+    def __init__(self, qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> None:
+        self.qdata, self.scale, self.recipe = qdata, scale, recipe
+
+    def __repr__(self, **_: Any) -> str:
+        """Return a few words: the values are not for reading."""
+        return f"ScaledWeight({list(self.shape)}, {self.recipe!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the tensors within, and the rest."""
+        return ["qdata", "scale"], (self.recipe, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], rest: Any, *_: Any) -> ScaledWeight:
+        """Return what `__tensor_flatten__` took apart."""
+        return ScaledWeight(inner["qdata"], inner["scale"], *rest)
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every op: a sum with numbers that lack their scales would be wrong.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(f"{op} has no form for a weight in FP8")
+
+
+def scaled_weight(qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> ScaledWeight:
+    """Return a weight of two parameters as one.
+
+    Args:
+        qdata: The numbers, e4m3 `[N, K]`.
+        scale: Their scales: N of them for `"rowwise"`, in whatever shape, and those of blocks for
+            `"blockwise"`.
+        recipe: The recipe whose forward it is multiplied by.
+        dtype: Of the layer's results.
+    """
+    scale = scale.reshape(-1, 1) if recipe == "rowwise" else scale
+    return ScaledWeight(qdata, scale, recipe, dtype)
 
 
 def is_product(target: Any) -> bool:
@@ -36,21 +98,24 @@ def is_configuration(target: Any) -> bool:
 
 
 def is_quantized(weight: Any) -> bool:
-    """Return whether a tensor is torchao's `Float8Tensor`, in whatever form."""
+    """Return whether a tensor is a `ScaledWeight`, or torchao's `Float8Tensor` in whatever form."""
     kind = type(weight)
-    return kind.__name__ == "Float8Tensor" and kind.__module__.startswith("torchao.")
+    is_torchao = kind.__name__ == "Float8Tensor" and kind.__module__.startswith("torchao.")
+    return is_torchao or kind is ScaledWeight
 
 
 def recipe_of(weight: Any) -> str:
     """Return the recipe whose forward a quantized weight is multiplied by.
 
     Args:
-        weight: A `Float8Tensor`, as `quantize_` makes it by
+        weight: A `ScaledWeight`, or a `Float8Tensor` as `quantize_` makes it by
             `Float8DynamicActivationFloat8WeightConfig` of `PerRow()` or `PerTensor()`.
 
     Raises:
         NotImplementedError: If it is of another form, which it says.
     """
+    if isinstance(weight, ScaledWeight):
+        return weight.recipe
     rows = weight.act_quant_kwargs
     if rows is None:
         raise NotImplementedError("weight is in FP8 and rows are not to be")
@@ -81,6 +146,8 @@ def parts(weight: Tensor) -> tuple[Tensor, Tensor | None]:
         return weight, None
     of: Any = weight
     scale: Tensor = of.scale
+    if isinstance(weight, ScaledWeight):
+        return of.qdata, scale
     return of.qdata, scale if scale.dim() == 2 else scale.reshape(1, 1)
 
 

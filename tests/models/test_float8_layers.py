@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from float8_models import Block, OneLayer, compiled, decibels, report, rows
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -23,35 +24,6 @@ GRANULARITIES = {"rowwise": quantization.PerRow(), "tensorwise": quantization.Pe
 # dB of gradients in bfloat16: a rounding more or less turns some of the numbers of 8 bits into
 # their neighbors, and those of e5m2 are far apart.
 LEAST = {"rowwise": 28.0, "rowwise_with_gw_hp": 31.0, "tensorwise": 22.0}
-
-
-class Block(nn.Module):
-    """Attention without heads and an MLP, with biases and without, after two kinds of norm."""
-
-    def __init__(self, features: int = 1024) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(features), nn.LayerNorm(features)
-        self.qkv = nn.Linear(features, 3 * features, bias=False)
-        self.out = nn.Linear(features, features)
-        self.up, self.down = nn.Linear(features, 2048), nn.Linear(2048, features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
-        x = x + self.out(q * torch.sigmoid(k) + v)
-        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-        return y
-
-
-class OneLayer(nn.Module):
-    """A norm and a Linear layer."""
-
-    def __init__(self, K: int = 1024, N: int = 1024) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(K), nn.Linear(K, N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(self.norm(x))
-        return y
 
 
 def trained(model: nn.Module, recipe: str = "rowwise", **changes: Any) -> nn.Module:
@@ -75,30 +47,6 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., nn.Module]:
         return model
 
     return convert
-
-
-def compiled(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
-    torch.compiler.reset()
-    options = {"then": "aot_eager", **options}
-    run: Callable[[Tensor], Tensor] = torch.compile(model, backend="fused_norm", options=options)
-    return run
-
-
-def rows(dtype: torch.dtype = torch.bfloat16, features: int = 1024) -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 24, features).to(dtype)
-
-
-def decibels(found: Tensor, exact: Tensor) -> float:
-    noise = (found.double() - exact.double()).square().sum()
-    return float(10 * torch.log10(exact.double().square().sum() / noise))
-
-
-def report(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
-    """Return what is said of each site, by its path."""
-    torch.compiler.reset()
-    sites = fn.explain(model, x, options={"then": "eager", **options}).sites
-    return {site.path: site.way if site.fused else site.reason for site in sites}
 
 
 def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:

@@ -397,6 +397,23 @@ def test_wrong_operands_are_errors_in_the_words_of_pytorch() -> None:
                 call("rowwise")
 
 
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_may_be_written_in_place(follows: bool, count: int) -> None:
+    """As those of Linear layers: by `y += x`, or by the bias that another library adds."""
+    x, w, *_ = leaves(torch.float32)
+    weights = w if count == 1 else (w, w.detach().clone().requires_grad_())
+    with torch.set_grad_enabled(follows):
+        for rows in (x.detach(), x.detach().view(4, -1, K)):
+            found = fn.norm_linear(rows, weights, recipe="rowwise")
+            y = found if count == 1 else found[1]
+            # FSDP2 warns of results that are views.
+            assert not y._is_view()
+            y += 1
+            if follows:
+                y.sum().backward()
+
+
 def test_what_broadcasts_is_as_if_written_out() -> None:
     torch.manual_seed(8)
     x, w = torch.randn(2, M, K), torch.randn(N, K)

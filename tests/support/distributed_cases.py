@@ -56,7 +56,17 @@ TRAINING = [
     *("training; DDP; modules", "training; DDP; functions", "training; DDP; backend"),
     *("training; FSDP2; modules", "training; FSDP2; backend"),
 ]
+# Each recipe in what trainers do.
+FP8 = [
+    f"FP8; {recipe}; {wrap}; {mode}"
+    for recipe in ("rowwise", "tensorwise", "rowwise_with_gw_hp", "blockwise")
+    for wrap in ("DDP", "FSDP2")
+    for mode in (
+        *("once", "accumulation", "checkpoint", "reentrant checkpoint"),
+        *("compiled", "backend"),
+    )
+]
 NAMES = [
     *(*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, "DDP", "FSDP2", *TRAINING),
-    *("linear_add", "mixed"),
+    *("linear_add", "mixed", *FP8),
 ]

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import distributed_fp8
 import distributed_training
 import family
 import pytest
@@ -278,7 +279,7 @@ def shard_fully(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-CASES |= distributed_training.cases()
+CASES |= distributed_training.cases() | distributed_fp8.cases()
 CASES["DDP"] = functools.partial(check_data_parallel, DistributedDataParallel)
 CASES["FSDP2"] = functools.partial(check_data_parallel, shard_fully)
 
