@@ -103,6 +103,7 @@ def corpus() -> tuple[Tensor, int]:
 
 def batch(text: Tensor, size: Size, seed: int, step: int, rank: int, world: int) -> Tensor:
     """Return a process's share of a step's batch: it depends on these arguments alone."""
-    generator = torch.Generator().manual_seed((seed << 32) + step)
+    # Of a seed, PyTorch's generator on the CPU has the lower 32 bits alone.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)
     starts = torch.randint(len(text) - size.context, (size.batch,), generator=generator)
     return torch.stack([text[i : i + size.context + 1] for i in starts[rank::world].tolist()])

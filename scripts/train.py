@@ -36,7 +36,8 @@ from benchmarks.report import size as bytes_in_words
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 INTERRUPTED = 130  # what a shell says of a process that Ctrl-C ended
-COLORS = {"eager": "#5f6b76", "fused": "#d1495b"}
+# Of curves in their order.
+COLORS = ("#5f6b76", "#d1495b", "#2e86ab", "#a3adb5")
 SMOOTHED = 10  # steps that a point of the plotted curve is the mean of
 
 
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     trainer.load()
                 except ValueError as error:
                     parser.error(str(error))
-            with _progress(trainer, console.quiet) as show:
+            with progress(trainer, console.quiet) as show:
                 finished = trainer.train(show)
             if not finished:
                 console.print(f"stopped; --resume goes on from {trainer.path}", highlight=False)
@@ -126,8 +127,13 @@ def _processes(device: torch.device) -> Iterator[torch.device]:
 
 
 @contextmanager
-def _progress(trainer: Trainer, is_quiet: bool) -> Iterator[Callable[[Curve], None]]:
-    """Give what shows a step: a live bar on a terminal, ten lines elsewhere."""
+def progress(trainer: Trainer, is_quiet: bool) -> Iterator[Callable[[Curve], None]]:
+    """Give what shows a step: a live bar on a terminal, ten lines elsewhere.
+
+    Args:
+        trainer: What is trained.
+        is_quiet: Whether to show nothing.
+    """
     console = Console(stderr=True, quiet=is_quiet)
     size = trainer.settings.size
     bar = Progress(
@@ -166,7 +172,7 @@ def _report(curves: dict[str, Curve], settings: Settings, console: Console) -> i
     content = {"settings": str(settings), "curves": {n: asdict(c) for n, c in curves.items()}}
     (settings.folder / "train.json").write_text(json.dumps(content, indent=1))
     if importlib.util.find_spec("matplotlib"):
-        _plot(curves, settings, settings.folder / "train.png")
+        plot(curves, settings, settings.folder / "train.png")
     if len(curves) < 2:
         return 0
     eager, fused = (curve.last() for curve in curves.values())
@@ -180,20 +186,26 @@ def _report(curves: dict[str, Curve], settings: Settings, console: Console) -> i
     return 0 if abs(difference) <= noise else 1
 
 
-def _plot(curves: dict[str, Curve], settings: Settings, path: Path) -> None:
+def plot(curves: dict[str, Curve], settings: Settings, path: Path) -> None:
+    """Draw losses over steps, faint, and their means.
+
+    Args:
+        curves: By what they are called, as many as COLORS at most; the first one is solid.
+        settings: Of all of them.
+        path: Of the PNG.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, curve in curves.items():
-        color = COLORS[name]
+    for (name, curve), color in zip(curves.items(), COLORS, strict=False):
         axes.plot(curve.losses, color=color, alpha=0.25, linewidth=0.8)
         count = len(curve.losses) // SMOOTHED
         means = torch.tensor(curve.losses[: count * SMOOTHED]).view(count, SMOOTHED).mean(1)
         steps = torch.arange(count) * SMOOTHED + SMOOTHED / 2
-        style = "-" if name == "eager" else "--"
+        style = "-" if name == next(iter(curves)) else "--"
         axes.plot(steps.tolist(), means.tolist(), style, color=color, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per character)")

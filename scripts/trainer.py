@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, MODELS, Size, batch
+from gpt import GPT, MODELS, Size, batch, norm_linear
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -80,20 +80,30 @@ class Trainer:
     """A model in training.
 
     Args:
-        name: Which of `MODELS`.
+        name: Which of `MODELS`, or a name of its own for a model of PyTorch's modules.
         settings: How to train it.
         text: Numbers of characters.
         vocabulary: How many characters there are.
+        prepare: Changes the model in place before it is trained: converts layers, or compiles it.
     """
 
-    def __init__(self, name: str, settings: Settings, text: Tensor, vocabulary: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        text: Tensor,
+        vocabulary: int,
+        prepare: Callable[[nn.Module], object] = lambda model: None,
+    ) -> None:
         self.name, self.settings, self.text = name, settings, text
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.path = settings.folder / f"{name}.pt"
         self.curve = Curve()
         torch.manual_seed(settings.seed)
-        model = GPT(settings.size, vocabulary, settings.dtype, MODELS[name]).to(settings.device)
+        entry = MODELS.get(name, norm_linear)
+        model = GPT(settings.size, vocabulary, settings.dtype, entry).to(settings.device)
+        prepare(model)
         self.model: nn.Module = model
         if self.world > 1 and settings.parallel == "fsdp":
             for block in model.blocks:

@@ -100,7 +100,7 @@ def linears(
 
 
 def _in_shape(y: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return `[M, N]` as `[*rows, N]`, and as `F.linear` does no view: it may be written in place."""
+    """Return `[M, N]` as `[*rows, N]`, and no view: as that of `F.linear` it may be written."""
     found: Tensor = torch.ops.aten._unsafe_view(y, [*rows, y.shape[-1]])
     return found
 
