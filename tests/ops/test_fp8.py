@@ -8,6 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_products import (
+    LEAST,
+    LEAST_OF_E5M2,
+    SHORT,
+    TORCHAO,
+    K,
+    M,
+    N,
+    decibels,
+    gradients,
+    in_torchao,
+    leaves,
+)
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -15,49 +28,6 @@ from fused_norm import composition, recipes
 from fused_norm.call import frozen
 from fused_norm.ops import fp8, scaled
 from fused_norm.recipes import E4M3, E5M2, Cast
-
-M, K, N = 48, 256, 384
-# What each gradient of 3 and of 2 bits of mantissa leaves, in dB; torchao's are no better.
-LEAST = 25.0
-LEAST_OF_E5M2 = 23.5
-# dB by which a product may fall short of torchao's in the same recipe.
-SHORT = 0.3
-TORCHAO = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
-
-
-def decibels(found: Tensor, exact: Tensor) -> float:
-    found, exact = found.detach(), exact.detach()
-    noise = (found.double() - exact.double()).square().sum()
-    return float(10 * torch.log10(exact.double().square().sum() / noise))
-
-
-def leaves(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Return x, a weight, a bias and the gradient of y."""
-    torch.manual_seed(seed)
-    x, w, b, dy = torch.randn(M, K), torch.randn(N, K) / K**0.5, torch.randn(N), torch.randn(M, N)
-    return [v.to(dtype).requires_grad_(v is not dy) for v in (x, w, b, dy)]
-
-
-def gradients(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
-    """Return y, dx, dweight and dbias of a function of the first three."""
-    x, w, b = (v.detach().requires_grad_() for v in tensors[:3])
-    y = function(x, w, b)
-    return [y.detach(), *torch.autograd.grad(y, (x, w, b), tensors[3].to(y.dtype))]
-
-
-def in_torchao(recipe: str, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Return torchao's product, computed without FP8's tensor cores."""
-    pytest.importorskip("torchao")
-    from dataclasses import replace
-
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    linear = nn.Linear(K, N, dtype=x.dtype)
-    layer = Float8Linear.from_float(linear, config)
-    y: Tensor = torch.func.functional_call(layer, {"weight": w, "bias": b}, (x,))
-    return y
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,54 +96,6 @@ def test_scales_are_rounded_up_to_powers_of_two() -> None:
     exact = amax.clamp_min(recipes.LEAST).double() / 448
     assert (scale.double() >= exact).all()
     assert (scale.double() < 2 * exact).all()
-
-
-@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
-def test_rows_that_are_not_numbers_are_seen_where_they_are(recipe: str) -> None:
-    x, w, *_ = leaves(torch.float32)
-    x, w = x.detach(), w.detach()
-    x[3, 5], x[9, 100] = torch.nan, torch.inf
-    y = fn.norm_linear(x, w, normalization="rms_norm", recipe=recipe)
-    bad = torch.zeros(M, dtype=torch.bool)
-    bad[[3, 9]] = True
-    if recipes.find(recipe).input.scaling == "tensor":
-        # All rows share a scale, which says so.
-        assert not y.isfinite().any()
-        return
-    assert not y[bad].isfinite().any()
-    assert y[~bad].isfinite().all()
-
-
-@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
-@pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e30])
-def test_huge_and_tiny_numbers(recipe: str, size: float) -> None:
-    torch.manual_seed(2)
-    x, w = size * torch.randn(M, K), torch.randn(N, K) / K**0.5
-    y = fp8.scaled_linear(x, w, None, recipe=recipe)
-    assert y.isfinite().all()
-    if size >= 1e-12:
-        assert decibels(y / size, x.double() / size @ w.double().t()) > LEAST
-
-
-@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
-def test_zeros_and_outliers(recipe: str) -> None:
-    torch.manual_seed(3)
-    x, w = torch.randn(M, K), torch.randn(N, K) / K**0.5
-    x[5] = 0
-    x[:, 17] *= 1000
-    y = fp8.scaled_linear(x, w, None, recipe=recipe)
-    assert (y[5] == 0).all()
-    # The feature itself is as exact as any; the others keep what a scale for it leaves them.
-    assert decibels(y, x.double() @ w.double().t()) > LEAST
-
-
-@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
-def test_long_sums(recipe: str) -> None:
-    torch.manual_seed(4)
-    x, w = torch.randn(16, 16384), torch.randn(32, 16384) / 128
-    assert (
-        decibels(fp8.scaled_linear(x, w, None, recipe=recipe), x.double() @ w.double().t()) > LEAST
-    )
 
 
 OPTIONS: list[dict[str, Any]] = [
