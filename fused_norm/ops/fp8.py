@@ -262,6 +262,10 @@ def _multiplied(
     recipe: str,
     power_of_two: bool,
 ) -> list[Tensor]:
+    device = z.device.type
+    if torch.is_autocast_enabled(device) and z.dtype is torch.float32:
+        # As `F.linear`, and as kernels need it: norms give float32 there.
+        z = z.to(torch.get_autocast_dtype(device))
     pairs = [
         (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b)
         for w, b in zip(weights, biases, strict=True)

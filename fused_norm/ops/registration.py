@@ -85,9 +85,12 @@ def define_in_python(
     _define(schema, fake, 0)
 
     def run(*arguments: Any) -> Any:
-        # Autograd sees none of the ops in it.
+        # Neither autograd nor autocast sees the ops in it.
         with torch._C._AutoDispatchBelowAutograd():
-            return kernel(*arguments)
+            if not torch._C._is_any_autocast_enabled():
+                return kernel(*arguments)
+            with torch.autocast(arguments[0].device.type, enabled=False):
+                return kernel(*arguments)
 
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)

@@ -224,6 +224,29 @@ def test_autocast_fp8_is_that_of_its_block_and_never_on_by_default() -> None:
     assert not torch.equal(rowwise, inner)
 
 
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_under_autocast_rows_have_its_dtype(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: norms give float32 there, which no kernel quantizes; `F.linear` casts it, too."""
+    seen: list[torch.dtype] = []
+    quantize = fp8.quantize
+
+    def counted(v: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
+        seen.append(v.dtype)
+        return quantize(v, *args, **kwargs)
+
+    monkeypatch.setattr(fp8, "quantize", counted)
+    x, w, b, dy = leaves(torch.float32)
+    narrow = [v.detach().bfloat16() for v in (x, w, b, dy)]
+    expected = gradients(lambda *t: fp8.scaled_linear(*t, recipe=recipe), *narrow)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fp8.scaled_linear(x, w, b, recipe=recipe)
+    y.backward(narrow[3])
+    assert set(seen) == {torch.bfloat16}
+    for found, e in zip((y, x.grad, w.grad, b.grad), expected, strict=True):
+        assert torch.equal(found, e.to(found.dtype))
+
+
 def test_backward_has_the_recipe_of_its_forward() -> None:
     x, w, b, dy = leaves(torch.float32)
     with fn.autocast_fp8("rowwise"):
