@@ -94,13 +94,19 @@ def unfreeze(model: Model) -> Model:
     return model
 
 
-def frozen_parameters() -> AbstractContextManager[None]:
+def frozen_parameters(model: nn.Module | None = None) -> AbstractContextManager[None]:
     """Promise not to change the parameters of calls of this thread in a `with` block.
 
     As `freeze`, for parameters of any kind, from their second call on. What CUDA graphs captured in
     the block read stays as long as the memory of the parameters.
+
+    Gradients may be taken: in FP8, the micro-batches of a step share weights in 8 bits, and so do a
+    forward and what a checkpoint computes again. The optimizer's step comes after the block.
+
+    Args:
+        model: Whose parameters are frozen from their first call on, in all threads.
     """
-    return frozen.Context()
+    return frozen.Context(() if model is None else model.parameters())
 
 
 def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:

@@ -26,10 +26,12 @@ class Frozen:
     """Parameters that do not change until they are thawed.
 
     Attributes:
+        trains: Whether their gradients may be taken meanwhile, as for several micro-batches.
         offload: Of values that may leave the device once nothing needs them there.
         on_thaw: What else ends with it.
     """
 
+    trains: bool = False
     offload: Offload = field(default_factory=Offload)
     on_thaw: list[Callable[[], None]] = field(default_factory=list)
     _memory: dict[Key, torch.UntypedStorage] = field(default_factory=dict)
@@ -175,11 +177,13 @@ def _is_ordinary(tensor: Any) -> bool:
     )
 
 
-def find(tensors: Iterable[Tensor | None]) -> tuple[Frozen, Keys] | None:
+def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Frozen, Keys] | None:
     """Return what froze all of a call's parameters, and their keys; None if nothing did.
 
     Args:
         tensors: The parameters, None for one that is not there.
+        meets: Whether this is a call that a context counts: a backward may meet what was made for
+            its forward alone.
     """
     if not is_any():
         return None
@@ -195,7 +199,7 @@ def find(tensors: Iterable[Tensor | None]) -> tuple[Frozen, Keys] | None:
                 if found is not None and found.holds(keys):
                     return found, keys
         before = keys
-    return _here.find(given, keys)
+    return _here.find(given, keys) if meets else None
 
 
 def of(tensors: Iterable[Tensor]) -> list[Frozen]:
@@ -246,16 +250,24 @@ class Context:
     """Freezes the parameters that calls of this thread meet twice in it; the outermost one counts.
 
     What they meet once may be made for a call, and gone after it.
+
+    Args:
+        parameters: Frozen from the start, for all threads.
     """
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self._parameters = tuple(parameters)
 
     def __enter__(self) -> None:
         global _contexts
         self._is_outermost = _here.frozen is None
         if self._is_outermost:
-            _here.frozen, _here.seen = Frozen(), {}
+            _here.frozen, _here.seen = Frozen(trains=True), {}
             with _lock:
                 _contexts += 1
                 _tell()
+        assert _here.frozen is not None
+        _here.frozen.admit(p for p in self._parameters if _is_ordinary(p))
 
     def __exit__(self, *_: object) -> None:
         global _contexts

@@ -117,9 +117,9 @@ def _input_gradient(
         power_of_two: Whether scales are rounded up to powers of two.
         dtype: Of the result.
     """
-    w = quantize(weight, recipe.weight_for_dgrad, power_of_two, plain=False, turned=True)
     how = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling, power_of_two)
-    dz: Tensor = scaled.linear(*q, *w, *how, None, None, "", dtype)
+    last = (None, None, "", dtype, None, None, None, True)
+    dz: Tensor = scaled.linear(*q, weight, None, *how, *last)
     return dz
 
 
@@ -301,4 +301,8 @@ def _scales_are_rounded(recipe: Recipe, weights: Sequence[Tensor]) -> bool:
 
 
 def _are_frozen(weights: Sequence[Tensor]) -> bool:
-    return not torch.compiler.is_compiling() and frozen.find(weights) is not None
+    """Return whether weights are frozen for good: those of a context may train meanwhile."""
+    if torch.compiler.is_compiling():
+        return False
+    found = frozen.find(weights, meets=False)
+    return found is not None and not found[0].trains

@@ -109,17 +109,23 @@ def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
     return [total, q, x.new_empty(scales_of((M, K), rest[-2]), dtype=torch.float32)]
 
 
-def _of_weight(weight: Tensor, scaling: str, power_of_two: bool) -> tuple[Tensor, Tensor, bool]:
-    """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen."""
+def _of_weight(
+    weight: Tensor, scaling: str, power_of_two: bool, turned: bool = False
+) -> tuple[Tensor, Tensor, bool]:
+    """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen.
+
+    It is transposed for gradients.
+    """
     cast, made = Cast(E4M3, scaling), list[Tensor]()
 
     def make() -> tuple[Tensor, ...]:
-        made.extend(quantize(weight, cast, power_of_two))
+        made.extend(quantize(weight, cast, power_of_two, plain=not turned, turned=turned))
         return tuple(made)
 
-    if found := frozen.find([weight]):
+    if found := frozen.find([weight], meets=not turned):
         record, keys = found
-        kept = record.prepared(("fp8", scaling, power_of_two), keys, make, weight.device)
+        name = ("fp8", scaling, power_of_two, turned)
+        kept = record.prepared(name, keys, make, weight.device)
         if kept is not None:
             q, scale = kept.tensors
             return q, scale, not made
@@ -142,11 +148,12 @@ def _linear(
     up: Tensor | None = None,
     up_scale: Tensor | None = None,
     up_bias: Tensor | None = None,
+    turned: bool = False,
 ) -> Tensor:
-    (M, K), N = q.shape, weight.shape[0]
     is_kept = is_up_kept = False
     if weight_scale is None:
-        weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two)
+        weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two, turned)
+    (M, K), N = q.shape, weight.shape[0]
     if up is not None and up_scale is None:
         up, up_scale, is_up_kept = _of_weight(up, weight_scaling, power_of_two)
         is_kept = is_kept and is_up_kept
@@ -190,8 +197,9 @@ def _linear(
 
 def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     # What is left out of the end is None.
-    activation, dtype, up, *_others = (*rest[6:], None)
-    N = weight.shape[0] // (2 if is_gate(activation) and up is None else 1)
+    activation, dtype, up, *others = (*rest[6:], None)
+    N = weight.shape[1] if others[2:3] == [True] else weight.shape[0]
+    N //= 2 if is_gate(activation) and up is None else 1
     return q.new_empty((q.shape[0], N), dtype=dtype)
 
 
@@ -204,7 +212,8 @@ norm = define_in_python(
 linear = define_in_python(
     "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
     "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
-    "ScalarType dtype, Tensor? up=None, Tensor? up_scale=None, Tensor? up_bias=None) -> Tensor",
+    "ScalarType dtype, Tensor? up=None, Tensor? up_scale=None, Tensor? up_bias=None, "
+    "bool turned=False) -> Tensor",
     _linear,
     _fake_linear,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -304,6 +306,55 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
         model[0].fc1_weight.mul_(2)
         changed = model(x)
     assert not torch.equal(changed, first)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_micro_batches_share_weights_in_8_bits(
+    recipe: str, reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(9)
+    shared = fn.LayerNormMLP(K, N, activation="swiglu", normalization="RMSNorm", recipe=recipe)
+    alone = copy.deepcopy(shared)
+    count: list[torch.Size] = []
+    quantize = recipes.quantize
+    monkeypatch.setattr(recipes, "quantize", lambda t, *a: count.append(t.shape) or quantize(t, *a))
+    optimizers = [torch.optim.AdamW(m.parameters(), fused=True) for m in (shared, alone)]
+    for _ in range(2):
+        batches = torch.randn(3, M, K)
+        for model, is_frozen in ((alone, False), (shared, True)):
+            count.clear()
+            with fn.frozen_parameters(model) if is_frozen else nullcontext():
+                for x in batches:
+                    x = x.requires_grad_()
+                    y = (
+                        model(x)
+                        if reentrant is None
+                        else (checkpoint(model, x, use_reentrant=reentrant))
+                    )
+                    y.square().sum().backward()
+            of_weights = [shape for shape in count if M not in shape]
+            forwards = 2 if reentrant is not None else 1
+            assert len(of_weights) == (4 if is_frozen else 3 * (2 * forwards + 2))
+        # What a context kept is gone with it, whatever an optimizer does to version counters.
+        assert not frozen.is_any()
+        for one, other in zip(shared.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_weights_cast_for_one_call_are_not_kept() -> None:
+    layer = fn.LayerNormLinear(K, N, recipe="rowwise")
+    with fn.frozen_parameters(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            layer(torch.randn(M, K).requires_grad_()).float().sum().backward()
+        record = frozen._here.frozen
+        assert record is not None
+        assert not record._prepared
 
 
 def test_errors_come_before_anything_runs() -> None:
