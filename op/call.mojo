@@ -20,6 +20,8 @@ struct Part(TrivialRegisterPassable):
     """Its output [M, N]."""
     var dy: Int
     """Gradient of that [M, N]."""
+    var scale: Int
+    """Scales of the rows of a weight in 8 bits [N], float32."""
 
 
 # Not passable in registers: the compiler damages structs of many fields on their way between functions.

@@ -71,4 +71,4 @@ class RowCall(ctypes.Structure):
 class Part(ctypes.Structure):
     """One of several Linear layers on the same rows: `Part` in op/call.mojo and native/call.h."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("N", "weight", "bias", "y", "dy"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("N", "weight", "bias", "y", "dy", "scale"))

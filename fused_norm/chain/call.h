@@ -9,7 +9,7 @@ namespace fused_norm {
 // `Part` and `Call` in op/call.mojo, which says what each field is.
 struct Part {
   int64_t N;
-  void *weight, *bias, *y, *dy;
+  void *weight, *bias, *y, *dy, *scale;
 };
 
 struct Call {

@@ -10,7 +10,7 @@ from std.python.bindings import PythonModuleBuilder
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
-from op.norm_linear.sm90.scaled_linear import scaled_linear
+from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
 from op.passes.entry import from_python
 from op.passes.quantize import run_normalize_quantized, run_quantize
 from op.passes.quantize_by_maxima import run_quantize_by_maxima
@@ -18,6 +18,10 @@ from op.passes.quantize_by_maxima import run_quantize_by_maxima
 
 def _linear(call: CallPointer) raises:
     scaled_linear(Launcher.at(call[].context)[].gpu, call[])
+
+
+def _linears(call: CallPointer) raises:
+    scaled_linears(Launcher.at(call[].context)[].gpu, call[])
 
 
 def _normalize(call: CallPointer) raises:
@@ -54,6 +58,11 @@ def PyInit_fp8_sm90() abi("C") -> PythonObject:
             from_python[_linear],
             "linear",
             docstring="linear(call) -> 0; queues y from z and the weight in 8 bits",
+        )
+        builder.def_py_c_function(
+            from_python[_linears],
+            "linears",
+            docstring="linears(call) -> 0; queues y of each part from z and its weight in 8 bits",
         )
         builder.def_py_c_function(
             from_python[_normalize],

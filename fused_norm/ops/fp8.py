@@ -90,12 +90,24 @@ def linears(
         power_of_two: Whether scales are rounded up to powers of two.
     """
     q = quantize(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
+    products = _products(q, weights, biases, recipe, power_of_two, weights[0].dtype)
+    return [_in_shape(y, z.shape[:-1]) for y in products]
+
+
+def _products(
+    q: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    recipe: Recipe,
+    power_of_two: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return the products of rows in 8 bits with all weights, in one launch where that pays."""
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
-    found: list[Tensor] = []
-    for weight, bias in zip(weights, biases, strict=True):
-        w = quantized.parts(weight)
-        y: Tensor = scaled.linear(*q, *w, *how, bias, None, "", weight.dtype)
-        found.append(_in_shape(y, z.shape[:-1]))
+    numbers, scales = zip(*map(quantized.parts, weights), strict=True)
+    if len(weights) == 1:
+        return [scaled.linear(*q, numbers[0], scales[0], *how, biases[0], None, "", dtype)]
+    found: list[Tensor] = scaled.linears(*q, [*numbers], [*scales], *how, [*biases], dtype)
     return found
 
 
@@ -209,10 +221,13 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
         last = (bias, None, spec.activation, x.dtype, *up, up_bias)
         products = [scaled.linear(*q, *gate, *how, *last)]
     else:
-        activation = spec.activation if is_one else ""
-        products = [
-            scaled.linear(*q, *w, *how, bias, None, activation, x.dtype) for w, bias in layers
-        ]
+        if is_one and spec.activation:
+            products = [
+                scaled.linear(*q, *w, *how, bias, None, spec.activation, x.dtype)
+                for w, bias in layers
+            ]
+        else:
+            products = _products(q, t.weights, t.biases, recipe, power_of_two, x.dtype)
         if not is_one:
             products = [composition.activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:

@@ -6,6 +6,8 @@ PyTorch's ops do what `recipes.py` says.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from fused_norm import composition, recipes
 from fused_norm.activations import is_gate, number_of
 from fused_norm.call import frozen
-from fused_norm.call.record import FUSED
+from fused_norm.call.record import FUSED, Part
 from fused_norm.chain import kernels
 from fused_norm.composition import Operands, Spec, summed
 from fused_norm.norms import NORMS
@@ -25,6 +27,8 @@ from fused_norm.reference import widened
 
 # The least of NVIDIA's that multiplies FP8.
 _CAPABILITY = (8, 9)
+# Layers that one launch has at most.
+_MOST_PARTS = 3
 
 
 def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
@@ -195,6 +199,57 @@ def _linear(
     return y if residual is None else y.add_(residual)
 
 
+def _linears(
+    q: Tensor,
+    scale: Tensor,
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor | None],
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    biases: Sequence[Tensor | None],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    (M, K), count = q.shape, len(weights)
+    how = (scaling, weight_scaling, power_of_two)
+    has_biases = len({bias is None for bias in biases}) == 1
+    is_served = dtype is torch.bfloat16 and serves(q, scaling, weight_scaling) and M > 0
+    if not (is_served and has_biases and count <= _MOST_PARTS and q.dtype is E4M3):
+        layers = zip(weights, weight_scales, biases, strict=True)
+        return [_linear(q, scale, *layer, *how, b, None, "", dtype) for *layer, b in layers]
+    parts, held = (Part * count)(), list[Tensor | None]()
+    outputs, are_kept = [], True
+    for i, (weight, own) in enumerate(zip(weights, weight_scales, strict=True)):
+        if own is None:
+            weight, own, is_kept = _of_weight(weight, weight_scaling, power_of_two)
+            are_kept = are_kept and is_kept
+        else:
+            are_kept = False
+        own = own.expand(len(weight), 1).contiguous()
+        (bias,) = kernels.in_aligned_memory(biases[i])
+        y = q.new_empty((M, len(weight)), dtype=dtype)
+        tensors = {"weight": weight, "scale": own, "bias": bias, "y": y}
+        parts[i] = Part(
+            N=len(weight), **{name: v.data_ptr() for name, v in tensors.items() if v is not None}
+        )
+        # The kernel is queued behind what frees their memory.
+        held += tensors.values()
+        outputs.append(y)
+    fields = {"z": q, "z_scale": scale.expand(M, 1).contiguous(), "eight_bits": TYPES[E4M3]}
+    run(
+        "linears",
+        q.device,
+        **{"M": M, "N": sum(part.N for part in parts), "K": K, **fields},
+        **{"parts": ctypes.addressof(parts), "part_count": count},
+        way=FUSED if are_kept else 0,
+    )
+    return outputs
+
+
+def _fake_linears(q: Tensor, _: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return [q.new_empty((q.shape[0], len(weight)), dtype=rest[-1]) for weight in weights]
+
+
 def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     # What is left out of the end is None.
     activation, dtype, up, *others = (*rest[6:], None)
@@ -216,4 +271,10 @@ linear = define_in_python(
     "bool turned=False) -> Tensor",
     _linear,
     _fake_linear,
+)
+linears = define_in_python(
+    "fp8_linears(Tensor q, Tensor scale, Tensor[] weights, Tensor?[] weight_scales, str scaling, "
+    "str weight_scaling, bool power_of_two, Tensor?[] biases, ScalarType dtype) -> Tensor[]",
+    _linears,
+    _fake_linears,
 )

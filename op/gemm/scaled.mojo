@@ -13,7 +13,7 @@ from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
 struct Scaled[bias_dtype: DType](Epilogue):
     """Row scale * column scale * sums + bias, if there is one.
 
-    Two matrices may stand side by side for b, each with its scales and its bias.
+    Up to three matrices may stand side by side for b, each with its scales and its bias.
 
     Parameters:
         bias_dtype: Type of the bias and of c.
@@ -38,6 +38,10 @@ struct Scaled[bias_dtype: DType](Epilogue):
     """Address of the second matrix's scales [N]."""
     var second_bias: Int64
     """Address of its bias [N]; 0 only if the first has none either."""
+    var third_scale: Int64
+    """Address of the third matrix's scales [N]."""
+    var third_bias: Int64
+    """Address of its bias, likewise."""
 
     @doc_hidden
     @staticmethod
@@ -48,14 +52,22 @@ struct Scaled[bias_dtype: DType](Epilogue):
     @always_inline
     def vector_address[i: Int](self, part: Int, first: Int, column: Int) -> Int:
         comptime if i == 0:
-            var scale = self.column_scale if part == 0 else self.second_scale
+            var scale = self.column_scale
+            if part == 1:
+                scale = self.second_scale
+            elif part == 2:
+                scale = self.third_scale
             return Int(
                 Vector[DType.float32](
                     unsafe_from_address=Int(scale)
                 ).unsafe_offset(column)
             )
         else:
-            var bias = self.bias if part == 0 else self.second_bias
+            var bias = self.bias
+            if part == 1:
+                bias = self.second_bias
+            elif part == 2:
+                bias = self.third_bias
             return Int(
                 Vector[Self.bias_dtype](
                     unsafe_from_address=Int(bias)

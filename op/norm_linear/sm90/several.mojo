@@ -39,7 +39,8 @@ from .statistics import launch_rows, waits_for_rows
 
 comptime COLUMNS = 128
 """Columns of a tile."""
-comptime _BESIDE = Config.of(COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
+comptime BESIDE = Config.of(COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
+"""The kernel of several matrices."""
 
 
 def can[dtype: DType](call: Call) -> Bool:
@@ -244,7 +245,7 @@ def _launch_beside[
             gpu, outputs, rows, weights, product
         )
         return
-    launch_parts[dtype, _BESIDE](gpu, outputs, Matrices(rows), weights, product)
+    launch_parts[dtype, BESIDE](gpu, outputs, Matrices(rows), weights, product)
 
 
 def plan_products[dtype: DType](launcher: Launcher, mut call: Call):
