@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,15 @@ def as_it_is(model: nn.Module) -> None:
 
 def in_torchao(model: nn.Module) -> None:
     """Have torchao convert the layers that ours has in FP8, and compile the model."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig.from_recipe_name(RECIPE)
+    float8 = import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(RECIPE)
     if not _is_on_gpu(model):
         config = replace(config, emulate=True)
 
     def is_suited(layer: nn.Module, _: str) -> bool:
         return isinstance(layer, nn.Linear) and not unsuited(layer.weight)
 
-    convert_to_float8_training(model, config=config, module_filter_fn=is_suited)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=is_suited)
     as_it_is(model)
 
 
@@ -113,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not finished:
             console.print(f"stopped in {name}; the same command goes on", highlight=False)
             return INTERRUPTED
-        content = {"environment": asdict(describe(device)), "size": asdict(settings.size)}
+        content: dict[str, Any] = {
+            "environment": asdict(describe(device)),
+            "size": asdict(settings.size),
+        }
         content |= {"recipe": RECIPE, "curve": asdict(trainer.curve)}
         (options.out / f"{name}.json").write_text(json.dumps(content))
         trainer.path.unlink()

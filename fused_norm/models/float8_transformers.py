@@ -81,7 +81,7 @@ def parts(node: Node) -> Parts:
 def _of_rows(node: Node) -> Parts:
     """Return the parts of a layer whose rows PyTorch's ops quantize, a scale for each."""
     names = "q weight scale_a kind_a swizzle_a scale_b kind_b swizzle_b bias out_dtype dims fast"
-    given = dict(zip(names.split(), node.args, strict=False))
+    given: dict[str, Any] = dict(zip(names.split(), node.args, strict=False))
     kinds, swizzles = ((given.get(f"{n}_a"), given.get(f"{n}_b")) for n in ("kind", "swizzle"))
     plain = kinds == (_OF_ROWS, _OF_ROWS) and swizzles == ([], []) and not given.get("dims")
     if node.kwargs or not plain:
@@ -115,8 +115,12 @@ def _quantized_rows(q: Node) -> tuple[Node, Node, set[Node]]:
     if not all(form(each).kind == kind for each, kind in chain):
         raise Left("rows that are quantized in another way")
     bounds = [is_number(form(clamped)[end], sign * _LARGEST) for end, sign in _ENDS]
-    above, maxima, ones = safe.args if safe.target is torch.where else (None, None, None)
-    magnitudes = maxima.args[0] if _is(maxima, "amax") else None
+    above: Any = None
+    maxima: Any = None
+    ones: Any = None
+    if _is(safe, torch.where) and len(safe.args) == 3:
+        above, maxima, ones = safe.args
+    magnitudes: Any = maxima.args[0] if _is(maxima, "amax") else None
     if not (
         all(bounds)
         and dtype(q) is E4M3
@@ -151,7 +155,8 @@ def _is_column(node: Any, scales: Node) -> bool:
 
 def _of_blocks(node: Node) -> Parts:
     """Return the parts of a layer whose kernel quantizes rows, a scale for each 128 elements."""
-    given = dict(zip(("A", "B", "Bs", "block_size", "output_dtype"), node.args, strict=False))
+    names = ("A", "B", "Bs", "block_size", "output_dtype")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False))
     given |= node.kwargs
     if list(given["block_size"]) != [BLOCK, BLOCK]:
         raise Left(f"blocks of {list(given['block_size'])}")

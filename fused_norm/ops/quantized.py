@@ -44,7 +44,7 @@ class ScaledWeight(Tensor):
     def __init__(self, qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> None:
         self.qdata, self.scale, self.recipe = qdata, scale, recipe
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a few words: the values are not for reading."""
         return f"ScaledWeight({list(self.shape)}, {self.recipe!r})"
 
@@ -58,7 +58,9 @@ class ScaledWeight(Tensor):
         return ScaledWeight(inner["qdata"], inner["scale"], *rest)
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse every op: a sum with numbers that lack their scales would be wrong.
 
         Raises:

@@ -216,7 +216,7 @@ def _linears(
     is_served = dtype is torch.bfloat16 and serves(q, scaling, weight_scaling) and M > 0
     if not (is_served and has_biases and count <= _MOST_PARTS and q.dtype is E4M3):
         layers = zip(weights, weight_scales, biases, strict=True)
-        return [_linear(q, scale, *layer, *how, b, None, "", dtype) for *layer, b in layers]
+        return [_linear(q, scale, w, s, *how, b, None, "", dtype) for w, s, b in layers]
     parts, held = (Part * count)(), list[Tensor | None]()
     outputs, are_kept = [], True
     for i, (weight, own) in enumerate(zip(weights, weight_scales, strict=True)):
