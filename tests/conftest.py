@@ -188,9 +188,9 @@ def python_calls(library: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]
     module = chain.import_node(library)
     calls = []
 
-    def backward(kind: object, tensors: object, products: object, *others: Any) -> Any:
-        calls.append(others[0][0])
-        return python(kind, tensors, products, *others)
+    def backward(spec: object, tensors: object, grad_outputs: Any, needed: object) -> Any:
+        calls.append(grad_outputs[0])
+        return python(spec, tensors, grad_outputs, needed)
 
     python = node.backward
     monkeypatch.setattr(node, "backward", backward)

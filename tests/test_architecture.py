@@ -18,6 +18,7 @@ import pytest
 from fused_norm import activations, composition
 from fused_norm.call import head_record, record, rotary_record
 from fused_norm.chain import kernels
+from fused_norm.ops import node
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
@@ -170,16 +171,32 @@ def test_what_the_chain_asks_is_the_same_in_two_languages(name: str) -> None:
     assert fields == list(getattr(kernels, name)._fields_)
 
 
+def test_a_spec_is_the_same_in_two_languages() -> None:
+    """Python gives the node its bytes."""
+    body = re.search(r"^struct Spec \{(.*?)^$", CHAIN_H, re.M | re.S)
+    assert body is not None
+    kinds = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "bool": ctypes.c_bool}
+    fields = []
+    for kind, names in re.findall(r"(\w+) ([^;]+);", body[1]):
+        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])? = ", names):
+            fields.append((name, kinds[kind] * int(count) if count else kinds[kind]))
+    assert fields == list(node.NodeSpec._fields_)
+    assert ctypes.sizeof(node.NodeSpec) == sum(ctypes.sizeof(kind) for _, kind in fields)
+
+
 # Each may include those before it.
 C_LAYERS = [
     ["call", "chain"],
     ["tensor"],
+    ["operations"],
     ["kernels"],
     ["operands", "choice"],
     ["linear", "folds", "rows"],
     ["grouped"],
     ["forward"],
     ["backward"],
+    ["family_ops"],
+    ["row_ops"],
 ]
 
 

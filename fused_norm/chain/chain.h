@@ -10,12 +10,13 @@
 
 namespace fused_norm {
 
-// As `Spec` in composition.py; a norm and an activation are their numbers in the record.
+// As `Spec` in composition.py; a norm and an activation are their numbers in the record. Python gives it
+// to the node as bytes, which have no padding.
 struct Spec {
   int64_t normalization = 0, activation = 0;
   double eps = 0, weight_offset = 0;
   bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false,
-       invariant = false;
+       invariant = false, unused[3] = {};
 
   // A LayerNorm's rows have a mean.
   bool has_mean() const { return normalization == 0; }
@@ -75,22 +76,20 @@ struct Python {
 // 0; or 1 where the tensors are not such as kernels take as they stand; or 2 for an error.
 enum Status : int { DONE, LEFT, FAILED };
 
-extern "C" {
-
-// Writes 2 count + EXTRAS results, null for none, of NAMED + 2 count tensors.
-using ChainForward = int (*)(
-    const Spec*, Conditions, int64_t count, const AtenTensorHandle* tensors, int keeps,
-    AtenTensorHandle* results);
-
-// Writes NAMED + 2 count gradients: of the tensors that need one those that depend on the results'
-// gradients that are there, null for the others.
-using ChainBackward = int (*)(
-    const Spec*, Conditions, int64_t count, const AtenTensorHandle* tensors,
-    int64_t product_count, const AtenTensorHandle* products, int64_t grad_count,
-    const AtenTensorHandle* grads, const uint8_t* needed, AtenTensorHandle* gradients);
-
-// What went wrong in this thread's last call.
-using ChainError = const char* (*)();
-}
+// What the chain's `chain_functions` returns.
+struct Chain {
+  // Writes 2 count + EXTRAS results, null for none, of NAMED + 2 count tensors.
+  int (*forward)(
+      const Spec*, Conditions, size_t count, const AtenTensorHandle* tensors, int keeps,
+      AtenTensorHandle* results);
+  // Writes NAMED + 2 count gradients: of the tensors that need one those that depend on the results'
+  // gradients that are there, null for the others. The products follow the tensors.
+  int (*backward)(
+      const Spec*, Conditions, size_t count, size_t tensor_count, const AtenTensorHandle* tensors,
+      size_t grad_count, const AtenTensorHandle* grads, const uint8_t* needed,
+      AtenTensorHandle* gradients);
+  // What went wrong in this thread's last call.
+  const char* (*error)();
+};
 
 }  // namespace fused_norm

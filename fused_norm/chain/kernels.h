@@ -13,7 +13,7 @@
 
 #include "call.h"
 #include "chain.h"
-#include "tensor.h"
+#include "operations.h"
 
 namespace fused_norm {
 

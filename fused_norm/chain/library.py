@@ -133,8 +133,8 @@ def file_name(binary: Binary, version: str) -> str:
     return f"node-torch-{version}.so" if binary is NODE else "chain.so"
 
 
-def _minor_version() -> str:
-    return ".".join(torch.__version__.split(".")[:2])
+def _minor_version(version: str = torch.__version__) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def is_at_hand() -> bool:
@@ -179,7 +179,7 @@ def _load() -> ctypes.CDLL | None:
     for end in before_loading:
         end()
     library = ctypes.CDLL(str(found))
-    library.chain_error.restype = ctypes.c_char_p
+    library.chain_functions.restype = ctypes.c_void_p
     kernels.tell(library)
     for begin in after_loading:
         begin(library)
@@ -201,7 +201,7 @@ def load_node() -> ModuleType | None:
     except ImportError:
         # A PyTorch that somebody has modified.
         return None
-    return module if _minor_version() == module.TORCH else None
+    return module if _minor_version(module.TORCH) == _minor_version() else None
 
 
 def import_node(library: Path) -> ModuleType:

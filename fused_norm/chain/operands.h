@@ -170,6 +170,10 @@ inline std::optional<Extent> extent_of(const Spec& spec, const Operands& t) {
   return extent;
 }
 
+inline Kernels kernels_of(const Spec& spec, const Operands& t, Conditions conditions) {
+  return Kernels::find(t[X], t.product_dtype(), spec.normalization, spec.invariant, conditions);
+}
+
 // A record of a norm and what comes with it.
 inline Call norm_call(const Spec& spec, const Operands& t, const Extent& extent, int64_t context) {
   Call call{};

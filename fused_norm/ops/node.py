@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,21 +14,56 @@ from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import own_eps
 from fused_norm.chain import kernels, library
 from fused_norm.composition import Operands, Spec
-from fused_norm.native.cache import BuildError
 from fused_norm.norms import NORMS, by_number
 from fused_norm.ops.invariance import is_in_mode
 from fused_norm.ops.norm_linear import gradients
 from fused_norm.ops.rows import trainable_eps_gradients
 
-_NORMS = {name: norm.number for name, norm in NORMS.items()}
-_NUMBERS: dict[Any, int] = {None: 0, **{name: each.number for name, each in ACTIVATIONS.items()}}
 _NAMED = Operands._fields[:-2]
-# What LayerNorm + Linear has not, of the tensors by name: all after beta.
+# Of the tensors by name, those that LayerNorm + Linear and the trained eps's norm do not have: all after
+# beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
-_NO_FLAG = (False,) * 4
+_NUMBERS: dict[Any, int] = {None: 0, **{name: each.number for name, each in ACTIVATIONS.items()}}
+_NAMES = {number: name or "" for name, number in _NUMBERS.items()}
+_MOST_SPECS = 1000
+
+
+class NodeSpec(ctypes.Structure):
+    """`Spec` in chain.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("normalization", "activation")),
+        *((name, ctypes.c_double) for name in ("eps", "weight_offset")),
+        *((name, ctypes.c_bool) for name in ("is_joined", "returns_sum", "returns_norm")),
+        *((name, ctypes.c_bool) for name in ("recompute", "invariant")),
+        ("unused", ctypes.c_bool * 3),
+    )
+
+
+class _Specs(dict[tuple[Any, ...], bytes]):
+    """Specs as C++ reads them, by what users say: the fields but the last two, with names."""
+
+    def __missing__(self, options: tuple[Any, ...]) -> bytes:
+        """Return a new one.
+
+        Raises:
+            KeyError: If the normalization or the activation is unknown.
+            TypeError: If eps or the offset is not a number.
+        """
+        normalization, activation, eps, offset, *flags = options
+        if not (isinstance(eps, (float, int)) and isinstance(offset, (float, int))):
+            raise TypeError
+        numbers = NORMS[normalization].number, _NUMBERS[activation], float(eps), float(offset)
+        if len(self) >= _MOST_SPECS:
+            self.clear()
+        spec = self[options] = bytes(NodeSpec(*numbers, *map(bool, flags)))
+        return spec
+
+
+_specs = _Specs()
 # Of chain.h, in place of the number of a norm.
 _TRAINABLE_EPS = -1
-_NAMES = {number: name or "" for name, number in _NUMBERS.items()}
+_TRAINABLE_EPS_SPEC = bytes(NodeSpec(normalization=_TRAINABLE_EPS, returns_norm=True))
 
 
 @functools.cache
@@ -41,18 +77,9 @@ def module() -> Any:
 
 def tell(found: Any) -> None:
     """Give the compiled module what it calls."""
-    found.set_chain(str(library.path()), backward, kernels.is_alone)
-
-
-def _run(name: str, *arguments: Any) -> Any:
-    """Return what a function of the compiled module does; None where Python has to."""
-    if (found := module()) is None:
-        return None
-    try:
-        return getattr(found, name)(*arguments)
-    except BuildError:
-        # There are no kernels for it: Python finds PyTorch's ops, and says what is missing.
-        return None
+    chain = library.load()
+    assert chain is not None
+    found.set_chain(chain.chain_functions(), backward, kernels.is_alone)
 
 
 def trainable_eps(x: Any, o: Any) -> Tensor | None:
@@ -62,10 +89,10 @@ def trainable_eps(x: Any, o: Any) -> Tensor | None:
         x: Input of shape `[..., K]`.
         o: Tensor of one element.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (found := module()) is None:
         return None
-    found: Tensor | None = _run("trainable_eps", x, o)
-    return found
+    y: Tensor | None = found.forward(_TRAINABLE_EPS_SPEC, x, None, o, None, *_ABSENT)
+    return y
 
 
 def forward(
@@ -88,7 +115,7 @@ def forward(
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
-    if torch.compiler.is_compiling() or is_in_mode() or module() is None:
+    if torch.compiler.is_compiling() or is_in_mode() or (found := module()) is None:
         return None
     *tensors, normalization, eps, offset, activation, statistics, return_sum, return_norm = options
     mean = rstd = None
@@ -97,19 +124,25 @@ def forward(
         if of != normalization or found_with != eps:
             return None
     try:
-        norm, number = _NORMS[normalization], _NUMBERS[activation]
+        if eps is None and NORMS[normalization].eps is None and type(x) is Tensor:
+            eps = own_eps(x.dtype)
+        spec = _specs[
+            normalization, activation, eps, offset, joined, return_sum, return_norm, recompute
+        ]
     except (KeyError, TypeError):
         return None
-    if eps is None and NORMS[normalization].eps is None and type(x) is Tensor:
-        eps = own_eps(x.dtype)
-    spec = (norm, number, eps, offset, joined, return_sum, return_norm, recompute)
-    return _run("forward", x, *tensors, mean, rstd, *second, weight, bias, *spec)
+    if not isinstance(weight, (list, tuple)):
+        return found.forward(spec, x, *tensors, mean, rstd, *second, weight, bias)
+    biases = (None,) * len(weight) if bias is None else bias
+    if not isinstance(biases, (list, tuple)) or len(biases) != len(weight):
+        return None
+    return found.forward(spec, x, *tensors, mean, rstd, *second, *weight, *biases)
 
 
 def layernorm_linear(
     x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, eps: Any
 ) -> Tensor | None:
-    """Return the result of LayerNorm + Linear, what is left away being as OPTIONS has it.
+    """Return the result of LayerNorm + Linear, with what OPTIONS has for all else.
 
     None where Python has to.
 
@@ -121,36 +154,44 @@ def layernorm_linear(
         bias: Its bias, or None.
         eps: Added to the variance.
     """
-    if torch.compiler.is_compiling() or is_in_mode():
+    if torch.compiler.is_compiling() or is_in_mode() or (found := module()) is None:
         return None
-    found: Tensor | None
-    found = _run("forward", x, None, gamma, beta, *_ABSENT, weight, bias, 0, 0, eps, 0.0, *_NO_FLAG)
-    return found
+    try:
+        spec = _specs["layer_norm", None, eps, 0.0, False, False, False, False]
+    except TypeError:
+        return None
+    y: Tensor | None = found.forward(spec, x, None, gamma, beta, *_ABSENT, weight, bias)
+    return y
 
 
 def backward(
-    spec: tuple[Any, ...],
-    tensors: list[Tensor | None],
-    products: Sequence[Tensor],
+    spec: bytes,
+    tensors: Sequence[Tensor | None],
     grad_outputs: Sequence[Tensor | None],
-    needed: list[bool],
+    needed: bytes,
 ) -> Sequence[Tensor | None]:
     """Return the gradients that C++ leaves to Python, in the order of `composition.flat`.
 
     Args:
-        spec: What was computed, as C++ knows it.
-        tensors: Those saved.
-        products: Those kept.
+        spec: What was computed, a `NodeSpec`.
+        tensors: Those saved, and then the products kept.
         grad_outputs: Those of the results, of which one or more are there.
         needed: Which tensors need one.
     """
-    norm, activation, *options = spec
-    if norm == _TRAINABLE_EPS:
+    of = NodeSpec.from_buffer_copy(spec)
+    saved, products = tensors[: len(needed)], [t for t in tensors[len(needed) :] if t is not None]
+    flags = [bool(each) for each in needed]
+    if of.normalization == _TRAINABLE_EPS:
         x, o = (_NAMED.index(name) for name in ("x", "gamma"))
-        found: list[Tensor | None] = [None] * len(tensors)
+        found: list[Tensor | None] = [None] * len(saved)
         found[x], found[o] = trainable_eps_gradients(
-            grad_outputs[0], tensors[x], tensors[o], [needed[x], needed[o]]
+            grad_outputs[0], saved[x], saved[o], [flags[x], flags[o]]
         )
         return found
-    named = Spec(by_number(norm), _NAMES[activation], *options)
-    return gradients(named, None, lambda: (tensors, products), grad_outputs, needed)
+    named = Spec(
+        by_number(of.normalization),
+        _NAMES[of.activation],
+        *(getattr(of, name) for name in ("eps", "weight_offset", "is_joined", "returns_sum")),
+        *(getattr(of, name) for name in ("returns_norm", "recompute")),
+    )
+    return gradients(named, None, lambda: (saved, products), grad_outputs, flags)

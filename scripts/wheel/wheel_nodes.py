@@ -24,13 +24,15 @@ _LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
 # What the node may ask of Python: functions and objects of the stable ABI of 3.10.
 STABLE = frozenset(
     """
-    PyArg_ParseTuple PyBool_FromLong PyBool_Type PyBytes_AsString PyErr_Clear PyErr_Fetch
+    PyArg_ParseTuple PyBool_FromLong PyBool_Type PyBytes_AsString PyBytes_FromStringAndSize
+    PyBytes_Size PyErr_Clear PyErr_Fetch
     PyErr_Format PyErr_NormalizeException PyErr_Occurred PyErr_Restore PyErr_SetObject
     PyErr_SetString PyErr_WarnEx PyErr_WriteUnraisable PyEval_RestoreThread PyEval_SaveThread
     PyExc_RuntimeError PyFloat_AsDouble PyFloat_FromDouble PyFloat_Type PyGILState_Check
     PyGILState_Ensure PyGILState_Release PyList_Append PyList_GetItem PyList_New PyList_SetItem
     PyList_Size
-    PyLong_AsLong PyLong_AsLongLong PyLong_AsSize_t PyLong_FromLong PyLong_FromLongLong
+    PyLong_AsLong PyLong_AsLongLong PyLong_AsSize_t PyLong_AsVoidPtr PyLong_FromLong
+    PyLong_FromLongLong
     PyLong_FromSize_t PyLong_Type PyModule_AddStringConstant PyModule_Create2 PyObject_CallFunction
     PyObject_CallFunctionObjArgs PyObject_CallNoArgs PyObject_CallObject PyObject_GetAttrString
     PyObject_IsTrue PyObject_Str PySequence_GetItem PyTuple_GetItem PyTuple_New PyTuple_SetItem

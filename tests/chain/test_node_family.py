@@ -233,10 +233,36 @@ def _sequence(t: dict[str, Any]) -> None:
     t["scale"] = torch.randn(1, SHAPE[0][1], SHAPE[1], requires_grad=True)
 
 
+@pytest.mark.parametrize("options", [{"eps": 1}, {"return_sum": 1}, {"return_norm": 1}])
+def test_options_of_other_types(
+    options: dict[str, Any], python_calls: list[Tensor], python_forwards: list[Any]
+) -> None:
+    """Options count alike whoever computes the call, and whatever calls came before."""
+    x, w, r = torch.randn(3, 8), torch.randn(4, 8), torch.randn(3, 8)
+    fn.norm_linear(x, w, residual=r, eps=1.0)
+    found = fn.norm_linear(x, w, residual=r, **options)
+    assert not python_forwards
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "module", lambda: None)
+        expected = fn.norm_linear(x, w, residual=r, **options)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found, expected)
+
+
+def test_many_eps(python_calls: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the node is told of is kept for so many kinds of calls, and then told again."""
+    monkeypatch.setattr(node, "_MOST_SPECS", 3)
+    monkeypatch.setattr(node, "_specs", type(node._specs)())
+    x, w = torch.randn(3, 8), torch.randn(4, 8)
+    for eps in [0.1, 0.2, 0.3, 0.4, 0.1]:
+        expected = F.linear(F.layer_norm(x, (8,), eps=eps), w)
+        torch.testing.assert_close(fn.norm_linear(x, w, eps=eps), expected)
+        assert len(node._specs) <= 3
+
+
 PYTHONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "strided x": lambda t: t.update(x=torch.randn(4, 3, 24).transpose(0, 1)),
     "subclass": lambda t: t.update(x=t["x"].detach().as_subclass(type("Own", (Tensor,), {}))),
-    "eps as an integer": lambda t: t.update(eps=1),
     "modulation of other rows": _sequence,
 }
 
