@@ -11,9 +11,6 @@ take at the speed of a large copy.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gc
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,12 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks import document
 from benchmarks.case import EPS
-from benchmarks.environment import describe, version
 from benchmarks.timing import Budget, GpuTimer, Rounds
 from fused_norm import frozen_parameters
 from fused_norm.models import backend
@@ -231,23 +227,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("SKIPPED: decoding is measured on GPUs")
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
-    document: dict[str, Any] = {
-        "environment": dataclasses.asdict(describe(device, options.commit)),
-        "versions": {name: version(name) for name in ("torch", "triton")},
-        "cases": [],
-    }
+    found = document.new(device, options.commit, "torch", "triton")
     for batch in options.batch or BATCHES:
-        torch.compiler.reset()
         case = measure(batch, options.seconds, device, options.profile)
-        document["cases"].append(case)
-        Console().print(table([case]), soft_wrap=True)
-        for who, result in case["results"].items():
-            if "error" in result:
-                print(f"{who}: {result['error']}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        if options.json:
-            options.json.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        found["cases"].append(case)
+        document.show(case, table([case]))
+        document.write(found, options.json)
     return 0
 
 

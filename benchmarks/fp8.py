@@ -10,8 +10,6 @@ nothing else of the block. SQNR is that of y against eager bfloat16, in decibels
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -22,13 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks import document
 from benchmarks.blocks import BLOCKS
 from benchmarks.case import Case
-from benchmarks.environment import describe, version
 from benchmarks.ops import Member
 from benchmarks.parts import BARE, TORCH
 from benchmarks.timing import Budget, GpuTimer, Rounds
@@ -228,29 +225,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
     budget = Budget(options.seconds, options.seconds / 2, fewest=9)
-    versions = {name: version(name) for name in ("torch", "torchao", "triton")}
-    document: dict[str, Any] = {
-        "environment": dataclasses.asdict(describe(device, options.commit)),
-        "versions": versions,
-        "cases": [],
-    }
+    found = document.new(device, options.commit, "torch", "torchao", "triton")
     if options.json and options.json.exists():
-        document["cases"] = json.loads(options.json.read_text())["cases"]
-    of = {name: document["environment"][name] for name in ("commit", "date")}
+        found["cases"] = json.loads(options.json.read_text())["cases"]
+    of = {name: found["environment"][name] for name in ("commit", "date")}
     for name in options.block or blocks:
         for mode in options.mode or MODES:
             case = measure(blocks[name], mode, budget, device) | of
-            others = [c for c in document["cases"] if (c["block"], c["mode"]) != (name, mode)]
-            document["cases"] = [*others, case]
-            Console().print(table([case]), soft_wrap=True)
-            for who, result in case["results"].items():
-                if "error" in result:
-                    print(f"{who}: {result['error']}", flush=True)
-            torch.compiler.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-            if options.json:
-                options.json.write_text(json.dumps(document, indent=1, default=str) + "\n")
+            others = [c for c in found["cases"] if (c["block"], c["mode"]) != (name, mode)]
+            found["cases"] = [*others, case]
+            document.show(case, table([case]))
+            document.write(found, options.json)
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import random
 import statistics
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_norm as fn
-from benchmarks.environment import describe, version
+from benchmarks import document
 
 # Rows, features, vocabulary: LLaMA-1B, LLaMA-8B, Qwen3-0.6B, GPT-2.
 SIZES = ((8192, 2048, 128256), (8192, 4096, 128256), (16384, 1024, 151936), (16384, 768, 50304))
@@ -219,31 +218,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="what is measured, where there is no repository")
     options = parser.parse_args(arguments)
     if options.from_json:
-        document = json.loads(options.from_json.read_text())
+        found = json.loads(options.from_json.read_text())
     elif not torch.cuda.is_available():
         print("SKIPPED: the head is measured on GPUs")
         return 0
     else:
         device = torch.device("cuda", torch.cuda.current_device())
-        versions = {name: version(name) for name in PACKAGES}
-        document = {
-            "device": torch.cuda.get_device_name(device),
-            "environment": vars(describe(device, options.commit)),
-            "versions": {"torch": importlib.metadata.version("torch"), **versions},
-            "cases": [],
-        }
+        found = {"device": torch.cuda.get_device_name(device)}
+        found |= document.new(device, options.commit, "torch", *PACKAGES)
         for size in SIZES:
-            document["cases"].append(measure(size, options.seconds, device))
-            print(table(document["cases"][-1:]), flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.compiler.reset()
-            if options.json:
-                options.json.write_text(json.dumps(document, indent=1, default=str) + "\n")
+            found["cases"].append(measure(size, options.seconds, device))
+            print(table(found["cases"][-1:]), flush=True)
+            document.write(found, options.json)
     if options.from_json:
-        print(table(document["cases"]))
+        print(table(found["cases"]))
     if options.plot:
-        plot(document["cases"], options.plot)
+        plot(found["cases"], options.plot)
     return 0
 
 

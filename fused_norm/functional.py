@@ -16,7 +16,7 @@ from fused_norm.ops import linear_add as linear_add_ops
 from fused_norm.ops import node
 from fused_norm.ops.autocast_fp8 import chosen
 from fused_norm.ops.family import (
-    by_python,
+    checked_call,
     checked_eps,
     is_traced,
     named,
@@ -100,7 +100,7 @@ def fused_layernorm_linear(
         return composition.compute(Spec(eps=eps), t)[0]
     norm = (None, ln_weight, ln_bias, None, None, "layer_norm", eps, 0.0)
     layers = ([linear_weight], [linear_bias], (None, None, None), False, False)
-    return by_python(x, layers, (*norm, None, None, False, False), recipe=recipe)[0]
+    return checked_call(x, layers, (*norm, None, None, False, False), recipe=recipe)[0]
 
 
 def norm_linear(
@@ -182,7 +182,7 @@ def norm_linear(
         )
     weights, biases = parameters_of(weight, bias)
     layers = (weights, biases, (None, None, None), gated, False)
-    results = by_python(x, layers, options, recipe=recipe)
+    results = checked_call(x, layers, options, recipe=recipe)
     if not isinstance(weight, (list, tuple)) or gated:
         return results[0] if len(results) == 1 else tuple(results)
     return _grouped(tuple(results), weight)
@@ -280,7 +280,7 @@ def norm_mlp(
         )
     weights, biases = parameters_of(fc1_weight, fc1_bias)
     layers = (weights, biases, second, True, recompute)
-    results = by_python(x, layers, options, recipe=recipe)
+    results = checked_call(x, layers, options, recipe=recipe)
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -18,7 +18,7 @@ import pytest
 from fused_norm import activations, composition
 from fused_norm.call import head_record, record, rotary_record
 from fused_norm.chain import kernels
-from fused_norm.ops import node
+from fused_norm.ops.node import NodeSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
@@ -180,8 +180,8 @@ def test_a_spec_is_the_same_in_two_languages() -> None:
     for kind, names in re.findall(r"(\w+) ([^;]+);", body[1]):
         for name, count in re.findall(r"(\w+)(?:\[(\d+)\])? = ", names):
             fields.append((name, kinds[kind] * int(count) if count else kinds[kind]))
-    assert fields == list(node.NodeSpec._fields_)
-    assert ctypes.sizeof(node.NodeSpec) == sum(ctypes.sizeof(kind) for _, kind in fields)
+    assert fields == list(NodeSpec._fields_)
+    assert ctypes.sizeof(NodeSpec) == sum(ctypes.sizeof(kind) for _, kind in fields)
 
 
 # Each may include those before it.

@@ -21,7 +21,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,18 +144,29 @@ def write(device: Any, path: Path) -> None:
     unfinished.replace(path)
 
 
-def load(path: Path) -> Device:
-    """Read a device from its file.
+def read(path: Path, kind: Any, check: Callable[[Any], None]) -> Any:
+    """Read a device, a named tuple, from its file.
+
+    Args:
+        path: The file.
+        kind: The named tuple's class.
+        check: Raises unless a device has all that is read of it.
 
     Raises:
         ValueError: If the file has other contents.
     """
     try:
         found = json.loads(path.read_text())
-        device = Device(**{name: found[name] for name in Device._fields})
-        _check(device)
+        device = kind(**{name: found[name] for name in kind._fields})
+        check(device)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no measurements of a device: {error}") from error
+    return device
+
+
+def load(path: Path) -> Device:
+    """Read a device from its file, as `read` does."""
+    device: Device = read(path, Device, _check)
     return device
 
 
@@ -169,16 +180,34 @@ def _check(device: Device) -> None:
     every = itertools.product(dtypes, KINDS, DIRECTIONS, WAYS)
     if device.costs.keys() != {" ".join(each) for each in every} or not dtypes <= BYTES.keys():
         raise ValueError("costs are missing, or of something else")
-    for costs in device.costs.values():
-        if len(costs) != len(ROWS) or any(len(each) != TERMS for each in costs):
-            raise ValueError("the costs are of another model")
-        if not all(math.isfinite(cost) and cost >= 0 for each in costs for cost in each):
-            raise ValueError("costs are not finite, or negative")
+    check_costs(device.costs, len(ROWS), TERMS)
     for dtype, kind, direction, M, K, N, way in device.exceptions:
         if dtype not in dtypes or kind not in KINDS or direction not in DIRECTIONS:
             raise ValueError("an exception is of no call")
         if way not in WAYS or not min(M, K, N) > 0:
             raise ValueError("an exception has no size or no way")
+
+
+def check_costs(
+    costs: dict[str, list[list[float]]], rows: int, terms: int, host: Iterable[float] = ()
+) -> None:
+    """Raise unless costs have the shape of a model, and all are finite and not negative.
+
+    Args:
+        costs: By what they are of.
+        rows: How many sets of terms each has.
+        terms: Of a set.
+        host: Costs that the host has.
+
+    Raises:
+        ValueError: If they are of another model, or damaged.
+    """
+    sets = [each for one in costs.values() for each in one]
+    if any(len(one) != rows for one in costs.values()) or any(len(each) != terms for each in sets):
+        raise ValueError("the costs are of another model")
+    numbers = itertools.chain(*sets, host)
+    if not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
+        raise ValueError("costs are not finite, or negative")
 
 
 def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:

@@ -17,7 +17,6 @@ sizes near it go the ways that were fastest there.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
-from fused_norm.devices.costs import TOLERATED, fitted, write
+from fused_norm.devices.costs import TOLERATED, check_costs, fitted, read, write
 
 # In the order of costs.mojo. Only bfloat16 is folded.
 WAYS = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
@@ -133,17 +132,8 @@ class Hopper(NamedTuple):
 
 
 def load(path: Path) -> Hopper:
-    """Read a device from its file.
-
-    Raises:
-        ValueError: If the file has other contents.
-    """
-    try:
-        found = json.loads(path.read_text())
-        device = Hopper(**{name: found[name] for name in Hopper._fields})
-        _check(device)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} holds no measurements of a device: {error}") from error
+    """Read a device from its file, as `costs.read` does."""
+    device: Hopper = read(path, Hopper, _check)
     return device
 
 
@@ -160,12 +150,7 @@ def _check(device: Hopper) -> None:
         raise ValueError("costs are missing, or of something else")
     if device.host.keys() != WAYS.keys():
         raise ValueError("the host's costs are missing")
-    for costs in device.costs.values():
-        if len(costs) != len(ROWS) or any(len(each) != TERMS for each in costs):
-            raise ValueError("the costs are of another model")
-    numbers = [cost for costs in device.costs.values() for each in costs for cost in each]
-    if not all(math.isfinite(cost) and cost >= 0 for cost in (*numbers, *device.host.values())):
-        raise ValueError("costs are not finite, or negative")
+    check_costs(device.costs, len(ROWS), TERMS, device.host.values())
     for dtype, M, K, N, *ways in device.exceptions:
         if dtype not in dtypes or not min(M, K, N) > 0:
             raise ValueError("an exception is of no call")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, reference
-from fused_norm.ops.norm_linear import unpacked
+from fused_norm.ops.norm_linear_ops import unpacked
 from fused_norm.ops.statistics import add_by_pytorch
 from fused_norm.ops.validation import by_pytorch_widened
 

@@ -77,17 +77,17 @@ def family_call(
         found = node.forward(x, weights, biases, values, second, joined, recompute)
         if found is not None:
             return [found] if isinstance(found, Tensor) else list(found)
-    return by_python(x, (weights, biases, second, joined, recompute), values, owners, recipe)
+    return checked_call(x, (weights, biases, second, joined, recompute), values, owners, recipe)
 
 
-def by_python(
+def checked_call(
     x: Tensor,
     layers: Layers,
     options: Sequence[Any],
     owners: Sequence[Tensor | None] | None = None,
     recipe: str | None = None,
 ) -> list[Tensor]:
-    """Do the same without C++.
+    """Check the options of a call and compute it, without the node.
 
     Args:
         x: Input of shape `[..., K]`.

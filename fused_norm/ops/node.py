@@ -20,8 +20,7 @@ from fused_norm.ops.norm_linear import gradients
 from fused_norm.ops.rows import trainable_eps_gradients
 
 _NAMED = Operands._fields[:-2]
-# Of the tensors by name, those that LayerNorm + Linear and the trained eps's norm do not have: all after
-# beta.
+# The tensors by name that LayerNorm + Linear and the trained eps's norm lack: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NUMBERS: dict[Any, int] = {None: 0, **{name: each.number for name, each in ACTIVATIONS.items()}}
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}

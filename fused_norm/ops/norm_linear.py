@@ -1,4 +1,4 @@
-"""The op family as PyTorch knows it: schemas, fakes, one autograd function, and its calls."""
+"""A call of the op family: what takes it, and its gradients, by one autograd function."""
 
 from __future__ import annotations
 
@@ -11,37 +11,16 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from fused_norm import composition
-from fused_norm.activations import is_gate
 from fused_norm.call import frozen
-from fused_norm.call.memory import (
-    LOW_PRECISION,
-    in_memory,
-    is_transposed,
-    laid_as_sum,
-    statistics_dtype,
-)
+from fused_norm.call.memory import LOW_PRECISION, in_memory
 from fused_norm.call.results import Results
-from fused_norm.composition import (
-    NAMES,
-    WITH_GRADIENT,
-    Operands,
-    Spec,
-    flat,
-    has_sum,
-    reached,
-    summed,
-    unflat,
-)
-from fused_norm.norms import NORMS
-from fused_norm.ops.flops import count_flops
-from fused_norm.ops.folding import folded
+from fused_norm.composition import NAMES, Operands, Spec, flat, has_sum, reached, unflat
+from fused_norm.ops import norm_linear_ops as ops
 from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.main_grad import add, add_product, added, stand_in
+from fused_norm.ops.norm_linear_ops import NAMED
 from fused_norm.ops.operands import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.registration import (
-    SPEC_SCHEMA,
-    TENSORS_SCHEMA,
-    define,
     each_once,
     is_forward_mode,
     is_profiled,
@@ -50,170 +29,10 @@ from fused_norm.ops.registration import (
 )
 from fused_norm.ops.sharding import has_dtensor, over_shards
 
-# The operands that an op's schema lists one by one: all but the weights and the biases.
-_NAMED = Operands._fields[:-2]
-_SUMMANDS = [_NAMED.index(name) for name in ("x", *NAMES["rows"])]
+_SUMMANDS = [NAMED.index(name) for name in ("x", *NAMES["rows"])]
 _NO_SUMMANDS: dict[str, Any] = dict.fromkeys(NAMES["rows"])
-_LAST = _NAMED.index("out_residual")
-_GAMMA = _NAMED.index("gamma")
-_OUT_BIAS = _NAMED.index("out_bias")
-
-
-def _laid_sum(t: Operands, total: Tensor) -> Tensor:
-    return laid_as_sum(total, *(getattr(t, name) for name in ("x", *NAMES["rows"])))
-
-
-def _fake_forward(*arguments: Any) -> list[Tensor]:
-    t, spec, keeps = unpacked(arguments)
-    x, rows = t.x, t.x.shape[:-1]
-    dtype = t.weights[0].dtype
-    sizes = [weight.shape[0] for weight in t.weights]
-    sizes = [sum(sizes)] if spec.is_joined else sizes
-    products = [x.new_empty((*rows, n), dtype=dtype) for n in sizes]
-    outputs = products
-    if t.out_weight is not None:
-        outputs = [x.new_empty((*rows, t.out_weight.shape[0]), dtype=dtype)]
-    elif spec.activation:
-        halves = 2 if is_gate(spec.activation) else 1
-        outputs = [x.new_empty((*rows, n // halves), dtype=dtype) for n in sizes]
-    wide = statistics_dtype(x.dtype)
-    keeps_statistics = keeps and t.rstd is None
-    return Results(
-        outputs,
-        _laid_sum(t, x.new_empty(x.shape)) if has_sum(t) and (keeps or spec.returns_sum) else None,
-        x.new_empty(x.shape, dtype=dtype) if spec.returns_norm else None,
-        x.new_empty(rows, dtype=wide)
-        if keeps_statistics and NORMS[spec.normalization].has_mean
-        else None,
-        x.new_empty(rows, dtype=wide) if keeps_statistics else None,
-        [torch.empty_like(p) for p in products]
-        if keeps and spec.activation and not spec.recompute
-        else [],
-    ).flat()
-
-
-def _fake_backward(*arguments: Any) -> list[Tensor]:
-    *others, _, grad_outputs, wanted = arguments
-    t, spec, _ = unpacked((*others, False))
-    named = flat(t)[: len(_NAMED)]
-    found = [p if p is None else p.new_empty(p.shape) for p in named]
-    dsum = grad_outputs[-1 - spec.returns_norm] if spec.returns_sum else None
-    if dsum is not None:
-        dx = t.x.new_empty(t.x.shape)
-        found[0] = laid_as_sum(dx, dsum, dx)
-    if t.out_weight is not None:
-        found[_OUT_BIAS] = t.out_weight.new_empty(t.out_weight.shape[0])
-    found += [
-        w.new_empty(w.t().shape).t() if is_transposed(w) else w.new_empty(w.shape)
-        for w in t.weights
-    ]
-    found += [w.new_empty(w.shape[0]) for w in t.weights]
-    return [p for p in (found[place] for place in wanted) if p is not None]
-
-
-def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Spec, bool]:
-    """Return the tensors, the spec and whether a backward follows from an op's arguments."""
-    count = len(Operands._fields)
-    tensors, (normalization, activation, eps, offset, *flags, keeps) = (
-        arguments[:count],
-        arguments[count:],
-    )
-    return Operands(*tensors), Spec(normalization, activation, eps, offset, *flags), keeps
-
-
-def _empty_forward(spec: Spec, t: Operands, keeps: bool) -> list[Tensor]:
-    """Return the results of a call without rows, features or outputs, by PyTorch's ops."""
-    outputs = composition.compute(spec, t)
-    kept = _fake_forward(*t, *spec, keeps)
-    given = len(outputs) - spec.returns_sum - spec.returns_norm
-    results = Results.unflat([torch.zeros_like(k) for k in kept], spec, t, keeps)
-    rest = list(outputs[given:])
-    total = rest.pop(0) if spec.returns_sum else None
-    if total is None and results.sum is not None:
-        total = summed(t)
-    norm = rest.pop(0) if spec.returns_norm else None
-    outputs = [torch.clone(o) for o in outputs[:given]]
-    return results._replace(outputs=outputs, sum=total, norm=norm).flat()
-
-
-def is_empty(t: Operands) -> bool:
-    """Return whether a call has no rows, features or outputs."""
-    return (
-        not t.x.numel()
-        or not all(w.numel() for w in t.weights)
-        or (t.out_weight is not None and not t.out_weight.numel())
-    )
-
-
-def _forward_by_python(*arguments: Any) -> list[Tensor]:
-    """Compute what C++ leaves to Python: parameters that are frozen, empty tensors."""
-    t, spec, keeps = unpacked(arguments)
-    if is_empty(t):
-        return _empty_forward(spec, t, keeps)
-    return folded(spec, t, keeps, arguments)
-
-
-def _backward_by_python(*arguments: Any) -> list[Tensor]:
-    """Compute the gradients of a call with empty tensors."""
-    *others, _, grad_outputs, wanted = arguments
-    t, spec, _ = unpacked((*others, False))
-    if not is_empty(t):
-        raise RuntimeError(f"fused_norm has no kernels at hand for {t.x.dtype} on {t.x.device}")
-    found = composition.gradients(spec, t, grad_outputs, _flags(wanted, len(flat(t))))
-    return [g for g in (found[place] for place in wanted) if g is not None]
-
-
-_op = define(
-    f"norm_linear_forward({TENSORS_SCHEMA}, {SPEC_SCHEMA}, bool keeps) -> Tensor[]",
-    _fake_forward,
-    _forward_by_python,
-)
-_backward_op = define(
-    f"norm_linear_backward({TENSORS_SCHEMA}, {SPEC_SCHEMA}, Tensor[] products, "
-    "Tensor?[] grad_outputs, int[] wanted) -> Tensor[]",
-    _fake_backward,
-    _backward_by_python,
-)
-# In eager mode alone: it adds to what it is given.
-_backward_into_op = define(
-    f"norm_linear_backward_into({TENSORS_SCHEMA}, {SPEC_SCHEMA}, Tensor[] products, "
-    "Tensor?[] grad_outputs, int[] wanted, Tensor?[] main_grads) -> Tensor[]"
-)
-
-
-def _places(wanted: Sequence[bool]) -> list[int]:
-    return [place for place, w in enumerate(wanted) if w]
-
-
-def _flags(places: Sequence[int], count: int) -> list[bool]:
-    return [place in places for place in range(count)]
-
-
-def _forward_flops(*arguments: Any) -> int:
-    t, _, _ = unpacked(arguments)
-    rows = t.x.numel() // max(t.x.shape[-1], 1)
-    products = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
-    return sum(2 * rows * w.numel() for w in products)
-
-
-def _backward_flops(*arguments: Any) -> int:
-    *others, _, _, places = arguments
-    t, _, _ = unpacked((*others, False))
-    wanted = _flags(places, len(flat(t)))
-    rows = t.x.numel() // max(t.x.shape[-1], 1)
-    count = len(t.weights)
-    norm, weights = any(wanted[: len(WITH_GRADIENT)]), wanted[-2 * count : -count]
-    flops: int = sum(
-        2 * rows * w.numel() * (norm + dw) for w, dw in zip(t.weights, weights, strict=True)
-    )
-    if t.out_weight is not None:
-        out = wanted[_NAMED.index("out_weight")]
-        flops += 2 * rows * t.out_weight.numel() * (out + (norm or any(wanted[-2 * count :])))
-    return flops
-
-
-count_flops("norm_linear_forward", _forward_flops)
-count_flops("norm_linear_backward", _backward_flops)
+_LAST = NAMED.index("out_residual")
+_GAMMA = NAMED.index("gamma")
 
 
 class NormLinear(torch.autograd.Function):
@@ -227,7 +46,7 @@ class NormLinear(torch.autograd.Function):
     def forward(ctx: Any, spec: Spec, owners: Any, *tensors: Any) -> Any:
         """Return the outputs, then the sum and the normalized rows if they are results."""
         t = unflat(tensors)
-        results = Results.unflat(_op(*t, *spec, True), spec, t, True)
+        results = Results.unflat(ops.forward(*t, *spec, True), spec, t, True)
         saved = t._replace(
             x=t.x if results.sum is None else results.sum,
             mean=t.mean if results.mean is None else results.mean,
@@ -281,7 +100,7 @@ def gradients(
         grad_outputs: Those of the results, of which one or more are there.
         needed: Which tensors need one.
     """
-    reaches = reached(spec, (len(needed) - len(_NAMED)) // 2, grad_outputs)
+    reaches = reached(spec, (len(needed) - len(NAMED)) // 2, grad_outputs)
     wanted = [n and r for n, r in zip(needed, reaches, strict=True)]
     # All summands get the same gradient, and what is added at the end that of the output.
     wanted[0] = any(wanted[place] for place in _SUMMANDS)
@@ -298,7 +117,7 @@ def gradients(
     for place in _SUMMANDS:
         found[place] = dx if needed[place] else None
     found[_LAST] = grad_outputs[0] if needed[_LAST] else None
-    for place, owner in enumerate(owners or (), len(_NAMED)):
+    for place, owner in enumerate(owners or (), len(NAMED)):
         if owner is None or not wanted[place]:
             continue
         gradient = found[place]
@@ -340,10 +159,10 @@ def _computed(
         return composition.gradients(spec, t, grad_outputs, wanted)
     if not is_watched():
         t, grad_outputs = unflat(in_memory(tensors)), in_memory(grad_outputs)
-    arguments = (*t, *spec, list(products), list(grad_outputs), _places(wanted))
-    if owners and not (is_watched() or is_empty(t)):
+    arguments = (*t, *spec, list(products), list(grad_outputs), ops.places_of(wanted))
+    if owners and not (is_watched() or ops.is_empty(t)):
         return _with_main_grads(spec, t, owners, arguments, len(wanted))
-    results = iter(_backward_op(*arguments))
+    results = iter(ops.backward(*arguments))
     return [next(results) if w else None for w in wanted]
 
 
@@ -353,11 +172,11 @@ def _with_main_grads(
     """Return the gradients, None for what has been added to a `main_grad`."""
     main_grads = [o if o is None else o.main_grad for o in owners]
     places = arguments[-1]
-    results = _backward_into_op(*arguments, main_grads)
+    results = ops.backward_into(*arguments, main_grads)
     found: list[Tensor | None] = [None] * count
     for place, gradient in zip(places, results, strict=False):
         found[place] = gradient
-    for place, owner in enumerate(owners, len(_NAMED)):
+    for place, owner in enumerate(owners, len(NAMED)):
         gradient = found[place]
         if owner is None or gradient is None:
             continue
@@ -443,5 +262,5 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
         if is_sum and not spec.returns_sum:
             found.pop(-2 if spec.returns_norm else -1)
         return found
-    results = Results.unflat(_op(*ready, *spec, False), spec, ready, False)
+    results = Results.unflat(ops.forward(*ready, *spec, False), spec, ready, False)
     return results.flat()

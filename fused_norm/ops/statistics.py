@@ -1,6 +1,6 @@
 """The sum before a norm and its statistics, as PyTorch knows it: what `linear_add` ends with.
 
-Where a product has added already, the statistics are found alone.
+Where a product has already added, the statistics are computed alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fused_norm.ops.validation import has_row_kernel
 from fused_norm.reference import widened
 
 
-def _fake_find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+def _fake_rows(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
     count = 2 if NORMS[normalization].has_mean else 1
     wide = statistics_dtype(x.dtype)
     return [x.new_empty(x.shape[:-1], dtype=wide) for _ in range(count)]
@@ -25,14 +25,14 @@ def _fake_find(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
 
 def _fake_add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return [total, *_fake_find(x, normalization, eps)]
+    return [total, *_fake_rows(x, normalization, eps)]
 
 
 def _add_by_python(*arguments: Any) -> list[Tensor]:
     return [result for result in add_by_pytorch(*arguments) if result is not None]
 
 
-def _find_by_python(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+def _rows_by_python(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
     return _add_by_python(x, torch.zeros_like(x), normalization, eps)[1:]
 
 
@@ -41,10 +41,10 @@ _op = define(
     _fake_add,
     _add_by_python,
 )
-_find_op = define(
+_rows_op = define(
     "row_statistics(Tensor x, str normalization, float eps) -> Tensor[]",
-    _fake_find,
-    _find_by_python,
+    _fake_rows,
+    _rows_by_python,
 )
 
 
@@ -98,7 +98,7 @@ def row_statistics(x: Tensor, normalization: str, eps: float) -> tuple[Tensor | 
         normalization: The norm that follows.
         eps: Its eps.
     """
-    mean, rstd = (None, *_find_op(x.detach(), normalization, eps))[-2:]
+    mean, rstd = (None, *_rows_op(x.detach(), normalization, eps))[-2:]
     return mean, rstd
 
 
