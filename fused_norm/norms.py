@@ -21,6 +21,7 @@ class Normalization(NamedTuple):
         number: Its number in the record of a call.
         has_mean: Whether its statistics are mean and rstd of each row, not rstd alone.
         function: Returns the norm of rows `[..., K]` from the rows, `(K,)`, gamma, beta and eps.
+        statistics: Returns mean, or None, and rstd of rows from the rows and eps.
         module: PyTorch's module, by whose name modules here call the norm.
         has_bias: Whether that module has a beta.
         eps: That module's eps unless it is given: None for one that depends on the dtype.
@@ -31,6 +32,7 @@ class Normalization(NamedTuple):
     number: int
     has_mean: bool
     function: Callable[[Tensor, Sequence[int], Tensor | None, Tensor | None, Any], Tensor]
+    statistics: Callable[[Tensor, float], tuple[Tensor | None, Tensor]]
     module: type[nn.Module]
     has_bias: bool
     eps: float | None
@@ -54,11 +56,21 @@ def _rms_norm(
     return z if beta is None else z + beta
 
 
+def _mean_and_rstd(rows: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
+    variance, mean = torch.var_mean(rows, -1, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def _rstd(rows: Tensor, eps: float) -> tuple[Tensor | None, Tensor]:
+    return None, torch.rsqrt(rows.square().mean(-1) + eps)
+
+
 NORMS: dict[str, Normalization] = {
     "layer_norm": Normalization(
         number=0,
         has_mean=True,
         function=_layer_norm,
+        statistics=_mean_and_rstd,
         module=nn.LayerNorm,
         has_bias=True,
         eps=1e-5,
@@ -69,6 +81,7 @@ NORMS: dict[str, Normalization] = {
         number=1,
         has_mean=False,
         function=_rms_norm,
+        statistics=_rstd,
         module=nn.RMSNorm,
         has_bias=False,
         eps=None,
@@ -79,11 +92,12 @@ NORMS: dict[str, Normalization] = {
 NORMALIZATIONS = tuple(NORMS)
 """Their names, in the order of their numbers."""
 LAYER_NORM, RMS_NORM = NORMALIZATIONS[:2]
+_NAMES = {norm.number: name for name, norm in NORMS.items()}
 
 
 def by_number(number: int) -> str:
     """Return the name of a norm by its number in the record."""
-    return NORMALIZATIONS[number]
+    return _NAMES[number]
 
 
 def require_norm(name: Any) -> Normalization:

@@ -18,8 +18,6 @@ struct Spec {
   bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false,
        invariant = false, unused[3] = {};
 
-  // A LayerNorm's rows have a mean.
-  bool has_mean() const { return normalization == 0; }
   // An activation from 8 on is a gate.
   bool is_gated() const { return activation >= 8; }
 };
@@ -69,6 +67,8 @@ struct Python {
   int (*prepare)(int32_t device) = nullptr;
   // The numbers of norms and activations: "layer_norm=0 rms_norm=1 ...".
   const char* numbers = "";
+  // Of the norms whose rows have a mean, a bit at each number.
+  int with_mean = 0;
   // Kernels are asked for anew, unless they were under the same number.
   int told = 0;
 };

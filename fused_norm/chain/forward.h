@@ -276,7 +276,7 @@ inline Results forward(
   if (keeps && !t[RSTD].defined()) {
     const auto wide = statistics_dtype(x.dtype());
     const auto rows = x.sizes().first(static_cast<size_t>(x.dim()) - 1);
-    if (spec.has_mean()) results.mean = empty(rows, x, wide);
+    if (has_mean(spec)) results.mean = empty(rows, x, wide);
     results.rstd = empty(rows, x, wide);
   }
   if (t.has_sum()) results.sum = empty_like(x);

@@ -19,6 +19,10 @@ namespace fused_norm {
 
 inline Python python;
 
+inline bool has_mean(const Spec& spec) {
+  return python.with_mean >> spec.normalization & 1;
+}
+
 // Thrown where a call is left to others; an error where there are none.
 struct Declined : std::runtime_error {
   Declined() : std::runtime_error("fused_norm: no kernels are at hand for such tensors") {}

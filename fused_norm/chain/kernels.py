@@ -186,7 +186,7 @@ class _Told(ctypes.Structure):
 
     _fields_ = (
         *(("find", _Find), ("conditions", _Ask), ("prepare", _Ask)),
-        *(("numbers", ctypes.c_char_p), ("told", ctypes.c_int)),
+        *(("numbers", ctypes.c_char_p), ("with_mean", ctypes.c_int), ("told", ctypes.c_int)),
     )
 
 
@@ -299,7 +299,8 @@ _NUMBERED = {name: norm.number for name, norm in NORMS.items()}
 _NUMBERED |= {name: each.number for name, each in ACTIVATIONS.items()}
 _NUMBERS = " ".join(f"{name}={number}" for name, number in _NUMBERED.items())
 _numbers = itertools.count(1)
-_TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode())
+_WITH_MEAN = sum(1 << norm.number for norm in NORMS.values() if norm.has_mean)
+_TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode(), _WITH_MEAN)
 
 
 def tell(library: ctypes.CDLL, again: int = 0) -> int:

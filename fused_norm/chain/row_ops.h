@@ -59,7 +59,7 @@ inline Handles statistics_of(
   const auto rows = x.sizes().first(static_cast<size_t>(x.dim()) - 1);
   Tensor total, mean;
   if (residual) total = empty_like(x);
-  if (spec.has_mean()) mean = empty(rows, x, wide);
+  if (has_mean(spec)) mean = empty(rows, x, wide);
   const auto rstd = empty(rows, x, wide);
   if (x.numel()) {
     const auto kernels = kernels_for(x, false);

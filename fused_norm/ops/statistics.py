@@ -114,8 +114,4 @@ def add_by_pytorch(
         eps: Its eps.
     """
     total = x + residual
-    rows = widened(total.detach())
-    if not NORMS[normalization].has_mean:
-        return total, None, torch.rsqrt(rows.square().mean(-1) + eps)
-    variance, mean = torch.var_mean(rows, -1, correction=0)
-    return total, mean, torch.rsqrt(variance + eps)
+    return total, *NORMS[normalization].statistics(widened(total.detach()), eps)
