@@ -31,7 +31,7 @@ class Spec(NamedTuple):
         activation: One of ACTIVATIONS, or `""` for none.
         eps: Added to the variance, or to the mean square.
         weight_offset: Added to gamma.
-        is_joined: Whether the products of all weights lie side by side in one tensor.
+        is_joined: Whether the products of all weights are columns of one tensor.
         returns_sum: Whether x + residual is a result.
         returns_norm: Whether the normalized rows are.
         recompute: Whether the backward computes h again instead of keeping it.
@@ -85,7 +85,7 @@ class Operands(NamedTuple):
 
 # The form of each operand that comes with the norm: that of x, a number for each feature, such a
 # row for each group of rows, or a number for each row. Checks, options, shards, the record and its
-# gradients follow from this; native/seam.h has the same for C++.
+# gradients follow from this; chain/operands.h has the same for C++.
 FORMS = {
     **{"residual": "rows", "gamma": "features", "beta": "features"},
     **{"scale": "groups", "shift": "groups", "mean": "statistics", "rstd": "statistics"},

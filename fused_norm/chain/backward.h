@@ -112,7 +112,7 @@ class Backward {
         found(OUT_BIAS), kernels_);
   }
 
-  // The gradient of each product, and of each bias where the kernels after it do not find it.
+  // The gradient of each product, and of each bias whose gradient no later kernel computes.
   void before_activation() {
     const auto count = t_.count();
     for (size_t i = 0; i < das_.size(); ++i) {
@@ -147,7 +147,7 @@ class Backward {
     }
   }
 
-  // Gives each weight its part of what lies side by side.
+  // Gives each weight its columns of a joined gradient.
   void split() {
     const Tensor dh = dhs_[0], dbias = dbiases_[0];
     dhs_.clear();
@@ -156,7 +156,7 @@ class Backward {
     for (size_t i = 0; i < t_.count(); ++i) {
       const auto N = t_.weight(i).size(0);
       dhs_.push_back(dh.defined() ? dh.narrowed(first, N) : Tensor());
-      // Each has memory of its own, so that whoever keeps one keeps no more.
+      // Each has its own memory: whoever keeps one keeps no other.
       dbiases_.push_back(dbias.defined() ? cloned(dbias.narrowed(first, N)) : Tensor());
       first += N;
     }
@@ -252,7 +252,7 @@ class Backward {
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_) && !t_.is_narrow();
       z = may_replace ? dz : empty(Shape{extent_.M, extent_.K}, x, t_.product_dtype());
     }
-    // The products that find gradients of weights and, on their way, of their biases.
+    // The products that compute the gradients of weights and, on the way, those of biases.
     std::vector<std::optional<Call>> by_kernel(count);
     for (size_t i = 0; i < count; ++i) {
       const bool is_ours = !spec_.invariant && !main_grad(i).defined();
@@ -290,7 +290,7 @@ class Backward {
   }
 
   // The normalized rows where one kernel adds up the gradients of several weights' rows and passes
-  // over them, which finds those of the norm; undefined elsewhere.
+  // over them, and so computes those of the norm; undefined elsewhere.
   Tensor passed_rows() {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
@@ -350,14 +350,14 @@ class Backward {
 
   // Gives a record memory for the gradients of x and of what comes with the norm.
   void allocate_results(Call& call) {
-    const auto find = [&](Place place, void* Call::*gradient) {
+    const auto allocate = [&](Place place, void* Call::*gradient) {
       if (!wanted_[place] || !t_[place].defined()) return;
       found(place) = empty_like(t_[place]);
       call.*gradient = found(place).data();
     };
-    find(X, &Call::dx);
+    allocate(X, &Call::dx);
     for (const auto& o : NORM_OPERANDS) {
-      if (o.gradient) find(o.place, o.gradient);
+      if (o.gradient) allocate(o.place, o.gradient);
     }
   }
 

@@ -142,7 +142,7 @@ EXPORTED void chain_set_frozen(int level) {
   folds.clear();
 }
 
-// Whether a product by itself, of tensors that lie as they should, adds a residual on its way.
+// Whether a product alone, of aligned dense tensors, adds a residual in its epilogue.
 EXPORTED int chain_adds(int32_t dtype, int32_t device, int64_t M, int64_t N, int64_t K) {
   bool adds = false;
   const int status = guarded([&] {

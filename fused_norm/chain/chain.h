@@ -40,7 +40,7 @@ struct Conditions {
 // at GAMMA, and the result is the normalized rows.
 constexpr int64_t TRAINABLE_EPS = -1;
 
-// What is asked of Python, which finds and builds kernels.
+// A question to Python, which chooses and builds kernels.
 struct Question {
   int32_t dtype, is_cpu, device, is_rows;
   int64_t stream, normalization;
@@ -61,7 +61,7 @@ struct Answer {
 struct Python {
   // Returns 0; or 1 where there are no kernels; or 2, and what is wrong.
   int (*find)(const Question*, Answer*, const char** error) = nullptr;
-  // Whether no collective runs beside (1), and whether float32 may be multiplied in tf32 (2).
+  // Whether no collective is running (1), and whether float32 may be multiplied in tf32 (2).
   int (*conditions)(int32_t device) = nullptr;
   // Has PyTorch's products ready in this thread; 0 where that has to wait.
   int (*prepare)(int32_t device) = nullptr;

@@ -67,7 +67,7 @@ inline Tensor as_matrix(const Tensor& weight) {
   return !weight.defined() || weight.dim() != 2 || is_matrix(weight) ? weight : dense(weight);
 }
 
-// The tensors, in dense memory but for weights that products take as they lie.
+// The tensors, dense but for transposed weights, which products take.
 inline Operands operands_of(TENSORS) {
   if (weights.size() != biases.size()) {
     throw std::runtime_error("fused_norm: as many biases as weights are needed, None for none");

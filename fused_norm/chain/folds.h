@@ -15,7 +15,7 @@ namespace fused_norm {
 // 1 where any parameters are frozen, 2 where values of some have left their device.
 inline std::atomic<int> frozen_level{0};
 
-// A weight with gamma folded in, beside its row sums and constants.
+// A weight with gamma folded in, with its row sums and constants.
 struct Fold {
   Tensor weight, sums;
   // The activation in the epilogue of the product that it is for; -1 for no fold.

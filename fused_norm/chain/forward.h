@@ -133,7 +133,7 @@ inline Tensor normalized(
   return z;
 }
 
-// Whether each of several weights has an output of its own, and nothing follows.
+// Whether each of several weights has a separate output, and nothing follows.
 inline bool has_own_outputs(const Spec& spec, const Operands& t) {
   return is_grouped(t) && !spec.is_joined && !spec.activation;
 }
@@ -149,7 +149,7 @@ inline bool may_fuse(const Spec& spec, const Operands& t, const Kernels& kernels
        (spec.is_gated() && spec.is_joined && t.is_pair()));
 }
 
-// The record of a native call up to the activation, or past it, as its plan finds it. Results are at
+// The record of a native call up to the activation, or past it, after its plan. Results are at
 // their addresses, or WANTED.
 inline Call planned_forward(
     const Spec& spec, const Operands& t, const Extent& extent, const Results& results,

@@ -73,7 +73,7 @@ inline Tensors grouped_products(
 }
 
 // Gives a record what dz, the sum of dy weight over all pairs, is made of; false where there is no
-// kernel for that. Each dy is dense, or they lie side by side in one tensor.
+// kernel for that. Each dy is dense, or they are columns of one tensor.
 inline bool give_gradients(Call& call, Group& parts, const Tensors& dys, const Operands& t) {
   if (!is_grouped(t)) return false;
   bool are_dense = true;

@@ -132,7 +132,7 @@ struct Loaded {
   RowFunction rows;
 };
 
-// Returns them; Python finds them once for a device, a stream and a norm.
+// Returns them; Python chooses them once for a device, a stream and a norm.
 inline const Loaded& loaded(const Question& question) {
   struct Known {
     Question question;

@@ -73,7 +73,7 @@ struct Extent {
   int64_t M, K, N, groups;
 };
 
-// How many groups of neighboring rows have a modulation of their own: 0 if it has another form.
+// How many groups of neighboring rows share a modulation: 0 if it has another form.
 inline int64_t groups_of(const Tensor& modulation, const Tensor& x) {
   const int64_t missing = x.dim() - modulation.dim();
   if (missing < 0 || !modulation.dim() || modulation.size(-1) != x.size(-1)) return 0;
@@ -97,13 +97,13 @@ inline bool has_kernel(const Tensor& x, DType norm, DType product) {
       (product == dtype || (dtype == FLOAT32 && is_low_precision(product)));
 }
 
-// Whether a weight lies column by column, as a Conv1D's seen as a Linear layer's does.
+// Whether a weight is stored by columns, as that of a Conv1D is when seen as a Linear layer's.
 inline bool is_transposed(const Tensor& weight) {
   const auto strides = weight.strides();
   return !weight.is_contiguous() && strides[0] == 1 && strides[1] == weight.size(0);
 }
 
-// Whether products take a weight as it lies, be they PyTorch's.
+// Whether products, PyTorch's included, take a weight without a copy.
 inline bool is_matrix(const Tensor& weight) {
   return weight.is_contiguous() || is_transposed(weight);
 }

@@ -35,7 +35,7 @@ inline Tensor empty_strided(
   return Tensor::owned(made);
 }
 
-// Dense memory beside another tensor's.
+// A dense tensor on another tensor's device.
 inline Tensor empty(Sizes sizes, const Tensor& like, DType dtype) {
   return empty_strided(sizes, dense_strides(sizes), like, dtype);
 }

@@ -36,7 +36,7 @@ FITTED = ((1, 1), (2, 32), (8, math.inf))
 TERMS = 6
 # Those that an activation changes.
 ACTIVATED = (0, 4)
-# From so many bytes on, the C library takes memory from the system each time.
+# For this many bytes or more, the C library takes memory from the system each time.
 FRESH = 2**25
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # A way that is faster by less is as good as the other.

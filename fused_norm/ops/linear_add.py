@@ -22,7 +22,7 @@ from fused_norm.ops.registration import (
     is_watched,
     may_follow,
 )
-from fused_norm.ops.validation import is_strided, serves_now
+from fused_norm.ops.validation import are_strided, serves_now
 
 
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -177,9 +177,7 @@ def _fits(t: Added) -> bool:
     tensors = [v for v in t if v is not None]
     if torch._C._are_functorch_transforms_active():
         return False
-    if not all(isinstance(v, Tensor) and is_strided(v) for v in tensors):
-        return False
-    if any(v.dtype is not x.dtype or v.device != x.device for v in tensors):
+    if not are_strided(tensors, x) or any(v.dtype is not x.dtype for v in tensors):
         return False
     if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return False

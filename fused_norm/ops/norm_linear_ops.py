@@ -41,7 +41,7 @@ def places_of(wanted: Sequence[bool]) -> list[int]:
 
 
 def flags_of(places: Sequence[int], count: int) -> list[bool]:
-    """Return which of so many places are among some."""
+    """Return for each of `count` places whether it is among some."""
     return [place in places for place in range(count)]
 
 

@@ -21,7 +21,7 @@ from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.chain import library
 from fused_norm.chain.kernels import NUMBERS, may_multiply
 from fused_norm.composition import NAMES, Operands, Spec, first
-from fused_norm.ops.validation import is_strided, serves_now
+from fused_norm.ops.validation import are_strided, serves_now
 
 # Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
 # H200 in bfloat16, and a quarter of one of a thread of a Xeon in float32 (bench, "launch", "wall").
@@ -101,7 +101,7 @@ def at_every_size() -> Iterator[None]:
 
 
 def is_small(products: int, device: torch.device, follows: bool) -> bool:
-    """Return whether a device takes less time for so many products than Python takes to start.
+    """Return whether a device finishes products sooner than Python starts them.
 
     Args:
         products: M K N, of all layers together.
@@ -119,7 +119,7 @@ def adds_in_product(x: Tensor, weight: Tensor) -> bool:
     """Return whether a Linear layer's product is to add a residual, rather than what follows it.
 
     On Hopper it does so at no cost. Elsewhere PyTorch's products add nothing on their way, and a
-    norm that follows reads both summands sooner than a pass of its own would.
+    norm that follows reads both summands sooner than a separate pass would.
 
     Args:
         x: Of shape `[..., K]`, on its device; without values, sizes are those traced with.
@@ -152,13 +152,8 @@ def hint(size: Any) -> int:
 
 
 def _are_tensors(t: Operands) -> bool:
-    tensors = [v for v in (*t[:-2], *t.weights, *t.biases) if v is not None]
-    return (
-        isinstance(t.x, Tensor)
-        and len(t.weights) > 0
-        and all(isinstance(w, Tensor) for w in t.weights)
-        and all(isinstance(v, Tensor) and is_strided(v) and v.device == t.x.device for v in tensors)
-    )
+    given = [v for v in (*t[1:-2], *t.biases) if v is not None]
+    return len(t.weights) > 0 and are_strided((t.x, *t.weights, *given), t.x)
 
 
 def fits(spec: Spec, t: Operands) -> bool:

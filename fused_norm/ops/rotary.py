@@ -17,7 +17,7 @@ from fused_norm.ops.registration import (
     may_follow,
     without_none,
 )
-from fused_norm.ops.validation import is_onnx_export, is_strided
+from fused_norm.ops.validation import are_strided, is_onnx_export
 from fused_norm.rotation import Heads, Rotation
 
 _TENSORS = "Tensor x, Tensor? gamma, Tensor? cos, Tensor? sin"
@@ -163,6 +163,6 @@ def _fits(t: Heads, rotation: Rotation) -> bool:
     return (
         not is_forward_mode()
         and not is_onnx_export()
-        and all(is_strided(v) and v.device == t.x.device for v in given)
+        and are_strided(given, t.x)
         and kernels.serves(t, rotation)
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -48,12 +48,13 @@ def has_row_kernel(*tensors: Any) -> bool:
         tensors: Should be of shape `[..., K]` in a dtype that has kernels.
     """
     x = tensors[0]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or not is_strided(tensor):
-            return False
-        if tensor.dtype is not x.dtype or tensor.device != x.device or tensor.shape != x.shape:
-            return False
-    return x.dim() > 0 and x.shape[-1] <= LONGEST_ROW and serves_now(x, x.dtype)
+    return (
+        are_strided(tensors, x)
+        and all(v.dtype is x.dtype and v.shape == x.shape for v in tensors)
+        and x.dim() > 0
+        and x.shape[-1] <= LONGEST_ROW
+        and serves_now(x, x.dtype)
+    )
 
 
 def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
@@ -61,14 +62,11 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
 
     Args:
         x: Should be a tensor of shape `[..., K]` in a dtype that has kernels.
-        o: Should be a tensor of one element, in the dtype of `x` or float32 beside a narrower one.
+        o: Should be a tensor of one element, in the dtype of `x`, or float32 for a narrower one.
     """
     return (
-        isinstance(x, Tensor)
-        and isinstance(o, Tensor)
-        and is_strided(o)
+        are_strided((o,), x)
         and o.numel() == 1
-        and o.device == x.device
         and (o.dtype is x.dtype or (o.dtype is torch.float32 and x.dtype in LOW_PRECISION))
         and has_row_kernel(x)
     )
@@ -120,6 +118,18 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
     if isinstance(x, Tensor) and x.is_floating_point() and y.is_floating_point():
         return y.to(x.dtype)
     return y
+
+
+def are_strided(tensors: Iterable[Any], like: Any) -> bool:
+    """Return whether all are tensors with strides, on the device of another.
+
+    Args:
+        tensors: Should be tensors.
+        like: Should be the other one.
+    """
+    return isinstance(like, Tensor) and all(
+        isinstance(v, Tensor) and is_strided(v) and v.device == like.device for v in tensors
+    )
 
 
 def is_strided(tensor: Tensor) -> bool:
