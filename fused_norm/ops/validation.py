@@ -48,13 +48,12 @@ def has_row_kernel(*tensors: Any) -> bool:
         tensors: Should be of shape `[..., K]` in a dtype that has kernels.
     """
     x = tensors[0]
-    return (
-        are_strided(tensors, x)
-        and all(v.dtype is x.dtype and v.shape == x.shape for v in tensors)
-        and x.dim() > 0
-        and x.shape[-1] <= LONGEST_ROW
-        and serves_now(x, x.dtype)
-    )
+    if not are_strided(tensors, x):
+        return False
+    for other in tensors[1:]:
+        if other.dtype is not x.dtype or other.shape != x.shape:
+            return False
+    return x.dim() > 0 and x.shape[-1] <= LONGEST_ROW and serves_now(x, x.dtype)
 
 
 def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
@@ -127,9 +126,15 @@ def are_strided(tensors: Iterable[Any], like: Any) -> bool:
         tensors: Should be tensors.
         like: Should be the other one.
     """
-    return isinstance(like, Tensor) and all(
-        isinstance(v, Tensor) and is_strided(v) and v.device == like.device for v in tensors
-    )
+    # Loops: a generator would take longer than all the rest.
+    if not isinstance(like, Tensor):
+        return False
+    for v in tensors:
+        if v is not like and not (isinstance(v, Tensor) and v.device == like.device):
+            return False
+        if not is_strided(v):
+            return False
+    return True
 
 
 def is_strided(tensor: Tensor) -> bool:
