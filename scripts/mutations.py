@@ -342,7 +342,7 @@ MUTATIONS = (
     Mutation(
         "an exponential too small for its type is whatever its bits say",
         "cpu",
-        "op/gemm/activation.mojo",
+        "op/gemm/elementary.mojo",
         "return x.lt(Lanes(_LOWEST)).select(Lanes(0), power)",
         "return power",
         MAGNITUDES,
@@ -406,9 +406,9 @@ MUTATIONS = (
     Mutation(
         "few rows are read while the norm still writes them",
         "gpu",
-        f"{GEMM_SM90}/few_rows.mojo",
-        "                    if waits or product.a_is_new != 0:\n"
-        "                        wait_on_earlier_grids()\n",
+        f"{GEMM_SM90}/few_rows/producer.mojo",
+        "                if waits or product.a_is_new != 0:\n"
+        "                    wait_on_earlier_grids()\n",
         "",
         HOPPER,
     ),
@@ -464,7 +464,7 @@ MUTATIONS = (
     Mutation(
         "an output box is filled again before it has been read",
         "gpu",
-        f"{GEMM_SM90}/store.mojo",
+        f"{GEMM_SM90}/boxes.mojo",
         "store_wait_read[Self._count - 1]()",
         "store_wait_read[Self._count]()",
         HOPPER,

@@ -13,7 +13,8 @@ from ..device import Gpu
 from ..gemm.epilogue import ColumnTerms, Epilogue, RowTerms, Vector
 from ..gemm.row_hook import NoHook
 from ..gemm.sm90.config import Config
-from ..gemm.sm90.launch import BAND, Matrices, launch_parts
+from ..gemm.sm90.launch_matrix import BAND, launch_parts
+from ..gemm.sm90.parts import Matrices
 from ..gemm.sm90.product import Product
 from .call import HeadCall
 
@@ -119,12 +120,12 @@ def launch_exponentials(gpu: Gpu, call: HeadCall) raises:
     comptime for keeps in [True, False]:
         if (call.exponentials != 0) == keeps:
             if call.bias != 0:
-                comptime config = Config.of(TILES_WITH_BIAS, takes_turns=True)
+                comptime config = Config.of(TILES_WITH_BIAS, ping_pong=True)
                 _launch[config, True, keeps](gpu, call)
                 return
             comptime for i in range(len(TILES)):
                 comptime columns = TILES[i]
-                comptime config = Config.of(columns, takes_turns=columns < 256)
+                comptime config = Config.of(columns, ping_pong=columns < 256)
                 if call.columns == columns:
                     _launch[config, False, keeps](gpu, call)
 

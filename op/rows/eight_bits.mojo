@@ -2,7 +2,6 @@
 
 from max.gpu.memory import AddressSpace
 from std.sys import inlined_assembly
-from std.utils import StaticTuple
 
 
 def largest[dtype: DType]() -> Float32:

@@ -30,7 +30,9 @@ from std.sys import size_of
 from std.utils import StaticTuple
 
 from ..grids import let_later_grids_start, wait_on_earlier_grids
-from .gpu_row import GlobalPointer, RowReader, Shape, _ColumnSums, _row
+from .gpu_elements import GlobalPointer, load_row
+from .gpu_row import ColumnSums, RowReader
+from .shape import Shape
 from .operands import Operands, accumulator
 from .program import RowProgram
 from .values import CAPACITY, Redo, Row, Terms, Values
@@ -168,7 +170,7 @@ def row_kernel[
     var start = Int32(lane * shape.width)
     var step = Int32(threads * shape.width)
 
-    var columns = _ColumnSums[P, accum, shape](fill=0)
+    var columns = ColumnSums[P, accum, shape](fill=0)
     comptime if shape.persistent:
         comptime ahead = shape.blocks == 1
         var reader = RowReader[P, dtype, ftype, shape]()
@@ -222,7 +224,7 @@ def _resident_row[
     step: Int32,
     shared: _SharedPointer[accumulator[dtype]()],
     mut flip: Int,
-    mut columns: _ColumnSums[P, accumulator[dtype](), shape],
+    mut columns: ColumnSums[P, accumulator[dtype](), shape],
 ):
     """Takes a row that is in registers through all passes."""
     var totals = Terms[accumulator[dtype](), 1](fill={})
@@ -252,9 +254,9 @@ def _long_row[
     would no longer be random.
     """
     comptime accum = accumulator[dtype]()
-    var row = _row[P, dtype](operands, index)
+    var row = load_row[P, dtype](operands, index)
     var totals = Terms[accum, 1](fill={})
-    var columns = _ColumnSums[P, accum, shape](fill=0)
+    var columns = ColumnSums[P, accum, shape](fill=0)
     var flip = 0
     comptime for p in range(P.passes + 1):
         var sums = P.identities[accum, 1]()
@@ -304,7 +306,7 @@ def _store_columns[
     accum: DType, //, P: RowProgram, shape: Shape
 ](
     operands: Operands[accum],
-    columns: _ColumnSums[P, accum, shape],
+    columns: ColumnSums[P, accum, shape],
     start: Int32,
     step: Int32,
 ):

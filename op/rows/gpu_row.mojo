@@ -1,152 +1,30 @@
 """Loads a row on a GPU, takes it through a pass and stores what comes out: one thread's share."""
 
-from max.gpu.memory import AddressSpace
-from std.memory import bitcast
 from std.sys import size_of
 from std.utils import StaticTuple
 
-from .eight_bits import store_eight_bits
+from .gpu_elements import (
+    GlobalPointer,
+    load_row,
+    rounded_sum,
+    store_output,
+    widen,
+)
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .types import code_of, eight_bit_type
+from .shape import Shape
 from .values import Row, Terms, Values
 
-comptime GlobalPointer[dtype: DType] = Pointer[
-    Scalar[dtype], MutAnyOrigin, address_space=AddressSpace.GLOBAL
-]
-"""Points to memory of the GPU.
-
-Parameters:
-    dtype: The type of its elements.
-"""
-comptime _ColumnSums[P: RowProgram, accum: DType, shape: Shape] = StaticTuple[
+comptime ColumnSums[P: RowProgram, accum: DType, shape: Shape] = StaticTuple[
     SIMD[accum, shape.width], max(1, P.columns * shape.tile)
 ]
+"""A thread's terms of sums over rows: those of the first sum's loads, then of the next.
 
-
-@fieldwise_init
-struct Shape(TrivialRegisterPassable):
-    """The compile-time shape of a kernel: who works on a row, and what a thread holds of it."""
-
-    var width: Int
-    """Elements of one load."""
-    var tile: Int
-    """Loads of a thread that are in flight together, per input."""
-    var whole_block: Bool
-    """Whether a block works on a row, or each warp on its own."""
-    var resident: Bool
-    """Whether the row stays in registers: it has at most tile * width elements a thread."""
-    var persistent: Bool
-    """Whether blocks go on to further rows."""
-    var threads: Int
-    """The most threads of a block."""
-    var blocks: Int
-    """How many such blocks must fit into the registers of an SM."""
-
-
-@always_inline
-def _row[
-    P: RowProgram, dtype: DType
-](operands: Operands[accumulator[dtype]()], index: Int) -> Row[
-    accumulator[dtype]()
-]:
-    """Reads what the stages may know of a row; what they do not use is never loaded."""
-    comptime accum = accumulator[dtype]()
-    var row = Row[accum](
-        operands.n,
-        operands.inverse_n,
-        {},
-        {},
-        operands.number,
-        0,
-        operands.kind,
-    )
-    comptime for k in range(P.inputs):
-        comptime stride = 2 if k >= P.first_half_input else 1
-        var first = (
-            GlobalPointer[dtype](unsafe_from_address=Int(operands.inputs[k]))
-            .unsafe_offset(index * stride * Int(operands.length))
-            .unsafe_load()
-        )
-        comptime if P.has_residual and k == 0:
-            first = rounded_sum[width=1](
-                first,
-                GlobalPointer[dtype](unsafe_from_address=Int(operands.residual))
-                .unsafe_offset(index * Int(operands.length))
-                .unsafe_load(),
-            )
-        row.first[k] = first.cast[accum]()
-    comptime for k in range(P.saved):
-        row.saved[k] = (
-            GlobalPointer[accum](unsafe_from_address=Int(operands.saved[k]))
-            .unsafe_offset(index)
-            .unsafe_load()
-        )
-    comptime if P.parameter:
-        if operands.parameter_is_float32:
-            row.parameter = (
-                GlobalPointer[DType.float32](
-                    unsafe_from_address=Int(operands.parameter)
-                )
-                .unsafe_load()
-                .cast[accum]()
-            )
-        else:
-            row.parameter = (
-                GlobalPointer[dtype](
-                    unsafe_from_address=Int(operands.parameter)
-                )
-                .unsafe_load()
-                .cast[accum]()
-            )
-    return row
-
-
-@always_inline
-def widen[
-    dtype: DType, width: Int, //, accum: DType
-](value: SIMD[dtype, width]) -> SIMD[accum, width]:
-    """Converts to the type computed in; bfloat16 with one instruction an element instead of two.
-
-    Parameters:
-        dtype: The type of the elements.
-        width: Their number.
-        accum: The type computed in.
-
-    Args:
-        value: The elements.
-
-    Returns:
-        The same in that type.
-    """
-    comptime if dtype == DType.bfloat16 and width > 1:
-        var pairs = bitcast[DType.uint32, width // 2](value)
-        var even = bitcast[DType.float32, width // 2](pairs << 16)
-        var odd = bitcast[DType.float32, width // 2](pairs & 0xFFFF0000)
-        return rebind[SIMD[accum, width]](even.interleave(odd))
-    else:
-        return value.cast[accum]()
-
-
-@always_inline
-def rounded_sum[
-    dtype: DType, width: Int, //
-](a: SIMD[dtype, width], b: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Adds in the type computed in, and rounds once.
-
-    Parameters:
-        dtype: The type of the elements.
-        width: Their number.
-
-    Args:
-        a: The elements of one tensor.
-        b: Those of the other.
-
-    Returns:
-        The sums.
-    """
-    comptime accum = accumulator[dtype]()
-    return (widen[accum](a) + widen[accum](b)).cast[dtype]()
+Parameters:
+    P: The row program.
+    accum: The type computed in.
+    shape: What a thread holds.
+"""
 
 
 struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
@@ -207,7 +85,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
             start: The first element's index.
             step: The distance of two loads.
         """
-        self.row = _row[Self.P, Self.dtype](operands, row)
+        self.row = load_row[Self.P, Self.dtype](operands, row)
         comptime for k in range(Self.P.inputs):
             comptime stride = 2 if k >= Self.P.first_half_input else 1
             comptime for i in range(Self.tile):
@@ -343,7 +221,7 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
         step: Int32,
         totals: Terms[Self.accum, 1],
         mut sums: Terms[Self.accum, 1],
-        mut columns: _ColumnSums[Self.P, Self.accum, Self.shape],
+        mut columns: ColumnSums[Self.P, Self.accum, Self.shape],
     ):
         """Takes the elements through a pass: adds their terms or, in the last pass, stores their outputs.
 
@@ -426,49 +304,6 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                             operands, operands.addend, index, column
                         )
                     output += widen[Self.accum](addend)
-                _store[Self.P, Self.dtype, k, Self.width](
+                store_output[Self.P, Self.dtype, k, Self.width](
                     operands, index, column, output
                 )
-
-
-@always_inline
-def _store[
-    P: RowProgram, dtype: DType, k: Int, width: Int
-](
-    operands: Operands[accumulator[dtype]()],
-    row: Int,
-    column: Int32,
-    output: SIMD[accumulator[dtype](), width],
-):
-    """Stores some elements of an output, or adds them to what is there."""
-    comptime accum = accumulator[dtype]()
-    comptime stride = 2 if k >= P.first_half_output else 1
-    comptime alignment = width * size_of[dtype]()
-    var index = row * stride * Int(operands.length) + Int(column)
-    var value = output
-    comptime if P.eight_bits != 0 and k == 0:
-        store_eight_bits[eight_bit_type(P.eight_bits)](
-            Int(operands.outputs[k]) + index, value.cast[DType.float32]()
-        )
-        return
-    comptime if dtype == DType.float32 and k >= P.first_narrow:
-        comptime for narrow in [DType.bfloat16, DType.float16]:
-            if operands.narrow == code_of[narrow]():
-                _at[narrow](operands.outputs[k], index).unsafe_store[
-                    alignment=width * size_of[narrow]()
-                ](value.cast[narrow]())
-                return
-    var address = _at[dtype](operands.outputs[k], index)
-    comptime if P.primed:
-        if operands.accumulate:
-            value += address.unsafe_load[
-                width=width, alignment=alignment
-            ]().cast[accum]()
-    address.unsafe_store[alignment=alignment](value.cast[dtype]())
-
-
-@always_inline
-def _at[dtype: DType](address: Int64, index: Int) -> GlobalPointer[dtype]:
-    return GlobalPointer[dtype](unsafe_from_address=Int(address)).unsafe_offset(
-        index
-    )

@@ -7,7 +7,7 @@ from std.sys import size_of
 from ..device import Gpu
 from ..grids import beside_earlier
 from .gpu import row_kernel
-from .gpu_row import Shape
+from .shape import Shape
 from .operands import MAX_TENSORS, Addresses, Operands, accumulator
 from .program import RowProgram
 

@@ -20,7 +20,7 @@ from .columns import (
     panel_kernel,
     total_kernel,
 )
-from .gpu_row import Shape
+from .shape import Shape
 from .launch import (
     PERSISTENT_THREADS,
     PersistentGrid,

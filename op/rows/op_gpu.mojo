@@ -10,7 +10,7 @@ from ..grids import (
     let_later_grids_start,
     wait_on_earlier_grids,
 )
-from .gpu_row import GlobalPointer
+from .gpu_elements import GlobalPointer
 from .launch import launch_rows
 from .op import RowCall, RowOp
 from .operands import accumulator

@@ -11,7 +11,8 @@ from op.gemm.epilogue import Epilogue, Plain
 from op.gemm.epilogues import Activated, Added, Bias, ScaleAndCorrect
 from op.gemm.row_hook import RowHook
 from op.gemm.sm90.config import Config
-from op.gemm.sm90.launch import launch_matrix, launch_product
+from op.gemm.sm90.launch import launch_product
+from op.gemm.sm90.launch_matrix import launch_matrix
 from op.gemm.sm90.product import Product
 from op.gemm.sm90.tiling import SHARED_COLUMNS, Tiling
 from op.norm_linear.sm90.gather import Statistics
@@ -53,8 +54,8 @@ def _launch_gathering[
 ) raises:
     """Queues a product that gathers statistics on its way."""
     var product = Product(m, n, k, epilogue, hook)
-    if tiling.takes_turns:
-        comptime config = Config.of(128, takes_turns=True)
+    if tiling.ping_pong:
+        comptime config = Config.of(128, ping_pong=True)
         launch_matrix[DTYPE, config](gpu, c, a, b, product)
     else:
         launch_matrix[DTYPE, Config.of(SHARED_COLUMNS)](gpu, c, a, b, product)
@@ -67,7 +68,7 @@ def product(
     var arguments = Arguments(values)
     ref gpu = Launcher.at(arguments.integer())[].gpu
     var columns = arguments.integer()
-    var takes_turns = arguments.integer() != 0
+    var ping_pong = arguments.integer() != 0
     var kind = arguments.integer()
     var c = arguments.integer()
     var a = arguments.integer()
@@ -83,7 +84,7 @@ def product(
     var rstd = arguments.integer()
     var h = arguments.integer()
     var activation = Int32(arguments.integer())
-    var tiling = Tiling(columns, takes_turns, 100)
+    var tiling = Tiling(columns, ping_pong, 100)
     var plus = Bias[DTYPE](Int64(bias))
     var scale = ScaleAndCorrect(
         {unsafe_from_address = rstd},

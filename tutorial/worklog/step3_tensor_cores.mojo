@@ -20,14 +20,13 @@ from std.python import PythonObject
 from std.utils import StaticTuple
 
 from op.device import Gpu
-from op.gemm.sm90.ptx import (
-    address_of,
+from op.gemm.sm90.barriers import (
     fence_barrier_init,
-    load_tile,
     mbarrier_expect_bytes,
     mbarrier_init,
     mbarrier_wait,
 )
+from op.gemm.sm90.tma import address_of, load_tile
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
 
 from door import Task, new_module

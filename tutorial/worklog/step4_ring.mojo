@@ -21,18 +21,18 @@ from std.python import PythonObject
 from std.utils import StaticTuple
 
 from op.device import Gpu
-from op.gemm.sm90.config import CONSUMERS, THREADS, Config, RingPlace, Shared
-from op.gemm.sm90.ptx import (
-    address_of,
+from op.gemm.sm90.config import CONSUMERS, THREADS, Config
+from op.gemm.sm90.ring import RingPlace
+from op.gemm.sm90.shared import Shared
+from op.gemm.sm90.barriers import (
     fence_barrier_init,
-    load_tile,
     mbarrier_arrive,
     mbarrier_expect_bytes,
     mbarrier_init,
     mbarrier_wait,
-    registers_lower,
-    registers_raise,
 )
+from op.gemm.sm90.registers import registers_lower, registers_raise
+from op.gemm.sm90.tma import address_of, load_tile
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
 
 from door import Task, new_module

@@ -22,22 +22,21 @@ from std.python import PythonObject
 from std.utils import StaticTuple
 
 from op.device import Gpu
-from op.gemm.sm90.config import CONSUMERS, THREADS, Config, RingPlace, Shared
-from op.gemm.sm90.ptx import (
-    address_of,
+from op.gemm.sm90.config import CONSUMERS, THREADS, Config
+from op.gemm.sm90.ring import RingPlace
+from op.gemm.sm90.shared import Shared
+from op.gemm.sm90.barriers import (
     cluster_rank,
     fence_barrier_init,
-    load_tile,
-    load_tile_multicast,
     map_to_rank,
     mbarrier_arrive_cluster,
     mbarrier_expect_bytes,
     mbarrier_init,
     mbarrier_wait,
     meet_cluster,
-    registers_lower,
-    registers_raise,
 )
+from op.gemm.sm90.registers import registers_lower, registers_raise
+from op.gemm.sm90.tma import address_of, load_tile, load_tile_multicast
 from op.gemm.sm90.tiles import Tiles
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
 

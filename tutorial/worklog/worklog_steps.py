@@ -166,7 +166,7 @@ STEPS = (
         "few-rows",
         "Few rows",
         "forward",
-        "op/gemm/sm90/few_rows.mojo",
+        "op/gemm/sm90/few_rows/kernel.mojo",
         FEW,
         "few rows",
         (Sizes(33, 136, 264),),

@@ -8,14 +8,9 @@ from ...device import Gpu
 from ..epilogue import Epilogue
 from ..row_hook import NoHook
 from .config import Config
-from .launch import (
-    BAND,
-    Matrices,
-    launch_few_rows_of_parts,
-    launch_matrix,
-    launch_parts,
-)
-from .parts import HALVES, WHOLE
+from .few_rows.launch import launch_few_rows_of_parts
+from .launch_matrix import BAND, launch_matrix, launch_parts
+from .parts import HALVES, WHOLE, Matrices
 from .product import Product
 from .tiling import ACTIVATED_SHAPES, FEW_ROWS, SHAPES, activated_tiling
 
@@ -74,12 +69,10 @@ def launch_activated[
         comptime width = SHAPES[i].columns
         if columns == width:
             comptime if E.is_gate:
-                comptime config = Config.of(
-                    width, takes_turns=True, parts=HALVES
-                )
+                comptime config = Config.of(width, ping_pong=True, parts=HALVES)
                 launch_parts[dtype, config](
                     gpu, Matrices(c), Matrices(a), halves, product
                 )
             else:
-                comptime config = Config.of(width, takes_turns=True)
+                comptime config = Config.of(width, ping_pong=True)
                 launch_matrix[dtype, config](gpu, c, a, b, product)

@@ -9,9 +9,11 @@ then, and holds what is handed over.
 from std.sys import _RegisterPackType, inlined_assembly
 from std.utils import StaticTuple
 
-from .config import CONSUMERS, TILE_ROWS, Config, Shared
-from .ptx import map_to_rank, shared_value, store_remote_value
-from .store import Sums
+from .barriers import map_to_rank
+from .config import CONSUMERS, TILE_ROWS, Config
+from .shared_layout import Shared
+from .shared_memory import shared_value, store_remote_value
+from .sums import Sums
 
 comptime _THREADS = CONSUMERS * 128
 # Bytes of the ring for shares of columns; sums of rows follow.

@@ -42,7 +42,7 @@ struct Config(Equatable, TrivialRegisterPassable):
     cluster has one tile; otherwise they share a tile of b."""
     var adds: Bool
     """Whether c is float32 beside narrower operands, and may be added to."""
-    var takes_turns: Bool
+    var ping_pong: Bool
     """Whether each consumer has whole tiles, so that one stores while another
     multiplies; otherwise all of them share each tile."""
     var parts: Int
@@ -60,7 +60,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         sums_rows: Bool = False,
         split: Bool = False,
         adds: Bool = False,
-        takes_turns: Bool = False,
+        ping_pong: Bool = False,
         parts: Int = WHOLE,
         any_columns: Bool = False,
     ) -> Self:
@@ -78,7 +78,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             sums_rows: Whether the rows of a are summed.
             split: Whether a cluster shares a tile.
             adds: Whether c is float32 beside narrower operands.
-            takes_turns: Whether each consumer has whole tiles.
+            ping_pong: Whether each consumer has whole tiles.
             parts: How several matrices make the product.
             any_columns: Whether c has any number of columns.
 
@@ -94,7 +94,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             sums_rows=sums_rows,
             split=split,
             adds=adds,
-            takes_turns=takes_turns,
+            ping_pong=ping_pong,
             parts=parts,
             any_columns=any_columns,
         )
@@ -122,7 +122,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_sums" if self.sums_rows else "",
             "_split" if self.split else "",
             "_adds" if self.adds else "",
-            "_turns" if self.takes_turns else "",
+            "_ping_pong" if self.ping_pong else "",
             "_side_by_side" if self.parts == SIDE_BY_SIDE else "",
             "_one_sum" if self.parts == ONE_SUM else "",
             "_halves" if self.parts == HALVES else "",
@@ -163,7 +163,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The halves.
         """
-        return 2 if self.takes_turns else 1
+        return 2 if self.ping_pong else 1
 
     @always_inline
     def consumers_of_tile(self) -> Int:
@@ -172,7 +172,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The consumers.
         """
-        return 1 if self.takes_turns else CONSUMERS
+        return 1 if self.ping_pong else CONSUMERS
 
     @always_inline
     def tiles_at_once(self) -> Int:
@@ -181,7 +181,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The tiles.
         """
-        return CONSUMERS if self.takes_turns else 1
+        return CONSUMERS if self.ping_pong else 1
 
     @always_inline
     def sharers(self) -> Int:
@@ -279,7 +279,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             The bytes: two values for each column, or one for each row and warp.
         """
-        if self.takes_turns:
+        if self.ping_pong:
             return 2 * self.columns * 4
         return max(2 * self.columns, 4 * TILE_ROWS) * 4
 
@@ -296,93 +296,3 @@ struct Config(Equatable, TrivialRegisterPassable):
             + self.tiles_at_once() * self.vector_bytes()
             + (2 * self.stages + 2 * self.tiles_at_once()) * 8
         )
-
-
-@doc_hidden
-@fieldwise_init
-struct Shared[config: Config](TrivialRegisterPassable):
-    """Addresses in a block's shared memory."""
-
-    var base: UInt32
-    """Its start, a multiple of 1024."""
-
-    @always_inline
-    def a_tile(self, slot: UInt32) -> UInt32:
-        """Locates a tile of a."""
-        return self.base + slot * UInt32(Self.config.a_bytes())
-
-    @always_inline
-    def b_tile(self, slot: UInt32) -> UInt32:
-        """Locates a tile of b."""
-        return (
-            self.base
-            + UInt32(Self.config.stages * Self.config.a_bytes())
-            + slot * UInt32(Self.config.b_bytes())
-        )
-
-    @always_inline
-    def box_in_slot(self, slot: UInt32, i: Int) -> UInt32:
-        """Locates one of the boxes of a tile's rows that a slot holds."""
-        if i == 0:
-            return self.a_tile(slot)
-        return self.b_tile(slot) + UInt32((i - 1) * Self.config.a_bytes())
-
-    @always_inline
-    def boxes(self, warp: UInt32) -> UInt32:
-        """Locates the two output boxes of a consumer warp."""
-        return self.b_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
-
-    @always_inline
-    def vectors(self, tile: UInt32 = 0) -> UInt32:
-        """Locates the vectors of the epilogue of one of the tiles worked on; or
-        sums of rows."""
-        return self.boxes(CONSUMER_WARPS) + tile * UInt32(
-            Self.config.vector_bytes()
-        )
-
-    @always_inline
-    def full(self, slot: UInt32) -> UInt32:
-        """Locates the barrier that completes when a slot is filled."""
-        return self.vectors(UInt32(Self.config.tiles_at_once())) + slot * 8
-
-    @always_inline
-    def empty(self, slot: UInt32) -> UInt32:
-        """Locates the barrier that completes when a slot is used up."""
-        return self.full(UInt32(Self.config.stages)) + slot * 8
-
-    @always_inline
-    def vectors_full(self, tile: UInt32) -> UInt32:
-        """Locates the barrier that completes when the vectors of one of the tiles
-        worked on are there."""
-        return self.empty(UInt32(Self.config.stages)) + tile * 16
-
-    @always_inline
-    def vectors_empty(self, tile: UInt32) -> UInt32:
-        """Locates the barrier that completes when they are used up."""
-        return self.vectors_full(tile) + 8
-
-
-@doc_hidden
-@fieldwise_init
-struct RingPlace(TrivialRegisterPassable):
-    """Which slot of the ring, and the parity of its current round."""
-
-    var slot: UInt32
-    """The slot."""
-    var parity: UInt32
-    """Parity of completed rounds."""
-
-    @always_inline
-    def advance[stages: Int](mut self):
-        """Moves to the next slot."""
-        self.slot += 1
-        if self.slot == UInt32(stages):
-            self.slot = 0
-            self.parity ^= 1
-
-    @always_inline
-    def skip[stages: Int](mut self, slots: UInt32):
-        """Moves over slots."""
-        var last = self.slot + slots
-        self.slot = last % UInt32(stages)
-        self.parity ^= (last // UInt32(stages)) & 1

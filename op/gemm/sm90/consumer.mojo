@@ -6,33 +6,32 @@ from std.sys import size_of
 from ...grids import wait_on_earlier_grids
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
+from .barriers import (
+    map_to_rank,
+    mbarrier_arrive,
+    mbarrier_wait,
+    meet_cluster,
+    warp_sync,
+)
+from .boxes import Boxes, box_of
 from .cluster_sum import ClusterSum
-from .config import TILE_ROWS, Config, RingPlace, Shared
+from .config import TILE_ROWS, Config
 from .counters import Progress
 from .eight_bits import result_type
 from .elements import Elements
 from .multiplier import Multiplier
 from .parts import HALVES, SIDE_BY_SIDE, Parts, part_of
 from .product import Product
-from .ptx import (
-    map_to_rank,
-    mbarrier_arrive,
-    mbarrier_wait,
-    meet_cluster,
-    store_wait_read,
-    warp_sync,
-)
+from .ring import RingPlace
 from .row_sums import TransposedSums
 from .row_terms import Halves, ThreadTerms
-from .store import Accumulators, Boxes, Sums, TileRows, box_of
+from .shared_layout import Shared
+from .store import TileRows
 from .store_float32 import Float32Rows
+from .sums import Accumulators, Sums
 from .tiles import Tiles
-from .wgmma import (
-    ROW_BYTES,
-    Accumulator,
-    operand_descriptor,
-    wait_all,
-)
+from .tma import store_wait_read
+from .wgmma import ROW_BYTES, Accumulator, operand_descriptor, wait_all
 
 
 @always_inline
@@ -105,7 +104,7 @@ def consume[
     # Which of the tiles worked on is this warpgroup's, and its first row in that.
     var tile = UInt32(0)
     var down = consumer * 64
-    comptime if config.takes_turns:
+    comptime if config.ping_pong:
         tile = consumer
         down = 0
     var rows = shared.a_tile(0) + down * UInt32(ROW_BYTES)
@@ -140,7 +139,7 @@ def consume[
     var slots_of_tile = blocks
     comptime if E.adds:
         slots_of_tile += UInt32(config.addend_slots())
-    comptime if config.takes_turns:
+    comptime if config.ping_pong:
         if consumer > 0:
             index += tiles.step
             at.skip[config.stages](slots_of_tile)
@@ -149,7 +148,7 @@ def consume[
         var is_first = index == tiles.first
         # Whether this block has had no tile of these rows before.
         var is_new = is_first or tiles.at(index - tiles.step)[0] != place[0]
-        comptime if config.takes_turns:
+        comptime if config.ping_pong:
             index += tiles.step
         index += tiles.step
         var first_row = place[0] * UInt32(config.cluster_rows()) + down
@@ -300,7 +299,7 @@ def consume[
         if sums_here:
             _store_row_sum[dtype, config](product, row_sum, first_row + thread)
         parity ^= 1
-        comptime if config.takes_turns:
+        comptime if config.ping_pong:
             at.skip[config.stages](slots_of_tile)
     progress.tell()
     if lane == 0:

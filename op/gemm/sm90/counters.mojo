@@ -2,7 +2,7 @@
 
 from std.sys import inlined_assembly
 
-from .ptx import store_wait_all
+from .tma import store_wait_all
 
 comptime Counter = Pointer[UInt32, MutUntrackedOrigin]
 """Points to a counter in global memory."""

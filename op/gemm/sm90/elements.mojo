@@ -2,9 +2,9 @@
 would ask.
 """
 
-from std.sys import inlined_assembly, size_of
+from std.sys import size_of
 
-from .ptx import shared_element
+from .shared_memory import shared_element
 
 # Rows of a box.
 comptime _ROWS = 16

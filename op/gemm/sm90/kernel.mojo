@@ -18,25 +18,24 @@ from max.gpu.primitives import warp
 from ...grids import let_later_grids_start, wait_on_earlier_grids
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
-from .config import THREADS, Config, Shared
-from .consumer import consume
-from .producer import produce
-from .parts import WHOLE
-from .product import Product
-from .ptx import (
-    address_of,
+from .barriers import (
     cluster_rank,
     fence_barrier_init,
     mbarrier_init,
     meet_cluster,
     named_barrier_sync,
-    prefetch_tensor_map,
-    registers_lower,
-    registers_raise,
     warp_sync,
 )
+from .config import THREADS, Config
+from .consumer import consume
+from .parts import WHOLE
+from .producer import produce
+from .product import Product
+from .registers import registers_lower, registers_raise
+from .shared_layout import Shared
 from .tensor_map import Maps
 from .tiles import Tiles
+from .tma import address_of, prefetch_tensor_map
 from .wgmma import row_elements
 
 
@@ -90,7 +89,7 @@ def matrix_kernel[
         product: What goes with the matrices.
     """
     comptime assert not config.sums_rows or config.a_transposed
-    comptime assert not config.takes_turns or not (
+    comptime assert not config.ping_pong or not (
         config.a_transposed or config.split or config.adds or H.passes_on
     )
     # A transposed a, and vectors, have their own ways to count.

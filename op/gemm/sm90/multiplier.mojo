@@ -4,16 +4,18 @@ from std.utils import StaticTuple
 
 from ..row_hook import Gathering
 from .addend import boxes_of, load_accumulator
-from .config import Config, RingPlace, Shared
-from .counters import Progress
-from .eight_bits import result_type
-from .ptx import (
+from .barriers import (
     mbarrier_arrive,
     mbarrier_arrive_cluster,
     mbarrier_wait,
     named_barrier_arrive,
     named_barrier_sync,
 )
+from .config import Config
+from .counters import Progress
+from .eight_bits import result_type
+from .ring import RingPlace
+from .shared_layout import Shared
 from .wgmma import (
     ROW_BYTES,
     SLICE_BYTES,
@@ -73,14 +75,14 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
     @always_inline
     def _await_turn(self, waits: Bool):
         """Waits until the other consumer has started its last products."""
-        comptime if Self.config.takes_turns:
+        comptime if Self.config.ping_pong:
             if waits:
                 named_barrier_sync(_TURNS + Int32(self.consumer), 256)
 
     @always_inline
     def pass_turn(self):
         """Lets the other consumer start its products."""
-        comptime if Self.config.takes_turns:
+        comptime if Self.config.ping_pong:
             named_barrier_arrive(_TURNS + 1 - Int32(self.consumer), 256)
 
     @always_inline
@@ -93,7 +95,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         comptime halves = Self.config.halves()
         var lane = self.thread & 31
         var row = (self.thread >> 5) * 16 + (lane & 15)
-        comptime if not Self.config.takes_turns:
+        comptime if not Self.config.ping_pong:
             row += self.consumer * 64
         row *= ROW_BYTES
         var boxes = StaticTuple[UInt32, halves * count]()

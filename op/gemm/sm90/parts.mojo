@@ -28,6 +28,25 @@ comptime PartSizes = StaticTuple[Int32, MOST_PARTS]
 
 
 @fieldwise_init
+struct Matrices(TrivialRegisterPassable):
+    """Matrices that stand for one operand, one after another."""
+
+    var addresses: StaticTuple[Int, MOST_PARTS]
+    """Their addresses."""
+    var pitch: Int
+    """Elements from one row of each to its next; 0 for as many as a row has."""
+
+    def __init__(out self, only: Int):
+        """Has one.
+
+        Args:
+            only: Its address.
+        """
+        self.addresses = StaticTuple[Int, MOST_PARTS](fill=only)
+        self.pitch = 0
+
+
+@fieldwise_init
 struct Parts(TrivialRegisterPassable):
     """Where the second part and the third begin, in tiles or in k blocks."""
 

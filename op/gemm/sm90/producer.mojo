@@ -7,8 +7,9 @@ from std.utils import StaticTuple
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .addend import boxes_of
+from .barriers import mbarrier_expect_bytes, mbarrier_wait
+from .config import SLICE_COLUMNS, TILE_ROWS, Config
 from .eight_bits import result_type
-from .config import SLICE_COLUMNS, TILE_ROWS, Config, RingPlace, Shared
 from .parts import (
     HALVES,
     ONE_SUM,
@@ -19,16 +20,11 @@ from .parts import (
     size_of_part,
 )
 from .product import Product
-from .ptx import (
-    load_bytes,
-    load_tile,
-    load_tile_multicast,
-    mbarrier_expect_bytes,
-    mbarrier_wait,
-    store_shared_element,
-    store_shared_pair,
-)
+from .ring import RingPlace
+from .shared_layout import Shared
+from .shared_memory import store_shared_element, store_shared_pair
 from .tiles import Tiles
+from .tma import load_bytes, load_tile, load_tile_multicast
 from .wgmma import ROW_BYTES, SLICE_BYTES, row_elements
 
 
@@ -257,7 +253,7 @@ def produce[
         comptime if E.vectors > 0:
             mbarrier_wait(shared.vectors_empty(turn), parity)
             _load_vectors(shared, product, turn, n, column, Int(part))
-            comptime if config.takes_turns:
+            comptime if config.ping_pong:
                 turn ^= 1
             if turn == 0:
                 parity ^= 1

@@ -9,12 +9,8 @@ fixed order at the end.
 from max.gpu.primitives import warp
 
 from ..row_hook import Gathering
-from .ptx import (
-    named_barrier_sync,
-    shared_eight,
-    shared_value,
-    store_shared_value,
-)
+from .barriers import named_barrier_sync
+from .shared_memory import shared_eight, shared_value, store_shared_value
 from .wgmma import K_BLOCK
 
 comptime _Eight = SIMD[DType.float32, 8]

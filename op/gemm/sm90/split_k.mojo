@@ -14,7 +14,7 @@ from ...device import Gpu
 from ..epilogue import Plain
 from ..row_hook import NoHook
 from .config import Config
-from .launch import BAND, launch_matrix
+from .launch_matrix import BAND, launch_matrix
 from .product import Product
 from .tiling import count_tiles
 from .wgmma import K_BLOCK

@@ -11,125 +11,20 @@ from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
-from .config import BOX_BYTES, Config
+from .barriers import warp_sync
+from .boxes import Boxes
 from .elements import Elements, swizzle
-from .ptx import (
-    fence_async_shared,
+from .shared_memory import (
     pack_pair,
     shared_pair,
-    store_commit,
     store_matrix_x4,
     store_shared_pair,
-    store_tile,
-    store_wait_read,
-    warp_sync,
 )
-from .wgmma import Accumulator, row_elements
+from .sums import Sums
+from .tma import fence_async_shared, store_commit, store_tile
 
 comptime RowPair = SIMD[DType.float32, 2]
 """Of the two rows of a warp's 16 that a lane has: a number each."""
-
-
-trait Sums(TrivialRegisterPassable):
-    """Sums of products that one thread has."""
-
-    def at[i: Int](self) -> Float32:
-        """Returns a sum.
-
-        Parameters:
-            i: Which one.
-
-        Returns:
-            The sum.
-        """
-        ...
-
-
-@doc_hidden
-@fieldwise_init
-struct Accumulators[count: Int, first: Int = 0](Sums):
-    """Sums as the tensor cores leave them, from one of them on."""
-
-    var values: Accumulator[Self.count]
-    """The sums."""
-
-    @always_inline
-    def at[i: Int](self) -> Float32:
-        """Returns a sum."""
-        return rebind[Float32](self.values[Self.first + i])
-
-
-def box_columns[dtype: DType](columns: Int) -> Int:
-    """Chooses the boxes that a row of a tile is stored in.
-
-    Parameters:
-        dtype: Type of the elements.
-
-    Args:
-        columns: Columns of the tile, a multiple of 16.
-
-    Returns:
-        The columns of a box: the most that TMA swizzles and the tile is a multiple of.
-    """
-    var most = row_elements[dtype]()
-    while columns % most != 0:
-        most //= 2
-    return most
-
-
-def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
-    """Chooses the boxes that a row of a tile of a product is stored in.
-
-    Parameters:
-        E: What becomes of the sums.
-        dtype: Type of c.
-
-    Args:
-        config: Compile-time choices of the matrix kernel.
-
-    Returns:
-        The columns of a box.
-    """
-    # What activates has a box's numbers in registers beside the sums of a tile.
-    var has_few_registers = E.activates and config.columns > 128
-    if E.is_gate or config.split or has_few_registers:
-        return box_columns[dtype](config.columns // 2)
-    return box_columns[dtype](config.columns)
-
-
-@doc_hidden
-@fieldwise_init
-struct Boxes[bytes: Int](TrivialRegisterPassable):
-    """The places in shared memory that a warp stores from, in turn: as many boxes
-    as there is room for."""
-
-    comptime _count = 2 * BOX_BYTES // Self.bytes
-
-    var next: UInt32
-    """The next one."""
-    var other: UInt32
-    """Of two, the other one; of more, the first one."""
-
-    @always_inline
-    def __init__(out self, first: UInt32):
-        """Starts with the first place."""
-        comptime two = Self._count == 2
-        self = Self(first, first + UInt32(Self.bytes) if two else first)
-
-    @always_inline
-    def take(mut self, lane: UInt32) -> UInt32:
-        """Takes the next place, once the last store from it has read it."""
-        if lane == 0:
-            store_wait_read[Self._count - 1]()
-        warp_sync()
-        var place = self.next
-        comptime if Self._count == 2:
-            swap(self.next, self.other)
-        else:
-            self.next += UInt32(Self.bytes)
-            if self.next == self.other + 2 * BOX_BYTES:
-                self.next = self.other
-        return place
 
 
 @doc_hidden

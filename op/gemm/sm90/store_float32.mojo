@@ -5,7 +5,7 @@ Each thread stores its own sums; four lanes fill a sector of memory.
 
 from std.utils import StaticTuple
 
-from .store import Sums
+from .sums import Sums
 
 comptime _Pair = SIMD[DType.float32, 2]
 # Pairs of one row that are loaded together before any is used.

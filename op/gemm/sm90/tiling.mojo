@@ -13,7 +13,7 @@ struct Shape(Equatable, TrivialRegisterPassable):
 
     var columns: Int
     """Columns of a tile."""
-    var takes_turns: Bool
+    var ping_pong: Bool
     """Whether each consumer has whole tiles, in turn."""
     var permille: Int
     """Cycles of its products, of 1000 that tensor cores need: operands of narrow tiles
@@ -33,7 +33,7 @@ comptime COMMON_SHAPES = 3
 """How many of them every product has; the others are for those without an activation, in 16 bits."""
 comptime ACTIVATED_SHAPES = [0, 4]
 """Which of them activate what is no fold's product: two whose consumers take turns."""
-comptime ANY_COLUMNS = Config.of(128, takes_turns=True, any_columns=True)
+comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
 """TMA stores rows that start at multiples of so many bytes."""
@@ -116,11 +116,11 @@ def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
 
 def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
     """Estimates the cycles that a product takes."""
-    comptime config = Config.of(shape.columns, takes_turns=shape.takes_turns)
+    comptime config = Config.of(shape.columns, ping_pong=shape.ping_pong)
     comptime store = _STORE * shape.columns // 128
     var waves = ceildiv(count_tiles(config, m, n), processors // config.cluster)
     var products = ceildiv(k, 16) * shape.columns * shape.permille // 1000
-    comptime if shape.takes_turns:
+    comptime if shape.ping_pong:
         # One consumer stores while the other multiplies, but for the last tile.
         return waves * max(products, (products + store) // 2) + store
     else:
@@ -171,7 +171,7 @@ def activated_tiling[
     var most = 0
     comptime for i in ACTIVATED_SHAPES:
         comptime shape = SHAPES[i]
-        comptime config = Config.of(shape.columns, takes_turns=True)
+        comptime config = Config.of(shape.columns, ping_pong=True)
         most = max(
             most, percent_used(config, m, n, processors // config.cluster)
         )
@@ -189,7 +189,7 @@ struct Tiling(TrivialRegisterPassable):
 
     var columns: Int
     """Columns of a tile, or `FEW_ROWS`."""
-    var takes_turns: Bool
+    var ping_pong: Bool
     """Whether each consumer has whole tiles."""
     var percent: Int
     """Percentage of the device's time that it uses; 100 if the rows are few."""
@@ -240,11 +240,11 @@ struct Tiling(TrivialRegisterPassable):
             if cycles < least:
                 least = cycles
                 comptime config = Config.of(
-                    shape.columns, takes_turns=shape.takes_turns
+                    shape.columns, ping_pong=shape.ping_pong
                 )
                 best = Self(
                     shape.columns,
-                    shape.takes_turns,
+                    shape.ping_pong,
                     percent_used(config, m, n, processors // config.cluster),
                 )
         return best

@@ -20,7 +20,7 @@ from max.gpu.primitives import warp
 
 from ...grids import let_later_grids_start, wait_on_earlier_grids
 from ...norms.norm import Norm
-from ...rows.gpu_row import widen
+from ...rows.gpu_elements import widen
 
 comptime WIDTH = 8
 """Elements of a load."""

@@ -15,11 +15,9 @@ from ...gemm.activation import GATED
 from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated, ScaleAndCorrect
 from ...gemm.sm90.config import Config
-from ...gemm.sm90.launch import (
-    launch_few_rows,
-    launch_matrix,
-    launch_product,
-)
+from ...gemm.sm90.few_rows.launch import launch_few_rows
+from ...gemm.sm90.launch import launch_product
+from ...gemm.sm90.launch_matrix import launch_matrix
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import FEW_ROWS, SHARED_COLUMNS
 from ...norms.norm import Norm
@@ -149,8 +147,8 @@ def _launch_product[
     else:
         comptime if not E.activates:
             # In runs: each cluster takes tiles of the same rows one after another.
-            if plan.tiling.takes_turns:
-                launch_matrix[dtype, Config.of(128, takes_turns=True)](
+            if plan.tiling.ping_pong:
+                launch_matrix[dtype, Config.of(128, ping_pong=True)](
                     gpu, call.y, call.x, plan.fold_weight, product
                 )
             else:

@@ -113,7 +113,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
                 self.tiling = Tiling(SHARED_COLUMNS, False, 100)
             else:
                 self.gathers = (
-                    self.tiling.takes_turns
+                    self.tiling.ping_pong
                     and n <= _FEW_OUTPUTS
                     and m >= _ROWS_PER_FEATURE * k
                 )

@@ -11,7 +11,7 @@ from max.gpu.primitives import warp
 
 from ...gemm.epilogue import RowTerms, Vector
 from ...gemm.row_hook import Part, RowHook, RowSums
-from ...gemm.sm90.ptx import shared_eight
+from ...gemm.sm90.shared_memory import shared_eight
 from ...gemm.sm90.wgmma import K_BLOCK
 from ...norms.norm import Norm, part_rstd
 

@@ -20,7 +20,8 @@ from ...device import Gpu
 from ...gemm.epilogue import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
-from ...gemm.sm90.launch import Matrices, launch_matrix, launch_parts
+from ...gemm.sm90.launch_matrix import launch_matrix, launch_parts
+from ...gemm.sm90.parts import Matrices
 from ...gemm.sm90.parts import ONE_SUM
 from ...gemm.sm90.product import Product
 from ...grids import (
@@ -30,7 +31,7 @@ from ...grids import (
 )
 from ...norms.norm import Norm
 from ...rows.columns import Total, Totals
-from ...rows.gpu_row import GlobalPointer
+from ...rows.gpu_elements import GlobalPointer
 from ...rows.launch_columns import launch_totals
 from ...rows.types import code_of
 from .parts import InputGradient, sizes_of

@@ -1,7 +1,7 @@
 """The parts of a call: several Linear layers on the same rows."""
 
 from ...call import Call, Part
-from ...gemm.sm90.launch import Matrices
+from ...gemm.sm90.parts import Matrices
 from ...gemm.sm90.parts import PartSizes
 
 

@@ -29,7 +29,7 @@ from ...gemm.sm90.counters import (
     take_one,
 )
 from ...norms.norm import Norm
-from ...rows.gpu_row import GlobalPointer, widen
+from ...rows.gpu_elements import GlobalPointer, widen
 
 # Elements of one load.
 comptime _WIDTH = 8

@@ -14,12 +14,9 @@ from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import BiasOfParts, ScaleAndCorrect
 from ...gemm.row_hook import NoHook
 from ...gemm.sm90.config import Config
-from ...gemm.sm90.launch import (
-    BAND,
-    Matrices,
-    launch_few_rows_of_parts,
-    launch_parts,
-)
+from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
+from ...gemm.sm90.launch_matrix import BAND, launch_parts
+from ...gemm.sm90.parts import Matrices
 from ...gemm.sm90.parts import (
     MOST_PARTS,
     SIDE_BY_SIDE,
@@ -39,7 +36,7 @@ from .statistics import launch_rows, waits_for_rows
 
 comptime COLUMNS = 128
 """Columns of a tile."""
-comptime BESIDE = Config.of(COLUMNS, takes_turns=True, parts=SIDE_BY_SIDE)
+comptime BESIDE = Config.of(COLUMNS, ping_pong=True, parts=SIDE_BY_SIDE)
 """The kernel of several matrices."""
 
 
@@ -84,7 +81,7 @@ def fills(tiling: Tiling) -> Bool:
     Returns:
         Whether it is, and keeps the device busy.
     """
-    return tiling.takes_turns and tiling.columns == COLUMNS and tiling.fills()
+    return tiling.ping_pong and tiling.columns == COLUMNS and tiling.fills()
 
 
 def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:

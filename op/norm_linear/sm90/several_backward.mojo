@@ -9,7 +9,8 @@ from ...device import Launcher
 from ...gemm.epilogue import Plain
 from ...gemm.row_hook import NoHook
 from ...gemm.sm90.config import Config
-from ...gemm.sm90.launch import BAND, Matrices, launch_parts
+from ...gemm.sm90.launch_matrix import BAND, launch_parts
+from ...gemm.sm90.parts import Matrices
 from ...gemm.sm90.parts import ONE_SUM
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import Tiling
@@ -20,7 +21,7 @@ from .parts import InputGradient, sizes_of
 from .several import COLUMNS, can, fills
 
 comptime _SUM = Config.of(
-    COLUMNS, b_transposed=True, takes_turns=True, parts=ONE_SUM
+    COLUMNS, b_transposed=True, ping_pong=True, parts=ONE_SUM
 )
 
 

@@ -13,7 +13,7 @@ from ..program import Program
 from ..stage import Stage
 from ..types import E4M3, eight_bit_type
 from ..values import Redo, Row, Values
-from .norm import _Affine, _CenterIfAsked, _Given, _Normalize
+from .norm import _Affine, _CenterIfAsked, _Normalize
 
 comptime POWER_OF_TWO = Int32(2)
 """The bit of `Row.kind` that asks for scales that are powers of two."""

@@ -1,0 +1,81 @@
+"""The boxes of shared memory from which warps store a tile by TMA."""
+
+
+from ..epilogue import Epilogue
+from .barriers import warp_sync
+from .config import BOX_BYTES, Config
+from .tma import store_wait_read
+from .wgmma import row_elements
+
+
+def box_columns[dtype: DType](columns: Int) -> Int:
+    """Chooses the boxes that a row of a tile is stored in.
+
+    Parameters:
+        dtype: Type of the elements.
+
+    Args:
+        columns: Columns of the tile, a multiple of 16.
+
+    Returns:
+        The columns of a box: the most that TMA swizzles and the tile is a multiple of.
+    """
+    var most = row_elements[dtype]()
+    while columns % most != 0:
+        most //= 2
+    return most
+
+
+def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
+    """Chooses the boxes that a row of a tile of a product is stored in.
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of c.
+
+    Args:
+        config: Compile-time choices of the matrix kernel.
+
+    Returns:
+        The columns of a box.
+    """
+    # What activates has a box's numbers in registers beside the sums of a tile.
+    var has_few_registers = E.activates and config.columns > 128
+    if E.is_gate or config.split or has_few_registers:
+        return box_columns[dtype](config.columns // 2)
+    return box_columns[dtype](config.columns)
+
+
+@doc_hidden
+@fieldwise_init
+struct Boxes[bytes: Int](TrivialRegisterPassable):
+    """The places in shared memory that a warp stores from, in turn: as many boxes
+    as there is room for."""
+
+    comptime _count = 2 * BOX_BYTES // Self.bytes
+
+    var next: UInt32
+    """The next one."""
+    var other: UInt32
+    """Of two, the other one; of more, the first one."""
+
+    @always_inline
+    def __init__(out self, first: UInt32):
+        """Starts with the first place."""
+        comptime two = Self._count == 2
+        self = Self(first, first + UInt32(Self.bytes) if two else first)
+
+    @always_inline
+    def take(mut self, lane: UInt32) -> UInt32:
+        """Takes the next place, once the last store from it has read it."""
+        if lane == 0:
+            store_wait_read[Self._count - 1]()
+        warp_sync()
+        var place = self.next
+        comptime if Self._count == 2:
+            swap(self.next, self.other)
+        else:
+            self.next += UInt32(Self.bytes)
+            if self.next == self.other + 2 * BOX_BYTES:
+                self.next = self.other
+        return place

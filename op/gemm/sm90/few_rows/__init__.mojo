@@ -1,0 +1,1 @@
+"""Products of few rows: a kernel whose blocks stream the other operand once."""

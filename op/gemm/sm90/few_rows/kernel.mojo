@@ -1,0 +1,269 @@
+"""The kernel for few rows of a: b is streamed once, by all blocks.
+
+B is the operand of 64 rows and a the one of few columns, so that no part of a
+product is wasted. K is split over the two blocks of a cluster; the second one
+sends its sums to the first, which adds them in that order. Every cluster
+gathers for itself what a hook wants of the rows of a, while it waits for b.
+
+Of at most 16 rows, two blocks fit an SM: those of the next product read its b
+while these end. A cluster computes one tile after another without a pause in what it reads.
+"""
+
+from std.memory import AddressSpace
+from std.utils import StaticTuple
+from max.gpu import (
+    MAX_THREADS_PER_BLOCK_METADATA,
+    block_idx,
+    grid_dim,
+    thread_idx,
+)
+from max.gpu.host.nvidia.tma import TMADescriptor
+from max.gpu.memory import external_memory
+from max.gpu.primitives import warp
+
+from ....grids import let_later_grids_start, wait_on_earlier_grids
+from ...epilogue import Epilogue
+from ...row_hook import RowHook
+from ..barriers import (
+    cluster_rank,
+    fence_barrier_init,
+    map_to_rank,
+    mbarrier_arrive,
+    mbarrier_init,
+    mbarrier_wait,
+    meet_cluster,
+    named_barrier_sync,
+)
+from ..eight_bits import result_type, right_type
+from ..parts import SIDE_BY_SIDE, WHOLE, size_of_part
+from ..product import Product
+from ..ring import RingPlace
+from ..shared_memory import store_remote_value
+from ..tensor_map import Maps
+from ..tma import address_of
+from ..wgmma import (
+    K_BLOCK,
+    multiply_first,
+    multiply_next,
+    operand_descriptor,
+    row_elements,
+    wait_all,
+    wait_previous,
+)
+from .epilogue import load_row_terms, store_sums
+from .layout import (
+    B_BYTES,
+    FEW_CLUSTER,
+    FEW_THREADS,
+    FewRowsShared,
+    is_persistent,
+)
+from .producer import produce
+from .tile import FewRowsTile, count_maps, parts_name
+
+
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(FEW_THREADS)),
+    `nvvm.cluster_dim`=StaticTuple[Int32, 3](Int32(FEW_CLUSTER), 1, 1),
+)
+@__llvm_arg_metadata(b_maps, `nvvm.grid_constant`)
+@__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
+@__name(
+    t"fused_norm_few_rows_{dtype}_{rows}_{b_transposed}{parts_name(parts)}_{E.name}{H.name}"
+)
+def few_rows_kernel[
+    dtype: DType,
+    rows: Int,
+    b_transposed: Bool,
+    parts: Int,
+    E: Epilogue,
+    H: RowHook,
+](
+    b_maps: Maps[count_maps(parts)],
+    a_map: TMADescriptor,
+    first_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    second_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    third_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
+    pitch: Int32,
+    tiles: Int32,
+    product: Product[E, H],
+):
+    """Computes tiles of FEW_OUTPUTS columns of c until there are none left.
+
+    Grid: clusters of FEW_CLUSTER blocks, one for each tile unless the kernel `is_persistent`. Block:
+    FEW_THREADS threads, of which the last warp copies and the others multiply.
+
+    Parameters:
+        dtype: Type of a, b and c: bfloat16, float16, or float32, multiplied as
+            tf32; or that of a, of 8 bits. The last two are neither transposed nor gathered.
+        rows: Most rows of a, a multiple of 8.
+        b_transposed: Whether b is stored as [K, N].
+        parts: WHOLE; SIDE_BY_SIDE for several b and c; HALVES for a gate of two b, which
+            are not transposed.
+        E: What becomes of the sums.
+        H: What is done with the rows; if it gathers them, K is a multiple of the
+            k block.
+
+    Args:
+        b_maps: Tensor map of each b, boxes of 64 by a k block; of a gate's of GATE_ROWS.
+        a_map: Tensor map of a [M, K], boxes of rows by a k block.
+        first_c: Receives c [M, N], for a gate [M, N / 2]; the first of several.
+        second_c: Receives the second of several.
+        third_c: Receives the third.
+        pitch: Elements from one row of each c to its next; 0 for as many as a row has.
+        tiles: Tiles of all c.
+        product: Sizes, K more than one k block; and what goes with the matrices.
+    """
+    comptime assert parts == WHOLE or not (b_transposed or E.adds)
+    comptime Shared = FewRowsShared[rows, H.gathers]
+    comptime persistent = is_persistent(rows, H.gathers)
+    var shared = Shared(
+        UInt32(
+            Int(
+                external_memory[
+                    UInt8, address_space=AddressSpace.SHARED, alignment=1024
+                ]()
+            )
+        )
+    )
+    var thread = UInt32(thread_idx.x)
+    var warp_in_block = warp.broadcast(thread // 32)
+    var rank = cluster_rank()
+    var cluster = UInt32(block_idx.x) // FEW_CLUSTER
+    var clusters = UInt32(grid_dim.x) // FEW_CLUSTER
+
+    if thread == 0:
+        for slot in range(UInt32(Shared.slots)):
+            mbarrier_init(shared.full(slot), 1)
+            mbarrier_init(shared.empty(slot), 1)
+        fence_barrier_init()
+    # Also makes sure that the neighbor runs: its memory is written below.
+    meet_cluster()
+    # The grid that makes the terms of rows has waited for what makes both operands.
+    comptime waits = not E.has_row_terms or H.gathers
+
+    comptime k_block = row_elements[dtype]()
+    var blocks = UInt32(product.k + Int32(k_block - 1)) // UInt32(k_block)
+    var half = (blocks + 1) // 2
+    var first = rank * half
+    var last = min(blocks, first + half)
+
+    if warp_in_block == 4:
+        produce[dtype, b_transposed, parts, waits](
+            shared,
+            product,
+            address_of(b_maps),
+            address_of(a_map),
+            cluster,
+            clusters,
+            UInt32(tiles),
+            first,
+            last,
+            thread == 128,
+        )
+        return
+
+    comptime if waits:
+        wait_on_earlier_grids()
+    let_later_grids_start()
+    var n = product.n
+    var b_descriptor = operand_descriptor[b_transposed](shared.b_tile(0))
+    var a_descriptor = operand_descriptor[False](shared.a_tile(0))
+    var at = RingPlace(0, 0)
+    # Where the other block's sums are: the next tile's do not wait until these are read.
+    var partial = shared.partial_sums(0)
+    var next = cluster
+    while next < UInt32(tiles):
+        var tile = next
+        next += clusters
+        comptime if persistent:
+            partial = shared.partial_sums((tile // clusters) & 1)
+        var own_tile = FewRowsTile[parts](tile, product.sizes)
+        var c = first_c
+        comptime if parts == SIDE_BY_SIDE:
+            n = size_of_part(product.sizes, own_tile.part)
+            if own_tile.part == 1:
+                c = second_c
+            elif own_tile.part == 2:
+                c = third_c
+        mbarrier_wait(shared.full(at.slot), at.parity)
+        var accumulator = multiply_first[
+            right_type[dtype](), rows, 1, b_transposed, False, dtype
+        ](
+            b_descriptor + at.slot * (B_BYTES // 16),
+            a_descriptor + at.slot * UInt32(Shared.a_bytes // 16),
+        )
+        var sums = H.Sums()
+        comptime if H.gathers:
+            if thread < UInt32(2 * rows):
+                sums.add[dtype, True](shared.a_tile(0), thread)
+        var previous = at.slot
+        at.advance[Shared.slots]()
+        for _ in range(first + 1, last):
+            mbarrier_wait(shared.full(at.slot), at.parity)
+            accumulator = multiply_next[
+                right_type[dtype](), rows, 1, b_transposed, False, dtype
+            ](
+                accumulator,
+                b_descriptor + at.slot * (B_BYTES // 16),
+                a_descriptor + at.slot * UInt32(Shared.a_bytes // 16),
+            )
+            wait_previous()
+            comptime if H.gathers:
+                # Reads of a slot, unlike its products, do not end together.
+                named_barrier_sync(1, 128)
+            if thread == 0:
+                mbarrier_arrive(shared.empty(previous))
+            comptime if H.gathers:
+                if thread < UInt32(2 * rows):
+                    sums.add[dtype, False](shared.a_tile(at.slot), thread)
+            previous = at.slot
+            at.advance[Shared.slots]()
+        accumulator = wait_all[rows // 2](accumulator)
+        comptime if persistent:
+            # For the next tile.
+            if thread == 0:
+                mbarrier_arrive(shared.empty(previous))
+
+        comptime if H.gathers:
+            if thread < UInt32(2 * rows):
+                var own = sums.part(Float32((last - first) * K_BLOCK))
+                if thread & 1 == 0:
+                    var place = (
+                        map_to_rank(shared.row_sums(0), 0)
+                        + (rank * UInt32(2 * rows) + thread) * 4
+                    )
+                    store_remote_value(place, own[0])
+                    store_remote_value(place + 4, own[1])
+        if rank == 1:
+            var remote = map_to_rank(partial, 0) + thread * 4
+            comptime for i in range(rows // 2):
+                store_remote_value(
+                    remote + UInt32(i * 128 * 4),
+                    rebind[Float32](accumulator[i]),
+                )
+        meet_cluster()
+        comptime if E.has_row_terms and not H.gathers:
+            wait_on_earlier_grids()
+        if rank == 1:
+            comptime if persistent:
+                continue
+            return
+
+        var terms = load_row_terms(
+            shared, product, half, blocks, thread, tile == 0
+        )
+        store_sums[result_type[dtype](), rows](
+            product,
+            accumulator,
+            partial,
+            terms,
+            own_tile,
+            c,
+            n,
+            pitch if pitch != 0 else n,
+            thread,
+            warp_in_block,
+        )
+        comptime if not persistent:
+            return

@@ -1,0 +1,185 @@
+"""Launches of the matrix kernel."""
+
+from max.gpu.host import FuncAttribute
+from max.gpu.host.launch_attribute import (
+    LaunchAttribute,
+    LaunchAttributeID,
+    LaunchAttributeValue,
+)
+
+from ...device import Gpu
+from ...grids import beside_earlier
+from ..epilogue import Epilogue
+from ..row_hook import RowHook
+from .boxes import box_of
+from .config import THREADS, TILE_ROWS, Config
+from .eight_bits import result_type
+from .kernel import matrix_kernel
+from .parts import HALVES, ONE_SUM, SIDE_BY_SIDE, Matrices, steps_of
+from .product import Product
+from .tensor_map import Maps, operand_map, tensor_map
+from .tiling import count_tiles
+from .wgmma import row_elements
+
+comptime BAND = 8
+"""Cluster tiles in a band of the walk: 2048 rows of a, about as much as the
+columns of b that the other clusters of a wave then need."""
+
+
+def _all_at_one_time() -> List[LaunchAttribute]:
+    """Starts a grid only when all of its blocks can run."""
+    return [
+        LaunchAttribute(
+            LaunchAttributeID.COOPERATIVE, LaunchAttributeValue(True)
+        )
+    ]
+
+
+def launch_matrix[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](gpu: Gpu, c: Int, a: Int, b: Int, product: Product[E, H]) raises:
+    """Queues c = epilogue(a @ b^T).
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows.
+        dtype: Type of a and b, bfloat16, float16 or float32 as tf32; and of c,
+            unless that is added to.
+        config: Compile-time choices; they say which operands are transposed.
+
+    Args:
+        gpu: Where to run.
+        c: Address of c [M, N], for a gate [M, N / 2]; not used where c is added to.
+        a: Address of a [M, K] or [K, M].
+        b: Address of b [N, K] or [K, N].
+        product: Sizes, and what goes with the matrices.
+
+    Raises:
+        If the driver refuses.
+    """
+    launch_parts[dtype, config](
+        gpu, Matrices(c), Matrices(a), Matrices(b), product
+    )
+
+
+def launch_parts[
+    E: Epilogue, H: RowHook, //, dtype: DType, config: Config
+](gpu: Gpu, c: Matrices, a: Matrices, b: Matrices, whole: Product[E, H]) raises:
+    """Queues c_i = epilogue(a @ b_i^T), or c = epilogue(sum over i of a_i @ b_i^T), or a gate of two b.
+
+    Parameters:
+        E: What becomes of the sums.
+        H: What is done with the rows.
+        dtype: As for `launch_matrix`.
+        config: Compile-time choices; they say which of the two is computed.
+
+    Args:
+        gpu: Where to run.
+        c: Where c is.
+        a: Where a is.
+        b: Where b is.
+        whole: Sizes, those of the parts among them, and what goes with the matrices.
+
+    Raises:
+        If the driver refuses.
+    """
+    var product = whole
+    var m = Int(product.m)
+    var n = Int(product.n)
+    var k = Int(product.k)
+    ref ctx = gpu.context
+    comptime a_rows = row_elements[
+        dtype
+    ]() if config.a_transposed else TILE_ROWS
+    comptime b_rows = config.b_box_rows()
+    comptime c_dtype = result_type[dtype]()
+    comptime box = box_of[E, c_dtype](config)
+    var a_map = operand_map[dtype, config.a_transposed](
+        ctx,
+        a.addresses[0],
+        m,
+        Int(product.sizes[0]) if config.parts == ONE_SUM else k,
+        a_rows,
+        a.pitch,
+    )
+    var a_maps = Maps[config.a_count()](a_map)
+    var b_maps = Maps[config.b_count()](a_map)
+    var c_map = a_map
+    var c_maps = Maps[config.c_count()](a_map)
+    comptime for i in range(config.b_count()):
+        comptime sides = config.parts == SIDE_BY_SIDE
+        var own_n, own_k = n, k
+        comptime if sides:
+            own_n = Int(product.sizes[i])
+        elif config.parts == HALVES:
+            own_n = n // 2 if i < 2 else 0
+        elif config.parts == ONE_SUM:
+            own_k = Int(product.sizes[i])
+        if own_n and own_k:
+            b_maps.put(
+                i,
+                operand_map[dtype, config.b_transposed](
+                    ctx, b.addresses[i], own_n, own_k, b_rows, b.pitch
+                ),
+            )
+            comptime if config.parts == ONE_SUM and i > 0:
+                a_maps.put(
+                    i,
+                    operand_map[dtype, config.a_transposed](
+                        ctx, a.addresses[i], m, own_k, a_rows, a.pitch
+                    ),
+                )
+            comptime if (
+                not config.adds
+                and not config.any_columns
+                and i < config.c_count()
+            ):
+                c_map = tensor_map[c_dtype](
+                    ctx,
+                    c.addresses[i],
+                    m,
+                    n // 2 if E.is_gate else own_n,
+                    16,
+                    c.pitch,
+                    box,
+                )
+                c_maps.put(i, c_map)
+    # Each part begins with a tile, or with a k block, of its own.
+    comptime if config.parts == SIDE_BY_SIDE:
+        n = steps_of(product.sizes, config.columns) * config.columns
+        product.n = Int32(n)
+    elif config.parts == ONE_SUM:
+        comptime block = row_elements[dtype]()
+        product.k = Int32(steps_of(product.sizes, block) * block)
+    var more_map = c_map
+    comptime if E.activates:
+        if product.epilogue.h() != 0:
+            more_map = tensor_map[c_dtype](
+                ctx, product.epilogue.h(), m, n, 16, box_columns=box
+            )
+    elif E.adds:
+        more_map = tensor_map[c_dtype](
+            ctx, product.epilogue.addend(), m, n, TILE_ROWS
+        )
+    comptime if config.any_columns:
+        product.c = Int64(c.addresses[0])
+    var clusters = count_tiles(config, m, n)
+    comptime if not config.split:
+        clusters = min(clusters, gpu.processors // config.cluster)
+    var kernel = ctx.compile_function[matrix_kernel[dtype, config, E, H]](
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
+            UInt32(config.shared_bytes())
+        )
+    )
+    gpu.stream.enqueue_function(
+        kernel,
+        a_maps,
+        b_maps,
+        c_maps,
+        more_map,
+        product,
+        grid_dim=clusters * config.cluster,
+        block_dim=THREADS,
+        shared_mem_bytes=config.shared_bytes(),
+        attributes=_all_at_one_time() if H.passes_on else beside_earlier(),
+    )
