@@ -47,8 +47,8 @@ PYTHON_LAYERS = [
     ["__main__"],
 ]
 MOJO_LAYERS = [
-    ["call", "python", "team", "pages", "grids", "rounding"],
-    ["device"],
+    ["call", "python", "team", "pages", "grids", "rounding", "argument"],
+    ["device", "entry"],
     ["norms"],
     ["rows", "gemm"],
     ["passes"],

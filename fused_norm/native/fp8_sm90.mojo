@@ -10,8 +10,8 @@ from std.python.bindings import PythonModuleBuilder
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
+from op.entry import add_pass
 from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
-from op.passes.entry import from_python
 from op.passes.quantize import run_normalize_quantized, run_quantize
 from op.passes.quantize_by_maxima import run_quantize_by_maxima
 
@@ -54,31 +54,27 @@ def PyInit_fp8_sm90() abi("C") -> PythonObject:
             "new_launcher",
             docstring="new_launcher(device, stream, alone) -> address",
         )
-        builder.def_py_c_function(
-            from_python[_linear],
-            "linear",
-            docstring="linear(call) -> 0; queues y from z and the weight in 8 bits",
+        add_pass[_linear, "linear", "queues y from z and the weight in 8 bits"](
+            builder
         )
-        builder.def_py_c_function(
-            from_python[_linears],
+        add_pass[
+            _linears,
             "linears",
-            docstring="linears(call) -> 0; queues y of each part from z and its weight in 8 bits",
-        )
-        builder.def_py_c_function(
-            from_python[_normalize],
+            "queues y of each part from z and its weight in 8 bits",
+        ](builder)
+        add_pass[
+            _normalize,
             "normalize",
-            docstring="normalize(call) -> 0; queues z in 8 bits, its scales, sum, mean, rstd",
-        )
-        builder.def_py_c_function(
-            from_python[_quantize],
-            "quantize",
-            docstring="quantize(call) -> 0; queues x in 8 bits as z, and its scales",
-        )
-        builder.def_py_c_function(
-            from_python[_quantize_by_maxima],
+            "queues z in 8 bits, its scales, sum, mean, rstd",
+        ](builder)
+        add_pass[
+            _quantize, "quantize", "queues x in 8 bits as z, and its scales"
+        ](builder)
+        add_pass[
+            _quantize_by_maxima,
             "quantize_by_maxima",
-            docstring="quantize_by_maxima(call) -> 0; queues x in 8 bits as z and zt, and scales",
-        )
+            "queues x in 8 bits as z and zt, and scales",
+        ](builder)
         return builder.finalize()
     except e:
         abort(t"failed to create fp8_sm90: {e}")

@@ -6,46 +6,27 @@ function takes the address of a `HeadCall`. Tensors start at multiples of 16 byt
 
 from std.os import abort
 from std.python import PythonObject
-from std.python._cpython import Py_ssize_t, PyObjectPtr
 from std.python.bindings import PythonModuleBuilder
 
 from op.device import Launcher, new_launcher
+from op.entry import add_pass
 from op.head.call import HeadPointer
 from op.head.exponentials import launch_exponentials
 from op.head.repair import launch_repair
 from op.head.rows import launch_rows, launch_sums
 from op.head.scale import launch_scale
-from op.python import Arguments, Values, failure, integer
 
 
-def _rows(
-    module: PyObjectPtr, values: Values, count: Py_ssize_t
-) abi("C") -> PyObjectPtr:
-    """Queues the exponentials of a chunk's logits, losses, and what gradients are made of."""
-    var arguments = Arguments(values)
-    var call = HeadPointer(unsafe_from_address=arguments.integer())
-    try:
-        ref gpu = Launcher.at(call[].context)[].gpu
-        launch_exponentials(gpu, call[])
-        launch_sums(gpu, call[])
-        launch_repair(gpu, call[])
-        launch_rows(gpu, call[])
-    except error:
-        return failure(error)
-    return integer(0)
+def _rows(call: HeadPointer) raises:
+    ref gpu = Launcher.at(call[].context)[].gpu
+    launch_exponentials(gpu, call[])
+    launch_sums(gpu, call[])
+    launch_repair(gpu, call[])
+    launch_rows(gpu, call[])
 
 
-def _scale(
-    module: PyObjectPtr, values: Values, count: Py_ssize_t
-) abi("C") -> PyObjectPtr:
-    """Queues a tensor times a number."""
-    var arguments = Arguments(values)
-    var call = HeadPointer(unsafe_from_address=arguments.integer())
-    try:
-        launch_scale(Launcher.at(call[].context)[].gpu, call[])
-    except error:
-        return failure(error)
-    return integer(0)
+def _scale(call: HeadPointer) raises:
+    launch_scale(Launcher.at(call[].context)[].gpu, call[])
 
 
 @export
@@ -62,19 +43,12 @@ def PyInit_head_sm90() abi("C") -> PythonObject:
             "new_launcher",
             docstring="new_launcher(device, stream, alone) -> address",
         )
-        builder.def_py_c_function(
+        add_pass[
             _rows,
             "rows",
-            docstring=(
-                "rows(call) -> 0; queues exponentials, losses, factors and"
-                " scaled rows of a chunk"
-            ),
-        )
-        builder.def_py_c_function(
-            _scale,
-            "scale",
-            docstring="scale(call) -> 0; queues tensor *= scale",
-        )
+            "queues exponentials, losses, factors and scaled rows of a chunk",
+        ](builder)
+        add_pass[_scale, "scale", "queues tensor *= scale"](builder)
         return builder.finalize()
     except e:
         abort(t"failed to create head_sm90: {e}")

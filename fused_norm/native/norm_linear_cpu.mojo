@@ -4,37 +4,24 @@ Each function takes the address of a `Call`. The caller validates, allocates and
 """
 
 from std.os import abort
-from std.python import Python, PythonObject
-from std.python._cpython import GILReleased, Py_ssize_t, PyObjectPtr
+from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
-from op.call import CallPointer
+from op.call import Call, CallPointer
+from op.entry import from_python, from_python_unlocked
 from op.norm_linear.cpu.backward import backward
 from op.norm_linear.cpu.forward import forward
 from op.norm_linear.cpu.plan import plan_backward, plan_forward
-from op.python import Arguments, Values, integer
 
 comptime DTYPE = get_defined_dtype["dtype", DType.float32]()
 
 comptime LONG_PRODUCTS = 1 << 21
-"""From so much work on, other Python threads may run meanwhile."""
+"""From this many multiply-additions on, other Python threads may run meanwhile."""
 
 
-def _door[
-    run: def(CallPointer) thin -> None, may_be_long: Bool
-](module: PyObjectPtr, values: Values, count: Py_ssize_t) abi(
-    "C"
-) -> PyObjectPtr:
-    var arguments = Arguments(values)
-    var call = CallPointer(unsafe_from_address=arguments.integer())
-    comptime if may_be_long:
-        if call[].M * call[].K * call[].N >= LONG_PRODUCTS:
-            with GILReleased(Python()):
-                run(call)
-            return integer(0)
-    run(call)
-    return integer(0)
+def _products(call: Call) -> Int:
+    return call.M * call.K * call.N
 
 
 @export
@@ -70,22 +57,22 @@ def PyInit_norm_linear_cpu() abi("C") -> PythonObject:
     try:
         var builder = PythonModuleBuilder("norm_linear_cpu")
         builder.def_py_c_function(
-            _door[plan_forward[DTYPE], False],
+            from_python[plan_forward[DTYPE]],
             "plan_forward",
             docstring="plan_forward(call) -> 0; sets way and workspace_bytes",
         )
         builder.def_py_c_function(
-            _door[forward[DTYPE], True],
+            from_python_unlocked[forward[DTYPE], _products, LONG_PRODUCTS],
             "forward",
             docstring="forward(call) -> 0; computes y, mean and rstd",
         )
         builder.def_py_c_function(
-            _door[plan_backward[DTYPE], False],
+            from_python[plan_backward[DTYPE]],
             "plan_backward",
             docstring="plan_backward(call) -> 0; sets way and workspace_bytes",
         )
         builder.def_py_c_function(
-            _door[backward[DTYPE], True],
+            from_python_unlocked[backward[DTYPE], _products, LONG_PRODUCTS],
             "backward",
             docstring="backward(call) -> 0; computes the gradients wanted",
         )

@@ -2,6 +2,7 @@
 
 from std.math import ceildiv
 
+from ..call import Call
 from ..rows.cpu import column_sums_bytes, run_rows, run_rows_and_columns
 from ..rows.operands import Operands, Sums, accumulator
 from ..rows.program import RowProgram
@@ -18,6 +19,11 @@ struct CpuRunner(Runner):
 
     var team: Team
     """The threads."""
+
+    @doc_hidden
+    @staticmethod
+    def of(call: Call) -> Self:
+        return Self(Team(call.context, call.threads))
 
     @doc_hidden
     def run[

@@ -1,54 +1,53 @@
-"""Entry points: a pass as a function of C, and as one of Python. Both take the address of a `Call`."""
-
-from std.python._cpython import Py_ssize_t, PyObjectPtr
+"""The passes as entry points run them: on the address of a `Call`, by the runner that it names."""
 
 from ..call import CallPointer
-from ..python import Arguments, Values, failure, integer
-
-comptime Pass = def(CallPointer) raises thin -> None
-"""Plans or runs a pass of the call."""
+from . import passes
+from .runner import Runner
 
 
-def from_python[
-    does: Pass
-](module: PyObjectPtr, values: Values, count: Py_ssize_t) abi(
-    "C"
-) -> PyObjectPtr:
-    """Runs a pass as a function to register with `def_py_c_function`: returns 0, or raises a RuntimeError.
+struct Passes[dtype: DType, R: Runner]:
+    """The passes for one type of x on one kind of device.
 
     Parameters:
-        does: The pass.
-
-    Args:
-        module: The extension.
-        values: One integer, the address of a call.
-        count: 1.
-
-    Returns:
-        The integer 0.
+        dtype: The type of x.
+        R: What runs them.
     """
-    var arguments = Arguments(values)
-    try:
-        does(CallPointer(unsafe_from_address=arguments.integer()))
-    except error:
-        return failure(error)
-    return integer(0)
 
+    @doc_hidden
+    @staticmethod
+    def plan_normalize(call: CallPointer) raises:
+        passes.plan_normalize[Self.dtype](call[])
 
-def from_c[does: Pass](call: CallPointer) -> Int:
-    """Runs a pass as the body of an exported function.
+    @doc_hidden
+    @staticmethod
+    def normalize(call: CallPointer) raises:
+        var runner = Self.R.of(call[])
+        passes.normalize[Self.dtype](runner, call[])
 
-    Parameters:
-        does: The pass.
+    @doc_hidden
+    @staticmethod
+    def plan_normalize_backward(call: CallPointer) raises:
+        passes.plan_normalize_backward[Self.dtype](Self.R.of(call[]), call[])
 
-    Args:
-        call: The call.
+    @doc_hidden
+    @staticmethod
+    def normalize_backward(call: CallPointer) raises:
+        var runner = Self.R.of(call[])
+        passes.normalize_backward[Self.dtype](runner, call[])
 
-    Returns:
-        0 if nothing failed.
-    """
-    try:
-        does(call)
-    except:
-        return 1
-    return 0
+    @doc_hidden
+    @staticmethod
+    def activate(call: CallPointer) raises:
+        var runner = Self.R.of(call[])
+        passes.activate[Self.dtype](runner, call[])
+
+    @doc_hidden
+    @staticmethod
+    def plan_activate_backward(call: CallPointer) raises:
+        passes.plan_activate_backward[Self.dtype](Self.R.of(call[]), call[])
+
+    @doc_hidden
+    @staticmethod
+    def activate_backward(call: CallPointer) raises:
+        var runner = Self.R.of(call[])
+        passes.activate_backward[Self.dtype](runner, call[])

@@ -4,7 +4,8 @@ from max.gpu import block_dim, block_idx, thread_idx
 from max.gpu.memory import AddressSpace
 from std.math import ceildiv
 
-from ..device import Gpu
+from ..call import Call
+from ..device import Gpu, Launcher
 from ..grids import (
     beside_earlier,
     let_later_grids_start,
@@ -46,6 +47,11 @@ struct GpuRunner[sum_type: DType](Runner):
         """
         self.gpu = gpu.copy()
         self.totals = Totals()
+
+    @doc_hidden
+    @staticmethod
+    def of(call: Call) -> Self:
+        return Self(Launcher.at(call.context)[].gpu)
 
     @doc_hidden
     def run[

@@ -9,23 +9,20 @@ and back, from the sums over a group's rows dG = sum dz xhat and dT = sum dz:
 """
 
 from max.gpu.memory import AddressSpace
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import align_up
 from std.sys import size_of
 
+from ..argument import KernelArgument
 from ..call import Call
 from ..rows.types import code_of, load_as, store_as
 
 
-struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
+struct Modulation[accum: DType](KernelArgument, TrivialRegisterPassable):
     """The vectors of a modulation, forward or backward, by address: [groups, K] except for gamma and beta.
 
     Parameters:
         accum: The type computed in, and of G, T, dG and dT.
     """
-
-    comptime device_type: AnyType = Self
-    """What the kernel sees."""
 
     var is_backward: Bool
     """Whether it is the backward's."""
@@ -125,20 +122,6 @@ struct Modulation[accum: DType](DevicePassable, TrivialRegisterPassable):
             store_as[space=space](self.type, self.dshift, i, dT)
         store_as[space=space](code, self.G, i, dG * factor)
         store_as[space=space](code, self.T, i, dT * factor)
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Returns the type's name for messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "Modulation"
 
 
 def folded_bytes[accum: DType](call: Call) -> Int:

@@ -1,12 +1,25 @@
 """What runs the parts of a pass: the CPU's threads, or a GPU's stream."""
 
+from ..call import Call
 from ..rows.operands import Operands, Sums, accumulator
 from ..rows.program import RowProgram
 from .modulation import Modulation
 
 
-trait Runner:
+trait Runner(Deinitable, Movable):
     """Runs row programs, so that a pass is written once for all devices."""
+
+    @staticmethod
+    def of(call: Call) -> Self:
+        """Makes the runner of a call.
+
+        Args:
+            call: The call, whose `context` names the launcher or PyTorch's team.
+
+        Returns:
+            The runner.
+        """
+        ...
 
     def run[
         P: RowProgram, dtype: DType, ftype: DType

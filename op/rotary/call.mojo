@@ -4,15 +4,12 @@ The two agree field by field, which a test holds. Every field takes eight bytes.
 0 for one that is not there. There are M rows of `heads` vectors of D elements.
 """
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from ..argument import KernelArgument
 
 
 # Not passable in registers: the compiler damages structs of so many fields on their way between functions.
-struct RotaryCall(DevicePassable, ImplicitlyCopyable, Movable):
+struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
     """Heads to normalize and rotate, forward or, where dy is given, backward."""
-
-    comptime device_type: AnyType = Self
-    """What the kernel sees."""
 
     var context: Int
     """On a CPU the address of `GOMP_parallel`, on a GPU a `Launcher`."""
@@ -83,20 +80,6 @@ struct RotaryCall(DevicePassable, ImplicitlyCopyable, Movable):
         """
         var row = unit // self.heads
         return row * self.pitch + (unit - row * self.heads) * self.D
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Returns the type's name for messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "RotaryCall"
 
 
 comptime RotaryPointer = Pointer[RotaryCall, MutUntrackedOrigin]

@@ -16,13 +16,15 @@ from max.gpu import (
     warp_id,
 )
 from max.gpu.memory import AddressSpace
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from ..argument import KernelArgument
 from ..grids import let_later_grids_start, wait_on_earlier_grids
-from .gpu_row import GlobalPointer, RowReader, Shape
+from .gpu_elements import GlobalPointer
+from .gpu_row import RowReader
+from .shape import Shape
 from .operands import MAX_TENSORS, Operands, accumulator
 from .program import RowProgram
 from .types import store_as
@@ -194,11 +196,8 @@ struct Total(TrivialRegisterPassable):
     """The type of the vectors, a number of types.mojo."""
 
 
-struct Totals(DevicePassable, TrivialRegisterPassable):
+struct Totals(KernelArgument, TrivialRegisterPassable):
     """What one launch of `total_kernel` adds up."""
-
-    comptime device_type: AnyType = Self
-    """What the kernel sees."""
 
     var jobs: StaticTuple[Total, MAX_TENSORS]
     """The vectors."""
@@ -227,20 +226,6 @@ struct Totals(DevicePassable, TrivialRegisterPassable):
             self.count += 1
             self.longest = max(self.longest, Int(job.length))
             self.most_groups = max(self.most_groups, Int(job.groups))
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Returns the type's name for messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "Totals"
 
 
 def total_kernel[accum: DType](totals: Totals):

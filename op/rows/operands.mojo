@@ -1,7 +1,8 @@
 """Names the memory that a row program works on, and the type it computes in."""
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.utils import StaticTuple
+
+from ..argument import KernelArgument
 
 comptime MAX_TENSORS = 4
 """The most tensors of one kind."""
@@ -24,7 +25,7 @@ def accumulator[dtype: DType]() -> DType:
 
 # Not passable in registers: the compiler damages structs of many fields on their way between functions.
 @fieldwise_init
-struct Operands[accum: DType](DevicePassable, ImplicitlyCopyable, Movable):
+struct Operands[accum: DType](ImplicitlyCopyable, KernelArgument, Movable):
     """The tensors of a row program by address, all of them dense.
 
     Inputs and outputs are [M, K] in the program's dtype, features are [groups, K], and what is saved or results
@@ -34,9 +35,6 @@ struct Operands[accum: DType](DevicePassable, ImplicitlyCopyable, Movable):
     Parameters:
         accum: The type computed in.
     """
-
-    comptime device_type: AnyType = Self
-    """What the kernel sees."""
 
     var rows: Int64
     """The number of rows of a group."""
@@ -113,20 +111,6 @@ struct Operands[accum: DType](DevicePassable, ImplicitlyCopyable, Movable):
         self.kind = 0
         self.parameter = 0
         self.parameter_is_float32 = False
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @staticmethod
-    def get_type_name() -> String:
-        """Returns the type's name for messages about kernel arguments.
-
-        Returns:
-            The name.
-        """
-        return "Operands"
 
 
 @fieldwise_init

@@ -1,7 +1,6 @@
 """What the kernels take besides their three matrices."""
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
-
+from ...argument import KernelArgument
 from ..epilogue import Epilogue
 from ..row_hook import NoHook, RowHook
 from .parts import PartSizes
@@ -9,7 +8,7 @@ from .parts import PartSizes
 
 @fieldwise_init
 struct Product[E: Epilogue, H: RowHook = NoHook](
-    DevicePassable, TrivialRegisterPassable
+    KernelArgument, TrivialRegisterPassable
 ):
     """Sizes of c = a @ b^T, and what goes with it.
 
@@ -19,9 +18,6 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         E: What becomes of the sums.
         H: What is done with the rows on the way.
     """
-
-    comptime device_type: AnyType = Self
-    """What the kernel sees."""
 
     var m: Int32
     """Rows of a and c."""
@@ -84,13 +80,3 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
         self.row_sums = 0
         self.float32_row_sums = 0
         self.sizes = PartSizes(fill=0)
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @doc_hidden
-    @staticmethod
-    def get_type_name() -> String:
-        return "Product"

@@ -1,6 +1,5 @@
 """Descriptions of matrices for TMA."""
 
-from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.sys import size_of
 from std.utils import StaticTuple
 from max.gpu.host import DeviceBuffer, DeviceContext
@@ -13,21 +12,19 @@ from max.gpu.host.nvidia.tma import (
     TensorMapSwizzle,
 )
 
+from ...argument import KernelArgument
 from .eight_bits import is_eight_bits
 from .parts import MAP_BYTES
 from .wgmma import row_elements
 
 
 @align(64)
-struct Maps[count: Int](DevicePassable, ImplicitlyCopyable):
+struct Maps[count: Int](ImplicitlyCopyable, KernelArgument):
     """Tensor maps of matrices that stand for one operand, as a kernel gets them.
 
     Parameters:
         count: How many.
     """
-
-    comptime device_type: AnyType = Self
-    """What the kernel sees."""
 
     var data: StaticTuple[UInt8, MAP_BYTES * Self.count]
     """The maps, one after another."""
@@ -59,16 +56,6 @@ struct Maps[count: Int](DevicePassable, ImplicitlyCopyable):
             place.unsafe_offset(word).unsafe_store(
                 source.unsafe_offset(word).unsafe_load()
             )
-
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
-        encoder.encode(self, target)
-
-    @doc_hidden
-    @staticmethod
-    def get_type_name() -> String:
-        return "Maps"
 
 
 def tensor_map[

@@ -13,14 +13,10 @@ from ...gemm.epilogues import Activated
 from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
 from ...gemm.sm90.activated import launch_activated
-from ...gemm.sm90.launch import (
-    BAND,
-    Matrices,
-    launch_few_rows_of_parts,
-    launch_parts,
-    launch_product,
-)
-from ...gemm.sm90.parts import SIDE_BY_SIDE
+from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
+from ...gemm.sm90.launch import launch_product
+from ...gemm.sm90.launch_matrix import BAND, launch_parts
+from ...gemm.sm90.parts import SIDE_BY_SIDE, Matrices
 from ...gemm.sm90.product import Product
 from ...gemm.sm90.tiling import Tiling, is_for_few_rows
 from ...rows.types import E5M2
