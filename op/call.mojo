@@ -24,7 +24,7 @@ struct Part(TrivialRegisterPassable):
     """Scales of the rows of a weight in 8 bits [N], float32."""
 
 
-# Not passable in registers: the compiler damages structs of many fields on their way between functions.
+# Not passable in registers: the compiler damages structs of many fields that functions pass to each other.
 struct Call(ImplicitlyCopyable, Movable):
     """A forward or a backward: its own half first, then that of its parameters."""
 
@@ -76,15 +76,15 @@ struct Call(ImplicitlyCopyable, Movable):
     var weight_offset: Float64
     """Added to gamma, where there is a gamma."""
     var has_statistics: Int
-    """Whether a forward is given mean and rstd instead of finding them."""
+    """Whether a forward is given mean and rstd instead of computing them."""
     var residual: Int
     """Added to x before the norm [M, K]."""
     var sum: Int
     """Their sum, rounded to their type [M, K]; a backward gets it as its x."""
     var dsum: Int
-    """Gradient that reaches the sum besides that of the norm [M, K]; part of dx."""
+    """Gradient of the sum from what else reads it [M, K]; added to dx."""
     var groups: Int
-    """How many groups of M / groups rows have a scale and a shift of their own; 0 if there is neither."""
+    """How many groups of M / groups rows have their own scale and shift; 0 if there is neither."""
     var scale: Int
     """Modulation z (1 + scale) + shift [groups, K], in the type of x."""
     var shift: Int
@@ -140,7 +140,7 @@ struct Call(ImplicitlyCopyable, Movable):
     var bias: Int
     """Bias of the Linear layer [N]."""
     var up: Int
-    """What a weight gates [N, K]: the half after it, or a tensor of its own. Hopper's fold reads it."""
+    """The matrix that a weight gates [N, K]: its second half, or a separate tensor. Hopper's fold reads it."""
     var up_bias: Int
     """Bias of that [N]."""
     var norm_is_float32: Int

@@ -1,4 +1,4 @@
-"""A GPU and a stream: where launches go, and how Python keeps that."""
+"""A GPU and a stream: where kernels are launched. Python keeps them by address."""
 
 from max.gpu.host import DeviceAttribute, DeviceContext, DeviceStream
 from std.memory import OpaquePointer

@@ -1,7 +1,7 @@
-"""A call from Python, read with nothing in between.
+"""Arguments and results of functions that Python calls, through CPython's C API alone.
 
-`PythonObject` arguments cost a tenth of a microsecond each to convert, which adds up where a kernel takes a few.
-What is registered with `def_py_c_function` takes what CPython passes, and returns what CPython expects.
+Converting an argument to a `PythonObject` takes a tenth of a microsecond, too long for kernels of several arguments.
+Functions registered with `def_py_c_function` take CPython's vector of arguments and return a new reference.
 """
 
 from std.python import Python

@@ -1,4 +1,4 @@
-"""The ops that MAX graphs and `CustomOpLibrary` find in this package."""
+"""The ops of this package for MAX graphs and `CustomOpLibrary`."""
 
 from .max.linear_add import FusedNormLinearAdd, FusedNormLinearAddBackward
 from .max.layernorm_linear import (

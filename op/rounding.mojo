@@ -1,4 +1,4 @@
-"""Rounds what a CPU has computed to the type it is stored in, and widens what it reads."""
+"""Rounds results of a CPU to the type that they are stored in, and widens operands."""
 
 from std.memory import bitcast
 from std.sys import CompilationTarget, is_gpu, size_of

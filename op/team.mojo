@@ -60,7 +60,7 @@ struct Team(TrivialRegisterPassable):
         Parts are taken in order of their index by whichever thread is free.
 
         Parameters:
-            Args: The struct that the kernel finds at its `Data`.
+            Args: The struct that the kernel gets as its `Data`.
 
         Args:
             part: The kernel; it must not raise.

@@ -47,7 +47,7 @@ PYTHON_LAYERS = [
     ["__main__"],
 ]
 MOJO_LAYERS = [
-    ["call", "python", "team", "pages", "grids", "rounding", "argument"],
+    ["call", "python", "team", "pages", "pdl", "rounding", "argument"],
     ["device", "entry"],
     ["norms"],
     ["rows", "gemm"],

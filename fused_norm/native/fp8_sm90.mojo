@@ -1,6 +1,6 @@
 """A CPython extension that launches Hopper's kernels for 8 bits on PyTorch's stream.
 
-Built once: mojo build -I . --emit shared-lib --target-accelerator=nvidia:sm_90a. What is not in 8 bits is bfloat16.
+Built once: mojo build -I . --emit shared-lib --target-accelerator=nvidia:sm_90a. All else is bfloat16.
 Each function takes the address of a `Call`. All tensors are dense and start at multiples of 16 bytes.
 """
 

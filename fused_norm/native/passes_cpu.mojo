@@ -1,7 +1,7 @@
 """A CPython extension: the passes over rows around products on the CPU, for one type of x per build.
 
 Every function takes the address of a `Call` and returns 0. The caller validates, allocates and serves empty
-tensors. C++ finds the same by the names passes_*.
+tensors. C++ calls the same passes by the names passes_*.
 """
 
 from std.os import abort

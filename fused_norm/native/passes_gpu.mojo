@@ -1,7 +1,7 @@
 """A CPython extension: the passes over rows around products on a GPU, for one type of x per build.
 
 Every function but `new_launcher` takes the address of a `Call` and returns 0. Nothing is allocated and nothing
-waits. C++ finds the same by the names passes_*.
+blocks. C++ calls the same passes by the names passes_*.
 """
 
 from std.os import abort

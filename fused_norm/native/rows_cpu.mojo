@@ -1,6 +1,6 @@
 """A CPython extension: the ops of op/rows/op.mojo on the CPU, for one element type per build.
 
-C++ runs them all by the name rows_run.
+C++ calls rows_run, which runs any of them.
 """
 
 from std.os import abort

@@ -1,6 +1,6 @@
 """A CPython extension: the ops of op/rows/op.mojo on a GPU, for one element type per build.
 
-C++ launches them all by the name rows_run. Nothing is allocated and nothing waits.
+C++ calls rows_run, which launches any of them. Nothing is allocated and nothing blocks.
 """
 
 from std.os import abort

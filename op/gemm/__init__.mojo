@@ -1,1 +1,1 @@
-"""Matrix products, with prologues and epilogues. They know no norm."""
+"""Matrix products, with prologues and epilogues, independent of norms."""

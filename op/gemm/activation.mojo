@@ -3,8 +3,9 @@
 With a = act(h): relu max(h, 0); gelu h Phi(h); gelu_tanh, quick_gelu and silu h s(z), where s(z) = 1 / (1 + e^-z),
 z = 2 sqrt(2 / pi) (h + 0.044715 h^3), 1.702 h and h. NaN and infinities become what PyTorch makes of them.
 
-On a GPU, what is rounded to 16 bits next is computed to only a few bits more: divisions by the hardware's reciprocal,
- and Phi(h) as s(h p(h^2)) by a cubic p, within 1.8e-3 of itself for |h| < 4 and 1.4e-4 of 1.
+On a GPU, results that are rounded to 16 bits next are computed to a few bits more: division is the hardware's
+reciprocal, and Phi(h) is s(h p(h^2)) with a cubic p, whose relative error is 1.8e-3 for |h| < 4 and absolute error
+1.4e-4.
 """
 
 from std.math import exp2, fma
@@ -174,7 +175,7 @@ def _narrow_share[
     """Returns what h is multiplied by, s(h p(h^2)), on a GPU.
 
     All kinds are one formula, with coefficients that are chosen once: a branch for every few elements would leave
-    their special functions nothing to run beside.
+    their special functions nothing to overlap with.
     """
     comptime Lanes = SIMD[dtype, width]
     var c0 = Scalar[dtype](-LOG2_E)

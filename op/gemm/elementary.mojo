@@ -40,8 +40,8 @@ comptime _SHORT_EXP = [1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0]
 # ln 2 in two numbers, of which the first times a whole number is exact.
 comptime _LN2_HIGH = 0.693145751953125
 comptime _LN2_LOW = 1.42860682030941723212e-6
-# The lowest exponent of e whose power is a normal number; those below are of no weight beside other terms, and
-# CPUs take a hundred cycles for each.
+# The lowest exponent of e whose power is a normal number: smaller terms do not change a sum, and CPUs take a hundred
+# cycles for each.
 comptime _LOWEST = -87.0
 
 

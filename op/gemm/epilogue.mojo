@@ -1,10 +1,10 @@
-"""The epilogue of a product: what is done to its sums before they are rounded, on every architecture.
+"""The epilogue of a product, applied to its sums before they are rounded, on every architecture.
 
     c[m, n] = round(finish(sum over k of a[m, k] b[n, k]))
 
-An epilogue says which vectors along n it needs, and whether it has terms of each row m. A kernel fetches both in its
-own way (to registers, or to shared memory while it multiplies) and hands them over with some sums of one row.
-An operand of the shape of c, such as a residual, is only located here: kernels add it to the sums.
+An epilogue declares which vectors along n it needs, and whether it has terms of each row m. A kernel loads both as
+suits it (to registers, or to shared memory while it multiplies) and passes them with some sums of one row.
+An operand of c's shape, such as a residual, is only located here: kernels add it to the sums.
 """
 
 from std.utils import StaticTuple
@@ -79,7 +79,7 @@ trait Epilogue(TrivialRegisterPassable):
 
     @always_inline
     def h(self) -> Int:
-        """Locates where h is stored beside c.
+        """Locates h, which is stored in addition to c.
 
         Returns:
             Its address, 0 if it is not. Before a gate, its left half holds the gates.
@@ -167,7 +167,7 @@ trait Epilogue(TrivialRegisterPassable):
 
     @always_inline
     def row_terms(self, row: Int) -> RowTerms[]:
-        """Loads the terms of a row, where no hook finds them on the way.
+        """Loads the terms of a row, where no hook computes them in the kernel.
 
         Args:
             row: The row.

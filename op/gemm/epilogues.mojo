@@ -1,4 +1,4 @@
-"""The epilogues: a bias, the scale and correction of a folded weight, an activation or a gate, a tensor added."""
+"""The epilogues: a bias, the scale and correction of a folded weight, an activation or a gate, an added tensor."""
 
 from .activation import activate
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector

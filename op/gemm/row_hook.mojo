@@ -1,7 +1,7 @@
-"""Row hooks: what a product's kernel does with rows besides multiplying them.
+"""Row hooks: work on rows in a product's kernel.
 
-A hook may gather sums of each row of a, from which it makes the terms that the epilogue needs. Warps with nothing to
-multiply may take the finished rows of c further.
+A hook may gather sums of each row of a and compute from them the terms that the epilogue needs. Warps with nothing to
+multiply may process the finished rows of c.
 """
 
 from .epilogue import RowTerms
@@ -47,14 +47,14 @@ trait RowSums(Gathering):
 
 
 trait RowHook(TrivialRegisterPassable):
-    """What a kernel does with rows on the way; part of what it gets by value."""
+    """Work on rows in a kernel, which takes it by value."""
 
     comptime name: StaticString = ""
     """Tells kernels apart."""
     comptime gathers: Bool = False
-    """Whether the epilogue's terms are found on the way, from the rows of a."""
+    """Whether the hook computes the epilogue's terms, from the rows of a."""
     comptime passes_on: Bool = False
-    """Whether the finished rows of c are taken further."""
+    """Whether the hook processes the finished rows of c."""
     comptime Sums: RowSums
     """What a thread gathers."""
 

@@ -1,9 +1,9 @@
-"""What products of scaled operands are finished with: scales of rows and columns, and a bias.
+"""The epilogue of scaled operands: scales of rows and columns, and a bias.
 
     c[m, n] = row_scale[m] column_scale[n] sum over k of a[m, k] b[n, k] + bias[n]
 
-A residual is added by a pass of its own: read here, an element for each register, it took longer than that pass; and
-sums that tensor cores start with keep some 14 bits.
+A separate pass adds a residual: loading it here, one element for each register, took longer than that pass, and
+tensor cores keep only some 14 bits of sums that they start with.
 """
 
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector

@@ -1,12 +1,12 @@
 """The record of a chunk of rows of the head: everything its kernels need, from PyTorch's tensors to the launch.
 
-Python writes it (fused_norm/call/head_record.py), kernels read it. The two agree field by field, which a test holds.
+Python writes it (fused_norm/call/head_record.py), kernels read it; a test compares the two field by field.
 Every field takes eight bytes. Tensors are dense and given by address, 0 for one that is not there or not wanted. A
 chunk has M rows of K features; the vocabulary has V rows.
 """
 
 
-# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
+# Not passable in registers: the compiler damages structs of many fields that functions pass to each other.
 struct HeadCall(ImplicitlyCopyable, Movable):
     """A chunk of rows, their logits' exponentials, and what becomes of them."""
 

@@ -1,4 +1,4 @@
-"""What the kernels of the head share: products of two rows by a warp, and which sums are safe."""
+"""Shared by the head's kernels: dot products of two rows by a warp, and which sums of exponentials are safe."""
 
 from max.gpu.primitives import warp
 

@@ -2,8 +2,8 @@
 
     e[m, v] = exp(x[m] . w[v] + bias[v] - offset[m])
 
-Sums over the columns of each tile are those of the unrounded values. An offset is known before the product, so that
-no pass over the logits has to find one; any within about 70 of the row's largest logit serves, as bfloat16 has the
+Sums over the columns of each tile are those of the unrounded values. The offset is known before the product, so no
+pass over the logits has to compute it; any within about 70 of the row's largest logit works, as bfloat16 has the
 range of float32. No logit is ever rounded.
 """
 

@@ -1,8 +1,9 @@
 """Rows whose sum of exponentials left the safe range, computed again from their largest logit.
 
-The kernels are always queued, so that the host need not know, and end at once where no row is bad. Blocks share the
-tiles of each bad row; the first kernel finds the largest logit of each tile, the second the exponentials less the
-largest of all, and their sums. Their products run on the ordinary cores: a row costs as much as it reads of the weight.
+The kernels are always queued, so that the host does not have to ask the device, and end at once where no row is bad.
+Blocks share the tiles of each bad row: the first kernel computes the largest logit of each tile, the second the
+exponentials relative to the largest of all, and their sums. Their products run on CUDA cores: a row costs one read of
+the weight.
 """
 
 from max.gpu import barrier, block_idx, grid_dim, thread_idx
@@ -12,11 +13,7 @@ from std.math import ceildiv, exp2, max
 from std.memory import stack_allocation
 
 from ..device import Gpu
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .call import HeadCall
 from .dots import THREADS, WARPS, dot, elements, is_bad
 from .exponentials import LOG2E, TILES_WITH_BIAS
@@ -82,8 +79,8 @@ def repair_kernel[
         pitch: Elements from one row of exponentials to the next.
         columns: Columns of a tile.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     if elements[DType.int32](is_any_bad, 0)[] == 0:
         return
     var shared = stack_allocation[
@@ -167,5 +164,5 @@ def launch_repair(gpu: Gpu, call: HeadCall) raises:
             Int32(TILES_WITH_BIAS if call.bias != 0 else call.columns),
             grid_dim=_BLOCKS * gpu.processors,
             block_dim=THREADS,
-            attributes=beside_earlier(),
+            attributes=pdl_attributes(),
         )

@@ -1,4 +1,4 @@
-"""From exponentials to losses, and to what two plain products make gradients of: a warp a row.
+"""From exponentials to losses, and to the operands of two plain products that compute the gradients: a warp a row.
 
 With S the sum of a row's exponentials E, s the gradient of its loss and t its label, the gradient of its logits is
 
@@ -6,7 +6,7 @@ With S the sum of a row's exponentials E, s the gradient of its loss and t its l
                                                   b = s (1 - e) w_t        c = s e / V
 
 for label smoothing e, class weights w, and the factor z of lse^2 in the loss. So E[t] becomes exp(z_t - offset) -
-b S / a, the row's factor is a / S, and the factor times x is stored; c is left to who adds a rank of one.
+b S / a, the row's factor is a / S, and the factor times x is stored; the caller adds the term in c, of rank one.
 """
 
 from max.gpu import block_idx, thread_idx
@@ -14,11 +14,7 @@ from max.gpu.primitives import warp
 from std.math import ceildiv, exp2, log, min
 
 from ..device import Gpu
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .call import HeadCall
 from .dots import THREADS, WARPS, WIDTH, dot, elements, is_bad
 from .exponentials import LARGEST, LOG2E
@@ -51,8 +47,8 @@ def sums_kernel(
         m: Rows.
         tiles: Tiles of a row.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var lane = Int(thread_idx.x) % 32
     var row = Int(block_idx.x) * WARPS + Int(thread_idx.x) // 32
     if row >= Int(m):
@@ -84,7 +80,7 @@ def launch_sums(gpu: Gpu, call: HeadCall) raises:
         Int32(call.tiles),
         grid_dim=ceildiv(call.M, WARPS),
         block_dim=THREADS,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
 
 
@@ -117,7 +113,7 @@ def rows_kernel(
     pitch: Int64,
     tiles: Int32,
 ):
-    """Computes losses; with scales, puts the label into the exponentials and stores factors and scaled rows.
+    """Computes losses; with scales, subtracts the label from the exponentials and stores factors and scaled rows.
 
     Grid: rows / WARPS. Block: `THREADS` threads, a warp a row.
 
@@ -149,8 +145,8 @@ def rows_kernel(
         pitch: Elements from one row of exponentials to the next.
         tiles: Tiles of a row.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var lane = Int(thread_idx.x) % 32
     var row = Int(block_idx.x) * WARPS + Int(thread_idx.x) // 32
     if row >= Int(m):
@@ -285,5 +281,5 @@ def launch_rows(gpu: Gpu, call: HeadCall) raises:
         Int32(call.tiles),
         grid_dim=ceildiv(call.M, WARPS),
         block_dim=THREADS,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )

@@ -3,11 +3,7 @@
 from max.gpu import block_idx, grid_dim, thread_idx
 
 from ..device import Gpu
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .call import HeadCall
 from .dots import THREADS, WIDTH, elements
 
@@ -28,8 +24,8 @@ def scale_kernel[dtype: DType](tensor: Int64, count: Int64, scale: Int64):
         count: Its elements.
         scale: Address of the number [1], float32.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var factor = elements[DType.float32](scale, 0)[]
     if factor == 1:
         return
@@ -68,5 +64,5 @@ def launch_scale(gpu: Gpu, call: HeadCall) raises:
                 Int64(call.scale),
                 grid_dim=_BLOCKS * gpu.processors,
                 block_dim=THREADS,
-                attributes=beside_earlier(),
+                attributes=pdl_attributes(),
             )

@@ -1,4 +1,4 @@
-"""The device of a MAX graph: the passes over rows, the products and the memory that ops are made of."""
+"""The device of a MAX graph: passes over rows, products and memory, from which the ops are composed."""
 
 from max.gpu.host import DeviceBuffer, DeviceContext
 from std.runtime import parallelism_level

@@ -1,4 +1,4 @@
-"""The record of a call of the op family from the tensors that all its ops for MAX have."""
+"""Makes the record of a call from the tensors that all ops of the family for MAX have."""
 
 from extensibility import ManagedTensorSlice
 
@@ -101,7 +101,7 @@ def name_norm_results[
     rstd: ManagedTensorSlice,
     product: ManagedTensorSlice,
 ) raises:
-    """Names a residual, and what a forward leaves besides y.
+    """Names a residual, and the results of a forward other than y.
 
     Parameters:
         op: The op's name.
@@ -147,7 +147,7 @@ def name_norm_gradients[
 
     Args:
         call: Gets them.
-        dtotal: The gradient that reaches the sum besides [M, K], or nothing.
+        dtotal: The gradient of the sum from what else reads it [M, K], or nothing.
         dx: Receives that of x [M, K], or nothing.
         dln_weight: Receives that of gamma [K], or nothing.
         dln_bias: Receives that of beta [K], or nothing.
@@ -189,7 +189,7 @@ def name_statistics[
 
 
 def require_no_mean[op: StaticString](mean: ManagedTensorSlice) raises:
-    """Refuses a mean beside RMSNorm.
+    """Refuses a mean with RMSNorm.
 
     Parameters:
         op: The op's name.

@@ -84,7 +84,7 @@ struct FusedNormNormLinear:
 struct FusedNormNormLinearKnown:
     """From x [M, K] and the statistics of its rows to y [M, N], and the product before its activation.
 
-    All is as in `fused_norm_norm_linear`, but that statistics are not found: `fused_norm_linear_add` leaves them.
+    The same as `fused_norm_norm_linear`, except that statistics are given: `fused_norm_linear_add` returns them.
     """
 
     @doc_hidden
@@ -128,7 +128,7 @@ struct FusedNormNormLinearKnown:
 
 @register("fused_norm_norm_linear_backward")
 struct FusedNormNormLinearBackward:
-    """From dy [M, N], the gradient of the sum besides, what the forward took and left to the gradients.
+    """From dy [M, N], the other gradient of the sum, and the forward's inputs and saved tensors to the gradients.
 
     The last result is the activation once more, for the gradient of a second Linear layer. x is the sum where there was a residual, whose gradient is dx too. Gradients without elements are not computed.
     """

@@ -1,4 +1,4 @@
-"""Runs a call on a CPU for MAX: the plan and the kernels that PyTorch's calls take, on Mojo's threads."""
+"""Runs a call on a CPU for MAX: the same plan and kernels as for PyTorch, on Mojo's threads."""
 
 from std.runtime import parallelism_level
 

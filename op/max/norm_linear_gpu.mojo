@@ -1,4 +1,4 @@
-"""The matrix products of a GPU for MAX, by the vendor's BLAS, and what runs passes there.
+"""Matrix products on a GPU for MAX, by the vendor's BLAS, and the runner of passes.
 
 All is on the stream of a `DeviceContext`. float32 products are float32's, not TF32's.
 """

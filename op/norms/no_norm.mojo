@@ -1,4 +1,4 @@
-"""No norm: rows stay as they are, so that what multiplies normalized rows is a product alone."""
+"""No norm: rows stay as they are, so that kernels for normalized rows compute a product alone."""
 
 from .norm import Norm, Part
 

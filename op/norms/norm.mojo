@@ -1,9 +1,9 @@
-"""A norm as formulas of one row, for whoever runs it: row programs, and products that normalize on the way.
+"""A norm as formulas of one row, for row programs and for products that normalize.
 
     xhat = (x - mean) rstd;  z = xhat gamma + beta;  g = dz gamma
     dx = rstd (g - c0 - xhat c1), the c means over the row;  dgamma = sum over rows dz xhat;  dbeta = sum over rows dz
 
-Folded into a weight [N, K], for products that multiply x as it is:
+Folded into a weight [N, K], for products of x itself:
 
     y = rstd (x folded^T - mean s) + c;  folded = round(weight gamma - its row's mean)
     s = row sums of folded;  c = bias + weight beta
@@ -19,9 +19,9 @@ trait Norm:
     """What tells one norm from another; gamma and beta are applied the same way in all."""
 
     comptime has_mean: Bool
-    """Whether rows are centered. If not, mean and c0 are 0 and nobody has to find them."""
+    """Whether rows are centered. If not, mean and c0 are 0 and need no computation."""
     comptime has_rstd: Bool
-    """Whether rows are divided by anything. If not, rstd is 1 and nobody has to find it."""
+    """Whether rows are divided by anything. If not, rstd is 1 and needs no computation."""
 
     @staticmethod
     def variance[

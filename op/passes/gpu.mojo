@@ -6,11 +6,7 @@ from std.math import ceildiv
 
 from ..call import Call
 from ..device import Gpu, Launcher
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.columns import Totals
 from ..rows.launch import launch_rows
 from ..rows.launch_columns import (
@@ -100,7 +96,7 @@ struct GpuRunner[sum_type: DType](Runner):
                 Int(modulation.groups),
             ),
             block_dim=_THREADS,
-            attributes=beside_earlier(),
+            attributes=pdl_attributes(),
         )
 
     @doc_hidden
@@ -120,8 +116,8 @@ def modulation_kernel[accum: DType](modulation: Modulation[accum]):
     Args:
         modulation: The vectors.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var column = block_idx.x * block_dim.x + thread_idx.x
     if column < Int(modulation.length):
         modulation.at[AddressSpace.GLOBAL](block_idx.y, column)

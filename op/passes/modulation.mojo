@@ -3,7 +3,7 @@
     z = (xhat g + beta) (1 + scale) + shift = xhat G + T,  g = gamma + offset
     G = g (1 + scale);  T = beta (1 + scale) + shift
 
-and back, from the sums over a group's rows dG = sum dz xhat and dT = sum dz:
+In the backward, from the sums over a group's rows dG = sum dz xhat and dT = sum dz:
 
     dscale = dG g + dT beta;  dshift = dT;  dgamma = sum over groups dG (1 + scale);  dbeta = the same for dT
 """

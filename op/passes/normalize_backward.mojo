@@ -1,8 +1,8 @@
-"""What the backward of norm + Linear needs between its products.
+"""The passes of a backward of norm + Linear, around its products.
 
     dz = dy W;  dx, dgamma, dbeta, dscale, dshift from dz and x;  z again;  dbias = sum over rows dy;  dW = dy^T z
 
-That is one pass over dz and x and one over dy. Sums over rows are of partial sums, in a fixed order.
+There is one pass over dz and x and one over dy. Sums over rows add partial sums in a fixed order.
 """
 
 from std.math import align_up

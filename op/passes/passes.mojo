@@ -1,4 +1,4 @@
-"""The passes, each planned and then run: what the entry points in passes_cpu and passes_gpu run.
+"""The passes, each with a plan, for the entry points in passes_cpu and passes_gpu.
 
 A build serves one type of x. The norm's parameters are of that type or float32, products of that type or narrower.
 A plan writes the size of the workspace, and nothing else: any runner can run any call.

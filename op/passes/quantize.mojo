@@ -1,4 +1,4 @@
-"""Rows in 8 bits: normalized, or as they are. On a GPU that has such products."""
+"""Quantizes rows to 8 bits, normalized or not, on a GPU that has products in 8 bits."""
 
 from std.math import align_up
 from std.sys import size_of

@@ -1,9 +1,9 @@
-"""Quantizes a matrix by the largest magnitude of each column, or of all: transposed, as it lies, or both. Hopper.
+"""Quantizes a matrix on Hopper by the largest magnitude of each column, or of all: with its layout, transposed, or both.
 
     scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
 
-A first kernel finds the maxima, a second one reads the matrix again and writes 8 bits. Numbers without their signs are
-ordered as their bits are, and NaN comes after all others: blocks may meet in any order, and the result is the same.
+A first kernel computes the maxima, a second one reads the matrix again and writes 8 bits. The bits of magnitudes have
+the order of the numbers, with NaN last, so that an atomic maximum in any order gives the same result.
 """
 
 from max.gpu import barrier, block_idx, thread_idx
@@ -16,11 +16,7 @@ from std.utils import StaticTuple
 
 from ..call import Call
 from ..device import Gpu
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rounding import widened
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.programs.quantize import divided, scale_of
@@ -37,14 +33,14 @@ comptime _ACROSS = TILE_COLUMNS // _LOAD
 comptime _DOWN = THREADS // _ACROSS
 # Rows that a block of the first kernel goes over.
 comptime _ROWS_OF_MAXIMA = 512
-# Words of a row of the transposed tile, and one more, so that columns lie in other banks.
+# Words of a row of the transposed tile, and one more, so that columns are in different banks.
 comptime _PITCH = TILE_ROWS // 4 + 1
 comptime _LEAST = Float64(1e-12)
 comptime _Bits = SIMD[DType.uint16, _LOAD]
 
 
 def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
-    """Writes x in 8 bits, as it lies to z and transposed to zt, as far as these are given.
+    """Writes x in 8 bits, to z with its layout and transposed to zt, as far as these are given.
 
     Args:
         gpu: Where to run.
@@ -69,7 +65,7 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
             ceildiv(call.M, _ROWS_OF_MAXIMA),
         ),
         block_dim=THREADS,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
     comptime for kind in [E4M3, E5M2]:
         if call.eight_bits == Int(kind):
@@ -91,7 +87,7 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
                     ceildiv(max(call.M, call.pitch), TILE_ROWS),
                 ),
                 block_dim=THREADS,
-                attributes=beside_earlier(),
+                attributes=pdl_attributes(),
             )
 
 
@@ -130,8 +126,8 @@ def maxima_kernel(
         k: Columns.
         of_columns: Whether each column has one.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var thread = Int(thread_idx.x)
     var column = Int(block_idx.x) * TILE_COLUMNS + thread % _ACROSS * _LOAD
     var most = _Bits(0)
@@ -194,7 +190,7 @@ def quantize_kernel[
     of_columns: Int32,
     power_of_two: Int32,
 ):
-    """Writes a matrix in 8 bits, as it lies and transposed, and its scales.
+    """Writes a matrix in 8 bits, with its layout and transposed, and its scales.
 
     Grid: (k / TILE_COLUMNS, rows / TILE_ROWS). Block: THREADS threads, 8 across the tile's columns.
 
@@ -203,7 +199,7 @@ def quantize_kernel[
 
     Args:
         x: Address of the matrix [m, k] in bfloat16.
-        maxima: Address of what `maxima_kernel` found.
+        maxima: Address of the results of `maxima_kernel`.
         z: Address of the result [m, k], or 0.
         zt: Address of the transposed result [k, pitch], or 0.
         scales: Address of the scales: [k], or one.
@@ -214,8 +210,8 @@ def quantize_kernel[
         power_of_two: Whether scales are rounded up to powers of two.
     """
     comptime Eight = SIMD[DType.float32, _LOAD]
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var thread = Int(thread_idx.x)
     var across = thread % _ACROSS
     var down = thread // _ACROSS
@@ -255,7 +251,7 @@ def quantize_kernel[
         scale = Eight(scale_of[eight_bits](most, True))
         inverse = 1 / scale
         if power_of_two == 0:
-            # As torchao rounds: by the reciprocal scale, found in float64.
+            # As torchao rounds: by the reciprocal scale, computed in float64.
             var wide = most.cast[DType.float64]()
             var bounded = _LEAST if wide < _LEAST else wide
             inverse = Eight(

@@ -1,4 +1,4 @@
-"""What runs the parts of a pass: the CPU's threads, or a GPU's stream."""
+"""Runners of passes: a CPU's threads, or a GPU's stream."""
 
 from ..call import Call
 from ..rows.operands import Operands, Sums, accumulator

@@ -1,4 +1,4 @@
-"""Multiplies tiled matrices and adds a bias: the linear half of the unfused way."""
+"""Multiplies tiled matrices and adds a bias: the linear half of the unfused version."""
 
 from layout.tile_layout import TensorLayout, row_major
 from layout.tile_tensor import TileTensor, stack_allocation
@@ -101,7 +101,7 @@ def _copy_element_async[
     row: Int,
     col: Int,
 ):
-    """Starts copying this thread's element of a tile; a zero if it lies outside.
+    """Starts copying this thread's element of a tile; a zero if it is outside.
 
     Zeros add nothing to a product, so tiles that hang over an edge need no other
     care.

@@ -1,4 +1,4 @@
-"""LayerNorm, transpose, product and bias on a CPU, each into memory of its own."""
+"""LayerNorm, transpose, product and bias on a CPU, each into its own memory."""
 
 from layout.tile_layout import row_major
 from layout.tile_tensor import TileTensor

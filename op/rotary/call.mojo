@@ -1,13 +1,13 @@
 """The record of the heads of a tensor: what Python writes (fused_norm/call/rotary_record.py) and kernels read.
 
-The two agree field by field, which a test holds. Every field takes eight bytes. Tensors are dense and given by address,
+A test compares the two field by field. Every field takes eight bytes. Tensors are dense and given by address,
 0 for one that is not there. There are M rows of `heads` vectors of D elements.
 """
 
 from ..argument import KernelArgument
 
 
-# Not passable in registers: the compiler damages structs of so many fields on their way between functions.
+# Not passable in registers: the compiler damages structs of many fields that functions pass to each other.
 struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
     """Heads to normalize and rotate, forward or, where dy is given, backward."""
 
@@ -22,7 +22,7 @@ struct RotaryCall(ImplicitlyCopyable, KernelArgument, Movable):
     var D: Int
     """Elements of a head."""
     var pitch: Int
-    """Elements from one row of x to the next; of y, dy and dx, rows lie behind each other."""
+    """Elements from one row of x to the next; rows of y, dy and dx are contiguous."""
     var rotary: Int
     """How many of them are rotated, the first; 0 for none."""
     var positions: Int

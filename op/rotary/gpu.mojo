@@ -9,11 +9,7 @@ from std.sys import size_of
 from std.utils import StaticTuple
 
 from ..device import Gpu
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rows.operands import accumulator
 from .call import RotaryCall
 from .pair import Pair, Places, angles_of, gamma_of, load
@@ -91,7 +87,7 @@ def _launch[
         Int32(lanes),
         grid_dim=blocks,
         block_dim=THREADS,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
 
 
@@ -133,8 +129,8 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
     comptime bytes = width * size_of[dtype]()
     comptime share = _SHARE[backward]
     comptime Raw = Pair[dtype, width]
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var output = call.dx if backward else call.y
     var lane = Int(thread_idx.x) % Int(lanes)
     var group = Int(thread_idx.x) // Int(lanes)

@@ -1,4 +1,4 @@
-"""The math of a head, on two of its pieces at a time: those that are rotated into each other.
+"""The math of a head, on two pieces at a time that are rotated into each other.
 
     z = x rstd (gamma + offset);  y = z cos + J(z) sin        J of pieces (a, b) is (-b, a)
     dz = dy cos - J(dy sin);  g = dz (gamma + offset);  dx = rstd (g - n mean(g n))        n = x rstd

@@ -1,6 +1,6 @@
 """Sums over rows on a GPU without atomics: partial sums of blocks, then their sum in a fixed order.
 
-The partial sums are [columns, groups, parts, K]. Either the blocks of `row_kernel` write them on the way, or
+The partial sums are [columns, groups, parts, K]. Either the blocks of `row_kernel` write them as well, or
 `column_kernel` does, where a row is too long for its sums to stay in a block's registers or where nothing else is
 wanted, or `panel_kernel`, where nothing is reduced over a row. `total_kernel` adds them all in one launch.
 """
@@ -21,12 +21,12 @@ from std.sys import size_of
 from std.utils import StaticTuple
 
 from ..argument import KernelArgument
-from ..grids import let_later_grids_start, wait_on_earlier_grids
+from ..pdl import pdl_trigger, pdl_wait
 from .gpu_elements import GlobalPointer
 from .gpu_row import RowReader
-from .shape import Shape
 from .operands import MAX_TENSORS, Operands, accumulator
 from .program import RowProgram
+from .shape import Shape
 from .types import store_as
 from .values import Terms, Values
 
@@ -67,7 +67,7 @@ def column_kernel[
 def panel_kernel[
     P: RowProgram, dtype: DType, ftype: DType, shape: Shape
 ](operands: Operands[accumulator[dtype]()]):
-    """Does the same for a program that reduces nothing over a row, and stores its outputs on the way.
+    """Does the same for a program that reduces nothing over a row, and stores its outputs.
 
     Grid: (K / (WARP_SIZE width), parts, groups). Block: COLUMN_WARPS warps.
 
@@ -89,8 +89,8 @@ def _take_columns[
 ](operands: Operands[accumulator[dtype]()]):
     """Takes the block's columns of its rows through the program's last pass."""
     comptime assert P.passes == 0 or not stores, "outputs depend on a whole row"
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     comptime accum = accumulator[dtype]()
     comptime width = shape.width
     comptime Reader = RowReader[P, dtype, ftype, shape]
@@ -240,8 +240,8 @@ def total_kernel[accum: DType](totals: Totals):
     Args:
         totals: What to add up.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var shared = stack_allocation[
         TOTAL_COLUMNS * TOTAL_LANES,
         Scalar[accum],

@@ -17,7 +17,7 @@ from .types import store_as
 comptime _PART_ELEMENTS = 1 << 13
 """Elements that a thread takes at least."""
 comptime _SUM_ELEMENTS = 1 << 15
-"""The same where each part has sums of its own, which have to be cleared and added."""
+"""The same where each part has its own sums, which have to be cleared and added."""
 comptime _MAX_PARTS = 64
 comptime _FINISH_COLUMNS = 512
 comptime _CHAIN_ROWS = 32
@@ -165,7 +165,7 @@ def _totals[
 ](operands: Operands[accum], column: Int, parts: Int, part: Int) -> _Pointer[
     accum
 ]:
-    """Finds a part's sums of a column program; those of its last rows lie just before them."""
+    """Locates a part's sums of a column program; those of its last rows are just before them."""
     return _pointer[accum](operands.column_sums).unsafe_offset(
         (2 * (column * parts + part) + 1) * Int(operands.length)
     )

@@ -1,4 +1,4 @@
-"""Takes one row through a program on a CPU.
+"""Runs a program on one row on a CPU.
 
 Long sums are made of sums of blocks, so that their rounding errors are those of short ones.
 """
@@ -30,9 +30,9 @@ struct Place(TrivialRegisterPassable):
     var row: Int
     """The row's index."""
     var group: Int
-    """Its group, which has features of its own."""
+    """Its group, whose features differ from those of others."""
     var parts: Int
-    """The number of parts of the rows, each with partial sums of its own."""
+    """The number of parts of the rows, each with separate partial sums."""
     var part: Int
     """The row's part."""
 

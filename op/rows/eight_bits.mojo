@@ -1,4 +1,4 @@
-"""Rounds to e4m3 and e5m2 on Hopper, and stores what comes out."""
+"""Rounds to e4m3 and e5m2 on Hopper, and stores the results."""
 
 from max.gpu.memory import AddressSpace
 from std.sys import inlined_assembly

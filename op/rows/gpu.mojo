@@ -1,14 +1,14 @@
 """Runs a row program on a GPU: one warp or one block a row.
 
-Rows of up to some thousand elements are read once and stay in registers, packed as they came; each pass
-takes them through the stages again, which costs less than the memory that the GPU waits for. Longer rows are
-read again in each pass, mostly from cache. Loads and stores are of `width` elements: 16 bytes where all
-addresses allow, one element otherwise.
+Rows of up to some thousand elements are read once and stay in registers, in the type they are stored in; each
+pass runs the stages again, which costs less than the memory latency. Longer rows are read again in each pass,
+mostly from cache. Loads and stores are of `width` elements: 16 bytes where all addresses allow, one element
+otherwise.
 
 Grid: a block for each row of a group or, where each warp has a row, for as many rows as it has warps; groups.
-Persistent kernels may have fewer blocks: each goes on to further rows and keeps sums over them. Where they have all
-registers of an SM, they load the next row before they take this one through its passes: memory is busy only while
-some tens of kilobytes are on their way to every SM, also while threads add up or store.
+Persistent kernels may have fewer blocks: each processes several rows and keeps sums over them. Where they have all
+registers of an SM, they prefetch the next row before the passes of this one: memory is saturated only while some
+tens of kilobytes are in flight to every SM, also while threads add up or store.
 """
 
 from max.gpu import (
@@ -29,12 +29,12 @@ from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
 
-from ..grids import let_later_grids_start, wait_on_earlier_grids
+from ..pdl import pdl_trigger, pdl_wait
 from .gpu_elements import GlobalPointer, load_row
 from .gpu_row import ColumnSums, RowReader
-from .shape import Shape
 from .operands import Operands, accumulator
 from .program import RowProgram
+from .shape import Shape
 from .values import CAPACITY, Redo, Row, Terms, Values
 
 comptime _SharedPointer[dtype: DType] = Pointer[
@@ -141,8 +141,8 @@ def row_kernel[
     comptime assert (
         shape.resident or not shape.persistent
     ), "persistent blocks keep their rows in registers"
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var shared = stack_allocation[
         2 * P.stages * CAPACITY * ceildiv(shape.threads, WARP_SIZE),
         Scalar[accum],
@@ -250,7 +250,7 @@ def _long_row[
 ):
     """Takes a row of any length through all passes, reading it in each.
 
-    What is read together is added up by itself first: in one long sum, the roundings of numbers of few digits
+    What is read together is added up separately first: in one long sum, the roundings of numbers of few digits
     would no longer be random.
     """
     comptime accum = accumulator[dtype]()

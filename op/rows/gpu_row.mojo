@@ -1,4 +1,4 @@
-"""Loads a row on a GPU, takes it through a pass and stores what comes out: one thread's share."""
+"""A thread's share of a row on a GPU: loads it, runs a pass on it and stores the results."""
 
 from std.sys import size_of
 from std.utils import StaticTuple

@@ -5,11 +5,11 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ..device import Gpu
-from ..grids import beside_earlier
+from ..pdl import pdl_attributes
 from .gpu import row_kernel
-from .shape import Shape
 from .operands import MAX_TENSORS, Addresses, Operands, accumulator
 from .program import RowProgram
+from .shape import Shape
 
 comptime _WARP_THREADS = 128
 comptime _LONG_THREADS = 512
@@ -65,7 +65,7 @@ def _launch[
         operands,
         grid_dim=(blocks, Int(operands.groups)),
         block_dim=threads,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
 
 

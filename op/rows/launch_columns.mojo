@@ -9,7 +9,7 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ..device import Gpu
-from ..grids import beside_earlier
+from ..pdl import pdl_attributes
 from .columns import (
     COLUMN_WARPS,
     TOTAL_COLUMNS,
@@ -20,7 +20,6 @@ from .columns import (
     panel_kernel,
     total_kernel,
 )
-from .shape import Shape
 from .launch import (
     PERSISTENT_THREADS,
     PersistentGrid,
@@ -31,6 +30,7 @@ from .launch import (
 )
 from .operands import Operands, Sums, accumulator
 from .program import RowProgram
+from .shape import Shape
 
 # Enough blocks to hide memory's latency, and enough rows for each warp to be worth a partial sum.
 comptime _BLOCKS_PER_SM = 4
@@ -231,7 +231,7 @@ def _launch_column_kernel[
             operands,
             grid_dim=grid,
             block_dim=threads,
-            attributes=beside_earlier(),
+            attributes=pdl_attributes(),
         )
     else:
         comptime kernel = column_kernel[P, dtype, ftype, shape]
@@ -241,7 +241,7 @@ def _launch_column_kernel[
             operands,
             grid_dim=grid,
             block_dim=threads,
-            attributes=beside_earlier(),
+            attributes=pdl_attributes(),
         )
     return parts
 
@@ -290,5 +290,5 @@ def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
             totals.most_groups,
         ),
         block_dim=TOTAL_COLUMNS * TOTAL_LANES,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )

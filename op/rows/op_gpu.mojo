@@ -5,11 +5,7 @@ from max.gpu.memory import AddressSpace
 from std.memory import stack_allocation
 
 from ..device import Gpu
-from ..grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
+from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .gpu_elements import GlobalPointer
 from .launch import launch_rows
 from .op import RowCall, RowOp
@@ -54,7 +50,7 @@ def _launch_add_up[accum: DType, dtype: DType](gpu: Gpu, call: RowCall) raises:
         Int32(call.accumulate),
         grid_dim=1,
         block_dim=ADD_UP_THREADS,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
 
 
@@ -75,8 +71,8 @@ def add_up_kernel[
         output: Address of the sum.
         accumulate: Not 0 to add to what is there.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var shared = stack_allocation[
         ADD_UP_THREADS, Scalar[accum], address_space=AddressSpace.SHARED
     ]()

@@ -1,4 +1,4 @@
-"""Names the memory that a row program works on, and the type it computes in."""
+"""The tensors of a row program, by address, and the type that it computes in."""
 
 from std.utils import StaticTuple
 
@@ -23,7 +23,7 @@ def accumulator[dtype: DType]() -> DType:
     return DType.float64 if dtype == DType.float64 else DType.float32
 
 
-# Not passable in registers: the compiler damages structs of many fields on their way between functions.
+# Not passable in registers: the compiler damages structs of many fields that functions pass to each other.
 @fieldwise_init
 struct Operands[accum: DType](ImplicitlyCopyable, KernelArgument, Movable):
     """The tensors of a row program by address, all of them dense.

@@ -9,7 +9,7 @@ reduces over the row, and then maps the values again, with the totals at hand:
 `finish` is for what is done once per row, such as a division or a root.
 
 Stages are pure, so a skeleton may run them again from the inputs in each pass over the row instead of
-keeping what they return. That is what lets one program serve rows in registers and rows of any length.
+keeping their results. So one program works for rows in registers and for rows of any length.
 """
 
 from .stage import Stage

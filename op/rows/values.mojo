@@ -1,4 +1,4 @@
-"""Holds what elements carry through the stages of a row program, and how it is reduced."""
+"""The values of elements in the stages of a row program, and their reductions."""
 
 from std.utils import StaticTuple
 

@@ -1,4 +1,4 @@
-"""Prints the cycles of products on Hopper that their costs are multiplied by: no GPU is asked.
+"""Prints the estimated cycles of products on Hopper, which the cost model multiplies by its factors, without a GPU.
 
 For each group of three arguments M, K, N, a line: those of our product, then of PyTorch's.
 """

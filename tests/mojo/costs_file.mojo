@@ -1,4 +1,4 @@
-"""Reads what forwards cost on a device from a file, as tests write it by `Hopper.as_array`."""
+"""Reads a cost model of forwards from a file that tests have written with `Hopper.as_array`."""
 
 from op.norm_linear.sm90.costs import Costs
 

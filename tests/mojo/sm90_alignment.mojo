@@ -1,4 +1,4 @@
-"""Prints what is planned on Hopper for calls of which one tensor is at no multiple of 16 bytes: no GPU is asked.
+"""Prints what is planned on Hopper for calls with one tensor at no multiple of 16 bytes, without a GPU.
 
 For each argument, the place of a field of the record, a line: the ways of a forward that is to fold, of one of a gate's
 pair that is, and of one that is to normalize first; then whether ours are y, dx, the outputs of several weights, and

@@ -1,6 +1,6 @@
-"""An extension of what tests ask of the parts on Hopper that have no door of their own: products and statistics.
+"""An extension with entry points for parts on Hopper that have none in the library: products and statistics.
 
-Built as norm_linear_sm90 is, which it needs not be beside.
+Built like norm_linear_sm90, but independent of it.
 """
 
 from std.os import abort

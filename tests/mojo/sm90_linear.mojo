@@ -1,4 +1,4 @@
-"""Prints what is planned for a Linear layer by itself on Hopper: no GPU is asked.
+"""Prints what is planned for a Linear layer alone on Hopper, without a GPU.
 
 The first argument is a file of what ways cost in bfloat16. For each group of three after it, M, K, N, a line: whether y is ours in bfloat16, activated, gated with h kept, and with
 a residual added; dy weight; then y in float32, a norm and an activation in float32, y from rows at no multiple of 16

@@ -1,10 +1,10 @@
-"""Prints what is planned for several Linear layers on the same rows on Hopper: no GPU is asked.
+"""Prints what is planned for grouped Linear layers on Hopper, without a GPU.
 
 The first argument is a file of what ways cost in bfloat16. For each group of six after it, M, K, three N (0 for none)
 and a pitch, a line: whether one launch makes all products
-in bfloat16, in float16 and in float32; whether one sums the gradients of the rows; the way of the forward, launched
+in bfloat16, in float16 and in float32; whether one sums dgrad; the way of the forward, launched
 and where a fold may be kept; the same where the last bias is not aligned; the tiles and the k blocks of all. Then
-come the parts that these lie in.
+come the parts of these.
 """
 
 from std.sys import argv

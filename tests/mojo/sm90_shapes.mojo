@@ -1,4 +1,4 @@
-"""An extension of products by Hopper's matrix kernel in each of its shapes, with each epilogue."""
+"""An extension with products of Hopper's matrix kernel in each of its shapes, with each epilogue."""
 
 from std.os import abort
 from std.python import PythonObject
@@ -52,7 +52,7 @@ def _launch_gathering[
     epilogue: E,
     hook: H,
 ) raises:
-    """Queues a product that gathers statistics on its way."""
+    """Queues a product that gathers statistics."""
     var product = Product(m, n, k, epilogue, hook)
     if tiling.ping_pong:
         comptime config = Config.of(128, ping_pong=True)

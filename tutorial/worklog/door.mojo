@@ -1,4 +1,4 @@
-"""How a step's kernel becomes a function for Python."""
+"""Turns a step's kernel into a function for Python."""
 
 from std.os import abort
 from std.python import PythonObject

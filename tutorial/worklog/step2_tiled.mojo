@@ -38,9 +38,9 @@ comptime Four = SIMD[DType.float32, 4]
 def fetch(
     tile: Shared, matrix: Matrix, first_row: Int, rows: Int, k: Int, at: Int
 ):
-    """Fetches this thread's 16 bytes of a slice, and puts them where slices lie by columns.
+    """Loads this thread's 16 bytes of a slice, and stores them where slices are by columns.
 
-    Two neighboring threads share a row. What lies outside the matrix is zero.
+    Two neighboring threads share a row. Elements outside the matrix are zero.
     """
     var thread = Int(thread_idx.x)
     var row = thread // 2

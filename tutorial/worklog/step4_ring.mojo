@@ -1,4 +1,4 @@
-"""Step 4: one warpgroup copies, two multiply, and a ring of four slots lies between them.
+"""Step 4: one warpgroup copies, two multiply, with a ring of four slots between them.
 
 Copies run up to four k blocks ahead of the products. A slot has two barriers:
 `full` completes when its bytes have arrived, `empty` when both warpgroups have

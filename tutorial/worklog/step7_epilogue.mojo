@@ -1,4 +1,4 @@
-"""Step 7: the product's epilogue finishes the norm, and a kernel before it finds the rows' statistics.
+"""Step 7: the product's epilogue finishes the norm, and a kernel before it computes the rows' statistics.
 
     y = rstd (x Wc^T - mean s) + c    with Wc, s and c folded from the parameters before
 """

@@ -45,7 +45,7 @@ struct Blocking[dtype: DType]:
     """Whether bfloat16 products are summed in pairs by one instruction.
 
     AMD's CPUs, which alone have SSE4a, do so at twice the rate of multiply-adds of float32, Intel's at half of it:
-    there pairs serve only beside tiles.
+    there pairs serve only together with tiles.
     """
 
     comptime has_tiles = (
@@ -59,7 +59,7 @@ struct Blocking[dtype: DType]:
     """The type of both operands as packed."""
 
     comptime pair = 2 if Self.has_dot else 1
-    """Consecutive products that lie beside each other in a panel."""
+    """Consecutive products that are adjacent in a panel."""
 
     comptime step = 32 if Self.has_tiles else Self.pair
     """Products that one instruction adds to an accumulator; operands are zero up to a multiple."""

@@ -1,4 +1,4 @@
-"""Epilogues of a CPU's products: what is done to sums before they leave the registers."""
+"""Epilogues of a CPU's products, applied to sums before they leave the registers."""
 
 from .memory import Buffer, Matrix
 

@@ -1,4 +1,4 @@
-"""Work that is interleaved with a product on tiles, a little in each step: memory works while tiles do."""
+"""Work that is interleaved with a product on tiles, a little in each step, so that memory accesses overlap with it."""
 
 from std.math import ceildiv
 

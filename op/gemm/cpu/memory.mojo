@@ -1,4 +1,4 @@
-"""Memory as CPU kernels use it: matrices, parts of vectors, arrays of a workspace, prefetches."""
+"""Memory accesses of CPU kernels: matrices, parts of vectors, arrays in a workspace, prefetches."""
 
 from std.math import align_up, iota
 from std.memory import bitcast

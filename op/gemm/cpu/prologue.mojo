@@ -1,4 +1,4 @@
-"""Prologues of a CPU's products: what is done to an operand while it is packed."""
+"""Prologues of a CPU's products, applied to an operand while it is packed."""
 
 from ...rounding import converted
 from .blocking import Blocking

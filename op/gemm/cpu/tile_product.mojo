@@ -1,8 +1,8 @@
 """Multiplies blocks of matrices in tile registers, as `microkernel.mojo` does in vector registers.
 
 The right operand is a packed panel of up to 32 columns. The left one is rows, in place or of the
-workspace, or panels of 32 rows. Every sum is one chain of steps of 32 products in their order, whatever
-is computed with it and whichever operand it is that the weight makes: the same bits come either way.
+workspace, or panels of 32 rows. Every sum is one chain of steps of 32 products in order, whatever else is
+computed and whichever operand the weight is, so its bits are always the same.
 """
 
 from std.math import ceildiv

@@ -5,7 +5,7 @@ c[16, 16] in float32, where row r of b holds the pairs b[2r, j], b[2r + 1, j]: r
 are make tiles of a, and panels as they are packed make tiles of b.
 
 Tiles 0 to 3 hold sums of 32 rows and 32 columns, 4 and 5 the rows, 6 and 7 the columns. Each thread has
-a configuration of its own, which PyTorch's own products set as well, so it is put back.
+its own configuration, which PyTorch's products set as well, so it is restored.
 """
 
 from std.ffi import external_call

@@ -1,7 +1,6 @@
-"""Queues a product that is activated, or of which one half gates the other: a consumer stores while another multiplies.
+"""Queues a product with an activation or a gate, in ping-pong kernels: one consumer stores while the other multiplies.
 
-What an epilogue computes here takes as long as a third of the products of K = 1024. Only kernels whose consumers take
-turns hide that.
+The activation takes as long as a third of the products of K = 1024. Only ping-pong hides that.
 """
 
 from ...device import Gpu

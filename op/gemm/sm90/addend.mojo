@@ -1,4 +1,4 @@
-"""What is added to the sums of a tile: a tensor of c's shape and type. It comes through the ring, and sums start with it.
+"""The addend of a tile, from a tensor of c's shape and type: it is copied through the ring, and sums start with it.
 """
 
 from std.collections.string.string_span import (

@@ -39,7 +39,7 @@ def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
     Returns:
         The columns of a box.
     """
-    # What activates has a box's numbers in registers beside the sums of a tile.
+    # An activation has a box's numbers in registers in addition to the sums of a tile.
     var has_few_registers = E.activates and config.columns > 128
     if E.is_gate or config.split or has_few_registers:
         return box_columns[dtype](config.columns // 2)
@@ -49,8 +49,8 @@ def box_of[E: Epilogue, dtype: DType](config: Config) -> Int:
 @doc_hidden
 @fieldwise_init
 struct Boxes[bytes: Int](TrivialRegisterPassable):
-    """The places in shared memory that a warp stores from, in turn: as many boxes
-    as there is room for."""
+    """The boxes in shared memory that a warp cycles through, as many as there is
+    room for."""
 
     comptime _count = 2 * BOX_BYTES // Self.bytes
 

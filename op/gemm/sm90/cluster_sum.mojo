@@ -1,9 +1,9 @@
-"""The sum of what the blocks of a cluster have of one tile, through shared memory.
+"""Adds up the sums that the blocks of a cluster have of one tile, through shared memory.
 
-Each block has multiplied its own part of the k blocks, and so has sums for the
-whole tile. It hands each block, itself included, a share of the columns; each
-adds up what it has received in the order of the ranks. The ring is free by
-then, and holds what is handed over.
+Each block has multiplied its own part of the k blocks, and so has sums of the
+whole tile. It sends each block, itself included, a share of the columns; each
+adds up what it has received, in the order of the ranks. The ring is free by
+then, and holds the sums that are exchanged.
 """
 
 from std.sys import _RegisterPackType, inlined_assembly

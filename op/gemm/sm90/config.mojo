@@ -1,4 +1,4 @@
-"""The shape of a block's work, and where its pieces lie in shared memory."""
+"""The shape of a block's work, and the sizes of its parts of shared memory."""
 
 from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
 from .wgmma import ROW_BYTES
@@ -41,10 +41,10 @@ struct Config(Equatable, TrivialRegisterPassable):
     """Whether the blocks of a cluster share the k blocks of one tile, and a
     cluster has one tile; otherwise they share a tile of b."""
     var adds: Bool
-    """Whether c is float32 beside narrower operands, and may be added to."""
+    """Whether c is float32 where operands are narrower, and may be accumulated."""
     var ping_pong: Bool
-    """Whether each consumer has whole tiles, so that one stores while another
-    multiplies; otherwise all of them share each tile."""
+    """Whether consumers alternate: each has whole tiles, and one stores while the
+    other multiplies. Otherwise they share each tile."""
     var parts: Int
     """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM` or `HALVES`."""
     var any_columns: Bool
@@ -72,13 +72,13 @@ struct Config(Equatable, TrivialRegisterPassable):
 
         Args:
             columns: Columns of a tile, a multiple of 16: up to 256, or up to 192 where
-                consumers take turns.
+                consumers alternate.
             a_transposed: Whether a is stored as [K, M].
             b_transposed: Whether b is stored as [K, N].
             sums_rows: Whether the rows of a are summed.
             split: Whether a cluster shares a tile.
-            adds: Whether c is float32 beside narrower operands.
-            ping_pong: Whether each consumer has whole tiles.
+            adds: Whether c is float32 where operands are narrower.
+            ping_pong: Whether consumers alternate.
             parts: How several matrices make the product.
             any_columns: Whether c has any number of columns.
 
@@ -109,7 +109,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         Returns:
             Layout of a and b, rows and columns of a tile, whether rows of a are
             summed, whether tiles are split, whether c is added to, whether
-            consumers take turns, how several matrices make the product, and
+            consumers alternate, how several matrices make the product, and
             whether c has any number of columns.
         """
         return String(

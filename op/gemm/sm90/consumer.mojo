@@ -1,9 +1,9 @@
-"""The warpgroups that multiply, finish and store."""
+"""The consumer warpgroups: they multiply, apply the epilogue and store."""
 
 from std.memory import OpaquePointer
 from std.sys import size_of
 
-from ...grids import wait_on_earlier_grids
+from ...pdl import pdl_wait
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .barriers import (
@@ -197,7 +197,7 @@ def consume[
                         product.hook.keep(its_row, own)
                 warp_sync()
                 if index - tiles.step < tiles.end:
-                    multiplier.pass_turn()
+                    multiplier.ping_pong_arrive()
                 terms.load(product, row + (lane >> 2))
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
@@ -206,12 +206,12 @@ def consume[
                 at, previous, gathered, progress, blocks, not is_first
             )
             if index - tiles.step < tiles.end:
-                multiplier.pass_turn()
+                multiplier.ping_pong_arrive()
             comptime if E.has_row_terms:
                 # The last products still run while these are fetched. The grid
-                # that makes them may have been running beside this one so far.
+                # that makes them may have overlapped with this one so far.
                 comptime if not H.gathers:
-                    wait_on_earlier_grids()
+                    pdl_wait()
                 terms.load(product, row + (lane >> 2))
             accumulator = wait_all[registers](accumulator)
             multiplier.release[False](previous)
@@ -237,7 +237,7 @@ def consume[
             var its_column = column + rank * UInt32(together.columns)
             var totals = together.total()
             if product.follows != 0:
-                wait_on_earlier_grids()
+                pdl_wait()
                 comptime if not config.adds:
                     _float32_rows(product, row, its_column, lane).add_to(
                         totals.values

@@ -1,4 +1,4 @@
-"""Counters in global memory, by which blocks of a grid tell each other how far they have come."""
+"""Counters in global memory, by which blocks of a grid synchronize."""
 
 from std.sys import inlined_assembly
 

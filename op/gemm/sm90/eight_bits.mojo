@@ -1,6 +1,6 @@
 """Operands of 8 bits: e4m3 or e5m2 on the left, e4m3 on the right, and a product of 16 bits.
 
-They run along K, both of them: the instruction has no transposed operands of 8 bits.
+Both are stored along K: the instruction has no transposed operands of 8 bits.
 """
 
 from std.sys import size_of
@@ -19,19 +19,19 @@ def is_eight_bits[dtype: DType]() -> Bool:
 
 
 def right_type[dtype: DType]() -> DType:
-    """Finds the type of the right operand.
+    """Returns the type of the right operand.
 
     Parameters:
         dtype: Type of the left one.
 
     Returns:
-        That type, or e4m3 beside 8 bits.
+        That type, or e4m3 if the left one has 8 bits.
     """
     return DType.float8_e4m3fn if is_eight_bits[dtype]() else dtype
 
 
 def result_type[dtype: DType]() -> DType:
-    """Finds the type of the product, and of what is added to it or stored beside it.
+    """Returns the type of the product, of an addend and of h.
 
     Parameters:
         dtype: Type of the left operand.

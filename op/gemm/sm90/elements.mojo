@@ -1,6 +1,4 @@
-"""Stores of c element by element: rows whose length is any number of elements start at no multiple of 16 bytes, as TMA
-would ask.
-"""
+"""Stores c element by element, where its rows do not start at multiples of 16 bytes, which TMA requires."""
 
 from std.sys import size_of
 
@@ -12,7 +10,7 @@ comptime _ROWS = 16
 
 @always_inline
 def swizzle[pitch: Int](row: UInt32) -> UInt32:
-    """Tells where TMA expects the chunks of a row of a box: chunk i lies in the place of chunk i ^ this.
+    """Returns how TMA permutes the chunks of a row of a box: chunk i is at place i ^ this.
 
     Parameters:
         pitch: Bytes of a row: 128, 64 or 32.

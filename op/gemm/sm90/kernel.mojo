@@ -1,10 +1,11 @@
 """The persistent, warp-specialized matrix kernel: c = epilogue(a @ b^T).
 
 One thread copies tiles of a and b into a ring of shared-memory slots; two
-warpgroups multiply them: both of them each tile, or each its own tiles, in turn,
-so that one stores while the other multiplies. The ring runs on across output
-tiles, so the copies for the next tile start while the last one is being finished.
-Where finished rows are taken further, the other warps do that.
+consumer warpgroups multiply them. Consumers share each tile, or alternate
+(ping-pong): each has its own tiles, and one stores while the other multiplies.
+The ring continues across output tiles, so the copies for the next tile start
+during the epilogue of the last one. Where a hook processes finished rows, the
+other warps do that.
 """
 
 from std.memory import AddressSpace
@@ -15,7 +16,7 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
-from ...grids import let_later_grids_start, wait_on_earlier_grids
+from ...pdl import pdl_trigger, pdl_wait
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .barriers import (
@@ -84,7 +85,7 @@ def matrix_kernel[
             k block; of a transposed b [K, N], boxes of config.b_box_rows() by 64.
         c_maps: Tensor map of c [M, N], boxes of 16 rows of up to 128 bytes; not read
             where c is added to, or has any number of columns.
-        more_map: Tensor map of h, in c's boxes, which an activation stores beside c;
+        more_map: Tensor map of h, in c's boxes, which an activation stores as well;
             or of what is added to c, in boxes of a tile's rows.
         product: What goes with the matrices.
     """
@@ -92,11 +93,11 @@ def matrix_kernel[
     comptime assert not config.ping_pong or not (
         config.a_transposed or config.split or config.adds or H.passes_on
     )
-    # A transposed a, and vectors, have their own ways to count.
+    # A transposed a, and vectors, count tiles differently.
     comptime assert config.parts == WHOLE or not (
         config.a_transposed or config.split or config.adds
     )
-    # Threads know one way to store sums, and vectors of one matrix.
+    # Threads store sums, and vectors, of one matrix alone.
     comptime assert not config.any_columns or not (
         config.split
         or config.adds
@@ -146,11 +147,11 @@ def matrix_kernel[
     # grid that this one follows.
     comptime if not E.has_row_terms or H.gathers:
         if not (config.split and product.follows != 0):
-            wait_on_earlier_grids()
+            pdl_wait()
     elif E.has_row_terms:
         if product.a_is_new != 0:
-            wait_on_earlier_grids()
-    let_later_grids_start()
+            pdl_wait()
+    pdl_trigger()
     # No block may use its neighbor's barriers before they are initialized.
     comptime if cluster > 1:
         meet_cluster()
@@ -173,8 +174,7 @@ def matrix_kernel[
         blocks = (rank + 1) * blocks // UInt32(cluster) - first_block
 
     if warp_in_block < 4:
-        # Where the other warps have work of their own, registers stay as they
-        # are.
+        # Where the other warps have work as well, registers stay as they are.
         comptime if not H.passes_on:
             registers_lower[24]()
         if thread == 0:

@@ -8,7 +8,7 @@ from max.gpu.host.launch_attribute import (
 )
 
 from ...device import Gpu
-from ...grids import beside_earlier
+from ...pdl import pdl_attributes
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .boxes import box_of
@@ -181,5 +181,5 @@ def launch_parts[
         grid_dim=clusters * config.cluster,
         block_dim=THREADS,
         shared_mem_bytes=config.shared_bytes(),
-        attributes=_all_at_one_time() if H.passes_on else beside_earlier(),
+        attributes=_all_at_one_time() if H.passes_on else pdl_attributes(),
     )

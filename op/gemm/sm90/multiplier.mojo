@@ -26,11 +26,11 @@ from .wgmma import (
 )
 
 
-# After so many k blocks, the stores of the tile before are complete.
+# After this many k blocks, the stores of the previous tile are complete.
 comptime _STORED = 4
-# The first of the block's barriers at which consumers wait for their turn; those before
-# are for the threads of each consumer.
-comptime _TURNS = Int32(3)
+# The first of the block's barriers at which alternating consumers wait for each other; those
+# before are for the threads of each consumer.
+comptime _PING_PONG = Int32(3)
 
 
 @doc_hidden
@@ -73,17 +73,17 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
                 mbarrier_arrive(self.empty + slot * 8)
 
     @always_inline
-    def _await_turn(self, waits: Bool):
+    def _ping_pong_wait(self, waits: Bool):
         """Waits until the other consumer has started its last products."""
         comptime if Self.config.ping_pong:
             if waits:
-                named_barrier_sync(_TURNS + Int32(self.consumer), 256)
+                named_barrier_sync(_PING_PONG + Int32(self.consumer), 256)
 
     @always_inline
-    def pass_turn(self):
+    def ping_pong_arrive(self):
         """Lets the other consumer start its products."""
         comptime if Self.config.ping_pong:
-            named_barrier_arrive(_TURNS + 1 - Int32(self.consumer), 256)
+            named_barrier_arrive(_PING_PONG + 1 - Int32(self.consumer), 256)
 
     @always_inline
     def _addend(
@@ -142,7 +142,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         ]
         # A slot may also be full with what came into it a round before: only now can
         # that not be.
-        self._await_turn(waits)
+        self._ping_pong_wait(waits)
         comptime if Self.adds:
             accumulator = self._addend(at)
         else:

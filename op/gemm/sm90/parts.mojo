@@ -1,9 +1,9 @@
-"""Products of several matrices in one launch: which of them a tile or a k block belongs to.
+"""Grouped products, in one launch: which of several matrices a tile or a k block belongs to.
 
 Side by side, c_i = a @ b_i^T: tile columns run through one b and its c after another. In one sum,
 c = sum over i of a_i @ b_i^T: k blocks run through one a and its b after another. In halves,
-c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. Each has tensor maps of its own,
-so that nothing is copied to lie beside its neighbors, and starts with a tile, or a k block, of its own.
+c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. Each matrix has its own tensor map,
+so that none is copied to be concatenated, and starts with a new tile, or a new k block.
 """
 
 from std.memory import OpaquePointer

@@ -1,4 +1,4 @@
-"""The thread that keeps the ring filled."""
+"""The producer thread: it copies operands into the ring."""
 
 from std.memory import OpaquePointer
 from std.sys import size_of
@@ -84,7 +84,7 @@ def _load_vectors[
 ](
     shared: Shared[config],
     product: Product[E, H],
-    turn: UInt32,
+    consumer: UInt32,
     n: Int32,
     column: Int32,
     part: Int,
@@ -93,8 +93,8 @@ def _load_vectors[
     comptime columns = config.columns
     comptime first_size = size_of[E.vector_type(0)]()
     var epilogue = product.epilogue
-    var vectors = shared.vectors(turn)
-    var full = shared.vectors_full(turn)
+    var vectors = shared.vectors(consumer)
+    var full = shared.vectors_full(consumer)
     comptime in_halves = config.parts == HALVES
     var first = 0 if in_halves else first_of(product.sizes, part)
     var count = min(Int32(columns), n - column)
@@ -172,7 +172,7 @@ def produce[
     comptime b_rows = columns // sharers
     var at = RingPlace(0, 1)
     var parity = UInt32(1)
-    var turn = UInt32(0)
+    var consumer = UInt32(0)
     var parts = Parts(
         product.sizes,
         columns if config.parts == SIDE_BY_SIDE else row_elements[dtype](),
@@ -251,9 +251,9 @@ def produce[
 
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
-            mbarrier_wait(shared.vectors_empty(turn), parity)
-            _load_vectors(shared, product, turn, n, column, Int(part))
+            mbarrier_wait(shared.vectors_empty(consumer), parity)
+            _load_vectors(shared, product, consumer, n, column, Int(part))
             comptime if config.ping_pong:
-                turn ^= 1
-            if turn == 0:
+                consumer ^= 1
+            if consumer == 0:
                 parity ^= 1

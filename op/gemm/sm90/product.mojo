@@ -1,4 +1,4 @@
-"""What the kernels take besides their three matrices."""
+"""The arguments of the kernels, except their three matrices."""
 
 from ...argument import KernelArgument
 from ..epilogue import Epilogue
@@ -16,7 +16,7 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
 
     Parameters:
         E: What becomes of the sums.
-        H: What is done with the rows on the way.
+        H: What is done with the rows.
     """
 
     var m: Int32
@@ -31,7 +31,7 @@ struct Product[E: Epilogue, H: RowHook = NoHook](
     """Whether a c in float32 is added to."""
     var follows: Int32
     """Whether the grid before this one makes sums that are added to c; this one
-    then starts beside it. Only where blocks of a cluster split tiles."""
+    then overlaps with it. Only where blocks of a cluster split tiles."""
     var b_is_older: Int32
     """Whether the grid before this one writes nothing of b, and has waited for the grids before it;
     for few rows, b is then read while that one runs."""

@@ -1,7 +1,6 @@
 """Sums of the rows of a transposed a, taken while its tiles are multiplied.
 
-The gradient of a bias is such a sum: a is then the transposed gradient of the
-output. In a tile of 64 rows of K by 64 rows of a, a thread adds up 8 neighboring
+The gradient of a bias is such a sum: in wgrad, a is the transposed dy. In a tile of 64 rows of K by 64 rows of a, a thread adds up 8 neighboring
 rows of a over every sixteenth row of K; the 16 threads that share them add up in a
 fixed order at the end.
 """

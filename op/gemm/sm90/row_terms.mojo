@@ -1,4 +1,4 @@
-"""Terms of rows: what threads gather to find them, and what they load to finish sums."""
+"""Terms of rows: sums from which threads compute them, and terms that the epilogue loads."""
 
 from std.utils import StaticTuple
 

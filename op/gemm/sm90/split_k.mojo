@@ -1,10 +1,9 @@
 """A product with long sums and few tiles, both of its operands transposed; and sums of the rows of a.
 
-The gradient of a weight is such a product, that of the bias such sums. Where
-its tiles are few, the two blocks of a cluster share the k blocks of a tile; and
-where even those fill less than half of the device, two grids share them, of
-which the second starts beside the first and adds what that one has left in
-memory.
+That is wgrad, with the gradient of the bias. Where its tiles are few, the two
+blocks of a cluster share the k blocks of a tile; and where even those fill less
+than half of the device, two grids share them: the second overlaps with the first
+and adds the sums that the first has left in memory.
 """
 
 from std.math import align_up, ceildiv
@@ -36,13 +35,13 @@ comptime _SHORT = 512
 # From this length on, a part takes longer than adding it up does.
 comptime _LONG = 2048
 # What was measured on an H100 (benchmarks/results/h100-backward-products.json). In the unit of costs, which is what all
-# SMs multiply while each takes a k block: cuBLAS takes so many percent of what its products are, and starts in so many.
+# SMs multiply while each takes a k block: the percentage of its products that cuBLAS takes, and its start.
 comptime _LIBRARY_PERCENT = 107
 comptime _LIBRARY_START = 4
-# Where several waves share tiles in two, and where two grids do, ours takes so much more.
+# The percentage that ours takes where several waves share tiles in two, and the start of a second grid.
 comptime _SHARED_PERCENT = 111
 comptime _GRIDS_START = 8
-# A pass of its own sums the rows of a as fast as memory is: so many elements in a unit, after it has started.
+# A separate pass sums the rows of a at the speed of memory: its elements in a unit, and its start.
 comptime _SUMMED = 828_000
 comptime _SUMS_START = 5
 # Of a k block of a cluster's tiles.

@@ -1,8 +1,8 @@
-"""From sums to c: finish, round, store by TMA, or by threads where c has any number of columns.
+"""From sums to c: applies the epilogue, rounds, and stores by TMA, or by threads where c has any number of columns.
 
-Each warp owns 16 rows of a tile, or twice as many, and stores them by itself, in
-boxes of up to 128 bytes of each row that take turns in some places in shared
-memory, so that no warp waits for another one.
+Each warp owns 16 rows of a tile, or twice as many, and stores them independently, in
+boxes of up to 128 bytes of each row. It cycles through some boxes in shared memory,
+so that no warp waits for another one.
 """
 
 from std.memory import OpaquePointer
@@ -32,7 +32,7 @@ comptime RowPair = SIMD[DType.float32, 2]
 struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
     TrivialRegisterPassable
 ):
-    """16 rows of a warp of a tile of c, as one of its threads sees them, in boxes of so many columns."""
+    """16 rows of a warp of a tile of c, as one of its threads sees them, in boxes of `width` columns."""
 
     var epilogue: Self.E
     """Finishes them."""
@@ -93,7 +93,7 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         first: SIMD[DType.float32, 4],
         second: SIMD[DType.float32, 4],
     ):
-        """Puts what a lane has of two neighboring groups of eight columns into a
+        """Stores what a lane has of two neighboring groups of eight columns in a
         box."""
         var lane = self.lane
         comptime pitch = Self.width * size_of[dtype]()
@@ -175,8 +175,8 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
         n: UInt32,
     ):
         """Finishes, activates and stores the rows, and h if it is wanted. A gate's
-        c has n columns; what its tile's gates multiply is the tile's other half,
-        or stands beside each eight of them."""
+        c has n columns; the values that its tile's gates multiply are the tile's other
+        half, or follow each eight of them."""
         comptime stride = 2 if Self.E.is_gate else 1
         comptime box_groups = Self.width // 8
         comptime for box in range(columns // stride // Self.width):
@@ -187,14 +187,14 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                 SIMD[DType.float32, 4], stride * box_groups
             ]()
             comptime for group in range(stride * box_groups):
-                comptime beside = (box * stride * box_groups + group) * 8
-                comptime apart = (
+                comptime adjacent = (box * stride * box_groups + group) * 8
+                comptime separate = (
                     group % 2 * columns // 2
                     + (box * box_groups + group // 2) * 8
                 )
-                comptime at = apart if in_halves else beside
+                comptime at = separate if in_halves else adjacent
                 fours[group] = self._finish[columns, at](sums, vectors)
-            # Behind the last of a gate's columns, its part of h would lie in the other.
+            # After the last of a gate's columns, its part of h would be in the other half.
             var is_in_part = stride == 1 or UInt32(column) < n
             if self.epilogue.h() != 0 and is_in_part:
                 comptime for part in range(stride):

@@ -1,10 +1,10 @@
-"""Which output tiles a cluster works on, and in which order."""
+"""The output tiles that a cluster computes, in order."""
 
 
 @doc_hidden
 @fieldwise_init
 struct Tiles(TrivialRegisterPassable):
-    """A cluster's way through the grid of output tiles.
+    """The order in which a cluster computes output tiles.
 
     Two walks. In bands, all clusters together take tiles down a band of tile
     rows before the next tile column, so that what is being computed at the same
@@ -34,7 +34,7 @@ struct Tiles(TrivialRegisterPassable):
         cluster: UInt32,
         clusters: UInt32,
     ) -> Self:
-        """Plans the way of one cluster."""
+        """Plans the order of one cluster."""
         var count = rows * columns
         if band == 0:
             var run = (count + clusters - 1) // clusters

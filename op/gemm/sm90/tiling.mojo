@@ -1,4 +1,4 @@
-"""Which kernel suits the sizes of a product, in which shape."""
+"""Chooses the kernel and its shape for the sizes of a product."""
 
 from std.math import ceildiv
 from std.sys import size_of
@@ -14,7 +14,7 @@ struct Shape(Equatable, TrivialRegisterPassable):
     var columns: Int
     """Columns of a tile."""
     var ping_pong: Bool
-    """Whether each consumer has whole tiles, in turn."""
+    """Whether consumers alternate, each with whole tiles."""
     var permille: Int
     """Cycles of its products, of 1000 that tensor cores need: operands of narrow tiles
     come from shared memory and from the L2 cache no faster (docs/hopper-log.md, "Tiles")."""
@@ -32,19 +32,19 @@ comptime SHAPES = [
 comptime COMMON_SHAPES = 3
 """How many of them every product has; the others are for those without an activation, in 16 bits."""
 comptime ACTIVATED_SHAPES = [0, 4]
-"""Which of them activate what is no fold's product: two whose consumers take turns."""
+"""Which of them have activations in products without a fold: two of ping-pong."""
 comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
-"""TMA stores rows that start at multiples of so many bytes."""
+"""TMA stores rows that start at multiples of this many bytes."""
 comptime SHARED_COLUMNS = 256
-"""Columns of a tile that consumers share where they gather on the way, too."""
+"""Columns of a tile that consumers share where a hook gathers."""
 comptime FEW_ROWS = 0
 """In place of a tile's columns, the kernel for few rows."""
 comptime MOST_FEW_ROWS = 64
 """Most rows that this kernel takes."""
 comptime VERY_FEW_ROWS = 16
-"""Most of those that it serves best: of several b, and of a gate's, it takes no more."""
+"""Most rows where two blocks fit an SM; also the most for grouped products and gates."""
 comptime NARROWEST_GATE = 128
 """Fewest columns of a tile where a gate halves them."""
 
@@ -190,7 +190,7 @@ struct Tiling(TrivialRegisterPassable):
     var columns: Int
     """Columns of a tile, or `FEW_ROWS`."""
     var ping_pong: Bool
-    """Whether each consumer has whole tiles."""
+    """Whether consumers alternate, each with whole tiles."""
     var percent: Int
     """Percentage of the device's time that it uses; 100 if the rows are few."""
 

@@ -33,7 +33,7 @@ comptime SLICE_BYTES = 64 * ROW_BYTES
 
 # Rows of 128 bytes in groups of eight, 1024 bytes from group to group, 128-byte
 # swizzle. The rows run along K or, in a transposed operand, down K; then 64
-# elements across K fill a row, and the next 64 lie a whole slice further. That
+# elements across K fill a row, and the next 64 are a whole slice further. That
 # leading offset has no meaning otherwise.
 comptime _DESCRIPTOR_HIGH = (1 << 30) | (1024 >> 4)
 

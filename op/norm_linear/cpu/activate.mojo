@@ -1,8 +1,8 @@
 """Turns sums into y: adds the bias, applies the activation or the gate.
 
-This runs outside of the register tiles: an activation takes more
-instructions than a tile's whole epilogue. Where tile registers multiply, the
-vector registers do this meanwhile, a piece in each step.
+This is separate from the microkernel: an activation takes more instructions than
+the rest of a tile's epilogue. Where tile registers multiply, it is interleaved
+with them in vector registers, a piece in each step.
 """
 
 from std.sys import size_of

@@ -24,7 +24,7 @@ from .parameter_gradients import CHUNK, finish_weight_rows, sum_dy, sum_partials
 from .tile_room import TileRoom
 
 comptime PANELS_AT_ONCE = 8
-"""Panels of the weight that are packed together: a row's columns lie beside each other."""
+"""Panels of the weight that are packed together: a row's columns are adjacent."""
 
 comptime _Job[dtype: DType] = Job[dtype, BackwardPlan[dtype]]
 
@@ -76,7 +76,7 @@ def _block_steps[dtype: DType](job: _Job[dtype], n: Int) -> Int:
 def _weight_block[
     dtype: DType
 ](job: _Job[dtype], n: Int, panel: Int) -> Buffer[Blocking[dtype].operand]:
-    """Finds a panel of a packed block: panels of a block lie one behind the other, as they are used."""
+    """Locates a panel of a packed block, whose panels are contiguous, in the order of use."""
     comptime B = Blocking[dtype]
     return job.at[B.operand](job.plan.packed_weight).unsafe_offset(
         (n * job.plan.panels + _block_steps(job, n) * panel) * B.tile_n

@@ -1,8 +1,7 @@
 """Divides a backward into tasks and lays out its workspace.
 
 With few rows the time goes into reading the weight and writing its gradient,
-with many into the products: each is divided in its own manner, and both give
-the same bits.
+with many into the products. The two divisions differ and give the same bits.
 """
 
 from std.math import align_up, ceildiv

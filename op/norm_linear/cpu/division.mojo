@@ -1,4 +1,4 @@
-"""What forward and backward divide their work by: whether rows are few, and how many threads pay."""
+"""How forward and backward divide their work: whether rows are few, and how many threads pay off."""
 
 from ...call import Call
 
@@ -10,7 +10,7 @@ comptime SERIAL_PRODUCTS = 1 << 19
 
 
 def workers(call: Call) -> Int:
-    """Counts the threads that pay for so much work.
+    """Counts the threads that pay off for an amount of work.
 
     Args:
         call: The sizes, and how many threads there are.

@@ -1,15 +1,15 @@
 """Computes a norm followed by a Linear layer on the CPU.
 
 Rows are normalized while they are copied into the form that the matrix product
-reads, so the normalized rows never leave the cache. Their number decides who
-shares what:
+reads, so the normalized rows never leave the cache. The number of rows decides
+what threads share:
 
 - few rows: the normalized rows are shared, and each task takes some columns of
   the output, packing its part of the weight just before use, block by block;
 - many rows: the weight is packed once and shared, and each task takes a slab
   of rows, which it normalizes for itself.
 
-Before a gate the two halves of the weight lie panel beside panel, and each task
+Before a gate, panels of the weight's two halves alternate, and each task
 computes the same columns of both.
 """
 

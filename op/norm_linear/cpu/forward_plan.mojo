@@ -1,7 +1,7 @@
 """Divides a forward into tasks and lays out its workspace.
 
 With few rows the time goes into reading the weight, with many into the
-products: each is divided in its own manner, and both give the same bits.
+products. The two divisions differ and give the same bits.
 """
 
 from std.math import align_up, ceildiv
@@ -28,7 +28,7 @@ comptime MOST_TASK_COLUMNS = 256
 """Most columns that a task takes where rows are few and tiles multiply them."""
 
 comptime TILES_WIDTH = 256
-"""Most columns whose packed weight stays in the second cache beside a slab of rows, on tiles."""
+"""Most columns whose packed weight stays in the second cache together with a slab of rows, on tiles."""
 
 comptime TILES_WEIGHT = 1 << 18
 """As many elements of a packed weight do."""

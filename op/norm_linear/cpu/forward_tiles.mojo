@@ -1,10 +1,10 @@
 """Computes a forward on tile registers.
 
-- Few rows: y^T = W z^T. Rows of the weight are tiles as they lie in memory, so that nothing of it is
+- Few rows: y^T = W z^T. Rows of the weight are tiles in place, so that nothing of it is
   copied; the normalized rows are packed as columns, and shared. A task takes some rows of the weight.
 - Many rows: y = z W^T. The weight is packed as columns and shared. A task takes a slab of rows, which it
   normalizes for itself, and multiplies 32 of them, which stay in the first cache, by as many columns as
-  stay in the second. Meanwhile y is made of the sums before: bias, activation and gate.
+  stay in the second. Meanwhile the previous sums become y: bias, activation and gate.
 """
 
 from std.math import ceildiv

@@ -1,4 +1,4 @@
-"""Chooses a call's norm: the one place that knows which there are."""
+"""The norms of CPU kernels, by the number in the record."""
 
 from ...call import CallPointer
 from ...norms.layer_norm import LayerNorm
@@ -22,7 +22,7 @@ def with_norm[
         run: The pass.
 
     Args:
-        call: The call; its plan has found the norm to be one of ours.
+        call: The call; its plan has checked that the norm is one of these.
     """
     if call[].normalization == 1:
         run[dtype, RmsNorm](call)

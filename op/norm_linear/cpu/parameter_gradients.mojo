@@ -1,4 +1,4 @@
-"""Makes the parameters' gradients from the matrix products.
+"""Computes the parameters' gradients from the matrix products.
 
 With G = dy^T @ x_hat, h = dy @ weight and the linear bias's gradient
 db = dy^T @ 1,
@@ -29,7 +29,7 @@ comptime CHUNK = 256
 
 
 def sum_dy[dtype: DType](job: Job[dtype, BackwardPlan[dtype]], first: Int):
-    """Sums a chunk of dy's columns, row after row: rows may lie where cache lines collide.
+    """Sums a chunk of dy's columns, row after row: cache lines of rows may collide.
 
     Parameters:
         dtype: Element type of the tensors.

@@ -1,4 +1,4 @@
-"""Parameters and their gradients, whatever type they have."""
+"""Parameters and their gradients, of any type."""
 
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.memory import Buffer, buffer, load_first, store_first

@@ -1,7 +1,7 @@
 """Whether our product takes a call on a CPU, and its workspace.
 
-A plan follows from a call's sizes and from what is wanted; it is worked out
-once to ask for the workspace, and once to fill it.
+A plan depends on a call's sizes and on which results are wanted. It is computed
+twice: for the size of the workspace, and when the call runs.
 """
 
 from ...call import CallPointer

@@ -1,4 +1,4 @@
-"""Computes what a row's mean lost when the forward rounded it, where that shows in a sum over rows."""
+"""Computes the rounding error of each row's saved mean, where it matters in a sum over rows."""
 
 from ...norms.norm import Norm
 from ...team import Data, Team

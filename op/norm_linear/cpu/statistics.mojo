@@ -40,7 +40,7 @@ struct Statistics[dtype: DType, ThisNorm: Norm](TrivialRegisterPassable):
     def of_row(x: Buffer[Self.dtype], K: Int, eps: Float64) -> Self:
         """Computes the statistics of a row while it stays in cache, in two passes if rows are centered.
 
-        The first finds a point near the mean, from differences to the row's
+        The first computes a point near the mean, from differences to the row's
         first element, so that a constant row gives exactly that constant and
         the sum of a large row does not overflow. The second sums the deviations
         from that point and their squares: the squares give the variance, and

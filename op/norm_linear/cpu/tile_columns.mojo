@@ -75,7 +75,7 @@ struct TileColumns[dtype: DType](TrivialRegisterPassable):
     def copy_block(self, weight: Matrix[Self.dtype], rows: Int, steps: Int):
         """Copies a block of some rows of the weight, tile after tile.
 
-        Where they lie, rows may share the same few cache sets, so that they would not stay in the first
+        In place, rows may share the same few cache sets, so that they would not stay in the first
         cache while all rows of z meet them.
 
         Args:

@@ -1,14 +1,14 @@
-"""Where a call's tensors lie. Boxes of TMA and vector loads start at multiples of 16 bytes, so that every plan asks
-this of all of them at once, whichever its kernels take: `has_kernels` in choice.mojo, `can` in several.mojo.
+"""The alignment of a call's tensors. Boxes of TMA and vector loads start at multiples of 16 bytes, so every plan checks
+all tensors at once, whichever its kernels read: `has_kernels` in choice.mojo, `can` in several.mojo.
 """
 
 from ...call import Call
 from .parts import part_at
 
 comptime ALIGNMENT = 16
-"""Boxes that TMA copies, and every row, start at multiples of so many bytes."""
+"""Boxes that TMA copies, and every row, start at multiples of this many bytes."""
 
-# Stands for a tensor that is wanted and not yet made; what is made lies as it should.
+# Stands for a tensor that is wanted and not allocated yet: it will be aligned.
 comptime _WANTED = 1
 
 
@@ -63,7 +63,7 @@ def behind_pass(call: Call) -> Call:
         call: A forward.
 
     Returns:
-        The call without those that only the pass reads, which row programs take wherever they lie.
+        The call without those that only the pass reads, which row programs read at any address.
     """
     var product = call
     product.x = 0

@@ -2,7 +2,7 @@
 
     dz = dy W;  dx, dgamma, dbeta from dz, x and dsum;  z = norm(x) in place of dz;  dW = dy^T z, db
 
-Where the first product takes long enough, the pass runs in its kernel.
+Where the first product takes long enough, its kernel runs the pass as well.
 """
 
 from ...call import Call
@@ -66,7 +66,7 @@ def _launch_apart[
 ](
     gpu: Gpu, call: Call, plan: BackwardPlan[dtype], dz: Int, partial: Int
 ) raises:
-    """Queues dz, then the pass over its rows as kernels of their own."""
+    """Queues dz, then the pass over its rows as separate kernels."""
     if call.dx != 0 or call.dgamma != 0 or call.dbeta != 0:
         launch_product[dtype, True](
             gpu,

@@ -17,7 +17,7 @@ from .choice import has_kernels
 from .launch_row_pass import RowPassLayout, pays
 from .workspace import PART
 
-# Up to so many products, the time goes into starting one kernel of the backward after another: on the device in a
+# Up to this many products, the time goes into starting one kernel of the backward after another: on the device in a
 # graph, otherwise on the host, where that takes some tens of microseconds.
 comptime _FEW_PRODUCTS = 500_000_000
 comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000

@@ -1,7 +1,7 @@
-"""Which way a forward takes on Hopper, by its sizes, its conditions, and which addresses there are.
+"""Chooses the strategy of a forward on Hopper from its sizes, its conditions, and which tensors there are.
 
-The fold is for bfloat16: in float16, sums far from zero lose more to the tensor cores than y to its rounding, and
-rounding x as it is to tf32 would lose a row whose mean is far from zero.
+Only bfloat16 is folded: in float16, sums far from zero lose more in the tensor cores than y in its rounding, and
+rounding x itself to tf32 would lose a row whose mean is far from zero.
 """
 
 from std.sys import size_of
@@ -20,12 +20,12 @@ comptime _RMS_NORM = 1
 # Columns of a box.
 comptime _BOX = 64
 
-# From so many outputs on, any number of them will do.
+# From this many outputs on, any number of them works.
 comptime _FEWEST_OUTPUTS = 8
 
 
 def has_kernels[dtype: DType](call: Call, any_outputs: Bool = False) -> Bool:
-    """Tells whether there are kernels for a call's sizes, and for where its tensors lie.
+    """Tells whether there are kernels for a call's sizes and the alignment of its tensors.
 
     Parameters:
         dtype: Type of the matrices.
@@ -76,7 +76,7 @@ def is_fold(call: Call) -> Bool:
 
 
 def fits_gate(call: Call) -> Bool:
-    """Tells whether h can be stored beside what a gate leaves of it: boxes of h end where its halves do.
+    """Tells whether h can be stored in addition to a gate's result: boxes of h end where its halves do.
 
     Args:
         call: Sizes, the activation, and whether h is wanted.
@@ -128,7 +128,7 @@ def choose_forward[
     else:
         var folds = dtype == DType.bfloat16 and are_aligned(call)
         way = call.way
-        # For few rows, finding the constants takes as long as normalizing them.
+        # For few rows, computing the constants takes as long as normalizing the rows.
         var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
         if way == 0:
             way = costs.fastest(

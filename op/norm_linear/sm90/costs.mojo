@@ -1,6 +1,6 @@
-"""What a forward costs each way on Hopper, by what was measured on such devices.
+"""The cost model of forwards on Hopper: the time that each strategy takes.
 
-fused_norm/devices/hopper.py has the model, fits it to the measurements, and writes what is read here.
+fused_norm/devices/hopper.py has the model, fits it to measurements, and writes the coefficients that are read here.
 """
 
 from std.math import ceildiv
@@ -17,7 +17,7 @@ comptime _COUNT = len(_WAYS)
 # The last of them, whose product is PyTorch's.
 comptime _LIBRARY = 3
 comptime _TERMS = 6
-# Sets of costs: of few rows, for which both libraries have kernels of their own, and of many.
+# Sets of costs: of few rows, for which both libraries have special kernels, and of many.
 comptime _ROWS = 2
 comptime _EXCEPTION = 8
 # Sizes are alike whose ratios are at most this, each.

@@ -1,4 +1,4 @@
-"""A norm folded into a weight: what is multiplied by x as it is, and what goes with it.
+"""A norm folded into a weight: the matrix that is multiplied by x itself, and the constants that complete the norm.
 
     folded = round(weight gamma - its row's mean);  s = row sums of folded;  c = bias + weight beta
 """
@@ -8,8 +8,8 @@ from std.math import align_up, ceildiv
 from ...call import Call
 from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
-from ...grids import beside_earlier
 from ...norms.norm import Norm
+from ...pdl import pdl_attributes
 from .fold_kernel import LOADS, WIDTH, FoldShape, fold_kernel
 
 # A group holds two rows; a float32 gamma and beta take more registers.
@@ -92,7 +92,7 @@ def launch_fold[
                     call.weight_offset.cast[DType.float32](),
                     grid_dim=ceildiv(rows, groups * shape.rows),
                     block_dim=(group, groups),
-                    attributes=beside_earlier(),
+                    attributes=pdl_attributes(),
                 )
 
 

@@ -1,9 +1,9 @@
 """The kernel that folds a norm into a weight, and reads each of its rows once.
 
-A group of whole warps takes a few rows together. Each thread holds the same columns of all of them in registers, and
-those of gamma and beta, which are thus read once for several rows; all of that is loaded at the same time. Rows that
-are too long for the registers of a block are taken in parts: forth for the sums, and back for the fold, so that the
-part that was read last is not read again.
+A group of whole warps processes a few rows together. Each thread holds the same columns of all of them in registers,
+and those of gamma and beta, which are thus read once for several rows; all loads are in flight together. Rows that
+are too long for the registers of a block are processed in parts: forward for the sums, and backward for the fold, so
+that the part that was read last is not read again.
 """
 
 from std.memory import stack_allocation
@@ -18,8 +18,8 @@ from max.gpu import (
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 
-from ...grids import let_later_grids_start, wait_on_earlier_grids
 from ...norms.norm import Norm
+from ...pdl import pdl_trigger, pdl_wait
 from ...rows.gpu_elements import widen
 
 comptime WIDTH = 8
@@ -216,7 +216,7 @@ def fold_kernel[
         gamma: Scale of the normalized features [K].
         beta: Shift of the normalized features [K].
         bias: Bias of the linear layer [N].
-        up: The weight that the first one gates, which lies like that, if it is a gate.
+        up: The weight that the first one gates, in the same layout, if it is a gate.
         up_bias: Bias of that.
         gates: Whether it is one: eight rows of the weight and eight of the other then alternate.
         n: Rows of the folded weight, at least shape.rows; a multiple of 8 before a gate.
@@ -228,8 +228,8 @@ def fold_kernel[
     """
     comptime rows = shape.rows
     comptime warps_of_block = shape.threads // 32
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var shared = stack_allocation[
         warps_of_block * 3 * rows,
         Float32,

@@ -1,12 +1,12 @@
-"""The forward, in the way that was planned.
+"""The forward, by the strategy that was planned.
 
     FUSED                  z = norm(x) by the norm's row program, then y = act(z weight^T + bias)
     KEPT_FOLD, NEW_FOLD    y = rstd (x folded^T - mean s) + c: x is read once, and z never exists;
                            the weight itself is multiplied where a fold would not change it;
                            with an activation that is h, stored if asked for, and y = act(h)
 
-A pass adds a residual to x first, and finds the statistics of the sum; for z it is the norm's. Given statistics are not
-found again. Few rows, and tiles of few columns in all, gather the statistics of x while they multiply it.
+A pass adds a residual to x first and computes the statistics of the sum; for z, that is the norm's pass. Statistics
+that are given are not computed again. Products of few rows, or of few tile columns, gather the statistics of x.
 """
 
 from ...call import Call
@@ -76,7 +76,7 @@ def _launch_folded[
         launch_fold[dtype, N](
             gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
         )
-    elif plan.finds_constants:
+    elif plan.computes_constants:
         var nothing = call
         nothing.K = 0
         launch_fold[dtype, N](

@@ -1,7 +1,8 @@
 """How a forward runs on Hopper: kernels and the layout of the workspace.
 
-A `plan_` function reads sizes, conditions, and which addresses there are, and writes the way and the bytes of the
-workspace to the call. What runs the call lays the rest out again from the way and the sizes, by the same struct.
+A `plan_` function reads sizes, conditions, and which tensors there are, and writes the strategy and the bytes of the
+workspace to the call. The function that runs the call computes the layout again from the strategy and the sizes, with
+the same struct.
 """
 
 from std.math import ceildiv
@@ -28,18 +29,18 @@ from .fold import products
 from .linear import linear_pays
 from .workspace import part
 
-# A tile that gathers statistics takes twice as long, and the walk from one to the next of the same rows reads more of
-# the weight; a kernel that only finds them reads x once more (docs/hopper-log.md, "Taking turns").
+# A tile that gathers statistics takes twice as long, and the order of tiles of the same rows reads more of the weight;
+# a kernel for statistics alone reads x once more (docs/hopper-log.md, "Taking turns").
 comptime _FEW_OUTPUTS = 1024
 comptime _ROWS_PER_FEATURE = 8
 
-# Up to so many tiles for each block there is little to take turns for, and consumers that share a tile find its
-# statistics at hardly any cost.
+# Up to this many tiles for each block ping-pong gains little, and consumers that share a tile gather its statistics at
+# hardly any cost.
 comptime _FEW_WAVES = 4
 
 
 struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
-    """A forward of some way: its kernels, and where its tensors are.
+    """A forward by one strategy: its kernels, and where its tensors are.
 
     Parameters:
         dtype: Type of x, the weight and y.
@@ -48,11 +49,11 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
     var tiling: Tiling
     """The product's kernel."""
     var gathers: Bool
-    """Whether that finds the statistics of x on the way."""
+    """Whether that gathers the statistics of x."""
     var folds: Bool
     """Whether the weight is folded first."""
-    var finds_constants: Bool
-    """Whether the weight is its own fold, and only the constants have to be found."""
+    var computes_constants: Bool
+    """Whether the weight is its own fold, and only the constants have to be computed."""
     var z: Int
     """Address of z [M, K]."""
     var mean: Int
@@ -93,8 +94,10 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             NARROWEST_GATE if call.activation >= GATED else 0,
             common=Self.dtype == DType.float32 or call.activation != 0,
         )
-        self.finds_constants = way == NEW_FOLD and one_weight and is_fold(call)
-        self.folds = way == NEW_FOLD and not self.finds_constants
+        self.computes_constants = (
+            way == NEW_FOLD and one_weight and is_fold(call)
+        )
+        self.folds = way == NEW_FOLD and not self.computes_constants
         # The zeros that fill up a k block would change a variance.
         self.gathers = (
             way != FUSED
@@ -132,7 +135,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
                 self.mean = part(end, 4 * m)
             if self.rstd == 0:
                 self.rstd = part(end, 4 * m)
-        if self.finds_constants:
+        if self.computes_constants:
             self.fold_weight = call.weight
         if self.folds:
             self.fold_weight = part(end, n * k * size)

@@ -53,7 +53,7 @@ struct Moments[N: Norm](RowSums):
                 self.shift = Self.N.shift(
                     own + warp.shuffle_xor(own, 1), Float32(K_BLOCK)
                 )
-        # A block is summed by itself first: fewer roundings in a row.
+        # A block is summed separately first: sums are shorter chains of roundings.
         var sum = _Four(0)
         var squares = _Four(0)
         comptime for i in range(4):
@@ -79,7 +79,7 @@ struct Moments[N: Norm](RowSums):
 
 @fieldwise_init
 struct Statistics[N: Norm](RowHook):
-    """Finds rstd and mean of the rows of x for the epilogue, and stores them.
+    """Computes rstd and mean of the rows of x for the epilogue, and stores them.
 
     Parameters:
         N: The norm.
@@ -88,9 +88,9 @@ struct Statistics[N: Norm](RowHook):
     comptime name = StaticString("_gathers")
     """Tells kernels apart."""
     comptime gathers = True
-    """It finds the terms."""
+    """It computes the terms."""
     comptime Sums = Moments[Self.N]
-    """What it finds them from."""
+    """The sums that it computes them from."""
 
     var eps: Float32
     """Added to the variances."""

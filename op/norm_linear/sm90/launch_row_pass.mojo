@@ -1,7 +1,7 @@
 """Launch of dz = dy W and the pass over its rows as one kernel.
 
-Its warps wait for rows that other blocks make, so all blocks have to run at the
-same time. The launch asks for that: two such grids on two streams could otherwise
+Its warps wait for rows that other blocks compute, so all blocks have to run at the
+same time. The launch is cooperative: two such grids on two streams could otherwise
 each keep the other's blocks from starting.
 """
 
@@ -21,15 +21,10 @@ from ...gemm.epilogue import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
 from ...gemm.sm90.launch_matrix import launch_matrix, launch_parts
-from ...gemm.sm90.parts import Matrices
-from ...gemm.sm90.parts import ONE_SUM
+from ...gemm.sm90.parts import ONE_SUM, Matrices
 from ...gemm.sm90.product import Product
-from ...grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
 from ...norms.norm import Norm
+from ...pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ...rows.columns import Total, Totals
 from ...rows.gpu_elements import GlobalPointer
 from ...rows.launch_columns import launch_totals
@@ -42,7 +37,7 @@ comptime _CONFIG = Config.of(256, b_transposed=True)
 comptime _SUM = Config.of(256, b_transposed=True, parts=ONE_SUM)
 # Cluster tiles in a band of the walk: rows wait for those of the same band.
 comptime _BAND = 4
-# From so many outputs on, a product takes as long as the pass over its rows.
+# From this many outputs on, a product takes as long as the pass over its rows.
 comptime _FEWEST_OUTPUTS = 2048
 # Halves of a wave of rows: the pass over the last wave is not hidden.
 comptime _FEWEST_HALVES = 9
@@ -51,7 +46,7 @@ comptime _PREPARE_THREADS = 256
 
 @fieldwise_init
 struct RowPassLayout(TrivialRegisterPassable):
-    """What the kernel needs beside its tensors, in bytes from its start, where
+    """What the kernel needs in addition to its tensors, in bytes from its start, where
     the counters are."""
 
     var slices: Int
@@ -133,8 +128,8 @@ def prepare_kernel[
         length: K.
         offset: Added to gamma, if there is one.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var first = Int(block_idx.x * block_dim.x + thread_idx.x)
     var step = Int(grid_dim.x * block_dim.x)
     for i in range(first, Int(count), step):
@@ -227,7 +222,7 @@ def _launch[
         call.weight_offset.cast[DType.float32](),
         grid_dim=ceildiv(max(own.counters, k), _PREPARE_THREADS),
         block_dim=_PREPARE_THREADS,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
     var product = Product(m, k, call.N, Plain(), rows)
     product.band = _BAND

@@ -1,9 +1,9 @@
-"""A Linear layer by itself, on rows that somebody else has written: those a pass has normalized, or any.
+"""A Linear layer alone, on rows that a pass has normalized, or on any rows.
 
-    y = act(rows weight^T + bias)    h, what is activated, is stored beside y if asked for
+    y = act(rows weight^T + bias)    h, the input of the activation, is stored as well if asked for
     y = rows weight^T + bias + residual
 
-Where the plan declines, PyTorch's product is faster, or a matrix does not lie as TMA can read it.
+The plan declines where PyTorch's product is faster, or where TMA cannot read the layout of a matrix.
 """
 
 from ...call import Call
@@ -36,7 +36,7 @@ def linear_tiling(call: Call, processors: Int) -> Tiling:
 
 
 def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
-    """Tells whether y is made sooner here than by PyTorch's product and what follows.
+    """Tells whether y takes less time here than with PyTorch's product and the passes after it.
 
     Parameters:
         dtype: Type of all.

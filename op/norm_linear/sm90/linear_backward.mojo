@@ -1,9 +1,9 @@
-"""The backward of a Linear layer by itself: of its rows, then of its parameters.
+"""The backward of a Linear layer alone: dgrad, then wgrad.
 
     dx = dy weight
-    dW = dy^T z, and db on its way
+    dW = dy^T z, and db in the same kernel
 
-Where the plans decline, PyTorch's product is faster, or a matrix does not lie as TMA can read it.
+The plans decline where PyTorch's product is faster, or where TMA cannot read the layout of a matrix.
 """
 
 from ...call import Call
@@ -16,7 +16,7 @@ from ..plan import DECLINED, FUSED
 from .choice import has_kernels
 from .costs import Costs
 
-# From so many rows on, two grids that share them take no longer than PyTorch's product does
+# From this many rows on, two grids that share them take no longer than PyTorch's product does
 # (docs/hopper-log.md, "Several Linear layers on one norm").
 comptime _LONG_SUMS = 16384
 
@@ -29,7 +29,7 @@ def _input_gradient_tiling(call: Call, processors: Int) -> Tiling:
 
 
 def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
-    """Tells whether dx is made sooner here than by PyTorch's product.
+    """Tells whether dx takes less time here than with PyTorch's product.
 
     Parameters:
         dtype: Type of all.
@@ -93,7 +93,7 @@ def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
 
 
 def weight_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
-    """Tells whether dW and db are made sooner here than by PyTorch's product and a pass.
+    """Tells whether dW and db take less time here than with PyTorch's product and a pass.
 
     Parameters:
         dtype: Type of the matrices.

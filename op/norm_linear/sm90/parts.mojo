@@ -1,4 +1,4 @@
-"""The parts of a call: several Linear layers on the same rows."""
+"""The parts of a call: grouped Linear layers, on the same rows."""
 
 from ...call import Call, Part
 from ...gemm.sm90.parts import Matrices

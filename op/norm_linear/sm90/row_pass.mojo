@@ -3,16 +3,15 @@
     g = dz gamma;  dx = rstd (g - mean(g) - xhat mean(g xhat)) + dsum;  z = xhat gamma + beta, in place of dz
     dgamma = sum over rows dz xhat;  dbeta = sum over rows dz
 
-The matrix kernel makes dz. Three warps of a block take no part in that: they take the rows of dz as soon as
-these are in memory, most of them still in the L2 cache; the others join when they have no tile left. Rows
-are taken in slices of 64, as one warpgroup makes them in a tile, and twice: first units of work find the sums
-of a few rows each, then others finish a few columns each. Sums over rows thus stay in the registers of a
-warp, and are added in the same order whichever warp takes a unit.
+The matrix kernel computes dz. Three warps of a block take no part in that: they process the rows of dz as soon
+as these are in memory, most of them still in the L2 cache; the others join when they have no tile left. Rows are
+processed in slices of 64, the rows of one warpgroup in a tile, and twice: first units of work compute the sums of
+a few rows each, then others finish a few columns each. Sums over rows thus stay in the registers of a warp, and
+are added in the same order whichever warp takes a unit.
 
-Units are handed out in the order of slices, but slices are finished some steps after they are summed, so
-that no warp waits for sums. The units of the last slices are smaller: by then all warps want one. A warp
-takes a unit only when it is done with the one before; otherwise others would wait for work that nobody has
-begun.
+Units are scheduled in the order of slices, but slices are finished some steps after they are summed, so that no
+warp waits for sums. The units of the last slices are smaller: by then all warps need one. A warp takes a unit only
+after it has finished the previous one; otherwise others would wait for work that has not begun.
 """
 
 from std.math import ceildiv
@@ -59,7 +58,7 @@ struct RowPass[N: Norm, adds: Bool](RowHook):
 
     Parameters:
         N: The norm.
-        adds: Whether a gradient reaches x besides that of the norm.
+        adds: Whether a gradient is added to the norm's.
     """
 
     comptime name = StaticString("_passes_on_and_adds") if Self.adds else (
@@ -97,7 +96,7 @@ struct RowPass[N: Norm, adds: Bool](RowHook):
     """For each slice of 64 rows, what has been stored of it; zero at first, as
     are the other counters."""
     var summed: Counter
-    """For each slice, the number of rows whose sums have been found."""
+    """For each slice, the number of rows whose sums are complete."""
     var ticket: Counter
     """How many units have been taken."""
     var factors: Int64

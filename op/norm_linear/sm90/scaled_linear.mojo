@@ -1,6 +1,6 @@
 """Linear layers on operands of 8 bits, with the scales that they were quantized by.
 
-    y = act(row_scale column_scale (rows weight^T) + bias)    h, what is activated, is stored beside y if asked for
+    y = act(row_scale column_scale (rows weight^T) + bias)    h, the input of the activation, is stored as well if asked for
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.

@@ -1,9 +1,9 @@
-"""Several Linear layers on the same rows: one launch for all of their products.
+"""Grouped Linear layers: one launch for all of their products.
 
     folded      y_i = rstd (x folded_i^T - mean s_i) + c_i, from one pass over x for its statistics
     products    y_i = z weight_i^T + bias_i, of rows that a pass has normalized
 
-No weight is copied to lie beside another: each has tensor maps of its own. Folds are written side by side.
+Weights are not concatenated: each has its own tensor map. Folds are written side by side.
 """
 
 from std.sys import size_of
@@ -41,7 +41,7 @@ comptime BESIDE = Config.of(COLUMNS, ping_pong=True, parts=SIDE_BY_SIDE)
 
 
 def can[dtype: DType](call: Call) -> Bool:
-    """Tells whether there are kernels for matrices that lie like a call's.
+    """Tells whether there are kernels for the layout of a call's matrices.
 
     Parameters:
         dtype: Type of all.

@@ -1,6 +1,6 @@
-"""The backward of several Linear layers on the same rows.
+"""The backward of grouped Linear layers.
 
-    input       dz = sum over i of dy_i weight_i: its sums run on through all of the weights
+    input       dz = sum over i of dy_i weight_i: its sums continue through all of the weights
     rows        the same, and the pass over its rows in the same kernel, where it takes long enough
 """
 

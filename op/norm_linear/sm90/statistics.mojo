@@ -1,4 +1,4 @@
-"""A norm's statistics of each row of x, where no product gathers them on the way: in one read, or found with the sum.
+"""A norm's statistics of each row of x, where no product gathers them: in one read, or together with the sum.
 """
 
 from std.math import ceildiv
@@ -13,14 +13,10 @@ from max.gpu.primitives import warp
 
 from ...call import Call
 from ...device import Gpu
-from ...grids import (
-    beside_earlier,
-    let_later_grids_start,
-    wait_on_earlier_grids,
-)
 from ...norms.norm import Norm, part_rstd
 from ...passes.gpu import GpuRunner
 from ...passes.normalize import run_normalize
+from ...pdl import pdl_attributes, pdl_trigger, pdl_wait
 
 # Warps of one block, and blocks that fit on an SM.
 comptime _WARPS = 8
@@ -77,8 +73,8 @@ def row_statistics_kernel[
         k: Elements of a row, a multiple of 8.
         eps: Added to the variance.
     """
-    wait_on_earlier_grids()
-    let_later_grids_start()
+    pdl_wait()
+    pdl_trigger()
     var index = Int32(block_idx.x) * _WARPS + Int32(thread_idx.x) // 32
     var stride = Int32(grid_dim.x) * _WARPS
     var lane = Int32(thread_idx.x) % 32
@@ -169,7 +165,7 @@ def launch_statistics[
         eps,
         grid_dim=min(ceildiv(m, _WARPS), _BLOCKS * gpu.processors),
         block_dim=_WARPS * 32,
-        attributes=beside_earlier(),
+        attributes=pdl_attributes(),
     )
 
 
@@ -225,6 +221,6 @@ def waits_for_rows(call: Call) -> Bool:
         call: A forward.
 
     Returns:
-        Whether it may: unless that kernel has found statistics alone, and waited for the rows.
+        Whether it may: unless that kernel has computed statistics alone, and waited for the rows.
     """
     return call.residual != 0 or call.has_statistics != 0

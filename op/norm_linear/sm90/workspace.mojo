@@ -1,9 +1,9 @@
-"""Parts of a call's workspace, one after another."""
+"""The layout of a call's workspace: its parts, one after another."""
 
 from std.math import align_up
 
 comptime PART = 256
-"""Every part starts at a multiple of so many bytes."""
+"""Every part starts at a multiple of this many bytes."""
 
 
 def part(mut end: Int, bytes: Int) -> Int:

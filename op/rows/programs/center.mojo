@@ -1,8 +1,8 @@
 """Centers a row in two stages, so that rows far from zero lose nothing.
 
-The first mean is that of x less the row's first element: a constant row gives exactly zero. It is rounded to
-its type; the mean of what is left is small, and is subtracted in a second stage or in the stage that follows.
-It may be that of the row's first elements alone: the mean of 1 / n of a row is within sqrt(n - 1) standard deviations
+The first mean is that of x minus the row's first element: a constant row gives exactly zero. It is rounded to
+its type; the mean of the rest is small, and is subtracted in a second stage or in the stage that follows.
+It may be the mean of the row's first elements alone: the mean of 1 / n of a row is within sqrt(n - 1) standard deviations
 of its whole mean, so the squares of what is left sum up to at most n times those of the centered row.
 """
 

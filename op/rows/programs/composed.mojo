@@ -1,4 +1,4 @@
-"""Writes LayerNorm as three ops, each with its own backward: div(mean(x), norm(mean(x))).
+"""LayerNorm as three ops, each with its own backward: div(mean(x), norm(mean(x))).
 
     mean(x) = x - sum x / K;  norm(v) = sqrt(sum v v / K) for every element;  div(a, b) = a / b
 

@@ -1,14 +1,14 @@
-"""Writes norms, forward and backward, as row programs.
+"""Norms, forward and backward, as row programs.
 
-Before a norm a residual may be added, and another gradient may join its backward. The backward can write z
-on its way, for those who need it again and have not kept it.
+A residual may be added before a norm, and another gradient in its backward. The backward can recompute z, for
+callers that did not save it.
 
-LayerNorm's mean is found twice. First as the mean of x less the row's first element, so that a constant row
-gives exactly zero. What its rounding leaves is the mean of v, which is subtracted from v and from the variance:
-rows far from zero lose nothing.
+LayerNorm's mean is computed twice. First as the mean of x minus the row's first element, so that a constant row
+gives exactly zero. The mean of the result v corrects its rounding: it is subtracted from v and from the variance,
+so that rows far from zero lose nothing.
 
-RMSNorm's formulas are LayerNorm's with a mean of 0. So one kernel serves both, and `Row.kind` tells it which. That
-costs RMSNorm one more reduction of what is in registers, while the kernel waits for memory.
+RMSNorm's formulas are LayerNorm's with a mean of 0. So one kernel serves both, and `Row.kind` selects. That costs
+RMSNorm one more reduction in registers, while the kernel waits for memory.
 """
 
 from ...norms.layer_norm import LayerNorm

@@ -1,9 +1,9 @@
-"""Quantizes rows to 8 bits, by themselves or as the end of a norm.
+"""Quantizes rows to 8 bits, alone or as the end of a norm.
 
     scale = max(max |z|, 1e-12) / largest;  q = round(z / scale)
 
-The scale is rounded up to a power of two where that is asked for; then z / scale is exact. A row with a NaN or an
-infinity has a scale that says so: nothing of the row is a number any more once it is multiplied by it.
+The scale is rounded up to a power of two where that is asked for; then z / scale is exact. The scale of a row with
+a NaN or an infinity is not finite, and neither is any element of the row once it is dequantized.
 """
 
 from std.memory import bitcast

@@ -1,4 +1,4 @@
-"""Writes LayerNorm whose eps is the square of a trained number o, forward and backward.
+"""LayerNorm whose eps is the square of a trained number o, forward and backward.
 
     v = x - mean(x);  s = sqrt(o o + mean(v v));  y = v / s
     dx = (dy - mean dy - v mean(dy v) / s^2) / s;  do = sum over rows -o sum(dy v) / s^3

@@ -1,4 +1,4 @@
-"""From sums to c for few rows: adds up the sums of both blocks of a cluster, finishes and stores them.
+"""The terms of the epilogue for few rows: of a lane's rows of a, and of its columns of c.
 
 The product is b a^T: a lane's sums are of row lane / 4 of b's 16 in its warp and of the one 8 below, and of the rows
 group * 8 + lane % 4 * 2 + side of a, for each group of 8 and side 0 or 1.
@@ -11,8 +11,8 @@ from ...row_hook import RowHook
 from ..barriers import named_barrier_sync
 from ..parts import HALVES, SIDE_BY_SIDE, first_of
 from ..product import Product
-from ..shared_memory import shared_pair, shared_value, store_shared_pair
-from ..wgmma import K_BLOCK, Accumulator
+from ..shared_memory import shared_pair, store_shared_pair
+from ..wgmma import K_BLOCK
 from .layout import FewRowsShared
 from .tile import FewRowsTile
 
@@ -71,8 +71,9 @@ def load_row_terms[
     return terms
 
 
+@doc_hidden
 @always_inline
-def _load_column_terms[
+def load_column_terms[
     parts: Int, E: Epilogue, H: RowHook, //, below: Int
 ](
     product: Product[E, H],
@@ -105,94 +106,3 @@ def _load_column_terms[
             .cast[DType.float32]()
         )
     return columns
-
-
-@doc_hidden
-@always_inline
-def store_sums[
-    parts: Int, E: Epilogue, H: RowHook, //, dtype: DType, rows: Int
-](
-    product: Product[E, H],
-    accumulator: Accumulator[rows // 2],
-    others: UInt32,
-    terms: StaticTuple[RowTerms[], rows // 4],
-    tile: FewRowsTile[parts],
-    c: Pointer[Scalar[dtype], MutAnyOrigin],
-    n: Int32,
-    pitch: Int32,
-    thread: UInt32,
-    warp: UInt32,
-):
-    """Adds the other block's sums, whose address is `others`, to a thread's own, and finishes and stores the sums.
-
-    C has n columns, a gate's c half as many.
-    """
-    var m = product.m
-    var lane = thread & 31
-    var gates = StaticTuple[Float32, rows // 4](0)
-    comptime for below in range(2):
-        var output = (
-            tile.first_output + warp * 16 + (lane >> 2) + UInt32(8 * below)
-        )
-        if output < UInt32(n):
-            # Its place in the half of a gate that it belongs to.
-            var column = Int(tile.first_output // 2 + warp * 8 + (lane >> 2))
-            var columns = _load_column_terms[below](
-                product, tile, output, column
-            )
-            comptime for group in range(rows // 8):
-                comptime for side in range(2):
-                    comptime i = group * 4 + below * 2 + side
-                    comptime at = group * 2 + side
-                    var row = UInt32(group * 8 + side) + (lane & 3) * 2
-                    if row < UInt32(m):
-                        var other = shared_value(
-                            others + thread * 4 + UInt32(i * 128 * 4)
-                        )
-                        comptime if E.adds:
-                            other += (
-                                Pointer[Scalar[dtype], MutUntrackedOrigin](
-                                    unsafe_from_address=product.epilogue.addend()
-                                )
-                                .unsafe_offset(Int(row) * Int(n) + Int(output))
-                                .unsafe_load()
-                                .cast[DType.float32]()
-                            )
-                        var sum = product.epilogue.finish[DType.float32, 1](
-                            rebind[Float32](accumulator[i]) + other,
-                            terms[at],
-                            columns,
-                            Int(row),
-                            Int(output),
-                        )
-                        comptime if not E.activates:
-                            c.unsafe_offset(
-                                Int(row) * Int(pitch) + Int(output)
-                            ).unsafe_store(sum.cast[dtype]())
-                            continue
-                        var width = Int(n)
-                        comptime if E.is_gate:
-                            width //= 2
-                        else:
-                            column = Int(output)
-                        var h = product.epilogue.h()
-                        if h != 0:
-                            Pointer[Scalar[dtype], MutAnyOrigin](
-                                unsafe_from_address=h
-                            ).unsafe_offset(
-                                Int(row) * Int(n)
-                                + column
-                                + (below * width if E.is_gate else 0)
-                            ).unsafe_store(
-                                sum.cast[dtype]()
-                            )
-                        comptime if E.is_gate and below == 0:
-                            gates[at] = sum
-                        else:
-                            c.unsafe_offset(
-                                Int(row) * width + column
-                            ).unsafe_store(
-                                product.epilogue.activated[1](
-                                    gates[at] if E.is_gate else sum, sum
-                                ).cast[dtype]()
-                            )

@@ -21,7 +21,7 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
-from ....grids import let_later_grids_start, wait_on_earlier_grids
+from ....pdl import pdl_trigger, pdl_wait
 from ...epilogue import Epilogue
 from ...row_hook import RowHook
 from ..barriers import (
@@ -38,7 +38,7 @@ from ..eight_bits import result_type, right_type
 from ..parts import SIDE_BY_SIDE, WHOLE, size_of_part
 from ..product import Product
 from ..ring import RingPlace
-from ..shared_memory import store_remote_value
+from ..shared_memory import shared_value, store_remote_value
 from ..tensor_map import Maps
 from ..tma import address_of
 from ..wgmma import (
@@ -50,7 +50,7 @@ from ..wgmma import (
     wait_all,
     wait_previous,
 )
-from .epilogue import load_row_terms, store_sums
+from .epilogue import load_column_terms, load_row_terms
 from .layout import (
     B_BYTES,
     FEW_CLUSTER,
@@ -164,9 +164,11 @@ def few_rows_kernel[
         return
 
     comptime if waits:
-        wait_on_earlier_grids()
-    let_later_grids_start()
+        pdl_wait()
+    pdl_trigger()
+    comptime c_dtype = result_type[dtype]()
     var n = product.n
+    var lane = thread & 31
     var b_descriptor = operand_descriptor[b_transposed](shared.b_tile(0))
     var a_descriptor = operand_descriptor[False](shared.a_tile(0))
     var at = RingPlace(0, 0)
@@ -186,6 +188,7 @@ def few_rows_kernel[
                 c = second_c
             elif own_tile.part == 2:
                 c = third_c
+        var row_pitch = pitch if pitch != 0 else n
         mbarrier_wait(shared.full(at.slot), at.parity)
         var accumulator = multiply_first[
             right_type[dtype](), rows, 1, b_transposed, False, dtype
@@ -244,7 +247,7 @@ def few_rows_kernel[
                 )
         meet_cluster()
         comptime if E.has_row_terms and not H.gathers:
-            wait_on_earlier_grids()
+            pdl_wait()
         if rank == 1:
             comptime if persistent:
                 continue
@@ -253,17 +256,81 @@ def few_rows_kernel[
         var terms = load_row_terms(
             shared, product, half, blocks, thread, tile == 0
         )
-        store_sums[result_type[dtype](), rows](
-            product,
-            accumulator,
-            partial,
-            terms,
-            own_tile,
-            c,
-            n,
-            pitch if pitch != 0 else n,
-            thread,
-            warp_in_block,
-        )
+        var gates = StaticTuple[Float32, rows // 4](0)
+        comptime for below in range(2):
+            var output = (
+                own_tile.first_output
+                + warp_in_block * 16
+                + (lane >> 2)
+                + UInt32(8 * below)
+            )
+            if output < UInt32(n):
+                # Its place in the half of a gate that it belongs to.
+                var column = Int(
+                    own_tile.first_output // 2 + warp_in_block * 8 + (lane >> 2)
+                )
+                var columns = load_column_terms[below](
+                    product, own_tile, output, column
+                )
+                comptime for group in range(rows // 8):
+                    comptime for side in range(2):
+                        comptime i = group * 4 + below * 2 + side
+                        var row = UInt32(group * 8 + side) + (lane & 3) * 2
+                        if row < UInt32(product.m):
+                            var other = shared_value(
+                                partial + thread * 4 + UInt32(i * 128 * 4)
+                            )
+                            comptime if E.adds:
+                                other += (
+                                    Pointer[
+                                        Scalar[c_dtype], MutUntrackedOrigin
+                                    ](
+                                        unsafe_from_address=product.epilogue.addend()
+                                    )
+                                    .unsafe_offset(
+                                        Int(row) * Int(n) + Int(output)
+                                    )
+                                    .unsafe_load()
+                                    .cast[DType.float32]()
+                                )
+                            var sum = product.epilogue.finish[DType.float32, 1](
+                                rebind[Float32](accumulator[i]) + other,
+                                terms[group * 2 + side],
+                                columns,
+                                Int(row),
+                                Int(output),
+                            )
+                            comptime if not E.activates:
+                                c.unsafe_offset(
+                                    Int(row) * Int(row_pitch) + Int(output)
+                                ).unsafe_store(sum.cast[c_dtype]())
+                                continue
+                            var width = Int(n)
+                            comptime if E.is_gate:
+                                width //= 2
+                            else:
+                                column = Int(output)
+                            var h = product.epilogue.h()
+                            if h != 0:
+                                Pointer[Scalar[c_dtype], MutAnyOrigin](
+                                    unsafe_from_address=h
+                                ).unsafe_offset(
+                                    Int(row) * Int(n)
+                                    + column
+                                    + (below * width if E.is_gate else 0)
+                                ).unsafe_store(
+                                    sum.cast[c_dtype]()
+                                )
+                            comptime at = group * 2 + side
+                            comptime if E.is_gate and below == 0:
+                                gates[at] = sum
+                            else:
+                                c.unsafe_offset(
+                                    Int(row) * width + column
+                                ).unsafe_store(
+                                    product.epilogue.activated[1](
+                                        gates[at] if E.is_gate else sum, sum
+                                    ).cast[c_dtype]()
+                                )
         comptime if not persistent:
             return

@@ -4,7 +4,7 @@ from max.gpu.host import FuncAttribute
 from std.math import ceildiv
 
 from ....device import Gpu
-from ....grids import beside_earlier
+from ....pdl import pdl_attributes
 from ...epilogue import Epilogue
 from ...row_hook import RowHook
 from ..eight_bits import result_type
@@ -143,6 +143,6 @@ def launch_few_rows_of_parts[
                 grid_dim=clusters * FEW_CLUSTER,
                 block_dim=FEW_THREADS,
                 shared_mem_bytes=few_rows_shared_bytes(rows, H.gathers),
-                attributes=beside_earlier(),
+                attributes=pdl_attributes(),
             )
             return

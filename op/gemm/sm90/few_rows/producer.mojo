@@ -2,7 +2,7 @@
 
 from std.memory import OpaquePointer
 
-from ....grids import let_later_grids_start, wait_on_earlier_grids
+from ....pdl import pdl_trigger, pdl_wait
 from ...epilogue import Epilogue
 from ...row_hook import RowHook
 from ..barriers import (
@@ -71,11 +71,14 @@ def produce[
     cluster: UInt32,
     clusters: UInt32,
     tiles: UInt32,
-    first: UInt32,
+    ref first: UInt32,
     last: UInt32,
     is_leader: Bool,
 ):
-    """Copies the operands of all tiles of this cluster, of this block's k blocks from `first` to `last`."""
+    """Copies the operands of all tiles of this cluster, of this block's k blocks from `first` to `last`.
+
+    By value, `first` would have the compiler reorder the kernel.
+    """
     comptime k_block = row_elements[dtype]()
     # What of b fills the ring need not wait for a.
     var ahead = first
@@ -97,8 +100,8 @@ def produce[
                         Int32(own.first_output),
                     )
                 if waits or product.a_is_new != 0:
-                    wait_on_earlier_grids()
-                let_later_grids_start()
+                    pdl_wait()
+                pdl_trigger()
             for block in range(first, last):
                 var k = Int32(block) * Int32(k_block)
                 mbarrier_wait(shared.empty(at.slot), at.parity)
