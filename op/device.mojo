@@ -45,7 +45,7 @@ struct Launcher(Movable):
     var alone: Bool
     """Whether no collective runs at the same time: one holds SMs until other GPUs have caught up."""
     var costs: Int
-    """Address of what calls cost on such devices, 0 where nobody has measured that."""
+    """Address of what calls cost on such devices, 0 where that is not measured."""
 
     @staticmethod
     def at(address: Int) -> Pointer[Launcher, MutUntrackedOrigin]:

@@ -337,7 +337,7 @@ def _build_for_tests(kernels: Path, target: str) -> int:
     wanted = [build.Extension(n, "float64", accelerator) for n in build.GPU_EXTENSIONS]
     folder = ROOT / "tests" / "mojo"
     for dtype in ("float32", "bfloat16", "float16"):
-        for name in ("row_programs", "sm90_doors"):
+        for name in ("row_programs", "sm90_entries"):
             wanted.append(build.Extension(name, dtype, accelerator, folder))
     for dtype in ("bfloat16", "float16"):
         wanted.append(build.Extension("sm90_shapes", dtype, accelerator, folder))

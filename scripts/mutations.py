@@ -68,10 +68,10 @@ GPU_LAYERNORM = ("tests/op/norm_linear/test_norm_linear_gpu.py", "-k", "bfloat16
 # The extensions that some tests need, for building them ahead: name, dtype, and folder where it is
 # not the package's.
 _PRODUCT = ("norm_linear_sm90", "bfloat16")
-_DOORS = ("sm90_doors", "bfloat16", "tests/mojo")
+_ENTRIES = ("sm90_entries", "bfloat16", "tests/mojo")
 KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
-    HOPPER: (_PRODUCT, _DOORS),
-    PASSED_ROWS: (_PRODUCT, _DOORS),
+    HOPPER: (_PRODUCT, _ENTRIES),
+    PASSED_ROWS: (_PRODUCT, _ENTRIES),
     SEVERAL: (_PRODUCT,),
     SEVERAL_HALF: (("norm_linear_sm90", "float16"),),
     ROWS_PASSED: (_PRODUCT,),
@@ -407,8 +407,7 @@ MUTATIONS = (
         "few rows are read while the norm still writes them",
         "gpu",
         f"{GEMM_SM90}/few_rows/producer.mojo",
-        "                if waits or product.a_is_new != 0:\n"
-        "                    pdl_wait()\n",
+        "                if waits or product.a_is_new != 0:\n                    pdl_wait()\n",
         "",
         HOPPER,
     ),

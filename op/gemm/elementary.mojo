@@ -49,8 +49,19 @@ comptime _LOWEST = -87.0
 def exponential[
     dtype: DType, width: Int, //, narrow: Bool
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns e^x for x up to 0: of float64 and in float32 on a CPU to the last bit or so, on a GPU to that of
-    x log2(e), and in fewer operations where only the bits of 16 are kept.
+    """Returns e^x for x up to 0: in float64, and in float32 on a CPU, to about the last bit; on a GPU to that of
+    x log2(e); in fewer operations where the result is rounded to 16 bits next.
+
+    Parameters:
+        dtype: The type, float32 or float64.
+        width: The number of elements.
+        narrow: Whether the results are rounded to 16 bits next.
+
+    Args:
+        x: The elements.
+
+    Returns:
+        Their exponentials.
     """
     comptime Lanes = SIMD[dtype, width]
     comptime if dtype == DType.float64:
@@ -155,7 +166,18 @@ def _polynomial[
 def reciprocal[
     dtype: DType, width: Int, //
 ](x: SIMD[dtype, width]) -> SIMD[dtype, width]:
-    """Returns 1 / x on a GPU, off by a unit in the last place at most."""
+    """Returns 1 / x on a GPU, off by a unit in the last place at most.
+
+    Parameters:
+        dtype: The type, float32.
+        width: The number of elements.
+
+    Args:
+        x: The elements.
+
+    Returns:
+        Their reciprocals.
+    """
     comptime if is_nvidia_gpu():
         var result = SIMD[dtype, width]()
         comptime for i in range(width):

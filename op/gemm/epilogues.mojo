@@ -185,7 +185,7 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
     var before: Self.E
     """The other."""
     var pre_activation: Int64
-    """Address of h [M, N], 0 if nobody asks for it; [M, 2N] before a gate."""
+    """Address of h [M, N], 0 if it is not wanted; [M, 2N] before a gate."""
     var kind: Int32
     """Which activation."""
 

@@ -9,7 +9,7 @@ comptime DECLINED = 0
 comptime FUSED = 1
 """One call does all: on a CPU a product that normalizes rows as it packs them, on Hopper our own products."""
 comptime KEPT_FOLD = 2
-"""A product of x as it is and a folded weight that is kept; its epilogue finishes the norm."""
+"""A product of x itself and a folded weight that is kept; its epilogue finishes the norm."""
 comptime NEW_FOLD = 3
 """The same with a weight folded in this call."""
 comptime AROUND_PRODUCTS = 4

@@ -120,7 +120,7 @@ struct RowCall(TrivialRegisterPassable):
             address: Where it is.
 
         Returns:
-            A copy, which stays as it is.
+            A copy, which does not change.
         """
         return Pointer[Self, MutUntrackedOrigin](unsafe_from_address=address)[]
 

@@ -76,7 +76,7 @@ struct Scale(Stage):
 comptime RmsNorm = Program[Scale, features_=1]
 
 
-# y = 2 x - sum(2 x), with two results on the way: sum(x), which is not broadcast, and min(y) at the end
+# y = 2 x - sum(2 x), with two intermediate results: sum(x), which is not broadcast, and min(y) at the end
 struct Doubled(Stage):
     comptime broadcast = False
     comptime results = 1

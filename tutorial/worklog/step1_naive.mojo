@@ -9,7 +9,7 @@ from std.python import PythonObject
 
 from op.device import Gpu
 
-from door import Task, new_module
+from entry import Task, new_module
 
 comptime BLOCK = 16
 """Rows and columns of c that a block computes."""

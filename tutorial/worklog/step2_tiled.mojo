@@ -13,7 +13,7 @@ from std.utils import StaticTuple
 
 from op.device import Gpu
 
-from door import Task, new_module
+from entry import Task, new_module
 
 comptime TILE = 128
 """Rows and columns of c that a block computes."""

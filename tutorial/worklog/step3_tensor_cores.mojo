@@ -29,7 +29,7 @@ from op.gemm.sm90.barriers import (
 from op.gemm.sm90.tma import address_of, load_tile
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
 
-from door import Task, new_module
+from entry import Task, new_module
 from tile import (
     A_BYTES,
     B_BYTES,

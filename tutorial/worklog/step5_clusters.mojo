@@ -40,7 +40,7 @@ from op.gemm.sm90.tma import address_of, load_tile, load_tile_multicast
 from op.gemm.sm90.tiles import Tiles
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
 
-from door import Task, new_module
+from entry import Task, new_module
 from tile import (
     A_BYTES,
     B_BYTES,

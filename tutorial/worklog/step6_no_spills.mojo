@@ -11,7 +11,7 @@ from op.gemm.epilogue import Plain
 from op.gemm.sm90.launch import launch_product
 from op.gemm.sm90.tiling import Tiling
 
-from door import Task, new_module
+from entry import Task, new_module
 
 
 def launch(gpu: Gpu, task: Task) raises:

@@ -16,7 +16,7 @@ from op.device import Gpu
 from op.gemm.sm90.tensor_map import tensor_map
 from op.gemm.sm90.wgmma import K_BLOCK, ROW_BYTES
 
-from door import Task
+from entry import Task
 
 comptime ROWS = 128
 """Rows of a tile, 64 for each of two warpgroups."""

@@ -24,7 +24,7 @@ struct Nothing(Interleaved):
 
 
 struct Fetch(Interleaved):
-    """Brings rows into the second cache, which the processor does not do by itself for this many."""
+    """Brings rows into the second cache, which the processor's prefetcher does not do for this many."""
 
     var next: Int
     """Address of the next line."""

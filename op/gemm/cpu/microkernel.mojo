@@ -1,7 +1,7 @@
 """Multiplies blocks of matrices in vector registers.
 
 The right operand is a packed panel: for each step along the depth, the panel's
-columns lie next to each other, `Blocking.pair` values of each. The left operand
+columns are adjacent, `Blocking.pair` values of each. The left operand
 is read in place, one value (or pair) broadcast at a time, and comes in one of
 two shapes: rows of the workspace, or a panel packed like the right one but
 `Blocking.tile_m` wide.
@@ -260,7 +260,7 @@ def multiply_block[
         depth: Products to sum, at most `Blocking.depth`.
         accumulate: Whether to add what `c` holds.
         output: Where the sum goes instead of to `c`, if it is complete.
-        next_follows: Whether the panel's block that is multiplied next lies in
+        next_follows: Whether the panel's block that is multiplied next is in
             memory behind this one.
     """
     comptime B = Blocking[dtype]

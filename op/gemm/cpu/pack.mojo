@@ -195,7 +195,7 @@ def pack_panels[
     columns: Int,
     prologue: Prologue = AsIs(),
 ):
-    """Packs a part of a matrix as panels that lie side by side.
+    """Packs a part of a matrix as adjacent panels.
 
     A few rows at a time, and asked for ahead: long pieces of few rows come
     faster than short pieces of many.

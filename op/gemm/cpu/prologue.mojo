@@ -7,7 +7,7 @@ from .blocking import Blocking
 trait RowPrologue(TrivialRegisterPassable):
     """Turns rows of a matrix into rows of an operand, vector by vector.
 
-    Packing asks for `row` once, and then hands over that row's vectors.
+    Packing asks for `row` once, and then passes that row's vectors.
     """
 
     def row(self, index: Int) -> Self:
@@ -45,7 +45,7 @@ trait RowPrologue(TrivialRegisterPassable):
 
 @fieldwise_init
 struct AsIs(RowPrologue):
-    """Packs a matrix as it is."""
+    """Packs a matrix unchanged."""
 
     @always_inline
     def row(self, index: Int) -> Self:

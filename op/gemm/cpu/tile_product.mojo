@@ -254,7 +254,7 @@ def multiply_block_by_tiles[
         depth: Products to sum; both operands are zero beyond.
         accumulate: Whether to add what `c` holds.
         output: Where the sum goes instead of to `c`, if it is complete.
-        next_follows: Whether the panel's block that is multiplied next lies in
+        next_follows: Whether the panel's block that is multiplied next is in
             memory behind this one.
     """
     comptime B = Blocking[dtype]

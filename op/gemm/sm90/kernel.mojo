@@ -189,7 +189,7 @@ def matrix_kernel[
                 address_of(more_map),
                 product,
             )
-        # The consumers meet like this around what they hand over.
+        # The consumers meet like this before and after they exchange sums.
         comptime if config.split:
             meet_cluster()
             meet_cluster()

@@ -144,7 +144,7 @@ def launch_parts[
                     box,
                 )
                 c_maps.put(i, c_map)
-    # Each part begins with a tile, or with a k block, of its own.
+    # Each part begins with a new tile, or with a new k block.
     comptime if config.parts == SIDE_BY_SIDE:
         n = steps_of(product.sizes, config.columns) * config.columns
         product.n = Int32(n)

@@ -37,7 +37,7 @@ def backward[dtype: DType](call: CallPointer):
         call: The tensors, and a workspace as `plan_backward` asked for it.
     """
     # On the heap: the compiler might keep a local in registers, where those who
-    # know its address alone would not find it.
+    # know its address alone would not see it.
     var calls: List[Call] = [before_activation(call[])]
     with_norm[dtype, backward_of](
         CallPointer(unsafe_from_address=Int(calls.unsafe_ptr()))

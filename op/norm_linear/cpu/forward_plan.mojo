@@ -16,7 +16,7 @@ from .division import FEW_ROWS, workers
 from .tile_columns import TileColumns
 
 comptime FEW_ROWS_ON_TILES = 512
-"""The same of a forward on tiles, which takes the weight as it is where rows are few."""
+"""The same of a forward on tiles, which reads the weight in place where rows are few."""
 
 comptime FEW_ELEMENTS_ON_TILES = 1 << 21
 """And as many elements of these rows."""

@@ -99,7 +99,7 @@ def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
     """
     if not can[dtype](call):
         return False
-    # Each weight is read once, whoever multiplies; launches are saved.
+    # Each weight is read once in any case; launches are saved.
     if is_for_few_rows(call.M, call.K):
         return call.invariant == 0
     var n = steps_of(sizes_of(call), COLUMNS) * COLUMNS

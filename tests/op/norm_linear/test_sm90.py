@@ -50,7 +50,7 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 
 class Kernels:
-    """The extension of one dtype and the tests' own doors, with tensors in place of addresses."""
+    """The extension of one dtype and entry points for tests, with tensors in place of addresses."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -59,7 +59,7 @@ class Kernels:
 
     @functools.cached_property
     def parts(self) -> ModuleType:
-        return extension("sm90_doors", self.dtype, "tests/mojo", gpu=True)
+        return extension("sm90_entries", self.dtype, "tests/mojo", gpu=True)
 
     def product(self, x: Tensor, w: Tensor) -> Tensor:
         y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)

@@ -52,7 +52,7 @@ class Products:
     """The products of one dtype, between guards."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.module = extension("sm90_doors", dtype, "tests/mojo", gpu=True)
+        self.module = extension("sm90_entries", dtype, "tests/mojo", gpu=True)
         self.own = self.module.new_launcher(0, torch.cuda.current_stream().cuda_stream, 1)
 
     def input_gradient(self, dy: Tensor, w: Tensor) -> Tensor:

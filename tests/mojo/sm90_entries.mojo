@@ -99,10 +99,10 @@ def statistics(
 
 
 @export
-def PyInit_sm90_doors() abi("C") -> PythonObject:
+def PyInit_sm90_entries() abi("C") -> PythonObject:
     """Makes the module."""
     try:
-        var builder = PythonModuleBuilder("sm90_doors")
+        var builder = PythonModuleBuilder("sm90_entries")
         builder.def_py_c_function(
             new_launcher,
             "new_launcher",
@@ -129,4 +129,4 @@ def PyInit_sm90_doors() abi("C") -> PythonObject:
             )
         return builder.finalize()
     except e:
-        abort(t"failed to create sm90_doors: {e}")
+        abort(t"failed to create sm90_entries: {e}")
