@@ -22,7 +22,7 @@ from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
 from ....pdl import pdl_trigger, pdl_wait
-from ...epilogue import Epilogue
+from ...epilogue import Epilogue, RowTerms
 from ...row_hook import RowHook
 from ..barriers import (
     cluster_rank,
@@ -38,7 +38,12 @@ from ..eight_bits import result_type, right_type
 from ..parts import SIDE_BY_SIDE, WHOLE, size_of_part
 from ..product import Product
 from ..ring import RingPlace
-from ..shared_memory import shared_value, store_remote_value
+from ..shared_memory import (
+    shared_pair,
+    shared_value,
+    store_remote_value,
+    store_shared_pair,
+)
 from ..tensor_map import Maps
 from ..tma import address_of
 from ..wgmma import (
@@ -50,7 +55,7 @@ from ..wgmma import (
     wait_all,
     wait_previous,
 )
-from .epilogue import load_column_terms, load_row_terms
+from .column_terms import load_column_terms
 from .layout import (
     B_BYTES,
     FEW_CLUSTER,
@@ -126,6 +131,7 @@ def few_rows_kernel[
             )
         )
     )
+    var row_sums = shared.row_sums()
     var thread = UInt32(thread_idx.x)
     var warp_in_block = warp.broadcast(thread // 32)
     var rank = cluster_rank()
@@ -233,7 +239,7 @@ def few_rows_kernel[
                 var own = sums.part(Float32((last - first) * K_BLOCK))
                 if thread & 1 == 0:
                     var place = (
-                        map_to_rank(shared.row_sums(0), 0)
+                        map_to_rank(row_sums, 0)
                         + (rank * UInt32(2 * rows) + thread) * 4
                     )
                     store_remote_value(place, own[0])
@@ -253,9 +259,41 @@ def few_rows_kernel[
                 continue
             return
 
-        var terms = load_row_terms(
-            shared, product, half, blocks, thread, tile == 0
-        )
+        # All are loaded at once, even for rows that do not exist. A lane's columns of
+        # the product are the rows group * 8 + lane % 4 * 2 + side of a.
+        var terms = StaticTuple[RowTerms[], rows // 4](RowTerms[](1, 0))
+        comptime if H.gathers:
+            if thread < UInt32(rows):
+                var counts = SIMD[DType.float32, 2](
+                    Float32(half * K_BLOCK), Float32((blocks - half) * K_BLOCK)
+                )
+                var own = product.hook.terms(
+                    product.hook.join(
+                        shared_pair(row_sums + thread * 8),
+                        shared_pair(row_sums + (UInt32(rows) + thread) * 8),
+                        counts,
+                    ),
+                    counts.reduce_add(),
+                )
+                store_shared_pair(
+                    row_sums + thread * 8, {own.offset, own.scale}
+                )
+                if tile == 0 and thread < UInt32(product.m):
+                    product.hook.keep(Int(thread), own)
+            named_barrier_sync(1, 128)
+        comptime if E.has_row_terms:
+            comptime for i in range(rows // 4):
+                comptime row = i // 2 * 8 + i % 2
+                comptime if H.gathers:
+                    var pair = shared_pair(
+                        row_sums + UInt32(row * 8) + (lane & 3) * 16
+                    )
+                    terms[i] = RowTerms[](pair[1], pair[0])
+                    continue
+                terms[i] = product.epilogue.row_terms(
+                    Int(min(Int32(row) + Int32(lane & 3) * 2, product.m - 1))
+                )
+        # Row lane / 4 of b's 16 in this warp, and the one 8 below.
         var gates = StaticTuple[Float32, rows // 4](0)
         comptime for below in range(2):
             var output = (

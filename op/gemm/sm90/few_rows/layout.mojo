@@ -120,9 +120,9 @@ struct FewRowsShared[rows: Int, gathers: Bool](TrivialRegisterPassable):
         )
 
     @always_inline
-    def row_sums(self, rank: UInt32) -> UInt32:
-        """Locates what a block has gathered of the rows of a, a pair for each."""
-        return self.partial_sums(1) + rank * UInt32(2 * Self.rows * 4)
+    def row_sums(self) -> UInt32:
+        """Locates what the blocks have gathered of the rows of a: a pair for each row, of one block after the other."""
+        return self.partial_sums(1)
 
     @always_inline
     def full(self, slot: UInt32) -> UInt32:
