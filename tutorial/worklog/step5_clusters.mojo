@@ -24,7 +24,7 @@ from std.utils import StaticTuple
 from op.device import Gpu
 from op.gemm.sm90.config import CONSUMERS, THREADS, Config
 from op.gemm.sm90.ring import RingPlace
-from op.gemm.sm90.shared import Shared
+from op.gemm.sm90.shared_layout import Shared
 from op.gemm.sm90.barriers import (
     cluster_rank,
     fence_barrier_init,
