@@ -29,6 +29,9 @@ class Loss(NamedTuple):
         z_loss: Factor of the squared logarithm of the sum of exponentials.
         softcap: What logits are limited to by tanh, 0 for nothing.
         chunk_rows: Rows whose logits exist at one time, 0 for what suits the device.
+        group: Name of the processes that share the vocabulary, "" if one has all of it.
+        first: The first class that this process has of it.
+        classes: Classes of the whole vocabulary where processes share it.
     """
 
     reduction: str = "mean"
@@ -37,6 +40,9 @@ class Loss(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0
     chunk_rows: int = 0
+    group: str = ""
+    first: int = 0
+    classes: int = 0
 
 
 class Head(NamedTuple):
@@ -44,10 +50,10 @@ class Head(NamedTuple):
 
     Attributes:
         x: Rows of shape `[..., K]`.
-        weight: Of shape `[V, K]`.
-        bias: Of shape `[V]`.
+        weight: Of shape `[V, K]`, or the rows that a process has of it.
+        bias: Of shape `[V]`, or what a process has of it.
         target: Labels of shape `[...]`, int64.
-        class_weight: Of shape `[V]`.
+        class_weight: Of shape `[V]`, of the whole vocabulary.
         token_weight: Of the shape of `target`.
     """
 

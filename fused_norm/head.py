@@ -12,6 +12,7 @@ from fused_norm.composition import Operands, Spec
 from fused_norm.cross_entropy import REDUCTIONS, Head, Loss
 from fused_norm.ops import head as head_ops
 from fused_norm.ops.family import checked_eps
+from fused_norm.ops.head_shards import has_dtensor, over_shards
 
 # Rows of a chunk where memory is short: an H100 takes 2 to 8 % longer.
 SMALL_ROWS = 2048
@@ -46,7 +47,9 @@ def linear_cross_entropy(
 
     On Hopper GPUs in bfloat16, exponentials take the place of logits, and no logit is rounded
     (the scaled exponentials of quack, with an offset of the row known before the product).
-    Elsewhere, and with a softcap, PyTorch's ops compute chunks of rows.
+    Elsewhere, and with a softcap, PyTorch's ops compute chunks of rows; so they do for a vocabulary
+    that processes share: a weight (and bias) that is a DTensor sharded on dim 0, with an x that is
+    a DTensor. The results are then DTensors that all processes have.
 
     Args:
         x: Rows of shape `[..., K]`.
@@ -79,10 +82,7 @@ def linear_cross_entropy(
     loss = _checked(reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows))
     x, weight, bias = _cast(x, weight, bias)
     t = Head(x, weight, bias, target, class_weight, token_weight)
-    if head_ops.fits(t):
-        result, logsumexp = head_ops.call(t, loss)
-    else:
-        result, logsumexp = cross_entropy.by_pytorch(t, loss)
+    result, logsumexp = _computed(t, loss)
     return (result, logsumexp) if return_logsumexp else result
 
 
@@ -134,6 +134,15 @@ def norm_linear_cross_entropy(
     t = Operands(x, residual, norm_weight, norm_bias, weights=[weight])
     z = composition.normalized(spec, composition.summed(t), t)
     return linear_cross_entropy(z, weight, target, bias, **loss)
+
+
+def _computed(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
+    if not head_ops.fits(t):
+        return cross_entropy.by_pytorch(t, loss)
+    if not has_dtensor(t):
+        return head_ops.call(t, loss)
+    found = over_shards(head_ops.call, t, loss)
+    return cross_entropy.by_pytorch(t, loss) if found is None else found
 
 
 def _rows(chunk_rows: int | str | None) -> int:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
+from fused_norm.chain import shards
 from fused_norm.cross_entropy import Head, Loss
 
 
@@ -77,19 +78,22 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
         slope = None if chunk.scales is None else 1 - bent.square()
         z = bent.mul_(loss.softcap)
     counts = target != loss.ignore_index
-    labels = torch.where(counts, target, 0).unsqueeze(1)
+    labels = torch.where(counts, target, 0)
     class_weight = None if t.class_weight is None else t.class_weight.to(wide)
-    own = counts.to(wide) if class_weight is None else class_weight[labels[:, 0]] * counts
-    hard, smooth = own * (1 - loss.label_smoothing), loss.label_smoothing / t.weight.shape[0]
-    logit = z.gather(1, labels)[:, 0]
-    total: Any = t.weight.shape[0]
+    own = counts.to(wide) if class_weight is None else class_weight[labels] * counts
+    classes = loss.classes or t.weight.shape[0]
+    hard, smooth = own * (1 - loss.label_smoothing), loss.label_smoothing / classes
+    label = _Label.of(labels, t.weight.shape[0], loss)
+    logit = label.entry(z)
+    total: Any = classes
     of_all = None
     if smooth:
-        of_all = z.sum(1) if class_weight is None else z @ class_weight
         total = total if class_weight is None else class_weight.sum()
-    most = z.amax(1)
+        class_weight = _own_classes(class_weight, t, loss)
+        of_all = z.sum(1) if class_weight is None else z @ class_weight
+    most = shards.largest(z, loss.group)
     e = z.sub_(most.unsqueeze(1)).exp_()
-    sums = e.sum(1)
+    sums, logit, of_all = shards.totals((e.sum(1), logit, of_all), loss.group)
     lse = most + sums.log()
     losses = hard * (lse - logit)
     if of_all is not None:
@@ -99,24 +103,67 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
     if chunk.scales is None:
         return Rows(losses, lse, e)
     scales = chunk.scales
-    of_sum = scales * (hard + smooth * total * counts + 2 * loss.z_loss * lse * counts)
+    # A number times a bool would be float32.
+    of_sum = scales * (hard + (smooth * total + 2 * loss.z_loss * lse) * counts)
     if chunk.logsumexp_scales is not None:
         of_sum = of_sum + chunk.logsumexp_scales
     is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
     # Float16 has not the range for a label's entry before its factor.
     if is_plain and x.dtype is not torch.float16:
-        e.scatter_add_(1, labels, -(sums * counts).unsqueeze(1))
+        label.add(e, -(sums * counts))
         factors = of_sum / sums
         scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
         return Rows(losses, lse, e.to(x.dtype), factors, scaled)
     e.mul_((of_sum / sums).unsqueeze(1))
-    e.scatter_add_(1, labels, -(scales * hard).unsqueeze(1))
+    label.add(e, -(scales * hard))
     if smooth:
         each = (scales * smooth).unsqueeze(1)
         e.sub_(each if class_weight is None else each * class_weight)
     if slope is not None:
         e.mul_(slope)
     return Rows(losses, lse, e.to(x.dtype))
+
+
+class _Label(NamedTuple):
+    """Where rows' labels are among the classes of a process.
+
+    Attributes:
+        column: Of each row's label, shape `[rows, 1]`; any for a label that another process has.
+        is_here: Whether this process has it, shape `[rows]`; None where it has all.
+    """
+
+    column: Tensor
+    is_here: Tensor | None
+
+    @staticmethod
+    def of(labels: Tensor, classes: int, loss: Loss) -> _Label:
+        """Find labels in range among so many classes, from `loss.first` on."""
+        if not loss.group:
+            return _Label(labels.unsqueeze(1), None)
+        column = labels - loss.first
+        is_here = (column >= 0) & (column < classes)
+        return _Label(torch.where(is_here, column, 0).unsqueeze(1), is_here)
+
+    def entry(self, z: Tensor) -> Tensor:
+        """Return a row's entry for its label, 0 where that is elsewhere."""
+        if self.is_here is None:
+            return z.gather(1, self.column)[:, 0]
+        if not z.shape[1]:
+            return z.new_zeros(z.shape[0])
+        return torch.where(self.is_here, z.gather(1, self.column)[:, 0], 0)
+
+    def add(self, z: Tensor, values: Tensor) -> None:
+        """Add a value to each row's entry for its label, where that is here."""
+        if self.is_here is not None:
+            values = torch.where(self.is_here, values, 0)
+        if z.shape[1]:
+            z.scatter_add_(1, self.column, values.unsqueeze(1))
+
+
+def _own_classes(class_weight: Tensor | None, t: Head, loss: Loss) -> Tensor | None:
+    if class_weight is None or not loss.group:
+        return class_weight
+    return class_weight[loss.first : loss.first + t.weight.shape[0]]
 
 
 def _logits(x: Tensor, t: Head, wide: torch.dtype) -> Tensor:

@@ -38,7 +38,7 @@ def serves(t: Head, loss: Loss) -> bool:
     return (
         x.is_cuda
         and x.dtype is torch.bfloat16
-        and not loss.softcap
+        and not (loss.softcap or loss.group)
         and kernels.is_hopper(x.device.index or 0)
         and x.shape[1] % 8 == 0
         and x.numel() > 0

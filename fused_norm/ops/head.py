@@ -26,7 +26,7 @@ _TENSORS = (
 )
 _OPTIONS = (
     "str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "int chunk_rows, bool[] wanted"
+    "int chunk_rows, str group, int first, int classes, bool[] wanted"
 )
 _COUNT = len(Head._fields)
 
@@ -43,7 +43,7 @@ def _check_labels(t: Head, loss: Loss) -> None:
         IndexError: If there is one, as in PyTorch.
     """
     target = t.target
-    outside = (target < 0) | (target >= t.weight.shape[0])
+    outside = (target < 0) | (target >= (loss.classes or t.weight.shape[0]))
     outside &= target != loss.ignore_index
     if target.is_cuda:
         torch._assert_async(~outside.any())
@@ -143,6 +143,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         *options, computed = ctx.options
         if torch.is_grad_enabled():
             t, loss = Head(*saved), Loss(*options)
+            if loss.group:
+                raise RuntimeError("a head whose vocabulary is sharded has no second derivatives")
             return (*cross_entropy.gradients(t, loss, (grad, grad_logsumexp), wanted), *rest)
         is_scaled = any(computed) and grad_logsumexp is None and not ctx.is_spent
         if is_scaled and grad is not None:

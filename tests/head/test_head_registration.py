@@ -48,7 +48,7 @@ def test_gradcheck(reduction: str, softcap: float | None) -> None:
 
 def test_opcheck() -> None:
     x, weight, target, bias = case(6, 4, 5, bias=True)
-    options = ("mean", -100, 0.1, 0.0, 0.0, 4, [True, True, True])
+    options = ("mean", -100, 0.1, 0.0, 0.0, 4, "", 0, 0, [True, True, True])
     tensors = (x, weight, bias, target, None, None)
     utilities = ("test_schema", "test_faketensor")
     op: Any = torch.ops.fused_norm
