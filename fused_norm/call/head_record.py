@@ -12,9 +12,10 @@ FIELDS = (
     *("is_any_bad", "scales", "logsumexp_scales"),
     *("class_weight", "class_weight_sum", "mean_weight", "mean_bias"),
     *("losses", "logsumexp", "factors", "scaled", "ignore_index", "label_smoothing", "z_loss"),
+    "softcap",
     *("tensor", "count", "is_float32", "scale"),
 )
-NUMBERS = ("label_smoothing", "z_loss")
+NUMBERS = ("label_smoothing", "z_loss", "softcap")
 
 
 class HeadCall(ctypes.Structure):

@@ -38,7 +38,7 @@ def serves(t: Head, loss: Loss) -> bool:
     return (
         x.is_cuda
         and x.dtype is torch.bfloat16
-        and not (loss.softcap or loss.group)
+        and can_do(loss)
         and kernels.is_hopper(x.device.index or 0)
         and x.shape[1] % 8 == 0
         and x.numel() > 0
@@ -47,6 +47,16 @@ def serves(t: Head, loss: Loss) -> bool:
         and (t.bias is None or _can_be_copied(t.bias))
         and is_built()
     )
+
+
+def can_do(loss: Loss) -> bool:
+    """Return whether the kernels know the options of a loss.
+
+    Args:
+        loss: What to compute.
+    """
+    # What smoothing takes from the gradient is no matrix of rank one behind a softcap.
+    return not loss.group and not (loss.softcap and loss.label_smoothing)
 
 
 def _can_be_copied(bias: Tensor) -> bool:
@@ -137,7 +147,7 @@ class Way:
         call.class_weight, call.class_weight_sum = map(address, (self.class_weight, self.class_sum))
         call.mean_weight, call.mean_bias = address(self.mean_weight), address(self.mean_bias)
         call.ignore_index, call.label_smoothing = loss.ignore_index, loss.label_smoothing
-        call.z_loss = loss.z_loss
+        call.z_loss, call.softcap = loss.z_loss, loss.softcap
 
     def _offsets(self) -> Tensor:
         weight, bias = self.t.weight, self.t.bias
@@ -145,7 +155,10 @@ class Way:
         logits = torch.mm(self.x, weight[::step][:_SAMPLES].t())
         if bias is not None:
             logits = logits + bias[::step][:_SAMPLES]
-        return logits.amax(1).float() + _MARGIN
+        most = logits.amax(1).float()
+        if cap := self.loss.softcap:
+            most = cap * torch.tanh(most / cap)
+        return most + _MARGIN
 
     def rows(self, chunk: Chunk) -> Rows:
         """Compute a chunk; what it leaves is valid until the next one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ def largest(z: Tensor, group: str) -> Tensor:
     return _all_reduced(own, "max", group)
 
 
-def totals(summands: Sequence[Tensor | None], group: str) -> list[Tensor | None]:
+def totals(summands: Sequence[Tensor | None], group: str) -> list[Any]:
     """Return the sums over all processes; None stays None.
 
     Args:
@@ -37,4 +38,5 @@ def totals(summands: Sequence[Tensor | None], group: str) -> list[Tensor | None]
 
 def _all_reduced(tensor: Tensor, op: str, group: str) -> Tensor:
     found: Tensor = torch.ops._c10d_functional.all_reduce(tensor, op, group)
-    return torch.ops._c10d_functional.wait_tensor(found)
+    found = torch.ops._c10d_functional.wait_tensor(found)
+    return found

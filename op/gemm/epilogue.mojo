@@ -67,6 +67,8 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether c is stored; otherwise only sums of it are kept."""
     comptime sums_rows: Bool = False
     """Whether what is finished of a row is added up over the columns of each tile, before it is rounded."""
+    comptime weighs: Bool = False
+    """Whether what is finished is multiplied by weights once its rows are summed, before it is stored."""
 
     @always_inline
     def addend(self) -> Int:
@@ -187,6 +189,29 @@ trait Epilogue(TrivialRegisterPassable):
             sum: The sum of what was finished.
         """
         pass
+
+    @always_inline
+    def weights[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+    ) -> SIMD[dtype, width]:
+        """Finds what finished sums are multiplied by before they are stored.
+
+        Parameters:
+            dtype: Type of the sums.
+            width: How many neighboring columns.
+
+        Args:
+            sums: The sums, before they are finished.
+            column_terms: Elements of the vectors.
+
+        Returns:
+            Their weights.
+        """
+        return SIMD[dtype, width](1)
 
     def finish[
         dtype: DType, width: Int

@@ -35,7 +35,7 @@ struct HeadCall(ImplicitlyCopyable, Movable):
     var offsets: Int
     """What is taken off the logits of each row before their exponentials [M], float32."""
     var exponentials: Int
-    """The exponentials [M, V], bfloat16; 0 where only sums are wanted."""
+    """The exponentials [M, V], bfloat16, with a softcap times its slope; 0 where only sums are wanted."""
     var partials: Int
     """Sums of the exponentials of each tile [M, tiles], float32."""
     var maxima: Int
@@ -70,6 +70,8 @@ struct HeadCall(ImplicitlyCopyable, Movable):
     """Share of the label that all classes have alike."""
     var z_loss: Float64
     """Factor of the squared logarithm of the sum in the loss."""
+    var softcap: Float64
+    """What tanh limits logits to, 0 for nothing; not with label smoothing."""
     var tensor: Int
     """What is multiplied by a number on the device [count], in place."""
     var count: Int

@@ -1,10 +1,11 @@
 """The product with the vocabulary whose epilogue leaves exponentials in place of logits.
 
-    e[m, v] = exp(x[m] . w[v] + bias[v] - offset[m])
+    e[m, v] = exp(z - offset[m]) for z = x[m] . w[v] + bias[v]
 
 Sums over the columns of each tile are those of the unrounded values. The offset is known before the product, so no
 pass over the logits has to compute it; any within about 70 of the row's largest logit works, as bfloat16 has the
-range of float32. No logit is ever rounded.
+range of float32. No logit is ever rounded. With a softcap, z is the limited logit, and what is stored is
+multiplied by the slope of tanh.
 """
 
 from std.math import exp2, min
@@ -17,6 +18,7 @@ from ..gemm.sm90.launch_matrix import BAND, launch_parts
 from ..gemm.sm90.parts import Matrices
 from ..gemm.sm90.product import Product
 from .call import HeadCall
+from .softcap import capped, slope
 
 comptime LOG2E = Float32(1.4426950408889634)
 """Logarithm to the base 2 of e."""
@@ -30,18 +32,23 @@ comptime TILES_WITH_BIAS = 128
 
 
 @fieldwise_init
-struct Exponentials[bias_dtype: DType, has_bias: Bool, keeps: Bool](Epilogue):
+struct Exponentials[
+    bias_dtype: DType, has_bias: Bool, keeps: Bool, is_capped: Bool
+](Epilogue):
     """Exponentials of sums less an offset of the row, and their sums over a tile.
 
     Parameters:
         bias_dtype: Type of the bias.
         has_bias: Whether there is one.
         keeps: Whether the exponentials are stored.
+        is_capped: Whether tanh limits the logits.
     """
 
     comptime name = StaticString(
-        "exponentials"
-    ) if Self.keeps else StaticString("exponential_sums")
+        "capped_exponentials" if Self.is_capped else "exponentials"
+    ) if Self.keeps else StaticString(
+        "capped_exponential_sums" if Self.is_capped else "exponential_sums"
+    )
     """Tells kernels apart."""
     comptime vectors = 1 if Self.has_bias else 0
     """The bias."""
@@ -53,6 +60,8 @@ struct Exponentials[bias_dtype: DType, has_bias: Bool, keeps: Bool](Epilogue):
     """Whether they are."""
     comptime sums_rows = True
     """They are."""
+    comptime weighs = Self.is_capped and Self.keeps
+    """By the slope of tanh."""
 
     var bias: Int64
     """Address of the bias [N]."""
@@ -64,6 +73,8 @@ struct Exponentials[bias_dtype: DType, has_bias: Bool, keeps: Bool](Epilogue):
     """Tiles of a row."""
     var columns: Int32
     """Columns that there are; those past them have exponentials of 0."""
+    var softcap: Float32
+    """What tanh limits logits to."""
 
     @doc_hidden
     @always_inline
@@ -82,6 +93,33 @@ struct Exponentials[bias_dtype: DType, has_bias: Bool, keeps: Bool](Epilogue):
             unsafe_from_address=Int(self.partials)
         ).unsafe_offset(row * Int(self.tiles) + tile).unsafe_store(sum)
 
+    @always_inline
+    def _logits[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+    ) -> SIMD[DType.float32, width]:
+        """Returns logits before they are limited."""
+        var logits = sums.cast[DType.float32]()
+        comptime if Self.has_bias:
+            logits += column_terms[0].cast[DType.float32]()
+        return logits
+
+    @doc_hidden
+    @always_inline
+    def weights[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+    ) -> SIMD[dtype, width]:
+        return slope[width](
+            self._logits(sums, column_terms), self.softcap
+        ).cast[dtype]()
+
     @doc_hidden
     @always_inline
     def finish[
@@ -95,9 +133,9 @@ struct Exponentials[bias_dtype: DType, has_bias: Bool, keeps: Bool](Epilogue):
         column: Int,
     ) -> SIMD[dtype, width]:
         comptime Some = SIMD[DType.float32, width]
-        var logits = sums.cast[DType.float32]()
-        comptime if Self.has_bias:
-            logits += column_terms[0].cast[DType.float32]()
+        var logits = self._logits(sums, column_terms)
+        comptime if Self.is_capped:
+            logits = capped[width](logits, self.softcap)
         var offset = row_terms.offset.cast[DType.float32]()
         var exponents = logits.fma(Some(LOG2E), Some(-offset))
         var values = exp2(min(exponents, Some(LARGEST)))
@@ -119,30 +157,44 @@ def launch_exponentials(gpu: Gpu, call: HeadCall) raises:
     """
     comptime for keeps in [True, False]:
         if (call.exponentials != 0) == keeps:
-            if call.bias != 0:
-                comptime config = Config.of(TILES_WITH_BIAS, ping_pong=True)
-                _launch[config, True, keeps](gpu, call)
-                return
-            comptime for i in range(len(TILES)):
-                comptime columns = TILES[i]
-                comptime config = Config.of(columns, ping_pong=columns < 256)
-                if call.columns == columns:
-                    _launch[config, False, keeps](gpu, call)
+            comptime for has_bias in [True, False]:
+                comptime for is_capped in [True, False]:
+                    if (call.bias != 0) == has_bias and (
+                        call.softcap != 0
+                    ) == is_capped:
+                        _launch_tile[has_bias, keeps, is_capped](gpu, call)
+
+
+def _launch_tile[
+    has_bias: Bool, keeps: Bool, is_capped: Bool
+](gpu: Gpu, call: HeadCall) raises:
+    """Chooses the kernel of a tile, where there is more than one."""
+    comptime if has_bias:
+        comptime config = Config.of(TILES_WITH_BIAS, ping_pong=True)
+        _launch[config, True, keeps, is_capped](gpu, call)
+    else:
+        # With a softcap there is the first alone.
+        comptime for i in range(1 if is_capped else len(TILES)):
+            comptime columns = TILES[i]
+            comptime config = Config.of(columns, ping_pong=columns < 256)
+            if call.columns == columns:
+                _launch[config, False, keeps, is_capped](gpu, call)
 
 
 def _launch[
-    config: Config, has_bias: Bool, keeps: Bool
+    config: Config, has_bias: Bool, keeps: Bool, is_capped: Bool
 ](gpu: Gpu, call: HeadCall) raises:
     var product = Product(
         call.M,
         call.V,
         call.K,
-        Exponentials[DType.bfloat16, has_bias, keeps](
+        Exponentials[DType.bfloat16, has_bias, keeps, is_capped](
             Int64(call.bias),
             {unsafe_from_address = call.offsets},
             Int64(call.partials),
             Int32(call.tiles),
             Int32(call.V),
+            call.softcap.cast[DType.float32](),
         ),
         NoHook(),
     )

@@ -17,6 +17,7 @@ from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .call import HeadCall
 from .dots import THREADS, WARPS, dot, elements, is_bad
 from .exponentials import LOG2E, TILES_WITH_BIAS
+from .softcap import capped, slope
 
 comptime _LOWEST = Float32(-3.0e38)
 comptime _BLOCKS = 2
@@ -55,6 +56,7 @@ def repair_kernel[
     v: Int32,
     pitch: Int64,
     columns: Int32,
+    softcap: Float32,
 ):
     """Finds the largest logit of each tile of bad rows; or, with those, their exponentials and sums.
 
@@ -78,6 +80,7 @@ def repair_kernel[
         v: Words.
         pitch: Elements from one row of exponentials to the next.
         columns: Columns of a tile.
+        softcap: What tanh limits logits to, 0 for nothing.
     """
     pdl_wait()
     pdl_trigger()
@@ -108,9 +111,14 @@ def repair_kernel[
             var own = Float32(0) if is_second else _LOWEST
             for word in range(first + own_warp, end, WARPS):
                 var z = _logit(x, weight, bias, row, word, Int(k), lane)
+                var its_slope = Float32(1)
+                if softcap != 0:
+                    its_slope = slope[1](z, softcap)
+                    z = capped[1](z, softcap)
                 comptime if is_second:
                     var e = exp2((z - offset) * LOG2E)
                     own += e
+                    e *= its_slope
                     if exponentials != 0 and lane == 0:
                         elements[DType.bfloat16](
                             exponentials, row * Int(pitch) + word
@@ -162,6 +170,7 @@ def launch_repair(gpu: Gpu, call: HeadCall) raises:
             Int32(call.V),
             Int64(call.pitch),
             Int32(TILES_WITH_BIAS if call.bias != 0 else call.columns),
+            call.softcap.cast[DType.float32](),
             grid_dim=_BLOCKS * gpu.processors,
             block_dim=THREADS,
             attributes=pdl_attributes(),

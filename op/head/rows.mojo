@@ -6,7 +6,9 @@ With S the sum of a row's exponentials E, s the gradient of its loss and t its l
                                                   b = s (1 - e) w_t        c = s e / V
 
 for label smoothing e, class weights w, and the factor z of lse^2 in the loss. So E[t] becomes exp(z_t - offset) -
-b S / a, the row's factor is a / S, and the factor times x is stored; the caller adds the term in c, of rank one.
+b S / a, the row's factor is a / S, and the factor times x is stored; the caller adds the term in c, of rank one. With
+a softcap all of it is multiplied by the slope of tanh, as E already is; the term in c then has no rank of one and is not
+served.
 """
 
 from max.gpu import block_idx, thread_idx
@@ -18,6 +20,7 @@ from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .call import HeadCall
 from .dots import THREADS, WARPS, WIDTH, dot, elements, is_bad
 from .exponentials import LARGEST, LOG2E
+from .softcap import capped, slope
 
 # The least that the gradient of a row's sum is to that of its label; far below the roundings of bfloat16.
 comptime _LEAST_FACTOR = Float32(1.0 / (1 << 20))
@@ -107,6 +110,7 @@ def rows_kernel(
     ignore_index: Int64,
     label_smoothing: Float32,
     z_loss: Float32,
+    softcap: Float32,
     m: Int32,
     k: Int32,
     v: Int32,
@@ -139,6 +143,7 @@ def rows_kernel(
         ignore_index: See there.
         label_smoothing: See there.
         z_loss: See there.
+        softcap: See there.
         m: Rows.
         k: Features.
         v: Words.
@@ -162,6 +167,7 @@ def rows_kernel(
     var counts = label != Int(ignore_index) and label >= 0 and label < Int(v)
     var own_x = elements[DType.bfloat16](x, row * features)
     var logit = Float32(0)
+    var its_slope = Float32(1)
     var own_weight = Float32(1)
     if counts:
         logit = dot(
@@ -174,6 +180,9 @@ def rows_kernel(
             logit += elements[DType.bfloat16](bias, label)[].cast[
                 DType.float32
             ]()
+        if softcap != 0:
+            its_slope = slope[1](logit, softcap)
+            logit = capped[1](logit, softcap)
         if class_weight != 0:
             own_weight = elements[DType.float32](class_weight, label)[]
     var all_weights = Float32(v)
@@ -229,7 +238,9 @@ def rows_kernel(
             var own = exp2(min((logit - offset) * LOG2E, LARGEST))
             elements[DType.bfloat16](
                 exponentials, row * Int(pitch) + label
-            )[] = (own - scale * hard / of_sum * sum).cast[DType.bfloat16]()
+            )[] = ((own - scale * hard / of_sum * sum) * its_slope).cast[
+                DType.bfloat16
+            ]()
     var own_scaled = elements[DType.bfloat16](scaled, row * features)
     for at in range(lane * WIDTH, features, 32 * WIDTH):
         var values = own_x.unsafe_offset(at).unsafe_load[
@@ -274,6 +285,7 @@ def launch_rows(gpu: Gpu, call: HeadCall) raises:
         Int64(call.ignore_index),
         call.label_smoothing.cast[DType.float32](),
         call.z_loss.cast[DType.float32](),
+        call.softcap.cast[DType.float32](),
         Int32(call.M),
         Int32(call.K),
         Int32(call.V),

@@ -62,7 +62,7 @@ def test_options_in_each_dtype(data: Any, bias: bool, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [1, 7, 32001, 50257])
+@pytest.mark.parametrize("classes", [1, 7, 32001, 50257, 128256])
 def test_vocabularies(classes: int, dtype: torch.dtype) -> None:
     check(case(40, 8, classes, dtype=dtype), at_most=3)
 

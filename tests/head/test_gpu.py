@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from heads import check, ours, results
 import fused_norm as fn
 from fused_norm.chain import head_sm90
 from fused_norm.chain.kernels import is_hopper
+from fused_norm.cross_entropy import Head, Loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,12 +41,22 @@ def test_kernels_serve() -> None:
     if not is_hopper(0):
         pytest.skip("needs Hopper")
     assert head_sm90.is_built()
+    x, weight, target, bias = case(2, 64, 16, bias=True)
+    for loss in (Loss(), Loss(softcap=30.0), Loss(label_smoothing=0.1)):
+        assert head_sm90.serves(Head(x, weight, bias, target), loss)
 
 
 # Rows that fill no tile, one row, vocabularies that are no multiple of anything.
 @pytest.mark.parametrize(
     ("M", "K", "V"),
-    [(1, 64, 7), (130, 64, 1), (77, 72, 1000), (300, 256, 32001), (513, 128, 50257)],
+    [
+        (1, 64, 7),
+        (130, 64, 1),
+        (77, 72, 1000),
+        (300, 256, 32001),
+        (513, 128, 50257),
+        (40, 64, 128256),
+    ],
 )
 def test_sizes(M: int, K: int, V: int) -> None:
     check(case(M, K, V), at_most=2.5)
@@ -53,9 +66,10 @@ def test_many_chunks() -> None:
     check(case(1000, 256, 5003), upstream=0.25, at_most=4, chunk_rows=128)
 
 
+@pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("std", [0.1, 1.0, 4.0, 12.0, 50.0])
-def test_deviations(std: float) -> None:
-    check(case(500, 256, 32064, std), at_most=2)
+def test_deviations(std: float, softcap: float | None) -> None:
+    check(case(500, 256, 32064, std), at_most=2 if softcap is None else 2.5, softcap=softcap)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -63,6 +77,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"z_loss": 1e-3},
     {"reduction": "sum"},
     {"softcap": 15.0},
+    {"softcap": 3.0, "z_loss": 1e-2, "class_weight": True, "token_weight": True},
+    {"softcap": 3.0, "label_smoothing": 0.1},
     {"class_weight": True},
     {"token_weight": True},
     {"label_smoothing": 0.1, "class_weight": True, "z_loss": 1e-3},
@@ -83,8 +99,9 @@ def test_options(options: dict[str, Any], bias: bool) -> None:
     check(tensors, upstream=0.5, at_most=2.5, **given)
 
 
+@pytest.mark.parametrize("softcap", [None, 500.0])
 @pytest.mark.parametrize("bias", [False, True])
-def test_rows_computed_again(bias: bool) -> None:
+def test_rows_computed_again(bias: bool, softcap: float | None) -> None:
     """Rows whose largest logit is far above all of those that tell the offset."""
     x, weight, target, added = case(256, 128, 4000, 0.1, bias)
     # No multiple of 15, and so none of those classes.
@@ -93,8 +110,8 @@ def test_rows_computed_again(bias: bool) -> None:
     x[:, 0] = 0
     x[::7, 0] = 4.0
     x[3, 0] = -4.0
-    check((x, weight, target, added), at_most=2.5)
-    check((x, weight, target, added), at_most=4, chunk_rows=64)
+    check((x, weight, target, added), at_most=2.5, softcap=softcap)
+    check((x, weight, target, added), at_most=4, softcap=softcap, chunk_rows=64)
 
 
 def test_equal_logits_and_repeated_bits() -> None:
@@ -106,6 +123,46 @@ def test_equal_logits_and_repeated_bits() -> None:
     for _ in range(3):
         again = results(ours, tensors, chunk_rows=256)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_one_huge_logit() -> None:
+    x, weight, target, _ = case(200, 128, 4001)
+    weight[17] *= 200
+    check((x, weight, target, None), at_most=2.5)
+    check((x, weight, target, None), at_most=2.5, softcap=30.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_all_ignored(reduction: str) -> None:
+    x, weight, target, _ = case(200, 128, 4001)
+    tensors = (x, weight, torch.full_like(target, -100), None)
+    found = results(ours, tensors, reduction=reduction)
+    assert torch.isnan(found[0]) if reduction == "mean" else found[0] == 0
+    assert all(not gradient.any() for gradient in found[2:])
+
+
+def test_a_second_backward_computes_again() -> None:
+    x, weight, target, _ = case(300, 128, 4001)
+    leaves = [v.requires_grad_() for v in (x, weight)]
+    loss = fn.linear_cross_entropy(*leaves, target)
+    scale = torch.tensor(3.0, device="cuda")
+    first, again = (torch.autograd.grad(loss, leaves, scale, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, again, rtol=2e-2, atol=1e-4)
+
+
+def test_labels_out_of_range_are_told() -> None:
+    """By an assertion on the device, as in PyTorch: it ends the process's use of the GPU."""
+    program = """
+import torch, fused_norm as fn
+x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 100))
+fn.linear_cross_entropy(x, weight, torch.full((8,), 100, device="cuda"))
+torch.cuda.synchronize()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "device-side assert" in done.stderr
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -30,6 +30,19 @@ EXTENSION_KERNELS = {
         b"op_rotary_gpu_rotary_kernel",
     ],
     "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rows_op_gpu_add_up_kernel"],
+    "head_sm90": [
+        b"128x192_turns_exponentials",
+        b"128x192_turns_exponential_sums",
+        b"128x192_turns_capped_exponentials",
+        b"128x192_turns_capped_exponential_sums",
+        b"128x128_turns_capped_exponentials",
+        b"128x128_turns_capped_exponential_sums",
+        b"fused_norm_head_sums",
+        b"fused_norm_head_maxima_again",
+        b"fused_norm_head_exponentials_again",
+        b"fused_norm_head_rows",
+        b"fused_norm_head_scale_bfloat16",
+    ],
 }
 
 
@@ -59,9 +72,15 @@ def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param("nvidia:sm_80", marks=pytest.mark.slow), "amdgpu:gfx942"]
+    ("name", "target"),
+    [
+        pytest.param("passes_gpu", "nvidia:sm_80", marks=pytest.mark.slow),
+        pytest.param("passes_gpu", "amdgpu:gfx942", marks=pytest.mark.slow),
+        pytest.param("rows_gpu", "nvidia:sm_80", marks=pytest.mark.slow),
+        ("rows_gpu", "amdgpu:gfx942"),
+        ("head_sm90", "nvidia:sm_90a"),
+    ],
 )
-@pytest.mark.parametrize("name", [pytest.param("passes_gpu", marks=pytest.mark.slow), "rows_gpu"])
 def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:
     library = tmp_path / "extension.so"
     mojo(

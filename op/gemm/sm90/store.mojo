@@ -51,10 +51,10 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
 
     @always_inline
     def _finish[
-        S: Sums, //, columns: Int, column: Int
+        S: Sums, //, columns: Int, column: Int, wants_weights: Bool = False
     ](self, sums: S, vectors: UInt32) -> SIMD[DType.float32, 4]:
-        """Finishes what a lane has of eight columns: a pair of the upper row, and
-        one of the lower."""
+        """Finishes what a lane has of eight columns, a pair of the upper row and
+        one of the lower, or finds their weights."""
         comptime Pair = SIMD[DType.float32, 2]
         comptime at = column // 2
         comptime first_size = size_of[Self.E.vector_type(0)]()
@@ -66,17 +66,26 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                 + (self.lane & 3) * UInt32(2 * size)
                 + UInt32(i * columns * first_size + column * size)
             )
+        var upper_sums = Pair(sums.at[at](), sums.at[at + 1]())
+        var lower_sums = Pair(sums.at[at + 2](), sums.at[at + 3]())
+        comptime if wants_weights:
+            var of_upper = self.epilogue.weights[DType.float32, 2](
+                upper_sums, terms
+            )
+            return of_upper.join(
+                self.epilogue.weights[DType.float32, 2](lower_sums, terms)
+            )
         var its_row = Int(self.row + (self.lane >> 2))
         var its_column = Int(self.column + (self.lane & 3) * 2) + column
         var high = self.epilogue.finish[DType.float32, 2](
-            Pair(sums.at[at](), sums.at[at + 1]()),
+            upper_sums,
             self.upper,
             terms,
             its_row,
             its_column,
         )
         var low = self.epilogue.finish[DType.float32, 2](
-            Pair(sums.at[at + 2](), sums.at[at + 3]()),
+            lower_sums,
             self.lower,
             terms,
             its_row + 8,
@@ -245,6 +254,10 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                         totals += RowPair(
                             fours[half][0] + fours[half][1],
                             fours[half][2] + fours[half][3],
+                        )
+                    comptime if Self.E.weighs:
+                        fours[half] *= self._finish[columns, column, True](
+                            sums, vectors
                         )
                 comptime if Self.E.stores:
                     self._put[dtype, group](box_address, fours[0], fours[1])
