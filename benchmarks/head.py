@@ -187,24 +187,34 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
     """Write time over memory, a panel for each size."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from benchmarks import plots
 
-    figure, panels = pyplot.subplots(1, len(cases), figsize=(4.2 * len(cases), 3.6), squeeze=False)
-    for panel, case in zip(panels[0], cases, strict=True):
+    figure = Figure(figsize=(3.2 * len(cases), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    looks = {**plots.PEERS, "eager": ("#5f6b76", "o"), "cut-cross-entropy": ("#8e6bbf", "P")}
+    looks |= {"fused_norm": (plots.OURS, "o"), "fused_norm-small": ("#e58b97", "o")}
+    for panel, case in zip(panels, cases, strict=True):
         found = case["results"]
         base = found["products"]["ms"]
-        for name, result in found.items():
-            if "ms" in result and not name.startswith(("loss", "product")):
-                panel.plot(result["gib"], result["ms"] / base, "o")
-                panel.annotate(name, (result["gib"], result["ms"] / base), fontsize=7)
-        panel.set(title=str(tuple(case["size"])), xlabel="GiB", xscale="log")
-        panel.axhline(1, linewidth=0.5)
-    panels[0][0].set_ylabel("time / three products")
-    figure.tight_layout()
-    figure.savefig(path)
+        for name, (color, marker) in looks.items():
+            if "ms" in (result := found.get(name, {})):
+                at = ([result["gib"]], [result["ms"] / base])
+                panel.plot(*at, marker, color=color, markersize=7, label=name)
+        M, K, V = case["size"]
+        panel.set_title(f"{M} x {K} x {V}", fontsize=9.5, color=plots.INK, loc="left")
+        panel.set(xscale="log", xlabel="GiB beyond inputs")
+        panel.axhline(1, color=plots.FAINT, linewidth=0.8)
+        panel.grid(True, color=plots.GRID, linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8)
+    panels[0].set_ylabel("time, of the three products")
+    handles = {h.get_label(): h for panel in panels for h in panel.get_lines()[::-1]}
+    named = [handles[name] for name in looks if name in handles]
+    figure.legend(handles=named, loc="outside lower left", ncols=7, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

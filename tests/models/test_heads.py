@@ -150,6 +150,73 @@ def test_values_and_gradients(kind: type[Model], dynamic: bool) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(exact, leaves))
 
 
+# Of Dynamo's own look at the logits.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "Gemma2"])
+def test_heads_of_transformers(kind: str) -> None:
+    """The library's models with its own `ForCausalLMLoss`; Gemma's logits have a softcap."""
+    transformers = pytest.importorskip("transformers", reason="uv sync --group models")
+    names = ("n_embd", "n_layer", "n_head") if kind == "GPT2" else ("hidden_size",)
+    sizes: dict[str, Any] = dict(zip(names, (32, 1, 2), strict=False)) | {
+        "vocab_size": V,
+        "use_cache": False,
+    }
+    if kind != "GPT2":
+        sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        sizes |= {"intermediate_size": 48, "head_dim": 16}
+    else:
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    torch.manual_seed(0)
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, kind + suffix)(config)
+    # GPT-2 has none, and the library warns, which breaks the graph before the loss.
+    model.loss_type = "ForCausalLM"
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Any:
+            return self.model(input_ids=ids, labels=ids).loss
+
+    loss, ids = Loss(), torch.randint(0, V, (2, 9))
+    options = {"then": "eager", "small": True}
+    torch.compiler.reset()
+    heads = [s for s in fn.explain(loss, ids, options=options).sites if s.kind == HEAD]
+    assert [(site.fused, site.reason) for site in heads] == [(True, "")]
+    torch.compiler.reset()
+    found = torch.compile(loss, backend="fused_norm", options=options)(ids)
+    exact = loss(ids)
+    torch.testing.assert_close(found, exact)
+    leaves = [p for p in model.parameters() if p.requires_grad]
+    for a, b in zip(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(exact, leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_contrastive_loss() -> None:
+    """open_clip's: the features of texts are the vocabulary of images, and the other way round."""
+    open_clip = pytest.importorskip("open_clip", reason="uv sync --group models")
+    torch.manual_seed(0)
+    inputs = [F.normalize(torch.randn(64, K), dim=-1) for _ in range(2)] + [torch.tensor(10.0)]
+    leaves = [v.requires_grad_() for v in inputs]
+    loss, options = open_clip.ClipLoss(), {"then": "eager", "small": True}
+    torch.compiler.reset()
+    heads = [s for s in fn.explain(loss, *leaves, options=options).sites if s.kind == HEAD]
+    assert [(site.fused, site.reason) for site in heads] == [(True, "")] * 2
+    torch.compiler.reset()
+    found, exact = (
+        torch.compile(loss, backend="fused_norm", options=options)(*leaves),
+        loss(*leaves),
+    )
+    torch.testing.assert_close(found, exact)
+    gradients = (torch.autograd.grad(y, leaves) for y in (found, exact))
+    torch.testing.assert_close(*gradients)
+
+
 def test_small_heads_are_left_to_pytorch() -> None:
     (site, *_) = fn.explain(NanoGPT(), *inputs()).sites
     assert site.reason == "PyTorch's ops finish a call this small sooner"
