@@ -25,7 +25,7 @@ from fused_norm.cross_entropy import Head, Loss, reduced, row_scales, token_weig
 # Rows of a chunk. On an H100, 4096 are within 4 % of all rows at once; a CPU's caches hold fewer.
 GPU_ROWS, CPU_ROWS = 4096, 1024
 # On a CPU, chunks are at least so many where there are rows for them, and have so many rows.
-_LEAST_CHUNKS, _LEAST_ROWS = 8, 64
+_LEAST_CHUNKS, _LEAST_ROWS = 8, 128
 
 
 class Found(NamedTuple):

@@ -91,11 +91,17 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
         total = total if class_weight is None else class_weight.sum()
         class_weight = _own_classes(class_weight, t, loss)
         of_all = z.sum(1) if class_weight is None else z @ class_weight
-    most = shards.largest(z, loss.group)
-    e = z.sub_(most.unsqueeze(1)).exp_()
-    sums, logit, of_all = shards.totals((e.sum(1), logit, of_all), loss.group)
-    lse = most + sums.log()
-    losses = hard * (lse - logit)
+    if chunk.scales is None and z.is_cpu and not loss.group and logit.isfinite().all():
+        # One pass on a CPU, where exponentials are not wanted.
+        e = torch.log_softmax(z, 1)
+        sums, lse = z, logit - label.entry(e)
+    else:
+        most = shards.largest(z, loss.group)
+        e = z.sub_(most.unsqueeze(1)).exp_()
+        sums, logit, of_all = shards.totals((e.sum(1), logit, of_all), loss.group)
+        lse = most + sums.log()
+    # An ignored row's logit stands for none, and may be infinite.
+    losses = torch.where(counts, hard * (lse - logit), 0)
     if of_all is not None:
         losses = losses + torch.where(counts, smooth * (lse * total - of_all), 0)
     if loss.z_loss:

@@ -129,6 +129,20 @@ def test_norms(normalization: str, offset: float) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"softcap": 3.0}], ids=str)
+def test_loss_alone(options: dict[str, Any], masked: bool) -> None:
+    """Without gradients, with classes whose logits are -inf, labels among them."""
+    x, weight, target, bias = case(50, 8, 31, bias=True, dtype=torch.float64)
+    if masked and "softcap" not in options:
+        bias[:5], target[3] = -torch.inf, 2
+    given = {"reduction": "none", "chunk_rows": 16, **options}
+    with torch.no_grad():
+        found = ours(x, weight, target, bias, **given)
+    exact = composed(x, weight, target, bias, reduction="none", **options)
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+
+
 def test_all_ignored() -> None:
     x, weight, target, _ = case(8, 4, 5)
     tensors = (x, weight, torch.full_like(target, -100), None)
