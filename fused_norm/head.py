@@ -47,10 +47,9 @@ def linear_cross_entropy(
 
     On Hopper GPUs in bfloat16, exponentials take the place of logits, and no logit is rounded
     (the scaled exponentials of quack, with an offset of the row known before the product).
-    Elsewhere, and with a softcap and label smoothing together, PyTorch's ops compute chunks of
-    rows; so they do for a vocabulary that processes share: a weight (and bias) that is a DTensor
-    sharded on dim 0, with an x that is a DTensor. The results are then DTensors that all processes
-    have.
+    Elsewhere, and with a softcap, PyTorch's ops compute chunks of rows; so they do for a vocabulary
+    that processes share: a weight (and bias) that is a DTensor sharded on dim 0, with an x that is
+    a DTensor. The results are then DTensors that all processes have.
 
     Args:
         x: Rows of shape `[..., K]`.
