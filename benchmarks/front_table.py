@@ -102,7 +102,7 @@ def table(root: Path) -> str:
         lines.append(["a block, in a CUDA graph", place, *_pairs(run, "graph"), ""])
         if path == BLOCKS:
             lines.append(["a block, launched", place, *_pairs(run, "launch"), ""])
-            lines += [_eight_bits(root / FP8), _head(root / HEAD), _decoding(root / DECODING)]
+            lines += [_eight_bits(root / FP8), _head(root / HEAD), *_decoding(root / DECODING)]
     lines += _models([root / path for path in MODELS])
     family = runs.load(root / FAMILY)
     place = f"{short(family.environment.gpu)}, bfloat16"
@@ -111,6 +111,8 @@ def table(root: Path) -> str:
         ["a call, launched", place, *_pairs(family, "launch"), ""],
     ]
     for name, path in CPUS.items():
+        if f"Xeon, {name}" in RANDOM:
+            continue
         run = runs.load(root / path)
         for dtype in ("bfloat16", "float32"):
             kept = [m for m in run.measurements if m.op != ROW_OP and m.dtype == dtype]
@@ -180,17 +182,19 @@ def _head(path: Path) -> list[str]:
     return ["a head and its loss", place, *cells, " / ".join(f"{m:.2f}" for m in memory)]
 
 
-def _decoding(path: Path) -> list[str]:
-    """Return the line of a token's way through blocks, for all numbers of sequences."""
+def _decoding(path: Path) -> list[list[str]]:
+    """Return a line for each number of sequences of which a token goes through blocks."""
     run = json.loads(path.read_text())
-    ours, peer = (
-        [c["results"][who]["us"] / c["results"]["eager"]["us"] for c in run["cases"]]
-        for who in ("fused_norm", PEER)
-    )
-    batches = ", ".join(str(case["batch"]) for case in run["cases"])
     place = f"{short(run['environment']['gpu'])}, bfloat16"
-    what = f"a token of {batches} sequences"
-    return [what, place, _cell(ours, peer), f"{median(peer):.2f}", "", "", ""]
+    lines = []
+    for case in run["cases"]:
+        eager, *both = (case["results"][who]["us"] for who in ("eager", "fused_norm", PEER))
+        ours, peer = (time / eager for time in both)
+        text = f"**{ours:.2f}**" if ours < min(1.0, peer) else f"{ours:.2f}"
+        count = case["batch"]
+        what = f"decoding, {count} sequence{'s' if count > 1 else ''}"
+        lines.append([what, place, text, f"{peer:.2f}", "", "", ""])
+    return lines
 
 
 def _models(paths: Sequence[Path]) -> list[list[str]]:

@@ -21,8 +21,8 @@ from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_
 
 # The versions that the kernels are written for; pyproject.toml asks for these.
 COMPILERS = ("1.1", "1.2")
-# CUDA 12's first: the kernels' machine code is for CUDA 12. MAX itself refuses drivers before 580.
-OLDEST_NVIDIA_DRIVER = 525
+# CUDA 12.3's first, which the kernels need. MAX itself refuses drivers before 580.
+OLDEST_NVIDIA_DRIVER = 545
 OLDEST_OF_MAX = 580
 TUNE = "`python -m fused_norm tune`"
 

@@ -5,7 +5,9 @@
   does code, highlighted; other files are copied as text, and a folder becomes a list of its files.
 - `<picture>` becomes a picture for each color scheme and width, of which the style shows one.
 - `<!-- ::: name -->` becomes mkdocstrings' directive, which GitHub would print.
-- Images load when they come into view.
+- Images load when they come into view, and names in tables break after `::`.
+- The table of contents of the reference names each function once.
+- The search leaves out code and lists of files.
 - Formulas between dollar signs become MathML, which needs no script.
 """
 
@@ -39,6 +41,10 @@ DIRECTIVE = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
+CODE_IN_CELL = re.compile(r"<code>[^<]*::[^<]*</code>")
+# Anchors of mkdocstrings begin like this, below a heading that the page has itself.
+DOCUMENTED = "fused_norm."
+NO_SEARCH = "---\nsearch: {exclude: true}\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -112,18 +118,32 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return DIRECTIVE.sub(r"\1", markdown)
 
 
-def on_page_content(content: str, **_: Any) -> str:
+def on_page_content(content: str, page: Any, **_: Any) -> str:
     """Return a page's HTML with its formulas as MathML, and images that load when they are seen.
 
     Args:
         content: The page.
+        page: Its table of contents.
     """
+    _name_once(page.toc)
+    content = CODE_IN_CELL.sub(lambda found: found[0].replace("::", "::<wbr>"), content)
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match["tag"] == "div" else "inline"
         return convert(html.unescape(match["latex"]).strip(), display=display)
 
     return FORMULA.sub(formula, content.replace("<img ", '<img loading="lazy" '))
+
+
+def _name_once(items: Any) -> None:
+    """Leave mkdocstrings' heading out of a table of contents where the page has one for it."""
+    for item in items:
+        children = []
+        for child in item.children:
+            is_double = child.id.startswith(DOCUMENTED) and not item.id.startswith(DOCUMENTED)
+            children += child.children if is_double else [child]
+        item.children = children
+        _name_once(children)
 
 
 def _place(uri: PurePosixPath) -> PurePosixPath:
@@ -138,7 +158,7 @@ def _highlighted(path: PurePosixPath) -> str:
     code = (ROOT / path).read_text()
     fence = "~~~~"
     return (
-        f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n\n# {path.name}\n\n`{path}`\n\n"
+        f"{NO_SEARCH}hide: [toc]\n---\n\n# {path.name}\n\n`{path}`\n\n"
         f"{fence}{CODE[path.suffix]}\n{code.rstrip()}\n{fence}\n"
     )
 
@@ -173,7 +193,7 @@ def _resolved(page: PurePosixPath, target: str) -> PurePosixPath | None:
 
 def _listed(folder: PurePosixPath) -> str:
     names = sorted(each.name for each in (ROOT / folder).iterdir() if each.is_file())
-    return f"# {folder}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+    return f"{NO_SEARCH}---\n\n# {folder}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
 
 
 def _outside(page: PurePosixPath, target: str) -> PurePosixPath | None:

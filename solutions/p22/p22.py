@@ -6,10 +6,16 @@
 The exit status is 0 only if everything that ran was correct; without a GPU its parts are SKIPPED.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
 import sys
+
+if __name__ == "__main__":
+    # What is imported below takes seconds to load.
+    print("Loading PyTorch and MAX ...", file=sys.stderr, flush=True)
+
+import argparse
 from dataclasses import astuple
 from pathlib import Path
 
@@ -25,6 +31,7 @@ from tutorial.puzzle.driver import (
     compare,
     compiling,
     differentiate,
+    duration,
     fitting,
     heading,
     measure,
@@ -35,6 +42,7 @@ from tutorial.puzzle.driver import (
     summarize,
     title,
     verdict,
+    versus,
 )
 
 SIZES = {
@@ -66,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
             correct = run_backward(data, args.sizes, args.seed)
         else:
             correct = run_forward(args.mode, data)
+            if args.problem and args.mode == "unfused":
+                print("\nYour unfused kernels run on a GPU; the ones that a CPU runs are given.")
             if correct:
                 benchmark_library(args.sizes, args.seed, _device())
     except max_ops.CompileError as error:
@@ -209,8 +219,8 @@ def benchmark(
             ("CPU", mojo_cpu),
             (f"GPU {algorithm}", lambda: max_ops.layernorm_linear(*tensors, algorithm=algorithm)),
         )
-    print("   Compared is the document's kernel, which is written to be read: it computes one")
-    print("   element after another, and each call passes through a graph of MAX.")
+    print("   This times the document's kernel, which is written to be read, not to be fast.")
+    print("   Each call also goes through a MAX graph. The library's own kernels are timed below.")
     seconds = {}
     for name, compute in contenders:
         print(f"   Testing {name} performance...", flush=True)
@@ -220,8 +230,7 @@ def benchmark(
         print(f"   {name}: {seconds[name] * 1e3:.2f}ms ({ITERATIONS} iterations{few})")
 
     (first, base), (second, other) = seconds.items()
-    word = "faster" if other < base else "slower"
-    print(f"\n   {second} vs {first}: {max(base, other) / min(base, other):.2f}x {word}")
+    print(f"\n   {second} vs {first}: {versus(other, base)}")
     print(f"   {second if other < base else first} wins!")
 
 
@@ -231,7 +240,7 @@ def benchmark_library(sizes: max_ops.Sizes, seed: int, device: str) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     title("Benchmarking the library's op vs PyTorch eager")
     print(
-        "   fn.fused_layernorm_linear computes the same, with the kernels that are meant for use."
+        "   fn.fused_layernorm_linear computes the same with the kernels that a model would use."
     )
     with compiling("kernels of the library"):
         fn.fused_layernorm_linear(*(t.to(device, dtype) for t in make_data(sizes, seed)))
@@ -249,8 +258,8 @@ def benchmark_library(sizes: max_ops.Sizes, seed: int, device: str) -> None:
 
         with torch.no_grad():
             before, after = measure_in_turns((eager, ours), fitting(eager, 0.5))
-        times = f"{after * 1e6:.0f} us, eager {before * 1e6:.0f} us"
-        lines.append(f"   {shape}: {after / before:.2f} of eager's time ({times})")
+        times = f"{duration(after)}, eager {duration(before)}"
+        lines.append(f"   {shape}: {versus(after, before)} than PyTorch eager ({times})")
     kind = str(dtype).removeprefix("torch.")
     print(f"\n   On {name}, {kind}, rows x features x outputs:")
     print("\n".join(lines))
@@ -278,7 +287,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, help="outputs of a position")
     parser.add_argument("--seed", type=int, default=42, help="of the random data (42)")
     args = parser.parse_args(argv)
-    given = args.batch, args.seq, args.hidden, args.output
     given = args.batch, args.seq, args.hidden, args.output
     pairs = zip(given, astuple(SIZES[args.size]), strict=True)
     args.sizes = max_ops.Sizes(*(size if own is None else own for own, size in pairs))

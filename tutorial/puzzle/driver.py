@@ -84,6 +84,17 @@ def measure_in_turns(computations: Sequence[Callable[[], Tensor]], iterations: i
     return [statistics.median(found) / iterations for found in zip(*turns, strict=True)]
 
 
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def versus(seconds: float, base: float) -> str:
+    """Return how many times faster or slower one time is than another."""
+    word = "faster" if seconds < base else "slower"
+    return f"{max(seconds, base) / min(seconds, base):.2f}x {word}"
+
+
 def verdict(correct: bool | None) -> str:
     """Return the word for a correct part, a wrong one, and one that did not run."""
     if correct is None:
