@@ -276,7 +276,7 @@ MUTATIONS = (
         ("tests/native/test_native.py", "-k", "test_works_after_fork"),
     ),
     Mutation(
-        "negative views are taken as they lie in memory",
+        "negative views are read as they are in memory",
         "cpu",
         "fused_norm/call/memory.py",
         "if any(t is not None and (t.is_neg() or t._is_zerotensor()) for t in tensors):",
@@ -340,7 +340,7 @@ MUTATIONS = (
         TILES,
     ),
     Mutation(
-        "an exponential too small for its type is whatever its bits say",
+        "an exponential too small for its type keeps its wrong bits",
         "cpu",
         "op/gemm/elementary.mojo",
         "return x.lt(Lanes(_LOWEST)).select(Lanes(0), power)",

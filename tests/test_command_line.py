@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 import fused_norm as fn
+from fused_norm import doctor
 from fused_norm.__main__ import main
 from fused_norm.chain import library
 from fused_norm.native import compiler
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_help_comes_unasked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +50,21 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["usable"] is (status == 0)
     assert {"python", "torch", "cpu kernels", "built"} <= found["facts"].keys()
     assert not found["must"] or status == 1
+
+
+@pytest.mark.parametrize(("driver", "is_old"), [("535.183.01", True), ("545.23.06", False)])
+def test_doctor_asks_for_the_driver_that_the_pages_name(
+    driver: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    advice = doctor.Advice()
+    doctor._gpus(advice)
+    wanted = [f"update the NVIDIA driver: {driver} is older than {doctor.OLDEST_NVIDIA_DRIVER}"]
+    assert advice.must == (wanted if is_old else [])
+    for page in ("README.md", "docs/support.md", "docs/guide/install.md", "docs/guide/faq.md"):
+        assert str(doctor.OLDEST_NVIDIA_DRIVER) in (ROOT / page).read_text(), page
 
 
 def test_doctor_ends_with_what_to_do(

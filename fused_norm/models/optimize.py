@@ -40,6 +40,9 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
     """
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
+    for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        # A copy renames what is called like a builtin, as `input` is; the signature has the name.
+        node.name = original.name
     before, own = _outputs(module.graph), set(module.graph.nodes)
     for node in list(module.graph.nodes):
         # These checks read every tensor, including those that are about to vanish.
@@ -52,7 +55,7 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
         module.graph.lint()
-        module.recompile()
+    module.recompile()
     signature = copy.deepcopy(program.graph_signature)
     for old, new in zip(before, _outputs(module.graph), strict=True):
         if old != new:

@@ -6,7 +6,6 @@
 The exit status is 0 only if everything that ran was correct; without a GPU its parts are SKIPPED.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import sys
@@ -239,9 +238,7 @@ def benchmark_library(sizes: max_ops.Sizes, seed: int, device: str) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     title("Benchmarking the library's op vs PyTorch eager")
-    print(
-        "   fn.fused_layernorm_linear computes the same with the kernels that a model would use."
-    )
+    print("   fn.fused_layernorm_linear computes the same with the kernels that a model would use.")
     with compiling("kernels of the library"):
         fn.fused_layernorm_linear(*(t.to(device, dtype) for t in make_data(sizes, seed)))
     lines = []

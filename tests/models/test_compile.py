@@ -355,6 +355,17 @@ def test_exported_program(dynamic: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(each.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
+def test_exported_program_with_an_input_called_like_a_builtin() -> None:
+    """Regression: a copied graph renames `input`, which nn.Sequential calls its own."""
+    model, x = (
+        torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 48)),
+        torch.randn(9, 32),
+    )
+    program = fn.optimize(torch.export.export(model, (x,)))
+    assert program.graph_signature.user_inputs == ("input",)
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_ahead_of_time(tmp_path: Path) -> None:
     model, x = Model().eval(), torch.randn(4, 9, 32)

@@ -22,6 +22,10 @@ import prose  # noqa: E402
         ("Its behaviour was optimised.", ["behaviour", "optimised"]),
         ('`lies beside`, [this](lies.md), "so many"\n```\nbeside\n```\n', []),
         ("LayerNorm is computed at the same time.", []),
+        (
+            "Since then, rows lie transposed, whatever their number.",
+            ["Since then", "rows lie", "whatever their number"],
+        ),
     ],
 )
 def test_words(text: str, words: list[str]) -> None:

@@ -239,12 +239,18 @@ def machine(data: Data) -> str:
             "`uv run poe worklog` has not run on a Hopper GPU yet; every number above comes from "
             "the runs that † and ‡ mark.\n"
         )
-    groups: dict[tuple[str, ...], list[str]] = {}
-    fields = ("gpu", "driver", "torch", "mojo", "commit", "date")
+    # Each step is a process of its own, so that those of one run begin at different times.
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
+    fields = ("gpu", "driver", "torch", "mojo", "commit")
     for name, found in steps.items():
-        groups.setdefault(tuple(found["environment"][f] for f in fields), []).append(name)
-    header = ["steps", "GPU", "driver", "PyTorch", "Mojo", "commit", "date"]
-    return markdown.table(header, [[", ".join(names), *key] for key, names in groups.items()])
+        key = tuple(found["environment"][f] for f in fields)
+        groups.setdefault(key, {})[name] = found["environment"]["date"]
+    header = ["steps", "GPU", "driver", "PyTorch", "Mojo", "commit", "from", "to"]
+    rows = [
+        [", ".join(dates), *key, min(dates.values()), max(dates.values())]
+        for key, dates in groups.items()
+    ]
+    return markdown.table(header, rows)
 
 
 def sizes(data: Data) -> str:
