@@ -62,7 +62,7 @@ def fused_layernorm_linear(
 
     Args:
         x: Input of shape `[..., K]`.
-        ln_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 for
+        ln_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 with
             bfloat16 and float16.
         ln_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `ln_weight`.
         linear_weight: Weight of shape `[N, K]` in the dtype of `x`.
@@ -138,7 +138,7 @@ def norm_linear(
         weight: Weight of shape `[N, K]` in the dtype of `x`, or a sequence of them on one norm.
         bias: Bias of shape `[N]`, or None. For several weights, a bias or None for each, or None.
         normalization: `"layer_norm"` or `"rms_norm"`.
-        norm_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 for
+        norm_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 with
             bfloat16 and float16.
         norm_bias: Beta, shape `[K]`, or None for zeros, in the dtype of `norm_weight`.
         eps: Added to the variance, or to the mean square for RMSNorm. None, for RMSNorm only,

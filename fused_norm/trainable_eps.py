@@ -27,7 +27,7 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
 
     Args:
         x: Input of shape `[..., K]`.
-        o: Tensor of one element, in the dtype of `x`, or float32 beside bfloat16 and float16.
+        o: Tensor of one element, in the dtype of `x`, or float32 with bfloat16 and float16.
 
     Returns:
         Tensor of the shape and dtype of `x`.
@@ -55,7 +55,7 @@ class TrainableEpsLayerNorm(nn.Module):
 
     Args:
         device: Device of the scalar.
-        dtype: Dtype of the scalar: that of the input, or float32 beside a narrower input.
+        dtype: Dtype of the scalar: that of the input, or float32 with a narrower input.
 
     Attributes:
         o: The scalar, shape `[1]`.

@@ -1,4 +1,4 @@
-"""Check the words of the pages: plain American English, with the glossary's words.
+"""Check the words of the pages and of the reference: plain American English, the glossary's words.
 
     python scripts/prose.py
 
@@ -7,6 +7,7 @@ Code, links and quotations are left out. The exit status is 1 if a word has a pl
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "op/*.md", "problems/*/*.md")
+# Their docstrings are the reference.
+DOCUMENTED = ("fused_norm/*.py", "fused_norm/modules/*.py")
 # The log of trials keeps the words of its time.
 LEFT_OUT = {"docs/hopper-log.md", "CHANGELOG.md"}
 # What to avoid, as a pattern, and what to say.
@@ -55,14 +58,35 @@ def faults(text: str) -> Iterator[tuple[int, str, str]]:
             yield plain.count("\n", 0, found.start()) + 1, found[0], better
 
 
+def docstrings(code: str) -> str:
+    """Return Python code with its docstrings alone, in the lines where they are.
+
+    Args:
+        code: A module.
+    """
+    lines = code.splitlines()
+    kept = [""] * len(lines)
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            text = node.body[0]
+            assert text.end_lineno
+            place = slice(text.lineno - 1, text.end_lineno)
+            kept[place] = [line.replace('"""', "") for line in lines[place]]
+    return "\n".join(kept)
+
+
 def main() -> int:
     """Print what to change and return an exit status."""
     failed = False
-    for path in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
+    for path in sorted({path for each in PAGES + DOCUMENTED for path in ROOT.glob(each)}):
         name = str(path.relative_to(ROOT))
         if name in LEFT_OUT:
             continue
-        for line, word, better in sorted(faults(path.read_text())):
+        text = path.read_text()
+        text = docstrings(text) if path.suffix == ".py" else text
+        for line, word, better in sorted(faults(text)):
             print(f"{name}:{line}: {word!r}; say {better}")
             failed = True
     return 1 if failed else 0

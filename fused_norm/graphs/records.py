@@ -13,7 +13,7 @@ class Norm(NamedTuple):
 
     Attributes:
         normalization: `"layer_norm"` or `"rms_norm"`.
-        weight: Gamma, shape `[K]`, in the dtype of x, or float32 beside bfloat16 and float16.
+        weight: Gamma, shape `[K]`, in the dtype of x, or float32 with bfloat16 and float16.
         bias: Beta, shape `[K]`, in the dtype of gamma.
         eps: Added to the variance, or to the mean square.
         weight_offset: Added to gamma.

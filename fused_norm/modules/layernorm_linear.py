@@ -31,7 +31,7 @@ class LayerNormLinear(parts.NormModule):
         bias: Whether the Linear layer has a bias.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
-        layer_norm_bias: Whether the LayerNorm has a bias beside its weight.
+        layer_norm_bias: Whether the LayerNorm has a bias, not only a weight.
         normalization: `"LayerNorm"` or `"RMSNorm"`.
         zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
         activation: Applied to the output, as in `norm_linear`; None for none.

@@ -152,7 +152,7 @@ def require_norm(name: str, module: Any) -> str:
 
 
 def require_features(name: str, norm: Any, linear: str, features: int) -> None:
-    """Raise unless a norm normalizes rows of so many features."""
+    """Raise unless a norm normalizes rows of that many features."""
     if tuple(norm.normalized_shape) != (features,):
         raise ValueError(
             f"{name} must normalize the shape ({features},) that {linear} takes, "

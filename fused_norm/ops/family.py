@@ -151,7 +151,7 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
 
     Raises:
         ValueError: If the normalization or the activation is not known.
-        TypeError: If eps is None for LayerNorm.
+        TypeError: If eps is None with LayerNorm.
     """
     norm = require_norm(normalization)
     require_activation(activation)

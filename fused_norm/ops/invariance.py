@@ -25,7 +25,7 @@ _anyone_is_inside = False
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Compute each row alike, whatever rows are beside it and however many.
+    """Compute each row alike, whatever the other rows are and however many.
 
         with fn.batch_invariant():
             y = fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta)

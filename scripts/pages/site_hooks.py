@@ -138,7 +138,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
 def _name_once(items: Any) -> None:
     """Leave mkdocstrings' heading out of a table of contents where the page has one for it."""
     for item in items:
-        children = []
+        children: list[Any] = []
         for child in item.children:
             is_double = child.id.startswith(DOCUMENTED) and not item.id.startswith(DOCUMENTED)
             children += child.children if is_double else [child]

@@ -66,12 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
     without = options.no_nodes or options.machine != here
     versions = [] if without else options.torch or list(wheel_nodes.VERSIONS)
     try:
+        # What is missing shows before the build, which takes long.
+        wheel_runtime.patchelf()
         files = build(wanted, versions, console)
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = assemble(files, options.output, options.machine)
     except (BuildError, OSError, subprocess.CalledProcessError) as error:
         console.print(f"FAILED: {error}", markup=False, highlight=False)
         return 1
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = assemble(files, options.output, options.machine)
     size = path.stat().st_size
     console.print(f"{path}: {size / 1e6:.1f} MB, {len(files)} libraries", highlight=False)
     if size > LARGEST_BYTES:
@@ -98,7 +100,6 @@ def build(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(wanted) + len(versions))
         makers: dict[str, Callable[[], Path]] = {
             kernels.name: functools.partial(wheel_kernels.compile_kept, kernels)
             for kernels in wanted
@@ -107,6 +108,7 @@ def build(
             makers["chain.so"] = wheel_nodes.compile_chain
             name = wheel_nodes.file_name(version)
             makers[name] = functools.partial(wheel_nodes.compile_kept, version)
+        task = progress.add_task("", total=len(makers))
         for name, make in makers.items():
             progress.update(task, description=name)
             start = time.perf_counter()

@@ -89,8 +89,17 @@ def _installed() -> Path:
     raise FileNotFoundError("there is no Mojo runtime: install max")
 
 
-def _patchelf(*arguments: str | Path) -> None:
+def patchelf() -> str:
+    """Return the path of the tool that names the libraries of a wheel.
+
+    Raises:
+        FileNotFoundError: If it is not installed.
+    """
     tool = shutil.which("patchelf")
     if tool is None:
         raise FileNotFoundError("there is no patchelf: install it")
-    subprocess.run([tool, *map(str, arguments)], check=True)
+    return tool
+
+
+def _patchelf(*arguments: str | Path) -> None:
+    subprocess.run([patchelf(), *map(str, arguments)], check=True)

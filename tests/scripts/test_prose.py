@@ -36,6 +36,11 @@ def test_lines_are_those_of_the_page() -> None:
     assert [line for line, *_ in prose.faults("<!-- a\nb -->\n\nIt lies there.")] == [4]
 
 
+def test_docstrings_are_read_and_code_is_not() -> None:
+    code = 'lies = "beside"\n\n\ndef f():\n    """It lies there."""\n    # beside\n'
+    assert list(prose.faults(prose.docstrings(code))) == [(5, "lies", "is, are, be")]
+
+
 def test_links(tmp_path: Path) -> None:
     page = '<a href="b.html#here">1</a><a href="b.html#gone">2</a><img src="none.png">'
     (tmp_path / "a.html").write_text(page + '<a href="https://example.org/x">3</a>')

@@ -1,0 +1,34 @@
+"""What the site's hooks do to a page: each name once in its contents, a search without code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts/pages"))
+
+import site_hooks  # noqa: E402
+
+
+def item(name: str, *children: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(id=name, children=list(children))
+
+
+def test_the_contents_name_each_function_once() -> None:
+    """Regression: below the page's heading of a function stood mkdocstrings' own."""
+    module = item("fused_norm.modules.Module", item("fused_norm.modules.Module.forward"))
+    page = item("functions", item("module", module), item("function", item("fused_norm.function")))
+    content = "<td><code>test_a.py::test_b</code></td><code>plain</code>"
+    found = site_hooks.on_page_content(content, SimpleNamespace(toc=[page]))
+    first, second = page.children
+    assert [child.id for child in first.children] == ["fused_norm.modules.Module.forward"]
+    assert second.children == []
+    assert found == content.replace("::", "::<wbr>")
+
+
+def test_the_search_leaves_out_code_and_lists_of_files() -> None:
+    folder = PurePosixPath("tutorial/puzzle")
+    for text in (site_hooks._listed(folder), site_hooks._highlighted(folder / "driver.py")):
+        assert text.startswith("---\nsearch: {exclude: true}\n")
