@@ -141,11 +141,13 @@ class NormLinearBackward : public torch::autograd::Node {
     for (const Place place : {RESIDUAL, OUT_BIAS, OUT_RESIDUAL}) t[place].reset();
     // Only an activation's gradient depends on biases.
     if (!spec_.activation) std::fill(t.begin() + NAMED + count(), t.end(), Tensor());
-    for (const Tensor& h : extras.slice(EXTRAS)) {
-      if (h.defined()) t.push_back(h);
-    }
+    t.append(extras.begin() + EXTRAS, extras.end());
     saved_.reserve(t.size());
-    for (const auto& v : t) saved_.emplace_back(v, has_sum && saved_.empty());
+    for (size_t place = 0; place < t.size(); ++place) {
+      if (!t[place].defined()) continue;
+      places_.push_back(static_cast<int>(place));
+      saved_.emplace_back(t[place], has_sum && place == X);
+    }
   }
 
   std::string name() const override {
@@ -165,7 +167,7 @@ class NormLinearBackward : public torch::autograd::Node {
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     // One of them, the sum, may be a result.
     args.collect(saved_, /*is_output=*/true);
-    args.collect(at::ArrayRef<int>(edges_));
+    for (const auto& numbers : {edges_, places_}) args.collect(at::ArrayRef<int>(numbers));
     args.collect(std::string(reinterpret_cast<const char*>(&spec_), sizeof spec_));
   }
 
@@ -207,9 +209,9 @@ class NormLinearBackward : public torch::autograd::Node {
   }
 
   Tensors unpacked() {
-    Tensors t;
+    Tensors t(std::max<size_t>(edges_.size(), places_.back() + 1));
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& variable : saved_) t.push_back(variable.unpack(getptr()));
+    for (size_t i = 0; i < saved_.size(); ++i) t[places_[i]] = saved_[i].unpack(getptr());
     return t;
   }
 
@@ -241,9 +243,8 @@ class NormLinearBackward : public torch::autograd::Node {
 
   Spec spec_;
   Conditions conditions_;
-  // The edge of each place, -1 for none.
-  c10::SmallVector<int, 16> edges_;
-  // A tensor for each place, then the products.
+  // The edge of each place, -1 for none; the place of each saved tensor, with products at the end.
+  c10::SmallVector<int, 16> edges_, places_;
   std::vector<torch::autograd::SavedVariable> saved_;
 };
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm as fn
-from fused_norm.ops import node, norm_linear
+from fused_norm.ops import node, norm_linear_ops
 
 pytestmark = ITS_OWN_WARNINGS
 
@@ -32,13 +32,13 @@ pytestmark = ITS_OWN_WARNINGS
 def python_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """See the inputs whose forward goes by Python."""
     calls: list[Tensor] = []
-    run = norm_linear._op
+    run = norm_linear_ops.forward
 
     def forward(x: Tensor, *others: object) -> object:
         calls.append(x)
         return run(x, *others)
 
-    monkeypatch.setattr(norm_linear, "_op", forward)
+    monkeypatch.setattr(norm_linear_ops, "forward", forward)
     return calls
 
 

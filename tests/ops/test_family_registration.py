@@ -95,7 +95,7 @@ def assert_all_close(mine: Sequence[Tensor], theirs: Sequence[Tensor], tolerance
 @pytest.mark.parametrize("member", LONG)
 def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the very arguments with which the library calls its ops."""
-    from fused_norm.ops import node, norm_linear, statistics
+    from fused_norm.ops import node, norm_linear_ops, statistics
 
     # The node calls none of them.
     monkeypatch.setattr(node, "module", lambda: None)
@@ -108,9 +108,9 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         return call
 
-    monkeypatch.setattr(norm_linear, "_op", noted("norm_linear_forward", norm_linear._op))
-    backward = noted("norm_linear_backward", norm_linear._backward_op)
-    monkeypatch.setattr(norm_linear, "_backward_op", backward)
+    for name in ("forward", "backward"):
+        op = noted(f"norm_linear_{name}", getattr(norm_linear_ops, name))
+        monkeypatch.setattr(norm_linear_ops, name, op)
     monkeypatch.setattr(statistics, "_op", noted("add_statistics", statistics._op))
     call = Call(member, device)
     gradients(call, call.inputs)

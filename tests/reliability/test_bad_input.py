@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fused_norm as fn
 from fused_norm.composition import Operands, Spec
-from fused_norm.ops import norm_linear
+from fused_norm.ops import norm_linear_ops
 from fused_norm.ops.operands import as_kernels_need
 
 K, N = 8, 16
@@ -133,7 +133,7 @@ def compare(arguments: list[Any]) -> bool:
 @pytest.fixture
 def launches(watch: Callable[..., list[Any]]) -> list[Any]:
     """What was handed to kernels."""
-    return watch(norm_linear, "_op")
+    return watch(norm_linear_ops, "forward")
 
 
 def called_with(changes: dict[str, str], eps: Any = 1e-5) -> list[Any]:
