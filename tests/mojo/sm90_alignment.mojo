@@ -46,7 +46,7 @@ def main() raises:
         gate.activation = GATED + Int(SILU)
         var passed = call
         passed.way = FUSED
-        var parts = [Part(2048, 0, 0, 0, 0), Part(2048, 0, 0, 0, 0)]
+        var parts = [Part(2048, 0, 0, 0, 0, 0), Part(2048, 0, 0, 0, 0, 0)]
         var several = call
         several.N = 4096
         several.parts = Int(parts.unsafe_ptr())

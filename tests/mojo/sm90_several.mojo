@@ -40,7 +40,7 @@ def main() raises:
         for j in range(3):
             var n = Int(numbers[i + 2 + j])
             if n != 0:
-                parts.append(Part(n, 0, 0, 0, 0))
+                parts.append(Part(n, 0, 0, 0, 0, 0))
                 call.N += n
         call.parts = Int(parts.unsafe_ptr())
         call.part_count = len(parts)
