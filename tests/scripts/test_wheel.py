@@ -83,7 +83,10 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
         cache.mkdir()
         chain = library.path()
         assert chain is not None
-        for built in (build.build(build.Extension("norm_linear_cpu", "float32")), chain):
+        extensions = (
+            build.Extension(name, "float32") for name in ("norm_linear_cpu", "passes_cpu")
+        )
+        for built in (*map(build.build, extensions), chain):
             for suffix in (".so", ".sha256"):
                 shutil.copyfile(built.with_suffix(suffix), (cache / built.name).with_suffix(suffix))
     environment = os.environ | {
@@ -103,8 +106,9 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
         return result.stdout
 
     before = content(site)
-    inputs = make_inputs((3, 37), 50, 65, requires_grad=True)
-    grad_output = torch.randn(3, 37, 65)
+    # So large that the host's time does not decide, and a kernel is built.
+    inputs = make_inputs((3, 370), 500, 650, requires_grad=True)
+    grad_output = torch.randn(3, 370, 650)
     torch.save((inputs, grad_output), tmp_path / "inputs.pt")
 
     module, root, key = python("-c", USE).splitlines()
@@ -112,8 +116,8 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
     assert Path(root) == site / "fused_norm"
     assert key == build._key(None, ())
     assert {path.suffix for path in cache.iterdir()} - {".lock"} == {".sha256", ".so"}
-    # One extension and the chain: a call needs no more.
-    assert len({path.stem for path in cache.iterdir()}) == 2
+    # Two extensions and the chain: a call needs no more.
+    assert len({path.stem for path in cache.iterdir()}) == 3
 
     leaves = as_copies(inputs)
     y = eager(*leaves)
@@ -124,5 +128,5 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
 
     said = python("-m", "fused_norm", "doctor")
     assert str(cache) in said
-    assert "1 of " in said
+    assert "2 of " in said
     assert content(site) == before
