@@ -21,6 +21,7 @@ from fused_norm.chain import kernels
 from fused_norm.composition import Operands, Spec, summed
 from fused_norm.norms import NORMS
 from fused_norm.ops.eight_bits import MULTIPLE, TYPES, quantize, run, scales_of, serves
+from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import define_in_python
 from fused_norm.recipes import E4M3, Cast
 from fused_norm.reference import widened
@@ -280,4 +281,17 @@ linears = define_in_python(
     "str weight_scaling, bool power_of_two, Tensor?[] biases, ScalarType dtype) -> Tensor[]",
     _linears,
     _fake_linears,
+)
+
+
+def _linear_flops(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> int:
+    # What is left out of the end is None.
+    up, _, _, turned, *_ = (*rest[8:], None, None, None, None)
+    outputs: int = weight.shape[1 if turned else 0]
+    return 2 * q.numel() * (outputs + (0 if up is None else up.shape[0]))
+
+
+count_flops("fp8_linear", _linear_flops)
+count_flops(
+    "fp8_linears", lambda q, _, weights, *rest: 2 * q.numel() * sum(len(w) for w in weights)
 )

@@ -357,6 +357,20 @@ def test_weights_cast_for_one_call_are_not_kept() -> None:
         assert not record._prepared
 
 
+@pytest.mark.parametrize("recipe", list(recipes.RECIPES))
+def test_products_are_counted(recipe: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, w, b, dy = leaves(torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        fp8.scaled_linear(x, w, b, recipe=recipe).backward(dy)
+    assert counter.get_total_flops() == 3 * 2 * M * K * N
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        fn.norm_linear(x, (w, w), activation="swiglu", recipe=recipe)
+        fn.norm_linear(x, (w, w, w), recipe=recipe)
+    assert counter.get_total_flops() == 5 * 2 * M * K * N
+
+
 def test_errors_come_before_anything_runs() -> None:
     x, w = torch.randn(M, K), torch.randn(N, K)
     with pytest.raises(ValueError, match="recipe must be one of"):
