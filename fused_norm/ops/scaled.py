@@ -286,8 +286,8 @@ linears = define_in_python(
 
 def _linear_flops(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> int:
     # What is left out of the end is None.
-    up, _, _, turned, *_ = (*rest[8:], None, None, None, None)
-    outputs: int = weight.shape[1 if turned else 0]
+    up, *others = (*rest[8:], None)
+    outputs: int = weight.shape[1] if others[2:3] == [True] else weight.shape[0]
     return 2 * q.numel() * (outputs + (0 if up is None else up.shape[0]))
 
 
