@@ -65,6 +65,43 @@ class Head(NamedTuple):
     token_weight: Tensor | None = None
 
 
+def _logits(t: Head, loss: Loss) -> Tensor:
+    """Return all logits in float32 or float64, a row each."""
+    z = widened(F.linear(t.x, t.weight, t.bias))
+    if loss.softcap:
+        z = loss.softcap * torch.tanh(z / loss.softcap)
+    return z.reshape(-1, z.shape[-1])
+
+
+def is_plain(t: Head, loss: Loss) -> bool:
+    """Return whether PyTorch's cross entropy has all options of a loss.
+
+    Args:
+        t: The tensors.
+        loss: What to compute.
+    """
+    return t.token_weight is None and not loss.z_loss
+
+
+def plain(t: Head, loss: Loss) -> Tensor:
+    """Return a plain loss by PyTorch's cross entropy of all logits, in float32 or float64.
+
+    Args:
+        t: Tensors that go together.
+        loss: What to compute.
+    """
+    z = _logits(t, loss)
+    found = F.cross_entropy(
+        z,
+        t.target.reshape(-1),
+        None if t.class_weight is None else t.class_weight.to(z.dtype),
+        ignore_index=loss.ignore_index,
+        label_smoothing=loss.label_smoothing,
+        reduction=loss.reduction,
+    )
+    return found.reshape(t.target.shape) if loss.reduction == "none" else found
+
+
 def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
     """Return the loss and the logarithm of each row's sum of exponentials, in float32 or float64.
 
@@ -75,12 +112,9 @@ def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
         t: The tensors.
         loss: What to compute.
     """
-    z = widened(F.linear(t.x, t.weight, t.bias))
-    if loss.softcap:
-        z = loss.softcap * torch.tanh(z / loss.softcap)
-    rows: Any = z.reshape(-1, z.shape[-1])
+    rows: Any = _logits(t, loss)
     target = t.target.reshape(-1) if isinstance(t.target, Tensor) else t.target
-    class_weight = None if t.class_weight is None else t.class_weight.to(z.dtype)
+    class_weight = None if t.class_weight is None else t.class_weight.to(rows.dtype)
     losses = F.cross_entropy(
         rows,
         target,
@@ -93,7 +127,7 @@ def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
     counts = target != loss.ignore_index
     if loss.z_loss:
         losses = losses + torch.where(counts, loss.z_loss * lse.square(), 0)
-    weights = token_weights(t, z.dtype)
+    weights = token_weights(t, rows.dtype)
     if weights is not None:
         losses = losses * weights
     return reduced(losses, t, loss), lse.reshape(t.target.shape)

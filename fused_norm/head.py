@@ -49,7 +49,8 @@ def linear_cross_entropy(
     (the scaled exponentials of quack, with an offset of the row known before the product).
     Elsewhere, and with a softcap, PyTorch's ops compute chunks of rows; so they do for a vocabulary
     that processes share: a weight (and bias) that is a DTensor sharded on dim 0, with an x that is
-    a DTensor. The results are then DTensors that all processes have.
+    a DTensor. The results are then DTensors that all processes have. On a CPU, up to 16 MiB of
+    logits exist at once: PyTorch's ops finish such calls sooner.
 
     Args:
         x: Rows of shape `[..., K]`.
@@ -82,7 +83,10 @@ def linear_cross_entropy(
     loss = _checked(reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows))
     x, weight, bias = _cast(x, weight, bias)
     t = Head(x, weight, bias, target, class_weight, token_weight)
-    result, logsumexp = _computed(t, loss)
+    is_small = head_ops.fits(t) and not has_dtensor(t) and head_ops.is_small(t)
+    if is_small and cross_entropy.is_plain(t, loss) and not return_logsumexp:
+        return cross_entropy.plain(t, loss)
+    result, logsumexp = cross_entropy.by_pytorch(t, loss) if is_small else _computed(t, loss)
     return (result, logsumexp) if return_logsumexp else result
 
 

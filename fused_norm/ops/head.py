@@ -29,6 +29,8 @@ _OPTIONS = (
     "int chunk_rows, str group, int first, int classes, bool[] wanted"
 )
 _COUNT = len(Head._fields)
+# Logits up to which PyTorch's ops finish sooner on a CPU, all of them at once (Zen 5): 16 MiB.
+FEW_LOGITS = 1 << 22
 
 
 def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Loss, list[bool]]:
@@ -54,8 +56,7 @@ def _check_labels(t: Head, loss: Loss) -> None:
 def _forward(*arguments: Any) -> list[Tensor]:
     t, loss, wanted = _unpacked(arguments)
     _check_labels(t, loss)
-    with torch.autocast(t.x.device.type, enabled=False):
-        found = head.compute(t, loss, wanted)
+    found = head.compute(t, loss, wanted)
     return without_none([found.loss, found.logsumexp, *found.gradients], t.x)
 
 
@@ -80,8 +81,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
     if grad is None:
         shape = t.target.shape if loss.reduction == "none" else ()
         grad = t.x.new_zeros(shape, dtype=statistics_dtype(t.x.dtype))
-    with torch.autocast(t.x.device.type, enabled=False):
-        found = head.compute(t, loss, wanted, (grad, grad_logsumexp))
+    found = head.compute(t, loss, wanted, (grad, grad_logsumexp))
     return without_none(found.gradients, t.x)
 
 
@@ -194,6 +194,15 @@ def call(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
     ]
     found = LinearCrossEntropyFunction.apply(*t, *loss, computed)
     return found[0], found[1]
+
+
+def is_small(t: Head) -> bool:
+    """Return whether PyTorch's ops finish a call sooner, whose logits take little memory.
+
+    Args:
+        t: Tensors that `fits` takes.
+    """
+    return t.x.is_cpu and not is_watched() and t.target.numel() * len(t.weight) <= FEW_LOGITS
 
 
 def fits(t: Head) -> bool:

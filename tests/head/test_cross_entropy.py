@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fused_norm as fn
 from fused_norm.chain import head
+from fused_norm.ops import head as head_ops
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -221,3 +222,32 @@ def test_autocast() -> None:
     assert found[0].dtype is torch.float32
     assert [g.dtype for g in found[2:]] == [torch.float32] * 2
     torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-3)
+
+
+@given(
+    data=st.data(),
+    bias=st.booleans(),
+    upstream=st.sampled_from([1.0, -0.25]),
+    of_logsumexp=st.sampled_from([0.0, 1.0]),
+)
+@settings(max_examples=100, deadline=None)
+def test_small_heads_are_pytorchs(
+    data: Any, bias: bool, upstream: float, of_logsumexp: float
+) -> None:
+    given_options = data.draw(options(13, 11))
+    tensors = case(13, 8, 11, bias=bias, dtype=torch.float64)
+    of_composed = {name: v for name, v in given_options.items() if name != "chunk_rows"}
+    exact = results(composed, tensors, upstream, of_logsumexp, **of_composed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_ops, "FEW_LOGITS", 13 * 11)
+        patch.setattr(head_ops, "call", None)
+        found = results(ours, tensors, upstream, of_logsumexp, **given_options)
+        x, weight, target, *_ = tensors
+        y = fn.linear_cross_entropy(x, weight, target)
+        # As large as the bound, and larger.
+        patch.setattr(head_ops, "FEW_LOGITS", 13 * 11 - 1)
+        with pytest.raises(TypeError, match="not callable"):
+            fn.linear_cross_entropy(x, weight, target)
+    torch.testing.assert_close(y, F.cross_entropy(F.linear(x, weight), target))
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)

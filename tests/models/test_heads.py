@@ -15,6 +15,11 @@ from fused_norm.models.sites import HEAD
 V, K = 503, 16
 
 
+@pytest.fixture(autouse=True)
+def _no_head_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_norm.ops.head.FEW_LOGITS", 0)
+
+
 class Model(nn.Module):
     """A norm, a Linear layer, and what a subclass makes of its logits."""
 
