@@ -22,9 +22,8 @@ def test_bench_compares_with_eager_in_80_columns(capsys: pytest.CaptureFixture[s
     for op in bench.OPS:
         (line,) = [line for line in lines if line.startswith(f" {op.name}")]
         forward, training = line.split()[-1], line.split()[-4]
-        # Both are numbers; on a busy machine eager can wait so long that ours is 0.00 of it.
-        assert 0 <= float(forward) < 1e6
-        assert 0 <= float(training) < 1e6
+        assert float(forward) > 0
+        assert float(training) > 0
     assert max(map(len, lines)) <= 80
 
 
