@@ -3,8 +3,9 @@
     python scripts/measure/whole_models.py --json FILE.json --table FILE.md --plot FILE.png
     python scripts/measure/whole_models.py --json FILE.json --table FILE.md --only-show
 
-Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turbo (transformers)
-and DiT-XL/2 (diffusers), with random weights; one whose library is missing is left out, and says
+Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turbo, Qwen3 0.6B,
+GPT-2 XL, BERT and ModernBERT large, SigLIP so400m (transformers) and DiT-XL/2 (diffusers), with
+random weights; one whose library is missing is left out, and says
 so. Eager, torch.compile and this library's backend share a model's parameters and take turns, in a
 new random order each round. Training is forward and backward, with new gradients and no
 optimizer. Each is first compared with the model in float32, one call of a batch at a time, so that
@@ -44,7 +45,11 @@ from fused_norm.models.sites import OTHERS
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 # Calls in a batch of inference and training, as many as keep an H200 busy.
-MODELS = {"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)}
+MODELS = {
+    **{"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)},
+    **{"qwen3": (8, 4), "gpt2": (16, 8), "bert": (64, 32), "modernbert": (32, 16)},
+    "siglip": (64, 32),
+}
 MODES = ("forward", "train")
 FROZEN = "fused_norm-frozen"
 PROVIDERS = ("eager", "compile", "fused_norm", FROZEN)

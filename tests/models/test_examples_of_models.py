@@ -21,6 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("llama", "transformers", "5 of 5 norms fused"),
         pytest.param("whisper", "transformers", "12 of 12 norms fused", marks=pytest.mark.slow),
         ("dit", "diffusers", "5 of 5 norms fused"),
+        ("qwen3", "transformers", "5 of 5 norms fused in 1 graph, 4 rotations of heads"),
+        pytest.param("gpt2", "transformers", "5 of 5 norms fused", marks=pytest.mark.slow),
+        pytest.param("bert", "transformers", "6 of 6 norms fused", marks=pytest.mark.slow),
+        pytest.param("modernbert", "transformers", "6 of 6 norms", marks=pytest.mark.slow),
+        pytest.param("siglip", "transformers", "5 of 6 norms fused", marks=pytest.mark.slow),
     ],
 )
 def test_example(
