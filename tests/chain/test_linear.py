@@ -276,7 +276,7 @@ def _check_values_and_gradients(case: dict[str, Any], shape: str) -> None:
     activation = case["activation"]
     what = "gate" if activation in family.GATES else "activate"
     assert (what in launched) == (activation is not None), launched
-    assert "turns" in launched, launched
+    assert "ping_pong" in launched, launched
     if case["op"] == "norm_linear":
         assert not any(name in launched for name in ("nvjet", "gemm")), launched
     total = sum(result.sum() for result in family.ours(case, tensors))

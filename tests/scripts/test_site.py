@@ -6,6 +6,10 @@ import sys
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
+import pytest
+
+for needed in ("mkdocs", "latex2mathml"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed: uv sync")
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts/pages"))
 
