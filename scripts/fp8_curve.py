@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"stopped in {name}; the same command goes on", highlight=False)
             return INTERRUPTED
         content: dict[str, Any] = {
-            "environment": asdict(describe(device)),
+            "environment": asdict(describe(device, options.commit)),
             "size": asdict(settings.size),
         }
         content |= {"recipe": RECIPE, "curve": asdict(trainer.curve)}
@@ -135,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="default: by the size")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop in time")
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--commit", help="where there is no checkout to ask")
     parser.add_argument("--checkpoints", type=Path, default=Path("train/fp8"), metavar="FOLDER")
     return parser
 
@@ -177,15 +178,15 @@ def _report(folder: Path, settings: Settings, console: Console) -> int:
     apart = abs(last["bfloat16"] - last["bfloat16-again"])
     above = last["fused_norm"] - max(last["bfloat16"], last["bfloat16-again"])
     size = Size(**found["bfloat16"]["size"])
+    rates = {n: round(size.tokens / statistics.median(c.seconds)) for n, c in curves.items()}
     table = Table("training", "last losses", "tokens/s")
-    for name, curve in curves.items():
-        rate = size.tokens / statistics.median(curve.seconds)
-        table.add_row(name, f"{last[name]:.4f}", f"{rate:,.0f}")
+    for name in curves:
+        table.add_row(name, f"{last[name]:.4f}", f"{rates[name]:,}")
     console.print(table)
     console.print(f"two seeds of bfloat16 are {apart:.4f} apart, ours is {above:+.4f} above both")
     losses = {name: [round(v, 4) for v in curve.losses] for name, curve in curves.items()}
     content = {"environment": found["fused_norm"]["environment"], "size": asdict(size)}
-    content |= {"recipe": RECIPE, "last": last, "losses": losses}
+    content |= {"recipe": RECIPE, "last": last, "tokens a second": rates, "losses": losses}
     (folder / "fp8-curve.json").write_text(json.dumps(content, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
         plot(curves, replace(settings, size=size), folder / "fp8-curve.png")
