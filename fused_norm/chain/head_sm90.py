@@ -25,8 +25,6 @@ from fused_norm.native import build, compiler
 _SAMPLES, _MARGIN = 256, 40.0
 # Columns of a tile of the product; with a bias, those of its only kernel.
 COLUMNS, COLUMNS_WITH_BIAS = 192, 128
-# Whether kernels limit logits. They are compiled in tests, but no GPU has run them yet.
-_HAS_SOFTCAP = False
 
 
 def serves(t: Head, loss: Loss) -> bool:
@@ -58,8 +56,7 @@ def can_do(loss: Loss) -> bool:
         loss: What to compute.
     """
     # What smoothing takes from the gradient is no matrix of rank one behind a softcap.
-    can_limit = _HAS_SOFTCAP and not loss.label_smoothing
-    return not loss.group and (can_limit or not loss.softcap)
+    return not loss.group and not (loss.softcap and loss.label_smoothing)
 
 
 def _can_be_copied(bias: Tensor) -> bool:

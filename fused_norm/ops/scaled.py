@@ -30,8 +30,6 @@ from fused_norm.reference import widened
 _CAPABILITY = (8, 9)
 # Layers that one launch has at most.
 _MOST_PARTS = 3
-# Whether kernels launch several at once. They are compiled in tests, but no GPU has run them yet.
-_IS_GROUPED = False
 
 
 def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
@@ -217,7 +215,6 @@ def _linears(
     how = (scaling, weight_scaling, power_of_two)
     has_biases = len({bias is None for bias in biases}) == 1
     is_served = dtype is torch.bfloat16 and serves(q, scaling, weight_scaling) and M > 0
-    is_served = is_served and _IS_GROUPED
     if not (is_served and has_biases and count <= _MOST_PARTS and q.dtype is E4M3):
         layers = zip(weights, weight_scales, biases, strict=True)
         return [_linear(q, scale, w, s, *how, b, None, "", dtype) for w, s, b in layers]

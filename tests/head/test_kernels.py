@@ -32,7 +32,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         asked.append(head_sm90.can_do(loss))
         return asked[-1]
 
-    monkeypatch.setattr(head_sm90, "_HAS_SOFTCAP", True)
     monkeypatch.setattr(head_sm90, "serves", serves)
     monkeypatch.setattr(head_sm90, "_run", head_kernels.run)
     return asked

@@ -36,13 +36,8 @@ SIZES = [(256, 48, 16), (128, 128), (1024, 256, 256, 64), (4096, 1024, 1024)]
 @pytest.mark.parametrize("biases", ["all", "none", "some"])
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 def test_as_one_after_another(
-    sizes: tuple[int, ...],
-    biases: str,
-    scaling: str,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, ...], biases: str, scaling: str, device: str
 ) -> None:
-    monkeypatch.setattr(scaled, "_IS_GROUPED", True)
     has = tuple(biases == "all" or (biases == "some" and i == 1) for i in range(len(sizes)))
     for M in (1, 16, 40, 300) + ((4096,) if device == "cuda" else ()):
         q, weights, bs = layers(M, 256, sizes, has, scaling)
@@ -78,7 +73,6 @@ def test_kernels_get_every_part(has_bias: bool, monkeypatch: pytest.MonkeyPatch)
             assert all(v % 16 == 0 for v in (part.weight, part.scale, part.bias, part.y))
             assert (part.bias != 0) == has_bias
 
-    monkeypatch.setattr(scaled, "_IS_GROUPED", True)
     monkeypatch.setattr(scaled, "serves", lambda x, *scalings: True)
     monkeypatch.setattr(scaled, "run", run)
     q, weights, biases = layers(48, 256, (256, 48, 16), (has_bias,) * 3)
