@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_norm as fn
-from benchmarks import document
+from benchmarks import document, parts
+from benchmarks.case import EPS
 
 # Rows, features, vocabulary: LLaMA-1B, LLaMA-8B, Qwen3-0.6B, GPT-2.
 SIZES = ((8192, 2048, 128256), (8192, 4096, 128256), (16384, 1024, 151936), (16384, 768, 50304))
-EPS = 1e-5
 PACKAGES = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "triton")
 Provider = Callable[..., Tensor]
 
@@ -69,13 +69,28 @@ def peers() -> dict[str, Provider]:
     except ImportError as error:
         print(f"no cut-cross-entropy: {error}", flush=True)
     try:
-        quack = import_module("quack.linear_cross_entropy")
-        found["quack"] = lambda x, g, w, t: quack.chunked_linear_cross_entropy(
-            F.rms_norm(x, x.shape[-1:], g, EPS), w, t, reduction="mean"
-        )
+        found |= {"quack": quack(4096), "quack-small": quack(2048)}
     except ImportError as error:
         print(f"no quack: {error}", flush=True)
     return found
+
+
+def quack(chunk_rows: int) -> Provider:
+    """Return the loss by quack's kernels, in chunks of so many rows.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    rms_norm = parts.quack().rms_norm
+
+    def provider(x: Tensor, gamma: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        # As many rows as features are an error of version 0.6.5: it cannot tell which are which.
+        rows = chunk_rows if chunk_rows != x.shape[1] else 2 * chunk_rows
+        found: Tensor = loss(rms_norm(x, gamma), weight, target, chunk_size=rows)
+        return found
+
+    return provider
 
 
 def step(provider: Provider, tensors: Sequence[Tensor]) -> Callable[[], Any]:
@@ -194,6 +209,7 @@ def plot(cases: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(3.2 * len(cases), 3.6), layout="constrained")
     panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
     looks = {**plots.PEERS, "eager": ("#5f6b76", "o"), "cut-cross-entropy": ("#8e6bbf", "P")}
+    looks["quack-small"] = looks["quack"]
     looks |= {"fused_norm": (plots.OURS, "o"), "fused_norm-small": ("#e58b97", "o")}
     for panel, case in zip(panels, cases, strict=True):
         found = case["results"]

@@ -34,6 +34,7 @@ HEADS = {
     "compile": "torch.compile",
     "liger": "Liger",
     "cut-cross-entropy": "cut-cross-entropy",
+    "quack": "quack",
     "fused_norm": "**ours**",
     "fused_norm-small": '**ours, `chunk_rows="small"`**',
 }
@@ -180,19 +181,23 @@ def _regret(run: dict[str, Any]) -> list[str]:
 
 def _head(run: dict[str, Any]) -> list[str]:
     rows = []
+    # What was not installed is in no case.
+    names = [name for name in HEADS if name in run["cases"][0]["results"]]
     for case in run["cases"]:
         found = case["results"]
         base = found["products"]["ms"]
         cells = [f"{base:.1f} ms"]
-        for name in HEADS:
+        for name in names:
+            if "error" in found[name]:
+                cells.append("error")
+                continue
             ratio, gib = found[name]["ms"] / base, found[name]["gib"]
             cells.append(f"{ratio:.2f} ({gib:.1f})")
         rows.append([_sizes(case["size"]), *cells])
-    header = ["rows x K x vocabulary", "products", *HEADS.values()]
+    header = ["rows x K x vocabulary", "products", *(HEADS[name] for name in names)]
     e, versions = run["environment"], run["versions"]
-    peers = ", ".join(
-        f"{name} {versions[name]}" for name in ("liger-kernel", "cut-cross-entropy", "triton")
-    )
+    packages = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "triton")
+    peers = ", ".join(f"{name} {versions[name]}" for name in packages if versions[name])
     return [
         "## A language model's head\n",
         f"{run['device']}, bfloat16, torch {e['torch']}, driver {e['driver']}, {e['date']}, "
