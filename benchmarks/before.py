@@ -37,11 +37,11 @@ def add(checkout: Path) -> None:
         text = re.sub(rf"(from |import |\.ops\.){_PACKAGE}\b", rf"\g<1>{_COPY}", path.read_text())
         path.write_text(re.sub(rf'"{_PACKAGE}("|::|\.)', rf'"{_COPY}\1', text))
     sys.path.append(str(folder))
-    seams = [providers.ours(member, _COPY, NAME) for member in ops.MEMBERS]
+    members = [providers.ours(member, _COPY, NAME) for member in ops.MEMBERS]
     rows = providers.PROVIDERS[ops.LAYER_NORM.name, "fused_norm"]
     row = dataclasses.replace(
         rows, name=NAME, role="peer", load=provider.imported("trainable_eps_layer_norm", _COPY)
     )
-    for each in (*seams, row):
+    for each in (*members, row):
         described = dataclasses.replace(each, description=f"{each.description}, another checkout")
         providers.PROVIDERS[each.op, NAME] = described

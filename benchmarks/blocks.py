@@ -1,4 +1,4 @@
-"""Whole blocks of transformers, whose seams are what this library is for.
+"""Whole blocks of transformers, whose norms this library fuses.
 
 A block is attention and an MLP, each behind a norm and before a residual sum. Those whose names end
 in "rotary" have the rotary embeddings, and norms of queries and keys, of the models that they are

@@ -135,7 +135,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise ValueError(f"the benchmark runs on cpu and cuda, not on {device}")
     asked = list(blocks.SHAPES) if options.blocks else options.block or []
     asked = [*(options.op or ()), *asked]
-    # Which way runs on a CPU depends on the dtype, so all of them are measured.
+    # Which strategy runs on a CPU depends on the dtype, so all of them are measured.
     dtypes: tuple[str, ...] = (
         ("bfloat16",) if device.type == "cuda" else ("bfloat16", "float16", "float32")
     )

@@ -1,4 +1,4 @@
-"""What is measured: the seams of the op family, an entry each, and LayerNorm as a row program.
+"""What is measured: the ops of the family, an entry each, and LayerNorm as a row program.
 
 An entry says what a user of PyTorch writes, of `parts` that other projects have too, and which call
 of ours takes its place.
@@ -38,7 +38,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Member:
-    """A seam.
+    """A member of the op family.
 
     Attributes:
         op: What is measured.
@@ -46,7 +46,7 @@ class Member:
         function: Name of our function.
         ours: Computes it from that function and the inputs.
         peers: Who else computes it: names of `peers.PEERS`.
-        is_block: Whether it is all of a transformer's block, and not one seam of it.
+        is_block: Whether it is all of a transformer's block, and not one op of it.
     """
 
     op: Op
@@ -69,7 +69,7 @@ def member(
     is_block: bool = False,
     **work: Any,
 ) -> Member:
-    """Return the entry of a seam, which eager computes of PyTorch's parts."""
+    """Return the entry of a member, which eager computes of PyTorch's parts."""
     op = Op(name, title, inputs, outputs, partial(formula, TORCH), **work)
     return Member(op, formula, function, ours, peers, is_block)
 

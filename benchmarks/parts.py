@@ -1,4 +1,4 @@
-"""The pieces that seams are put together from: PyTorch's, none at all, and other projects'."""
+"""The pieces that members are composed of: PyTorch's, none at all, and other projects'."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _add_gated(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """What stands around the products of a seam; by default as users of PyTorch write it.
+    """What stands around the products of a member; by default as users of PyTorch write it.
 
     Attributes:
         rms_norm: Of x and its weight.

@@ -1,4 +1,4 @@
-"""Other projects' kernels for the seams: pieces of one, or all of it."""
+"""Other projects' kernels for the op family: pieces of a member, or all of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.shapes import Shape
 def _of_parts(
     name: str, load: Callable[[], parts.Parts], package: str, what: str
 ) -> Callable[[Member], Provider]:
-    """Return a maker of providers that put a seam together from their own parts."""
+    """Return a maker of providers that compose a member of their own parts."""
     return lambda member: Provider(
         name,
         member.op.name,

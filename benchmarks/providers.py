@@ -35,7 +35,7 @@ from fused_norm import frozen_parameters, reference
 
 
 def _of_member(member: Member) -> Iterator[Provider]:
-    """Give the providers of a seam, the baseline first."""
+    """Give the providers of a member, the baseline first."""
     op = member.op
     eager, bare = given(op.reference), partial(member.formula, BARE)
     what = f"{op.title} by PyTorch's ops"
@@ -95,10 +95,10 @@ def _with_backend(function: Formula) -> tuple[Any, Formula]:
 
 
 def ours(member: Member, package: str = "fused_norm", name: str = "fused_norm") -> Provider:
-    """Return the provider that is our function for a seam.
+    """Return the provider that is our function for a member.
 
     Args:
-        member: The seam.
+        member: The member.
         package: Whose function it is.
         name: What `--provider` calls it.
     """

@@ -1,10 +1,10 @@
-"""Whether calls go the fastest way at sizes that nobody has chosen: a choice against all ways.
+"""Whether calls take the fastest strategy at sizes that nobody has chosen.
 
     poe bench --regret [--device cuda] [--seed N] [--count N] [--json FILE] [--plot FILE]
 
-Sizes are drawn by a seed. Of each, on a CPU, the ways (our product, our passes around PyTorch's,
-and PyTorch's ops alone) and what users get take turns; `regret` is the time of what they get over
-that of the fastest way, `of eager` over that of PyTorch's ops.
+Sizes are drawn by a seed. Of each, on a CPU, the strategies (our product, our passes around
+PyTorch's, and PyTorch's ops alone) and what users get are interleaved; `regret` is the time of what
+they get over that of the fastest strategy, `of eager` over that of PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _chosen_by(kind: str | None) -> str | None:
 
 
 def measured(options: argparse.Namespace) -> list[Measured]:
-    """Return the calls, each way."""
+    """Return the calls, with each strategy."""
     wanted = sizes.draw(options.count, options.seed, options.dtype or tuple(sizes.DTYPES))
     found = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -110,7 +110,7 @@ def measured(options: argparse.Namespace) -> list[Measured]:
 
 
 def regret(call: Measured) -> float:
-    """Return the time of what users get over that of the fastest way."""
+    """Return the time of what users get over that of the fastest strategy."""
     return call.us["chosen"] / min(us for name, us in call.us.items() if name != "chosen")
 
 
@@ -121,7 +121,7 @@ def of_eager(call: Measured) -> float:
 
 def table(calls: Sequence[Measured]) -> Table:
     """Return what was found of each dtype and direction, with the worst size."""
-    found = Table(title="Time of what users get, over that of the fastest way and of eager")
+    found = Table(title="Time of what users get, over that of the fastest strategy and of eager")
     for name in ("dtype", "direction", "sizes", "regret: median", "worst", "at M,K,N"):
         found.add_column(name, justify="left" if name in ("dtype", "direction") else "right")
     for name in ("of eager: median", "worst", "at M,K,N"):
@@ -151,7 +151,7 @@ def plot(calls: Sequence[Measured], path: Path) -> None:
             axes.plot(work, [of_eager(c) for c in each], "x", color=color, ms=4, alpha=0.6)
         axes.axhline(1, color="#8a8a8a", lw=0.8)
         axes.set(xscale="log", xlabel="M K N", title=direction)
-    figure.axes[0].set_ylabel("dots: over the fastest way; crosses: over eager")
+    figure.axes[0].set_ylabel("dots: over the fastest strategy; crosses: over eager")
     figure.axes[0].legend(frameon=False)
     figure.savefig(path)
 

@@ -1,4 +1,4 @@
-"""Whether forwards on Hopper go the fastest way: `poe bench --regret --device cuda`."""
+"""Whether forwards on Hopper take the fastest strategy: `poe bench --regret --device cuda`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fused_norm.tuning import gpu
 from fused_norm.tuning.sizes import draw_for_gpu
 
 DTYPES = ("bfloat16", "float16")
-# What users get, and the ways that it is held against: without keeping anything, and frozen.
+# What users get, and the strategies that it is held against: without keeping anything, and frozen.
 CHOSEN = {
     "chosen": ("composed", "around", "anew", "eager"),
     "chosen frozen": ("kept", "composed", "around", "anew", "eager"),
@@ -29,7 +29,7 @@ AGAIN, LONGER = 1.05, 4
 
 
 def measured(count: int, seed: int, seconds: float, dtypes: Sequence[str]) -> list[GpuCall]:
-    """Return forwards of sizes drawn, each way.
+    """Return forwards of sizes drawn, with each strategy.
 
     Raises:
         RuntimeError: If there is no Hopper.
@@ -48,9 +48,9 @@ def measured(count: int, seed: int, seconds: float, dtypes: Sequence[str]) -> li
 
 
 def regret(call: GpuCall, name: str, is_launched: bool) -> float:
-    """Return the time of what users get over that of the fastest way."""
+    """Return the time of what users get over that of the fastest strategy."""
     us = call.taken(is_launched)
-    return us[name] / min(us[way] for way in CHOSEN[name] if way in us)
+    return us[name] / min(us[strategy] for strategy in CHOSEN[name] if strategy in us)
 
 
 def of_eager(call: GpuCall, name: str, is_launched: bool) -> float:
@@ -61,7 +61,7 @@ def of_eager(call: GpuCall, name: str, is_launched: bool) -> float:
 
 def table(calls: Sequence[GpuCall]) -> Table:
     """Return what was found of each dtype, with the worst size."""
-    found = Table(title="Time of what users get, over that of the fastest way and of eager")
+    found = Table(title="Time of what users get, over that of the fastest strategy and of eager")
     for name in ("dtype", "", "sizes", "regret: median", "worst", "at M,K,N"):
         found.add_column(name, justify="left" if name in ("dtype", "") else "right")
     for name in ("of eager: median", "worst", "at M,K,N"):
@@ -96,7 +96,7 @@ def plot(calls: Sequence[GpuCall], path: Path) -> None:
         axes.axhline(1, color="#8a8a8a", lw=0.8)
         title = "launched" if is_launched else "in a CUDA graph"
         axes.set(xscale="log", xlabel="M K N", title=title)
-    figure.axes[0].set_ylabel("dots: over the fastest way; crosses: over eager")
+    figure.axes[0].set_ylabel("dots: over the fastest strategy; crosses: over eager")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.axes[0].legend(handles[::2], labels[::2], frameon=False)
     figure.savefig(path)

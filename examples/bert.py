@@ -1,4 +1,4 @@
-"""BERT of transformers with random weights, with its seams fused."""
+"""BERT of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A diffusion transformer of diffusers with random weights, with its seams fused."""
+"""A diffusion transformer of diffusers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

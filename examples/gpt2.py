@@ -1,4 +1,4 @@
-"""GPT-2 of transformers with random weights, with its seams fused."""
+"""GPT-2 of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaMA of transformers with random weights, with its seams fused."""
+"""LLaMA of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

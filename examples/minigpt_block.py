@@ -4,7 +4,7 @@ The task, its sizes and its tolerances are those of KernelBench's level 3, probl
 (https://github.com/ScalingIntelligence/KernelBench, MIT), which has the block from minGPT
 (https://github.com/karpathy/minGPT, MIT). The code here is our own: `Plain` spells the mathematics
 out, attention included, as the task does; `Sdpa` differs by PyTorch's own attention and GELU alone;
-`Fused` takes those and has our ops for all seams. What fused_norm gains is the last against `Sdpa`.
+`Fused` takes those and has our ops throughout. What fused_norm gains is the last against `Sdpa`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Sdpa(Plain):
 
 
 class Fused(Sdpa):
-    """The same with every seam an op: norm and Linear; Linear, residual and statistics; MLP."""
+    """The same with an op for each part: norm and Linear; Linear, residual and statistics; MLP."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[batch, tokens, width]` for an input of that shape."""

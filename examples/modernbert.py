@@ -1,4 +1,4 @@
-"""ModernBERT of transformers with random weights, with its seams fused."""
+"""ModernBERT of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 of transformers with random weights, with its seams fused."""
+"""Qwen3 of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SigLIP of transformers with random weights, with its seams fused."""
+"""SigLIP of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

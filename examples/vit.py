@@ -1,4 +1,4 @@
-"""A vision transformer of timm with random weights, with its seams fused."""
+"""A vision transformer of timm with random weights, with its norms fused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whisper of transformers with random weights, with its seams fused."""
+"""Whisper of transformers with random weights, with its norms fused."""
 
 from __future__ import annotations
 

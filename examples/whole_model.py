@@ -1,4 +1,4 @@
-"""Runs a model untouched and with fused seams, compares both, and prints what was fused."""
+"""Runs a model untouched and with fused norms, compares both, and prints what was fused."""
 
 from __future__ import annotations
 

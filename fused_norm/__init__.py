@@ -1,4 +1,4 @@
-"""The seams of a transformer, norm -> Linear -> activation, as Mojo kernels for PyTorch."""
+"""A transformer's norm -> Linear -> activation, fused, as Mojo kernels for PyTorch."""
 
 from __future__ import annotations
 

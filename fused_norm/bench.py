@@ -1,9 +1,9 @@
 """A small check of this machine: our calls against PyTorch eager's, forward and training step.
 
 Each call's output and gradients are first compared with float64; one that is off by more than
-`WORST` times eager's own error is reported and not timed. Ours and eager then take turns in random
-order, so that both see the same machine, and medians are compared. The harness that compares with
-other libraries is in the repository, under `benchmarks/`.
+`WORST` times eager's own error is reported and not timed. Ours and eager are then interleaved in
+random order, so that both see the same machine, and medians are compared. The harness that compares
+with other libraries is in the repository, under `benchmarks/`.
 """
 
 from __future__ import annotations

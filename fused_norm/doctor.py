@@ -131,7 +131,7 @@ def _threads() -> str:
 
 
 def _cpu_dtypes() -> str:
-    """Return which way calls run in each dtype, and why."""
+    """Return which strategy calls take in each dtype, and why."""
     chosen = "our product"
     if choice.path(cpu_kind()):
         chosen += ", or PyTorch's where that is faster"

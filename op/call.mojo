@@ -122,8 +122,8 @@ struct Call(ImplicitlyCopyable, Movable):
     var workspace: Int
     """Scratch memory of `workspace_bytes`, from a multiple of 256 bytes on."""
     # What the plan decides.
-    var way: Int
-    """How it runs: one of the ways in op/norm_linear/plan.mojo. 0 leaves that to the plan."""
+    var strategy: Int
+    """How it runs: one of the strategies in op/norm_linear/plan.mojo. 0 leaves that to the plan."""
     var workspace_bytes: Int
     """Size of the scratch memory."""
     # The parameters' half.
@@ -205,7 +205,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.zt = 0
         self.zt_scale = 0
         self.workspace = 0
-        self.way = 0
+        self.strategy = 0
         self.workspace_bytes = 0
         self.K = 0
         self.N = 0

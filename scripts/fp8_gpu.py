@@ -234,19 +234,19 @@ def check_rows(kernels: Kernels) -> dict[str, Any]:
         x[1, 3] = 1000 * x[1].float().abs().max()
         for dtype in (E4M3, E5M2):
             for power_of_two in (False, True):
-                for way in (1, 2):
+                for strategy in (1, 2):
                     q, scale = torch.empty(M, K, device="cuda", dtype=dtype), empty(M)
-                    kernels.quantize(x, q, scale, power_of_two=power_of_two, way=way)
+                    kernels.quantize(x, q, scale, power_of_two=power_of_two, strategy=strategy)
                     want, want_scale = rows_of(x, dtype, power_of_two)
                     wrong["scale"] += int((scale != want_scale[:, 0]).sum())
                     wrong["q"] += int((q.view(torch.uint8) != want.view(torch.uint8)).sum())
         gamma, beta = (torch.randn(K, device="cuda").to(BF16) for _ in range(2))
         residual = torch.randn(M, K, device="cuda").to(BF16)
         for kind in (0, 1):
-            for way, added in ((1, None), (2, None), (0, residual)):
+            for strategy, added in ((1, None), (2, None), (0, residual)):
                 out = [torch.empty(M, K, device="cuda", dtype=E4M3), *(empty(M) for _ in range(3))]
                 q, scale, mean, rstd = out
-                fields = {"gamma": gamma, "beta": beta, "power_of_two": 1, "way": way}
+                fields = {"gamma": gamma, "beta": beta, "power_of_two": 1, "strategy": strategy}
                 total = x
                 if added is not None:
                     total = torch.empty_like(x)
@@ -379,8 +379,8 @@ def time_norm(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[str
     source = [t.clone() for t in target]
     gamma, beta = (torch.ones(K, device="cuda", dtype=BF16) for _ in range(2))
 
-    def norm(kind: int, way: int, **fields: Any) -> Callable[[int], Any]:
-        return lambda i: kernels.norm(kind, x[i], [q[i], *rest], way=way, **fields)
+    def norm(kind: int, strategy: int, **fields: Any) -> Callable[[int], Any]:
+        return lambda i: kernels.norm(kind, x[i], [q[i], *rest], strategy=strategy, **fields)
 
     runs = {
         "copy": lambda i: target[i].copy_(source[i]),
@@ -414,7 +414,7 @@ def time_both(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[str
 
     def ours(i: int) -> Tensor:
         kernels.norm(1, x[i], [q[i], *rest], gamma=g)
-        kernels.linear(q[i], rest[0], *b[i], y=y[i], way=1)
+        kernels.linear(q[i], rest[0], *b[i], y=y[i], strategy=1)
         return y[i]
 
     runs: dict[str, Callable[[int], Any]] = {

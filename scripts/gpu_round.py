@@ -5,7 +5,7 @@
 
 `pack` builds every kernel for the GPU's architecture. `run` needs a checkout and the folder, and no
 compiler of Mojo. Both steps of `run` can be had alone (`--only tests`), and other things in their
-place: the seams of the op family, a JSON each (`--only family`, of which `--op` chooses some), the
+place: the ops of the family, a JSON each (`--only family`, of which `--op` chooses some), the
 steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), the head alone
 (`--only head`), wrong edits (`--only mutate`), or any program of the checkout (`--only script --
 PROGRAM ARGUMENT...`, OUT standing for the folder of results, COMMIT for the commit). Each ends in
@@ -49,7 +49,7 @@ OTHER_DTYPES = ("--dtype", "float16", "--dtype", "float32")
 LATER_PROVIDERS = ("eager", "linear", "compile", "fla", "liger", "formula")
 MODES = ("forward", "forward_grad", "backward", "train")
 OURS = ("fused_norm", "fused_norm-frozen", "fused_norm-composed")
-# The seams that say most come first; max-autotune compiles too long for them.
+# The ops that say most come first; max-autotune compiles too long for them.
 FAMILY = (
     *("rms_norm_linear", "residual_rms_norm_linear", "norm_qkv", "norm_swiglu", "norm_mlp"),
     *("norm_gelu", "adaln_linear", "norm_qkv_equal"),
@@ -276,7 +276,7 @@ def _benchmark(options: argparse.Namespace, environment: dict[str, str], limit: 
 
 
 def _family(options: argparse.Namespace, environment: dict[str, str], limit: float) -> int:
-    """Measure seams at the named shapes in bfloat16, a file of results each."""
+    """Measure the op family at the named shapes in bfloat16, a file of results each."""
     names = [name for name in FAMILY_PROVIDERS if name != "compile" or not options.no_compile]
     measured = ["--shapes", "named", "--dtype", "bfloat16", "--mode", "forward", "--mode", "train"]
     measured += [part for name in names for part in ("--provider", name)]

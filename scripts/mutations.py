@@ -48,9 +48,9 @@ ROWS_PASSED = (
 )
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
-SEVERAL = ("tests/chain/test_several.py", "-k", "test_values_and_gradients and bfloat16")
+GROUPED = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and bfloat16")
 # In float16, which is not folded.
-SEVERAL_HALF = ("tests/chain/test_several.py", "-k", "test_values_and_gradients and float16")
+GROUPED_HALF = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and float16")
 PASSED_ROWS = (
     "tests/op/norm_linear/test_sm90_backward.py",
     "-k",
@@ -72,8 +72,8 @@ _ENTRIES = ("sm90_entries", "bfloat16", "tests/mojo")
 KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     HOPPER: (_PRODUCT, _ENTRIES),
     PASSED_ROWS: (_PRODUCT, _ENTRIES),
-    SEVERAL: (_PRODUCT,),
-    SEVERAL_HALF: (("norm_linear_sm90", "float16"),),
+    GROUPED: (_PRODUCT,),
+    GROUPED_HALF: (("norm_linear_sm90", "float16"),),
     ROWS_PASSED: (_PRODUCT,),
     WAITING: (_PRODUCT,),
     REACHING: (_PRODUCT,),
@@ -265,7 +265,7 @@ MUTATIONS = (
         "op/max/checks.mojo",
         'comptime if target == "cpu":',
         'comptime if target == "none":',
-        ("tests/graphs/test_max_door.py", "-k", "test_no_rows"),
+        ("tests/graphs/test_max_ops.py", "-k", "test_no_rows"),
     ),
     Mutation(
         "a child of fork waits for threads that it has not",
@@ -506,7 +506,7 @@ MUTATIONS = (
         f"{GEMM_SM90}/parts.mojo",
         "return UInt32(1), index - self.second",
         "return UInt32(1), index",
-        ("tests/chain/test_several.py", "-k", "plan"),
+        ("tests/chain/test_grouped.py", "-k", "plan"),
     ),
     Mutation(
         "every weight of one sum multiplies the gradient of the first output",
@@ -514,7 +514,7 @@ MUTATIONS = (
         f"{GEMM_SM90}/producer.mojo",
         "a_map = part_of(a_maps, part)",
         "pass",
-        SEVERAL,
+        GROUPED,
     ),
     Mutation(
         "a third output has the bias of the second",
@@ -522,7 +522,7 @@ MUTATIONS = (
         "op/gemm/epilogues.mojo",
         "own = self.third",
         "own = self.second",
-        SEVERAL_HALF,
+        GROUPED_HALF,
     ),
     Mutation(
         "a product without a bias adds one",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from devices import GPU
+from strategies import hopper_goes, pass_failed, tell_again, told
 from torch import Tensor
-from ways import hopper_goes, pass_failed, tell_again, told
 
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.chain import kernels
@@ -29,7 +29,7 @@ LONGEST = {
     name: place
     for place, name in enumerate(
         [
-            *("test_documents.py", "test_sm90.py", "test_max_door.py", "test_cross_compile.py"),
+            *("test_documents.py", "test_sm90.py", "test_max_ops.py", "test_cross_compile.py"),
             *("test_puzzle_driver.py", "test_puzzle.py", "test_worklog.py", "test_distributed.py"),
             *("test_batch_invariant.py", "test_family_peers.py", "test_family_registration.py"),
             *("test_registration.py", "test_compile.py", "test_node.py", "test_adoption.py"),
@@ -39,7 +39,7 @@ LONGEST = {
 }
 
 # Where no fold is kept, and where one may be.
-FORWARD_WAYS = {
+FORWARD_STRATEGIES = {
     "folded": (NEW_FOLD, KEPT_FOLD),
     "composed": (FUSED, FUSED),
     "torch": (AROUND_PRODUCTS, AROUND_PRODUCTS),
@@ -49,8 +49,8 @@ FORWARD_WAYS = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too")
     parser.addoption(
-        "--forward-way",
-        choices=list(FORWARD_WAYS),
+        "--forward-strategy",
+        choices=list(FORWARD_STRATEGIES),
         help="how Hopper's forward runs, at every size: with a new fold or a kept one, our "
         "LayerNorm and our product, our LayerNorm and PyTorch's product (default: the fastest)",
     )
@@ -114,9 +114,9 @@ def _pass_does_not_fail(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
-def _forward_way(request: pytest.FixtureRequest) -> Iterator[None]:
-    name = request.config.option.forward_way
-    with hopper_goes(*FORWARD_WAYS[name]) if name else nullcontext():
+def _forward_strategy(request: pytest.FixtureRequest) -> Iterator[None]:
+    name = request.config.option.forward_strategy
+    with hopper_goes(*FORWARD_STRATEGIES[name]) if name else nullcontext():
         yield
 
 
@@ -159,7 +159,7 @@ def _kernels_at_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Have kernels run at sizes, too, at which PyTorch's ops finish sooner."""
     is_dispatched = "as_dispatched" in request.keywords
     if not is_dispatched:
-        monkeypatch.setattr(kernels, "cpu_way", lambda: FUSED)
+        monkeypatch.setattr(kernels, "cpu_strategy", lambda: FUSED)
         monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda t: False)
     if told[0] is not is_dispatched:
         tell_again()

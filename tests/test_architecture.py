@@ -114,9 +114,9 @@ def test_fields_take_eight_bytes() -> None:
     assert record.Call.eps.offset == 8
 
 
-def test_ways_are_the_same_in_three_languages() -> None:
+def test_strategies_are_the_same_in_three_languages() -> None:
     mojo = dict(re.findall(r"^comptime (\w+) = (\d+)$", PLAN_MOJO, re.M))
-    enum = re.search(r"enum Way : int64_t \{(.*?)\}", CALL_H)
+    enum = re.search(r"enum Strategy : int64_t \{(.*?)\}", CALL_H)
     assert enum is not None
     names = [name.strip() for name in enum[1].split(",")]
     assert mojo == {name: str(number) for number, name in enumerate(names)}

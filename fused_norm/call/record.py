@@ -13,7 +13,7 @@ CALL_FIELDS = (
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
     *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "z_scale", "zt", "zt_scale"),
-    *("workspace", "way", "workspace_bytes"),
+    *("workspace", "strategy", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (
@@ -27,7 +27,7 @@ WANTED = 1
 # The number that stands for no norm, in a CPU's products.
 NO_NORM = 2
 
-# The ways of op/norm_linear/plan.mojo.
+# The strategies of op/norm_linear/plan.mojo.
 DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)
 
 # What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.

@@ -216,12 +216,12 @@ class Backward {
   bool by_product(Call& call, const std::array<Wish, 5>& results, bool accumulates) {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
-    call.way = product.way;
-    if (x.is_cpu() && !call.way && !spec_.invariant) {
-      call.way = Costs(product.costs).fastest(call, call.N, true);
+    call.strategy = product.strategy;
+    if (x.is_cpu() && !call.strategy && !spec_.invariant) {
+      call.strategy = Costs(product.costs).fastest(call, call.N, true);
     }
-    if (x.is_cpu() && call.way == AROUND_PRODUCTS) return false;
-    if (product.plan_backward(&call) != 0 || call.way != FUSED) return false;
+    if (x.is_cpu() && call.strategy == AROUND_PRODUCTS) return false;
+    if (product.plan_backward(&call) != 0 || call.strategy != FUSED) return false;
     for (const auto& [place, address, like] : results) {
       if (!address || (accumulates && place == NAMED)) continue;
       const auto shape = like.sizes();
@@ -304,7 +304,7 @@ class Backward {
     if (!give_gradients(call, parts, dhs_, t_)) return {};
     call.dx = WANTED;
     call.dsum = address(dsum_);
-    if (product.plan_passed_rows(&call) != 0 || call.way == DECLINED) return {};
+    if (product.plan_passed_rows(&call) != 0 || call.strategy == DECLINED) return {};
     allocate_results(call);
     const auto z = empty(Shape{extent_.M, extent_.K}, x);
     call.dz = address(z);

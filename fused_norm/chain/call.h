@@ -28,15 +28,15 @@ struct Call {
   Part* parts;
   int64_t part_count, pitch, eight_bits, power_of_two;
   void *z_scale, *zt, *zt_scale, *workspace;
-  int64_t way, workspace_bytes;
+  int64_t strategy, workspace_bytes;
   int64_t K, N;
   void *gamma, *beta, *weight, *bias, *up, *up_bias;
   int64_t norm_is_float32, narrow;
   void *weight_scale, *up_scale, *fold_weight, *fold_sums, *fold_constants;
 };
 
-// The ways of op/norm_linear/plan.mojo.
-enum Way : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
+// The strategies of op/norm_linear/plan.mojo.
+enum Strategy : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
 
 // What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
 constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;

@@ -125,7 +125,7 @@ EXPORTED void chain_tell(const Python* told) {
   fused_norm::python = *told;
 }
 
-// The faster way of a call on a CPU by what was measured: for tests.
+// The faster strategy of a call on a CPU by what was measured: for tests.
 EXPORTED int64_t chain_fastest(
     const double* costs, int64_t activation, int64_t M, int64_t K, int64_t N, int64_t threads,
     int follows) {
@@ -155,7 +155,7 @@ EXPORTED int chain_adds(int32_t dtype, int32_t device, int64_t M, int64_t N, int
     auto call = rows_call(M, N, product.context);
     call.K = K;
     call.x = call.weight = call.bias = call.residual = WANTED;
-    adds = product.plan_linear && product.plan_linear(&call) == 0 && call.way == FUSED;
+    adds = product.plan_linear && product.plan_linear(&call) == 0 && call.strategy == FUSED;
   });
   return status == DONE && adds;
 }

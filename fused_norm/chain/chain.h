@@ -48,12 +48,12 @@ struct Question {
 };
 
 // Two files with C functions, loaded, each with the context of its calls (of row ops their own in place
-// of the passes); the way that calls are to go, without and with parameters that are frozen, 0 for the
+// of the passes); the strategy that calls are to take, without and with parameters that are frozen, 0 for the
 // fastest; and what was measured on such a CPU (`Device.as_array` in devices/costs.py). No file where
 // PyTorch's own product is to be taken.
 struct Answer {
   const char *product, *passes;
-  int64_t product_context, passes_context, way, kept_way;
+  int64_t product_context, passes_context, strategy, kept_strategy;
   const double* costs;
 };
 

@@ -18,8 +18,8 @@ class Costs {
   int64_t fastest(const Call& call, int64_t N, bool follows) const {
     if (!at_) return FUSED;
     const int64_t kind = !call.activation ? 0 : call.activation < GATED ? 1 : 2;
-    const auto way = exception(kind, follows, call, N);
-    if (way >= 0) return WAYS[way];
+    const auto strategy = exception(kind, follows, call, N);
+    if (strategy >= 0) return STRATEGIES[strategy];
     const int64_t rows = call.M == 1 ? 0 : call.M <= MOST_FEW_ROWS ? 1 : 2;
     const double* const costs =
         at_ + 2 + (((kind * DIRECTIONS + follows) * ROWS + rows) * 2) * TERMS;
@@ -32,13 +32,13 @@ class Costs {
       for (int i = 1; i < TERMS; ++i) work += of[i] * terms[i - 1];
       return of[0] + work / real(call.threads);
     };
-    return us(costs) <= us(costs + TERMS) ? WAYS[0] : WAYS[1];
+    return us(costs) <= us(costs + TERMS) ? STRATEGIES[0] : STRATEGIES[1];
   }
 
  private:
   static constexpr int64_t KINDS = 3, DIRECTIONS = 2, ROWS = 3, TERMS = 6, FIELDS = 6;
   static constexpr int64_t MOST_FEW_ROWS = 15;
-  static constexpr int64_t WAYS[] = {FUSED, AROUND_PRODUCTS};
+  static constexpr int64_t STRATEGIES[] = {FUSED, AROUND_PRODUCTS};
   // Sizes are alike whose ratios are at most this, each.
   static constexpr double ALIKE = 1.25;
 
@@ -47,7 +47,7 @@ class Costs {
   // The elements of a result whose memory the C library takes from the system each time.
   double fresh(double elements) const { return elements * at_[1] >= 33554432.0 ? elements : 0.0; }
 
-  // The place in WAYS of the nearest exception among those alike, -1 without one.
+  // The place in STRATEGIES of the nearest exception among those alike, -1 without one.
   int64_t exception(int64_t kind, bool follows, const Call& call, int64_t N) const {
     const auto count = static_cast<int64_t>(*at_);
     const double* row = at_ + 2 + KINDS * DIRECTIONS * ROWS * 2 * TERMS;

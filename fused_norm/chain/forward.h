@@ -103,7 +103,7 @@ inline bool activated_by_product(
   call.z = address(z);
   give_weights(call, spec, t, extent, true);
   call.h = keeps_h ? WANTED : nullptr;
-  if (product.plan_linear(&call) != 0 || call.way != FUSED) return false;
+  if (product.plan_linear(&call) != 0 || call.strategy != FUSED) return false;
   results.outputs.push_back(empty_rows(z, call.N));
   call.y = address(results.outputs[0]);
   if (keeps_h) {
@@ -167,17 +167,17 @@ inline Call planned_forward(
   call.h = activates && keeps_h ? WANTED : nullptr;
   if (has_own_outputs(spec, t)) parts.give(call, t);
   call.may_keep = fold.is_for(call.activation);
-  call.way = !call.may_keep ? product.way : fold.is_needed ? int64_t{KEPT_FOLD} : product.kept_way;
-  if (t[X].is_cpu() && !call.way && !spec.invariant) {
-    call.way = Costs(product.costs).fastest(call, extent.N, call.rstd != nullptr);
+  call.strategy = !call.may_keep ? product.strategy : fold.is_needed ? int64_t{KEPT_FOLD} : product.kept_strategy;
+  if (t[X].is_cpu() && !call.strategy && !spec.invariant) {
+    call.strategy = Costs(product.costs).fastest(call, extent.N, call.rstd != nullptr);
   }
-  if (call.way == AROUND_PRODUCTS && t[X].is_cpu()) return call;
-  if (product.plan_forward(&call) != 0) call.way = DECLINED;
+  if (call.strategy == AROUND_PRODUCTS && t[X].is_cpu()) return call;
+  if (product.plan_forward(&call) != 0) call.strategy = DECLINED;
   return call;
 }
 
 inline bool is_fused(const Call& call) {
-  return call.way == FUSED || call.way == KEPT_FOLD || call.way == NEW_FOLD;
+  return call.strategy == FUSED || call.strategy == KEPT_FOLD || call.strategy == NEW_FOLD;
 }
 
 // The activation in the product's epilogue that a fold would be made for, were there one; -1 where
@@ -195,7 +195,7 @@ inline int64_t wanted_fold(
     any.activation = activates ? spec.activation : 0;
     const auto call =
         planned_forward(spec, t, extent, results, false, any, kernels, activates, parts);
-    if (call.way == KEPT_FOLD) return call.activation;
+    if (call.strategy == KEPT_FOLD) return call.activation;
     if (is_fused(call)) return -1;
   }
   return -1;
@@ -221,9 +221,9 @@ inline bool forward_by_product(
   Group parts;
   auto call =
       planned_forward(spec, t, extent, results, keeps_h, fold, kernels, activates, parts);
-  // Another way would read what stands for values that are elsewhere.
-  if (!is_fused(call) || (fold.is_needed && call.way != KEPT_FOLD)) return false;
-  if (call.way == KEPT_FOLD) fold.give(call);
+  // Another strategy would read what stands for values that are elsewhere.
+  if (!is_fused(call) || (fold.is_needed && call.strategy != KEPT_FOLD)) return false;
+  if (call.strategy == KEPT_FOLD) fold.give(call);
   Tensors outputs;
   for (int64_t i = 0; i < call.part_count; ++i) {
     const auto place = static_cast<size_t>(i);

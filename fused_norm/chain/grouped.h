@@ -48,7 +48,7 @@ inline Tensors grouped_products(
   call.pitch = spec.is_joined ? extent.N : 0;
   Group parts;
   parts.give(call, t);
-  if (product.plan_products(&call) != 0 || call.way == DECLINED) return {};
+  if (product.plan_products(&call) != 0 || call.strategy == DECLINED) return {};
   // The kernel adds a bias everywhere or nowhere.
   bool has_bias = false;
   for (size_t i = 0; i < t.count(); ++i) has_bias = has_bias || t.bias(i).defined();
@@ -102,7 +102,7 @@ inline Tensor grouped_input_gradients(
   call.in_graph = kernels.is_captured;
   Group parts;
   if (!give_gradients(call, parts, dys, t) || product.plan_input_gradients(&call) != 0 ||
-      call.way == DECLINED) {
+      call.strategy == DECLINED) {
     return {};
   }
   const auto dz = empty(Shape{extent.M, extent.K}, t[X]);

@@ -79,7 +79,7 @@ def compute(
         scales = row_scales(t, loss, grads[0], wide)
         logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
     size = rows_of_chunk(M, loss.chunk_rows, x.is_cpu)
-    find = _way(flat, loss, size, any(wanted))
+    find = _rows_by(flat, loss, size, any(wanted))
     losses, lse = (x.new_empty(M, dtype=wide) for _ in range(2))
     totals = _Totals(flat, wanted)
     for start in range(0, M, size):
@@ -98,9 +98,9 @@ def _part(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 
-def _way(t: Head, loss: Loss, size: int, keeps: bool) -> Callable[[Chunk], Rows]:
+def _rows_by(t: Head, loss: Loss, size: int, keeps: bool) -> Callable[[Chunk], Rows]:
     if head_sm90.serves(t, loss):
-        return head_sm90.Way(t, loss, size, keeps).rows
+        return head_sm90.Chunks(t, loss, size, keeps).rows
     return lambda chunk: by_pytorch(t, loss, chunk)
 
 

@@ -95,7 +95,7 @@ def _run(function: str, call: HeadCall, device: torch.device) -> None:
         getattr(module, function)(ctypes.addressof(call))
 
 
-class Way:
+class Chunks:
     """A call's memory for one chunk, and its record, used again by the next."""
 
     def __init__(self, t: Head, loss: Loss, size: int, keeps: bool) -> None:

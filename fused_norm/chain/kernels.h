@@ -52,7 +52,7 @@ struct Product {
            plan_products = nullptr, products = nullptr, plan_input_gradients = nullptr,
            input_gradients = nullptr, plan_passed_rows = nullptr, passed_rows = nullptr,
            fold = nullptr;
-  int64_t context = 0, way = 0, kept_way = 0;
+  int64_t context = 0, strategy = 0, kept_strategy = 0;
   const double* costs = nullptr;
 
   Product() = default;
@@ -75,8 +75,8 @@ struct Product {
         passed_rows(library("norm_linear_passed_rows")),
         fold(library("norm_linear_fold")),
         context(answer.product_context),
-        way(answer.way),
-        kept_way(answer.kept_way),
+        strategy(answer.strategy),
+        kept_strategy(answer.kept_strategy),
         costs(answer.costs) {}
 };
 

@@ -42,16 +42,16 @@ def left_to_pytorch(dtype: torch.dtype) -> str | None:
     return bfloat16_product() if dtype is torch.bfloat16 else None
 
 
-def cpu_way() -> int:
-    """Return the way that calls go on a CPU: FUSED, AROUND_PRODUCTS, or 0 for the faster.
+def cpu_strategy() -> int:
+    """Return the strategy that calls take on a CPU: FUSED, AROUND_PRODUCTS, or 0 for the faster.
 
     Tests and measurements put others in its place.
     """
     return 0
 
 
-def gpu_way(may_keep: bool) -> int:
-    """Return the way that a forward is to run on Hopper, 0 for what its plan finds fastest.
+def gpu_strategy(may_keep: bool) -> int:
+    """Return the strategy that a forward is to run on Hopper, 0 for what its plan finds fastest.
 
     Tests and measurements put others in its place.
 
@@ -170,7 +170,10 @@ class Answer(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_char_p) for name in ("product", "passes")),
-        *((n, ctypes.c_int64) for n in ("product_context", "passes_context", "way", "kept_way")),
+        *(
+            (n, ctypes.c_int64)
+            for n in ("product_context", "passes_context", "strategy", "kept_strategy")
+        ),
         ("costs", ctypes.c_int64),
     )
 
@@ -207,10 +210,13 @@ def find(question: Any, answer: Any) -> None:
     if question.is_cpu:
         build.check_at_hand(torch.device("cpu"), dtype)
         context = build.gomp_parallel()
-        is_ours = question.invariant or cpu_way() or not left_to_pytorch(dtype)
+        is_ours = question.invariant or cpu_strategy() or not left_to_pytorch(dtype)
         product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
         _fill(answer, product, context, _file(cpu_path("passes_cpu", dtype)), context)
-        answer.way, answer.costs = cpu_way(), choice.address(cpu_kind(), build.DTYPES[dtype])
+        answer.strategy, answer.costs = (
+            cpu_strategy(),
+            choice.address(cpu_kind(), build.DTYPES[dtype]),
+        )
         return
     device, stream, norm = question.device, question.stream, question.normalization
     build.check_at_hand(torch.device("cuda", device), dtype)
@@ -225,7 +231,7 @@ def find(question: Any, answer: Any) -> None:
         own = launcher(kernels, device, stream, bool(question.is_alone), costs)[1]
         product = _file(str(kernels.path))
     _fill(answer, product, own, _file(str(passes.path)), context)
-    answer.way, answer.kept_way = gpu_way(False), gpu_way(True)
+    answer.strategy, answer.kept_strategy = gpu_strategy(False), gpu_strategy(True)
 
 
 def _find_rows(question: Any, answer: Any, dtype: torch.dtype) -> None:

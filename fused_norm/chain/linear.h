@@ -33,7 +33,7 @@ inline Call linear_call(
 inline Tensor linear_by_kernel(
     Call& call, const Tensor& rows, const Tensor& weight, const Product& product) {
   if (!product.linear || !weight.is_contiguous() || product.plan_linear(&call) != 0 ||
-      call.way != FUSED) {
+      call.strategy != FUSED) {
     return {};
   }
   const auto y = empty_rows(rows, call.N);
@@ -73,7 +73,7 @@ inline Tensor invariant_linear(
     return y;
   }
   call.normalization = NO_NORM;
-  if (!product.forward || product.plan_forward(&call) != 0 || call.way != FUSED) fail_invariant();
+  if (!product.forward || product.plan_forward(&call) != 0 || call.strategy != FUSED) fail_invariant();
   const auto y = empty_rows(x, call.N);
   call.y = address(y);
   const auto workspace = workspace_of(call, x);
@@ -97,14 +97,14 @@ inline Tensor invariant_input_gradient(
     // Without a norm nothing comes of x, but it is read.
     call.normalization = NO_NORM;
     call.x = call.dx = address(dx);
-    if (!product.backward || product.plan_backward(&call) != 0 || call.way != FUSED) {
+    if (!product.backward || product.plan_backward(&call) != 0 || call.strategy != FUSED) {
       fail_invariant();
     }
     const auto workspace = workspace_of(call, dy);
     launch(product.backward, call, dy);
     return dx;
   }
-  if (!product.input_gradient || product.plan_input_gradient(&call) != 0 || call.way != FUSED) {
+  if (!product.input_gradient || product.plan_input_gradient(&call) != 0 || call.strategy != FUSED) {
     fail_invariant();
   }
   call.dx = address(dx);
@@ -154,7 +154,7 @@ inline Tensor input_gradient(
     call.K = weight.size(1);
     call.dy = address(dy);
     call.weight = address(weight);
-    if (product.plan_input_gradient(&call) == 0 && call.way == FUSED) {
+    if (product.plan_input_gradient(&call) == 0 && call.strategy == FUSED) {
       call.dx = address(dx);
       launch(product.input_gradient, call, dy);
       return dx;
@@ -177,7 +177,7 @@ inline std::optional<Call> planned_weight_gradient(
   call.dy = address(dy);
   call.z = address(z);
   if (wants_bias) call.dbias = WANTED;
-  if (product.plan_weight_gradient(&call) != 0 || call.way == DECLINED) return std::nullopt;
+  if (product.plan_weight_gradient(&call) != 0 || call.strategy == DECLINED) return std::nullopt;
   call.dbias = nullptr;
   return call;
 }

@@ -1,4 +1,4 @@
-"""What a call costs each way: a model of few terms, fitted to what was measured on a device.
+"""What a call costs with each strategy: a model of few terms, fitted to measurements on a device.
 
 A call of M rows, K features and N outputs of its products takes
 
@@ -8,10 +8,10 @@ microseconds: for being called, for products, for reading and packing the weight
 the outputs, and for pages that the system has yet to clear. F are the elements of results whose
 memory the C library takes from the system each time, those of 32 MiB and more. The costs are not
 negative. They are fitted to the ratios of model and measurement by least squares, for each dtype,
-direction and way, and for one row, few rows and many apart: PyTorch and we have code of its own for
-each. An activation changes a and e. Where the model would choose a way that was measured to be
-slower by more than 3 %, the measured size is an exception: sizes near it go the way that was faster
-there.
+direction and strategy, and for one row, few rows and many apart: PyTorch and we have code of its
+own for each. An activation changes a and e. Where the model would choose a strategy that was
+measured to be slower by more than 3 %, the measured size is an exception: sizes near it take the
+strategy that was faster there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # As chain/choice.h counts them. `around` is our passes around PyTorch's products.
-WAYS = ("fused", "around")
+STRATEGIES = ("fused", "around")
 KINDS = ("", "activation", "gate")
 DIRECTIONS = ("forward", "training")
 # Up to how many rows each set of costs is for, and by which rows it is fitted: those next to a
@@ -39,7 +39,7 @@ ACTIVATED = (0, 4)
 # For this many bytes or more, the C library takes memory from the system each time.
 FRESH = 2**25
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# A way that is faster by less is as good as the other.
+# A strategy that is faster by less is as good as the other.
 TOLERATED = 0.03
 SWEEPS = 2000
 
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
         M: Rows.
         K: Features.
         N: Outputs of the product: twice those of a gate.
-        us: Microseconds by WAYS, and of PyTorch's ops as "eager".
+        us: Microseconds by STRATEGIES, and of PyTorch's ops as "eager".
     """
 
     dtype: str
@@ -84,8 +84,8 @@ class Device(NamedTuple):
     Attributes:
         name: The kind.
         about: Where it was measured, with what and when, or how it was estimated.
-        costs: By "dtype kind direction way", for each of ROWS, the costs a to f.
-        exceptions: [dtype, kind, direction, M, K, N, way], by WAYS.
+        costs: By "dtype kind direction strategy", for each of ROWS, the costs a to f.
+        exceptions: [dtype, kind, direction, M, K, N, strategy], by STRATEGIES.
     """
 
     name: str
@@ -93,9 +93,9 @@ class Device(NamedTuple):
     costs: dict[str, list[list[float]]]
     exceptions: list[list[Any]]
 
-    def us(self, call: Measured, way: str) -> float | None:
+    def us(self, call: Measured, strategy: str) -> float | None:
         """Return what a call takes by the model, None where nothing like it was measured."""
-        costs = self.costs.get(f"{call.dtype} {call.kind} {call.direction} {way}")
+        costs = self.costs.get(f"{call.dtype} {call.kind} {call.direction} {strategy}")
         if costs is None:
             return None
         return sum(c * t for c, t in zip(costs[_rows_place(call.M)], call.terms(), strict=True))
@@ -104,7 +104,7 @@ class Device(NamedTuple):
         """Return what the chain reads of a dtype, empty where nothing was measured.
 
         First how many exceptions there are, and the bytes of an element; then the costs by kind,
-        direction, rows and way; then the exceptions.
+        direction, rows and strategy; then the exceptions.
         """
         found = array("d")
         exceptions = [e for e in self.exceptions if e[0] == dtype]
@@ -114,10 +114,17 @@ class Device(NamedTuple):
         for kind in KINDS:
             for direction in DIRECTIONS:
                 for place in range(len(ROWS)):
-                    for way in WAYS:
-                        found.extend(self.costs[f"{dtype} {kind} {direction} {way}"][place])
-        for _, kind, direction, M, K, N, way in exceptions:
-            row = (KINDS.index(kind), DIRECTIONS.index(direction), M, K, N, WAYS.index(way))
+                    for strategy in STRATEGIES:
+                        found.extend(self.costs[f"{dtype} {kind} {direction} {strategy}"][place])
+        for _, kind, direction, M, K, N, strategy in exceptions:
+            row = (
+                KINDS.index(kind),
+                DIRECTIONS.index(direction),
+                M,
+                K,
+                N,
+                STRATEGIES.index(strategy),
+            )
             found.extend(map(float, row))
         return found
 
@@ -177,15 +184,15 @@ def _check(device: Device) -> None:
         ValueError: If it is of another version of the model, or damaged.
     """
     dtypes = {name.split(" ")[0] for name in device.costs}
-    every = itertools.product(dtypes, KINDS, DIRECTIONS, WAYS)
+    every = itertools.product(dtypes, KINDS, DIRECTIONS, STRATEGIES)
     if device.costs.keys() != {" ".join(each) for each in every} or not dtypes <= BYTES.keys():
         raise ValueError("costs are missing, or of something else")
     check_costs(device.costs, len(ROWS), TERMS)
-    for dtype, kind, direction, M, K, N, way in device.exceptions:
+    for dtype, kind, direction, M, K, N, strategy in device.exceptions:
         if dtype not in dtypes or kind not in KINDS or direction not in DIRECTIONS:
             raise ValueError("an exception is of no call")
-        if way not in WAYS or not min(M, K, N) > 0:
-            raise ValueError("an exception has no size or no way")
+        if strategy not in STRATEGIES or not min(M, K, N) > 0:
+            raise ValueError("an exception has no size or no strategy")
 
 
 def check_costs(
@@ -223,22 +230,22 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
         groups.setdefault((call.dtype, call.kind, call.direction), []).append(call)
     costs: dict[str, list[list[float]]] = {}
     for dtype in dict.fromkeys(call.dtype for call in calls):
-        for kind, direction, way in itertools.product(KINDS, DIRECTIONS, WAYS):
+        for kind, direction, strategy in itertools.product(KINDS, DIRECTIONS, STRATEGIES):
             members = groups.get((dtype, kind, direction), [])
             parts = [[c for c in members if lo <= c.M <= hi] or members for lo, hi in FITTED]
             if not kind:
-                found = [_fitted(part, way, range(TERMS), [0.0] * TERMS) for part in parts]
+                found = [_fitted(part, strategy, range(TERMS), [0.0] * TERMS) for part in parts]
             else:
                 # What follows a forward is not of the product.
-                bare = costs[f"{dtype}  forward {way}"]
+                bare = costs[f"{dtype}  forward {strategy}"]
                 both = zip(parts, bare, strict=True)
-                found = [_fitted(part, way, ACTIVATED, base) for part, base in both]
-            costs[f"{dtype} {kind} {direction} {way}"] = found
+                found = [_fitted(part, strategy, ACTIVATED, base) for part, base in both]
+            costs[f"{dtype} {kind} {direction} {strategy}"] = found
     device = Device(name, about, costs, [])
     for call in calls:
-        by_model = [device.us(call, way) or 0.0 for way in WAYS]
-        chosen = WAYS[by_model[1] < by_model[0]]
-        other = WAYS[chosen == WAYS[0]]
+        by_model = [device.us(call, strategy) or 0.0 for strategy in STRATEGIES]
+        chosen = STRATEGIES[by_model[1] < by_model[0]]
+        other = STRATEGIES[chosen == STRATEGIES[0]]
         if call.us[chosen] > (1 + TOLERATED) * call.us[other]:
             where = [call.dtype, call.kind, call.direction, call.M, call.K, call.N]
             device.exceptions.append([*where, other])
@@ -250,13 +257,13 @@ def _rows_place(rows: int) -> int:
 
 
 def _fitted(
-    calls: Sequence[Measured], way: str, changed: Sequence[int], base: Sequence[float]
+    calls: Sequence[Measured], strategy: str, changed: Sequence[int], base: Sequence[float]
 ) -> list[float]:
-    """Return a way's costs, of which some are fitted and the others stay."""
+    """Return a strategy's costs, of which some are fitted and the others stay."""
     if not calls:
         return list(base)
     terms = [call.terms() for call in calls]
-    times = [call.us[way] for call in calls]
+    times = [call.us[strategy] for call in calls]
     rest = [sum(base[i] * t[i] for i in range(TERMS) if i not in changed) for t in terms]
     costs = list(base)
     found = fitted([[t[i] for i in changed] for t in terms], times, rest)

@@ -1,4 +1,4 @@
-"""What a forward costs each way on Hopper: a model of few terms, fitted to measurements.
+"""What a forward costs with each strategy on Hopper: a model of few terms, fitted to measurements.
 
 A forward of M rows, K features and N outputs takes, on the device,
 
@@ -10,8 +10,8 @@ cuBLAS's. The rest is K for cuBLAS, whose sums may be shared by several tiles, a
 where K is no multiple of 64: rows that start between two lines of the cache take longer to load.
 Up to 64 rows there are other kernels, whose last two terms are K and N. Launched, a forward takes
 at least what the host does. Costs are fitted as those of a CPU (costs.py). Where the model would
-choose a way that was measured to be slower by more than 3 %, the measured size is an exception:
-sizes near it go the ways that were fastest there.
+choose a strategy that was measured to be slower by more than 3 %, the measured size is an
+exception: sizes near it take the strategies that were fastest there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.devices.costs import TOLERATED, check_costs, fitted, read, write
 
 # In the order of costs.mojo. Only bfloat16 is folded.
-WAYS = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
+STRATEGIES = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
 UNFOLDED = ("composed", "around")
 # Up to how many rows each set of costs is for: most rows of the kernel for few.
 ROWS = (64, math.inf)
@@ -35,9 +35,9 @@ FITTED = ((1, 64), (65, math.inf))
 TERMS = 6
 # Elements of a line of the cache, and of a step of our product's sums.
 LINE = 64
-# What is chosen between, of all ways that a dtype has: launched, then in a graph, with folds kept
-# and without; then the product behind a pass.
-_ANY, _NOTHING_KEPT = tuple(WAYS), tuple(WAYS)[1:]
+# What is chosen between, of all strategies that a dtype has: launched, then in a graph, with folds
+# kept and without; then the product behind a pass.
+_ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]
 CHOICES = ((_ANY, True), (_NOTHING_KEPT, True), (_ANY, False), (_NOTHING_KEPT, False))
 DTYPES = ("bfloat16", "float16", "float32")
 # Of M, K, N: the cycles of our product and of PyTorch's.
@@ -52,7 +52,8 @@ class GpuCall(NamedTuple):
         M: Rows.
         K: Features.
         N: Outputs.
-        graph: Microseconds by way, replayed from a CUDA graph, and of PyTorch's ops as "eager".
+        graph: Microseconds by strategy, replayed from a CUDA graph, and of PyTorch's ops as
+            "eager".
         launched: The same, launched one after another.
     """
 
@@ -63,19 +64,19 @@ class GpuCall(NamedTuple):
     graph: dict[str, float]
     launched: dict[str, float]
 
-    def terms(self, way: str, cycles: Cycles) -> tuple[float, ...]:
-        """Return what a way's costs are multiplied by."""
+    def terms(self, strategy: str, cycles: Cycles) -> tuple[float, ...]:
+        """Return what a strategy's costs are multiplied by."""
         M, K, N = self.M, self.K, self.N
         common = (1.0, M * K, K * N, M * N)
         if ROWS[0] >= M:
             return *common, K, N
         ours, others = cycles(M, K, N)
-        if way == "around":
+        if strategy == "around":
             return *common, others, K
         return *common, ours, M * K * N if K % LINE else 0.0
 
     def taken(self, is_launched: bool) -> dict[str, float]:
-        """Return the microseconds by way, launched or in a graph."""
+        """Return the microseconds by strategy, launched or in a graph."""
         return self.launched if is_launched else self.graph
 
 
@@ -85,9 +86,9 @@ class Hopper(NamedTuple):
     Attributes:
         name: The kind.
         about: Where it was measured, with what and when.
-        costs: By "dtype way", for each of ROWS, the costs a to e.
-        host: Microseconds that the host takes to launch a forward, by way.
-        exceptions: [dtype, M, K, N, a way for each choice, the faster product], by WAYS.
+        costs: By "dtype strategy", for each of ROWS, the costs a to e.
+        host: Microseconds that the host takes to launch a forward, by strategy.
+        exceptions: [dtype, M, K, N, a strategy for each choice, the faster product], by STRATEGIES.
     """
 
     name: str
@@ -96,34 +97,34 @@ class Hopper(NamedTuple):
     host: dict[str, float]
     exceptions: list[list[Any]]
 
-    def us(self, call: GpuCall, way: str, cycles: Cycles) -> float:
-        """Return what a forward takes in a graph by the model, infinity without such a way."""
-        costs = self.costs.get(f"{call.dtype} {way}")
+    def us(self, call: GpuCall, strategy: str, cycles: Cycles) -> float:
+        """Return what a forward takes in a graph by the model, infinity without such a strategy."""
+        costs = self.costs.get(f"{call.dtype} {strategy}")
         if costs is None:
             return math.inf
         place = next(i for i, most in enumerate(ROWS) if most >= call.M)
-        return sum(c * t for c, t in zip(costs[place], call.terms(way, cycles), strict=True))
+        return sum(c * t for c, t in zip(costs[place], call.terms(strategy, cycles), strict=True))
 
     def chosen(self, call: GpuCall, cycles: Cycles) -> list[str]:
-        """Return the way of each choice by the model, and the faster product behind a pass."""
-        us = {way: self.us(call, way, cycles) for way in WAYS}
-        return [min(ways, key=us.__getitem__) for ways, us in _choices(us, self.host)]
+        """Return the strategy of each choice by the model, and the faster product behind a pass."""
+        us = {strategy: self.us(call, strategy, cycles) for strategy in STRATEGIES}
+        return [min(strategies, key=us.__getitem__) for strategies, us in _choices(us, self.host)]
 
     def as_array(self, dtype: str) -> array[float]:
         """Return what kernels read of a dtype, empty where nothing was measured.
 
-        First how many exceptions there are, then the host's costs, the device's by rows and way,
-        and the exceptions.
+        First how many exceptions there are, then the host's costs, the device's by rows and
+        strategy, and the exceptions.
         """
         exceptions = [e for e in self.exceptions if e[0] == dtype]
         if f"{dtype} composed" not in self.costs:
             return array("d")
-        found = array("d", [len(exceptions), *(self.host[way] for way in WAYS)])
-        for place, way in itertools.product(range(len(ROWS)), WAYS):
+        found = array("d", [len(exceptions), *(self.host[strategy] for strategy in STRATEGIES)])
+        for place, strategy in itertools.product(range(len(ROWS)), STRATEGIES):
             none = [[math.inf, *[0.0] * (TERMS - 1)]] * len(ROWS)
-            found.extend(self.costs.get(f"{dtype} {way}", none)[place])
-        for _, M, K, N, *ways in exceptions:
-            found.extend(map(float, (M, K, N, *(WAYS[way] for way in ways))))
+            found.extend(self.costs.get(f"{dtype} {strategy}", none)[place])
+        for _, M, K, N, *strategies in exceptions:
+            found.extend(map(float, (M, K, N, *(STRATEGIES[strategy] for strategy in strategies))))
         return found
 
     def save(self, path: Path) -> None:
@@ -144,18 +145,18 @@ def _check(device: Hopper) -> None:
         ValueError: If it is of another version of the model, or damaged.
     """
     dtypes = {name.split(" ")[0] for name in device.costs}
-    needed = {f"{dtype} {way}" for dtype in dtypes for way in UNFOLDED}
-    possible = needed | {f"{dtype} {way}" for dtype in dtypes for way in WAYS}
+    needed = {f"{dtype} {strategy}" for dtype in dtypes for strategy in UNFOLDED}
+    possible = needed | {f"{dtype} {strategy}" for dtype in dtypes for strategy in STRATEGIES}
     if not needed <= device.costs.keys() <= possible or not dtypes <= set(DTYPES):
         raise ValueError("costs are missing, or of something else")
-    if device.host.keys() != WAYS.keys():
+    if device.host.keys() != STRATEGIES.keys():
         raise ValueError("the host's costs are missing")
     check_costs(device.costs, len(ROWS), TERMS, device.host.values())
-    for dtype, M, K, N, *ways in device.exceptions:
+    for dtype, M, K, N, *strategies in device.exceptions:
         if dtype not in dtypes or not min(M, K, N) > 0:
             raise ValueError("an exception is of no call")
-        if len(ways) != len(CHOICES) + 1 or not set(ways) <= WAYS.keys():
-            raise ValueError("an exception has no way")
+        if len(strategies) != len(CHOICES) + 1 or not set(strategies) <= STRATEGIES.keys():
+            raise ValueError("an exception has no strategy")
 
 
 def fit(
@@ -172,24 +173,29 @@ def fit(
         about: Where, with what and when.
         calls: The measurements.
         cycles: Of the tiles of products.
-        host: Microseconds that the host takes, by way; None for the least that was measured.
+        host: Microseconds that the host takes, by strategy; None for the least that was measured.
     """
     costs = {}
-    for dtype, way in itertools.product(DTYPES, WAYS):
-        members = [c for c in calls if c.dtype == dtype and way in c.graph]
+    for dtype, strategy in itertools.product(DTYPES, STRATEGIES):
+        members = [c for c in calls if c.dtype == dtype and strategy in c.graph]
         parts = [[c for c in members if lo <= c.M <= hi] for lo, hi in FITTED]
         if all(parts):
-            costs[f"{dtype} {way}"] = [
-                fitted([c.terms(way, cycles) for c in part], [c.graph[way] for c in part])
+            costs[f"{dtype} {strategy}"] = [
+                fitted([c.terms(strategy, cycles) for c in part], [c.graph[strategy] for c in part])
                 for part in parts
             ]
     if host is None:
-        launched = {way: [c.launched[way] for c in calls if way in c.launched] for way in WAYS}
-        host = {way: min(each) for way, each in launched.items()}
+        launched = {
+            strategy: [c.launched[strategy] for c in calls if strategy in c.launched]
+            for strategy in STRATEGIES
+        }
+        host = {strategy: min(each) for strategy, each in launched.items()}
     device = Hopper(name, about, costs, host, [])
     for call in calls:
         chosen = device.chosen(call, cycles)
-        best = [min(ways, key=us.__getitem__) for ways, us in _choices(call.graph, host)]
+        best = [
+            min(strategies, key=us.__getitem__) for strategies, us in _choices(call.graph, host)
+        ]
         pairs = zip(chosen, best, _choices(call.graph, host), strict=True)
         if any(us[ours] > (1 + TOLERATED) * us[theirs] for ours, theirs, (_, us) in pairs):
             device.exceptions.append([call.dtype, call.M, call.K, call.N, *best])
@@ -199,15 +205,17 @@ def fit(
 def _choices(
     us: dict[str, float], host: dict[str, float]
 ) -> list[tuple[list[str], dict[str, float]]]:
-    """Return the ways of each choice, and the microseconds that each takes then.
+    """Return the strategies of each choice, and the microseconds that each takes then.
 
     Args:
-        us: Of the ways that there are, in a graph.
+        us: Of the strategies that there are, in a graph.
         host: What the host takes.
     """
-    launched = {way: max(us[way], host[way]) for way in WAYS if way in us}
+    launched = {
+        strategy: max(us[strategy], host[strategy]) for strategy in STRATEGIES if strategy in us
+    }
     found = [
-        ([way for way in ways if way in us], launched if is_launched else us)
-        for ways, is_launched in CHOICES
+        ([strategy for strategy in strategies if strategy in us], launched if is_launched else us)
+        for strategies, is_launched in CHOICES
     ]
     return [*found, (list(UNFOLDED), us)]

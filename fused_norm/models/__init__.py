@@ -1,4 +1,4 @@
-"""Whole models: a backend of torch.compile that puts the op family where a model has seams."""
+"""Whole models: a backend of torch.compile that fuses norms with the Linear layers around them."""
 
 from __future__ import annotations
 

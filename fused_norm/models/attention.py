@@ -21,7 +21,7 @@ def write_out_attention(graph: Graph, emitter: Emitter) -> None:
 
     Args:
         graph: The graph.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
     """
     for node in list(graph.nodes):
         if form(node).kind != "attention" or node.op != "call_function":
@@ -58,8 +58,8 @@ def _reads_output_alone(node: Node) -> bool:
 def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
     """Return the result of attention, whose nodes are put where the graph inserts."""
 
-    def put(target: Any, *args: Any, **kwargs: Any) -> Node:
-        node = emitter.put(target, args, kwargs, like)
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = emitter.emit(target, args, kwargs, like)
         # Nodes are put without gradients, which the model's own have.
         for each in tree_leaves(value(node)):
             if each.is_floating_point():
@@ -68,23 +68,23 @@ def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
 
     x, heads = p["query"], p["num_heads"]
     features = shape(x)[-1]
-    parts = put("chunk", put(F.linear, x, p["in_proj_weight"], p["in_proj_bias"]), 3, -1)
+    parts = emit("chunk", emit(F.linear, x, p["in_proj_weight"], p["in_proj_bias"]), 3, -1)
     split = []
     for index in range(3):
-        rows = put(operator.getitem, parts, index)
-        rows = put("unflatten", rows, -1, (heads, features // heads))
+        rows = emit(operator.getitem, parts, index)
+        rows = emit("unflatten", rows, -1, (heads, features // heads))
         # [length, batch, heads, size] -> [batch, heads, length, size]
-        split.append(put("permute", rows, 1, 2, 0, 3))
+        split.append(emit("permute", rows, 1, 2, 0, 3))
     is_causal = bool(p["is_causal"])
     # Told that attention is causal, PyTorch does not look at the mask.
     mask = None if is_causal else p["attn_mask"]
     if isinstance(mask, Node) and not value(mask).is_floating_point():
         # True is what is left out.
-        zeros = put(torch.zeros_like, mask, dtype=dtype(split[0]))
-        mask = put("masked_fill", zeros, mask, float("-inf"))
+        zeros = emit(torch.zeros_like, mask, dtype=dtype(split[0]))
+        mask = emit("masked_fill", zeros, mask, float("-inf"))
     if isinstance(mask, Node) and value(mask).dim() == 3:
-        mask = put("unflatten", mask, 0, (-1, heads))
+        mask = emit("unflatten", mask, 0, (-1, heads))
     chance = p["dropout_p"] if p["training"] else 0.0
-    mixed = put(F.scaled_dot_product_attention, *split, mask, chance, is_causal)
-    mixed = put("flatten", put("contiguous", put("permute", mixed, 2, 0, 1, 3)), 2)
-    return put(F.linear, mixed, p["out_proj_weight"], p["out_proj_bias"])
+    mixed = emit(F.scaled_dot_product_attention, *split, mask, chance, is_causal)
+    mixed = emit("flatten", emit("contiguous", emit("permute", mixed, 2, 0, 1, 3)), 2)
+    return emit(F.linear, mixed, p["out_proj_weight"], p["out_proj_bias"])

@@ -1,4 +1,4 @@
-"""Puts nodes into a graph, and finds what they stand for: fake tensors, by running them."""
+"""Adds nodes to a graph, and finds what they stand for: fake tensors, by running them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 class Emitter:
-    """Puts nodes into a graph where the graph inserts.
+    """Adds nodes to a graph where the graph inserts.
 
     Args:
         graph: The graph.
@@ -28,7 +28,7 @@ class Emitter:
         self.graph, self.flow = graph, flow
         self.made: list[Node] = []
 
-    def put(
+    def emit(
         self,
         target: Callable[..., Any] | str,
         args: tuple[Any, ...],

@@ -67,12 +67,12 @@ class _Layer(NamedTuple):
 def as_scaled_linears(
     graph: Graph, flow: Flow, emitter: Emitter, keeps_rounding: bool
 ) -> list[Site]:
-    """Put a call of `scaled_linear` in the place of each layer; return the layers that stay.
+    """Emit a call of `scaled_linear` in the place of each layer; return the layers that stay.
 
     Args:
         graph: The graph.
         flow: What is known of it.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
         keeps_rounding: Whether a result is rounded before a bias is added, as torchao does.
     """
     left: list[Site] = []
@@ -197,7 +197,7 @@ def _of_transformers(node: Node, graph: Graph, flow: Flow, emitter: Emitter) -> 
         raise Left("the weight is written")
     with graph.inserting_before(start):
         arguments = (*held, found.recipe, dtype(x))
-        weight = emitter.put(quantized.scaled_weight, arguments, {}, start)
+        weight = emitter.emit(quantized.scaled_weight, arguments, {}, start)
     return _Layer(node, node, x, weight, bias, found.recipe, frozenset(found.inner))
 
 
@@ -229,7 +229,7 @@ def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
     with graph.inserting_before(out):
         arguments = (layer.x, layer.weight, layer.bias)
         try:
-            new = emitter.put(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
+            new = emitter.emit(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
         except Exception as error:
             # On fake tensors any op may raise whatever it likes.
             emitter.forget(count)

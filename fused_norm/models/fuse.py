@@ -232,9 +232,9 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Si
     else:
         site.fused = True
         site.calls = [call.words() for call in done.calls]
-        site.way = slow or "kernels"
+        site.implementation = slow or "kernels"
         if words := [call.precision for call in done.calls if call.precision]:
-            site.way = "; ".join(dict.fromkeys(words))
+            site.implementation = "; ".join(dict.fromkeys(words))
         site.bytes_saved, site.ops_before, site.ops_after = done[1:4]
         if done.replaced is not None:
             done.replaced.site = site

@@ -47,12 +47,12 @@ class _Head:
 
 
 def fuse_heads(graph: Graph, flow: Flow, emitter: Emitter, small: bool | None) -> list[Site]:
-    """Put a call in the place of each head; return what became of the cross entropies of layers.
+    """Emit a call in the place of each head; return what became of the cross entropies of layers.
 
     Args:
         graph: The graph.
         flow: What is known of it.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
         small: Whether to fuse heads of few logits, too.
     """
     sites = []
@@ -190,34 +190,34 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
 
 
 def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
-    """Put the call into the graph, and take out what it stands for."""
+    """Emit the call into the graph, and take out what it stands for."""
     loss, product = head.loss, head.product
     f = form(loss)
 
-    def put(target: Any, *args: Any, **kwargs: Any) -> Node:
-        return emitter.put(target, args, kwargs, loss)
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return emitter.emit(target, args, kwargs, loss)
 
     with graph.inserting_before(loss):
         rows = head.x
         for view in head.views:
             v = form(view)
             if v.kind == "view" and view.target not in ("flatten", torch.flatten):
-                rows = put(torch.reshape, rows, (-1, shape(rows)[-1]))
+                rows = emit(torch.reshape, rows, (-1, shape(rows)[-1]))
             elif v.kind != "contiguous":
-                rows = put(view.target, rows, *view.args[1:], **view.kwargs)
-        weight = put(torch.t, product.weight) if product.is_transposed else product.weight
+                rows = emit(view.target, rows, *view.args[1:], **view.kwargs)
+        weight = emit(torch.t, product.weight) if product.is_transposed else product.weight
         options = {"ignore_index": f["ignore_index"], "label_smoothing": f["label_smoothing"]}
         options |= {"reduction": f["reduction"], "class_weight": f["weight"]}
         options |= {"softcap": head.softcap}
         given = {key: each for key, each in options.items() if each is not None}
-        result = put(linear_cross_entropy, rows, weight, f["target"], product.bias, **given)
+        result = emit(linear_cross_entropy, rows, weight, f["target"], product.bias, **given)
         if value(result).dtype is not value(loss).dtype:
-            result = put("to", result, value(loss).dtype)
+            result = emit("to", result, value(loss).dtype)
     if value(result).shape != value(loss).shape:
         raise Left("the loss has another shape")
     loss.replace_all_uses_with(result)
     gone = sorted(head.inner, reverse=True)
-    site.fused, site.way, site.calls = True, "chunks", ["linear_cross_entropy"]
+    site.fused, site.implementation, site.calls = True, "chunks", ["linear_cross_entropy"]
     site.ops_before, site.ops_after = count_ops(gone), 1
     site.bytes_saved = bytes_written(gone) - bytes_written([result])
     for node in gone:

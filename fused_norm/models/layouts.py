@@ -33,16 +33,16 @@ from fused_norm.models.values import (
 )
 from fused_norm.ops.operands import hint
 
-Put = Callable[..., Node]
+Emit = Callable[..., Node]
 
 
-def fitted(old: Node, new: Node, put: Put) -> Node:
+def fitted(old: Node, new: Node, emit: Emit) -> Node:
     """Return what takes the place of a node: the same shape, dtype and layout in memory.
 
     Args:
         old: The node.
         new: The result that is to replace it.
-        put: Puts a node into the graph.
+        emit: Adds a node into the graph.
 
     Raises:
         Left: If the result is another than the model's.
@@ -55,19 +55,19 @@ def fitted(old: Node, new: Node, put: Put) -> Node:
     if not are_same(tuple(shape(old)), tuple(shape(new))):
         raise Left(f"would return {tuple(shape(new))} where the model has {tuple(shape(old))}")
     if not (is_sharded(value(old)) or have_same_strides(value(old), value(new))):
-        new = _laid_out(new, value(old), put)
+        new = _laid_out(new, value(old), emit)
     # Views of the old node's memory are views of the new one's from now on.
     _take_value(new, old)
     return new
 
 
-def _laid_out(rows: Node, like: Tensor, put: Put) -> Node:
+def _laid_out(rows: Node, like: Tensor, emit: Emit) -> Node:
     """Return a copy of rows whose dimensions are ordered in memory as those of another tensor."""
     strides = like.stride()
     order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
-    laid = put(torch.permute, rows, order)
-    laid = put(torch.clone, laid, memory_format=torch.contiguous_format)
-    laid = put(torch.permute, laid, [order.index(dim) for dim in range(len(order))])
+    laid = emit(torch.permute, rows, order)
+    laid = emit(torch.clone, laid, memory_format=torch.contiguous_format)
+    laid = emit(torch.permute, laid, [order.index(dim) for dim in range(len(order))])
     if not have_same_strides(like, value(laid)):
         raise Left(f"would lie in memory as {value(laid).stride()}, not {strides}")
     return laid
@@ -104,7 +104,7 @@ def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
     Args:
         graph: The graph, with calls of the op family in it.
         flow: What is known of it.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
     """
     calls = [node for node in graph.nodes if node.target in CALLS]
     readers = Counter(above(t, casts=False) for call in calls for t in _rows(call) if is_turned(t))
@@ -123,7 +123,7 @@ def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
             rows = above(node, casts=False)
             if rows not in copies:
                 with graph.inserting_before(call):
-                    copies[rows] = emitter.put("contiguous", (rows,), {}, call)
+                    copies[rows] = emitter.emit("contiguous", (rows,), {}, call)
             call.replace_input_with(node, copies[rows])
         if turned or not moved.isdisjoint(_rows(call)):
             before = [(node, dict(node.meta)) for node in results]
@@ -156,7 +156,7 @@ def _lay_out_for_others(rows: Node, meta: dict[str, Any], flow: Flow, emitter: E
     if not others:
         return
     with emitter.graph.inserting_before(min(others)):
-        laid = _laid_out(rows, like, lambda t, *a, **k: emitter.put(t, a, k, rows))
+        laid = _laid_out(rows, like, lambda t, *a, **k: emitter.emit(t, a, k, rows))
     laid.meta.update({key: meta[key] for key in ("example_value", "val") if key in meta})
     for user in others:
         user.replace_input_with(rows, laid)

@@ -22,7 +22,7 @@ _OF_PROGRAMS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
-    """Return a copy of an exported program with its seams fused.
+    """Return a copy of an exported program with its norms fused.
 
     Inputs, outputs, parameters and their names stay the same. The result holds ops of this package,
     so `import fused_norm` before loading it.
@@ -76,7 +76,7 @@ def _outputs(graph: Graph) -> list[str]:
 
 
 def _lower(graph: Graph, node: Node) -> None:
-    """Put the registered ops that a call of ours comes down to in its place."""
+    """Emit the registered ops that a call of ours comes down to in its place."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = list(node.all_input_nodes)

@@ -46,7 +46,7 @@ def in_fp8(site: Site, recipe: str) -> Site:
         site: What is known of it.
         recipe: One of RECIPES.
     """
-    site.fused, site.calls, site.way = True, ["linear"], f"FP8 {recipe}"
+    site.fused, site.calls, site.implementation = True, ["linear"], f"FP8 {recipe}"
     site.ops_before = site.ops_after = 1
     return site
 
@@ -105,7 +105,7 @@ class Precision:
 
         Args:
             graph: The graph, whose norms have been rewritten.
-            emitter: Puts nodes into it.
+            emitter: Adds nodes to it.
         """
         if self.recipe is None:
             return []
@@ -128,7 +128,7 @@ class Precision:
             return site
         count = len(emitter.made)
         with graph.inserting_before(node):
-            new = emitter.put(scaled_linear, (x, weight, bias), {"recipe": self.recipe}, node)
+            new = emitter.emit(scaled_linear, (x, weight, bias), {"recipe": self.recipe}, node)
         if value(new).dtype is not value(node).dtype or not have_same_strides(
             value(node), value(new)
         ):

@@ -70,7 +70,7 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        titles = ["norm, sum or head", "", "kind", "shape", "fused with, or why not", "way"]
+        titles = ["norm, sum or head", "", "kind", "shape", "fused with, or why not", "computed by"]
         is_timed = any(site.seconds_after for site in self.sites)
         table = Table(*titles, *["before → after"] * is_timed)
         for path, sites in _alike(self.sites).items():
@@ -79,7 +79,7 @@ class Report:
             words = "; ".join(site.calls) if site.fused else f"left: {site.reason}"
             count = f"{len(sites)} x" if len(sites) > 1 else ""
             name = path[0] if len(sites) > 1 else site.path
-            row = [name or "(model)", count, site.kind, shape, words, site.way]
+            row = [name or "(model)", count, site.kind, shape, words, site.implementation]
             table.add_row(*row, *[_timed(site)] * is_timed)
         text = io.StringIO()
         if self.sites:
@@ -157,7 +157,7 @@ def explain(
     time: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """Run a model once with its seams fused, and report what became of each of its norms.
+    """Run a model once with its norms fused, and report what became of each of its norms.
 
     The report is of a call of `torch.compile(model, backend="fused_norm")` with these arguments and
     the same `options`, `mode` and `dynamic`. The model runs in its own mode (`train()` or `eval()`)
@@ -225,6 +225,6 @@ def _alike(sites: list[Site]) -> dict[tuple[Any, ...], list[Site]]:
     found: dict[tuple[Any, ...], list[Site]] = {}
     for site in sites:
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", site.path)
-        key = (path, site.kind, site.shape, tuple(site.calls), site.reason, site.way)
+        key = (path, site.kind, site.shape, tuple(site.calls), site.reason, site.implementation)
         found.setdefault(key, []).append(site)
     return found

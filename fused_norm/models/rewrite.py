@@ -16,12 +16,12 @@ from fused_norm.models.activations import Activated, find_activated, with_second
 from fused_norm.models.calls import CALLS, FusedCall, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
+from fused_norm.models.emit_call import emit_call
 from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
 from fused_norm.models.precision import Precision
-from fused_norm.models.put import put_call
 from fused_norm.models.readers import Readers, Reading, residual_of
 from fused_norm.models.timing import Replaced, cut_out
 from fused_norm.models.values import (
@@ -67,7 +67,7 @@ class Rewriter:
         self.emitter = Emitter(self.graph, self.flow)
 
     def rewrite(self, norm: Norm, readers: Readers) -> Rewritten:
-        """Put calls in the place of a norm and all that reads it, and return what changed.
+        """Emit calls in the place of a norm and all that reads it, and return what changed.
 
         Args:
             norm: The norm.
@@ -90,15 +90,15 @@ class Rewriter:
             self.replaced.append(copies)
         gone = self._swap(norm, readers, calls, swaps, dead)
         launches = sum(call.launches() for call in calls)
-        put = [node for node in self.emitter.made if node.target not in CALLS]
-        saved = bytes_written(gone) - bytes_written(put)
-        after = count_ops(put) - len(calls) + launches
+        new = [node for node in self.emitter.made if node.target not in CALLS]
+        saved = bytes_written(gone) - bytes_written(new)
+        after = count_ops(new) - len(calls) + launches
         return Rewritten(calls, saved, count_ops(gone), after, copies)
 
     def _try(
         self, norm: Norm, readers: Readers, less: int
     ) -> tuple[list[FusedCall], set[Node], list[tuple[Node, Node]]]:
-        """Put calls into the graph; return them, what they stand for, and what replaces what."""
+        """Emit calls into the graph; return them, what they stand for, and what replaces what."""
         calls = self._calls(norm, readers, less)
         dead = set(norm.inner).union(*(call.inner() for call in calls))
         self.emitter.made.clear()
@@ -253,7 +253,7 @@ class Rewriter:
     def _put(
         self, norm: Norm, call: FusedCall, x: Node, dead: set[Node]
     ) -> list[tuple[Node, Node]]:
-        """Put a call into the graph; return what it replaces, and by what."""
+        """Emit a call into the graph; return what it replaces, and by what."""
         reading, total, activated = call.reading, call.total, call.activated
         products = reading.products if activated is None else activated.products
         second = None if activated is None else activated.second
@@ -277,7 +277,7 @@ class Rewriter:
         if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
             raise Left("rounded between the norm and its quantization")
         with self.graph.inserting_before(place):
-            return put_call(self.emitter, norm, call, x)
+            return emit_call(self.emitter, norm, call, x)
 
     def _place(
         self, norm: Norm, call: FusedCall, nodes: list[Node], replaced: list[Node], dead: set[Node]

@@ -35,12 +35,12 @@ _LEAST_ELEMENTS = 1 << 17
 def fuse_rotations(
     graph: Graph, flow: Flow, emitter: Emitter, small: bool | None, keeps_rounding: bool
 ) -> list[Site]:
-    """Put a call in the place of each rotation; return what became of them.
+    """Emit a call in the place of each rotation; return what became of them.
 
     Args:
         graph: The graph.
         flow: What is known of it.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
         small: Whether to fuse rotations of few elements, too.
         keeps_rounding: Whether rounding that a model does in between is kept.
     """
@@ -123,29 +123,29 @@ def _has_heads_first(r: Rotary) -> bool:
 
 
 def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
-    """Put the call into the graph, and take out what it stands for.
+    """Emit the call into the graph, and take out what it stands for.
 
     Raises:
         Left: If its result would lie in memory in another way.
     """
     norm, root = r.norm, r.root
 
-    def put(target: Any, *args: Any) -> Node:
-        return emitter.put(target, args, {}, root)
+    def emit(target: Any, *args: Any) -> Node:
+        return emitter.emit(target, args, {}, root)
 
     with graph.inserting_before(root):
-        cos, sin = (put(torch.reshape, v, (-1, shape(v)[-1])) for v in (r.cos, r.sin))
+        cos, sin = (emit(torch.reshape, v, (-1, shape(v)[-1])) for v in (r.cos, r.sin))
         turns = _has_heads_first(r)
-        x = put(torch.transpose, r.base, 1, 2) if turns and not r.is_transposed else r.base
+        x = emit(torch.transpose, r.base, 1, 2) if turns and not r.is_transposed else r.base
         gamma, eps, offset = (
             (None, 0.0, 0.0) if norm is None else (norm.gamma, norm.eps, norm.offset)
         )
         options = (norm is not None, float(eps), float(offset), r.is_interleaved)
-        y = put(rotate_heads, x, gamma, cos, sin, *options)
+        y = emit(rotate_heads, x, gamma, cos, sin, *options)
         if turns:
-            y = put(torch.transpose, y, 1, 2)
+            y = emit(torch.transpose, y, 1, 2)
         if not have_same_strides(value(y), value(root)):
-            y = put("contiguous", y)
+            y = emit("contiguous", y)
     one, two = value(y), value(root)
     if one.dtype is not two.dtype or not are_same(one.shape, two.shape):
         raise Left("a result of another kind")
@@ -155,7 +155,7 @@ def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
     root.replace_all_uses_with(y)
     gone = sorted(r.inner, reverse=True)
     made = [node for node in emitter.made if node is not y]
-    site.fused, site.way = True, "kernels"
+    site.fused, site.implementation = True, "kernels"
     site.calls = ["rotary" if norm is None else "rotary: rms_norm"]
     site.ops_before, site.ops_after = count_ops(gone), 1
     site.bytes_saved = bytes_written(gone) - bytes_written([y, *made])

@@ -29,7 +29,7 @@ class Site:
         linears: How many Linear layers read it; of others 1, the layer's own.
         fused: Whether it is part of calls of ours.
         calls: Those in words, as `"norm_mlp: residual, swiglu"`.
-        way: Which way they run.
+        implementation: What computes them.
         reason: Why it is not fused; `""` where it is.
         bytes_saved: Of tensors that a forward does not write any more.
         ops_before: Ops that the calls stand for.
@@ -45,7 +45,7 @@ class Site:
     linears: int = 0
     fused: bool = False
     calls: list[str] = field(default_factory=list)
-    way: str = ""
+    implementation: str = ""
     reason: str = ""
     bytes_saved: int = 0
     ops_before: int = 0

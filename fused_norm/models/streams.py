@@ -32,7 +32,7 @@ def split_streams(graph: Graph, flow: Flow, emitter: Emitter) -> None:
     Args:
         graph: The graph.
         flow: What is known of it.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
     """
     found: Counter[Node] = Counter()
     for node in candidates(graph):
@@ -65,7 +65,7 @@ def _split(whole: Node, parts: Sequence[Any], graph: Graph, flow: Flow, emitter:
             for node in chain:
                 args, kwargs = map_arg((node.args, node.kwargs), partial(_now, now))
                 target: Any = node.target
-                now[node] = emitter.put(target, args, kwargs, node)
+                now[node] = emitter.emit(target, args, kwargs, node)
             results.append(now[chain[-1]])
     for piece, index in pieces.items():
         piece.replace_all_uses_with(results[index])

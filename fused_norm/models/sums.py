@@ -93,7 +93,7 @@ def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> S
         total: The node of a sum that was found before others were rewritten.
         graph: The graph.
         flow: What is known of it.
-        emitter: Puts nodes into it.
+        emitter: Adds nodes to it.
     """
     found = None if total._erased else _find_sum(total, flow)
     if found is None:
@@ -102,10 +102,10 @@ def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> S
     emitter.made.clear()
     with graph.inserting_before(total):
         arguments = (found.x, product.weight, product.bias, found.residual)
-        pair = emitter.put(linear_add, arguments, {"normalization": None}, product.node)
-        result = emitter.put(operator.getitem, (pair, 0), {}, product.node)
+        pair = emitter.emit(linear_add, arguments, {"normalization": None}, product.node)
+        result = emitter.emit(operator.getitem, (pair, 0), {}, product.node)
         try:
-            result = fitted(total, result, lambda t, *a, **k: emitter.put(t, a, k, product.node))
+            result = fitted(total, result, lambda t, *a, **k: emitter.emit(t, a, k, product.node))
         except Left:
             emitter.forget()
             return None
@@ -113,7 +113,7 @@ def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> S
     site = Site(
         module_path(product.node), RESIDUAL, tuple(map(str, x.shape)), str(x.dtype).split(".")[1]
     )
-    site.linears, site.fused, site.calls, site.way = 1, True, ["linear_add"], "kernels"
+    site.linears, site.fused, site.calls, site.implementation = 1, True, ["linear_add"], "kernels"
     total.replace_all_uses_with(result)
     gone = sorted(found.inner, reverse=True)
     site.ops_before, site.ops_after = count_ops(gone), 1

@@ -26,7 +26,7 @@ def _products(call: Call) -> Int:
 
 @export
 def norm_linear_plan_forward(call: CallPointer) abi("C") -> Int:
-    """Sets a forward's way and workspace, and returns 0."""
+    """Sets a forward's strategy and workspace, and returns 0."""
     plan_forward[DTYPE](call)
     return 0
 
@@ -40,7 +40,7 @@ def norm_linear_forward(call: CallPointer) abi("C") -> Int:
 
 @export
 def norm_linear_plan_backward(call: CallPointer) abi("C") -> Int:
-    """Sets a backward's way and workspace, and returns 0."""
+    """Sets a backward's strategy and workspace, and returns 0."""
     plan_backward[DTYPE](call)
     return 0
 
@@ -59,7 +59,7 @@ def PyInit_norm_linear_cpu() abi("C") -> PythonObject:
         builder.def_py_c_function(
             from_python[plan_forward[DTYPE]],
             "plan_forward",
-            docstring="plan_forward(call) -> 0; sets way and workspace_bytes",
+            docstring="plan_forward(call) -> 0; sets strategy and workspace_bytes",
         )
         builder.def_py_c_function(
             from_python_unlocked[forward[DTYPE], _products, LONG_PRODUCTS],
@@ -69,7 +69,7 @@ def PyInit_norm_linear_cpu() abi("C") -> PythonObject:
         builder.def_py_c_function(
             from_python[plan_backward[DTYPE]],
             "plan_backward",
-            docstring="plan_backward(call) -> 0; sets way and workspace_bytes",
+            docstring="plan_backward(call) -> 0; sets strategy and workspace_bytes",
         )
         builder.def_py_c_function(
             from_python_unlocked[backward[DTYPE], _products, LONG_PRODUCTS],

@@ -26,14 +26,14 @@ from op.norm_linear.sm90.linear_backward import (
     plan_weight_gradient,
     weight_gradient,
 )
-from op.norm_linear.sm90.several import (
+from op.norm_linear.sm90.grouped import (
     fold_parts,
     forward_folded,
     plan_folded,
     plan_products,
     products,
 )
-from op.norm_linear.sm90.several_backward import (
+from op.norm_linear.sm90.grouped_backward import (
     input_gradients,
     passed_rows,
     plan_input_gradients,
@@ -209,14 +209,14 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             "cycles",
             docstring="cycles(M, K, N, SMs, whose) -> the model's: 0 for ours, 1 for PyTorch's",
         )
-        add_pass[_plan_forward, "plan_forward", "writes way, workspace_bytes"](
-            builder
-        )
+        add_pass[
+            _plan_forward, "plan_forward", "writes strategy, workspace_bytes"
+        ](builder)
         add_pass[_forward, "forward", "queues what was planned"](builder)
         add_pass[
             _plan[plan_backward[DTYPE]],
             "plan_backward",
-            "writes way, workspace_bytes",
+            "writes strategy, workspace_bytes",
         ](builder)
         add_pass[
             _run[backward[DTYPE, NORM]], "backward", "queues what was planned"
@@ -226,7 +226,7 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             "fold",
             "queues the fold of the parameters into fold_weight, fold_sums and fold_constants",
         ](builder)
-        add_pass[_plan[plan_linear[DTYPE]], "plan_linear", "writes way"](
+        add_pass[_plan[plan_linear[DTYPE]], "plan_linear", "writes strategy"](
             builder
         )
         add_pass[_run[linear[DTYPE]], "linear", "queues what was planned"](
@@ -235,7 +235,7 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
         add_pass[
             _plan[plan_input_gradient[DTYPE]],
             "plan_input_gradient",
-            "writes way",
+            "writes strategy",
         ](builder)
         add_pass[
             _run[input_gradient[DTYPE]],
@@ -245,16 +245,16 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
         add_pass[
             _plan[plan_weight_gradient[DTYPE]],
             "plan_weight_gradient",
-            "writes way, workspace_bytes",
+            "writes strategy, workspace_bytes",
         ](builder)
         add_pass[
             _run[weight_gradient[DTYPE]],
             "weight_gradient",
             "queues dweight, dbias",
         ](builder)
-        add_pass[_plan[plan_products[DTYPE]], "plan_products", "writes way"](
-            builder
-        )
+        add_pass[
+            _plan[plan_products[DTYPE]], "plan_products", "writes strategy"
+        ](builder)
         add_pass[
             _run[products[DTYPE]],
             "products",
@@ -263,7 +263,7 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
         add_pass[
             _plan[plan_input_gradients[DTYPE]],
             "plan_input_gradients",
-            "writes way",
+            "writes strategy",
         ](builder)
         add_pass[
             _run[input_gradients[DTYPE]],
@@ -273,7 +273,7 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
         add_pass[
             _plan[plan_passed_rows[DTYPE]],
             "plan_passed_rows",
-            "writes way, workspace_bytes",
+            "writes strategy, workspace_bytes",
         ](builder)
         add_pass[
             _run[passed_rows[DTYPE, NORM]],

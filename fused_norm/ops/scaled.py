@@ -194,7 +194,7 @@ def _linear(
         **{"weight": weight, "weight_scale": weight_scale},
         **{"activation": number_of(activation), "eight_bits": TYPES[q.dtype]},
         # Only then was the weight there before the rows were.
-        way=FUSED if is_kept else 0,
+        strategy=FUSED if is_kept else 0,
         **fields,
     )
     return y if residual is None else y.add_(residual)
@@ -242,7 +242,7 @@ def _linears(
         q.device,
         **{"M": M, "N": sum(part.N for part in parts), "K": K, **fields},
         **{"parts": ctypes.addressof(parts), "part_count": count},
-        way=FUSED if are_kept else 0,
+        strategy=FUSED if are_kept else 0,
     )
     return outputs
 

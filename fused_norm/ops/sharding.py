@@ -1,6 +1,6 @@
 """Calls on DTensors: each process runs the kernels on its shards, and says what they are part of.
 
-Along each dimension of a mesh a call goes one of three ways:
+Along each dimension of a mesh a call takes one of three strategies:
 
 - rows: x is sharded by its rows, and so are the results; parameters are replicated, and what a
   process finds of their gradients is a summand.
@@ -56,29 +56,31 @@ def over_shards(
     mesh = cast_dtensor(t.x).device_mesh
     if any(v.device_mesh != mesh for v in map(cast_dtensor, tensors)):
         return None
-    ways = [_way(spec, t, axis) for axis in range(mesh.ndim)]
-    if None in ways or not t.x.dim() or any(w.dim() != 2 for w in t.weights):
+    strategies = [_strategy(spec, t, axis) for axis in range(mesh.ndim)]
+    if None in strategies or not t.x.dim() or any(w.dim() != 2 for w in t.weights):
         return None
-    last = t.out_weight is not None and _COLUMNS in ways
+    last = t.out_weight is not None and _COLUMNS in strategies
     # What is added to a product waits until its summands have been added up.
     inner = t._replace(out_bias=None, out_residual=None) if last else t
-    results = run(spec, _local(ways, inner))
+    results = run(spec, _local(strategies, inner))
     count = len(results) - spec.returns_sum - spec.returns_norm
     outputs = [
-        _of_shards(y, t.x, size, [_output_placement(way, t) for way in ways])
+        _of_shards(y, t.x, size, [_output_placement(strategy, t) for strategy in strategies])
         for y, size in zip(results, _output_sizes(spec, t), strict=False)
     ]
     if last:
         for summand in (t.out_bias, t.out_residual):
             outputs[0] = outputs[0] if summand is None else outputs[0] + summand
     is_first = all(
-        mesh.get_local_rank(axis) == 0 for axis, way in enumerate(ways) if way == _COLUMNS
+        mesh.get_local_rank(axis) == 0
+        for axis, strategy in enumerate(strategies)
+        if strategy == _COLUMNS
     )
     for extra in results[count:]:
-        if _COLUMNS in ways:
+        if _COLUMNS in strategies:
             # All processes have it, and the gradient of x is the sum of what they find.
             extra = _GradientOnce.apply(extra, is_first)
-        places = [_row_placement(way) for way in ways]
+        places = [_row_placement(strategy) for strategy in strategies]
         outputs.append(_of_shards(extra, t.x, t.x.shape[-1], places))
     return outputs
 
@@ -88,7 +90,7 @@ def cast_dtensor(tensor: Any) -> Any:
     return tensor
 
 
-def _way(spec: Spec, t: Operands, axis: int) -> Any:
+def _strategy(spec: Spec, t: Operands, axis: int) -> Any:
     """Return how a call goes along a dimension of the mesh: a dimension of x for rows, or None."""
     tensors = [cast_dtensor(v) for v in flat(t) if v is not None]
     places = [v.placements[axis] for v in tensors]
@@ -114,34 +116,36 @@ def _way(spec: Spec, t: Operands, axis: int) -> Any:
     return _REPLICATED
 
 
-def _local(ways: Sequence[Any], t: Operands) -> Operands:
+def _local(strategies: Sequence[Any], t: Operands) -> Operands:
     """Return the shards of a call's tensors."""
     names = [*Operands._fields[:-2], *["weights"] * len(t.weights), *["biases"] * len(t.biases)]
     return unflat(
         [
-            v if v is None else _shard(v, [_placements(way, name, v, t.x) for way in ways])
+            v
+            if v is None
+            else _shard(v, [_placements(strategy, name, v, t.x) for strategy in strategies])
             for name, v in zip(names, flat(t), strict=True)
         ]
     )
 
 
-def _placements(way: Any, name: str, tensor: Tensor, x: Tensor) -> tuple[Any, Any]:
+def _placements(strategy: Any, name: str, tensor: Tensor, x: Tensor) -> tuple[Any, Any]:
     """Return where a tensor has to be, and where its gradient then is."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    if way == _REPLICATED:
+    if strategy == _REPLICATED:
         return Replicate(), Replicate()
-    if way == _COLUMNS:
+    if strategy == _COLUMNS:
         if name in ("weights", "biases"):
             return Shard(0), Shard(0)
         if name == "out_weight":
             return Shard(1), Shard(1)
         return Replicate(), Partial()
     if name in _LIKE_X or name in NAMES["statistics"]:
-        return Shard(way), Shard(way)
+        return Shard(strategy), Shard(strategy)
     if name in NAMES["groups"]:
-        dim = way - (x.dim() - tensor.dim())
-        if dim >= 0 and tensor.shape[dim] == x.shape[way]:
+        dim = strategy - (x.dim() - tensor.dim())
+        if dim >= 0 and tensor.shape[dim] == x.shape[strategy]:
             return Shard(dim), Shard(dim)
     return Replicate(), Partial()
 
@@ -163,18 +167,18 @@ def _output_sizes(spec: Spec, t: Operands) -> list[int]:
     return [size // 2 for size in sizes] if is_gate(spec.activation) else sizes
 
 
-def _output_placement(way: Any, t: Operands) -> Any:
+def _output_placement(strategy: Any, t: Operands) -> Any:
     from torch.distributed.tensor import Partial, Shard
 
-    if way != _COLUMNS:
-        return _row_placement(way)
+    if strategy != _COLUMNS:
+        return _row_placement(strategy)
     return Shard(t.x.dim() - 1) if t.out_weight is None else Partial()
 
 
-def _row_placement(way: Any) -> Any:
+def _row_placement(strategy: Any) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
-    return Replicate() if way in (_COLUMNS, _REPLICATED) else Shard(way)
+    return Replicate() if strategy in (_COLUMNS, _REPLICATED) else Shard(strategy)
 
 
 def _of_shards(local: Tensor, x: Tensor, features: int, places: Sequence[Any]) -> Tensor:

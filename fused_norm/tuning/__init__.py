@@ -1,4 +1,4 @@
-"""Measures this machine's calls each way, and keeps what later calls are chosen by.
+"""Measures this machine's calls with each strategy, and keeps what later calls are chosen by.
 
 Nothing is measured unless somebody asks.
 """
@@ -91,11 +91,11 @@ def _current() -> int:
 def _of_gpu(wanted: list[Size], seconds: float) -> Hopper:
     device = _current()
 
-    def all_ways(size: Size) -> list[GpuCall]:
+    def all_strategies(size: Size) -> list[GpuCall]:
         # A gate's product is one of as many outputs.
         return [gpu.measure(size, 0.04)]
 
-    found = _within(seconds, wanted, draw_for_gpu(10_000, SEED), all_ways)
+    found = _within(seconds, wanted, draw_for_gpu(10_000, SEED), all_strategies)
     about = _about(len(found)) | {"gpu": torch.cuda.get_device_name(device)}
     return hopper.fit(hopper_kind(device), about, found, gpu.tile_cycles(device))
 

@@ -1,7 +1,7 @@
-"""Measures a call on this CPU each way.
+"""Measures a call on this CPU with each strategy.
 
-The ways of a size take turns on inputs that exceed the last cache together, as a model's weights
-do, and their medians count.
+The strategies of a size are interleaved, on inputs that exceed the last cache together, as a
+model's weights do, and their medians count.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from fused_norm.tuning.sizes import DTYPES, Size
 
 ACTIVATION = {"": None, "activation": "gelu", "gate": "swiglu"}
 FEWEST_ROUNDS = 4
-# An odd number, so that each way meets every set of inputs.
+# An odd number, so that each strategy meets every set of inputs.
 MOST_SETS = 41
 EPS = 1e-5
 
 
 @contextmanager
-def ways() -> Iterator[Callable[[int], None]]:
-    """Give what has calls on a CPU go a way from now on; 0 is the one that is chosen."""
+def strategies() -> Iterator[Callable[[int], None]]:
+    """Give what has calls on a CPU take a strategy from now on; 0 is the one that is chosen."""
     chain = library.load()
     if chain is None:
         raise RuntimeError(
             "fused_norm has no kernels to measure here: see `python -m fused_norm doctor`"
         )
-    before, told = kernels.cpu_way, dict[int, int]()
+    before, told = kernels.cpu_strategy, dict[int, int]()
 
-    def go(way: int) -> None:
-        kernels.cpu_way = lambda: way
-        told[way] = kernels.tell(chain, told.get(way, 0))
+    def go(strategy: int) -> None:
+        kernels.cpu_strategy = lambda: strategy
+        told[strategy] = kernels.tell(chain, told.get(strategy, 0))
 
     try:
         yield go
     finally:
-        kernels.cpu_way = before
+        kernels.cpu_strategy = before
         kernels.tell(chain)
 
 
 def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = ()) -> Measured:
-    """Measure a call each way.
+    """Measure a call with each strategy.
 
     Args:
         size: The call.
         direction: "forward", or "training": with a backward, before an activation only keeping
             what a backward needs.
-        seconds: To take, at least as many as 4 calls each way do.
+        seconds: To take, at least as many as 4 calls with each strategy do.
         others: "chosen", to measure what users get as well.
     """
     dtype, K, outputs = DTYPES[size.dtype], size.K, size.N // (2 if size.kind == "gate" else 1)
@@ -102,20 +102,20 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
         calls["chosen"] = (ours, 0)
     taken: dict[str, list[float]] = {name: [] for name in calls}
     turns = itertools.cycle(sets)
-    with ways() as go, torch.inference_mode(direction == "forward"):
-        for call, way in calls.values():
-            go(way)
-            with at_every_size() if way else nullcontext():
+    with strategies() as go, torch.inference_mode(direction == "forward"):
+        for call, strategy in calls.values():
+            go(strategy)
+            with at_every_size() if strategy else nullcontext():
                 step(call, next(turns))
         end = time.perf_counter() + seconds
         names = list(calls)
         while time.perf_counter() < end or len(taken["eager"]) < FEWEST_ROUNDS:
             random.shuffle(names)
             for name in names:
-                call, way = calls[name]
+                call, strategy = calls[name]
                 tensors = next(turns)
-                go(way)
-                with at_every_size() if way else nullcontext():
+                go(strategy)
+                with at_every_size() if strategy else nullcontext():
                     start = time.perf_counter()
                     step(call, tensors)
                     taken[name].append(time.perf_counter() - start)

@@ -1,7 +1,7 @@
-"""Measures a call on a GPU each way, replayed from a CUDA graph and launched.
+"""Measures a call on a GPU with each strategy, replayed from a CUDA graph and launched.
 
-The ways of a size take turns, in a new order each round, on inputs that exceed the cache together;
-medians count.
+The strategies of a size are interleaved, in a new order each round, on inputs that exceed the cache
+together; medians count.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fused_norm.native import build
 from fused_norm.ops.operands import at_every_size
 from fused_norm.tuning.sizes import DTYPES, Size
 
-# What is measured, by the way that is asked for. Only bfloat16 is folded.
-WAYS = {"eager": 0, "composed": FUSED, "around": AROUND_PRODUCTS}
+# What is measured, by the strategy that is asked for. Only bfloat16 is folded.
+STRATEGIES = {"eager": 0, "composed": FUSED, "around": AROUND_PRODUCTS}
 FOLDS = {"kept": KEPT_FOLD, "anew": NEW_FOLD}
 KEEPING = ("kept", "chosen frozen")
 EPS = 1e-5
@@ -47,42 +47,44 @@ _held: list[array[float]] = []
 
 
 @contextmanager
-def ways() -> Iterator[Callable[[int], None]]:
-    """Give what has forwards on Hopper go a way from now on; 0 is the one that is chosen."""
+def strategies() -> Iterator[Callable[[int], None]]:
+    """Give what has forwards on Hopper take a strategy from now on; 0 is the one that is chosen."""
     chain = library.load()
     if chain is None:
         raise RuntimeError(
             "fused_norm has no kernels to measure here: see `python -m fused_norm doctor`"
         )
-    before, told = (kernels.gpu_way, kernels.hopper_costs), dict[int, int]()
+    before, told = (kernels.gpu_strategy, kernels.hopper_costs), dict[int, int]()
     # By which PyTorch's product is the faster always, behind our passes.
-    theirs = array("d", [0.0] * (1 + len(hopper.WAYS)))
-    for way in (*hopper.WAYS, *hopper.WAYS):
-        theirs.extend((float(way != "around"), *[0.0] * (hopper.TERMS - 1)))
+    theirs = array("d", [0.0] * (1 + len(hopper.STRATEGIES)))
+    for strategy in (*hopper.STRATEGIES, *hopper.STRATEGIES):
+        theirs.extend((float(strategy != "around"), *[0.0] * (hopper.TERMS - 1)))
 
-    def go(way: int) -> None:
+    def go(strategy: int) -> None:
         # Before there is a fold to keep, one is made in the call.
-        kernels.gpu_way = lambda may_keep: NEW_FOLD if way == KEPT_FOLD and not may_keep else way
+        kernels.gpu_strategy = lambda may_keep: (
+            NEW_FOLD if strategy == KEPT_FOLD and not may_keep else strategy
+        )
         kernels.hopper_costs = before[1]
-        if way == AROUND_PRODUCTS:
+        if strategy == AROUND_PRODUCTS:
             kernels.hopper_costs = lambda device, dtype: theirs.buffer_info()[0]
-        told[way] = kernels.tell(chain, told.get(way, 0))
+        told[strategy] = kernels.tell(chain, told.get(strategy, 0))
 
     try:
         yield go
     finally:
-        kernels.gpu_way, kernels.hopper_costs = before
+        kernels.gpu_strategy, kernels.hopper_costs = before
         kernels.tell(chain)
         _held.append(theirs)
 
 
 @torch.no_grad()
 def measure(size: Size, seconds: float, others: Iterable[str] = ()) -> GpuCall:
-    """Measure a forward each way.
+    """Measure a forward with each strategy.
 
     Args:
         size: The call.
-        seconds: To take for each way, at least as many as 9 rounds do.
+        seconds: To take for each strategy, at least as many as 9 rounds do.
         others: "chosen" and "chosen frozen", to measure what users get as well.
     """
     dtype, (M, K, N) = DTYPES[size.dtype], size[2:]
@@ -95,12 +97,12 @@ def measure(size: Size, seconds: float, others: Iterable[str] = ()) -> GpuCall:
     def ours(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Any:
         return fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS)
 
-    wanted = WAYS | (FOLDS if dtype is torch.bfloat16 else {}) | dict.fromkeys(others, 0)
+    wanted = STRATEGIES | (FOLDS if dtype is torch.bfloat16 else {}) | dict.fromkeys(others, 0)
     calls = {name: eager if name == "eager" else ours for name in wanted}
     stream = torch.cuda.Stream()
     graph: dict[str, list[float]] = {name: [] for name in wanted}
     launched: dict[str, list[float]] = {name: [] for name in wanted}
-    with ways() as go, torch.cuda.stream(stream):
+    with strategies() as go, torch.cuda.stream(stream):
 
         @contextmanager
         def going(name: str) -> Iterator[None]:

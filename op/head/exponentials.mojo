@@ -26,7 +26,7 @@ comptime LARGEST = Float32(100)
 """Logarithm to the base 2 of the largest exponential. Sums of more are none of the safe ones."""
 
 comptime TILES = [192, 128, 256]
-"""Columns of a tile that there are kernels for: consumers take turns but for the widest."""
+"""Columns of a tile that there are kernels for: by ping-pong consumers but for the widest."""
 comptime TILES_WITH_BIAS = 128
 """Those of the kernel for a product with a bias."""
 

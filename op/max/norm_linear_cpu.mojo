@@ -58,9 +58,9 @@ def _run[
     var place = CallPointer(unsafe_from_address=Int(calls.unsafe_ptr()))
     place[].threads = parallelism_level()
     # PyTorch's product may be faster, but a MAX graph does not have it.
-    place[].way = FUSED
+    place[].strategy = FUSED
     plan(place)
-    if place[].way != FUSED:
+    if place[].strategy != FUSED:
         raise Error("no CPU kernel takes this call")
     var workspace = List[UInt8](unsafe_uninit_length=place[].workspace_bytes)
     if place[].workspace_bytes > 0:

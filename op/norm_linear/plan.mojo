@@ -1,4 +1,4 @@
-"""The strategies of a pass, by the numbers that `Call.way` holds.
+"""The strategies of a pass, by the numbers that `Call.strategy` holds.
 
 Each backend's plans (cpu/plan.mojo, sm90/forward_plan.mojo and backward_plan.mojo) choose one and the size of the
 workspace. fused_norm/chain/call.h and fused_norm/call/record.py have the same numbers.

@@ -52,7 +52,7 @@ def run_normalize_quantized[
     if call.residual != 0:
         launch_rows[NormQuantize[True], dtype, ftype](gpu, rows)
     else:
-        _launch[NormQuantize[], dtype, ftype](gpu, rows, call.way)
+        _launch[NormQuantize[], dtype, ftype](gpu, rows, call.strategy)
 
 
 def run_quantize[dtype: DType](gpu: Gpu, call: Call) raises:
@@ -73,7 +73,9 @@ def run_quantize[dtype: DType](gpu: Gpu, call: Call) raises:
     _name_rows(rows, call)
     comptime for eight_bits in [E4M3, E5M2]:
         if call.eight_bits == Int(eight_bits):
-            _launch[Quantize[eight_bits], dtype, dtype](gpu, rows, call.way)
+            _launch[Quantize[eight_bits], dtype, dtype](
+                gpu, rows, call.strategy
+            )
 
 
 def _name_rows(mut rows: Operands, call: Call):
@@ -85,7 +87,7 @@ def _name_rows(mut rows: Operands, call: Call):
 
 def _launch[
     P: RowProgram, dtype: DType, ftype: DType
-](gpu: Gpu, rows: Operands[accumulator[dtype]()], way: Int) raises:
+](gpu: Gpu, rows: Operands[accumulator[dtype]()], strategy: Int) raises:
     """Launches blocks that go on to further rows, which load the next one meanwhile, where there are enough rows."""
     comptime vector = 16 // size_of[dtype]()
     var loads = Int(rows.length) // vector
@@ -94,7 +96,7 @@ def _launch[
     # Wider features take the registers of the next row.
     comptime if size_of[ftype]() == size_of[dtype]():
         # 1 and 2 are for measurements.
-        if way != 1 and (way == 2 or Int(rows.rows) >= 2 * together):
+        if strategy != 1 and (strategy == 2 or Int(rows.rows) >= 2 * together):
             if (
                 can_vectorize[dtype](rows)
                 and loads <= PERSISTENT_THREADS * _TILE

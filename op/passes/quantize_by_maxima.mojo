@@ -218,7 +218,7 @@ def quantize_kernel[
     var column = Int(block_idx.x) * TILE_COLUMNS + across * _LOAD
     var row = Int(block_idx.y) * TILE_ROWS + 4 * down
     var is_here = column < Int(k)
-    # All loads are under way before the first is used.
+    # All loads are in flight before the first is used.
     var rows = StaticTuple[SIMD[DType.bfloat16, _LOAD], 4](
         fill=SIMD[DType.bfloat16, _LOAD](0)
     )

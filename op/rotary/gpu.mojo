@@ -157,7 +157,7 @@ def rotary_kernel[dtype: DType, backward: Bool](call: RotaryCall, lanes: Int32):
         var head = (its_share - row * shares_of_row) * share
         var heads = min(call.heads - head, share) if is_here else 0
         var start = (row * call.heads + head) * call.D
-        # All loads are under way before the first is used.
+        # All loads are in flight before the first is used.
         var xs = StaticTuple[Raw, share](fill=Raw(0, 0))
         var dys = StaticTuple[Raw, share](fill=Raw(0, 0))
         comptime for i in range(share):

@@ -57,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--commit")
-    parser.add_argument("--seconds", type=float, default=0.08, help="for each way")
+    parser.add_argument("--seconds", type=float, default=0.08, help="for each strategy")
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("SKIPPED: needs a Hopper GPU")
@@ -81,7 +81,7 @@ def _keep(cases: list[Any], M: int, K: int, N: object, us: dict[str, float]) -> 
 
 
 def measured(steps: dict[str, Step], budget: Budget) -> dict[str, float]:
-    """Return the median microseconds of each way.
+    """Return the median microseconds of each strategy.
 
     Args:
         steps: What runs them.

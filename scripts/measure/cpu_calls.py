@@ -1,4 +1,4 @@
-"""Measure calls on this CPU each way, and fit what its kind's calls are chosen by.
+"""Measure calls on this CPU with each strategy, and fit what its kind's calls are chosen by.
 
     python scripts/measure/cpu_calls.py [--commit COMMIT]   measure, and write both files
     python scripts/measure/cpu_calls.py --fit               only fit again, every kind
@@ -101,10 +101,14 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
 
 def is_doubtful(call: Measured, device: costs.Device) -> bool:
     """Return whether a measurement and the model are far apart, or choose otherwise."""
-    by_model = {way: device.us(call, way) or 0.0 for way in costs.WAYS}
-    is_far = any(not 1 / DOUBTFUL < call.us[way] / us < DOUBTFUL for way, us in by_model.items())
-    chosen = min(by_model, key=lambda way: by_model[way])
-    return is_far or call.us[chosen] > (1 + costs.TOLERATED) * min(call.us[w] for w in costs.WAYS)
+    by_model = {strategy: device.us(call, strategy) or 0.0 for strategy in costs.STRATEGIES}
+    is_far = any(
+        not 1 / DOUBTFUL < call.us[strategy] / us < DOUBTFUL for strategy, us in by_model.items()
+    )
+    chosen = min(by_model, key=lambda strategy: by_model[strategy])
+    return is_far or call.us[chosen] > (1 + costs.TOLERATED) * min(
+        call.us[w] for w in costs.STRATEGIES
+    )
 
 
 def write(kind: str, described: dict[str, Any], calls: list[Measured]) -> None:

@@ -1,4 +1,4 @@
-"""Measure forwards on this GPU each way, and fit what its kind's calls are chosen by.
+"""Measure forwards on this GPU with each strategy, and fit what its kind's calls are chosen by.
 
     python scripts/measure/gpu_calls.py [--commit COMMIT] [--limit SECONDS] [--out FOLDER]
     python scripts/measure/gpu_calls.py --fit    fit again, every kind; this needs no GPU
@@ -36,7 +36,7 @@ WEIGHTS = (
     *((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288)),
     *((2048, 2048), (1024, 4096), (1280, 5120)),
 )
-# Microseconds that a call takes of the host with the C++ node, by way (docs/hopper-log.md).
+# Microseconds that a call takes of the host with the C++ node, by strategy (docs/hopper-log.md).
 HOST = {"kept": 13.0, "anew": 19.0, "composed": 15.0, "around": 22.0}
 # The kind that was measured in every dtype.
 LIKE = "nvidia-h100"
@@ -52,7 +52,7 @@ def main() -> int:
         "--seconds",
         type=float,
         default=0.04,
-        help="for each way (default: 0.04)",
+        help="for each strategy (default: 0.04)",
     )
     parser.add_argument("--limit", type=float, default=240, help="seconds of all (default: 240)")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -76,7 +76,11 @@ def main() -> int:
         call = gpu.measure(size, options.seconds)
         calls.append(call)
         eager = call.graph["eager"]
-        cells = (f"{way} {us / eager:.2f}" for way, us in call.graph.items() if way != "eager")
+        cells = (
+            f"{strategy} {us / eager:.2f}"
+            for strategy, us in call.graph.items()
+            if strategy != "eager"
+        )
         name = f"{call.dtype} {call.M}x{call.K}x{call.N}"
         print(f"{name}: eager {eager:.1f} us, {', '.join(cells)}", flush=True)
     write(options.out / f"gpu-calls-{hopper_kind(0)}.json", options.commit, calls)

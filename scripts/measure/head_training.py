@@ -4,12 +4,12 @@
     python scripts/measure/head_training.py --json FILE.json --table FILE.md --only-show
 
 GPT-2 124M, LLaMA 3.2 1B and Qwen3 0.6B of transformers with random weights. A step is forward,
-backward and AdamW, whose rate of 0 leaves the parameters that all ways share as they are. The loss
-is transformers' own; ways called `...-head` take `fn.linear_cross_entropy` in its place, on the
-rows before the vocabulary, and `fused_norm` is the backend, which finds the head itself. Ways take
-turns, in a new random order each round; one whose loss or gradients are far from eager's is not
-timed. Memory is the peak of forward and backward beyond what was there before, gradients included;
-their own bytes stand beside it, so the difference is activations.
+backward and AdamW, whose rate of 0 leaves the parameters that all providers share as they are. The
+loss is transformers' own; providers called `...-head` take `fn.linear_cross_entropy` in its place,
+on the rows before the vocabulary, and `fused_norm` is the backend, which finds the head itself.
+Providers take turns, in a new random order each round; one whose loss or gradients are far from
+eager's is not timed. Memory is the peak of forward and backward beyond what was there before,
+gradients included; their own bytes stand beside it, so the difference is activations.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TINY = {
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 _TINY_GPT2 = {"vocab_size": 1003, "n_embd": 64, "n_layer": 2, "n_head": 4}
-WAYS = ("eager", "eager-head", "compile", "compile-head", "fused_norm")
+PROVIDERS = ("eager", "eager-head", "compile", "compile-head", "fused_norm")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Relative distances to eager's gradients that roundings explain.
 MOST_DISTANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
@@ -112,8 +112,8 @@ class Head(Loss):
         return found
 
 
-def ways(model: nn.Module, sites: list[Site]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what computes the loss of a model, by name of the way.
+def providers(model: nn.Module, sites: list[Site]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what computes the loss of a model, by name of the provider.
 
     Args:
         model: The model.
@@ -150,9 +150,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     steps: dict[str, Callable[[], object]] = {}
     expected: list[Tensor] = []
     sites: list[Site] = []
-    known = ways(model, sites)
-    for way in (w for w in WAYS if w == "eager" or w in (options.way or WAYS)):
-        step = _step(known[way], ids, optimizer)
+    known = providers(model, sites)
+    for provider in (w for w in PROVIDERS if w == "eager" or w in (options.provider or PROVIDERS)):
+        step = _step(known[provider], ids, optimizer)
         try:
             loss = step(False)
             gradients = [p.grad.detach() for p in parameters if p.grad is not None]
@@ -170,20 +170,23 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             status = "oom" if is_out_of_memory(error) else "failed"
             result = {"status": status, "message": f"{type(error).__name__}: {error}"[:500]}
         optimizer.zero_grad(set_to_none=True)
-        results[way] = result
+        results[provider] = result
         if result["status"] == "ok":
-            steps[way] = functools.partial(step, True)
+            steps[provider] = functools.partial(step, True)
     budget = Budget(options.seconds, warm_up=options.seconds / 4, most=50)
-    rounds = Rounds({way: _timer(step, device) for way, step in steps.items()}, budget, 0)
+    rounds = Rounds({provider: _timer(step, device) for provider, step in steps.items()}, budget, 0)
     rounds.run()
-    for way in steps:
-        if way in rounds.failures:
-            results[way] = {"status": "failed", "message": str(rounds.failures[way])[:500]}
+    for provider in steps:
+        if provider in rounds.failures:
+            results[provider] = {
+                "status": "failed",
+                "message": str(rounds.failures[provider])[:500],
+            }
             continue
-        times = rounds.timings(way)
+        times = rounds.timings(provider)
         timing = times.get("launch") or times["wall"]
-        results[way]["seconds"] = timing.median * 1e-6
-        results[way]["tokens a second"] = ids.numel() / (timing.median * 1e-6)
+        results[provider]["seconds"] = timing.median * 1e-6
+        results[provider]["tokens a second"] = ids.numel() / (timing.median * 1e-6)
     heads = [site for site in sites if site.kind == HEAD]
     found["head"] = "; ".join("fused" if site.fused else site.reason for site in heads)
     return found | {"results": results}
@@ -206,7 +209,7 @@ def _step(
 def _checked(
     loss: Tensor, gradients: list[Tensor], expected: list[Tensor], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return how far a way is from eager, and whether it may be timed."""
+    """Return how far a provider is from eager, and whether it may be timed."""
     result: dict[str, Any] = {"status": "ok", "loss": loss.item()}
     if not expected:
         return result
@@ -240,14 +243,14 @@ def table(run: dict[str, Any]) -> str:
         f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time is "
         "that of eager in the same rounds; activations are the peak less the gradients.",
         "",
-        "| model | tokens | way | tokens a second | time | activations | of eager's | gradients' "
-        "distance |",
+        "| model | tokens | provider | tokens a second | time | activations | of eager's | "
+        "gradients' distance |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for m in run["measurements"]:
         eager = m["results"]["eager"]
-        for way, result in m["results"].items():
-            start = f"| {m['model']} | {m['shape'][0]} x {m['shape'][1]} | `{way}` | "
+        for provider, result in m["results"].items():
+            start = f"| {m['model']} | {m['shape'][0]} x {m['shape'][1]} | `{provider}` | "
             if "seconds" not in result or "seconds" not in eager:
                 lines.append(f"{start}{result['status']} | | | | |")
                 continue
@@ -274,11 +277,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, help="write a table in Markdown")
     parser.add_argument("--only-show", action="store_true", help="measure nothing")
     parser.add_argument("--model", action="append", choices=LARGE)
-    parser.add_argument("--way", action="append", choices=WAYS, help="beside eager")
+    parser.add_argument("--provider", action="append", choices=PROVIDERS, help="beside eager")
     parser.add_argument("--size", choices=("tiny", "large"), default="large")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if has_gpu else "float32")
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each way")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for each provider")
     parser.add_argument("--commit", help="where there is no checkout to ask")
     options = parser.parse_args(arguments)
     run: dict[str, Any] = {"measurements": []}

@@ -6,7 +6,7 @@ The model is PyTorch's modules under `parallelize_module`: columns of q, k, v, g
 of the other two on each device, the tokens of norms and sums split (`SequenceParallel`). Eager,
 torch.compile and this library's backend start from the same parameters and see the same data. Each
 trains alone for some steps of SGD, and its losses are held to those of the block in float32 on one
-device; then their steps take turns and are timed.
+device; then their steps are timed, interleaved.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _work(rank: int, options: argparse.Namespace) -> None:
     batch, tokens, *sizes = SIZES[options.size]
     torch.manual_seed(0)
     dtype = torch.bfloat16
-    # Parameters that every way can tell apart: float32 starts from the same rounded numbers.
+    # float32 starts from the same rounded parameters.
     model = Block(*sizes).to(device, dtype)
     data = torch.randn(batch, tokens, sizes[0], device=device).to(dtype)
     target = torch.randn(batch, tokens, sizes[0], device=device).to(dtype)
@@ -118,26 +118,26 @@ def _work(rank: int, options: argparse.Namespace) -> None:
     expected = [exact.step() for _ in range(options.steps)]
     del exact
     sites: list[Site] = []
-    ways = {
+    providers = {
         p: _Trained(_provided(p, model, options, sites, mesh), mesh, data, target)
         for p in PROVIDERS
     }
     results: dict[str, Any] = {}
-    for name, way in ways.items():
-        losses = [way.step() for _ in range(options.steps)]
+    for name, provider in providers.items():
+        losses = [provider.step() for _ in range(options.steps)]
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
         eager = results["eager"]["loss error"] if results else error
         is_right = error <= max(MOST_ERROR * eager, LEAST_ERROR)
         status = "ok" if is_right else "wrong"
         results[name] = {"status": status, "losses": losses, "loss error": error}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in providers}
     for round_ in range(options.rounds):
         # Another order each round, the same one on all devices.
-        for place in range(len(ways)):
-            name = list(ways)[(place + round_) % len(ways)]
+        for place in range(len(providers)):
+            name = list(providers)[(place + round_) % len(providers)]
             _wait(is_gpu)
             start = time.perf_counter()
-            ways[name].step()
+            providers[name].step()
             _wait(is_gpu)
             times[name].append(time.perf_counter() - start)
     for name, found in times.items():

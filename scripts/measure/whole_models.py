@@ -6,8 +6,8 @@
 Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turbo, Qwen3 0.6B,
 GPT-2 XL, BERT and ModernBERT large, SigLIP so400m (transformers) and DiT-XL/2 (diffusers), with
 random weights; one whose library is missing is left out, and says
-so. Eager, torch.compile and this library's backend share a model's parameters and take turns, in a
-new random order each round. Training is forward and backward, with new gradients and no
+so. Eager, torch.compile and this library's backend share a model's parameters and are interleaved,
+in a new random order each round. Training is forward and backward, with new gradients and no
 optimizer. Each is first compared with the model in float32, one call of a batch at a time, so that
 it takes little memory: whatever errs more than twice as much as eager is not timed. In inference,
 `fused_norm-frozen` is a copy of the model that is frozen, with weights offloaded; its memory counts
@@ -145,7 +145,7 @@ def measure(
     model, inputs = example.build(options.size, batch)
     model = model.to(device, dtype).train(mode == "train")
     for module in model.modules():
-        # Chance would make the ways differ: dropout, and the labels that diffusers drops.
+        # Chance would make the providers differ: dropout, and the labels that diffusers drops.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "dropout_prob", None), float):
@@ -350,7 +350,7 @@ def table(run: dict[str, Any]) -> str:
         f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time is "
         "that of eager in the same rounds.",
         "",
-        "| model | mode | commit | batch | norms fused | way | a second | time | peak memory "
+        "| model | mode | commit | batch | norms fused | provider | a second | time | peak memory "
         "| error |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -372,7 +372,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def plot(run: dict[str, Any], path: Path) -> None:
-    """Draw each way's speed, of eager's, with the spread of the rounds.
+    """Draw each provider's speed, of eager's, with the spread of the rounds.
 
     Args:
         run: What was written.

@@ -42,7 +42,7 @@ HEADS = {
 
 def sections() -> list[str]:
     """Return all sections as headings, sentences and tables in Markdown."""
-    whole = benchmark_tables.seams(ROOT / WHOLE, "Whole blocks")
+    whole = benchmark_tables.members(ROOT / WHOLE, "Whole blocks")
     blocks = _blocks(_load(BLOCKS))
     decoding = _decoding(_load(DECODING))
     last = [*_head(_load(HEAD)), *_regret(_load(REGRET))]
@@ -166,14 +166,14 @@ def _regret(run: dict[str, Any]) -> list[str]:
             ratios = [ratio(call, "chosen", is_launched) for call in each]
             cells += [f"{statistics.median(ratios):.3f}", f"{max(ratios):.2f}"]
         rows.append(cells)
-    header = ["dtype", "", "sizes", "of the fastest way: median", "worst"]
+    header = ["dtype", "", "sizes", "of the fastest strategy: median", "worst"]
     header += ["of eager: median", "worst"]
     e = run["environment"]
     return [
         "## Choices at sizes drawn at random\n",
         f"{e['gpu']}, torch {e['torch']}, driver {e['driver']}, {e['date']}, {e['commit']}. From "
         f"`{REGRET}`, made by `poe bench --regret --device cuda`: LayerNorm and a product, the "
-        "time of what users get over that of the fastest way and of eager. "
+        "time of what users get over that of the fastest strategy and of eager. "
         "[How calls are chosen](../guide/install.md#how-calls-are-chosen).\n",
         markdown.table(header, rows, right=range(2, len(header))),
     ]

@@ -78,8 +78,8 @@ def _cpus() -> list[str]:
 
 def _h200() -> list[str]:
     return [
-        *benchmark_tables.seams(ROOT / front_table.OTHER_BLOCKS, "Whole blocks"),
-        *benchmark_tables.seams(ROOT / front_table.FAMILY, "The family"),
+        *benchmark_tables.members(ROOT / front_table.OTHER_BLOCKS, "Whole blocks"),
+        *benchmark_tables.members(ROOT / front_table.FAMILY, "The family"),
         *benchmark_tables.dtypes(
             ROOT / front_table.FAMILY_DTYPES, "The family in float16 and float32"
         ),

@@ -58,7 +58,7 @@ def _machine(path: Path, run: Run, title: str) -> list[str]:
     ]
 
 
-def seams(path: Path, title: str) -> list[str]:
+def members(path: Path, title: str) -> list[str]:
     """Return a run of blocks or of the family's members as one table.
 
     Args:

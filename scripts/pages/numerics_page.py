@@ -92,7 +92,7 @@ weights and sizes at which they are faster, choose their kernel by the number of
 
 On a GPU, the same call gives the same bits. The number of rows decides which kernel runs: PyTorch's
 where its products run between our kernels, and on Hopper, with our own products, which tile and
-which way.
+which strategy.
 
 ## Bits that do not depend on the batch
 
@@ -118,7 +118,7 @@ of the difference to float64, computed from the same rounded inputs.
 def main() -> int:
     """Write the page and return an exit status."""
     # Calls that PyTorch's ops finish sooner would be left to them.
-    kernels.cpu_way = lambda: FUSED
+    kernels.cpu_strategy = lambda: FUSED
     PAGE.write_text(page())
     return 0
 

@@ -26,7 +26,7 @@ uv run poe test                                    # all but the slow tests
 uv run poe test --all                              # every test that this machine can run
 uv run pytest tests/reliability                    # what the first table lists
 uv run pytest tests/reliability -m gpu --all       # the GPU part of it, with the sanitizers
-uv run pytest -m gpu --forward-way folded          # one way of Hopper's forward at every size
+uv run pytest -m gpu --forward-strategy folded     # one strategy of Hopper's forward at every size
 uv run poe mutate                                  # wrong edits, one at a time
 ```
 
@@ -92,7 +92,7 @@ TRIED = {
     "its code",
     "tests/op/norm_linear/test_cpu_kernels.py": "CPU kernels between canaries, at any alignment "
     "and thread count",
-    "tests/graphs/test_max_door.py": "MAX graphs against the library, bit for bit on a CPU",
+    "tests/graphs/test_max_ops.py": "MAX graphs against the library, bit for bit on a CPU",
 }
 
 FIXED = """
@@ -115,7 +115,7 @@ filled again before TMA had read it: with few rows, 8 outputs and 32768 features
 a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
 | `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
-way chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
+strategy chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
 | a review | kept folds went by version counters, which fused optimizers and writes through \
 `.data` leave as they are: results were of the weights before (error 1.31 of the result) | \
 `frozen.py`: none is kept | `test_writes_that_no_version_tells_of` |
@@ -128,7 +128,7 @@ way chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 
-On one H200 and on two, the GPU tests pass whichever way the forward is forced to run. The
+On one H200 and on two, the GPU tests pass whichever strategy the forward is forced to run. The
 sanitizers report nothing in our kernels: racecheck names a kernel of cuBLAS, and initcheck, which
 does not see what TMA writes, runs on kernels without TMA only. With PyTorch 2.11 the tests ran with
 the backward in Python and in C++.

@@ -100,10 +100,10 @@ def test_page_follows_the_results(
     assert "is not what the results give" in stale
 
 
-def test_round_of_the_family_measures_every_seam(
+def test_round_of_the_family_measures_every_op(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU machine is asked for every seam at the named shapes, in command lines that hold."""
+    """A GPU machine is asked for every op at the named shapes, in command lines that hold."""
     script = _script(ROOT / "scripts/gpu_round.py")
     commands: list[list[str]] = []
     monkeypatch.setattr(script, "_logged", lambda command, *_: commands.append(command) or 0)

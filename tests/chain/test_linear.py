@@ -18,9 +18,9 @@ from accuracy import as_float64, assert_within_budget
 from family import PLAIN
 from mojo_programs import h100_costs, needs_mojo, printed
 from stand_in import standing_in
-from test_several import ON_HOPPER, names
+from strategies import hopper_goes, our_products_run
+from test_grouped import ON_HOPPER, names
 from torch import Tensor
-from ways import hopper_goes, our_products_run
 
 import fused_norm as fn
 from fused_norm.activations import ACTIVATIONS, GATED
@@ -88,8 +88,8 @@ def _activated(number: int, h: Tensor) -> Tensor:
     return kinds[number - GATED](gate) * up
 
 
-# What test_several.py is about.
-SEVERAL = ("products", "input_gradients", "passed_rows")
+# What test_grouped.py is about.
+GROUPED = ("products", "input_gradients", "passed_rows")
 
 
 class StandIn:
@@ -100,19 +100,19 @@ class StandIn:
         self.declines: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Callable[[int], None]:
-        def door(place: int) -> None:
+        def function(place: int) -> None:
             call = record.Call.from_address(place)
             if name.startswith("plan_"):
                 planned = name.removeprefix("plan_")
                 is_declined = planned in self.declines or (
                     call.activation != 0 and f"activated_{planned}" in self.declines
                 )
-                call.way = record.DECLINED if is_declined else record.FUSED
+                call.strategy = record.DECLINED if is_declined else record.FUSED
                 return
             self.done.append(name)
             getattr(self, f"_{name}")(call)
 
-        return door
+        return function
 
     @staticmethod
     def _linear(call: record.Call) -> None:
@@ -153,7 +153,7 @@ class StandIn:
 def kernels(tmp_path: Path) -> Iterator[StandIn]:
     """Put the stand-in in the place of Hopper's kernels."""
     stand_in = StandIn()
-    stand_in.declines = SEVERAL
+    stand_in.declines = GROUPED
     with standing_in(tmp_path, lambda name, place: getattr(stand_in, name)(place)):
         yield stand_in
 
@@ -211,14 +211,14 @@ def test_records_say_what_to_compute(kernels: StandIn, name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_declined_pytorch_multiplies(kernels: StandIn, name: str) -> None:
-    kernels.declines = (*SEVERAL, "linear", "input_gradient", "weight_gradient")
+    kernels.declines = (*GROUPED, "linear", "input_gradient", "weight_gradient")
     case = case_of(name)
     family.check(case, family.make_tensors(case), draws=1)
     assert not kernels.done
 
 
 def test_a_pass_activates_where_the_product_does_not(kernels: StandIn) -> None:
-    kernels.declines = (*SEVERAL, "activated_linear")
+    kernels.declines = (*GROUPED, "activated_linear")
     case = case_of("GELU")
     family.check(case, family.make_tensors(case), draws=1)
     assert kernels.done == ["linear", "input_gradient", "weight_gradient"]
@@ -346,11 +346,11 @@ def test_few_rows(activation: str, rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.fixture(params=["composed", "folded", "kept"])
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
+def strategy(request: pytest.FixtureRequest) -> Iterator[str]:
     """Have Hopper's forward go one way."""
-    ways = {"composed": record.FUSED, "folded": record.NEW_FOLD, "kept": record.KEPT_FOLD}
+    strategies = {"composed": record.FUSED, "folded": record.NEW_FOLD, "kept": record.KEPT_FOLD}
     without = {"composed": record.FUSED}.get(request.param, record.NEW_FOLD)
-    with hopper_goes(without, ways[request.param]):
+    with hopper_goes(without, strategies[request.param]):
         yield request.param
 
 
@@ -360,9 +360,9 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("leading", [(8400,), (300,), (24,)], ids=str)
 def test_sums_and_given_statistics(
-    way: str, leading: tuple[int], normalization: str, rows: str
+    strategy: str, leading: tuple[int], normalization: str, rows: str
 ) -> None:
-    """Before every way, a pass adds and finds statistics; those that are given are not found."""
+    """Before every strategy a pass adds, and computes the statistics that are not given."""
     case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "normalization": normalization}
     case |= {"shape": (leading, 1024, 1032), "return_sum": rows == "residual"}
     case |= {"statistics": rows == "statistics"}
@@ -376,10 +376,10 @@ def test_sums_and_given_statistics(
         launched = names(lambda: family.ours(case, tensors))
         exact = family.eager(case, family.replaced(tensors, as_float64))
         low = family.eager(case, tensors)
-    folds = way != "composed"
+    folds = strategy != "composed"
     assert ("scale" in launched) == folds, launched
     assert "row_statistics" not in launched, launched
-    assert ("fold_bfloat16" in launched) == (folds and way == "folded"), launched
+    assert ("fold_bfloat16" in launched) == (folds and strategy == "folded"), launched
     for results in (first, again):
         for result, truth, bar in zip(results, exact, low, strict=True):
             assert_within_budget("result", result, truth.detach(), bar)
@@ -390,7 +390,7 @@ def test_sums_and_given_statistics(
 @pytest.mark.parametrize(
     ("rows", "features"), [(16384, 4096), *((132 * n + 1, 8192) for n in (1, 4, 8, 16, 32))]
 )
-def test_a_product_waits_for_the_rows_of_a_pass(way: str, rows: int, features: int) -> None:
+def test_a_product_waits_for_the_rows_of_a_pass(strategy: str, rows: int, features: int) -> None:
     """With a fold that is kept, the pass is all that is queued before: too early, a row is old.
 
     The last of an odd number of rows is late: with most multiprocessors the pass is through.

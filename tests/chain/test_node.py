@@ -1,4 +1,4 @@
-"""Both passes in C++: as Python's in every way, but without Python where nothing watches."""
+"""Both passes in C++: as Python's with every strategy, but without Python where nothing watches."""
 
 from __future__ import annotations
 

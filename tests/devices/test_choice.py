@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from strategies import tell_again
 from torch import nn
-from ways import tell_again
 
 import fused_norm as fn
 from fused_norm import tuning
@@ -65,19 +65,19 @@ def test_model_is_near_what_was_measured(cpu_calls: Any) -> None:
         if "estimated" in device.about:
             continue
         calls = [Measured(*c) for c in json.loads(cpu_calls.file_of(kind).read_text())["calls"]]
-        off = [abs(device.us(c, w) / c.us[w] - 1) for c in calls for w in costs.WAYS]
+        off = [abs(device.us(c, w) / c.us[w] - 1) for c in calls for w in costs.STRATEGIES]
         assert sorted(off)[len(off) // 2] < 0.15, kind
         assert len(device.exceptions) < len(calls) / 6, kind
 
 
 def _device(name: str, fused: float, around: float, exceptions: list[list[Any]]) -> costs.Device:
     """Return a device on which products cost what is given, and nothing else anything."""
-    by_way = {"fused": fused, "around": around}
+    by_strategy = {"fused": fused, "around": around}
     found = {
-        f"float32 {kind} {direction} {way}": [[0.0, cost, *[0.0] * (costs.TERMS - 2)]] * 3
+        f"float32 {kind} {direction} {strategy}": [[0.0, cost, *[0.0] * (costs.TERMS - 2)]] * 3
         for kind in costs.KINDS
         for direction in costs.DIRECTIONS
-        for way, cost in by_way.items()
+        for strategy, cost in by_strategy.items()
     }
     return costs.Device(name, {"measured": "today", "calls": 0}, found, exceptions)
 
@@ -94,7 +94,7 @@ def _goes_around(M: int, K: int, N: int, **options: Any) -> bool:
         return [t.detach().numpy().tobytes() for t in (y, *dx)]
 
     found = results()
-    with cpu.ways() as go:
+    with cpu.strategies() as go:
         go(FUSED)
         fused = results()
         go(AROUND_PRODUCTS)
@@ -120,7 +120,7 @@ def test_calls_go_the_cheaper_way(
         assert _goes_around(300, 640, 96, training=training, **kind) is expected
         name = "gate" if kind.get("activation") == "swiglu" else "activation" if kind else ""
         direction = costs.DIRECTIONS[training]
-        other = costs.WAYS[not expected]
+        other = costs.STRATEGIES[not expected]
         exceptions = [["float32", name, direction, 330, 640, 90, other]]
         # A backward is that of the product alone, whatever follows it.
         exceptions += [["float32", "", "training", 330, 640, 90, other]] if training else []
@@ -132,7 +132,7 @@ def test_calls_go_the_cheaper_way(
 
 
 def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
-    """Sizes drawn go the way that the model of Python chooses."""
+    """Sizes drawn take the strategy that the model of Python chooses."""
     chain = library.load()
     if chain is None:
         pytest.skip("there is no C++ compiler")
@@ -146,7 +146,7 @@ def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
         if size.kind:
             continue
         call = Measured("float32", "", "forward", torch.get_num_threads(), *size[2:], {})
-        by_model = [device.us(call, way) or 0.0 for way in costs.WAYS]
+        by_model = [device.us(call, strategy) or 0.0 for strategy in costs.STRATEGIES]
         is_near = any(
             e[:3] == ["float32", "", "forward"]
             and all(max(a / b, b / a) < 1.3 for a, b in zip(e[3:6], size[2:], strict=True))
@@ -156,8 +156,8 @@ def test_chosen_by_the_model_in_both_languages(own_folder: Path) -> None:
             continue
         expected = by_model[1] < by_model[0]
         costs_ = ctypes.c_void_p(choice.address(machine.cpu_kind(), "float32"))
-        way = chain.chain_fastest(costs_, 0, *size[2:], call.threads, 0)
-        assert (way == AROUND_PRODUCTS) is expected, size
+        strategy = chain.chain_fastest(costs_, 0, *size[2:], call.threads, 0)
+        assert (strategy == AROUND_PRODUCTS) is expected, size
         tried.add(expected)
     assert tried == {True, False}
 
@@ -193,13 +193,14 @@ def _damaged() -> dict[str, Any]:
     return {
         "something else": {"name": "cpu"},
         "a list": [1],
-        "no costs of a way": whole | {"costs": dict(list(costs_.items())[1:])},
+        "no costs of a strategy": whole | {"costs": dict(list(costs_.items())[1:])},
         "a model of fewer terms": whole
         | {"costs": {name: [each[1:] for each in cost] for name, cost in costs_.items()}},
         "fewer sets of rows": whole | {"costs": costs_ | {first: costs_[first][1:]}},
         "a cost that is no number": whole
         | {"costs": costs_ | {first: [[math.nan] * costs.TERMS] * 3}},
-        "an exception without a way": whole | {"exceptions": [["float32", "", "forward", 3, 4, 5]]},
+        "an exception without a strategy": whole
+        | {"exceptions": [["float32", "", "forward", 3, 4, 5]]},
         "an exception of no size": whole
         | {"exceptions": [["float32", "", "forward", 0, 4, 5, "fused"]]},
         "another dtype": whole | {"costs": {f"int8{n[7:]}": c for n, c in costs_.items()}},

@@ -53,10 +53,10 @@ def test_model_is_near_what_was_measured(path: Path, gpu_calls: ModuleType) -> N
     cycles = gpu_calls.cycles_of(calls)
     device = hopper.load(choice.SHIPPED / f"{path.stem.removeprefix('gpu-calls-')}.json")
     off = [
-        abs(device.us(call, way, cycles) / us - 1)
+        abs(device.us(call, strategy, cycles) / us - 1)
         for call in calls
-        for way, us in call.graph.items()
-        if way in hopper.WAYS
+        for strategy, us in call.graph.items()
+        if strategy in hopper.STRATEGIES
     ]
     assert sorted(off)[len(off) // 2] < 0.12
     own = {call.dtype for call in calls}
@@ -64,20 +64,26 @@ def test_model_is_near_what_was_measured(path: Path, gpu_calls: ModuleType) -> N
 
 
 def _device(**changed: Any) -> dict[str, Any]:
-    ways = {f"bfloat16 {way}": [[1.0] * hopper.TERMS] * 2 for way in hopper.WAYS}
-    host = dict.fromkeys(hopper.WAYS, 10.0)
+    strategies = {
+        f"bfloat16 {strategy}": [[1.0] * hopper.TERMS] * 2 for strategy in hopper.STRATEGIES
+    }
+    host = dict.fromkeys(hopper.STRATEGIES, 10.0)
     exception = ["bfloat16", 8, 8, 8, *["composed"] * 5]
-    whole = {"name": "nvidia-h100", "about": {}, "costs": ways, "host": host}
+    whole = {"name": "nvidia-h100", "about": {}, "costs": strategies, "host": host}
     return whole | {"exceptions": [exception]} | changed
 
 
 DAMAGED = {
-    "no costs of a way": {"costs": {"bfloat16 composed": [[1.0] * hopper.TERMS] * 2}},
-    "fewer terms": {"costs": {f"bfloat16 {way}": [[1.0]] * 2 for way in hopper.WAYS}},
-    "negative": {"costs": {f"bfloat16 {w}": [[-1.0] * hopper.TERMS] * 2 for w in hopper.WAYS}},
+    "no costs of a strategy": {"costs": {"bfloat16 composed": [[1.0] * hopper.TERMS] * 2}},
+    "fewer terms": {
+        "costs": {f"bfloat16 {strategy}": [[1.0]] * 2 for strategy in hopper.STRATEGIES}
+    },
+    "negative": {
+        "costs": {f"bfloat16 {w}": [[-1.0] * hopper.TERMS] * 2 for w in hopper.STRATEGIES}
+    },
     "no host": {"host": {}},
-    "an exception of fewer ways": {"exceptions": [["bfloat16", 8, 8, 8, "composed"]]},
-    "an exception of another way": {"exceptions": [["bfloat16", 8, 8, 8, *["fused"] * 5]]},
+    "an exception of fewer strategies": {"exceptions": [["bfloat16", 8, 8, 8, "composed"]]},
+    "an exception of another strategy": {"exceptions": [["bfloat16", 8, 8, 8, *["fused"] * 5]]},
     "an exception of no size": {"exceptions": [["bfloat16", 0, 8, 8, *["around"] * 5]]},
 }
 

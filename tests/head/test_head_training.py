@@ -24,10 +24,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def arguments(folder: Path, *more: str) -> list[str]:
     tiny = ["--size", "tiny", "--seconds", "0.01", "--device", "cpu", "--dtype", "float32"]
     files = ["--json", str(folder / "run.json"), "--table", str(folder / "run.md")]
-    return [*tiny, *files, "--way", "eager-head", *more]
+    return [*tiny, *files, "--provider", "eager-head", *more]
 
 
-def test_ways_are_measured(script: Any, tmp_path: Path) -> None:
+def test_providers_are_measured(script: Any, tmp_path: Path) -> None:
     assert script.main(arguments(tmp_path)) == 0
     run = json.loads((tmp_path / "run.json").read_text())
     assert [m["model"] for m in run["measurements"]] == list(script.LARGE)

@@ -1,4 +1,4 @@
-"""Holds a model with fused seams against itself untouched: outputs and every gradient."""
+"""Holds a model with fused norms against itself untouched: outputs and every gradient."""
 
 from __future__ import annotations
 

@@ -161,8 +161,12 @@ def test_report_is_of_the_call_that_is_asked_about() -> None:
     assert left.fused == []
     reason = "PyTorch's ops finish a call this small sooner"
     assert left.summary() == f"0 of 4 norms fused in 1 graph: {reason} (4 of 4)"
-    assert {site.way for site in fn.explain(model, x, options=SMALL).sites} == {"kernels"}
-    assert {site.way for site in fn.explain(model, x, options={"then": "eager"}).sites} == {reason}
+    assert {site.implementation for site in fn.explain(model, x, options=SMALL).sites} == {
+        "kernels"
+    }
+    assert {
+        site.implementation for site in fn.explain(model, x, options={"then": "eager"}).sites
+    } == {reason}
     assert len(fn.explain(model, x, mode="reduce-overhead").fused) == 4
     sizes = {size for s in fn.explain(model, x, dynamic=True).sites for size in s.shape}
     assert not sizes <= {"2", "9", "32"}
@@ -236,9 +240,11 @@ def test_bfloat16_of_a_cpu_whose_instructions_only_pytorch_uses(
     model, x = Model().bfloat16(), torch.randn(2, 9, 32, dtype=torch.bfloat16)
     reason = "PyTorch's products of bfloat16 use avx512_bf16 and sse4a here, and ours do not"
     assert reason in fn.explain(model, x).summary()
-    assert {site.way for site in fn.explain(model, x, options=SMALL).sites} == {reason}
+    assert {site.implementation for site in fn.explain(model, x, options=SMALL).sites} == {reason}
     with fn.batch_invariant():
-        assert {site.way for site in fn.explain(model, x, options=SMALL).sites} == {"kernels"}
+        assert {site.implementation for site in fn.explain(model, x, options=SMALL).sites} == {
+            "kernels"
+        }
 
 
 def test_other_backends_may_follow() -> None:

@@ -55,7 +55,9 @@ def test_an_example_finds_a_wrong_rewrite(
     inputs = {"input": torch.randn(3, 8)}
     assert whole_model.compare(model, inputs) == 0
     wrong = torch.nn.functional.linear
-    monkeypatch.setattr("fused_norm.models.put.norm_linear", lambda x, w, b, **_: wrong(x, w, b))
+    monkeypatch.setattr(
+        "fused_norm.models.emit_call.norm_linear", lambda x, w, b, **_: wrong(x, w, b)
+    )
     torch.compiler.reset()
     assert whole_model.compare(model, inputs) == 1
     assert "1 of 1 norm fused" in capsys.readouterr().out
@@ -73,7 +75,9 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tiny += ["--seconds", "0.01", "--provider", "fused_norm", "--then", "eager"]
     assert whole_models.main([*tiny, "--json", str(path), "--mode", "train"]) == 0
     linear = torch.nn.functional.linear
-    monkeypatch.setattr("fused_norm.models.put.norm_linear", lambda x, w, b, **_: linear(x, w, b))
+    monkeypatch.setattr(
+        "fused_norm.models.emit_call.norm_linear", lambda x, w, b, **_: linear(x, w, b)
+    )
     files = ["--json", str(path), "--table", str(page), "--plot", str(tmp_path / "models.png")]
     assert whole_models.main([*tiny, *files, "--mode", "forward", "--resume"]) == 1
     run = json.loads(path.read_text())

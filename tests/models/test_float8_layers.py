@@ -64,8 +64,8 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[s
 def test_every_layer_is_recognized_and_said_to_be(recipe: str) -> None:
     torch.manual_seed(0)
     model = trained(Block().bfloat16(), recipe)
-    way = f"FP8 {recipe}"
-    assert report(model, rows()) == {"norm1": way, "norm2": way, "out": way}
+    name = f"FP8 {recipe}"
+    assert report(model, rows()) == {"norm1": name, "norm2": name, "out": name}
     sites = fn.explain(model, rows(), options={"then": "eager"}).sites
     assert [site.calls for site in sites if site.path == "norm2"] == [["norm_mlp: residual, gelu"]]
 
@@ -139,8 +139,8 @@ def test_weights_that_are_quantized(
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(x.double())
         quantized(model, recipe)
-        way = f"FP8 {recipe}"
-        assert report(model, x) == {"norm1": way, "norm2": way, "out": way}
+        name = f"FP8 {recipe}"
+        assert report(model, x) == {"norm1": name, "norm2": name, "out": name}
         y = compiled(model, then=then)(x)
         theirs = decibels(model(x), exact)
     assert decibels(y, exact) > max(30.0, theirs - 0.3)
@@ -273,27 +273,27 @@ def test_a_product_adds_no_residual_to_a_layer_in_8_bits(monkeypatch: pytest.Mon
 class Scaled(nn.Module):
     """A layer whose bias is no plain sum of the model's: scaled, and read twice."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, factor: str) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(1024), nn.Linear(1024, 1024, bias=False)
         self.bias = nn.Parameter(torch.randn(1024))
-        self.way = way
+        self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(self.norm(x))
-        if self.way == "alpha":
+        if self.factor == "alpha":
             return torch.add(y, self.bias, alpha=2)
-        if self.way == "twice":
+        if self.factor == "twice":
             return (y + self.bias) * y
-        if self.way == "matrix":
+        if self.factor == "matrix":
             return y + self.bias.expand(24, 1024)
-        raise AssertionError(self.way)
+        raise AssertionError(self.factor)
 
 
-@pytest.mark.parametrize("way", ["alpha", "twice", "matrix"])
-def test_sums_behind_a_layer(way: str) -> None:
+@pytest.mark.parametrize("factor", ["alpha", "twice", "matrix"])
+def test_sums_behind_a_layer(factor: str) -> None:
     torch.manual_seed(0)
-    model = trained(Scaled(way))
+    model = trained(Scaled(factor))
     x = rows(torch.float32)
     theirs = step(model, model, x)
     for then in ("eager", "aot_eager"):

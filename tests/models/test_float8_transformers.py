@@ -138,9 +138,9 @@ def test_layers_are_recognized_and_their_numbers_taken(recipe: str, then: str) -
     plain = Block().bfloat16()
     model, x = converted(plain, CONVERTS[recipe]), rows()
     with torch.no_grad():
-        way = f"FP8 {recipe}"
+        name = f"FP8 {recipe}"
         found = report(model, x)
-        assert {found["norm1"], found["norm2"], found["out"]} == {way}
+        assert {found["norm1"], found["norm2"], found["out"]} == {name}
         exact = plain.double()(x.double())
         theirs, ours = model(x), compiled(model, then=then)(x)
     assert ours.dtype is theirs.dtype

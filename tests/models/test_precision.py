@@ -44,7 +44,7 @@ def x() -> Tensor:
 def report(model: Block, x: Tensor, **options: Any) -> dict[str, str]:
     """Return what is said of each site, by its path."""
     sites = fn.explain(model, x, options={"then": "eager", **options}).sites
-    return {site.path: site.way if site.fused else site.reason for site in sites}
+    return {site.path: site.implementation if site.fused else site.reason for site in sites}
 
 
 def test_explain_says_in_which_precision_and_why_not(model: Block, x: Tensor) -> None:

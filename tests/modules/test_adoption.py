@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import make_inputs
+from strategies import tell_again
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from ways import tell_again
 from weights import Wrapped
 
 import fused_norm as fn

@@ -1,8 +1,8 @@
 """Prints what is planned on Hopper for calls with one tensor at no multiple of 16 bytes, without a GPU.
 
-For each argument, the place of a field of the record, a line: the ways of a forward that is to fold, of one of a gate's
-pair that is, and of one that is to normalize first; then whether ours are y, dx, the outputs of several weights, and
-what a backward and the gradient of a weight ask. -1 shifts nothing.
+For each argument, the place of a field of the record, a line: the strategies of a forward that is to fold, of one of a
+gate's pair that is, and of one that is to normalize first; then whether ours are y, dx, the outputs of several weights,
+and what a backward and the gradient of a weight ask. -1 shifts nothing.
 """
 
 from std.sys import argv
@@ -14,7 +14,7 @@ from op.norm_linear.sm90.choice import choose_forward, has_kernels
 from op.norm_linear.sm90.costs import Costs
 from op.norm_linear.sm90.linear import linear_pays
 from op.norm_linear.sm90.linear_backward import input_gradient_pays
-from op.norm_linear.sm90.several import products_pay
+from op.norm_linear.sm90.grouped import products_pay
 
 comptime PROCESSORS = 132
 comptime dtype = DType.bfloat16
@@ -41,11 +41,11 @@ def main() raises:
         call.K = 2048
         call.N = 2048
         var fold = call
-        fold.way = NEW_FOLD
+        fold.strategy = NEW_FOLD
         var gate = fold
         gate.activation = GATED + Int(SILU)
         var passed = call
-        passed.way = FUSED
+        passed.strategy = FUSED
         var parts = [Part(2048, 0, 0, 0, 0, 0), Part(2048, 0, 0, 0, 0, 0)]
         var several = call
         several.N = 4096

@@ -1,7 +1,7 @@
 """Prints which wgrad products are planned on Hopper, without a GPU.
 
-The first argument is a file of what ways cost in bfloat16. For each group of three after it, M, K and N, a line: whether
-our product is taken for dW, without db and with it.
+The first argument is a file of what strategies cost in bfloat16. For each group of three after it, M, K and N, a line:
+whether our product is taken for dW, without db and with it.
 """
 
 from std.sys import argv

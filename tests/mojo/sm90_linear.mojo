@@ -1,9 +1,9 @@
 """Prints what is planned for a Linear layer alone on Hopper, without a GPU.
 
-The first argument is a file of what ways cost in bfloat16. For each group of three after it, M, K, N, a line: whether y is ours in bfloat16, activated, gated with h kept, and with
-a residual added; dy weight; then y in float32, a norm and an activation in float32, y from rows at no multiple of 16
-bytes, and where no row may depend on another; then the ways of a norm with an activation and with a gate, where a fold
-may be kept.
+The first argument is a file of what strategies cost in bfloat16. For each group of three after it, M, K, N, a line:
+whether y is ours in bfloat16, activated, gated with h kept, and with a residual added; dy weight; then y in float32, a
+norm and an activation in float32, y from rows at no multiple of 16 bytes, and where no row may depend on another; then
+the strategies of a norm with an activation and with a gate, where a fold may be kept.
 """
 
 from std.sys import argv
@@ -37,13 +37,13 @@ def main() raises:
         shifted.z = 8
         var invariant = call
         invariant.invariant = 1
-        var ways = List[Int]()
+        var strategies = List[Int]()
         for kind in [Int(GELU), GATED + Int(SILU)]:
             var kept = call
             kept.activation = kind
             kept.may_keep = 1
             kept.in_graph = 1
-            ways.append(
+            strategies.append(
                 choose_forward[DType.bfloat16](
                     kept, costs, linear_pays[DType.bfloat16](kept, costs)
                 )
@@ -58,7 +58,7 @@ def main() raises:
             choose_forward[DType.float32](activated, costs, True),
             Int(linear_pays[DType.bfloat16](shifted, costs)),
             Int(linear_pays[DType.bfloat16](invariant, costs)),
-            ways[0],
-            ways[1],
+            strategies[0],
+            strategies[1],
         )
     _ = file^

@@ -1,8 +1,9 @@
-"""Prints the way that is planned for forwards on Hopper: no GPU is asked.
+"""Prints the strategy that is planned for forwards on Hopper: no GPU is asked.
 
-The first three arguments are files of what ways cost in bfloat16, float16 and float32. For each group of five after them,
-M, K, N, in_graph, may_keep, a line with the ways in these dtypes; then the way in bfloat16 where x is not aligned,
-where the weight is not, and of an RMSNorm without parameters; then whether our product is faster in bfloat16 and float16.
+The first three arguments are files of what strategies cost in bfloat16, float16 and float32. For each group of five
+after them, M, K, N, in_graph, may_keep, a line with the strategies in these dtypes; then the strategy in bfloat16 where
+x is not aligned, where the weight is not, and of an RMSNorm without parameters; then whether our product is faster in
+bfloat16 and float16.
 """
 
 from std.sys import argv

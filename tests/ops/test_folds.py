@@ -32,7 +32,7 @@ BFLOAT16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True, params=["C++", "Python"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have calls served by the compiled node, and without it."""
     if request.param == "C++":
         request.getfixturevalue("python_calls")

@@ -9,8 +9,8 @@ import family
 import pytest
 import torch
 from accuracy import as_copies, assert_within_budget
+from strategies import hopper_goes
 from torch import Tensor
-from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
@@ -42,15 +42,15 @@ def shifted(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["as it comes", "folded", "normalized first"])
-def way(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
-    """Which way Hopper's kernels are asked to go."""
-    ways = {"folded": record.NEW_FOLD, "normalized first": record.FUSED}
-    if request.param not in ways:
+def strategy(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+    """Which strategy Hopper's kernels are asked to take."""
+    strategies = {"folded": record.NEW_FOLD, "normalized first": record.FUSED}
+    if request.param not in strategies:
         yield request.param
         return
     if device == "cpu":
-        pytest.skip("a CPU has one way")
-    with hopper_goes(ways[request.param]):
+        pytest.skip("a CPU has one strategy")
+    with hopper_goes(strategies[request.param]):
         yield request.param
 
 
@@ -68,7 +68,7 @@ def with_shift(tensors: dict[str, Any]) -> Iterator[tuple[str, Callable[[list[An
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("own_kernels")
-def test_operands(name: str, dtype: torch.dtype, device: str, way: str) -> None:
+def test_operands(name: str, dtype: torch.dtype, device: str, strategy: str) -> None:
     """Regression: on Hopper, a gate's second weight elsewhere was a misaligned address."""
     case = PLAIN | CASES[name] | {"dtype": dtype, "shape": SIZES[device]}
     tensors = family.make_tensors(case, device)
@@ -85,7 +85,7 @@ def test_operands(name: str, dtype: torch.dtype, device: str, way: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("own_kernels")
-def test_everything(name: str, dtype: torch.dtype, device: str, way: str) -> None:
+def test_everything(name: str, dtype: torch.dtype, device: str, strategy: str) -> None:
     """All operands, then the gradients of the results, then both."""
     case = PLAIN | CASES[name] | {"dtype": dtype, "shape": SIZES[device]}
     tensors = family.make_tensors(case, device)

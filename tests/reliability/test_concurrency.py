@@ -94,7 +94,7 @@ def results_as_bytes(index: int) -> list[bytes]:
     return [t.view(torch.uint8).numpy().tobytes() for t in work(index)]
 
 
-# Other processes go the ways that users' do.
+# Other processes take the strategies that users' do.
 @pytest.mark.as_dispatched
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_other_processes(method: str) -> None:

@@ -45,7 +45,7 @@ for dtype in (torch.bfloat16, torch.float32):
         z.backward(torch.randn_like(z))
 torch.cuda.synchronize()
 """
-SEAMS = """
+FAMILY = """
 import torch, fused_norm as fn
 def made(*shape, dtype):
     return torch.randn(shape, device="cuda").to(dtype).requires_grad_()
@@ -289,15 +289,15 @@ class TestGpu:
 
     @pytest.mark.slow
     @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="no compute-sanitizer")
-    @pytest.mark.parametrize("script", [ONE_LINEAR, SEAMS], ids=["one_linear", "seams"])
+    @pytest.mark.parametrize("script", [ONE_LINEAR, FAMILY], ids=["one_linear", "family"])
     @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
     def test_sanitizer(self, tool: str, script: str) -> None:
         """Every kernel at ragged shapes, each allocation on its own so that edges are seen."""
         shapes = [(37, 50, 65), (3, 1023, 7)]
         if tool != "initcheck":  # which does not see what TMA writes
             shapes += [(130, 264, 136), (257, 1024, 512), (37, 2048, 16)]
-            # Tiles enough for consumers to take turns.
-            shapes += [(2200, 264, 2056)] if script is SEAMS else []
+            # Tiles enough for ping-pong consumers.
+            shapes += [(2200, 264, 2056)] if script is FAMILY else []
         command = ["compute-sanitizer", "--tool", tool, "--target-processes", "all"]
         if tool == "memcheck":
             command += ["--leak-check", "no", "--report-api-errors", "no"]

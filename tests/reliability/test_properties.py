@@ -1,6 +1,6 @@
-"""What holds for every input: invariances, identities, and agreement of the ways to compute.
+"""What holds for every input: invariances, identities, and agreement of the strategies.
 
-That MAX graphs give the same bits as the library is held in test_max_door.py.
+That MAX graphs give the same bits as the library is held in test_max_ops.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from accuracy import assert_within_budget, eager, make_inputs
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from strategies import hopper_goes
 from torch import Tensor
-from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm import reference
@@ -225,8 +225,8 @@ def test_cpu_and_gpu_agree(shape: tuple[int, int, int], dtype: torch.dtype) -> N
 def test_fused_and_composed_agree(rows: int, features: int, dtype: torch.dtype) -> None:
     inputs = make_inputs(rows, features, features, dtype=dtype, device="cuda")
     ys = []
-    for way in (record.FUSED, record.NEW_FOLD, record.AROUND_PRODUCTS):
-        with hopper_goes(way):
+    for strategy in (record.FUSED, record.NEW_FOLD, record.AROUND_PRODUCTS):
+        with hopper_goes(strategy):
             ys.append(fn.fused_layernorm_linear(*inputs))
     for mine, other in itertools.pairwise(ys):
         assert relative(mine.float(), other.float()) < 8e-3

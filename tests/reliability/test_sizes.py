@@ -42,7 +42,7 @@ class TestBeyond32Bits:
             (2**20 + 3, 4096, 64),  # x beyond 2^32
             (2**19 + 3, 64, 4096),  # y beyond 2^31
             (2**20 + 3, 64, 4096),  # y beyond 2^32
-            (2**19 + 3, 4096, 4096),  # both, where Hopper takes the fused way
+            (2**19 + 3, 4096, 4096),  # both, where Hopper takes the fused strategy
         ],
     )
     def test_rows(self, rows: int, features: int, outputs: int) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from ways import tell_again
+from strategies import tell_again
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 TINY = ["--size", "tiny", "--device", "cpu", "--folder"]

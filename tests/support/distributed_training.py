@@ -46,19 +46,19 @@ def check(wrap: str, kind: str, mesh: DeviceMesh) -> None:
         for each in (model, alone.module)
     ]
     # FSDP2 wraps in place, and what was compiled before calls its hooks; DDP is a module around.
-    ways = [ours.call if wrap == "FSDP2" else model, alone.call]
+    calls = [ours.call if wrap == "FSDP2" else model, alone.call]
     if kind == "backend" and wrap == "DDP":
         ours.module.compile(backend="fused_norm", options={"then": "eager"})
     for step in range(STEPS):
         x, y = ours.data.batch(step)
         parts = [t.chunk(2)[dist.get_rank()] for t in (x, y)]
-        for call, batch, optimizer in zip(ways, (parts, (x, y)), optimizers, strict=True):
+        for call, batch, optimizer in zip(calls, (parts, (x, y)), optimizers, strict=True):
             optimizer.zero_grad()
             F.mse_loss(call(batch[0]), batch[1]).backward()
             optimizer.step()
         with torch.no_grad():
             for _ in range(2):
-                found, wanted = (call(ours.data.batch(-1)[0]) for call in ways)
+                found, wanted = (call(ours.data.batch(-1)[0]) for call in calls)
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     own = dict(alone.module.named_parameters())
     for name, mine in ours.names.items():

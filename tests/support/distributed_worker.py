@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_cases import BACKEND, LAYOUTS, MEMBER_CASES, MEMBERS, NAMES, TENSOR_PARALLEL
+from strategies import pass_failed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from ways import pass_failed
 
 import fused_norm as fn
 from fused_norm import composition
@@ -123,7 +123,7 @@ for name_ in MEMBER_CASES:
 
 
 class Block(nn.Module):
-    """A block of LLaMA's kind, its seams by the op family or by PyTorch's modules."""
+    """A block of LLaMA's kind, its norms by the op family or by PyTorch's modules."""
 
     def __init__(self, is_fused: bool) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ for name_ in TENSOR_PARALLEL:
 
 
 def check_backend(place: Any, mesh: DeviceMesh) -> None:
-    """`parallelize_module` on a model of PyTorch's modules, whose seams the backend fuses."""
+    """`parallelize_module` on a model of PyTorch's modules, whose norms the backend fuses."""
     torch.manual_seed(5)
     theirs = Block(False).double()
     mine = copy.deepcopy(theirs)

@@ -61,4 +61,4 @@ def report(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
     """Return what is said of each site, by its path."""
     torch.compiler.reset()
     sites = fn.explain(model, x, options={"then": "eager", **options}).sites
-    return {site.path: site.way if site.fused else site.reason for site in sites}
+    return {site.path: site.implementation if site.fused else site.reason for site in sites}

@@ -1,4 +1,4 @@
-"""Calls of the ops in MAX graphs, and what PyTorch and PyTorch's door make of the same tensors."""
+"""Calls of the ops in MAX graphs, and the same by PyTorch and by the kernels for PyTorch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def models(kinds: tuple[Kind, ...], parts: tuple[str, ...], device: str) -> dict
     place = DeviceRef.GPU() if is_gpu else DeviceRef.CPU()
     module = max_graphs.build(some, place, package(), parts)
     session = InferenceSession(devices=[CPU(), Accelerator()] if is_gpu else [CPU()])
-    # LLVM takes a masked model for an older one, without the tile registers of PyTorch's door.
+    # LLVM takes a masked model for an older one, without the tile registers of the kernels for
+    # PyTorch.
     set_virtual_cpu_target("sapphirerapids" if has_tiles() else "")
     try:
         return session.load_all(module, custom_extensions=[package()])
@@ -212,8 +213,8 @@ def linear_add_by_pytorch(kind: Kind, t: Tensors) -> Tensors:
 
 
 @torch.no_grad()
-def by_native_door(kind: Kind, t: Tensors) -> Tensors:
-    """Return all results of norm + Linear by the kernels of PyTorch's door."""
+def by_native(kind: Kind, t: Tensors) -> Tensors:
+    """Return all results of norm + Linear by the kernels for PyTorch."""
     what, o = operands(kind, t, False, OFFSET)
     results = Results.unflat(
         torch.ops.fused_norm.norm_linear_forward(*o, *what, True), what, o, True
@@ -238,8 +239,8 @@ def _by_op(
     return [next(found) if w else None for w in wanted]
 
 
-def plain_by_native_door(t: Tensors) -> Tensors:
-    """Return all results of LayerNorm + Linear by the kernels of PyTorch's door."""
+def plain_by_native(t: Tensors) -> Tensors:
+    """Return all results of LayerNorm + Linear by the kernels for PyTorch."""
     x, gamma, beta, weight, bias = (
         t[name] for name in ("x", "norm_weight", "norm_bias", "weight", "bias")
     )

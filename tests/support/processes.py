@@ -31,7 +31,7 @@ import os, sys, torch, fused_norm as fn
 from fused_norm.call.record import FUSED
 from fused_norm.chain import kernels
 from fused_norm.ops import norm_linear
-kernels.cpu_way, norm_linear.is_host_bound = lambda: FUSED, lambda t: False
+kernels.cpu_strategy, norm_linear.is_host_bound = lambda: FUSED, lambda t: False
 torch.set_num_threads(2)
 {setup}
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ways import told_by
+from strategies import told_by
 
 from fused_norm.chain import kernels, library
 
-DOORS = (
+FUNCTIONS = (
     *("linear", "input_gradient", "weight_gradient"),
     *("products", "input_gradients", "passed_rows"),
 )
@@ -23,26 +23,26 @@ SOURCE = """
 static int64_t (*hook)(const char*, void*);
 void set_hook(int64_t (*given)(const char*, void*)) { hook = given; }
 """
-DOOR = 'int64_t norm_linear_{0}(void* call) {{ return hook("{0}", call); }}\n'
+FUNCTION = 'int64_t norm_linear_{0}(void* call) {{ return hook("{0}", call); }}\n'
 _Hook = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p)
 
 
 @contextmanager
 def standing_in(
-    folder: Path, run: Callable[[str, int], None], doors: Sequence[str] = DOORS
+    folder: Path, run: Callable[[str, int], None], functions: Sequence[str] = FUNCTIONS
 ) -> Iterator[None]:
     """Have products be asked of a function, by their name and the address of the record.
 
     Args:
         folder: Where C is compiled.
         run: The function; what it raises is raised at the end.
-        doors: Those that there are; for each, the function is asked for `plan_...`, too.
+        functions: Those that there are; for each, the function is asked for `plan_...`, too.
     """
     if (compiler := library.compiler()) is None:
         pytest.skip("there is no C++ compiler")
-    names = [name for door in doors for name in (door, f"plan_{door}")]
+    names = [name for function in functions for name in (function, f"plan_{function}")]
     source, built = folder / "stand_in.c", folder / "stand_in.so"
-    source.write_text(SOURCE + "".join(map(DOOR.format, names)))
+    source.write_text(SOURCE + "".join(map(FUNCTION.format, names)))
     command = [compiler, "-x", "c", "-shared", "-fPIC", str(source), "-o", str(built)]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(built))

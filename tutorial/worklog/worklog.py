@@ -7,10 +7,11 @@
 
 A step is compared with float64 first, at its sizes and at ragged ones, and is timed only if it is
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
-replays, in which the step, `torch.mm` and PyTorch eager take turns in random order, over inputs
-that do not fit the cache. Every step writes its times to benchmarks/results/h200-worklog.json as
-soon as it has them. Of several, each runs in a process of its own: one that fails, or hangs, says
-so, and the next one begins with a GPU in order. Without a Hopper GPU all is SKIPPED.
+replays, in which the step, `torch.mm` and PyTorch eager are interleaved in random order, over
+inputs that do not fit the cache. Every step writes its times to
+benchmarks/results/h200-worklog.json as soon as it has them. Of several, each runs in a process of
+its own: one that fails, or hangs, says so, and the next one begins with a GPU in order. Without a
+Hopper GPU all is SKIPPED.
 """
 
 from __future__ import annotations

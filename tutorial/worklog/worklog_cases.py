@@ -99,8 +99,8 @@ def runs(step: Step, inputs: Inputs) -> dict[str, Run]:
     elif step.extension:
         own = _epilogue(step, inputs)
     else:
-        way = record.NEW_FOLD if step.name == "fold" else record.KEPT_FOLD
-        own = folded(inputs, way, GELU if step.kind == "activation" else 0)
+        strategy = record.NEW_FOLD if step.name == "fold" else record.KEPT_FOLD
+        own = folded(inputs, strategy, GELU if step.kind == "activation" else 0)
     out = torch.empty_like(inputs.y)
     return {
         "step": own,
@@ -218,22 +218,22 @@ def training_step(inputs: Inputs, alone: bool) -> Outputs:
     return (y, *gradients)
 
 
-def folded(inputs: Inputs, way: int, activation: int) -> Run:
+def folded(inputs: Inputs, strategy: int, activation: int) -> Run:
     """Return the forward on a folded weight, folded now and kept, or in every call.
 
     Args:
         inputs: The inputs.
-        way: KEPT_FOLD or NEW_FOLD.
+        strategy: KEPT_FOLD or NEW_FOLD.
         activation: The activation's number, 0 for none.
     """
     kernels, context = _launcher(build.HOPPER_EXTENSION)
     fold = fold_of(inputs.leaves[1:], activation)
     call = record_of(inputs.leaves, EPS)
-    call.context, call.way, call.activation = context, way, activation
+    call.context, call.strategy, call.activation = context, strategy, activation
     call.fold_weight, call.fold_sums, call.fold_constants = fold.addresses
     place = ctypes.addressof(call)
     kernels.plan_forward(place)
-    if call.way != way:
+    if call.strategy != strategy:
         raise ValueError("the plan declines the fold")
     scratch = torch.empty(call.workspace_bytes, dtype=torch.uint8, device="cuda")
     call.y, call.workspace = inputs.y.data_ptr(), scratch.data_ptr()

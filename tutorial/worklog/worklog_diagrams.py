@@ -84,7 +84,7 @@ def ring(data: dict[str, Any]) -> Figure:
         copies, products = schedule(slots, 5 if slots == 1 else 10)
         for lane, spans, color in ((0.75, copies, FAINT), (0, products, OURS)):
             for block, (start, end) in enumerate(spans):
-                # Copies that are under way together lie beside each other.
+                # Copies that are in flight together lie beside each other.
                 height = 0.62 if lane == 0 else 0.62 / slots
                 at = top + lane + (0 if lane == 0 else (block % slots) * 0.62 / slots)
                 ax.add_patch(Rectangle((start, at), end - start, height, fc=color, ec="white"))

@@ -176,7 +176,7 @@ def _errors(kind: str, mean: float) -> list[tuple[str, float]]:
         product = _summed(x, _rounded(matrix))
         return rstd.float() * (product - center.float() * sums.float()) + constants.float()
 
-    ways: dict[str, Callable[[], Tensor]] = {
+    products: dict[str, Callable[[], Tensor]] = {
         "normalized rows (PyTorch)": lambda: (
             _summed(_rounded((x - center) * rstd * gamma + beta), weight) + bias.float()
         ),
@@ -185,7 +185,8 @@ def _errors(kind: str, mean: float) -> list[tuple[str, float]]:
         "centered fold": lambda: folded(centered, _rounded(centered).sum(1)),
     }
     return [
-        (name, float((_rounded(way()) - exact).norm() / exact.norm())) for name, way in ways.items()
+        (name, float((_rounded(product()) - exact).norm() / exact.norm()))
+        for name, product in products.items()
     ]
 
 

@@ -116,14 +116,14 @@ def launch_parts[
         elif config.parts == ONE_SUM:
             own_k = Int(product.sizes[i])
         if own_n and own_k:
-            b_maps.put(
+            b_maps.set(
                 i,
                 operand_map[dtype, config.b_transposed](
                     ctx, b.addresses[i], own_n, own_k, b_rows, b.pitch
                 ),
             )
             comptime if config.parts == ONE_SUM and i > 0:
-                a_maps.put(
+                a_maps.set(
                     i,
                     operand_map[dtype, config.a_transposed](
                         ctx, a.addresses[i], m, own_k, a_rows, a.pitch
@@ -143,7 +143,7 @@ def launch_parts[
                     c.pitch,
                     box,
                 )
-                c_maps.put(i, c_map)
+                c_maps.set(i, c_map)
     # Each part begins with a new tile, or with a new k block.
     comptime if config.parts == SIDE_BY_SIDE:
         n = steps_of(product.sizes, config.columns) * config.columns

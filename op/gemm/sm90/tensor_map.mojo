@@ -37,10 +37,10 @@ struct Maps[count: Int](ImplicitlyCopyable, KernelArgument):
         """
         self.data = StaticTuple[UInt8, MAP_BYTES * Self.count]()
         comptime for i in range(Self.count):
-            self.put(i, first)
+            self.set(i, first)
 
-    def put(mut self, i: Int, map: TMADescriptor):
-        """Puts a map in its place.
+    def set(mut self, i: Int, map: TMADescriptor):
+        """Sets a map.
 
         Args:
             i: Which one.

@@ -16,13 +16,13 @@ comptime STACK_BYTES = 65536
 
 
 def plan_forward[dtype: DType](call: CallPointer):
-    """Chooses the way of a forward and the size of its workspace.
+    """Chooses the strategy of a forward and the size of its workspace.
 
     Parameters:
         dtype: Element type of the tensors.
 
     Args:
-        call: The forward; `way` and `workspace_bytes` are set.
+        call: The forward; `strategy` and `workspace_bytes` are set.
     """
     ref its = call[]
     var serves = (
@@ -35,13 +35,13 @@ def plan_forward[dtype: DType](call: CallPointer):
 
 
 def plan_backward[dtype: DType](call: CallPointer):
-    """Chooses the way of a backward and the size of its workspace.
+    """Chooses the strategy of a backward and the size of its workspace.
 
     Parameters:
         dtype: Element type of the tensors.
 
     Args:
-        call: The backward; `way` and `workspace_bytes` are set.
+        call: The backward; `strategy` and `workspace_bytes` are set.
     """
     ref its = call[]
     var serves = its.groups == 0 and is_served(its.activation)
@@ -57,5 +57,5 @@ def _set(call: CallPointer, serves: Bool, bytes: Int):
         and its.accumulate == 0
         and its.normalization < NORMS
     )
-    call[].way = FUSED if is_taken else DECLINED
+    call[].strategy = FUSED if is_taken else DECLINED
     call[].workspace_bytes = bytes if is_taken and bytes > STACK_BYTES else 0

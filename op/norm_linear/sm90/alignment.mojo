@@ -1,5 +1,5 @@
 """The alignment of a call's tensors. Boxes of TMA and vector loads start at multiples of 16 bytes, so every plan checks
-all tensors at once, whichever its kernels read: `has_kernels` in choice.mojo, `can` in several.mojo.
+all tensors at once, whichever its kernels read: `has_kernels` in choice.mojo, `can` in grouped.mojo.
 """
 
 from ...call import Call

@@ -83,16 +83,16 @@ struct BackwardPlan[dtype: DType](TrivialRegisterPassable):
 
 
 def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of a backward and the bytes of its workspace.
+    """Chooses the strategy of a backward and the bytes of its workspace.
 
     Parameters:
         dtype: Type of the matrices.
 
     Args:
         launcher: Where to run.
-        call: The call; its way and the bytes of its workspace are written.
+        call: The call; its strategy and the bytes of its workspace are written.
     """
-    call.way = DECLINED
+    call.strategy = DECLINED
     call.workspace_bytes = 0
     comptime if dtype != DType.float32:
         if not has_kernels[dtype](call):
@@ -105,5 +105,5 @@ def plan_backward[dtype: DType](launcher: Launcher, mut call: Call):
         if call.M * call.N * call.K <= few or (
             plan.tiling.fills() and plan.split.pays
         ):
-            call.way = FUSED
+            call.strategy = FUSED
             call.workspace_bytes = plan.workspace_bytes

@@ -90,14 +90,14 @@ def fits_gate(call: Call) -> Bool:
 def choose_forward[
     dtype: DType
 ](call: Call, costs: Costs, activates: Bool = False) -> Int:
-    """Chooses the way of a forward.
+    """Chooses the strategy of a forward.
 
     Parameters:
         dtype: Type of x, the weight and y.
 
     Args:
-        call: Sizes, conditions, and the addresses of x and the parameters. Its way is 0, or the one to take.
-        costs: What the ways cost on the device.
+        call: Sizes, conditions, and the addresses of x and the parameters. Its strategy is 0, or the one to take.
+        costs: What the strategies cost on the device.
         activates: Whether the product of normalized rows is ours to make, and activates them as asked.
 
     Returns:
@@ -108,30 +108,30 @@ def choose_forward[
         not has_kernels[dtype](
             behind_pass(call), any_outputs=call.activation == 0
         )
-        or call.way == AROUND_PRODUCTS
+        or call.strategy == AROUND_PRODUCTS
     ):
         return DECLINED
     if not fits_gate(call):
         return DECLINED
-    var way: Int
+    var strategy: Int
     comptime if dtype == DType.float32:
-        way = call.way
-        if way == 0:
-            way = costs.fastest(
+        strategy = call.strategy
+        if strategy == 0:
+            strategy = costs.fastest(
                 call.M, call.K, call.N, call.in_graph != 0, False
             )
-        if way in (NEW_FOLD, KEPT_FOLD):
-            way = FUSED
+        if strategy in (NEW_FOLD, KEPT_FOLD):
+            strategy = FUSED
         # No epilogue activates sums of tf32.
         if call.activation != 0:
-            way = DECLINED
+            strategy = DECLINED
     else:
         var folds = dtype == DType.bfloat16 and are_aligned(call)
-        way = call.way
+        strategy = call.strategy
         # For few rows, computing the constants takes as long as normalizing the rows.
         var needs_no_fold = is_fold(call) and call.M > MOST_FEW_ROWS
-        if way == 0:
-            way = costs.fastest(
+        if strategy == 0:
+            strategy = costs.fastest(
                 call.M,
                 call.K,
                 products(call),
@@ -139,21 +139,26 @@ def choose_forward[
                 folds and (call.may_keep != 0 or needs_no_fold),
             )
             # PyTorch's product takes six times as long where y's rows are not aligned.
-            if way == DECLINED and call.N * size_of[dtype]() % ALIGNMENT != 0:
-                way = FUSED
+            if (
+                strategy == DECLINED
+                and call.N * size_of[dtype]() % ALIGNMENT != 0
+            ):
+                strategy = FUSED
             # Nobody has to keep what the caller has.
-            if way == KEPT_FOLD and needs_no_fold:
-                way = NEW_FOLD
-        if way in (NEW_FOLD, KEPT_FOLD) and not folds:
-            way = FUSED
+            if strategy == KEPT_FOLD and needs_no_fold:
+                strategy = NEW_FOLD
+        if strategy in (NEW_FOLD, KEPT_FOLD) and not folds:
+            strategy = FUSED
         # Costs are those of plain products: tiles in which folds activate are narrower, and cost more than a pass.
-        if call.way == 0 and call.activation != 0 and activates:
-            if way == KEPT_FOLD:
-                way = FUSED
-        if call.activation != 0 and way not in (NEW_FOLD, KEPT_FOLD):
+        if call.strategy == 0 and call.activation != 0 and activates:
+            if strategy == KEPT_FOLD:
+                strategy = FUSED
+        if call.activation != 0 and strategy not in (NEW_FOLD, KEPT_FOLD):
             # Otherwise only an epilogue of a fold activates.
             var pays = (
-                call.way == 0 and folds and (is_fold(call) or _fold_pays(call))
+                call.strategy == 0
+                and folds
+                and (is_fold(call) or _fold_pays(call))
             )
-            way = FUSED if activates else NEW_FOLD if pays else DECLINED
-    return way
+            strategy = FUSED if activates else NEW_FOLD if pays else DECLINED
+    return strategy

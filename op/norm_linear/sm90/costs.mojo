@@ -12,8 +12,8 @@ from ...gemm.sm90.wgmma import K_BLOCK
 from ...python import Arguments, Values, integer
 from ..plan import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
 
-comptime _WAYS = [KEPT_FOLD, NEW_FOLD, FUSED, DECLINED]
-comptime _COUNT = len(_WAYS)
+comptime _STRATEGIES = [KEPT_FOLD, NEW_FOLD, FUSED, DECLINED]
+comptime _COUNT = len(_STRATEGIES)
 # The last of them, whose product is PyTorch's.
 comptime _LIBRARY = 3
 comptime _TERMS = 6
@@ -23,8 +23,8 @@ comptime _EXCEPTION = 8
 # Sizes are alike whose ratios are at most this, each.
 comptime _ALIKE = 1.5
 
-# Places of an exception after its sizes: the fastest way launched or in a graph, where a fold may be kept or not, and
-# behind a pass.
+# Places of an exception after its sizes: the fastest strategy launched or in a graph, where a fold may be kept or not,
+# and behind a pass.
 comptime _LAUNCHED_KEPT = 3
 comptime _GRAPH = 2
 comptime _PASSED = 7
@@ -71,7 +71,7 @@ struct Costs(TrivialRegisterPassable):
     def fastest(
         self, m: Int, k: Int, n: Int, in_graph: Bool, may_keep: Bool
     ) -> Int:
-        """Finds the fastest way of a forward.
+        """Finds the fastest strategy of a forward.
 
         Args:
             m: Rows.
@@ -81,7 +81,7 @@ struct Costs(TrivialRegisterPassable):
             may_keep: Whether a fold may be kept.
 
         Returns:
-            The way: DECLINED for our norm around PyTorch's product.
+            The strategy: DECLINED for our norm around PyTorch's product.
         """
         if self.address == 0:
             return KEPT_FOLD if may_keep else FUSED
@@ -98,14 +98,14 @@ struct Costs(TrivialRegisterPassable):
         var best = FUSED
         var least = Float64.MAX
         comptime for i in range(_COUNT):
-            comptime way = _WAYS[i]
-            if way != KEPT_FOLD or may_keep:
+            comptime strategy = _STRATEGIES[i]
+            if strategy != KEPT_FOLD or may_keep:
                 var us = self._us(i, m, k, n)
                 if not in_graph:
                     us = max(us, self._at(1 + i))
                 if us < least:
                     least = us
-                    best = way
+                    best = strategy
         return best
 
     def is_faster(self, m: Int, k: Int, n: Int) -> Bool:
@@ -126,13 +126,13 @@ struct Costs(TrivialRegisterPassable):
             return Int(self._at(measured + _PASSED)) == FUSED
         return self._us(2, m, k, n) <= self._us(_LIBRARY, m, k, n)
 
-    def _us(self, way: Int, m: Int, k: Int, n: Int) -> Float64:
-        """Estimates the time of a forward in a graph, by the place of its way in _WAYS."""
+    def _us(self, strategy: Int, m: Int, k: Int, n: Int) -> Float64:
+        """Estimates the time of a forward in a graph, by the place of its strategy in _STRATEGIES."""
         var rows = Float64(m)
         var features = Float64(k)
         var outputs = Float64(n)
         var is_few = m <= MOST_FEW_ROWS
-        var place = 1 + _COUNT + (Int(not is_few) * _COUNT + way) * _TERMS
+        var place = 1 + _COUNT + (Int(not is_few) * _COUNT + strategy) * _TERMS
         var us = self._at(place)
         us += self._at(place + 1) * rows * features
         us += self._at(place + 2) * features * outputs
@@ -140,7 +140,7 @@ struct Costs(TrivialRegisterPassable):
         if is_few:
             us += self._at(place + 4) * features
             return us + self._at(place + 5) * outputs
-        if way == _LIBRARY:
+        if strategy == _LIBRARY:
             var tiles = library_cycles(m, n, k, self.processors)
             us += self._at(place + 4) * Float64(tiles)
             return us + self._at(place + 5) * features

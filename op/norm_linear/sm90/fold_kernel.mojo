@@ -105,7 +105,7 @@ def _wide[dtype: DType, //](values: SIMD[dtype, WIDTH]) -> _Floats:
 
 @always_inline
 def _sum(values: _Floats, start: Float32) -> Float32:
-    """Adds one after the other: sums of several rows are under way together."""
+    """Adds one after the other: sums of several rows are in flight together."""
     var sum = start
     comptime for i in range(WIDTH):
         sum += values[i]

@@ -48,9 +48,9 @@ def forward[dtype: DType, N: Norm](launcher: Launcher, call: Call) raises:
     """
     ref gpu = launcher.gpu
     var plan = ForwardPlan[dtype](
-        call, call.way, gpu.processors, one_weight=True
+        call, call.strategy, gpu.processors, one_weight=True
     )
-    if call.way == FUSED:
+    if call.strategy == FUSED:
         var norm = call
         norm.z = plan.z
         comptime for is_float32 in [False, True]:

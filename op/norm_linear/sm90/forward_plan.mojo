@@ -72,7 +72,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
     def __init__(
         out self,
         call: Call,
-        way: Int,
+        strategy: Int,
         processors: Int,
         one_weight: Bool = False,
     ):
@@ -80,7 +80,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
 
         Args:
             call: The call.
-            way: FUSED, KEPT_FOLD or NEW_FOLD.
+            strategy: FUSED, KEPT_FOLD or NEW_FOLD.
             processors: SMs of the device.
             one_weight: Whether the call's weight is all that multiplies x, and may stand for its own fold.
         """
@@ -95,12 +95,12 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             common=Self.dtype == DType.float32 or call.activation != 0,
         )
         self.computes_constants = (
-            way == NEW_FOLD and one_weight and is_fold(call)
+            strategy == NEW_FOLD and one_weight and is_fold(call)
         )
-        self.folds = way == NEW_FOLD and not self.computes_constants
+        self.folds = strategy == NEW_FOLD and not self.computes_constants
         # The zeros that fill up a k block would change a variance.
         self.gathers = (
-            way != FUSED
+            strategy != FUSED
             and k % K_BLOCK == 0
             and call.part_count == 0
             and call.residual == 0
@@ -127,7 +127,7 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         self.fold_constants = call.fold_constants
         var end = call.workspace
         self.z = end
-        if way == FUSED:
+        if strategy == FUSED:
             end += m * k * size
         else:
             # The product needs the statistics even if the caller does not.
@@ -139,33 +139,33 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
             self.fold_weight = call.weight
         if self.folds:
             self.fold_weight = part(end, n * k * size)
-        if way == NEW_FOLD:
+        if strategy == NEW_FOLD:
             self.fold_sums = part(end, 4 * n)
             self.fold_constants = part(end, 4 * n)
         self.workspace_bytes = end - call.workspace
 
 
 def plan_forward[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of a forward and the bytes of its workspace.
+    """Chooses the strategy of a forward and the bytes of its workspace.
 
     Parameters:
         dtype: Type of x, the weight and y.
 
     Args:
         launcher: Where to run.
-        call: The call; its way and the bytes of its workspace are written. A way that is not 0 is taken where it can
-            be: tests and measurements ask for one.
+        call: The call; its strategy and the bytes of its workspace are written. A strategy that is not 0 is taken where
+            it can be: tests and measurements ask for one.
     """
     var costs = Costs(launcher)
-    call.way = choose_forward[dtype](
+    call.strategy = choose_forward[dtype](
         call,
         costs,
         call.activation != 0
-        and call.way in (0, FUSED)
+        and call.strategy in (0, FUSED)
         and linear_pays[dtype](call, costs),
     )
     call.workspace_bytes = 0
-    if call.way != DECLINED:
+    if call.strategy != DECLINED:
         call.workspace_bytes = ForwardPlan[dtype](
-            call, call.way, launcher.gpu.processors, one_weight=True
+            call, call.strategy, launcher.gpu.processors, one_weight=True
         ).workspace_bytes

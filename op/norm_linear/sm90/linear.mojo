@@ -67,20 +67,20 @@ def linear_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
 
 
 def plan_linear[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of y.
+    """Chooses the strategy of y.
 
     Parameters:
         dtype: Type of all.
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. Its rows are z if a pass has
+        call: The call; its strategy is written, FUSED or DECLINED. It needs no workspace. Its rows are z if a pass has
             written them that was queued just before, otherwise x.
     """
-    call.way = DECLINED
+    call.strategy = DECLINED
     call.workspace_bytes = 0
     if linear_pays[dtype](call, Costs(launcher)):
-        call.way = FUSED
+        call.strategy = FUSED
 
 
 def linear[dtype: DType](launcher: Launcher, call: Call) raises:

@@ -50,19 +50,19 @@ def input_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
 
 
 def plan_input_gradient[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of dx = dy weight.
+    """Chooses the strategy of dx = dy weight.
 
     Parameters:
         dtype: Type of all.
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+        call: The call; its strategy is written, FUSED or DECLINED. It needs no workspace.
     """
-    call.way = DECLINED
+    call.strategy = DECLINED
     call.workspace_bytes = 0
     if input_gradient_pays[dtype](call, Costs(launcher)):
-        call.way = FUSED
+        call.strategy = FUSED
 
 
 def input_gradient[dtype: DType](launcher: Launcher, call: Call) raises:
@@ -119,20 +119,20 @@ def weight_gradient_pays[dtype: DType](call: Call, costs: Costs) -> Bool:
 
 
 def plan_weight_gradient[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of dW = dy^T z and db, the gradients of the parameters.
+    """Chooses the strategy of dW = dy^T z and db, the gradients of the parameters.
 
     Parameters:
         dtype: Type of the matrices.
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace. db has an address, any
-            but 0, if it is wanted.
+        call: The call; its strategy is written, FUSED or DECLINED, and the bytes of its workspace. db has an address,
+            any but 0, if it is wanted.
     """
-    call.way = DECLINED
+    call.strategy = DECLINED
     call.workspace_bytes = 0
     if weight_gradient_pays[dtype](call, Costs(launcher)):
-        call.way = FUSED
+        call.strategy = FUSED
         call.workspace_bytes = _split(
             call, launcher.gpu.processors
         ).workspace_bytes

@@ -23,7 +23,7 @@ from ...rows.types import E5M2
 from ..plan import FUSED
 from .fold import products
 from .parts import part_at, sizes_of
-from .several import BESIDE, products_pay
+from .grouped import BESIDE, products_pay
 
 
 def scaled_linear(gpu: Gpu, call: Call) raises:
@@ -32,8 +32,8 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
     Args:
         gpu: Where to run.
         call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
-            multiples of 16, addresses too. Its way is FUSED if z is of a pass queued just before, which waits for all
-            before it and writes no weight.
+            multiples of 16, addresses too. Its strategy is FUSED if z is of a pass queued just before, which waits for
+            all before it and writes no weight.
 
     Raises:
         If the driver refuses.
@@ -95,7 +95,7 @@ def _launch_beside(gpu: Gpu, call: Call) raises:
     )
     var product = Product(call.M, call.N, call.K, epilogue, NoHook())
     product.band = BAND
-    product.b_is_older = Int32(call.way == FUSED)
+    product.b_is_older = Int32(call.strategy == FUSED)
     product.a_is_new = 1
     product.sizes = sizes_of(call)
     comptime dtype = DType.float8_e4m3fn
@@ -140,7 +140,7 @@ def _launch_product[dtype: DType](gpu: Gpu, call: Call) raises:
         call.N,
         call.K,
         _scaled(call),
-        b_is_older=call.way == FUSED,
+        b_is_older=call.strategy == FUSED,
         a_is_new=True,
     )
 
@@ -162,5 +162,5 @@ def _launch_activated(gpu: Gpu, call: Call) raises:
                     _scaled(call), Int64(call.h), kind
                 ),
                 a_is_new=True,
-                b_is_older=call.way == FUSED,
+                b_is_older=call.strategy == FUSED,
             )

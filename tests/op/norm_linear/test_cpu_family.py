@@ -127,7 +127,7 @@ def record(case: Case, tensors: dict[str, Guarded], threads: int = 2) -> Call:
     """Return the record of a call on tensors by the names of its fields."""
     M, K, N = case.shape
     call = Call(M=M, K=K, N=N, eps=EPS, context=build.gomp_parallel(), threads=threads)
-    call.way = FUSED
+    call.strategy = FUSED
     call.normalization, call.weight_offset = case.norm, case.offset
     call.norm_is_float32, call.groups, call.activation = (
         case.is_float32,
@@ -143,7 +143,7 @@ def run(module: ModuleType, which: str, call: Call) -> None:
     """Plan and run a pass, with a workspace of just the size."""
     place = ctypes.addressof(call)
     getattr(module, f"plan_{which}")(place)
-    assert call.way == FUSED
+    assert call.strategy == FUSED
     workspace = Guarded((call.workspace_bytes,), torch.uint8, "cpu", 1)
     call.workspace = address(workspace.tensor)
     getattr(module, which)(place)
@@ -297,9 +297,9 @@ BOTH = ("plan_forward", "plan_backward")
 )
 def test_what_has_no_kernel_is_declined(plans: tuple[str, ...], fields: dict[str, int]) -> None:
     for plan in plans:
-        call = Call(M=300, K=300, N=200, threads=2, way=FUSED, **fields)
+        call = Call(M=300, K=300, N=200, threads=2, strategy=FUSED, **fields)
         getattr(extension("norm_linear_cpu", torch.float32), plan)(ctypes.addressof(call))
-        assert call.way == DECLINED
+        assert call.strategy == DECLINED
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -30,7 +30,7 @@ SHAPES = [
 GRADIENTS = ("dx", "dgamma", "dbeta", "dweight", "dbias")
 CANARY = 97
 GUARD = 64
-Door = Callable[[int], int]
+EntryPoint = Callable[[int], int]
 
 
 class Guarded:
@@ -146,17 +146,17 @@ class Kernels:
 
     def _call(self, tensors: list[Tensor | None], eps: float = 0.0) -> Call:
         x, gamma, beta, weight, *bias = tensors
-        call = Call(context=self.gomp, threads=self.threads, eps=eps, way=FUSED)
+        call = Call(context=self.gomp, threads=self.threads, eps=eps, strategy=FUSED)
         (call.M, call.K), call.N = x.shape, weight.shape[0]
         call.x, call.gamma, call.beta, call.weight = map(_address, (x, gamma, beta, weight))
         call.bias = _address(bias[0]) if bias else 0
         call.norm_is_float32 = _is_float32(gamma, beta)
         return call
 
-    def _run(self, call: Call, plan: Door, run: Door) -> Guarded:
+    def _run(self, call: Call, plan: EntryPoint, run: EntryPoint) -> Guarded:
         address = ctypes.addressof(call)
         plan(address)
-        assert call.way == FUSED
+        assert call.strategy == FUSED
         # Bytes at an odd address: the kernels align what they put there.
         workspace = Guarded((call.workspace_bytes,), torch.uint8, 1)
         call.workspace = _address(workspace)
@@ -376,7 +376,7 @@ def test_eps(eps: float) -> None:
 def test_a_plan_knows_what_is_wanted_before_it_is_there(rows: int) -> None:
     """Regression: memory is asked for before the gradients have addresses."""
     module = Kernels(torch.float32).module
-    call = Call(M=rows, K=300, N=200, threads=2, way=FUSED)
+    call = Call(M=rows, K=300, N=200, threads=2, strategy=FUSED)
     for name in GRADIENTS:
         setattr(call, name, 1)
     module.plan_backward(ctypes.addressof(call))
@@ -390,6 +390,6 @@ def test_a_plan_knows_what_is_wanted_before_it_is_there(rows: int) -> None:
 def test_what_has_no_kernel_is_declined(condition: str) -> None:
     module = Kernels(torch.float32).module
     for plan in (module.plan_forward, module.plan_backward):
-        call = Call(M=300, K=300, N=200, threads=2, way=FUSED, **{condition: 1})
+        call = Call(M=300, K=300, N=200, threads=2, strategy=FUSED, **{condition: 1})
         plan(ctypes.addressof(call))
-        assert call.way == DECLINED
+        assert call.strategy == DECLINED

@@ -25,12 +25,14 @@ SHAPES = [
 EPS = 1e-5
 
 
-def run(door: str, dtype: torch.dtype, call: Call, stream: torch.cuda.Stream | None = None) -> None:
-    """Call a door of the extension on a stream, the current one if not another."""
+def run(
+    function: str, dtype: torch.dtype, call: Call, stream: torch.cuda.Stream | None = None
+) -> None:
+    """Call a function of the extension on a stream, the current one if not another."""
     kernels = extension("passes_gpu", dtype, gpu=True)
     raw = (stream or torch.cuda.current_stream()).cuda_stream
     call.context = kernels.new_launcher(torch.cuda.current_device(), raw, True)
-    getattr(kernels, door)(ctypes.addressof(call))
+    getattr(kernels, function)(ctypes.addressof(call))
 
 
 def call_of(**fields: torch.Tensor | float | None) -> Call:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from accuracy import check, make_inputs
 from kernel_harness import Guarded, address, extension
+from strategies import hopper_goes
 from test_norm_linear_gpu import forward as normalized
 from torch import Tensor
-from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.activations import ACTIVATIONS
@@ -86,15 +86,15 @@ class Kernels:
         return call
 
     def forward(
-        self, way: int, call: record.Call, *, statistics: bool = True
+        self, strategy: int, call: record.Call, *, statistics: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, mean and rstd, whichever way would be fastest."""
+        """Return y, mean and rstd, whichever strategy would be fastest."""
         y = torch.empty(call.M, call.N, dtype=self.dtype, device="cuda")
         mean, rstd = (torch.empty(call.M, device="cuda") for _ in range(2))
-        call.y, call.way = y.data_ptr(), way
+        call.y, call.strategy = y.data_ptr(), strategy
         if statistics:
             call.mean, call.rstd = mean.data_ptr(), rstd.data_ptr()
-        assert plan(call, self) == way
+        assert plan(call, self) == strategy
         scratch = Guarded((call.workspace_bytes // 4,), torch.float32, "cuda")
         call.workspace = scratch.tensor.data_ptr()
         self.module.forward(ctypes.addressof(call))
@@ -128,10 +128,10 @@ class Kernels:
 
 
 def plan(call: record.Call, kernels: Kernels) -> int:
-    """Plan a forward, and return the way."""
+    """Plan a forward, and return the strategy."""
     kernels.module.plan_forward(ctypes.addressof(call))
-    way: int = call.way
-    return way
+    strategy: int = call.strategy
+    return strategy
 
 
 # float32 is not folded, nor is float16.
@@ -284,12 +284,14 @@ class TestEpilogues:
         fold = Guarded((parts * n, k), dtype, "cuda")
         s, c = (Guarded((parts * n,), torch.float32, "cuda") for _ in range(2))
         outputs = []
-        for way, keeps in itertools.product((record.NEW_FOLD, record.KEPT_FOLD), (True, False)):
+        for strategy, keeps in itertools.product(
+            (record.NEW_FOLD, record.KEPT_FOLD), (True, False)
+        ):
             call = kernels.call(x, gamma, beta, w, bias)
-            call.N, call.activation, call.way = n, number, way
+            call.N, call.activation, call.strategy = n, number, strategy
             if gates:
                 call.up, call.up_bias = w[n:].data_ptr(), bias[n:].data_ptr()
-            if way == record.KEPT_FOLD:
+            if strategy == record.KEPT_FOLD:
                 call.fold_weight, call.fold_sums, call.fold_constants = (
                     t.tensor.data_ptr() for t in (fold, s, c)
                 )
@@ -298,9 +300,9 @@ class TestEpilogues:
             call.y, call.h = y.tensor.data_ptr(), h.tensor.data_ptr() if keeps else 0
             kernels.module.plan_forward(ctypes.addressof(call))
             if keeps and gates and n % 64:
-                assert call.way == record.DECLINED
+                assert call.strategy == record.DECLINED
                 continue
-            assert call.way == way
+            assert call.strategy == strategy
             scratch = Guarded((call.workspace_bytes // 4,), torch.float32, "cuda")
             call.workspace = scratch.tensor.data_ptr()
             kernels.module.forward(ctypes.addressof(call))
@@ -480,10 +482,10 @@ class TestBesideOthers:
             kernels.module.fold(ctypes.addressof(call))
             assert all(map(torch.equal, found, expected))
 
-    @pytest.mark.parametrize("way", [record.FUSED, record.NEW_FOLD])
+    @pytest.mark.parametrize("strategy", [record.FUSED, record.NEW_FOLD])
     @pytest.mark.parametrize("shape", [(1, 4096, 4096), (64, 1024, 1024), (4096, 1024, 4096)])
     def test_parameters_written_just_before(
-        self, dtype: torch.dtype, shape: tuple[int, ...], way: int
+        self, dtype: torch.dtype, shape: tuple[int, ...], strategy: int
     ) -> None:
         """Few rows are multiplied by a weight that is read while the norm's kernel runs."""
         m, k, n = shape
@@ -491,7 +493,7 @@ class TestBesideOthers:
         w, bias = random(n, k, dtype=dtype, scale=k**-0.5), random(n, dtype=dtype)
         kernels = Kernels(dtype)
         inputs = [x, gamma, beta, w, bias]
-        expected = kernels.forward(way, kernels.call(*inputs))
+        expected = kernels.forward(strategy, kernels.call(*inputs))
         late = [t.clone() for t in inputs]
         call = kernels.call(*late)
         for turn in range(20):
@@ -501,7 +503,7 @@ class TestBesideOthers:
             # Each of them is once the one that the kernel before writes.
             for i in range(len(late)):
                 late[(i + turn) % len(late)].copy_(inputs[(i + turn) % len(late)])
-            found = kernels.forward(way, call)
+            found = kernels.forward(strategy, call)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
     def test_norm_without_parameters_needs_no_fold(self, dtype: torch.dtype) -> None:

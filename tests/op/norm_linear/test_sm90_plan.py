@@ -1,4 +1,4 @@
-"""What the forward on Hopper chooses its way by, and the plan; no GPU is asked."""
+"""What the forward on Hopper chooses its strategy by, and the plan; no GPU is asked."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -
     seen = Counter[int]()
     for case, found in zip(cases, planned(files, cases), strict=True):
         *size, in_graph, may_keep = case
-        ways: list[list[int]] = []
+        strategies: list[list[int]] = []
         for dtype in ("bfloat16", "float16", "float32"):
             call = calls[tuple(size)]._replace(dtype=dtype)
             chosen = nearest(device, call) or device.chosen(call, cycles)
-            ways.append([hopper.WAYS[way] for way in chosen])
-        kept, anew = (ways[0][2 * in_graph + (not keeps)] for keeps in (True, False))
+            strategies.append([hopper.STRATEGIES[strategy] for strategy in chosen])
+        kept, anew = (strategies[0][2 * in_graph + (not keeps)] for keeps in (True, False))
         rows, features, outputs = size
         # PyTorch's product takes six times as long where rows of y are not aligned.
         if outputs % 8:
-            kept, anew = (way or record.FUSED for way in (kept, anew))
+            kept, anew = (strategy or record.FUSED for strategy in (kept, anew))
         # What cannot be folded is normalized before our own product.
         unfolded = record.FUSED if anew == record.NEW_FOLD else anew
         bare = kept if may_keep or rows > 64 else anew
         if rows > 64 and bare == record.KEPT_FOLD:
             # A weight that is its own fold is not kept, but for few rows.
             bare = record.NEW_FOLD
-        others = [dtype_ways[2 * in_graph + 1] for dtype_ways in ways[1:]]
+        others = [dtype_strategies[2 * in_graph + 1] for dtype_strategies in strategies[1:]]
         if outputs * 2 % 16:
             others[0] = others[0] or record.FUSED
         expected = [kept if may_keep else anew, *others, unfolded, record.DECLINED, bare]
@@ -80,14 +80,14 @@ def test_plan_goes_by_what_was_measured(tmp_path: Path, gpu_calls: ModuleType) -
             # Of float32, there are no kernels.
             expected[2] = found[2]
         assert list(found[:6]) == expected, case
-        is_ours = [dtype_ways[-1] == record.FUSED for dtype_ways in ways[:2]]
+        is_ours = [dtype_strategies[-1] == record.FUSED for dtype_strategies in strategies[:2]]
         assert [bool(each) for each in found[6:]] == is_ours, case
         seen.update(found[:1])
     assert seen.keys() == {record.FUSED, record.KEPT_FOLD, record.DECLINED, record.NEW_FOLD}
 
 
 def nearest(device: hopper.Hopper, call: GpuCall) -> list[str] | None:
-    """Return the ways of the nearest exception whose sizes are alike."""
+    """Return the strategies of the nearest exception whose sizes are alike."""
     found, least = None, 1.5**3
     for dtype, *sizes, a, b, c, d, e in device.exceptions:
         if dtype != call.dtype:
@@ -104,8 +104,8 @@ def test_without_measurements(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.touch()
     cases = [(2048, 1024, 1024, in_graph, may_keep) for in_graph in (0, 1) for may_keep in (0, 1)]
-    ways = [line[0] for line in planned([nothing] * 3, cases)]
-    assert ways == [record.FUSED, record.KEPT_FOLD] * 2
+    strategies = [line[0] for line in planned([nothing] * 3, cases)]
+    assert strategies == [record.FUSED, record.KEPT_FOLD] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API")

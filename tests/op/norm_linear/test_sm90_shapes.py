@@ -29,7 +29,7 @@ KINDS = ["transposed", "bias", "gelu", "swiglu", "add", "scale", "gathered"]
 # Those that have a bias, or none.
 BARE = ["bias", "gelu", "swiglu", "add"]
 GELU, SILU = 2, 5
-# Columns of the tiles that plans choose from, and whether consumers take turns. Narrower ones have
+# Columns of the tiles that plans choose from, and whether they are ping-pong. Narrower ones have
 # no kernel with a gate, those after the common ones none that activates; two gather statistics.
 TILING = (Path(__file__).resolve().parents[3] / "op/gemm/sm90/tiling.mojo").read_text()
 TILES = re.findall(r"Shape\((\d+), (True|False)", TILING)

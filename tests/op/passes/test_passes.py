@@ -34,7 +34,7 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
-def run(door: str, dtype: torch.dtype, device: str, call: Call) -> None:
+def run(function: str, dtype: torch.dtype, device: str, call: Call) -> None:
     """Plan and run a pass, with a workspace of the size that the plan asked for."""
     on_gpu = device == "cuda"
     kernels = extension(f"passes_{'gpu' if on_gpu else 'cpu'}", dtype, gpu=on_gpu)
@@ -44,11 +44,11 @@ def run(door: str, dtype: torch.dtype, device: str, call: Call) -> None:
     else:
         call.context, call.threads = build.gomp_parallel(), 2
     place = ctypes.addressof(call)
-    if door != "activate":
-        getattr(kernels, f"plan_{door}")(place)
+    if function != "activate":
+        getattr(kernels, f"plan_{function}")(place)
     scratch = Guarded((call.workspace_bytes,), torch.uint8, device)
     call.workspace = address(scratch.tensor) if call.workspace_bytes else 0
-    getattr(kernels, door)(place)
+    getattr(kernels, function)(place)
     scratch.checked()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_norm.call.record import RowCall
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-# widths around the limits of each way through a kernel; multiples of no vector
+# widths around the limits of each path through a kernel; multiples of no vector
 SHAPES = [
     *((1, 1), (3, 1), (5, 7), (37, 64), (130, 129), (64, 769), (37, 1024), (70001, 8)),
     *((301, 1536), (16, 4096), (29, 5001), (27, 8192), (25, 8200), (23, 33000), (21, 65537)),

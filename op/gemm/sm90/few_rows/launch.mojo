@@ -106,7 +106,7 @@ def launch_few_rows_of_parts[
     comptime for i in range(1, count):
         var own_n = n // 2 if parts == HALVES else Int(product.sizes[i])
         if own_n:
-            b_maps.put(
+            b_maps.set(
                 i,
                 operand_map[dtype, b_transposed](
                     ctx, b.addresses[i], own_n, k, box_rows, b.pitch

@@ -1,4 +1,4 @@
-"""Puts a call of the op family into a graph, with the nodes that bring its operands into shape."""
+"""Adds a call of the op family to a graph, with the nodes that bring its operands into shape."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fused_norm.models.views import inverse
 from fused_norm.norms import LAYER_NORM
 
 
-def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
-    """Put a call into a graph where it inserts; return what it stands for, each with its result.
+def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
+    """Emit a call into a graph where it inserts; return what it stands for, each with its result.
 
     Args:
-        emitter: Puts nodes into the graph.
+        emitter: Adds nodes to the graph.
         norm: The norm.
         call: What stands for it and what reads it.
         x: What is normalized.
@@ -36,18 +36,18 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
     reading, activated = call.reading, call.activated
     like = norm.anchor
 
-    def put(target: Any, *args: Any, **kwargs: Any) -> Node:
-        return emitter.put(target, args, kwargs, like)
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return emitter.emit(target, args, kwargs, like)
 
     def again(view: Node, on: Node) -> Node:
         # The rows of x may not allow a view that normalized rows do.
         target = "reshape" if view.target == "view" else view.target
         if target is torch.ops.aten.view.default:
             target = torch.ops.aten.reshape.default
-        return put(target, on, *view.args[1:], **view.kwargs)
+        return emit(target, on, *view.args[1:], **view.kwargs)
 
     def upright(product: Product) -> Node:
-        return put(torch.t, product.weight) if product.is_transposed else product.weight
+        return emit(torch.t, product.weight) if product.is_transposed else product.weight
 
     residual = None
     if call.total is not None:
@@ -55,7 +55,7 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
     for view in reading.views:
         x = again(view, x)
     options: dict[str, Any] = {"normalization": norm.kind, "eps": norm.eps}
-    gamma, beta, offset = _affine(norm, put)
+    gamma, beta, offset = _affine(norm, emit)
     options |= {"norm_weight": gamma, "norm_bias": beta, "residual": residual}
     options |= {"weight_offset": offset, "activation": activated and activated.name}
     options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
@@ -75,8 +75,8 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
     if activated is not None and activated.is_swapped:
         half = shape(weight[0])[0] // 2
         parts = slice(half, None), slice(None, half)
-        weight = [put(operator.getitem, weight[0], part) for part in parts]
-        bias = [b and put(operator.getitem, b, part) for b in bias for part in parts]
+        weight = [emit(operator.getitem, weight[0], part) for part in parts]
+        bias = [b and emit(operator.getitem, b, part) for b in bias for part in parts]
     if len(weight) == 1:
         weight, bias = weight[0], bias[0]
     target: Callable[..., Any] = norm_linear
@@ -92,49 +92,50 @@ def put_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tup
         for name, each in options.items()
         if not (each is None or each is False or each == defaults.get(name))
     }
-    result = put(target, *arguments, **kwargs)
+    result = emit(target, *arguments, **kwargs)
     old = call.results()
     extras = [call.total[2]] * call.returns_sum if call.total is not None else []
     extras += [] if call.norm is None else [call.norm]
     rest: list[Node] = []
     if extras:
-        first = put(operator.getitem, result, 0)
-        rest = [put(operator.getitem, result, i + 1) for i in range(len(extras))]
+        first = emit(operator.getitem, result, 0)
+        rest = [emit(operator.getitem, result, i + 1) for i in range(len(extras))]
         result = first
         if call.norm is not None and call.norm is not reading.source:
             for view in reversed(reading.views):
-                rest[-1] = put(torch.permute, rest[-1], inverse(view))
+                rest[-1] = emit(torch.permute, rest[-1], inverse(view))
     new = [result]
     if len(old) > 1:
-        new = [put(operator.getitem, result, i) for i in range(len(old))]
+        new = [emit(operator.getitem, result, i) for i in range(len(old))]
     pairs = list(zip([*old, *extras], [*new, *rest], strict=True))
     if any(value(node).requires_grad for node, _ in pairs):
         # One result of a call takes gradients where another does, and not where the model's does.
         pairs = [
-            (node, by if value(node).requires_grad else put(torch.detach, by)) for node, by in pairs
+            (node, by if value(node).requires_grad else emit(torch.detach, by))
+            for node, by in pairs
         ]
-    return [(node, fitted(node, by, put)) for node, by in pairs]
+    return [(node, fitted(node, by, emit)) for node, by in pairs]
 
 
-def _affine(norm: Norm, put: Callable[..., Node]) -> tuple[Any, Any, float]:
+def _affine(norm: Norm, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
     """Return gamma, beta and offset with the norm's factor in them."""
     gamma, beta = norm.gamma, norm.beta
     features = shape(norm.x)[-1]
     if is_single(gamma):
-        gamma = put(torch.broadcast_to, gamma, (features,))
+        gamma = emit(torch.broadcast_to, gamma, (features,))
     if is_single(beta):
-        beta = put(torch.broadcast_to, beta, (features,))
+        beta = emit(torch.broadcast_to, beta, (features,))
     # As the numbers of a model are written, sqrt(K) / sqrt(K) is one to a few bits.
     if abs(norm.factor - 1.0) < 1e-12:
         return gamma, beta, norm.offset
     if gamma is None:
         dtype = torch.promote_types(value(norm.x).dtype, torch.float32)
-        gamma = put(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=dtype)
+        gamma = emit(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=dtype)
     else:
         # Rounded once, as the norm is.
         if value(gamma).itemsize < 4:
-            gamma = put(torch.Tensor.float, gamma)
-        gamma = put(torch.mul, gamma, norm.factor)
+            gamma = emit(torch.Tensor.float, gamma)
+        gamma = emit(torch.mul, gamma, norm.factor)
     if beta is not None and value(beta).itemsize < value(gamma).itemsize:
-        beta = put(torch.Tensor.float, beta)
+        beta = emit(torch.Tensor.float, beta)
     return gamma, beta, norm.offset * norm.factor

@@ -21,7 +21,7 @@ def registered(path: str) -> dict[str, str]:
     return dict(pattern.findall((ROOT / path).read_text()))
 
 
-def test_every_op_has_every_door() -> None:
+def test_every_op_has_every_entry_point() -> None:
     assert len(NAMES) == 7
     assert sorted(registered("op/max/rows.mojo")) == sorted(NAMES)
     assert all(hasattr(torch.ops.fused_norm, name) for name in NAMES)

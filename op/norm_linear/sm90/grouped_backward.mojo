@@ -18,15 +18,15 @@ from ...norms.norm import Norm
 from ..plan import DECLINED, FUSED
 from .launch_row_pass import RowPassLayout, launch_row_pass, pays
 from .parts import InputGradient, sizes_of
-from .several import COLUMNS, can, fills
+from .grouped import COLUMNS, can, fills
 
 comptime _SUM = Config.of(
     COLUMNS, b_transposed=True, ping_pong=True, parts=ONE_SUM
 )
 
 
-# What a tile as narrow as COLUMNS takes, in percent of cuBLAS's, and the columns of all dy that cuBLAS multiplies in the
-# time in which another launch reads and writes dz (benchmarks/results/h100-backward-products.json).
+# What a tile as narrow as COLUMNS takes, in percent of cuBLAS's, and the columns of all dy that cuBLAS multiplies in
+# the time in which another launch reads and writes dz (benchmarks/results/h100-backward-products.json).
 comptime _NARROW_PERCENT = 110
 comptime _COLUMNS_OF_PASS = 496
 
@@ -71,19 +71,19 @@ def _tiling(call: Call, processors: Int) -> Tiling:
 
 
 def plan_input_gradients[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of dz = sum over i of dy_i weight_i.
+    """Chooses the strategy of dz = sum over i of dy_i weight_i.
 
     Parameters:
         dtype: Type of all.
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace.
+        call: The call; its strategy is written, FUSED or DECLINED. It needs no workspace.
     """
     call.workspace_bytes = 0
-    call.way = DECLINED
+    call.strategy = DECLINED
     if input_gradients_pay[dtype](call, launcher.gpu.processors):
-        call.way = FUSED
+        call.strategy = FUSED
 
 
 def input_gradients[dtype: DType](launcher: Launcher, call: Call) raises:
@@ -116,10 +116,10 @@ def plan_passed_rows[dtype: DType](launcher: Launcher, mut call: Call):
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED, and the bytes of its workspace.
+        call: The call; its strategy is written, FUSED or DECLINED, and the bytes of its workspace.
     """
     ref gpu = launcher.gpu
-    call.way = DECLINED
+    call.strategy = DECLINED
     call.workspace_bytes = 0
     # Its grid waits until all of its blocks run, so it would wait for a collective, too.
     if (
@@ -128,7 +128,7 @@ def plan_passed_rows[dtype: DType](launcher: Launcher, mut call: Call):
         and can_add_up[dtype](call, gpu.processors)
         and pays(gpu.processors, call.M, call.N, call.K)
     ):
-        call.way = FUSED
+        call.strategy = FUSED
         call.workspace_bytes = RowPassLayout(call.M, call.K).end
 
 

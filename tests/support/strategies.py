@@ -1,4 +1,4 @@
-"""The ways that plans are asked for, and how the chain learns of others."""
+"""The strategies that plans are asked for, and how the chain learns of others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ told: list[bool | None] = [None]
 
 
 def tell_again() -> None:
-    """Have the chain ask anew for kernels, and for the way that their plans are asked for."""
+    """Have the chain ask anew for kernels, and for the strategy that their plans are asked for."""
     # What the chain is told here may be undone before the next test.
     told[0] = None
     if (chain := library.load()) is not None:
@@ -41,15 +41,15 @@ def told_by(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def hopper_goes(way: int, kept: int | None = None) -> Iterator[None]:
+def hopper_goes(strategy: int, kept: int | None = None) -> Iterator[None]:
     """Have Hopper's forward go one way at every size.
 
     Args:
-        way: The way.
+        strategy: The strategy.
         kept: That where a fold may be kept, if it is another.
     """
-    ways = (way, way if kept is None else kept)
-    with told_by("gpu_way", lambda may_keep: ways[may_keep]):
+    strategies = (strategy, strategy if kept is None else kept)
+    with told_by("gpu_strategy", lambda may_keep: strategies[may_keep]):
         yield
 
 

@@ -1,8 +1,8 @@
 """Prints what is planned for grouped Linear layers on Hopper, without a GPU.
 
-The first argument is a file of what ways cost in bfloat16. For each group of six after it, M, K, three N (0 for none)
-and a pitch, a line: whether one launch makes all products
-in bfloat16, in float16 and in float32; whether one sums dgrad; the way of the forward, launched
+The first argument is a file of what strategies cost in bfloat16. For each group of six after it, M, K, three N (0 for
+none) and a pitch, a line: whether one launch makes all products
+in bfloat16, in float16 and in float32; whether one sums dgrad; the strategy of the forward, launched
 and where a fold may be kept; the same where the last bias is not aligned; the tiles and the k blocks of all. Then
 come the parts of these.
 """
@@ -12,8 +12,8 @@ from std.sys import argv
 from op.call import Call, Part
 from op.gemm.sm90.parts import Parts, steps_of
 from op.norm_linear.sm90.parts import sizes_of
-from op.norm_linear.sm90.several import folded_way, products_pay
-from op.norm_linear.sm90.several_backward import input_gradients_pay
+from op.norm_linear.sm90.grouped import folded_strategy, products_pay
+from op.norm_linear.sm90.grouped_backward import input_gradients_pay
 
 from costs_file import PROCESSORS, CostsFile
 
@@ -49,11 +49,11 @@ def main() raises:
             Int(products_pay[DType.float16](call, PROCESSORS)),
             Int(products_pay[DType.float32](call, PROCESSORS)),
             Int(input_gradients_pay[DType.bfloat16](call, PROCESSORS)),
-            folded_way[DType.bfloat16](call, costs),
+            folded_strategy[DType.bfloat16](call, costs),
             end=" ",
         )
         call.may_keep = 1
-        print(folded_way[DType.bfloat16](call, costs), end=" ")
+        print(folded_strategy[DType.bfloat16](call, costs), end=" ")
         parts[len(parts) - 1].bias = 8
         print(
             Int(products_pay[DType.bfloat16](call, PROCESSORS)),

@@ -1,7 +1,7 @@
-"""The production ops in MAX graphs, of every size by one compile, held to PyTorch's front door.
+"""The production ops in MAX graphs, of every size by one compile, held to PyTorch's entry point.
 
-On a CPU both doors run the same kernels, so the bits have to agree; where it has tile registers
-(AMX), MAX is told to use them, as PyTorch's door does. What that leaves to PyTorch's products, and
+On a CPU both run the same kernels, so the bits have to agree; where it has tile registers
+(AMX), MAX is told to use them, as for PyTorch. What that leaves to PyTorch's products, and
 everything on a GPU, errs at most twice as much as PyTorch does.
 """
 
@@ -26,13 +26,13 @@ from max_calls import (
     MORE_KINDS,
     QUICK_PARTS,
     Tensors,
-    by_native_door,
+    by_native,
     by_pytorch,
     linear_add_by_pytorch,
     make_tensors,
     mlp_by_pytorch,
     package,
-    plain_by_native_door,
+    plain_by_native,
     run,
 )
 from max_graphs import Kind
@@ -49,7 +49,7 @@ SIZES = [
     (300, 257, 130),  # more rows than the few that share packed panels
 ]
 PAGE = Path(__file__).resolve().parents[2] / "docs/max.md"
-# PyTorch's door takes our kernels in bfloat16, too, which PyTorch's may be faster for.
+# PyTorch takes our kernels in bfloat16, too, which PyTorch's may be faster for.
 pytestmark = pytest.mark.usefixtures("own_kernels")
 
 
@@ -91,7 +91,7 @@ def test_layernorm_linear(kind: Kind, size: tuple[int, int, int], device: str) -
     truth, bar = (by_pytorch(plain, v, offset=0.0) for v in (in_float64(t), t))
     assert_within(kind, mine, truth, bar)
     if device == "cpu":
-        assert_same(kind, mine, plain_by_native_door(t))
+        assert_same(kind, mine, plain_by_native(t))
 
 
 @pytest.mark.usefixtures("skip_float64")
@@ -115,7 +115,7 @@ def test_family(kind: Kind, case: str, derives: bool, device: str) -> None:
     assert mine.keys() == (truth.keys() if derives else truth.keys() & results)
     assert_within(kind, mine, truth, bar)
     if device == "cpu":
-        same = by_native_door(kind, t)
+        same = by_native(kind, t)
         if "scale" in t or "shift" in t or not derives:
             # The backward of a modulation goes around PyTorch's products.
             same = {name: v for name, v in same.items() if name in forward}
@@ -198,7 +198,7 @@ def test_page_builds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow  # minutes
 def test_cross_compiles(tmp_path: Path) -> None:
     """For an H100 or H200, on machines without one."""
-    path = tmp_path / "door.mef"
+    path = tmp_path / "model.mef"
     process = subprocess.run(
         [sys.executable, max_graphs.__file__, str(path), str(package())],
         stdout=subprocess.PIPE,

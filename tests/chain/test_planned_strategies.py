@@ -1,4 +1,4 @@
-"""A forward goes the way that a plan finds, by kernels that stand in and note what they do."""
+"""A forward takes the strategy of its plan, by kernels that stand in and note what they do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from accuracy import make_inputs
 from stand_in import standing_in
-from test_several import ON_HOPPER
+from test_grouped import ON_HOPPER
 from torch import Tensor
 
 import fused_norm as fn
@@ -40,9 +40,9 @@ class StandIn:
         call = Call.from_address(place)
         if name == "plan_forward":
             self.residuals.append(call.residual)
-            call.way = self.kept if call.may_keep else self.otherwise
+            call.strategy = self.kept if call.may_keep else self.otherwise
         elif name == "forward":
-            self.done.append({FUSED: "fused", KEPT_FOLD: "kept", NEW_FOLD: "new"}[call.way])
+            self.done.append({FUSED: "fused", KEPT_FOLD: "kept", NEW_FOLD: "new"}[call.strategy])
         else:
             self.done.append(name)
 
@@ -71,7 +71,7 @@ def kernels(tmp_path: Path) -> Iterator[StandIn]:
         yield stand_in
 
 
-def test_planned_way(kernels: StandIn) -> None:
+def test_planned_strategy(kernels: StandIn) -> None:
     inputs = make_inputs(8, 64, 32, dtype=BFLOAT16)
     assert kernels.forward(inputs, FUSED, FUSED) == ["fused"]
     assert kernels.forward(inputs, DECLINED, DECLINED) == ["declined"]
@@ -126,8 +126,8 @@ def test_folds_of_frozen_parameters(kernels: StandIn) -> None:
             inputs[0].clone()
             return kernels.forward(inputs, KEPT_FOLD, DECLINED)
 
-    for way, name in ((FUSED, "fused"), (DECLINED, "declined"), (NEW_FOLD, "new")):
-        assert kernels.forward(inputs, way, way) == [name]
+    for strategy, name in ((FUSED, "fused"), (DECLINED, "declined"), (NEW_FOLD, "new")):
+        assert kernels.forward(inputs, strategy, strategy) == [name]
     # Only of frozen parameters: then it is made once.
     assert kernels.forward(inputs, KEPT_FOLD, FUSED) == ["fused"]
     with fn.frozen_parameters():

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from accuracy import as_copies, as_float64, assert_within_budget
 from mojo_programs import h100_costs, needs_mojo, printed
 from stand_in import standing_in
+from strategies import hopper_goes
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from ways import hopper_goes
 
 import fused_norm as fn
 from fused_norm.call import record
@@ -32,8 +32,8 @@ ON_HOPPER = pytest.mark.skipif(
     reason="no Hopper GPU on this machine",
 )
 
-# M, K, three N and a pitch, and what is planned: all products in one launch, dx in one, the way of
-# the forward, launched, and where a fold may be kept. By what was measured on an H100.
+# M, K, three N and a pitch, and what is planned: all products in one launch, dx in one, the
+# strategy of the forward, launched, and where a fold may be kept. By what was measured on an H100.
 PLANS = {
     (8192, 4096, 4096, 1024, 1024, 0): (True, True, record.DECLINED, record.KEPT_FOLD),
     (16384, 1024, 1024, 1024, 1024, 0): (True, True, record.NEW_FOLD, record.KEPT_FOLD),
@@ -59,7 +59,7 @@ def places(sizes: list[int], step: int) -> str:
 
 @needs_mojo
 def test_plan_and_the_walk_through_parts(tmp_path: Path) -> None:
-    lines = iter(printed("sm90_several", h100_costs(tmp_path, "bfloat16"), PLANS))
+    lines = iter(printed("sm90_grouped", h100_costs(tmp_path, "bfloat16"), PLANS))
     for case, (products, gradients, launched, kept) in PLANS.items():
         found = list(map(int, next(lines).split()))
         sizes = [n for n in case[2:5] if n]
@@ -77,7 +77,7 @@ MEASURED = json.loads(
         Path(__file__).resolve().parents[2] / "benchmarks/results/h100-backward-products.json"
     ).read_text()
 )
-# No way that is planned may have taken so much more than the other.
+# No strategy that is planned may have taken so much more than the other.
 MOST_REGRET = 1.09
 
 
@@ -90,7 +90,7 @@ def assert_little_regret(ours: bool, of_ours: float, of_pytorch: float, case: ob
 def test_sums_over_layers_go_by_what_was_measured(tmp_path: Path) -> None:
     cases = MEASURED["groups"]
     sizes = [(c["M"], c["K"], *c["N"], *[0] * (3 - len(c["N"])), sum(c["N"])) for c in cases]
-    lines = printed("sm90_several", h100_costs(tmp_path, "bfloat16"), sizes)
+    lines = printed("sm90_grouped", h100_costs(tmp_path, "bfloat16"), sizes)
     plans = [bool(int(line.split()[3])) for line in lines[::3]]
     assert len(set(plans)) == 2
     for case, ours in zip(cases, plans, strict=True):
@@ -106,7 +106,7 @@ def test_gradients_of_weights_go_by_what_was_measured(tmp_path: Path) -> None:
     for case, line in zip(cases, lines, strict=True):
         for suffix, ours in zip(("", ", db"), line.split(), strict=True):
             chosen[suffix + ours] += 1
-            us = (case["us"][way + suffix] for way in ("ours", "pytorch"))
+            us = (case["us"][strategy + suffix] for strategy in ("ours", "pytorch"))
             assert_little_regret(ours == "1", *us, case)
     # Alone, dW is always PyTorch's.
     assert set(chosen) == {"0", ", db0", ", db1"}
@@ -141,18 +141,18 @@ class StandIn:
         self.declines: tuple[str, ...] = ("passed_rows", *ALONE)
 
     def __getattr__(self, name: str) -> Callable[[int], None]:
-        def door(place: int) -> None:
+        def function(place: int) -> None:
             call = record.Call.from_address(place)
             if name.startswith("plan_"):
                 declined = name.removeprefix("plan_") in self.declines
-                call.way = record.DECLINED if declined else record.FUSED
+                call.strategy = record.DECLINED if declined else record.FUSED
                 return
             self.done.append(name)
             parts = (record.Part * call.part_count).from_address(call.parts or place)
             assert sum(part.N for part in parts) == call.N or not parts
             getattr(self, f"_{name}")(call, parts)
 
-        return door
+        return function
 
     @staticmethod
     def _products(call: record.Call, parts: Any) -> None:
@@ -412,9 +412,9 @@ def test_folded_few_rows(norm: str, rows: int) -> None:
 @ON_HOPPER
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("way", [record.KEPT_FOLD, record.NEW_FOLD])
+@pytest.mark.parametrize("strategy", [record.KEPT_FOLD, record.NEW_FOLD])
 @pytest.mark.parametrize("is_sum", [False, True])
-def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folded(is_sum: bool, strategy: int, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(SHAPE, "b-b", dtype=torch.bfloat16, device="cuda", residual=is_sum)
     copies = [None if t is None else t.detach() for t in inputs]
     exact, bar = plain(as_float64(copies), norm=norm), plain(copies, norm=norm)
@@ -432,11 +432,11 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
     first = None
 
     def run() -> Any:
-        keeps = way == record.NEW_FOLD
+        keeps = strategy == record.NEW_FOLD
         return torch.ops.fused_norm.norm_linear_forward(*t, *kind, keeps)[:3]
 
     for _ in range(3):
-        with hopper_goes(record.NEW_FOLD, way), fn.frozen_parameters():
+        with hopper_goes(record.NEW_FOLD, strategy), fn.frozen_parameters():
             run()
             outputs = run()
             launched = names(run)
@@ -446,7 +446,7 @@ def test_folded(is_sum: bool, way: int, norm: str, monkeypatch: pytest.MonkeyPat
             assert_within_budget("y", mine, high.detach(), low)
         assert first is None or all(map(torch.equal, outputs, first))
         first = outputs
-    assert len(ran) == 3 * (way == record.KEPT_FOLD)
+    assert len(ran) == 3 * (strategy == record.KEPT_FOLD)
 
 
 @ON_HOPPER

@@ -106,7 +106,7 @@ def products_pay[dtype: DType](call: Call, processors: Int) -> Bool:
     return fills(Tiling.best(call.M, n, call.K, processors, common=True))
 
 
-def folded_way[dtype: DType](call: Call, costs: Costs) -> Int:
+def folded_strategy[dtype: DType](call: Call, costs: Costs) -> Int:
     """Chooses whether a forward of several Linear layers folds.
 
     Parameters:
@@ -114,7 +114,7 @@ def folded_way[dtype: DType](call: Call, costs: Costs) -> Int:
 
     Args:
         call: The call.
-        costs: What the ways cost on the device.
+        costs: What the strategies cost on the device.
 
     Returns:
         KEPT_FOLD, NEW_FOLD or DECLINED.
@@ -123,12 +123,12 @@ def folded_way[dtype: DType](call: Call, costs: Costs) -> Int:
         call, costs.processors
     ):
         return DECLINED
-    var way = call.way
-    if way == 0:
-        way = costs.fastest(
+    var strategy = call.strategy
+    if strategy == 0:
+        strategy = costs.fastest(
             call.M, call.K, call.N, call.in_graph != 0, call.may_keep != 0
         )
-    return way if way in (KEPT_FOLD, NEW_FOLD) else DECLINED
+    return strategy if strategy in (KEPT_FOLD, NEW_FOLD) else DECLINED
 
 
 def plan_folded[dtype: DType](launcher: Launcher, mut call: Call):
@@ -139,14 +139,14 @@ def plan_folded[dtype: DType](launcher: Launcher, mut call: Call):
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, KEPT_FOLD, NEW_FOLD or DECLINED, and the bytes of its workspace. A way
-            that is not 0 is taken where it can be.
+        call: The call; its strategy is written, KEPT_FOLD, NEW_FOLD or DECLINED, and the bytes of its workspace. A
+            strategy that is not 0 is taken where it can be.
     """
-    call.way = folded_way[dtype](call, Costs(launcher))
+    call.strategy = folded_strategy[dtype](call, Costs(launcher))
     call.workspace_bytes = 0
-    if call.way != DECLINED:
+    if call.strategy != DECLINED:
         call.workspace_bytes = ForwardPlan[dtype](
-            call, call.way, launcher.gpu.processors
+            call, call.strategy, launcher.gpu.processors
         ).workspace_bytes
 
 
@@ -200,7 +200,7 @@ def forward_folded[dtype: DType, N: Norm](gpu: Gpu, call: Call) raises:
     Raises:
         If the driver refuses.
     """
-    var plan = ForwardPlan[dtype](call, call.way, gpu.processors)
+    var plan = ForwardPlan[dtype](call, call.strategy, gpu.processors)
     if plan.folds:
         fold_parts[dtype, N](
             gpu, call, plan.fold_weight, plan.fold_sums, plan.fold_constants
@@ -246,20 +246,20 @@ def _launch_beside[
 
 
 def plan_products[dtype: DType](launcher: Launcher, mut call: Call):
-    """Chooses the way of y_i = z weight_i^T + bias_i.
+    """Chooses the strategy of y_i = z weight_i^T + bias_i.
 
     Parameters:
         dtype: Type of all.
 
     Args:
         launcher: Where to run.
-        call: The call; its way is written, FUSED or DECLINED. It needs no workspace. Either all parts have a bias or
-            none has.
+        call: The call; its strategy is written, FUSED or DECLINED. It needs no workspace. Either all parts have a bias
+            or none has.
     """
     call.workspace_bytes = 0
-    call.way = DECLINED
+    call.strategy = DECLINED
     if products_pay[dtype](call, launcher.gpu.processors):
-        call.way = FUSED
+        call.strategy = FUSED
 
 
 def products[dtype: DType](launcher: Launcher, call: Call) raises:
