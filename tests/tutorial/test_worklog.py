@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.timing import Budget
 from fused_norm.native import build
-from tutorial.worklog import worklog, worklog_diagrams, worklog_figures, worklog_page, worklog_steps
+from tutorial.worklog import (
+    worklog,
+    worklog_diagrams,
+    worklog_figures,
+    worklog_page,
+    worklog_rounds,
+    worklog_steps,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,22 +86,79 @@ def test_trials_are_those_of_the_log() -> None:
             assert found, f"{name}: {text} is not in {trial['section']}"
 
 
-def test_a_measurement_takes_its_place_in_the_table() -> None:
+def test_forwards_have_one_denominator_that_of_their_rounds() -> None:
     data = worklog_page.load()
-    step = worklog_steps.find("8")
-    # Until it is measured, what other files know of it.
+    names = [step.name for step in worklog_steps.GROUPS["forward"]]
+    peers = {"cublas": 400.0, "eager": 600.0, "eager-activation": 700.0}
+    sizes = worklog_steps.HEADLINE._asdict()
+    data["results"] = {
+        "together": {"forward": {**sizes, "us": dict.fromkeys(names, 500.0) | peers}},
+        "steps": {
+            name: {"measured": [{**sizes, "us": {"step": us, "cublas": 1.0, "eager": 1.0}}]}
+            for name, us in (("tiled", 8000.0), ("turns", 1.0))
+        },
+    }
+    rows = {step.name: worklog_page.row(step, data) for step in worklog_steps.STEPS}
+    assert rows["turns"]["tflops"] == pytest.approx(2 * 8192 * 4096 * 4096 / 500e-6 / 1e12)
+    assert [rows[name]["of_cublas"] for name in names] == [0.8] * len(names)
+    assert rows["tiled"]["of_cublas"] == 0.05
+    assert (rows["turns"]["of_eager"], rows["activation"]["of_eager"]) == (1.2, 1.4)
+    assert rows["ring"]["of_eager"] is None
+    assert rows["backward"]["us"] is None
+    data["table"] = list(rows.values())
+    assert "| 500 | 550 | 80.0 | 120.0 |" in worklog_page.table(data)
+    assert "| not measured yet | not measured yet |" in worklog_page.table(data)
     data["results"] = {}
-    before = worklog_page.row(step, data)
-    times = {"step": 500.0, "cublas": 400.0, "eager": 600.0}
-    measured = {**step.sizes[0]._asdict(), "us": times}
-    data["results"] = {"steps": {step.name: {"measured": [measured]}}}
-    after = worklog_page.row(step, data)
-    assert before["mark"] != ""
-    assert after["mark"] == ""
-    assert after["tflops"] == pytest.approx(2 * 8192 * 4096 * 4096 / 500e-6 / 1e12)
-    assert (after["of_cublas"], after["of_eager"]) == (0.8, 1.2)
-    data["table"] = [worklog_page.row(each, data) for each in worklog_steps.STEPS]
-    assert "| 500 | 400 | – | 80.0 | 120.0 |" in worklog_page.table(data)
+    assert "not measured yet" in worklog_page.rounds(data)
+
+
+class _WallTimer:
+    """Stands for a timer of graphs where no GPU is."""
+
+    def __init__(self, steps: Sequence[Any], stream: object) -> None:
+        self.steps = steps
+
+    def warm_up(self, seconds: float) -> None:
+        for step in self.steps:
+            step()
+
+    def sample(self) -> dict[str, float]:
+        return {"graph": self.steps[0]()}
+
+
+def test_steps_are_interleaved_and_one_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tutorial.worklog import worklog_cases
+
+    def runs(step: worklog_steps.Step, inputs: str) -> dict[str, Any]:
+        def own() -> float:
+            if step.name == "ring":
+                raise ValueError("wrong")
+            return 1e-6
+
+        eager = 4e-6 if step.kind == "activation" else 3e-6
+        return {"step": own, "cublas": lambda: 2e-6, "eager": lambda: eager}
+
+    monkeypatch.setattr(worklog_cases, "runs", runs)
+    monkeypatch.setattr(worklog_cases.Inputs, "random", lambda sizes: "inputs")
+    for name in ("Stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(worklog_rounds, "GraphTimer", _WallTimer)
+    monkeypatch.setattr(worklog_rounds.environment, "clocks", lambda device: "1500 MHz, 2 MHz")
+    budget = Budget(0.05, 0.0, fewest=3)
+    steps = worklog_steps.GROUPS["forward"]
+    found, failures = worklog_rounds.together(steps, budget)
+    assert list(failures) == ["ring"]
+    own = {step.name: 1.0 for step in steps if step.name != "ring"}
+    assert found["us"] == own | {"cublas": 2.0, "eager": 3.0, "eager-activation": 4.0}
+    assert found["mhz"] == 1500
+    alone = worklog_rounds.measured(worklog_steps.find("activation"), steps[0].sizes[0], budget)
+    assert alone["us"] == {"step": 1.0, "cublas": 2.0, "eager": 4.0}
+    with pytest.raises(ValueError, match="wrong"):
+        worklog_rounds.measured(worklog_steps.find("ring"), steps[0].sizes[0], budget)
 
 
 def test_is_skipped_without_a_hopper_gpu(
@@ -143,7 +210,7 @@ def test_a_step_that_fails_does_not_stop_the_others(
         return subprocess.CompletedProcess(command, worklog.main(command[2:]))
 
     monkeypatch.setattr(worklog_cases, "check", check)
-    monkeypatch.setattr(worklog, "_measured", measured)
+    monkeypatch.setattr(worklog_rounds, "measured", measured)
     monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "new" / "results.json"
     steps = ["--step", "3", "--step", "tiled", "--step", "ring", "--step", "naive"]
@@ -161,12 +228,34 @@ def test_a_step_that_fails_does_not_stop_the_others(
     assert list(json.loads(out.read_text())["steps"]) == ["naive", "tensor-cores", "clusters"]
 
 
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_run_of_all_ends_with_the_rounds_that_they_share(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append(" ".join(command[2 : command.index("--seconds")]))
+        return subprocess.CompletedProcess(command, int("--together" in command))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert worklog.main(["--out", str(tmp_path / "results.json")]) == 1
+    names = [step.name for step in worklog_steps.STEPS]
+    assert asked == [*(f"--step {name}" for name in names), "--together"]
+    monkeypatch.setattr(worklog_rounds, "together", lambda steps, budget: ({"us": {}}, {}))
+    out = tmp_path / "results.json"
+    assert worklog.main(["--together", "--out", str(out), "--commit", "abc"]) == 0
+    found = json.loads(out.read_text())["together"]
+    assert found.keys() == worklog_steps.GROUPS.keys()
+    assert found["step"]["environment"] == {"gpu": "none", "commit": "abc"}
+
+
 def test_steps_import_the_library_and_what_lies_beside_them() -> None:
     beside = {path.stem for path in (ROOT / "tutorial/worklog").glob("*.mojo")}
     for path in (ROOT / "tutorial/worklog").glob("*.mojo"):
         imported = set(re.findall(r"^from (\w+)", path.read_text(), re.M))
         assert imported <= {"op", "max", "std", *beside}, path
-        assert not (imported & beside) - {"entry", "tile"}, path
+        assert not (imported & beside) - {"entry", "normalized", "tile"}, path
 
 
 @pytest.mark.parametrize("band", [1, 3, 8])

@@ -2,20 +2,24 @@
 
 A k block is one assembly statement with its sums as tied operands
 (op/gemm/sm90/wgmma.mojo), and tiles are stored by TMA (op/gemm/sm90/store.mojo).
+Tile, cluster, ring and walk are those of step 5.
 """
 
 from std.python import PythonObject
 
 from op.device import Gpu
 from op.gemm.epilogue import Plain
-from op.gemm.sm90.launch import launch_product
-from op.gemm.sm90.tiling import Tiling
+from op.gemm.row_hook import NoHook
+from op.gemm.sm90.config import Config
+from op.gemm.sm90.launch_matrix import BAND, launch_matrix
+from op.gemm.sm90.product import Product
 
 from entry import Task, new_module
+from tile import COLUMNS
 
 
 def launch(gpu: Gpu, task: Task) raises:
-    """Queues the kernel that the library takes for the sizes.
+    """Queues the library's kernel in the shape of step 5.
 
     Args:
         gpu: Where to run.
@@ -24,17 +28,10 @@ def launch(gpu: Gpu, task: Task) raises:
     Raises:
         If the driver refuses.
     """
-    var tiling = Tiling.best(task.m, task.n, task.k, gpu.processors)
-    launch_product[DType.bfloat16](
-        gpu,
-        tiling,
-        task.c,
-        task.a,
-        task.b,
-        task.m,
-        task.n,
-        task.k,
-        Plain(),
+    var product = Product(task.m, task.n, task.k, Plain(), NoHook())
+    product.band = BAND
+    launch_matrix[DType.bfloat16, Config.of(COLUMNS)](
+        gpu, task.c, task.a, task.b, product
     )
 
 

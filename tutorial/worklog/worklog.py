@@ -2,16 +2,18 @@
 
     python tutorial/worklog/worklog.py --list              name the steps
     python tutorial/worklog/worklog.py --step 4 --step 5   check and time some of them
-    python tutorial/worklog/worklog.py                     all of them
+    python tutorial/worklog/worklog.py --together          time those of a size in the same rounds
+    python tutorial/worklog/worklog.py                     all of that
     python tutorial/worklog/worklog.py --page              rewrite the page's tables and figures
 
 A step is compared with float64 first, at its sizes and at ragged ones, and is timed only if it is
 right. Measured is the device time of one call, in microseconds: medians of rounds of CUDA-graph
 replays, in which the step, `torch.mm` and PyTorch eager are interleaved in random order, over
-inputs that do not fit the cache. Every step writes its times to
-benchmarks/results/h200-worklog.json as soon as it has them. Of several, each runs in a process of
-its own: one that fails, or hangs, says so, and the next one begins with a GPU in order. Without a
-Hopper GPU all is SKIPPED.
+inputs that do not fit the cache. The page's first table has the times of `--together`: its steps
+share their rounds, and so the clocks and cuBLAS. Times go to
+benchmarks/results/h200-worklog.json as soon as they are there. Of several steps, each runs in a
+process of its own: one that fails, or hangs, says so, and the next one begins with a GPU in order.
+Without a Hopper GPU all is SKIPPED.
 """
 
 from __future__ import annotations
@@ -31,30 +33,12 @@ from typing import Any
 import torch
 
 from benchmarks import environment
-from benchmarks.timing import Budget, GpuTimer, Rounds
-from tutorial.worklog.worklog_steps import STEPS, Kind, Sizes, Step, find, work
+from benchmarks.timing import Budget
+from tutorial.worklog import worklog_rounds
+from tutorial.worklog.worklog_steps import GROUPS, STEPS, Kind, Sizes, Step, find, work
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/h200-worklog.json"
-# Bytes of all inputs together, more than twice an L2 cache.
-CACHE = 200e6
-PROVIDERS = ("step", "cublas", "eager")
-
-
-class GraphTimer(GpuTimer):
-    """Times replays alone: of the first steps, every other call would cost seconds."""
-
-    def sample(self) -> dict[str, float]:
-        """Return the seconds of a call in a graph.
-
-        Raises:
-            RuntimeError: If there is no graph.
-        """
-        if self.graph is None:
-            raise RuntimeError(self.problem)
-        with torch.cuda.stream(self._stream):
-            seconds = self._replay(self.graph, self._replays)
-        return {"graph": seconds / (self._replays * self.calls_in_graph)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--step", action="append", type=_step, help="number or name; repeatable")
+    parser.add_argument("--together", action="store_true", help="all of a size in the same rounds")
     parser.add_argument("--list", action="store_true", help="name the steps and where they are")
     parser.add_argument("--page", action="store_true", help="rewrite the page, measure nothing")
     parser.add_argument("--check", action="store_true", help="compare with float64, time nothing")
@@ -83,8 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("SKIPPED: needs a Hopper GPU")
         return 0
-    run = _run if len(steps) == 1 else _run_apart
+    if options.together:
+        return int(not _run_together(options))
+    run = _run if len(steps) == 1 else _run_step_apart
     failed = [step.name for step in steps if not run(step, options)]
+    if not options.step and not options.check and not _run_apart("together", options):
+        failed.append("together")
     if failed:
         print(f"failed: {', '.join(failed)}")
     return int(bool(failed))
@@ -97,17 +86,40 @@ def _step(text: str) -> Step:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _run_apart(step: Step, options: argparse.Namespace) -> bool:
-    """Check and time a step in another process, and return whether all went well."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--step", step.name]
+def _run_step_apart(step: Step, options: argparse.Namespace) -> bool:
+    return _run_apart(step.name, options, "--step", step.name)
+
+
+def _run_apart(name: str, options: argparse.Namespace, *what: str) -> bool:
+    """Check and time in another process what the words say, and return whether all went well."""
+    command = [sys.executable, str(Path(__file__).resolve()), *(what or ("--together",))]
     command += ["--seconds", str(options.seconds), "--out", str(options.out)]
     command += ["--check"] if options.check else []
     command += ["--commit", options.commit] if options.commit else []
     try:
         return subprocess.run(command, check=False, timeout=options.limit).returncode == 0
     except subprocess.TimeoutExpired:
-        print(f"  FAILED: {step.name} took more than {options.limit:.0f} s", flush=True)
+        print(f"  FAILED: {name} took more than {options.limit:.0f} s", flush=True)
         return False
+
+
+def _run_together(options: argparse.Namespace) -> bool:
+    """Time the steps of each group in the same rounds, and return whether all went well."""
+    budget = Budget(options.seconds, options.seconds / 2, fewest=9)
+    well = True
+    for name, steps in GROUPS.items():
+        print(f"together: {', '.join(step.name for step in steps)}", flush=True)
+        with torch.no_grad():
+            measured, failures = worklog_rounds.together(steps, budget)
+        for step, failure in failures.items():
+            well = False
+            print(f"  FAILED: {step}: {failure}", flush=True)
+        for provider, us in measured["us"].items():
+            print(f"  {provider}: {us:.1f} us", flush=True)
+        found = {"environment": _environment(options.commit), **measured}
+        _write(options.out, "together", name, found)
+        torch.cuda.empty_cache()
+    return well
 
 
 def _run(step: Step, options: argparse.Namespace) -> bool:
@@ -126,7 +138,7 @@ def _run(step: Step, options: argparse.Namespace) -> bool:
                 if options.check:
                     print(f"  {sizes}: right, error {errors['step']:.2e}", flush=True)
                     continue
-                found.append(_measured(step, sizes, budget) | {"errors": errors})
+                found.append(worklog_rounds.measured(step, sizes, budget) | {"errors": errors})
                 print(f"  {line(step.kind, found[-1])}", flush=True)
                 write(options.out, step, found, options.commit)
     except Exception:
@@ -139,32 +151,6 @@ def _run(step: Step, options: argparse.Namespace) -> bool:
     return True
 
 
-def _measured(step: Step, sizes: Sizes, budget: Budget) -> dict[str, Any]:
-    """Return the times of the step and of what stands beside it, in microseconds."""
-    from tutorial.worklog.worklog_cases import Inputs, runs
-
-    M, K, N = sizes
-    moved = 2 * (M * K + N * K + M * N)
-    count = max(2, min(32, int(CACHE / moved) + 1))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        cases = [runs(step, Inputs.random(sizes)) for _ in range(count)]
-        torch.cuda.synchronize()
-    rounds = Rounds(
-        {name: GraphTimer([case[name] for case in cases], stream) for name in PROVIDERS}, budget, 0
-    )
-    rounds.run()
-    for failure in rounds.failures.values():
-        raise failure
-    timings = {name: rounds.timings(name)["graph"] for name in PROVIDERS}
-    return {
-        **sizes._asdict(),
-        "us": {name: round(timing.median, 2) for name, timing in timings.items()},
-        "spread": {name: round(timing.spread, 3) for name, timing in timings.items()},
-        "rounds": min(timing.rounds for timing in timings.values()),
-    }
-
-
 def line(kind: Kind, measured: dict[str, Any]) -> str:
     """Return what was measured at some sizes in a line.
 
@@ -173,7 +159,7 @@ def line(kind: Kind, measured: dict[str, Any]) -> str:
         measured: As in the file.
     """
     sizes = Sizes(*(measured[name] for name in Sizes._fields))
-    own, cublas, eager = (measured["us"][name] for name in PROVIDERS)
+    own, cublas, eager = (measured["us"][name] for name in worklog_rounds.PROVIDERS)
     return (
         f"{sizes}: {own:.1f} us, {work(kind, sizes) / own / 1e6:.0f} TFLOP/s, "
         f"{cublas / own:.1%} of cuBLAS, {eager / own:.1%} of cuBLAS + LayerNorm"
@@ -189,8 +175,14 @@ def write(path: Path, step: Step, measured: list[dict[str, Any]], commit: str | 
         measured: Its times by sizes.
         commit: The git commit, None to ask git.
     """
-    content = json.loads(path.read_text()) if path.is_file() else {"steps": {}}
-    content["steps"][step.name] = {"environment": _environment(commit), "measured": measured}
+    found = {"environment": _environment(commit), "measured": measured}
+    _write(path, "steps", step.name, found)
+
+
+def _write(path: Path, kind: str, name: str, found: dict[str, Any]) -> None:
+    content: dict[str, Any] = {"together": {}, "steps": {}}
+    content |= json.loads(path.read_text()) if path.is_file() else {}
+    content[kind][name] = found
     order = [each.name for each in STEPS]
     content["steps"] = dict(sorted(content["steps"].items(), key=lambda item: order.index(item[0])))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import markdown
-from tutorial.worklog.worklog_steps import HEADLINE, STEPS, Sizes, Step, work
+from tutorial.worklog.worklog_steps import GROUPS, HEADLINE, STEPS, Sizes, Step, work
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/worklog.md"
@@ -34,14 +34,6 @@ SPEEDS = ["TFLOP/s", *RATIOS]
 # Of the products, from the third step on.
 TILE = (128, 256)
 SMS = 132
-# Where another file has times of what a step computes: provider and mode of benchmarks/results/ops.
-BENCHED = {
-    "statistics": ("fused_norm-frozen", "forward"),
-    "fold": ("fused_norm", "forward"),
-    "few-rows": ("fused_norm-frozen", "forward"),
-    "hidden-pass": ("fused_norm", "train"),
-}
-
 Data = dict[str, Any]
 
 
@@ -79,76 +71,43 @@ def rendered(text: str, data: Data) -> str:
 
 
 def row(step: Step, data: Data) -> Data:
-    """Return what is known of a step: rates, or None, and which file they are from.
+    """Return what is known of a step at its first sizes: times and ratios, or None.
 
     Args:
         step: The step.
         data: The files.
     """
-    found: Data = {"number": step.number, "name": step.name, "kind": step.kind, "mark": ""}
+    group = next((name for name, steps in GROUPS.items() if step in steps), None)
+    its = data["results"].get("together", {}).get(group, {}).get("us", {})
     measured = data["results"].get("steps", {}).get(step.name, {}).get("measured", [])
-    times = next((m["us"] for m in measured if _sizes(m) == step.sizes[0]), None)
-    if times is None:
-        times, found["mark"] = _elsewhere(step, data)
-    own, cublas, eager = (times.get(name) for name in ("step", "cublas", "eager"))
-    ratio = times.get("of_eager")
-    found["us"], found["cublas_us"] = own, cublas
-    step_run = data["results"].get("steps", {}).get(step.name, {})
-    # Of the SMs, as the step's rounds began.
-    found["clock"] = step_run.get("environment", {}).get("clocks", "").partition(" MHz")[0]
-    found["tflops"] = step.flops / own / 1e6 if own else None
-    found["of_cublas"] = cublas / own if own and cublas else None
-    found["of_eager"] = eager / own if own and eager else 1 / ratio if ratio else None
+    alone: Data = next((m["us"] for m in measured if _sizes(m) == step.sizes[0]), {})
+    if group:
+        eager = its.get("eager-activation" if step.kind == "activation" else "eager")
+        own, cublas = its.get(step.name), its.get("cublas")
+    else:
+        own, cublas, eager = (alone.get(name) for name in ("step", "cublas", "eager"))
+    if step.sizes[0] == HEADLINE and step.kind != "step":
+        # One denominator for all: that of the interleaved steps.
+        cublas = data["results"].get("together", {}).get("forward", {}).get("us", {}).get("cublas")
     if step.kind == "product":
         # It leaves out the half of the work that this column is about.
-        found["of_eager"] = None
-    return found
+        eager = None
+    return {
+        **{"number": step.number, "name": step.name, "kind": step.kind},
+        **{"us": own, "cublas_us": cublas},
+        "tflops": step.flops / own / 1e6 if own else None,
+        "of_cublas": cublas / own if own and cublas else None,
+        "of_eager": eager / own if own and eager else None,
+    }
 
 
 def _sizes(measured: Data) -> Sizes:
     return Sizes(*(measured[name] for name in Sizes._fields))
 
 
-def _elsewhere(step: Step, data: Data) -> tuple[Data, str]:
-    """Return the times of a step that other files have, and their mark in the table."""
-    M, K, N = step.sizes[0]
-    if step.name in BENCHED:
-        provider, mode = BENCHED[step.name]
-        for measurement in data["bench"]["measurements"]:
-            if (
-                measurement["op"] == "layernorm_linear"
-                and measurement["dtype"] == "bfloat16"
-                and measurement["mode"] == mode
-                and measurement["shape"] == [M, K, N]
-            ):
-                medians = {
-                    result["provider"]: result["timings"]["graph"]["median"]
-                    for result in measurement["results"]
-                    if "graph" in result["timings"]
-                }
-                names = {"step": provider, "cublas": "linear", "eager": "eager"}
-                return {name: medians[its] for name, its in names.items()}, " †"
-    trials = data["trials"]
-    if step.name == "no-spills":
-        (stands,) = [r for r in trials["where it stands"]["rows"] if r["shape"] == str(HEADLINE)]
-        cublas = float(stands["cublas_us"])
-        return {"step": cublas * float(stands["gemm_of_cublas"]), "cublas": cublas}, " ‡"
-    if step.name == "epilogue":
-        trial = trials["statistics"]
-        at = trial["shapes"].index(str(HEADLINE))
-        return {"step": float(trial["rows"]["a kernel of its own"][at])}, " ‡"
-    if step.name == "backward":
-        training = trials["training"]["rows"]
-        return {"of_eager": float(training["this"][0])}, " ‡"
-    if step.name == "activation":
-        kept = trials["activation"]["rows"]["h p(h²), hardware reciprocal"]
-        return {"of_eager": float(kept[0])}, " ‡"
-    return {}, ""
-
-
 def table(data: Data) -> str:
     """Return the table of the numbered kernels."""
-    header = ["#", "kernel", "computes", "at M, K, N", "µs", "cuBLAS, µs", "MHz", *RATIOS]
+    header = ["#", "kernel", "computes", "at M, K, N", "µs", "TFLOP/s", *RATIOS]
     rows = []
     kinds = {
         "product": "product",
@@ -157,20 +116,33 @@ def table(data: Data) -> str:
         "step": "training step",
     }
     for step, known in zip(STEPS, data["table"], strict=True):
-        nothing = "" if known["us"] or known["of_eager"] else NOT_YET
         cells = [
             f"{known['us']:.0f}" if known["us"] else NOT_YET,
-            f"{known['cublas_us']:.0f}" if known["cublas_us"] else NOT_YET,
-            known["clock"] or "–",
-            f"{known['of_cublas']:.1%}".replace("%", "") if known["of_cublas"] else NOT_YET,
-            f"{known['of_eager']:.1%}".replace("%", "") if known["of_eager"] else NOT_YET,
+            f"{known['tflops']:.0f}" if known["us"] else NOT_YET,
+            f"{100 * known['of_cublas']:.1f}" if known["of_cublas"] else NOT_YET,
+            f"{100 * known['of_eager']:.1f}" if known["of_eager"] else NOT_YET,
         ]
         if step.kind == "product":
             cells[-1] = "–"
-        mark = "" if nothing else known["mark"]
-        title = f"[{step.title}](#{anchor(step)}){mark}"
+        title = f"[{step.title}](#{anchor(step)})"
         rows.append([str(step.number), title, kinds[step.kind], str(step.sizes[0]), *cells])
     return markdown.table(header, rows, right=(0, *range(4, len(header))))
+
+
+def rounds(data: Data) -> str:
+    """Return what the steps of the table are divided by, and the clock of their rounds."""
+    together = data["results"].get("together", {})
+    if set(GROUPS) - set(together):
+        return f"Steps in the same rounds: {NOT_YET}.\n"
+    header = ["steps", "rounds", "SM clock, MHz", "cuBLAS, µs", "PyTorch, µs", "with GELU, µs"]
+    rows = []
+    for name, steps in GROUPS.items():
+        found = together[name]
+        us = (found["us"].get(each) for each in ("cublas", "eager", "eager-activation"))
+        cells = [str(found["rounds"]), str(found["mhz"] or "–")]
+        cells += [f"{time:.1f}" if time else "–" for time in us]
+        rows.append([", ".join(str(step.number) for step in steps), *cells])
+    return markdown.table(header, rows, right=range(1, len(header)))
 
 
 def ceiling(data: Data) -> str:
@@ -190,7 +162,7 @@ def storing(data: Data) -> str:
     """Return by how much step 6 is faster than step 5, for each tile that an SM takes."""
     header = ["M, K, N", "tiles of an SM", "step 5, µs", "step 6, µs", "difference a tile, µs"]
     steps = data["results"].get("steps", {})
-    if not steps:
+    if not {"clusters", "no-spills"} <= steps.keys():
         return f"Steps 5 and 6: {NOT_YET}.\n"
     before, after = (
         {_sizes(m): m["us"]["step"] for m in steps[name]["measured"]}
@@ -235,14 +207,12 @@ def machine(data: Data) -> str:
     """Return what the numbers of `poe worklog` were measured on."""
     steps = data["results"].get("steps", {})
     if not steps:
-        return (
-            "`uv run poe worklog` has not run on a Hopper GPU yet; every number above comes from "
-            "the runs that † and ‡ mark.\n"
-        )
+        return f"Machine: {NOT_YET}.\n"
     # Each step is a process of its own, so that those of one run begin at different times.
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     fields = ("gpu", "driver", "torch", "mojo", "commit")
-    for name, found in steps.items():
+    together = data["results"].get("together", {})
+    for name, found in (*steps.items(), *((f"together: {n}", f) for n, f in together.items())):
         key = tuple(found["environment"][f] for f in fields)
         groups.setdefault(key, {})[name] = found["environment"]["date"]
     header = ["steps", "GPU", "driver", "PyTorch", "Mojo", "commit", "from", "to"]
@@ -311,6 +281,7 @@ def numerics(data: Data) -> str:
 
 BLOCKS = {
     "table": table,
+    "rounds": rounds,
     "ceiling": ceiling,
     "storing": storing,
     "fp8": fp8,
