@@ -148,30 +148,34 @@ def denominator(t: Head, loss: Loss, dtype: torch.dtype) -> Tensor:
     """
     target = t.target.reshape(-1)
     counts = target != loss.ignore_index
-    if t.class_weight is None:
-        weights = counts.to(dtype)
-    else:
-        labels = torch.where(counts, target, 0)
-        weights = torch.where(counts, t.class_weight.to(dtype)[labels], 0)
     own = token_weights(t, dtype)
-    return (weights if own is None else weights * own).sum()
+    if t.class_weight is not None:
+        labels = torch.where(counts, target, 0)
+        each = t.class_weight.to(dtype)[labels]
+        own = each if own is None else each * own
+    return counts.sum(dtype=dtype) if own is None else torch.where(counts, own, 0).sum()
 
 
-def reduced(losses: Tensor, t: Head, loss: Loss) -> Tensor:
+def reduced(losses: Tensor, t: Head, loss: Loss, divisor: Tensor | None = None) -> Tensor:
     """Return the reduction of the weighted losses of all rows.
 
     Args:
         losses: Of shape `[M]`.
         t: The tensors.
         loss: Which reduction.
+        divisor: That of a mean, where it is known.
     """
     if loss.reduction == "none":
         return losses.reshape(t.target.shape)
     total = losses.sum()
-    return total if loss.reduction == "sum" else total / denominator(t, loss, losses.dtype)
+    if loss.reduction == "sum":
+        return total
+    return total / (denominator(t, loss, losses.dtype) if divisor is None else divisor)
 
 
-def row_scales(t: Head, loss: Loss, grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+def row_scales(
+    t: Head, loss: Loss, grad: Tensor | None, dtype: torch.dtype, divisor: Tensor | None
+) -> Tensor:
     """Return the gradients of the rows' unweighted losses, of shape `[M]`, 0 for ignored rows.
 
     Args:
@@ -179,17 +183,16 @@ def row_scales(t: Head, loss: Loss, grad: Tensor | None, dtype: torch.dtype) -> 
         loss: What was computed.
         grad: Gradient of the loss, None for 1.
         dtype: Of the result.
+        divisor: That of a mean, None for other reductions.
     """
     counts = t.target.reshape(-1) != loss.ignore_index
-    scales = counts.to(dtype)
-    own = token_weights(t, dtype)
-    if own is not None:
-        scales = scales * own
+    scales = token_weights(t, dtype)
     if grad is not None:
-        scales = scales * grad.to(dtype).reshape(-1)
-    if loss.reduction == "mean":
-        scales = scales / denominator(t, loss, dtype)
-    return torch.where(counts, scales, 0)
+        grad = grad.to(dtype).reshape(-1)
+        scales = grad if scales is None else scales * grad
+    if divisor is not None:
+        scales = divisor.reciprocal() if scales is None else scales / divisor
+    return counts.to(dtype) if scales is None else torch.where(counts, scales, 0)
 
 
 def gradients(

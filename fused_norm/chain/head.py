@@ -20,7 +20,14 @@ from torch import Tensor
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.chain import head_sm90
 from fused_norm.chain.head_rows import Chunk, Rows, by_pytorch
-from fused_norm.cross_entropy import Head, Loss, reduced, row_scales, token_weights
+from fused_norm.cross_entropy import (
+    Head,
+    Loss,
+    denominator,
+    reduced,
+    row_scales,
+    token_weights,
+)
 
 # Rows of a chunk. On an H100, 4096 are within 4 % of all rows at once; a CPU's caches hold fewer.
 GPU_ROWS, CPU_ROWS = 4096, 1024
@@ -66,40 +73,76 @@ def compute(
     """Compute the loss, and gradients as far as wanted.
 
     Args:
-        t: The tensors; labels are in range.
+        t: The tensors.
         loss: What to compute.
         wanted: Which gradients: of x, the weight, the bias.
         grads: Gradients of the loss, None for 1, and of the logarithms, None for 0.
+
+    Raises:
+        IndexError: For labels out of range; on a GPU, a kernel asserts that there are none.
     """
     M, K = t.target.numel(), t.weight.shape[1]
     x, wide = t.x.reshape(M, K), statistics_dtype(t.x.dtype)
     flat = t._replace(x=x, target=t.target.reshape(M))
-    scales = logsumexp_scales = None
+    # On a GPU, what comes before the first product is a time in which it has little to do.
+    has_kernels = head_sm90.serves(flat, loss)
+    if not has_kernels:
+        check_labels(t, loss)
+    scales = logsumexp_scales = divisor = None
+    most = loss.chunk_rows
     if any(wanted):
-        scales = row_scales(t, loss, grads[0], wide)
+        divisor = denominator(t, loss, wide) if loss.reduction == "mean" else None
+        scales = row_scales(t, loss, grads[0], wide, divisor)
         logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
-    size = rows_of_chunk(M, loss.chunk_rows, x.is_cpu)
-    find = _rows_by(flat, loss, size, any(wanted))
+    elif has_kernels:
+        most = most or head_sm90.rows_of_sums(len(t.weight))
+    size = rows_of_chunk(M, most, x.is_cpu)
+    find = _rows_by(flat, loss, size, any(wanted), has_kernels)
     losses, lse = (x.new_empty(M, dtype=wide) for _ in range(2))
     totals = _Totals(flat, wanted)
     for start in range(0, M, size):
         part = slice(start, min(start + size, M))
-        found = find(Chunk(part, _part(scales, part), _part(logsumexp_scales, part)))
-        losses[part], lse[part] = found.losses, found.logsumexp
-        if any(wanted):
+        own = (losses[part], lse[part], _part(scales, part), _part(logsumexp_scales, part))
+        found = find(Chunk(part, *own))
+        if found is not None:
             totals.add(part, found)
+    if has_kernels:
+        # The kernels read nothing for a label that is out of range.
+        check_labels(t, loss)
     weights = token_weights(t, wide)
     if weights is not None:
         losses = losses * weights
-    return Found(reduced(losses, t, loss), lse.reshape(t.target.shape), totals.gradients(t))
+    result = reduced(losses, t, loss, divisor)
+    return Found(result, lse.reshape(t.target.shape), totals.gradients(t))
+
+
+def check_labels(t: Head, loss: Loss) -> None:
+    """Raise for labels out of range; on a GPU, in a kernel.
+
+    Args:
+        t: The tensors.
+        loss: What to compute.
+
+    Raises:
+        IndexError: If there is one, as in PyTorch.
+    """
+    target = t.target
+    outside = (target < 0) | (target >= (loss.classes or t.weight.shape[0]))
+    outside &= target != loss.ignore_index
+    if target.is_cuda:
+        torch._assert_async(~outside.any())
+    elif outside.any():
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
 def _part(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 
-def _rows_by(t: Head, loss: Loss, size: int, keeps: bool) -> Callable[[Chunk], Rows]:
-    if head_sm90.serves(t, loss):
+def _rows_by(
+    t: Head, loss: Loss, size: int, keeps: bool, has_kernels: bool
+) -> Callable[[Chunk], Rows | None]:
+    if has_kernels:
         return head_sm90.Chunks(t, loss, size, keeps).rows
     return lambda chunk: by_pytorch(t, loss, chunk)
 
@@ -139,7 +182,8 @@ class _Totals:
                     torch.outer(found.others.class_weight, found.others.scales @ x.float())
                 )
         if self.wants_bias:
-            own = e.sum(0, dtype=found.losses.dtype) if factors is None else _weighted(e, factors)
+            wide = statistics_dtype(x.dtype)
+            own = e.sum(0, dtype=wide) if factors is None else _weighted(e, factors)
             if found.others is not None:
                 own = own - found.others.class_weight * found.others.scales.sum()
             self.dbias = own if self.dbias is None else self.dbias + own

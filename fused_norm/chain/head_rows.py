@@ -18,11 +18,15 @@ class Chunk(NamedTuple):
 
     Attributes:
         rows: Which.
+        losses: Of each, written: 0 for those that are ignored.
+        logsumexp: Of each, written.
         scales: Gradients of their losses, None where no gradient is wanted.
         logsumexp_scales: Gradients of their logarithms, None for zeros.
     """
 
     rows: slice
+    losses: Tensor
+    logsumexp: Tensor
     scales: Tensor | None
     logsumexp_scales: Tensor | None
 
@@ -42,11 +46,9 @@ class Others(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a chunk leaves.
+    """What a chunk leaves for its gradients.
 
     Attributes:
-        losses: Of each row, shape `[rows]`, 0 for those that are ignored.
-        logsumexp: Of each row.
         exponentials: Shape `[rows, V]`; times the factors, the gradient of the logits but for
             `others`.
         factors: Of each row, None for 1.
@@ -54,16 +56,16 @@ class Rows(NamedTuple):
         others: What is taken from that gradient, None for nothing.
     """
 
-    losses: Tensor
-    logsumexp: Tensor
     exponentials: Tensor
     factors: Tensor | None = None
     scaled: Tensor | None = None
     others: Others | None = None
 
 
-def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
+def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
     """Compute a chunk from its logits, less the largest of each row.
+
+    Returns None where no gradients are wanted.
 
     Args:
         t: The tensors of the call, rows in one dimension.
@@ -106,8 +108,10 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
         losses = losses + torch.where(counts, smooth * (lse * total - of_all), 0)
     if loss.z_loss:
         losses = losses + torch.where(counts, loss.z_loss * lse.square(), 0)
+    chunk.losses.copy_(losses)
+    chunk.logsumexp.copy_(lse)
     if chunk.scales is None:
-        return Rows(losses, lse, e)
+        return None
     scales = chunk.scales
     # A number times a bool would be float32.
     of_sum = scales * (hard + (smooth * total + 2 * loss.z_loss * lse) * counts)
@@ -119,7 +123,7 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
         label.add(e, -(sums * counts))
         factors = of_sum / sums
         scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
-        return Rows(losses, lse, e.to(x.dtype), factors, scaled)
+        return Rows(e.to(x.dtype), factors, scaled)
     e.mul_((of_sum / sums).unsqueeze(1))
     label.add(e, -(scales * hard))
     if smooth:
@@ -127,7 +131,7 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows:
         e.sub_(each if class_weight is None else each * class_weight)
     if slope is not None:
         e.mul_(slope)
-    return Rows(losses, lse, e.to(x.dtype))
+    return Rows(e.to(x.dtype))
 
 
 class _Label(NamedTuple):

@@ -25,6 +25,8 @@ from fused_norm.native import build, compiler
 _SAMPLES, _MARGIN = 256, 40.0
 # Columns of a tile of the product; with a bias, those of its only kernel.
 COLUMNS, COLUMNS_WITH_BIAS = 192, 128
+# Memory that a chunk may take where no exponentials are stored.
+_SUMS_BYTES = 96 << 20
 
 
 def serves(t: Head, loss: Loss) -> bool:
@@ -74,6 +76,16 @@ def _extension() -> build.Extension:
     return build.Extension(build.HEAD_EXTENSION, build.HEAD_DTYPE, "nvidia:sm_90a")
 
 
+def rows_of_sums(V: int) -> int:
+    """Return how many rows a chunk has, at most, of which only the loss is wanted.
+
+    Args:
+        V: Size of the vocabulary.
+    """
+    # Each row leaves two numbers of each tile.
+    return max(_SUMS_BYTES // (8 * -(-V // COLUMNS_WITH_BIAS)), 1)
+
+
 def scale_in_place(tensor: Tensor, scale: Tensor) -> None:
     """Multiply a gradient by that of the loss; where this is 1, nothing is read.
 
@@ -121,8 +133,8 @@ class Chunks:
         self.exponentials = self.x.new_empty((size, pitch)) if keeps else None
         self.scaled = self.x.new_empty((size, K)) if keeps else None
         self.partials, self.maxima = wide((2, size, tiles))
-        self.rows_of_numbers = wide((4, M))
-        self.offsets = self._offsets()
+        self.factors, self.sums = wide((2, M))
+        self.offsets = self._offsets(wide(M))
         self.is_any_bad = self.x.new_zeros(1, dtype=torch.int32)
         self.class_weight = self.class_sum = self.mean_weight = self.mean_bias = None
         if t.class_weight is not None:
@@ -149,42 +161,46 @@ class Chunks:
         call.ignore_index, call.label_smoothing = loss.ignore_index, loss.label_smoothing
         call.z_loss, call.softcap = loss.z_loss, loss.softcap
 
-    def _offsets(self) -> Tensor:
+    def _offsets(self, room: Tensor) -> Tensor:
         weight, bias = self.t.weight, self.t.bias
         step = max(weight.shape[0] // _SAMPLES, 1)
         logits = torch.mm(self.x, weight[::step][:_SAMPLES].t())
         if bias is not None:
             logits = logits + bias[::step][:_SAMPLES]
-        most = logits.amax(1).float()
+        most = logits.amax(1)
         if cap := self.loss.softcap:
             most = cap * torch.tanh(most / cap)
-        return most + _MARGIN
+        # Any number will do that is known from here on, so that it may be rounded.
+        return torch.add(most, _MARGIN, out=room)
 
-    def rows(self, chunk: Chunk) -> Rows:
+    def rows(self, chunk: Chunk) -> Rows | None:
         """Compute a chunk; what it leaves is valid until the next one.
+
+        Returns None where no gradients are wanted.
 
         Args:
             chunk: Which rows.
         """
         call, part = self.call, chunk.rows
-        losses, lse, factors, sums = (numbers[part] for numbers in self.rows_of_numbers)
-        x, count = self.x[part], losses.shape[0]
+        x, factors = self.x[part], self.factors[part]
+        count = len(x)
         scales = None if chunk.scales is None else chunk.scales.contiguous()
         of_logsumexp = chunk.logsumexp_scales
         of_logsumexp = None if of_logsumexp is None else of_logsumexp.contiguous()
         call.M, call.x, call.target = count, address(x), address(self.target[part])
-        call.offsets, call.sums = address(self.offsets[part]), address(sums)
+        call.offsets, call.sums = address(self.offsets[part]), address(self.sums[part])
         call.scales, call.logsumexp_scales = address(scales), address(of_logsumexp)
-        call.losses, call.logsumexp, call.factors = map(address, (losses, lse, factors))
+        numbers = (chunk.losses, chunk.logsumexp, factors)
+        call.losses, call.logsumexp, call.factors = map(address, numbers)
         _run("rows", call, x.device)
         if self.exponentials is None or self.scaled is None or scales is None:
-            return Rows(losses, lse, losses)
+            return None
         others = None
         if self.mean_weight is not None:
             smooth = self.loss.label_smoothing / call.V
             others = Others(scales * smooth, self.class_weight_of_others, self.mean_weight)
         e = self.exponentials[:count, : call.V]
-        return Rows(losses, lse, e, factors, self.scaled[:count], others)
+        return Rows(e, factors, self.scaled[:count], others)
 
 
 def _weighted_rows(weight: Tensor, factors: Tensor) -> Tensor:

@@ -18,7 +18,13 @@ from fused_norm.call.memory import statistics_dtype
 from fused_norm.chain import head, head_sm90, kernels
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import define_in_python, is_watched, may_follow, without_none
+from fused_norm.ops.registration import (
+    define_in_python,
+    differentiable,
+    is_watched,
+    may_follow,
+    without_none,
+)
 
 _TENSORS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
@@ -38,24 +44,8 @@ def _unpacked(arguments: tuple[Any, ...]) -> tuple[Head, Loss, list[bool]]:
     return Head(*others[:_COUNT]), Loss(*others[_COUNT:]), list(wanted)
 
 
-def _check_labels(t: Head, loss: Loss) -> None:
-    """Raise for labels out of range; on a GPU, in a kernel.
-
-    Raises:
-        IndexError: If there is one, as in PyTorch.
-    """
-    target = t.target
-    outside = (target < 0) | (target >= (loss.classes or t.weight.shape[0]))
-    outside &= target != loss.ignore_index
-    if target.is_cuda:
-        torch._assert_async(~outside.any())
-    elif outside.any():
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
-
-
 def _forward(*arguments: Any) -> list[Tensor]:
     t, loss, wanted = _unpacked(arguments)
-    _check_labels(t, loss)
     found = head.compute(t, loss, wanted)
     return without_none([found.loss, found.logsumexp, *found.gradients], t.x)
 
@@ -161,6 +151,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return (*found, *rest)
 
 
+_apply = differentiable(LinearCrossEntropyFunction, 2)
+
+
 def _scaled(gradient: Tensor, scale: Tensor, in_place: bool) -> Tensor:
     """Return a gradient times that of the loss; on GPUs without asking the device."""
     if not in_place:
@@ -192,8 +185,8 @@ def call(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
         in_forward and may_follow() and tensor is not None and tensor.requires_grad
         for tensor in (t.x, t.weight, t.bias)
     ]
-    found = LinearCrossEntropyFunction.apply(*t, *loss, computed)
-    return found[0], found[1]
+    loss_and_logsumexp: tuple[Tensor, Tensor] = _apply(*t, *loss, computed)
+    return loss_and_logsumexp
 
 
 def is_small(t: Head) -> bool:

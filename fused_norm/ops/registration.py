@@ -136,24 +136,27 @@ def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return what applies an autograd function and gives its first result.
+def differentiable(function: type[torch.autograd.Function], count: int = 1) -> Callable[..., Any]:
+    """Return what applies an autograd function and gives its first results.
 
     PyTorch looks up the signature of a `forward` that is split from `setup_context` on every call,
     which takes 20 us. Only transforms and compilers need the split, so others are spared it.
 
     Args:
-        function: A function that has `setup_context`, and whose `forward` returns a tuple.
+        function: A function that has `setup_context`, and whose `forward` returns a tuple. All of
+            its gradients are those of the first results.
+        count: How many there are; one is given alone, more are a tuple.
     """
+    which: Any = 0 if count == 1 else slice(count)
 
     class Eager(torch.autograd.Function):
         """The same function in one piece."""
 
         @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Tensor:
+        def forward(ctx: Any, *arguments: Any) -> Any:
             output: tuple[Tensor, ...] = function.forward(*arguments)
             function.setup_context(ctx, arguments, output)
-            return output[0]
+            return output[which]
 
         backward = function.backward
 
@@ -163,7 +166,7 @@ def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any
 
     def apply(*arguments: Any) -> Any:
         if is_watched():
-            return function.apply(*arguments)[0]
+            return function.apply(*arguments)[which]
         return eager(*arguments)
 
     return apply

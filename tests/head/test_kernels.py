@@ -7,10 +7,13 @@ from typing import Any
 import head_kernels
 import pytest
 import torch
+import torch.nn.functional as F
 from heads import case, check
 from mojo_programs import printed
 
-from fused_norm.chain import head_sm90
+import fused_norm as fn
+from fused_norm.call.head_record import HeadCall
+from fused_norm.chain import head, head_sm90
 from fused_norm.cross_entropy import Head, Loss
 
 OPTIONS: list[dict[str, Any]] = [
@@ -75,6 +78,40 @@ def test_a_softcap_with_smoothed_labels_is_left_to_pytorch(served: list[bool]) -
     check(tensors, at_most=2.5, softcap=3.0, label_smoothing=0.1)
     assert served
     assert not any(served)
+
+
+@pytest.mark.parametrize(("chunk_rows", "count"), [(None, 1), (100, 6)])
+def test_loss_alone_takes_all_rows_at_once(
+    chunk_rows: int | None, count: int, served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No exponentials are stored, so that memory does not tell how many rows there may be."""
+    rows: list[int] = []
+
+    def run(function: str, call: HeadCall, device: torch.device) -> None:
+        rows.append(call.M)
+        head_kernels.run(function, call, device)
+
+    monkeypatch.setattr(head, "GPU_ROWS", 64)
+    monkeypatch.setattr(head, "CPU_ROWS", 64)
+    monkeypatch.setattr(head_sm90, "_run", run)
+    x, weight, target, _ = case(600, 32, 301, dtype=torch.bfloat16)
+    loss = fn.linear_cross_entropy(x, weight, target, chunk_rows=chunk_rows)
+    exact = F.cross_entropy(F.linear(x.double(), weight.double()), target)
+    assert abs(loss.double() - exact) < 1e-5
+    assert rows == [600 // count] * count
+    few = head_sm90.rows_of_sums(128 * 4096)
+    assert few * 4096 * 2 * 4 == head_sm90._SUMS_BYTES
+
+
+def test_labels_out_of_range(served: list[bool]) -> None:
+    """Found behind the kernels, for which they are no labels."""
+    x, weight, _, _ = case(67, 32, 301, dtype=torch.bfloat16)
+    for label in (301, -1):
+        target = torch.full((67,), 300)
+        target[40] = label
+        with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
+            fn.linear_cross_entropy(x.clone().requires_grad_(), weight, target)
+    assert all(served)
 
 
 @pytest.mark.parametrize("cap", [1, 30, 1000])
