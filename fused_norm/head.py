@@ -48,10 +48,11 @@ def linear_cross_entropy(
     On Hopper GPUs in bfloat16, exponentials take the place of logits, and no logit is rounded
     (the scaled exponentials of quack, with an offset of the row known before the product).
     A softcap is part of the same kernels, but not together with label smoothing. Elsewhere,
-    PyTorch's ops compute chunks of rows; so they do for a vocabulary that processes share: a weight
-    (and bias) that is a DTensor sharded on dim 0, with an x that is a DTensor. The results are then
-    DTensors that all processes have. On a CPU, up to 16 MiB of logits exist at once: PyTorch's ops
-    finish such calls sooner.
+    PyTorch's ops compute chunks of rows. On a CPU, up to 16 MiB of logits exist at once: PyTorch's
+    ops finish such calls sooner.
+
+    Processes may share the vocabulary: a weight (and bias) that is a DTensor sharded on dim 0, with
+    an x that is a DTensor. The results are then DTensors that all processes have.
 
     Args:
         x: Rows of shape `[..., K]`.

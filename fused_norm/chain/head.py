@@ -20,6 +20,7 @@ from torch import Tensor
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.chain import head_sm90
 from fused_norm.chain.head_rows import Chunk, Rows, by_pytorch
+from fused_norm.chain.head_shards_sm90 import ShardedChunks
 from fused_norm.cross_entropy import (
     Head,
     Loss,
@@ -94,7 +95,7 @@ def compute(
         divisor = denominator(t, loss, wide) if loss.reduction == "mean" else None
         scales = row_scales(t, loss, grads[0], wide, divisor)
         logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
-    elif has_kernels:
+    elif has_kernels and not loss.group:
         most = most or head_sm90.rows_of_sums(len(t.weight))
     size = rows_of_chunk(M, most, x.is_cpu)
     find = _rows_by(flat, loss, size, any(wanted), has_kernels)
@@ -143,7 +144,8 @@ def _rows_by(
     t: Head, loss: Loss, size: int, keeps: bool, has_kernels: bool
 ) -> Callable[[Chunk], Rows | None]:
     if has_kernels:
-        return head_sm90.Chunks(t, loss, size, keeps).rows
+        chunks = ShardedChunks if loss.group else head_sm90.Chunks
+        return chunks(t, loss, size, keeps).rows
     return lambda chunk: by_pytorch(t, loss, chunk)
 
 

@@ -79,19 +79,13 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
         bent = z.div_(loss.softcap).tanh_()
         slope = None if chunk.scales is None else 1 - bent.square()
         z = bent.mul_(loss.softcap)
-    counts = target != loss.ignore_index
-    labels = torch.where(counts, target, 0)
-    class_weight = None if t.class_weight is None else t.class_weight.to(wide)
-    own = counts.to(wide) if class_weight is None else class_weight[labels] * counts
-    classes = loss.classes or t.weight.shape[0]
-    hard, smooth = own * (1 - loss.label_smoothing), loss.label_smoothing / classes
-    label = _Label.of(labels, t.weight.shape[0], loss)
+    terms = Terms.of(t, loss, chunk.rows, wide)
+    counts, smooth = terms.counts, terms.smooth
+    label = _Label.of(torch.where(counts, target, 0), t.weight.shape[0], loss)
     logit = label.entry(z)
-    total: Any = classes
     of_all = None
     if smooth:
-        total = total if class_weight is None else class_weight.sum()
-        class_weight = _own_classes(class_weight, t, loss)
+        class_weight = _own_classes(terms.class_weight, t, loss)
         of_all = z.sum(1) if class_weight is None else z @ class_weight
     if chunk.scales is None and z.is_cpu and not loss.group and logit.isfinite().all():
         # One pass on a CPU, where exponentials are not wanted.
@@ -102,21 +96,12 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
         e = z.sub_(most.unsqueeze(1)).exp_()
         sums, logit, of_all = shards.totals((e.sum(1), logit, of_all), loss.group)
         lse = most + sums.log()
-    # An ignored row's logit stands for none, and may be infinite.
-    losses = torch.where(counts, hard * (lse - logit), 0)
-    if of_all is not None:
-        losses = losses + torch.where(counts, smooth * (lse * total - of_all), 0)
-    if loss.z_loss:
-        losses = losses + torch.where(counts, loss.z_loss * lse.square(), 0)
-    chunk.losses.copy_(losses)
+    chunk.losses.copy_(terms.losses(lse, logit, of_all))
     chunk.logsumexp.copy_(lse)
     if chunk.scales is None:
         return None
     scales = chunk.scales
-    # A number times a bool would be float32.
-    of_sum = scales * (hard + (smooth * total + 2 * loss.z_loss * lse) * counts)
-    if chunk.logsumexp_scales is not None:
-        of_sum = of_sum + chunk.logsumexp_scales
+    of_sum = terms.of_sum(lse, chunk)
     is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
     # Float16 has not the range for a label's entry before its factor.
     if is_plain and x.dtype is not torch.float16:
@@ -125,13 +110,69 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
         scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
         return Rows(e.to(x.dtype), factors, scaled)
     e.mul_((of_sum / sums).unsqueeze(1))
-    label.add(e, -(scales * hard))
+    label.add(e, -(scales * terms.hard))
     if smooth:
         each = (scales * smooth).unsqueeze(1)
         e.sub_(each if class_weight is None else each * class_weight)
     if slope is not None:
         e.mul_(slope)
     return Rows(e.to(x.dtype))
+
+
+class Terms(NamedTuple):
+    """What a loss makes of rows' logarithms and of their labels' logits.
+
+    Attributes:
+        counts: Which rows are not ignored, shape `[rows]`.
+        class_weight: Of each class of the whole vocabulary, shape `[V]`, or None.
+        hard: What of a row's loss its label has alone, shape `[rows]`, 0 where it is ignored.
+        smooth: What each class of weight 1 has.
+        total: What all classes weigh.
+        z_loss: Factor of the squared logarithm.
+    """
+
+    counts: Tensor
+    class_weight: Tensor | None
+    hard: Tensor
+    smooth: float
+    total: Any
+    z_loss: float
+
+    @staticmethod
+    def of(t: Head, loss: Loss, rows: slice, wide: torch.dtype) -> Terms:
+        """Find those of some rows, in a wide dtype."""
+        target = t.target[rows]
+        counts = target != loss.ignore_index
+        if t.class_weight is None:
+            class_weight, own = None, counts.to(wide)
+        else:
+            class_weight = t.class_weight.to(wide)
+            own = class_weight[torch.where(counts, target, 0)] * counts
+        classes = loss.classes or t.weight.shape[0]
+        smooth = loss.label_smoothing / classes
+        total: Any = classes
+        if smooth and class_weight is not None:
+            total = class_weight.sum()
+        return Terms(
+            counts, class_weight, own * (1 - loss.label_smoothing), smooth, total, loss.z_loss
+        )
+
+    def losses(self, lse: Tensor, logit: Tensor, of_all: Tensor | None) -> Tensor:
+        """Return the losses; `of_all` is the sum of all logits by their classes' weights."""
+        # An ignored row's logit stands for none, and may be infinite.
+        losses = torch.where(self.counts, self.hard * (lse - logit), 0)
+        if of_all is not None:
+            losses = losses + torch.where(self.counts, self.smooth * (lse * self.total - of_all), 0)
+        if self.z_loss:
+            losses = losses + torch.where(self.counts, self.z_loss * lse.square(), 0)
+        return losses
+
+    def of_sum(self, lse: Tensor, chunk: Chunk) -> Tensor:
+        """Return the gradients of the logarithms, those of the losses among them."""
+        # A number times a bool would be float32.
+        smooth = self.smooth * self.total + 2 * self.z_loss * lse
+        of_sum: Tensor = chunk.scales * (self.hard + smooth * self.counts)
+        return of_sum if chunk.logsumexp_scales is None else of_sum + chunk.logsumexp_scales
 
 
 class _Label(NamedTuple):

@@ -44,6 +44,7 @@ def serves(t: Head, loss: Loss) -> bool:
         and kernels.is_hopper(x.device.index or 0)
         and x.shape[1] % 8 == 0
         and x.numel() > 0
+        and t.weight.numel() > 0
         and t.weight.is_contiguous()
         and t.weight.data_ptr() % kernels.ALIGNMENT == 0
         and (t.bias is None or _can_be_copied(t.bias))
@@ -58,7 +59,7 @@ def can_do(loss: Loss) -> bool:
         loss: What to compute.
     """
     # What smoothing takes from the gradient is no matrix of rank one behind a softcap.
-    return not loss.group and not (loss.softcap and loss.label_smoothing)
+    return not (loss.softcap and loss.label_smoothing)
 
 
 def _can_be_copied(bias: Tensor) -> bool:
@@ -96,10 +97,17 @@ def scale_in_place(tensor: Tensor, scale: Tensor) -> None:
     call = HeadCall()
     call.tensor, call.count, call.scale = tensor.data_ptr(), tensor.numel(), scale.data_ptr()
     call.is_float32 = tensor.dtype is torch.float32
-    _run("scale", call, tensor.device)
+    run("scale", call, tensor.device)
 
 
-def _run(function: str, call: HeadCall, device: torch.device) -> None:
+def run(function: str, call: HeadCall, device: torch.device) -> None:
+    """Run a function of the kernels' extension.
+
+    Args:
+        function: Its name.
+        call: What it gets.
+        device: Where.
+    """
     index = device.index if device.index is not None else torch.cuda.current_device()
     stream = torch.cuda.current_stream(device).cuda_stream
     module, call.context = kernels.launcher(_extension(), index, stream, kernels.is_alone())
@@ -147,7 +155,7 @@ class Chunks:
             if each is None:
                 self.mean_weight = t.weight.sum(0, dtype=torch.float32)
             else:
-                self.mean_weight = _weighted_rows(t.weight, ones)
+                self.mean_weight = weighted_rows(t.weight, ones)
             if t.bias is not None:
                 self.mean_bias = (t.bias.float() @ ones).reshape(1)
         call = self.call = HeadCall()
@@ -192,7 +200,7 @@ class Chunks:
         call.scales, call.logsumexp_scales = address(scales), address(of_logsumexp)
         numbers = (chunk.losses, chunk.logsumexp, factors)
         call.losses, call.logsumexp, call.factors = map(address, numbers)
-        _run("rows", call, x.device)
+        run("rows", call, x.device)
         if self.exponentials is None or self.scaled is None or scales is None:
             return None
         others = None
@@ -203,7 +211,7 @@ class Chunks:
         return Rows(e, factors, self.scaled[:count], others)
 
 
-def _weighted_rows(weight: Tensor, factors: Tensor) -> Tensor:
+def weighted_rows(weight: Tensor, factors: Tensor) -> Tensor:
     """Return factors times the weight, in float32 without a copy of it in that dtype."""
     total = weight.new_zeros(weight.shape[1], dtype=torch.float32)
     for rows, own in zip(weight.split(8192), factors.split(8192), strict=True):

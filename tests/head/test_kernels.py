@@ -36,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return asked[-1]
 
     monkeypatch.setattr(head_sm90, "serves", serves)
-    monkeypatch.setattr(head_sm90, "_run", head_kernels.run)
+    monkeypatch.setattr(head_sm90, "run", head_kernels.run)
     return asked
 
 
@@ -93,7 +93,7 @@ def test_loss_alone_takes_all_rows_at_once(
 
     monkeypatch.setattr(head, "GPU_ROWS", 64)
     monkeypatch.setattr(head, "CPU_ROWS", 64)
-    monkeypatch.setattr(head_sm90, "_run", run)
+    monkeypatch.setattr(head_sm90, "run", run)
     x, weight, target, _ = case(600, 32, 301, dtype=torch.bfloat16)
     loss = fn.linear_cross_entropy(x, weight, target, chunk_rows=chunk_rows)
     exact = F.cross_entropy(F.linear(x.double(), weight.double()), target)

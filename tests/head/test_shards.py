@@ -14,6 +14,7 @@ from pathlib import Path
 
 import head_cases
 import pytest
+import torch
 import torch.distributed as dist
 
 if not dist.is_available():
@@ -27,8 +28,9 @@ Said = dict[tuple[int, str], str]
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Return what went wrong in each case, in any process."""
     asked: dict[int, list[str]] = {}
+    tests = (test_shards_as_one.__name__, test_shards_on_a_gpu.__name__)
     for item in request.session.items:
-        if getattr(item, "originalname", "") == test_shards_as_one.__name__:
+        if getattr(item, "originalname", "") in tests:
             asked.setdefault(item.callspec.params["count"], []).append(item.callspec.params["name"])
     found: Said = {}
     for count, names in asked.items():
@@ -59,4 +61,13 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", head_cases.NAMES)
 def test_shards_as_one(name: str, count: int, said: Said) -> None:
+    assert said[count, name] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", head_cases.GPU_NAMES)
+def test_shards_on_a_gpu(name: str, count: int, said: Said) -> None:
+    """Processes share a GPU, and gloo carries what they tell each other."""
     assert said[count, name] == ""

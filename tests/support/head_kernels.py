@@ -38,7 +38,7 @@ def limited(z: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 
 def run(function: str, call: HeadCall, device: torch.device) -> None:
-    """Stand in for `head_sm90._run` with "rows"."""
+    """Stand in for `head_sm90.run` with "rows"."""
     assert function == "rows"
     assert device.type == "cpu"
     M, K, V = call.M, call.K, call.V
@@ -81,9 +81,10 @@ def _rows(
         losses = losses + smooth * (lse * total - others)
     at(call.losses, FLOAT, M).copy_(torch.where(counts, losses, 0))
     at(call.logsumexp, FLOAT, M).copy_(lse)
+    if kept is not None:
+        kept.copy_(e * slope)
     if not call.scales:
         return
-    kept.copy_(e * slope)
     scale = torch.where(counts, at(call.scales, FLOAT, M), 0)
     of_sum = scale * (hard + smooth * total + 2 * call.z_loss * lse)
     if call.logsumexp_scales:

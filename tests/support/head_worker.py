@@ -12,18 +12,23 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import head_kernels
 import heads
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from head_cases import NAMES, OPTIONS, VOCABULARIES
+from head_cases import CUDA, KERNELS, NAMES, OPTIONS, VOCABULARIES
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fused_norm as fn
 from fused_norm import cross_entropy
+from fused_norm.call.head_record import HeadCall
+from fused_norm.chain import head_shards_sm90, head_sm90
+from fused_norm.chain.kernels import is_hopper
+from fused_norm.cross_entropy import Head, Loss
 
 M, K = 13, 8
 WHERE = {"R": Replicate(), "S(0)": Shard(0)}
@@ -57,13 +62,13 @@ def sharded(mesh: DeviceMesh, place: str = "R", vocabulary: Any = None) -> Calla
 
 
 def check_options(options: dict[str, Any], place: str, dtype: torch.dtype, mesh: Any) -> None:
-    given = dict(options)
+    given, device = dict(options), mesh.device_type
     own = torch.Generator().manual_seed(1)
     V = given.pop("V", 11)
     for name, size in (("class_weight", V), ("token_weight", M)):
         if given.pop(name, False):
-            given[name] = torch.rand(size, generator=own, dtype=torch.float64)
-    tensors = heads.case(M, K, V, given.pop("std", 1.0), given.pop("bias", False), dtype)
+            given[name] = torch.rand(size, generator=own, dtype=torch.float64).to(device)
+    tensors = heads.case(M, K, V, given.pop("std", 1.0), given.pop("bias", False), dtype, device)
     at_most = given.pop("at_most", 2.5)
     heads.check(tensors, 0.5, at_most=at_most, function=sharded(mesh, place), **given)
 
@@ -149,11 +154,72 @@ def check_other_placements(mesh: DeviceMesh) -> None:
         fn.linear_cross_entropy(placed(x, mesh, Replicate()), split, torch.full_like(target, 12))
 
 
+def with_kernels(patch: pytest.MonkeyPatch) -> list[int]:
+    """Put PyTorch's ops in the place of the kernels; return the rows that these get."""
+    rows: list[int] = []
+
+    def serves(t: Head, loss: Loss) -> bool:
+        return head_sm90.can_do(loss) and len(t.weight) > 0
+
+    def run(function: str, call: HeadCall, device: torch.device) -> None:
+        rows.append(call.M)
+        head_kernels.run(function, call, device)
+
+    patch.setattr(head_sm90, "serves", serves)
+    patch.setattr(head_sm90, "_SAMPLES", 2)
+    patch.setattr(head_shards_sm90, "run", run)
+    return rows
+
+
+def check_on_gpu(options: dict[str, Any], place: str) -> None:
+    """Without a bias, kernels serve whoever has classes and options that they know."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    rows, serves = list[int](), list[bool]()
+    run, asked = head_shards_sm90.run, head_sm90.serves
+
+    def counting(function: str, call: HeadCall, device: torch.device) -> None:
+        rows.append(call.M)
+        run(function, call, device)
+
+    def asking(t: Head, loss: Loss) -> bool:
+        serves.append(asked(t, loss))
+        if t.bias is None:
+            assert serves[-1] == (is_hopper(0) and head_sm90.can_do(loss) and len(t.weight) > 0)
+        return serves[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_shards_sm90, "run", counting)
+        patch.setattr(head_sm90, "serves", asking)
+        check_options(options, place, torch.bfloat16, mesh)
+    assert serves
+    assert bool(rows) == any(serves)
+
+
+def check_huge(mesh: DeviceMesh) -> None:
+    """A process whose classes are far below the others' has a gradient of its labels alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        with_kernels(patch)
+        x, weight, target, _ = heads.case(M, K, 301, dtype=torch.bfloat16)
+        weight[7] *= 300
+        target[1::2] = 300
+        heads.check((x, weight, target, None), 0.5, at_most=2.5, function=sharded(mesh))
+
+
+def check_kernels(mesh: DeviceMesh) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        rows = with_kernels(patch)
+        x, weight, target, _ = heads.case(M, K, 12, dtype=torch.bfloat16)
+        heads.results(sharded(mesh), (x, weight, target, None), chunk_rows=7)
+        assert rows == [7, 6]
+
+
 CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "leaves": check_leaves,
     "norm": check_norm,
     "compiled": check_compiled,
     "other placements": check_other_placements,
+    "one huge logit": check_huge,
+    "as many kernels as chunks": check_kernels,
 }
 
 
@@ -166,7 +232,14 @@ def run(name: str, mesh: DeviceMesh) -> None:
     cross_entropy.by_pytorch = None  # type: ignore[assignment]
     try:
         given = OPTIONS | VOCABULARIES
-        check_options(given[options], place, getattr(torch, dtype), mesh)
+        if dtype == CUDA:
+            check_on_gpu(given[options], place)
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype == KERNELS:
+                with_kernels(patch)
+                dtype = "bfloat16"
+            check_options(given[options], place, getattr(torch, dtype), mesh)
     finally:
         cross_entropy.by_pytorch = composed
 

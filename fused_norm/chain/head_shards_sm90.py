@@ -1,0 +1,118 @@
+"""A chunk of a vocabulary that processes share, by Hopper's kernels.
+
+Each process has offsets of its own, and computes again those of its rows whose sums are not safe.
+With o the offset of a row, E its exponentials here and lse the logarithm of the sum over all
+processes, the gradient of the logits here is
+
+    a exp(o - lse) E - b onehot(label)
+
+for the a and b of op/head/rows.mojo. So what processes tell each other of a row is their own
+logarithm, and the logit of its label.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fused_norm.call.memory import address
+from fused_norm.chain import shards
+from fused_norm.chain.head_rows import Chunk, Others, Rows, Terms
+from fused_norm.chain.head_sm90 import Chunks, run, weighted_rows
+from fused_norm.cross_entropy import Head, Loss
+
+# The least share of a row's sum that a process is taken to have, so that what stands before its
+# factor for the label stays finite; far below the roundings of bfloat16.
+_LEAST_SHARE = 1e-6
+# The least that a, the gradient of the sum, is to that of the label, as in op/head/rows.mojo.
+_LEAST_OF_SUM = 2.0**-20
+# What the kernels take for no label.
+_NO_LABEL = -1
+
+
+class ShardedChunks(Chunks):
+    """A call's memory for one chunk, and its record, used again by the next."""
+
+    def __init__(self, t: Head, loss: Loss, size: int, keeps: bool) -> None:
+        """Make room for chunks.
+
+        Args:
+            t: The tensors, rows in one dimension; the weight and the bias of this process alone.
+            loss: What to compute.
+            size: Most rows of a chunk.
+            keeps: Whether exponentials are wanted for gradients.
+        """
+        # The kernels compute the plain loss of this process's classes.
+        super().__init__(t._replace(class_weight=None), _plain(loss), size, keeps)
+        V = len(t.weight)
+        self.whole, self.options = t, loss
+        column = t.target - loss.first
+        is_here = (column >= 0) & (column < V) & (t.target != loss.ignore_index)
+        self.target = torch.where(is_here, column, _NO_LABEL)
+        self.plain_losses, self.logsumexp = self.x.new_empty((2, size), dtype=torch.float32)
+        if loss.label_smoothing:
+            self._smoothed(t, loss)
+
+    def _smoothed(self, t: Head, loss: Loss) -> None:
+        """Sum up the rows of the weight, and the bias, as all classes have them alike."""
+        V = len(t.weight)
+        if t.class_weight is None:
+            each = self.x.new_ones(V, dtype=torch.float32)
+        else:
+            each = t.class_weight[loss.first : loss.first + V].float()
+        self.class_weight_of_others, self.mean_weight = each, weighted_rows(t.weight, each)
+        self.mean_bias = None if t.bias is None else (t.bias.float() @ each).reshape(1)
+
+    def rows(self, chunk: Chunk) -> Rows | None:
+        """Compute a chunk; what it leaves is valid until the next one.
+
+        Returns None where no gradients are wanted.
+
+        Args:
+            chunk: Which rows.
+        """
+        part, loss, group = chunk.rows, self.options, self.options.group
+        x, offsets = self.x[part], self.offsets[part]
+        count = len(x)
+        plain, own = self.plain_losses[:count], self.logsumexp[:count]
+        call = self.call
+        call.M, call.x, call.target = count, address(x), address(self.target[part])
+        call.offsets, call.sums = address(offsets), address(self.sums[part])
+        call.losses, call.logsumexp = address(plain), address(own)
+        run("rows", call, x.device)
+        is_here = self.target[part] != _NO_LABEL
+        own_logit = torch.where(is_here, own - plain, 0)
+        most = shards.largest(own.unsqueeze(1), group)
+        of_all = None
+        if self.mean_weight is not None:
+            of_all = x.float() @ self.mean_weight
+            of_all = of_all if self.mean_bias is None else of_all + self.mean_bias
+        found = shards.totals(((own - most).exp(), own_logit, of_all), group)
+        lse = most + found[0].log()
+        terms = Terms.of(self.whole, loss, part, torch.float32)
+        chunk.losses.copy_(terms.losses(lse, found[1], found[2]))
+        chunk.logsumexp.copy_(lse)
+        if self.exponentials is None or self.scaled is None or chunk.scales is None:
+            return None
+        of_label = chunk.scales * terms.hard
+        least = of_label.abs() * _LEAST_OF_SUM
+        a = terms.of_sum(lse, chunk)
+        a = torch.where(a.abs() < least, least, a)
+        factors = a * (own - lse).exp().clamp_(min=_LEAST_SHARE) * (offsets - own).exp()
+        e = self.exponentials[:count, : call.V]
+        entry = (own_logit - offsets).exp() - of_label / factors
+        if loss.softcap:
+            entry *= 1 - (own_logit / loss.softcap).square()
+        column = self.target[part].clamp(min=0).unsqueeze(1)
+        kept = e.gather(1, column)[:, 0]
+        entry = torch.where(is_here & (a != 0), entry.to(e.dtype), kept)
+        e.scatter_(1, column, entry.unsqueeze(1))
+        torch.mul(x, factors.unsqueeze(1), out=self.scaled[:count])
+        others = None
+        if self.mean_weight is not None:
+            scales = chunk.scales * terms.smooth
+            others = Others(scales, self.class_weight_of_others, self.mean_weight)
+        return Rows(e, factors, self.scaled[:count], others)
+
+
+def _plain(loss: Loss) -> Loss:
+    return Loss(softcap=loss.softcap, ignore_index=_NO_LABEL)
