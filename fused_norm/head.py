@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_norm import composition, cross_entropy
 from fused_norm.composition import Operands, Spec
 from fused_norm.cross_entropy import REDUCTIONS, Head, Loss
 from fused_norm.ops import head as head_ops
+from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.family import checked_eps
 from fused_norm.ops.head_shards import has_dtensor, over_shards
 
@@ -83,7 +83,8 @@ def linear_cross_entropy(
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
     loss = _checked(reduction, ignore_index, label_smoothing, z_loss, softcap, _rows(chunk_rows))
-    x, weight, bias = _cast(x, weight, bias)
+    if (dtype := dtype_of_products(x)) is not None:
+        x, weight, bias = cast(dtype, x, weight, bias)
     t = Head(x, weight, bias, target, class_weight, token_weight)
     is_small = head_ops.fits(t) and not has_dtensor(t) and head_ops.is_small(t)
     if is_small and cross_entropy.is_plain(t, loss) and not return_logsumexp:
@@ -179,15 +180,3 @@ def _checked(
         raise ValueError(f"softcap must be None or positive, got {softcap}")
     numbers = (float(label_smoothing), float(z_loss), float(softcap or 0))
     return Loss(reduction, ignore_index, *numbers, chunk_rows)
-
-
-def _cast(*tensors: Any) -> list[Any]:
-    """Return the operands of the product as autocast has them."""
-    x = tensors[0]
-    if not isinstance(x, Tensor) or x.dtype is torch.float64:
-        return list(tensors)
-    device = x.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in tensors]

@@ -14,8 +14,10 @@ from fused_norm.activations import is_gate
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
+from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.eight_bits import quantize
 from fused_norm.ops.main_grad import added
+from fused_norm.ops.operands import fits
 from fused_norm.recipes import Recipe
 
 
@@ -155,16 +157,16 @@ def call(
     if spec.batch_invariant:
         raise RuntimeError("batch_invariant() has no FP8 products")
     weights = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
-    cast = torch.is_autocast_enabled(t.x.device.type)
+    is_cast = dtype_of_products(t.x) is not None
     for weight in t.weights:
-        if t.x.shape[-1:] != weight.shape[-1:] or (t.x.dtype is not weight.dtype and not cast):
+        if t.x.shape[-1:] != weight.shape[-1:] or not (is_cast or t.x.dtype is weight.dtype):
             # In PyTorch's words.
             return composition.compute(spec, t)
     scaled.require_fp8(t.x, weights)
     for weight in weights:
         quantized.require_inference(weight, recipe, composition.flat(t))
     power_of_two = _scales_are_rounded(how, weights)
-    if _is_fused(spec, t, weights):
+    if not is_cast and _is_fused(spec, t):
         return _inference(spec, t, how, power_of_two)
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
@@ -177,33 +179,15 @@ def call(
     return composition.compute(spec, t, multiply)
 
 
-def _is_fused(spec: Spec, t: Operands, weights: Sequence[Tensor]) -> bool:
+def _is_fused(spec: Spec, t: Operands) -> bool:
     """Return whether a call needs no gradient, and is a norm and what the ops have after it."""
     tensors = [v for v in composition.flat(t) if v is not None]
     follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
     return (
         not follows
-        and _are_as_kernels_read(t, weights)
         and first(t, "groups", "statistics") is None
         and not spec.returns_norm
-        and not torch.is_autocast_enabled(t.x.device.type)
-    )
-
-
-def _are_as_kernels_read(t: Operands, weights: Sequence[Tensor]) -> bool:
-    """Return whether nothing broadcasts, and all has the dtype of x but gamma and beta."""
-    x = t.x
-    biases = [*t.biases, *([] if t.out_weight is None else [t.out_bias])]
-    exact: list[tuple[Tensor | None, tuple[int, ...]]] = [(t.residual, x.shape)]
-    exact += [(bias, w.shape[:1]) for w, bias in zip(weights, biases, strict=True)]
-    if t.out_weight is not None:
-        exact.append((t.out_residual, (*x.shape[:-1], t.out_weight.shape[0])))
-    features = [v for v in (t.gamma, t.beta) if v is not None]
-    return (
-        all(w.dtype is x.dtype for w in weights)
-        and all(v is None or (v.shape == size and v.dtype is x.dtype) for v, size in exact)
-        and all(v.shape == x.shape[-1:] and v.dtype is features[0].dtype for v in features)
-        and all(v.dtype in (x.dtype, torch.float32) for v in features)
+        and fits(spec, t)
     )
 
 
@@ -277,12 +261,12 @@ def _multiplied(
     recipe: str,
     power_of_two: bool,
 ) -> list[Tensor]:
-    device = z.device.type
-    if torch.is_autocast_enabled(device) and z.dtype is torch.float32:
-        # As `F.linear`, and as kernels need it: norms give float32 there.
-        z = z.to(torch.get_autocast_dtype(device))
+    dtype = dtype_of_products(z)
+    if dtype is not None:
+        # As kernels need it: norms give float32 there.
+        z = cast(dtype, z)[0]
     pairs = [
-        (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b)
+        (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b, dtype)
         for w, b in zip(weights, biases, strict=True)
     ]
     ws, bs = [w for w, _ in pairs], [b for _, b in pairs]
@@ -292,16 +276,22 @@ def _multiplied(
     return list(ScaledLinears.apply(z, recipe, power_of_two, *ws, *bs))
 
 
-def _as_in_linear(z: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _as_in_linear(
+    z: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias as `F.linear` multiplies and adds them.
+
+    Args:
+        z: Of shape `[..., K]`.
+        weight: Should be of shape `[N, K]`.
+        bias: Should be None, or broadcast against `[N]`.
+        dtype: That of autocast, or None.
 
     Raises:
         RuntimeError: As `F.linear`, if shapes or dtypes disagree.
     """
-    device = z.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    if dtype is not None:
+        weight, bias = cast(dtype, weight, bias)
     elif not all(v is None or v.dtype is z.dtype for v in (weight, bias)):
         F.linear(z, weight, bias)
     if z.shape[-1] != weight.shape[-1]:

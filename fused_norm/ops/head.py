@@ -25,6 +25,7 @@ from fused_norm.ops.registration import (
     may_follow,
     without_none,
 )
+from fused_norm.ops.validation import Wanted, agree
 
 _TENSORS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
@@ -211,17 +212,17 @@ def fits(t: Head) -> bool:
         return False
     if x.dim() < 1 or weight.dim() != 2 or not x.dtype.is_floating_point:
         return False
-    given = [v for v in t if v is not None]
-    rows = (target, t.token_weight)
-    classes = (bias, t.class_weight)
+    rows, classes = x.shape[:-1], weight.shape[:1]
+    wanted: list[Wanted] = [
+        (weight, (*classes, x.shape[-1]), x.dtype),
+        (bias, classes, x.dtype),
+        (target, rows, torch.int64),
+        (t.class_weight, classes, None),
+        (t.token_weight, rows, None),
+    ]
     return (
-        all(v.device == x.device for v in given)
-        and x.device.type in ("cpu", "cuda", "meta")
-        and weight.dtype is x.dtype
-        and (bias is None or bias.dtype is x.dtype)
-        and target.dtype is torch.int64
-        and x.shape[-1] == weight.shape[1]
+        x.device.type in ("cpu", "cuda", "meta")
+        and all(v is None or v.device == x.device for v in t)
         and weight.shape[0] > 0
-        and all(v is None or v.shape == x.shape[:-1] for v in rows)
-        and all(v is None or v.shape == weight.shape[:1] for v in classes)
+        and agree(wanted)
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from fused_norm.call.memory import is_transposed
 from fused_norm.chain.kernels import may_multiply
 from fused_norm.composition import Added
+from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.operands import adds_in_product as is_added_in_product
@@ -22,7 +23,7 @@ from fused_norm.ops.registration import (
     is_watched,
     may_follow,
 )
-from fused_norm.ops.validation import are_strided, serves_now
+from fused_norm.ops.validation import Wanted, agree, are_strided, serves_now
 
 
 def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -121,8 +122,8 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
         RuntimeError: If a row may depend on no other, and nothing can compute that.
     """
     x, weight, bias, residual = t
-    if invariant and _is_autocast(x):
-        return _under_autocast(t)
+    if invariant and (dtype := dtype_of_products(x)) is not None:
+        return _invariant_in(dtype, t)
     if not _fits(t):
         y = F.linear(x, weight, bias)
         if invariant and x.numel() and y.numel():
@@ -152,43 +153,29 @@ def adds_in_product(t: Added) -> bool:
     return _fits(t) and _pays(x, weight) and is_added_in_product(x, weight)
 
 
-def _is_autocast(x: Any) -> bool:
-    return (
-        torch._C._is_any_autocast_enabled()
-        and isinstance(x, Tensor)
-        and torch.is_autocast_enabled(x.device.type)
-    )
-
-
-def _under_autocast(t: Added) -> Tensor:
-    """Return the same in autocast's dtype, as autocast treats a Linear layer, and then the sum."""
-    kind = t.x.device.type
-    dtype = torch.get_autocast_dtype(kind)
-    bias = None if t.bias is None else t.bias.to(dtype)
-    narrow = Added(t.x.to(dtype), t.weight.to(dtype), bias)
-    with torch.autocast(kind, enabled=False):
-        y = linear_add(narrow, True)
+def _invariant_in(dtype: torch.dtype, t: Added) -> Tensor:
+    """Return the product in autocast's dtype, and then the sum."""
+    with torch.autocast(t.x.device.type, enabled=False):
+        y = linear_add(Added(*cast(dtype, *t[:3])), True)
     return y if t.residual is None else t.residual + y
 
 
 def _fits(t: Added) -> bool:
     """Return whether kernels may take a call; what is wrong with others, PyTorch's ops say."""
     x, weight, bias, residual = t
-    tensors = [v for v in t if v is not None]
     if torch._C._are_functorch_transforms_active():
         return False
-    if not are_strided(tensors, x) or any(v.dtype is not x.dtype for v in tensors):
-        return False
-    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    if not are_strided([v for v in t if v is not None], x) or x.dim() < 2 or weight.dim() != 2:
         return False
     outputs = weight.shape[0]
-    if residual is not None and residual.shape != (*x.shape[:-1], outputs):
-        return False
     if not x.numel() or not outputs:
         return False
-    if bias is not None and bias.shape != (outputs,):
-        return False
-    return serves_now(x, x.dtype)
+    wanted: list[Wanted] = [
+        (weight, (outputs, x.shape[-1]), x.dtype),
+        (bias, (outputs,), x.dtype),
+        (residual, (*x.shape[:-1], outputs), x.dtype),
+    ]
+    return agree(wanted) and serves_now(x, x.dtype)
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:

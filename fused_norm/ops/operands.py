@@ -21,14 +21,14 @@ from fused_norm.call.record import LONGEST_ROW, MOST_GROUPS
 from fused_norm.chain import library
 from fused_norm.chain.kernels import NUMBERS, may_multiply
 from fused_norm.composition import NAMES, Operands, Spec, first
-from fused_norm.ops.validation import are_strided, serves_now
+from fused_norm.ops.autocast import cast_call, dtype_of_products
+from fused_norm.ops.validation import Wanted, agree, are_strided, serves_now
 
 # Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
 # H200 in bfloat16, and a quarter of one of a thread of a Xeon in float32 (bench, "launch", "wall").
 _GPU_PRODUCTS = (2 * 10**10, 6 * 10**10)
 _CPU_PRODUCTS = (5 * 10**6, 10**7)
 _ORDINARY = (Tensor, torch.nn.Parameter)
-_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _every_size = ContextVar("fused_norm.every_size", default=False)
 
 
@@ -46,18 +46,15 @@ def as_kernels_need(spec: Spec, t: Operands) -> Operands | None:
     if torch._C._are_functorch_transforms_active() or not _are_tensors(t):
         return None
     x, weights = t.x, t.weights
-    cast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
-    if cast:
-        ready = _autocast(t)
-        if ready is None:
-            return None
-        t = ready
+    cast = dtype_of_products(x)
+    if cast is not None:
+        t = cast_call(t, cast)
         x, weights = t.x, t.weights
         if spec.returns_norm and x.dtype is not weights[0].dtype:
             # Under autocast a norm's own result is wider than the product's input.
             return None
     dtype = weights[0].dtype
-    if not x.dim() or not (x.dtype is dtype or (cast and x.dtype is torch.float32)):
+    if not x.dim() or not (x.dtype is dtype or (cast is not None and x.dtype is torch.float32)):
         return None
     K = x.shape[-1]
     if K > LONGEST_ROW or not serves_now(x, dtype):
@@ -176,7 +173,7 @@ def fits(spec: Spec, t: Operands) -> bool:
         "features": ((K,), norm),
         "statistics": (x.shape[:-1], statistics_dtype(x.dtype)),
     }
-    wanted: list[tuple[Any, Any, torch.dtype]] = [
+    wanted: list[Wanted] = [
         (getattr(t, name), *form) for key, form in forms.items() for name in NAMES[key]
     ]
     N = 0
@@ -200,7 +197,7 @@ def fits(spec: Spec, t: Operands) -> bool:
             (t.out_bias, (last,), dtype),
             (t.out_residual, (*x.shape[:-1], last), dtype),
         ]
-    return all(v is None or (v.shape == shape and v.dtype is kept) for v, shape, kept in wanted)
+    return agree(wanted)
 
 
 def _with_groups(t: Operands) -> Operands | None:
@@ -226,35 +223,3 @@ def _with_groups(t: Operands) -> Operands | None:
     whole = (*x.shape[:prefix], *(1,) * (x.dim() - 1 - prefix), K)
     alike: dict[str, Any] = {n: v if v is None else v.expand(whole) for n, v in modulation.items()}
     return t._replace(**alike)
-
-
-def _autocast(t: Operands) -> Operands | None:
-    """Return the call as autocast has it: Linear layers in its dtype, the rest as it is."""
-    dtype = torch.get_autocast_dtype(t.x.device.type)
-    x = t.x
-    rows: dict[str, Tensor | None] = {name: getattr(t, name) for name in NAMES["rows"]}
-    parameters = (*t.weights, *(b for b in t.biases if b is not None), t.out_weight, t.out_bias)
-    if any(p is not None and p.dtype not in _CASTABLE for p in (x, *parameters)):
-        return None
-    for other in rows.values():
-        if other is not None and other.dtype is not x.dtype:
-            x = x.to(torch.promote_types(x.dtype, other.dtype))
-    if x.dtype in LOW_PRECISION and x.dtype is not dtype:
-        return None
-    if t.out_residual is not None and t.out_residual.dtype is not dtype:
-        return None
-
-    def like(v: Tensor | None, other: torch.dtype) -> Any:
-        return v if v is None else v.to(other)
-
-    like_x: dict[str, Any] = {
-        name: like(getattr(t, name), x.dtype) for name in (*rows, *NAMES["groups"])
-    }
-    return t._replace(
-        x=x,
-        **like_x,
-        weights=[w.to(dtype) for w in t.weights],
-        biases=[like(b, dtype) for b in t.biases],
-        out_weight=like(t.out_weight, dtype),
-        out_bias=like(t.out_bias, dtype),
-    )

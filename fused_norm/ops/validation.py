@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
 # Tensor's own, and what a class without one has.
 _TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
+# A tensor that is given or not, the shape it should have, and the dtype.
+Wanted = tuple[Tensor | None, Sequence[int], torch.dtype | None]
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
 CPU_DTYPES = GPU_DTYPES | {torch.float64}
 
@@ -117,6 +119,18 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
     if isinstance(x, Tensor) and x.is_floating_point() and y.is_floating_point():
         return y.to(x.dtype)
     return y
+
+
+def agree(wanted: Iterable[Wanted]) -> bool:
+    """Return whether tensors have the shapes and dtypes that they should.
+
+    Args:
+        wanted: For each tensor, its shape and dtype, or None for any; none for None.
+    """
+    for v, shape, dtype in wanted:
+        if v is not None and (v.shape != shape or dtype not in (None, v.dtype)):
+            return False
+    return True
 
 
 def are_strided(tensors: Iterable[Any], like: Any) -> bool:
