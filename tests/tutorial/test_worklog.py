@@ -20,6 +20,7 @@ from tutorial.worklog import (
     worklog,
     worklog_diagrams,
     worklog_figures,
+    worklog_model,
     worklog_page,
     worklog_rounds,
     worklog_steps,
@@ -31,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TOPICS = [
     *("naive", "tiled", "TMA + wgmma", "warp-specialized ring", "persistent with clusters"),
     *("no spills (SASS beside)", "epilogue", "statistics while multiplying"),
+    # What came after, in front of the steps that rest on it.
+    "ping-pong",
     *("centered fold with its numerics", "few rows", "backward", "hidden pass", "activation"),
-    # What came after.
-    "taking turns",
 ]
 SOURCES = sorted((ROOT / "tutorial/worklog").glob("step*.mojo"))
 QUICK = "step4_ring"
@@ -95,14 +96,14 @@ def test_forwards_have_one_denominator_that_of_their_rounds() -> None:
         "together": {"forward": {**sizes, "us": dict.fromkeys(names, 500.0) | peers}},
         "steps": {
             name: {"measured": [{**sizes, "us": {"step": us, "cublas": 1.0, "eager": 1.0}}]}
-            for name, us in (("tiled", 8000.0), ("turns", 1.0))
+            for name, us in (("tiled", 8000.0), ("ping-pong", 1.0))
         },
     }
     rows = {step.name: worklog_page.row(step, data) for step in worklog_steps.STEPS}
-    assert rows["turns"]["tflops"] == pytest.approx(2 * 8192 * 4096 * 4096 / 500e-6 / 1e12)
+    assert rows["ping-pong"]["tflops"] == pytest.approx(2 * 8192 * 4096 * 4096 / 500e-6 / 1e12)
     assert [rows[name]["of_cublas"] for name in names] == [0.8] * len(names)
     assert rows["tiled"]["of_cublas"] == 0.05
-    assert (rows["turns"]["of_eager"], rows["activation"]["of_eager"]) == (1.2, 1.4)
+    assert (rows["ping-pong"]["of_eager"], rows["activation"]["of_eager"]) == (1.2, 1.4)
     assert rows["ring"]["of_eager"] is None
     assert rows["backward"]["us"] is None
     data["table"] = list(rows.values())
@@ -256,6 +257,26 @@ def test_steps_import_the_library_and_what_lies_beside_them() -> None:
         imported = set(re.findall(r"^from (\w+)", path.read_text(), re.M))
         assert imported <= {"op", "max", "std", *beside}, path
         assert not (imported & beside) - {"entry", "normalized", "tile"}, path
+
+
+def test_models_are_those_of_the_library_and_of_the_log() -> None:
+    found = worklog_model.models(bytes_per_cycle=2500.0)
+    tiling = (ROOT / "op/gemm/sm90/tiling.mojo").read_text()
+    assert f"comptime _STORE = {worklog_model.STORE}" in tiling
+    assert f"Shape(128, True, {worklog_model.NARROW * 1000:.0f})" in tiling
+    log = (ROOT / "docs/hopper-log.md").read_text()
+    assert f"cuBLAS needs {worklog_model.CUBLAS:,} cycles" in log
+    # 7.76 waves of tiles, the last one counted in full.
+    assert found["ring"].cycles == 8 * 64 * 1024
+    assert found["no-spills"].cycles == found["ring"].cycles + 8 * 4400
+    reads = found["epilogue"].cycles - found["statistics"].cycles
+    assert reads == pytest.approx(2 * 8192 * 4096 / 2500)
+    assert found["ping-pong"].cycles < found["epilogue"].cycles
+    data = worklog_page.load()
+    data["table"] = [{"name": "no-spills", "of_cublas": 0.5, "cublas_us": 400.0}]
+    assert "| 6 | no-spills | 1118 | 559 |" in worklog_model.table(data)
+    data["table"] = []
+    assert "not measured yet" in worklog_model.table(data)
 
 
 @pytest.mark.parametrize("band", [1, 3, 8])

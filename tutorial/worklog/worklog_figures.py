@@ -25,8 +25,8 @@ from tutorial.worklog.worklog_trials import (
     epilogue,
     few_rows,
     hidden_pass,
+    ping_pong,
     statistics,
-    turns,
 )
 
 Data = dict[str, Any]
@@ -236,6 +236,6 @@ FIGURES: dict[str, tuple[Draw, tuple[str, ...]]] = {
     "backward": (backward, ("trials",)),
     "hidden-pass": (hidden_pass, ("trials",)),
     "activation": (activation, ("trials",)),
-    "turns": (turns, ("trials",)),
+    "ping-pong": (ping_pong, ("trials",)),
 }
 assert set(FIGURES) == {"ladder", "roofline", *(step.name for step in STEPS)}

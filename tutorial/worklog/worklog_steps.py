@@ -155,6 +155,15 @@ STEPS = (
     ),
     Step(
         9,
+        "ping-pong",
+        "Ping-pong",
+        "forward",
+        "op/gemm/sm90/consumer.mojo",
+        LARGE,
+        "ping-pong",
+    ),
+    Step(
+        10,
         "fold",
         "A fold that is centered, made in every call",
         "forward",
@@ -163,7 +172,7 @@ STEPS = (
         "centered fold with its numerics",
     ),
     Step(
-        10,
+        11,
         "few-rows",
         "Few rows",
         "forward",
@@ -173,7 +182,7 @@ STEPS = (
         (Sizes(33, 136, 264),),
     ),
     Step(
-        11,
+        12,
         "backward",
         "The backward",
         "step",
@@ -182,7 +191,7 @@ STEPS = (
         "backward",
     ),
     Step(
-        12,
+        13,
         "hidden-pass",
         "The pass that hides in a product",
         "step",
@@ -191,22 +200,13 @@ STEPS = (
         "hidden pass",
     ),
     Step(
-        13,
+        14,
         "activation",
         "The activation",
         "activation",
         "op/gemm/activation.mojo",
         LARGE,
         "activation",
-    ),
-    Step(
-        14,
-        "turns",
-        "Taking turns",
-        "forward",
-        "op/gemm/sm90/consumer.mojo",
-        LARGE,
-        "taking turns",
     ),
 )
 

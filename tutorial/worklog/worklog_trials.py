@@ -169,13 +169,13 @@ def activation(data: Data) -> Figure:
     return beside_one(trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD), "time / eager's", 1.25)
 
 
-def turns(data: Data) -> Figure:
-    """Show a product over PyTorch's, by consumers that share a tile and that take turns."""
+def ping_pong(data: Data) -> Figure:
+    """Show a product over PyTorch's, by consumers that share a tile and by ping-pong."""
     trial = data["trials"]["taking turns"]
     names = {
         "a tile for both": "both multiply one tile, then store it",
-        "its own of 128x192": "in turn, tiles of 128 x 192",
-        "its own of 128x128": "in turn, tiles of 128 x 128 (kept)",
+        "its own of 128x192": "ping-pong, tiles of 128 x 192",
+        "its own of 128x128": "ping-pong, tiles of 128 x 128 (kept)",
     }
     rows = {names[name]: [float(v) for v in values] for name, values in trial["rows"].items()}
     return beside_one(trial["shapes"], rows, (THEIRS, FAINT, OURS), "time / F.linear's", 1.25)
