@@ -192,11 +192,12 @@ C_LAYERS = [
     ["kernels"],
     ["operands", "choice"],
     ["linear", "folds", "rows"],
-    ["grouped"],
+    ["grouped", "eight_bits"],
     ["forward"],
     ["backward"],
     ["family_ops"],
     ["row_ops"],
+    ["eight_bits_ops"],
 ]
 
 

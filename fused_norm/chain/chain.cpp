@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "backward.h"
+#include "eight_bits_ops.h"
 #include "family_ops.h"
 #include "row_ops.h"
 
@@ -180,6 +181,12 @@ void register_all(torch::stable::detail::StableLibrary& m) {
   m.impl("composed_norm_backward", TORCH_BOX(&row_op_of_two<RowOp::NORM_BACKWARD>));
   m.impl("composed_div", TORCH_BOX(&row_op_of_two<RowOp::DIV>));
   m.impl("composed_div_backward", TORCH_BOX(&div_backward_op));
+  m.impl("fp8_quantize", TORCH_BOX(&fp8_quantize));
+  m.impl("fp8_norm", TORCH_BOX(&fp8_norm));
+  m.impl("fp8_linear", TORCH_BOX(&fp8_linear));
+  m.impl("fp8_linears", TORCH_BOX(&fp8_linears));
+  m.impl("fp8_layers", TORCH_BOX(&fp8_layers));
+  m.impl("fp8_layers_backward", TORCH_BOX(&fp8_layers_backward));
 }
 
 }  // namespace

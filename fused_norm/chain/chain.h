@@ -44,13 +44,13 @@ constexpr int64_t TRAINABLE_EPS = -1;
 struct Question {
   int32_t dtype, is_cpu, device, is_rows;
   int64_t stream, normalization;
-  int32_t is_alone, may_use_tf32, invariant, unused_too;
+  int32_t is_alone, may_use_tf32, invariant, is_eight_bits;
 };
 
 // Two files with C functions, loaded, each with the context of its calls (of row ops their own in place
-// of the passes); the strategy that calls are to take, without and with parameters that are frozen, 0 for the
-// fastest; and what was measured on such a CPU (`Device.as_array` in devices/costs.py). No file where
-// PyTorch's own product is to be taken.
+// of the passes, of matrices in 8 bits in place of the product); the strategy that calls are to take,
+// without and with parameters that are frozen, 0 for the fastest; and what was measured on such a CPU
+// (`Device.as_array` in devices/costs.py). No file where PyTorch's own product is to be taken.
 struct Answer {
   const char *product, *passes;
   int64_t product_context, passes_context, strategy, kept_strategy;

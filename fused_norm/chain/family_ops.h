@@ -40,14 +40,14 @@ inline int64_t number_of(const std::string& name) {
 inline thread_local std::string python_error;
 
 // What an op does where Python has to: with parameters that are frozen, or with empty tensors.
-template <class... Arguments>
-Handles call_python(const char* op, const Arguments&... arguments) {
+template <class Result = Handles, class... Arguments>
+Result call_python(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
   python_error.clear();
   const auto status = torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION);
   if (status != AOTI_TORCH_SUCCESS && !python_error.empty()) throw std::runtime_error(python_error);
   check(status, op);
-  return torch::stable::detail::to<Handles>(stack[0]);
+  return torch::stable::detail::to<Result>(stack[0]);
 }
 
 // The arguments that every op of the family begins with.

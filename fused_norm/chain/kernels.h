@@ -99,6 +99,22 @@ struct Passes {
         context(context) {}
 };
 
+// Quantization and products in 8 bits, of bfloat16: the extension fp8_sm90.
+struct EightBits {
+  Function quantize = nullptr, quantize_by_maxima = nullptr, normalize = nullptr, linear = nullptr,
+           linears = nullptr;
+  int64_t context = 0;
+
+  EightBits() = default;
+  EightBits(const Library& library, int64_t context)
+      : quantize(library("fp8_quantize")),
+        quantize_by_maxima(library("fp8_quantize_by_maxima")),
+        normalize(library("fp8_normalize")),
+        linear(library("fp8_linear")),
+        linears(library("fp8_linears")),
+        context(context) {}
+};
+
 inline void* current_stream(int32_t device) {
   using Get = AOTITorchError (*)(int32_t, void**);
   static const auto get = of_cuda<Get>("aoti_torch_get_current_cuda_stream");
@@ -125,11 +141,12 @@ inline void prepare_products(int32_t device) {
   if (!ready[device]) ready[device] = python.prepare(device) != 0;
 }
 
-// The kernels of a dtype; those of row ops by themselves.
+// The kernels of a dtype; those of row ops and of 8 bits by themselves.
 struct Loaded {
   Product product;
   Passes passes;
   RowFunction rows;
+  EightBits eight_bits;
 };
 
 // Returns them; Python chooses them once for a device, a stream and a norm.
@@ -153,10 +170,10 @@ inline const Loaded& loaded(const Question& question) {
     case 1: throw Declined();
     default: throw std::runtime_error(error ? error : "fused_norm: no kernels were found");
   }
-  const Library passes(answer.passes);
+  const Library product(answer.product), passes(answer.passes);
   const Loaded found{
-      Product(Library(answer.product), answer), Passes(passes, answer.passes_context),
-      passes.get<RowFunction>("rows_run")};
+      Product(product, answer), Passes(passes, answer.passes_context),
+      passes.get<RowFunction>("rows_run"), EightBits(product, answer.product_context)};
   return known.emplace_back(Known{question, python.told, found}).loaded;
 }
 

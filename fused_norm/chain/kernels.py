@@ -161,7 +161,7 @@ class Question(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "is_cpu", "device", "is_rows")),
         *((name, ctypes.c_int64) for name in ("stream", "normalization")),
-        *((n, ctypes.c_int32) for n in ("is_alone", "may_use_tf32", "invariant", "unused_too")),
+        *((n, ctypes.c_int32) for n in ("is_alone", "may_use_tf32", "invariant", "is_eight_bits")),
     )
 
 
@@ -204,6 +204,9 @@ def find(question: Any, answer: Any) -> None:
         BuildError: If there are none, and no compiler to build them.
     """
     dtype = _DTYPES[question.dtype]
+    if question.is_eight_bits:
+        _find_eight_bits(question, answer)
+        return
     if question.is_rows:
         _find_rows(question, answer, dtype)
         return
@@ -232,6 +235,15 @@ def find(question: Any, answer: Any) -> None:
         product = _file(str(kernels.path))
     _fill(answer, product, own, _file(str(passes.path)), context)
     answer.strategy, answer.kept_strategy = gpu_strategy(False), gpu_strategy(True)
+
+
+def _find_eight_bits(question: Any, answer: Any) -> None:
+    product, own = b"", 0
+    if not question.is_cpu and is_hopper(question.device):
+        extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
+        own = launcher(extension, question.device, question.stream, True)[1]
+        product = _file(str(extension.path))
+    _fill(answer, product, own, b"", 0)
 
 
 def _find_rows(question: Any, answer: Any, dtype: torch.dtype) -> None:

@@ -37,6 +37,8 @@ constexpr DType FLOAT32 = static_cast<DType>(torch::headeronly::ScalarType::Floa
 constexpr DType FLOAT64 = static_cast<DType>(torch::headeronly::ScalarType::Double);
 constexpr DType FLOAT16 = static_cast<DType>(torch::headeronly::ScalarType::Half);
 constexpr DType BFLOAT16 = static_cast<DType>(torch::headeronly::ScalarType::BFloat16);
+constexpr DType E4M3 = static_cast<DType>(torch::headeronly::ScalarType::Float8_e4m3fn);
+constexpr DType E5M2 = static_cast<DType>(torch::headeronly::ScalarType::Float8_e5m2);
 constexpr DType BYTES = static_cast<DType>(torch::headeronly::ScalarType::Byte);
 
 inline bool is_low_precision(DType dtype) {

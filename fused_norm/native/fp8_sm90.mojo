@@ -1,7 +1,7 @@
 """A CPython extension that launches Hopper's kernels for 8 bits on PyTorch's stream.
 
 Built once: mojo build -I . --emit shared-lib --target-accelerator=nvidia:sm_90a. All else is bfloat16.
-Each function takes the address of a `Call`. All tensors are dense and start at multiples of 16 bytes.
+Each function takes the address of a `Call`, as a function of Python and as one of C. All tensors are dense and start at multiples of 16 bytes.
 """
 
 from std.os import abort
@@ -10,7 +10,7 @@ from std.python.bindings import PythonModuleBuilder
 
 from op.call import CallPointer
 from op.device import Launcher, new_launcher
-from op.entry import add_pass
+from op.entry import add_pass, from_c
 from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
 from op.passes.quantize import run_normalize_quantized, run_quantize
 from op.passes.quantize_by_maxima import run_quantize_by_maxima
@@ -38,6 +38,31 @@ def _quantize(call: CallPointer) raises:
 
 def _quantize_by_maxima(call: CallPointer) raises:
     run_quantize_by_maxima(Launcher.at(call[].context)[].gpu, call[])
+
+
+@export
+def fp8_linear(call: CallPointer) abi("C") -> Int:
+    return from_c[_linear](call)
+
+
+@export
+def fp8_linears(call: CallPointer) abi("C") -> Int:
+    return from_c[_linears](call)
+
+
+@export
+def fp8_normalize(call: CallPointer) abi("C") -> Int:
+    return from_c[_normalize](call)
+
+
+@export
+def fp8_quantize(call: CallPointer) abi("C") -> Int:
+    return from_c[_quantize](call)
+
+
+@export
+def fp8_quantize_by_maxima(call: CallPointer) abi("C") -> Int:
+    return from_c[_quantize_by_maxima](call)
 
 
 @export

@@ -1,14 +1,12 @@
 """Quantization as PyTorch knows it: matrices in 8 bits and their scales, also transposed.
 
-On Hopper kernels quantize bfloat16 with scales for rows, for columns and for a tensor; elsewhere
-PyTorch's ops do what `recipes.py` says.
+On Hopper the chain (chain/eight_bits.h) has kernels quantize bfloat16 with scales for rows, for
+columns and for a tensor; elsewhere PyTorch's ops do what `recipes.py` says.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,16 +15,12 @@ from torch import Tensor
 
 from fused_norm import recipes
 from fused_norm.call import frozen
-from fused_norm.call.record import Call
 from fused_norm.chain import kernels
-from fused_norm.native import build
-from fused_norm.ops.registration import define_in_python
+from fused_norm.ops.registration import define, unseen
 from fused_norm.recipes import E4M3, E5M2, Cast
 
 # Operands of 8 bits start, and each of their rows, at a multiple of 16 bytes.
 MULTIPLE = 16
-# In the record, as op/rows/types.mojo has them.
-TYPES = {E4M3: 4, E5M2: 5}
 
 
 def serves(x: Tensor, *scalings: str) -> bool:
@@ -36,29 +30,6 @@ def serves(x: Tensor, *scalings: str) -> bool:
         and all(scaling in ("row", "tensor") for scaling in scalings)
         and kernels.is_hopper(x.device.index or 0)
     )
-
-
-@functools.cache
-def _launcher(device: int, stream: int) -> tuple[ModuleType, int]:
-    extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
-    return kernels.launcher(extension, device, stream, True)
-
-
-def run(name: str, device: torch.device, **fields: Any) -> None:
-    """Run a kernel on the current stream.
-
-    Args:
-        name: Its entry point.
-        device: Where.
-        **fields: Those of the record; of tensors the address, 0 for None.
-    """
-    index = device.index or 0
-    module, context = _launcher(index, torch._C._cuda_getCurrentRawStream(index))
-    call = Call(context=context)
-    for field, value in fields.items():
-        if value is not None:
-            setattr(call, field, value.data_ptr() if isinstance(value, Tensor) else value)
-    getattr(module, name)(ctypes.addressof(call))
 
 
 def scales_of(shape: Any, scaling: str) -> tuple[Any, Any]:
@@ -77,48 +48,10 @@ def scales_of(shape: Any, scaling: str) -> tuple[Any, Any]:
     return (M, 1) if scaling == "row" else (1, 1)
 
 
-def _quantize(
+def _by_pytorch(
     v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool, plain: bool, turned: bool
 ) -> list[Tensor]:
-    cast = Cast(E5M2 if is_e5m2 else E4M3, scaling)
-    if frozen.has_offloaded():
-        frozen.require_values([v])
-    if v.dtype is not torch.bfloat16 or not v.numel() or not serves(v, scaling):
-        return _by_pytorch(v, cast, power_of_two, plain, turned)
-    M, K = v.shape
-    if K % 8 and (turned or scaling == "tensor"):
-        return _by_pytorch(v, cast, power_of_two, plain, turned)
-    (v,) = kernels.in_aligned_memory(v)
-    kind = {"eight_bits": TYPES[cast.dtype], "power_of_two": power_of_two}
-    results: list[Tensor] = []
-    q = torch.empty_like(v, dtype=cast.dtype) if plain else None
-    if scaling == "row" and q is not None:
-        scale = v.new_empty((M, 1), dtype=torch.float32)
-        run("quantize", v.device, M=M, K=K, x=v, z=q, z_scale=scale, **kind)
-        results = [q, scale]
-    pitch, qt = 0, None
-    if turned:
-        pitch = M + -M % MULTIPLE
-        qt = v.new_empty((K, pitch), dtype=cast.dtype)
-    if scaling == "row" and qt is not None:
-        scale, maxima = v.new_empty((K, 1), dtype=torch.float32), v.new_zeros(2 * K)
-        fields = {"x": v, "zt": qt, "zt_scale": scale, "workspace": maxima, "pitch": pitch}
-        run("quantize_by_maxima", v.device, M=M, K=K, **fields, **kind)
-        results += [qt, scale]
-    if scaling == "tensor":
-        scale, maxima = v.new_empty((1, 1), dtype=torch.float32), v.new_zeros(2)
-        fields = {"x": v, "z": q, "zt": qt, "z_scale": scale, "workspace": maxima, "pitch": pitch}
-        run("quantize_by_maxima", v.device, M=M, K=K, **fields, **kind)
-        # No result of an op may be another.
-        results = [] if q is None else [q, scale]
-        results += [] if qt is None else [qt, scale.clone() if results else scale]
-    return results
-
-
-def _by_pytorch(
-    v: Tensor, cast: Cast, power_of_two: bool, plain: bool, turned: bool
-) -> list[Tensor]:
-    results: list[Tensor] = []
+    cast, results = Cast(E5M2 if is_e5m2 else E4M3, scaling), list[Tensor]()
     if plain:
         results += recipes.quantize(v, cast, power_of_two)
     if turned:
@@ -139,11 +72,11 @@ def _fake_quantize(
     return results
 
 
-_op = define_in_python(
+_op = define(
     "fp8_quantize(Tensor v, bool is_e5m2, str scaling, bool power_of_two, bool plain, "
     "bool turned) -> Tensor[]",
-    _quantize,
     _fake_quantize,
+    unseen(_by_pytorch),
 )
 
 
@@ -166,3 +99,54 @@ def quantize(
     is_e5m2 = cast.dtype is E5M2
     found: list[Tensor] = _op(v, is_e5m2, cast.scaling, power_of_two, plain, turned)
     return found
+
+
+def in_8_bits(
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    scaling: str,
+    power_of_two: bool,
+    *,
+    turned: bool = False,
+) -> tuple[list[Tensor], list[Tensor | None], bool]:
+    """Return weights in e4m3, their scales, and whether earlier calls made them, if any are frozen.
+
+    Elsewhere they are returned as they came: the ops that multiply by them quantize them.
+
+    Args:
+        weights: Each of shape `[N, K]`.
+        scales: Of those that are in 8 bits already, None for others.
+        scaling: What shares a scale.
+        power_of_two: Whether scales are rounded up to powers of two.
+        turned: Whether they are wanted transposed, for gradients.
+    """
+    if not frozen.is_any():
+        return [*weights], [*scales], False
+    found = [
+        _made(weight, Cast(E4M3, scaling), power_of_two, turned)
+        if scale is None
+        else (weight, scale, False)
+        for weight, scale in zip(weights, scales, strict=True)
+    ]
+    return [q for q, *_ in found], [scale for _, scale, _ in found], all(kept for *_, kept in found)
+
+
+def _made(
+    weight: Tensor, cast: Cast, power_of_two: bool, turned: bool
+) -> tuple[Tensor, Tensor, bool]:
+    made: list[Tensor] = []
+
+    def make() -> tuple[Tensor, ...]:
+        frozen.require_values([weight])
+        made.extend(quantize(weight, cast, power_of_two, plain=not turned, turned=turned))
+        return tuple(made)
+
+    if found := frozen.find([weight], meets=not turned):
+        record, keys = found
+        name = ("fp8", cast.scaling, power_of_two, turned)
+        kept = record.prepared(name, keys, make, weight.device)
+        if kept is not None:
+            q, scale = kept.tensors
+            return q, scale, not made
+    q, scale = make()
+    return q, scale, False

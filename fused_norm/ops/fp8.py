@@ -1,9 +1,8 @@
-"""The op family in FP8: its products, their gradients, and calls in inference."""
+"""The op family in FP8: which calls are, and how those in inference are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,86 +17,13 @@ from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.eight_bits import quantize
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
+from fused_norm.ops.scaled_linears import ScaledLinears, linears
 from fused_norm.recipes import Recipe
 
 
-class ScaledLinears(torch.autograd.Function):
-    """z W^T + b in FP8 for each W of several. The forward saves z and W as they came."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, z: Tensor, recipe: str, power_of_two: bool, *parameters: Any
-    ) -> tuple[Tensor, ...]:
-        """Return `[..., N]` for each of the weights, which come before as many biases."""
-        count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(z, *weights)
-        ctx.kind = recipe, power_of_two
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
-        # A layer whose result is not used has no gradient.
-        ctx.set_materialize_grads(False)
-        return tuple(linears(z, weights, biases, recipes.find(recipe), power_of_two))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of z, the weights and the biases."""
-        z, *weights = ctx.saved_tensors
-        name, power_of_two = ctx.kind
-        recipe, count = recipes.find(name), len(weights)
-        wants, wants_dz = ctx.needs_input_grad[3:], ctx.needs_input_grad[0]
-        dz: Tensor | None = None
-        dweights: list[Tensor | None] = [None] * count
-        dbiases: list[Tensor | None] = [None] * count
-        x = z.reshape(-1, z.shape[-1])
-        turned: list[Tensor] = []
-        for i, (weight, dy) in enumerate(zip(weights, dys, strict=True)):
-            if dy is None:
-                continue
-            rows = dy.reshape(-1, dy.shape[-1])
-            turns = wants[i] and recipe.has_fp8_wgrad
-            q: list[Tensor] = []
-            if wants_dz or turns:
-                q = quantize(rows, recipe.grad, power_of_two, plain=wants_dz, turned=turns)
-            if wants_dz:
-                part = _input_gradient(q[:2], weight, recipe, power_of_two, dy.dtype)
-                dz = part if dz is None else dz + part
-            if turns:
-                turned = turned or quantize(x, recipe.input, power_of_two, plain=False, turned=True)
-                how = (recipe.grad.scaling, recipe.input.scaling, power_of_two)
-                dweight = scaled.linear(*q[-2:], *turned, *how, None, None, "", dy.dtype)
-                dweights[i] = dweight.to(weight.dtype)
-            elif wants[i]:
-                dweights[i] = (rows.t() @ x.to(dy.dtype)).to(weight.dtype)
-            if wants[count + i]:
-                dbiases[i] = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtypes[i])
-        if dz is not None:
-            dz = dz.reshape(z.shape).to(z.dtype)
-        return dz, None, None, *dweights, *dbiases
-
-
-def linears(
-    z: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    recipe: Recipe,
-    power_of_two: bool,
-) -> list[Tensor]:
-    """Return z W^T + b, `[..., N]` in the dtype of the weight, for each weight.
-
-    Args:
-        z: Of shape `[..., K]`.
-        weights: Each of shape `[N, K]`.
-        biases: For each one of shape `[N]`, or None.
-        recipe: How.
-        power_of_two: Whether scales are rounded up to powers of two.
-    """
-    q = quantize(z.reshape(-1, z.shape[-1]), recipe.input, power_of_two)
-    products = _products(q, weights, biases, recipe, power_of_two, weights[0].dtype)
-    return [_in_shape(y, z.shape[:-1]) for y in products]
-
-
 def _products(
-    q: Sequence[Tensor],
+    q: Tensor,
+    scale: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     recipe: Recipe,
@@ -108,33 +34,14 @@ def _products(
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
     numbers, scales = zip(*map(quantized.parts, weights), strict=True)
     if len(weights) == 1:
-        return [scaled.linear(*q, numbers[0], scales[0], *how, biases[0], None, "", dtype)]
-    found: list[Tensor] = scaled.linears(*q, [*numbers], [*scales], *how, [*biases], dtype)
-    return found
+        return [scaled.linear(q, scale, numbers[0], scales[0], *how, biases[0], None, "", dtype)]
+    return scaled.linears(q, scale, numbers, scales, *how, biases, dtype)
 
 
 def _in_shape(y: Tensor, rows: Sequence[int]) -> Tensor:
     """Return `[M, N]` as `[*rows, N]`, and no view: as that of `F.linear` it may be written."""
     found: Tensor = torch.ops.aten._unsafe_view(y, [*rows, y.shape[-1]])
     return found
-
-
-def _input_gradient(
-    q: Sequence[Tensor], weight: Tensor, recipe: Recipe, power_of_two: bool, dtype: torch.dtype
-) -> Tensor:
-    """Return dy W, `[M, K]`.
-
-    Args:
-        q: dy in 8 bits, `[M, N]`, and its scales.
-        weight: Of shape `[N, K]`.
-        recipe: How.
-        power_of_two: Whether scales are rounded up to powers of two.
-        dtype: Of the result.
-    """
-    how = (recipe.grad.scaling, recipe.weight_for_dgrad.scaling, power_of_two)
-    last = (None, None, "", dtype, None, None, None, True)
-    dz: Tensor = scaled.linear(*q, weight, None, *how, *last)
-    return dz
 
 
 def call(
@@ -195,32 +102,32 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     """Compute a call by a norm that quantizes its rows, and products with all that follows."""
     x = t.x
     norm = (spec.normalization, spec.eps, spec.weight_offset, recipe.input.scaling, power_of_two)
-    total, *q = scaled.norm(x, t.residual, t.gamma, t.beta, *norm)
+    total, q, scale = scaled.norm(x, t.residual, t.gamma, t.beta, *norm)
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
     rows = x.shape[:-1]
     layers = list(zip(map(quantized.parts, t.weights), t.biases, strict=True))
     is_one = not spec.is_joined or len(layers) == 1
     if _is_gate_of_two(spec, t):
         (gate, bias), (up, up_bias) = layers
-        last = (bias, None, spec.activation, x.dtype, *up, up_bias)
-        products = [scaled.linear(*q, *gate, *how, *last)]
+        gated = (q, scale, *gate, *how, bias, None, spec.activation, x.dtype, *up, up_bias)
+        products = [scaled.linear(*gated)]
+    elif is_one and spec.activation:
+        each = [(q, scale, *w, *how, b, None, spec.activation, x.dtype) for w, b in layers]
+        products = [scaled.linear(*one) for one in each]
     else:
-        if is_one and spec.activation:
-            products = [
-                scaled.linear(*q, *w, *how, bias, None, spec.activation, x.dtype)
-                for w, bias in layers
-            ]
-        else:
-            products = _products(q, t.weights, t.biases, recipe, power_of_two, x.dtype)
+        products = _products(q, scale, t.weights, t.biases, recipe, power_of_two, x.dtype)
         if not is_one:
             products = [composition.activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
-        q = quantize(products[0], recipe.input, power_of_two)
         residual = t.out_residual
-        if residual is not None:
-            residual = residual.reshape(-1, residual.shape[-1]).contiguous()
-        out = quantized.parts(t.out_weight)
-        products = [scaled.linear(*q, *out, *how, t.out_bias, residual, "", x.dtype)]
+        if residual is None:
+            products = linears(products[0], [t.out_weight], [t.out_bias], recipe, power_of_two)
+        else:
+            q, scale = quantize(products[0], recipe.input, power_of_two)
+            residual = residual.reshape(-1, residual.shape[-1])
+            out = quantized.parts(t.out_weight)
+            last = (q, scale, *out, *how, t.out_bias, residual, "", x.dtype)
+            products = [scaled.linear(*last)]
     outputs = [_in_shape(y, rows) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
 

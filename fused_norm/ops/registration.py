@@ -83,18 +83,26 @@ def define_in_python(
     """
     name = schema[: schema.index("(")]
     _define(schema, fake, 0)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, unseen(kernel), key)
+    return _called(getattr(torch.ops.fused_norm, name).default)
+
+
+def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel in Python whose ops neither autograd nor autocast sees.
+
+    Args:
+        kernel: The kernel, whose first argument is a tensor.
+    """
 
     def run(*arguments: Any) -> Any:
-        # Neither autograd nor autocast sees the ops in it.
         with torch._C._AutoDispatchBelowAutograd():
             if not torch._C._is_any_autocast_enabled():
                 return kernel(*arguments)
             with torch.autocast(arguments[0].device.type, enabled=False):
                 return kernel(*arguments)
 
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, run, key)
-    return _called(getattr(torch.ops.fused_norm, name).default)
+    return run
 
 
 def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:

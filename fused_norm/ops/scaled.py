@@ -1,12 +1,11 @@
 """What FP8 calls are made of, as PyTorch knows it: norm + quantization, and products.
 
-On Hopper in bfloat16, with scales for rows or for a tensor, kernels compute them; elsewhere
-PyTorch's ops do what `recipes.py` says.
+On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_ops.h) has
+kernels compute them; elsewhere PyTorch's ops do what `recipes.py` says.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,22 +13,17 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, recipes
-from fused_norm.activations import is_gate, number_of
+from fused_norm.activations import is_gate
 from fused_norm.call import frozen
-from fused_norm.call.record import FUSED, Part
-from fused_norm.chain import kernels
 from fused_norm.composition import Operands, Spec, summed
-from fused_norm.norms import NORMS
-from fused_norm.ops.eight_bits import MULTIPLE, TYPES, quantize, run, scales_of, serves
+from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of, serves
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import define_in_python
+from fused_norm.ops.registration import define, unseen
 from fused_norm.recipes import E4M3, Cast
 from fused_norm.reference import widened
 
 # The least of NVIDIA's that multiplies FP8.
 _CAPABILITY = (8, 9)
-# Layers that one launch has at most.
-_MOST_PARTS = 3
 
 
 def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
@@ -72,38 +66,18 @@ def _norm(
     power_of_two: bool,
 ) -> list[Tensor]:
     t = Operands(x, residual, gamma, beta)
+    # Kernels quantize what has been rounded to the dtype of x.
     is_served = x.dtype is torch.bfloat16 and serves(x, scaling) and x.numel() > 0
-    if not is_served or scaling != "row":
-        total = summed(t)
-        spec, rows = Spec(normalization, eps=eps, weight_offset=weight_offset), total
-        # PyTorch's norms take no parameters of another dtype on GPUs.
-        if not is_served or any(v is not None and v.dtype is not x.dtype for v in (gamma, beta)):
-            rows = widened(total)
-            gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
-        z = composition.normalized(spec, rows, t._replace(gamma=gamma, beta=beta))
-        z = z.to(x.dtype) if is_served else z
-        q, scale = quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
-        return [x.new_empty(0) if residual is None else total, q, scale]
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    gamma, beta = kernels.in_aligned_memory(gamma, beta)
-    K = x.shape[-1]
-    M = x.numel() // K
-    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
-    q = x.new_empty((M, K), dtype=E4M3)
-    scale, mean, rstd = (x.new_empty(size, dtype=torch.float32) for size in ((M, 1), (M,), (M,)))
-    affine = gamma if gamma is not None else beta
-    wide_norm = affine is not None and affine.dtype is torch.float32
-    run(
-        "normalize",
-        x.device,
-        **{"M": M, "K": K, "x": x, "residual": residual, "gamma": gamma, "beta": beta},
-        **{"normalization": NORMS[normalization].number, "eps": eps},
-        **{"weight_offset": weight_offset, "z": q, "z_scale": scale, "mean": mean, "rstd": rstd},
-        **{"sum": total if residual is not None else None, "norm_is_float32": wide_norm},
-        power_of_two=power_of_two,
-    )
-    return [total, q, scale]
+    total = summed(t)
+    spec, rows = Spec(normalization, eps=eps, weight_offset=weight_offset), total
+    # PyTorch's norms take no parameters of another dtype on GPUs.
+    if not is_served or any(v is not None and v.dtype is not x.dtype for v in (gamma, beta)):
+        rows = widened(total)
+        gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
+    z = composition.normalized(spec, rows, t._replace(gamma=gamma, beta=beta))
+    z = z.to(x.dtype) if is_served else z
+    q, scale = quantize(z.reshape(-1, x.shape[-1]), Cast(E4M3, scaling), power_of_two)
+    return [x.new_empty(0) if residual is None else total, q, scale]
 
 
 def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -114,31 +88,7 @@ def _fake_norm(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
     return [total, q, x.new_empty(scales_of((M, K), rest[-2]), dtype=torch.float32)]
 
 
-def _of_weight(
-    weight: Tensor, scaling: str, power_of_two: bool, turned: bool = False
-) -> tuple[Tensor, Tensor, bool]:
-    """Return a weight in e4m3, its scales, and whether an earlier call made them, of one frozen.
-
-    It is transposed for gradients.
-    """
-    cast, made = Cast(E4M3, scaling), list[Tensor]()
-
-    def make() -> tuple[Tensor, ...]:
-        made.extend(quantize(weight, cast, power_of_two, plain=not turned, turned=turned))
-        return tuple(made)
-
-    if found := frozen.find([weight], meets=not turned):
-        record, keys = found
-        name = ("fp8", scaling, power_of_two, turned)
-        kept = record.prepared(name, keys, make, weight.device)
-        if kept is not None:
-            q, scale = kept.tensors
-            return q, scale, not made
-    q, scale = make()
-    return q, scale, False
-
-
-def _linear(
+def linear(
     q: Tensor,
     scale: Tensor,
     weight: Tensor,
@@ -153,51 +103,132 @@ def _linear(
     up: Tensor | None = None,
     up_scale: Tensor | None = None,
     up_bias: Tensor | None = None,
-    turned: bool = False,
 ) -> Tensor:
-    is_kept = is_up_kept = False
+    """Return act(rows W^T + b) + residual, `[M, N]`.
+
+    Args:
+        q: Rows in 8 bits, `[M, K]`.
+        scale: Their scales.
+        weight: `[N, K]`, in 8 bits if it has scales.
+        weight_scale: Those, or None.
+        scaling: What shares a scale of rows.
+        weight_scaling: What shares a scale of weights.
+        power_of_two: Whether scales are rounded up to powers of two.
+        bias: `[N]`, or None.
+        residual: `[M, N]`, or None; without an activation only.
+        activation: As composition.py names it.
+        dtype: Of the result.
+        up: What a gate multiplies if it is a weight of its own, `[N, K]`.
+        up_scale: Its scales, or None.
+        up_bias: Its bias, or None.
+    """
+    are_kept = False
+    if not torch.compiler.is_compiling() and frozen.is_any():
+        has_up = [] if up is None else [up]
+        scales = [weight_scale, up_scale][: 1 + len(has_up)]
+        by = in_8_bits([weight, *has_up], scales, weight_scaling, power_of_two)
+        (weight, *has_up), (weight_scale, *_), are_kept = by
+        up, up_scale = (has_up[0], by[1][1]) if has_up else (None, None)
+    operands = (q, scale, weight, weight_scale, scaling, weight_scaling, power_of_two)
+    last = (bias, residual, activation, dtype, up, up_scale, up_bias, are_kept)
+    y: Tensor = _linear_op(*operands, *last)
+    return y
+
+
+def _linear(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    up: Tensor | None,
+    up_scale: Tensor | None,
+    up_bias: Tensor | None,
+    _: bool,
+) -> Tensor:
+    how = (scaling, weight_scaling, power_of_two)
+    if frozen.is_any() and weight_scale is None:
+        after = (bias, residual, activation, dtype, up, up_scale, up_bias)
+        again = (q, scale, weight, weight_scale, *how, *after)
+        return linear(*again)
+    if not q.numel():
+        return _fake_linear(q, scale, weight, *[None] * 6, activation, dtype, up)
+    y = multiply(q, scale, weight, weight_scale, *how, bias, dtype)
+    if up is not None:
+        y = torch.cat([y, multiply(q, scale, up, up_scale, *how, up_bias, dtype)], -1)
+    if activation:
+        return composition.activated(activation, y).to(dtype)
+    return (y if residual is None else y + residual.float()).to(dtype)
+
+
+def multiply(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return rows W^T + b by PyTorch's ops, in float32.
+
+    Args:
+        q: Rows in 8 bits, `[M, K]`.
+        scale: Their scales.
+        weight: `[N, K]`, in 8 bits if it has scales.
+        weight_scale: Those, or None.
+        scaling: What shares a scale of rows.
+        weight_scaling: What shares a scale of the weight.
+        power_of_two: Whether scales are rounded up to powers of two.
+        bias: `[N]`, or None.
+        dtype: In which a GPU multiplies.
+    """
     if weight_scale is None:
-        weight, weight_scale, is_kept = _of_weight(weight, weight_scaling, power_of_two, turned)
-    (M, K), N = q.shape, weight.shape[0]
-    if up is not None and up_scale is None:
-        up, up_scale, is_up_kept = _of_weight(up, weight_scaling, power_of_two)
-        is_kept = is_kept and is_up_kept
-    if dtype is not torch.bfloat16 or not serves(q, scaling, weight_scaling) or not M:
-        wide = dtype if q.is_cuda else torch.float32
-        layers = [(weight, weight_scale, bias)]
-        if up is not None and up_scale is not None:
-            layers.append((up, up_scale, up_bias))
-        parts = []
-        for w, w_scale, b in layers:
-            y = recipes.product((q, scale), scaling, (w, w_scale), weight_scaling, wide).float()
-            parts.append(y if b is None else y + b.float())
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        if activation:
-            return composition.activated(activation, y).to(dtype)
-        return (y if residual is None else y + residual.float()).to(dtype)
-    # One scale of a tensor is one of each row.
-    scale, weight_scale = scale.expand(M, 1).contiguous(), weight_scale.expand(N, 1).contiguous()
-    (bias,) = kernels.in_aligned_memory(bias)
-    outputs = N // 2 if is_gate(activation) and up is None else N
-    fields: dict[str, Any] = {}
-    if up is not None and up_scale is not None:
-        (up_bias,) = kernels.in_aligned_memory(up_bias)
-        fields = {"up": up, "up_scale": up_scale.expand(N, 1).contiguous(), "up_bias": up_bias}
-    elif is_gate(activation):
-        fields = {"up": weight[outputs:], "up_scale": weight_scale[outputs:]}
-        fields["up_bias"] = None if bias is None else bias[outputs:]
-    y = q.new_empty((M, outputs), dtype=dtype)
-    run(
-        "linear",
-        q.device,
-        **{"M": M, "N": outputs, "K": K, "z": q, "z_scale": scale, "y": y, "bias": bias},
-        **{"weight": weight, "weight_scale": weight_scale},
-        **{"activation": number_of(activation), "eight_bits": TYPES[q.dtype]},
-        # Only then was the weight there before the rows were.
-        strategy=FUSED if is_kept else 0,
-        **fields,
-    )
-    return y if residual is None else y.add_(residual)
+        weight, weight_scale = quantize(weight, Cast(E4M3, weight_scaling), power_of_two)
+    wide, by = dtype if q.is_cuda else torch.float32, (weight, weight_scale)
+    y = recipes.product((q, scale), scaling, by, weight_scaling, wide).float()
+    return y if bias is None else y + bias.float()
+
+
+def linears(
+    q: Tensor,
+    scale: Tensor,
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor | None],
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    biases: Sequence[Tensor | None],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return rows W^T + b, `[M, N]`, for each W of several: as `linear`, in one launch if it pays.
+
+    Args:
+        q: Rows in 8 bits, `[M, K]`.
+        scale: Their scales.
+        weights: Each of shape `[N, K]`, in 8 bits if it has scales.
+        weight_scales: For each its scales, or None.
+        scaling: What shares a scale of rows.
+        weight_scaling: What shares a scale of weights.
+        power_of_two: Whether scales are rounded up to powers of two.
+        biases: For each one of shape `[N]`, or None.
+        dtype: Of the results.
+    """
+    are_kept = False
+    if not torch.compiler.is_compiling() and frozen.is_any():
+        how = (weight_scaling, power_of_two)
+        weights, weight_scales, are_kept = in_8_bits(weights, weight_scales, *how)
+    operands = (q, scale, [*weights], [*weight_scales], scaling, weight_scaling, power_of_two)
+    found: list[Tensor] = _linears_op(*operands, [*biases], dtype, are_kept)
+    return found
 
 
 def _linears(
@@ -210,82 +241,53 @@ def _linears(
     power_of_two: bool,
     biases: Sequence[Tensor | None],
     dtype: torch.dtype,
+    _: bool,
 ) -> list[Tensor]:
-    (M, K), count = q.shape, len(weights)
     how = (scaling, weight_scaling, power_of_two)
-    has_biases = len({bias is None for bias in biases}) == 1
-    is_served = dtype is torch.bfloat16 and serves(q, scaling, weight_scaling) and M > 0
-    if not (is_served and has_biases and count <= _MOST_PARTS and q.dtype is E4M3):
-        layers = zip(weights, weight_scales, biases, strict=True)
-        return [_linear(q, scale, w, s, *how, b, None, "", dtype) for w, s, b in layers]
-    parts, held = (Part * count)(), list[Tensor | None]()
-    outputs, are_kept = [], True
-    for i, (weight, own) in enumerate(zip(weights, weight_scales, strict=True)):
-        if own is None:
-            weight, own, is_kept = _of_weight(weight, weight_scaling, power_of_two)
-            are_kept = are_kept and is_kept
-        else:
-            are_kept = False
-        own = own.expand(len(weight), 1).contiguous()
-        (bias,) = kernels.in_aligned_memory(biases[i])
-        y = q.new_empty((M, len(weight)), dtype=dtype)
-        tensors = {"weight": weight, "scale": own, "bias": bias, "y": y}
-        parts[i] = Part(
-            N=len(weight), **{name: v.data_ptr() for name, v in tensors.items() if v is not None}
-        )
-        # The kernel is queued behind what frees their memory.
-        held += tensors.values()
-        outputs.append(y)
-    fields = {"z": q, "z_scale": scale.expand(M, 1).contiguous(), "eight_bits": TYPES[E4M3]}
-    run(
-        "linears",
-        q.device,
-        **{"M": M, "N": sum(part.N for part in parts), "K": K, **fields},
-        **{"parts": ctypes.addressof(parts), "part_count": count},
-        strategy=FUSED if are_kept else 0,
-    )
-    return outputs
+    if frozen.is_any() and any(own is None for own in weight_scales):
+        return linears(q, scale, weights, weight_scales, *how, biases, dtype)
+    if not q.numel():
+        return [q.new_empty((len(q), len(weight)), dtype=dtype) for weight in weights]
+    layers = zip(weights, weight_scales, biases, strict=True)
+    return [multiply(q, scale, w, s, *how, b, dtype).to(dtype) for w, s, b in layers]
 
 
 def _fake_linears(q: Tensor, _: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    return [q.new_empty((q.shape[0], len(weight)), dtype=rest[-1]) for weight in weights]
+    dtype = rest[5]
+    return [q.new_empty((q.shape[0], len(weight)), dtype=dtype) for weight in weights]
 
 
 def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    # What is left out of the end is None.
-    activation, dtype, up, *others = (*rest[6:], None)
-    N = weight.shape[1] if others[2:3] == [True] else weight.shape[0]
-    N //= 2 if is_gate(activation) and up is None else 1
+    activation, dtype, up = rest[6:9]
+    N = len(weight) // (2 if is_gate(activation) and up is None else 1)
     return q.new_empty((q.shape[0], N), dtype=dtype)
 
 
-norm = define_in_python(
+norm = define(
     "fp8_norm(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, str normalization, "
     "float eps, float weight_offset, str scaling, bool power_of_two) -> Tensor[]",
-    _norm,
     _fake_norm,
+    unseen(_norm),
 )
-linear = define_in_python(
+_linear_op = define(
     "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
     "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
-    "ScalarType dtype, Tensor? up=None, Tensor? up_scale=None, Tensor? up_bias=None, "
-    "bool turned=False) -> Tensor",
-    _linear,
+    "ScalarType dtype, Tensor? up, Tensor? up_scale, Tensor? up_bias, bool are_kept) -> Tensor",
     _fake_linear,
+    unseen(_linear),
 )
-linears = define_in_python(
+_linears_op = define(
     "fp8_linears(Tensor q, Tensor scale, Tensor[] weights, Tensor?[] weight_scales, str scaling, "
-    "str weight_scaling, bool power_of_two, Tensor?[] biases, ScalarType dtype) -> Tensor[]",
-    _linears,
+    "str weight_scaling, bool power_of_two, Tensor?[] biases, ScalarType dtype, bool are_kept) "
+    "-> Tensor[]",
     _fake_linears,
+    unseen(_linears),
 )
 
 
 def _linear_flops(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> int:
-    # What is left out of the end is None.
-    up, *others = (*rest[8:], None)
-    outputs: int = weight.shape[1] if others[2:3] == [True] else weight.shape[0]
-    return 2 * q.numel() * (outputs + (0 if up is None else up.shape[0]))
+    up = rest[8]
+    return 2 * q.numel() * (len(weight) + (0 if up is None else len(up)))
 
 
 count_flops("fp8_linear", _linear_flops)

@@ -145,6 +145,14 @@ def test_outliers_leave_what_they_leave_in_torchao(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_have_zero_gradients(recipe: str, device: str) -> None:
+    x, w, b, dy = operands(device)
+    found = step(recipe, x[:0], w, b, dy[:0])
+    assert [v.shape for v in found] == [(0, N), (0, K), (N, K), (N,)]
+    assert not any(v.any() for v in found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shape", [(16, 16384, 32), (16384, 32, 16), (16, 32, 16384)], ids=str)
 def test_long_sums(recipe: str, shape: tuple[int, int, int], device: str) -> None:
     """Of y by K, of dweight by the rows, of dx by the outputs."""

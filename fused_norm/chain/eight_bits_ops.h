@@ -1,0 +1,291 @@
+// Norms, quantization and Linear layers in 8 bits as PyTorch's ops: what kernels cannot take as it stands,
+// Python computes by PyTorch's ops, or of frozen weights finds what was made of them before.
+
+#pragma once
+
+#include "eight_bits.h"
+#include "row_ops.h"
+
+namespace fused_norm {
+
+// Runs kernels, or the op `..._by_python` where they decline.
+template <class Result = Handles, class Body, class... Arguments>
+Result by_kernels(Body body, const char* otherwise, const Arguments&... arguments) {
+  try {
+    const NoGrad no_grad;
+    return body();
+  } catch (const Declined&) {
+  }
+  return call_python<Result>(otherwise, arguments...);
+}
+
+inline void append(Handles& all, const Scaled& matrix) {
+  all.push_back(given_of(matrix.q));
+  all.push_back(given_of(matrix.scale));
+}
+
+inline Handles fp8_quantize(
+    Given v, bool is_e5m2, std::string scaling, bool power_of_two, bool plain, bool turned) {
+  const auto run = [&] {
+    const auto matrix = tensor_of(v);
+    const Cast cast(is_e5m2 ? E5M2 : E4M3, scaling, power_of_two);
+    require_kernels(matrix.dtype() == BFLOAT16);
+    const OnDevice on_device(matrix);
+    auto found = quantized(matrix, cast, plain, turned, eight_bits_of(matrix));
+    // No result of an op may be another.
+    if (plain && turned && !cast.by_row) found.turned.scale = cloned(found.plain.scale);
+    Handles all;
+    if (plain) append(all, found.plain);
+    if (turned) append(all, found.turned);
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_quantize_by_python", v, is_e5m2, scaling, power_of_two, plain, turned);
+}
+
+// The sum of x and a residual, nothing without one, and the normalized rows in 8 bits.
+inline Handles normalized_in_8_bits(
+    const Tensor& x, const Tensor& residual, const Tensor& gamma, const Tensor& beta,
+    const Spec& spec, bool power_of_two) {
+  require_kernels(x.dtype() == BFLOAT16 && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW);
+  const auto& kernels = eight_bits_of(x);
+  const Shape features{x.size(-1)};
+  const Tensor& affine = gamma.defined() ? gamma : beta;
+  for (const auto& v : {gamma, beta}) {
+    require_kernels(
+        !v.defined() ||
+        (is_beside(v, x) && are_equal(v.sizes(), features) && v.dtype() == affine.dtype() &&
+         (v.dtype() == BFLOAT16 || v.dtype() == FLOAT32)));
+  }
+  require_kernels(
+      !residual.defined() ||
+      (is_beside(residual, x) && residual.dtype() == BFLOAT16 &&
+       are_equal(residual.sizes(), x.sizes())));
+  const auto rows = dense(x), added = dense(residual), scale_of = readable(gamma),
+             shift_of = readable(beta);
+  auto call = rows_call(x.numel() / x.size(-1), 0, kernels.context);
+  call.K = x.size(-1);
+  const auto total = empty(residual.defined() ? Shape(x.sizes()) : Shape{0}, x);
+  const Scaled z{empty(Shape{call.M, call.K}, x, E4M3), empty(Shape{call.M, 1}, x, FLOAT32)};
+  const auto statistics = empty(Shape{2, call.M}, x, FLOAT32);
+  call.x = address(rows);
+  call.residual = address(added);
+  call.sum = residual.defined() ? address(total) : nullptr;
+  call.gamma = address(scale_of);
+  call.beta = address(shift_of);
+  call.normalization = spec.normalization;
+  call.eps = spec.eps;
+  call.weight_offset = spec.weight_offset;
+  call.norm_is_float32 = affine.defined() && affine.dtype() == FLOAT32;
+  call.power_of_two = power_of_two;
+  call.z = address(z.q);
+  call.z_scale = address(z.scale);
+  call.mean = address(statistics);
+  call.rstd = static_cast<float*>(address(statistics)) + call.M;
+  launch(kernels.normalize, call, x);
+  Handles all{given_of(total)};
+  append(all, z);
+  return all;
+}
+
+inline Handles fp8_norm(
+    Given x, Optional residual, Optional gamma, Optional beta, std::string normalization,
+    double eps, double weight_offset, std::string scaling, bool power_of_two) {
+  const auto run = [&] {
+    require_kernels(scaling == "row");
+    const auto rows = tensor_of(x);
+    const OnDevice on_device(rows);
+    return normalized_in_8_bits(
+        rows, tensor_of(residual), tensor_of(gamma), tensor_of(beta),
+        {number_of(normalization), 0, eps, weight_offset}, power_of_two);
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_norm_by_python", x, residual, gamma, beta, normalization, eps,
+      weight_offset, scaling, power_of_two);
+}
+
+// A layer's weight in 8 bits: as it was given with its scale, or quantized here. Python knows what was
+// made of those that are frozen.
+inline Scaled weight_of(
+    const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool turned,
+    const EightBits& kernels) {
+  if (scale.defined()) return {weight, scale};
+  require_kernels(!frozen_level && is_beside(weight, like));
+  const auto found = quantized(weight, cast, !turned, turned, kernels);
+  return turned ? found.turned : found.plain;
+}
+
+inline std::vector<Layer> layers_of(
+    const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
+    const Cast& cast, const EightBits& kernels) {
+  std::vector<Layer> layers;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    layers.push_back(
+        {weight_of(
+             tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, false, kernels),
+         tensor_of(biases.at(i))});
+  }
+  return layers;
+}
+
+inline bool is_bfloat16(torch::headeronly::ScalarType dtype) {
+  return dtype == torch::headeronly::ScalarType::BFloat16;
+}
+
+inline Given fp8_linear(
+    Given q, Given scale, Given weight, Optional weight_scale, std::string scaling,
+    std::string weight_scaling, bool power_of_two, Optional bias, Optional residual,
+    std::string activation, torch::headeronly::ScalarType dtype, Optional up, Optional up_scale,
+    Optional up_bias, bool are_kept) {
+  const auto run = [&] {
+    require_kernels(is_bfloat16(dtype));
+    const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
+    const auto given = tensor_of(q);
+    const OnDevice on_device(given);
+    const auto rows = rows_of({given, tensor_of(scale)});
+    const auto& kernels = eight_bits_of(rows.q);
+    const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels);
+    Layer other;
+    if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels)[0];
+    const auto added = tensor_of(residual);
+    const auto y = product(
+        rows, layers[0], rows.q.sizes(), are_kept, kernels, number_of(activation), other);
+    if (added.defined()) {
+      require_kernels(
+          is_beside(added, y) && added.dtype() == BFLOAT16 && are_equal(added.sizes(), y.sizes()));
+      add(y, dense(added), kernels_for(y, false).passes);
+    }
+    return given_of(y);
+  };
+  return by_kernels<Given>(
+      run, "fused_norm::fp8_linear_by_python", q, scale, weight, weight_scale, scaling,
+      weight_scaling, power_of_two, bias, residual, activation, dtype, up, up_scale, up_bias,
+      are_kept);
+}
+
+inline Handles fp8_linears(
+    Given q, Given scale, Handles weights, Optionals weight_scales, std::string scaling,
+    std::string weight_scaling, bool power_of_two, Optionals biases,
+    torch::headeronly::ScalarType dtype, bool are_kept) {
+  const auto run = [&] {
+    require_kernels(is_bfloat16(dtype));
+    const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
+    const auto given = tensor_of(q);
+    const OnDevice on_device(given);
+    const auto rows = rows_of({given, tensor_of(scale)});
+    const auto& kernels = eight_bits_of(rows.q);
+    const auto layers = layers_of(weights, weight_scales, biases, rows.q, cast, kernels);
+    Handles all;
+    for (const auto& y : products(rows, layers, rows.q.sizes(), are_kept, kernels)) {
+      all.push_back(given_of(y));
+    }
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_linears_by_python", q, scale, weights, weight_scales, scaling,
+      weight_scaling, power_of_two, biases, dtype, are_kept);
+}
+
+// Several layers on the same rows, which are quantized here.
+inline Handles fp8_layers(
+    Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
+    std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
+    bool are_kept) {
+  const auto run = [&] {
+    const auto given = tensor_of(z);
+    require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
+    require_kernels(given.numel());
+    const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
+    const OnDevice on_device(given);
+    const auto& kernels = eight_bits_of(given);
+    const auto rows = quantized(dense(given).rows(), cast, true, false, kernels).plain;
+    const auto layers = layers_of(weights, weight_scales, biases, given, by, kernels);
+    Handles all;
+    for (const auto& y : products(rows, layers, given.sizes(), are_kept, kernels)) {
+      all.push_back(given_of(y));
+    }
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
+      weight_scaling, power_of_two, dtype, are_kept);
+}
+
+// What the gradients of layers are computed of, and how.
+struct Differentiated {
+  Tensors dys, weights, scales;
+  // Rows.
+  Tensor z;
+  Cast grad, weight, input;
+  bool has_fp8_wgrad, are_kept;
+};
+
+// The gradients of the rows, of each weight and of each bias, as far as these are wanted.
+inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
+  const size_t count = of.weights.size();
+  Tensors found(1 + 2 * count);
+  Scaled turned;
+  for (size_t i = 0; i < count; ++i) {
+    if (!of.dys[i].defined()) continue;
+    const auto sizes = of.dys[i].sizes();
+    require_kernels(of.dys[i].dtype() == BFLOAT16 && sizes.size() && of.dys[i].numel());
+    const auto dy = readable(of.dys[i]).rows();
+    require_kernels(is_beside(dy, of.z) && dy.size(0) == of.z.size(0));
+    const auto& kernels = eight_bits_of(dy);
+    const bool turns = wanted[1 + i] && of.has_fp8_wgrad;
+    Quantized q;
+    if (wanted[0] || turns) q = quantized(dy, of.grad, wanted[0], turns, kernels);
+    if (wanted[0]) {
+      const auto weight = weight_of(of.weights[i], of.scales[i], dy, of.weight, true, kernels);
+      const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
+      if (!found[0].defined()) {
+        found[0] = part;
+      } else {
+        add(found[0], part, kernels_for(part, false).passes);
+      }
+    }
+    if (turns) {
+      if (!turned.defined()) turned = quantized(of.z, of.input, false, true, kernels).turned;
+      found[1 + i] = product(q.turned, {turned, {}}, q.turned.q.sizes(), false, kernels);
+    } else if (wanted[1 + i]) {
+      found[1 + i] = empty(Shape{dy.size(1), of.z.size(1)}, dy);
+      mm(found[1 + i], dy.transposed(), of.z);
+    }
+    if (wanted[1 + count + i]) {
+      found[1 + count + i] = sum_of_rows(dy, kernels_for(dy, false).passes);
+    }
+  }
+  return found;
+}
+
+inline Handles fp8_layers_backward(
+    Given z, Optionals grad_outputs, Handles weights, Optionals weight_scales,
+    std::string grad_scaling, bool is_e5m2, std::string weight_scaling, std::string scaling,
+    bool power_of_two, bool has_fp8_wgrad, std::vector<int64_t> wanted, bool are_kept) {
+  const auto run = [&] {
+    const auto rows = dense(tensor_of(z));
+    require_kernels(rows.dtype() == BFLOAT16 && rows.dim() && rows.numel());
+    const OnDevice on_device(rows);
+    Differentiated of{
+        {}, {}, {}, rows.rows(), Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
+        Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
+        has_fp8_wgrad, are_kept};
+    for (size_t i = 0; i < weights.size(); ++i) {
+      of.dys.push_back(tensor_of(grad_outputs.at(i)));
+      of.weights.push_back(tensor_of(weights[i]));
+      of.scales.push_back(tensor_of(weight_scales.at(i)));
+    }
+    std::vector<bool> flags(1 + 2 * weights.size());
+    for (const int64_t place : wanted) flags.at(static_cast<size_t>(place)) = true;
+    const auto found = layer_gradients(of, flags);
+    Handles all;
+    for (const int64_t place : wanted) all.push_back(given_of(found[static_cast<size_t>(place)]));
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_layers_backward_by_python", z, grad_outputs, weights, weight_scales,
+      grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad, wanted,
+      are_kept);
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,124 @@
+"""Stands for Hopper's kernels for 8 bits on a CPU: from record to record, by `recipes.py`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from stand_in import EIGHT_BITS, standing_in
+from torch import Tensor
+
+from fused_norm import recipes
+from fused_norm.activations import ACTIVATIONS
+from fused_norm.call.record import Call, Part
+from fused_norm.recipes import E4M3, E5M2, Cast
+
+BF16, F32 = torch.bfloat16, torch.float32
+TYPES = {4: E4M3, 5: E5M2}
+
+
+def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return the tensor at an address, which kernels can read 16 bytes at a time."""
+    assert address
+    assert address % 16 == 0
+    count = int(torch.Size(shape).numel()) * dtype.itemsize
+    memory = (ctypes.c_char * count).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def store(address: int, values: Tensor) -> None:
+    at(address, values.dtype, *values.shape).copy_(values)
+
+
+def quantize(call: Any) -> None:
+    x = at(call.x, BF16, call.M, call.K)
+    q, scale = recipes.quantize(x, Cast(TYPES[call.eight_bits], "row"), bool(call.power_of_two))
+    store(call.z, q)
+    store(call.z_scale, scale)
+
+
+def quantize_by_maxima(call: Any) -> None:
+    x, by_column = at(call.x, BF16, call.M, call.K), call.zt_scale != 0
+    assert call.K % 8 == 0
+    assert not at(call.workspace, F32, call.K if by_column else 1).any()
+    cast = Cast(TYPES[call.eight_bits], "row" if by_column else "tensor")
+    if call.z:
+        assert not by_column
+        store(call.z, recipes.quantize(x, cast, bool(call.power_of_two))[0])
+    q, scale = recipes.quantize(x.t(), cast, bool(call.power_of_two))
+    if call.zt:
+        assert call.pitch == call.M + -call.M % 16
+        zt = at(call.zt, cast.dtype, call.K, call.pitch)
+        zt.zero_()
+        zt[:, : call.M] = q
+    store(call.zt_scale if by_column else call.z_scale, scale)
+
+
+def normalize(call: Any) -> None:
+    size = (call.M, call.K)
+    x = at(call.x, BF16, *size)
+    if call.residual:
+        x = x + at(call.residual, BF16, *size)
+        store(call.sum, x)
+    kind = F32 if call.norm_is_float32 else BF16
+    gamma, beta = (at(a, kind, call.K).float() if a else None for a in (call.gamma, call.beta))
+    if gamma is not None:
+        gamma = gamma + call.weight_offset
+    rows = x.float()
+    if call.normalization == 0:
+        z = F.layer_norm(rows, (call.K,), gamma, beta, call.eps)
+    else:
+        z = F.rms_norm(rows, (call.K,), gamma, call.eps)
+    q, scale = recipes.quantize(z, Cast(E4M3, "row"), bool(call.power_of_two))
+    store(call.z, q)
+    store(call.z_scale, scale)
+
+
+def product(call: Any, N: int, weight: int, scale: int, bias: int) -> Tensor:
+    rows = at(call.z, TYPES[call.eight_bits], call.M, call.K), at(call.z_scale, F32, call.M, 1)
+    by = at(weight, E4M3, N, call.K), at(scale, F32, N, 1)
+    y = recipes.product(rows, "row", by, "row")
+    return y + at(bias, BF16, N).float() if bias else y
+
+
+def linear(call: Any) -> None:
+    y = product(call, call.N, call.weight, call.weight_scale, call.bias)
+    if call.activation:
+        function = next(a.function for a in ACTIVATIONS.values() if a.number == call.activation)
+        y = function(y)
+    if call.up:
+        y = y * product(call, call.N, call.up, call.up_scale, call.up_bias)
+    store(call.y, y.to(BF16))
+
+
+def linears(call: Any) -> None:
+    parts = (Part * call.part_count).from_address(call.parts)
+    assert sum(part.N for part in parts) == call.N
+    for part in parts:
+        y = product(call, part.N, part.weight, part.scale, part.bias)
+        store(part.y, y.to(BF16))
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[list[tuple[str, int]]]:
+    """Have the chain run these for bfloat16 on a CPU; gives the names and strategies of what ran.
+
+    Args:
+        folder: Where C is compiled.
+    """
+    ran: list[tuple[str, int]] = []
+    functions = (quantize, quantize_by_maxima, normalize, linear, linears)
+    kernels = dict(zip(EIGHT_BITS, functions, strict=True))
+
+    def run(name: str, place: int) -> None:
+        call = Call.from_address(place)
+        ran.append((name, call.strategy))
+        kernels[name](call)
+
+    with standing_in(folder, run, EIGHT_BITS):
+        yield ran
