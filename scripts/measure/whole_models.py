@@ -5,13 +5,13 @@
 
 Models are those of examples/: ViT-L (timm), LLaMA 3.2 1B, Whisper large-v3-turbo, Qwen3 0.6B,
 GPT-2 XL, BERT and ModernBERT large, SigLIP so400m (transformers) and DiT-XL/2 (diffusers), with
-random weights; one whose library is missing is left out, and says
-so. Eager, torch.compile and this library's backend share a model's parameters and are interleaved,
-in a new random order each round. Training is forward and backward, with new gradients and no
-optimizer. Each is first compared with the model in float32, one call of a batch at a time, so that
-it takes little memory: whatever errs more than twice as much as eager is not timed. In inference,
-`fused_norm-frozen` is a copy of the model that is frozen, with weights offloaded; its memory counts
-what it takes more than the model. `--resume` measures what a file lacks.
+random weights; one whose library is missing is left out, and says so. Eager, torch.compile and this
+library's backend share a model's parameters and are interleaved, in a new random order each round.
+Training is forward and backward, with new gradients and no optimizer. Each is first compared with
+the model in float32, one call of a batch at a time, so that it takes little memory: whatever errs
+more than twice as much as eager is not timed. In inference, `fused_norm-frozen` is a copy of the
+model that is frozen, with weights offloaded; its memory counts what it takes more than the model.
+`--resume` measures what a file lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import functools
 import gc
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_tables import line, plot, table
 from torch import Tensor, nn
 
 from benchmarks.case import dtype_name
 from benchmarks.environment import describe
 from benchmarks.memory import is_out_of_memory, peak
-from benchmarks.report import size as bytes_in_words
 from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
 from fused_norm.freeze import freeze
 from fused_norm.models import Site, backend
@@ -53,7 +52,6 @@ MODELS = {
 MODES = ("forward", "train")
 FROZEN = "fused_norm-frozen"
 PROVIDERS = ("eager", "compile", "fused_norm", FROZEN)
-COLORS = dict(zip(PROVIDERS, ("#5f6b76", "#edae49", "#d1495b", "#8d2f3d"), strict=True))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What errs more than this of eager's error is wrong; less than the other is rounding alone.
 MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
@@ -313,98 +311,6 @@ def _timer(step: Step, device: torch.device) -> Timer:
     if device.type == "cpu":
         return CpuTimer([step])
     return GpuTimer([step], torch.cuda.current_stream(device), None)
-
-
-def seconds(result: dict[str, Any]) -> float | None:
-    """Return the median seconds of a call, None where it was not timed."""
-    timings = result.get("timings", {})
-    timing = timings.get("launch") or timings.get("wall")
-    return None if timing is None else float(timing["median"]) * 1e-6
-
-
-def line(found: dict[str, Any]) -> str:
-    """Return a measurement in a line.
-
-    Args:
-        found: What `measure` returned.
-    """
-    parts = [f"{found['model']} {found['mode']} ({found['fused']} fused):"]
-    for provider, result in found["results"].items():
-        took = seconds(result)
-        if took is None:
-            parts.append(f"{provider} {result['status']} {result.get('message', '')}")
-        else:
-            parts.append(f"{provider} {found['count'] / took:,.0f} {found['unit']}/s")
-    return "  ".join(parts)
-
-
-def table(run: dict[str, Any]) -> str:
-    """Return the measurements as a table in Markdown.
-
-    Args:
-        run: What was written.
-    """
-    environment = run["environment"]
-    machine = environment["gpu"] or environment["cpu"]
-    lines = [
-        f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time is "
-        "that of eager in the same rounds.",
-        "",
-        "| model | mode | commit | batch | norms fused | provider | a second | time | peak memory "
-        "| error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for m in run["measurements"]:
-        eager = seconds(m["results"]["eager"])
-        for provider, result in m["results"].items():
-            head = f"| {m['model']} | {m['mode']} | {m['commit'][:7]} | {m['batch']} | "
-            head += f"{m['fused']} | `{provider}` | "
-            took = seconds(result)
-            if took is None or eager is None:
-                lines.append(f"{head}{result['status']} | | | |")
-                continue
-            held = result["peak bytes"]
-            memory = "" if held is None else bytes_in_words(held)
-            error = max(result["output error"], result["gradient error"])
-            rate = f"{m['count'] / took:,.0f} {m['unit']}"
-            lines.append(f"{head}{rate} | {took / eager:.2f} | {memory} | {error:.1e} |")
-    return "\n".join(lines) + "\n"
-
-
-def plot(run: dict[str, Any], path: Path) -> None:
-    """Draw each provider's speed, of eager's, with the spread of the rounds.
-
-    Args:
-        run: What was written.
-        path: Where to.
-    """
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    from matplotlib import pyplot
-
-    shown = [m for m in run["measurements"] if seconds(m["results"]["eager"]) is not None]
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.62 * len(shown)), layout="constrained")
-    providers = [p for p in PROVIDERS if any(p in m["results"] for m in shown)]
-    height = 0.8 / max(len(providers), 1)
-    for i, provider in enumerate(providers):
-        for row, m in enumerate(shown):
-            eager, took = seconds(m["results"]["eager"]), seconds(m["results"].get(provider, {}))
-            if eager is None or took is None:
-                continue
-            place = row + (i - (len(providers) - 1) / 2) * height
-            label = provider if row == 0 else None
-            axes.barh(place, eager / took, height, color=COLORS[provider], label=label)
-            axes.text(eager / took, place, f" {m['count'] / took:,.0f} {m['unit']}/s", va="center")
-    axes.set_yticks(range(len(shown)), [f"{m['model']}, {m['mode']}" for m in shown])
-    axes.invert_yaxis()
-    axes.margins(x=0.25)
-    axes.axvline(1.0, color="#333333", linewidth=0.8)
-    axes.set_xlabel("speed, of eager's")
-    environment = run["environment"]
-    axes.set_title(f"Whole models, {environment['gpu'] or environment['cpu']}, {run['dtype']}")
-    if shown:
-        figure.legend(loc="outside lower center", ncols=len(providers), frameon=False)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def test_plots_show_something(tmp_path: Path, registry: Callable[..., None]) -> 
 
 @pytest.fixture(autouse=True)
 def siblings_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(PAGE.parent)
+    for folder in (PAGE.parent, ROOT / "scripts"):
+        monkeypatch.syspath_prepend(folder)
 
 
 def _script(path: Path) -> ModuleType:

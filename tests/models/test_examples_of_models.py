@@ -68,6 +68,7 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("timm", reason="timm is not installed: uv sync --group models")
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts/measure")
+    import model_tables
     import whole_models
 
     path, page = tmp_path / "models.json", tmp_path / "models.md"
@@ -85,7 +86,7 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (train["mode"], train["fused"], train["count"]) == ("train", "5 of 5 norms", 1)
     assert train["results"]["fused_norm"]["gradient error"] < 1e-5
     assert train["results"]["fused_norm"]["peak bytes"] > 0
-    assert all(whole_models.seconds(result) > 0 for result in train["results"].values())
+    assert all(model_tables.seconds(result) > 0 for result in train["results"].values())
     assert forward["results"]["fused_norm"]["status"] == "wrong"
     assert "timings" not in forward["results"]["fused_norm"]
     assert "| 1 | 5 of 5 norms | `fused_norm` | wrong |" in page.read_text()
@@ -94,8 +95,8 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_pages_have_the_committed_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts/measure")
-    import whole_models
+    import model_tables
 
     root = EXAMPLES.parent
     run = json.loads((root / "benchmarks/results/h200-models.json").read_text())
-    assert whole_models.table(run) in (root / "docs/models.md").read_text()
+    assert model_tables.table(run) in (root / "docs/models.md").read_text()
