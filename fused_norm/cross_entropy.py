@@ -28,7 +28,7 @@ class Loss(NamedTuple):
         label_smoothing: Share of the label that all classes have alike.
         z_loss: Factor of the squared logarithm of the sum of exponentials.
         softcap: What logits are limited to by tanh, 0 for nothing.
-        chunk_rows: Rows whose logits exist at one time, 0 for what suits the device.
+        chunk_rows: Rows whose logits exist at once, 0 for what suits the device.
         group: Name of the processes that share the vocabulary, "" if one has all of it.
         first: The first class that this process has of it.
         classes: Classes of the whole vocabulary where processes share it.
@@ -105,7 +105,7 @@ def plain(t: Head, loss: Loss) -> Tensor:
 def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
     """Return the loss and the logarithm of each row's sum of exponentials, in float32 or float64.
 
-    All logits exist at one time. It is differentiable any number of times, and raises as PyTorch's
+    All logits exist at once. It is differentiable any number of times, and raises as PyTorch's
     ops do.
 
     Args:

@@ -25,8 +25,8 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
 
     On Hopper, an inference call in bfloat16 is often fastest with a fold: a copy of the weight with
     gamma multiplied in, and its rows centered. In FP8, every call takes its weights in 8 bits.
-    Without freezing, each call makes them anew; of a frozen model the first call makes them, and
-    they are kept. CUDA graphs captured after that call read them. Nothing else is kept.
+    Without freezing, each call makes them; of a frozen model the first call makes them, and they
+    are kept. CUDA graphs captured after that call read them. Nothing else is kept.
 
     A write to a frozen parameter goes unnoticed. A parameter that gets other memory, such as by an
     assignment to its `data`, is no longer frozen. `unfreeze`, `train()` of any of the modules, and

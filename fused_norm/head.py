@@ -49,7 +49,7 @@ def linear_cross_entropy(
     (the scaled exponentials of quack, with an offset of the row known before the product).
     A softcap is part of the same kernels, but not together with label smoothing. Elsewhere,
     PyTorch's ops compute chunks of rows. On a CPU, up to 16 MiB of logits exist at once: PyTorch's
-    ops finish such calls sooner.
+    ops finish such calls first.
 
     Processes may share the vocabulary: a weight (and bias) that is a DTensor sharded on dim 0, with
     an x that is a DTensor. The results are then DTensors that all processes have.
@@ -68,7 +68,7 @@ def linear_cross_entropy(
         class_weight: Weight of each class, shape `[V]`, or None, without a gradient.
         token_weight: Weight of each row, of the shape of `target`, or None, without a gradient.
         return_logsumexp: Whether to return the logarithm of each row's sum of exponentials as well.
-        chunk_rows: Most rows whose logits exist at one time; `"small"` for 2048, which saves
+        chunk_rows: Most rows whose logits exist at once; `"small"` for 2048, which saves
             memory on GPUs; None for what suits the device.
 
     Returns:

@@ -25,7 +25,7 @@ class Heads(NamedTuple):
         gamma: Weight of their norm, shape `[D]`.
         cos: Cosines, shape `[P, A]`: of the rows `[...]`, counted through, row m has those of
             m % P. A is the number of elements that are rotated, or half of it.
-        sin: Sines, likewise.
+        sin: Sines, shape `[P, A]`.
     """
 
     x: Tensor

@@ -300,7 +300,7 @@ MUTATIONS = (
         TILES,
     ),
     Mutation(
-        "sums on tiles begin anew after a block of products",
+        "sums on tiles restart after a block of products",
         "cpu",
         f"{GEMM_CPU}/tile_product.mojo",
         "            if accumulate:\n                load_tile",
@@ -549,7 +549,7 @@ MUTATIONS = (
         WAITING,
     ),
     Mutation(
-        "what reaches the sum besides is left out where the product passes over rows",
+        "what else reaches the sum is left out where the product passes over rows",
         "gpu",
         f"{SM90}/row_pass.mojo",
         "dx += _to_float32(dsum[r])",

@@ -35,23 +35,22 @@ INTRODUCTION = """\
 
 `scripts/pages/numerics_page.py` writes this page and measures its tables; do not edit it.
 
-Statistics, products and sums are computed in float32, for float64 in float64. The mean and rstd are
-saved for the backward in that type. A result is rounded once, to the dtype of its tensor.
+Statistics, products and sums are computed in float32 (float64 for float64), and so are the mean and
+rstd that the backward reads. Results are rounded once, to the dtype of their tensors.
 
 ## A row's mean and variance
 
-No kernel uses $E[x^2] - E[x]^2$. It subtracts two numbers of the size of the squared mean to find
-one of the size of the variance; in float32, from mean/std = 4096 on, nothing is left of it.
+The variance is the mean of squared deviations. No kernel uses $E[x^2] - E[x]^2$, which
+subtracts numbers of the size of the squared mean: in float32, no digit is correct from mean/std =
+4096 on.
 
 - **CPU**: two passes over a row that is in cache. The first computes a center from the differences
   to the row's first element. The second sums the deviations from the center, and their squares. The
   sum of the deviations corrects both the mean and the variance.
 - **GPU**: the same, on a row that stays in registers, or is read again if it is too long for them.
-- **Hopper, bfloat16**: one pass over the deviations from a shift near the mean, namely the average
-  of the row's first elements.
+- **Hopper, bfloat16**: one pass over the deviations from the average of the row's first elements.
 
-In the first two, a constant row has deviations of exactly zero and gives exactly what a row of
-zeros gives.
+In the first two, a constant row gives exactly what a row of zeros gives.
 
 ## Products and sums
 
@@ -61,8 +60,8 @@ zeros gives.
   tiles, 32 at a time join one sum, and subnormal numbers count as zeros.
 - **CPU, backward**: the product of dy and the normalized rows, before `ln_weight` is applied, gives
   the gradients of `ln_weight` and `linear_weight`. Up to 192 rows, the product of dy and
-  `linear_weight`, which the gradient of x is made from, gives those of `ln_weight` and `ln_bias`
-  instead, and the rows that enter the product for `linear_weight` have both applied. dy is summed
+  `linear_weight`, of which the gradient of x is made, gives those of `ln_weight` and `ln_bias`
+  instead, and rows enter the product for `linear_weight` scaled and shifted. dy is summed
   over rows in float64.
 - **GPU**: normalized rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
   products. For the gradients of `ln_weight` and `ln_bias`, each block sums some rows, and a second
@@ -73,22 +72,21 @@ zeros gives.
   and the normalized rows. The first is rounded to the dtype of x before the norm's backward reads
   it; so are the normalized rows, which are computed again. Each product sums in float32. Sums over
   rows, `linear_bias`'s too, stay in registers and are added in a fixed order.
-- **Hopper, float16, forward**, with our product: normalized rows are rounded to float16, as in
-  PyTorch.
+- **Hopper, float16, forward**: normalized rows are rounded to float16, as in PyTorch.
 - **Hopper, float32, forward**, if PyTorch may use tf32
   (`torch.backends.cuda.matmul.fp32_precision`): normalized rows and weights are rounded to tf32, to
-  nearest, on their way to the tensor cores, and summed in float32. x itself is never rounded: at
-  mean/std = 1000 nothing would be left of it. The backward is that of any GPU.
-- **MAX graphs**: on a CPU the same kernels and the same bits, with tile registers (AMX) if MAX
-  is [told of them](max.md); on a GPU the same row passes around the vendor's BLAS, without tf32.
+  nearest, and summed in float32. x itself is never rounded: at mean/std = 1000 nothing would be
+  left of it. The backward is that of any GPU.
+- **MAX graphs**: on a CPU the same kernels and the same bits, on AMX tiles if MAX
+  [compiles for them](max.md); on a GPU the same row passes around the vendor's BLAS, without tf32.
 
 ## The same bits every time
 
 None of the library's kernels adds with atomic operations; the shape decides the order of every sum.
 
-On a CPU, neither the number of threads nor the other rows of a batch change a bit of what our
-products compute, but the instruction set does. PyTorch's products, which serve calls with several
-weights and sizes at which they are faster, choose their kernel by the number of rows.
+On a CPU, the bits of our products depend on the instruction set, not on the number of threads or on
+other rows of the batch. PyTorch's products, which compute the calls at whose sizes they are faster,
+choose their kernel by the number of rows.
 
 On a GPU, the same call gives the same bits. The number of rows decides which kernel runs: PyTorch's
 where its products run between our kernels, and on Hopper, with our own products, which tile and
@@ -96,17 +94,16 @@ which strategy.
 
 ## Bits that do not depend on the batch
 
-In [`batch_invariant()`](guide/batch-invariant.md), a row of y and of dx has the same bits whatever
-other rows the batch has. All products of rows are then ours: on a CPU as above; on
-Hopper of normalized rows, in tiles. Tiles of all shapes sum in the same order, so that the shape
-may still depend on the number of rows. The kernel for few rows, in which two blocks share a sum,
-is not used. The tests compare bits between batches of 1 to 16384 rows.
+In [`batch_invariant()`](guide/batch-invariant.md), the bits of a row of y and of dx do not
+depend on other rows of the batch. All products of rows are then ours: on a CPU as above, on
+Hopper of normalized rows. Tiles of all shapes sum in the same order; the kernel for few rows, in
+which two blocks share a sum, is not used. Tests compare the bits of batches of 1 to 16384 rows.
 
-Few rows with a large weight cost most: fewer blocks read the weight than in Hopper's kernel for few
-rows. Calls launched one by one also pay for Python, through which all calls in the mode go.
+It costs most for few rows with a large weight, which fewer blocks read than in the kernel for few
+rows. Calls that are launched one by one also pay for Python, which dispatches them in this mode.
 
 #COSTS#
-## What the tests ask for
+## What the tests require
 
 For every dtype and shape, the error of the output and of each gradient is at most twice the sum of
 PyTorch's own error in that dtype and half a unit in the last place. The error is the Frobenius norm

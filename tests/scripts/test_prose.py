@@ -26,6 +26,15 @@ import prose  # noqa: E402
             "Since then, rows lie transposed, whatever their number.",
             ["Since then", "rows lie", "whatever their number"],
         ),
+        (
+            "It takes turns with others all the same, and likewise mends them anew, by newer code.",
+            ["takes turns", "all the same", "likewise", "mends", "anew", "newer code"],
+        ),
+        (
+            "Besides, at one time it finished sooner than the other way round. Turn it down.",
+            ["Besides", "at one time", "sooner", "the other way round", "Turn it down"],
+        ),
+        ("Turn the page; differentiable in turn.", []),
     ],
 )
 def test_words(text: str, words: list[str]) -> None:
