@@ -26,7 +26,8 @@ struct Part(TrivialRegisterPassable):
 
 # Not passable in registers: the compiler damages structs of many fields that functions pass to each other.
 struct Call(ImplicitlyCopyable, Movable):
-    """A forward or a backward: its own half first, then that of its parameters."""
+    """A forward or a backward: its own half first, then that of its parameters.
+    """
 
     # The call's half: sizes and conditions.
     var M: Int
@@ -113,6 +114,8 @@ struct Call(ImplicitlyCopyable, Movable):
     """Type of z in 8 bits: E4M3 or E5M2 of op/rows/types.mojo; 0 where it has the type of the weight."""
     var power_of_two: Int
     """Whether the scales of what has 8 bits are rounded up to powers of two."""
+    var one_scale: Int
+    """Whether all elements of a matrix that is quantized have one, which is written for each row and column."""
     var z_scale: Int
     """Scales of the rows of z in 8 bits [M], float32."""
     var zt: Int
@@ -201,6 +204,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.pitch = 0
         self.eight_bits = 0
         self.power_of_two = 0
+        self.one_scale = 0
         self.z_scale = 0
         self.zt = 0
         self.zt_scale = 0

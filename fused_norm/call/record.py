@@ -12,8 +12,8 @@ CALL_FIELDS = (
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
-    *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "z_scale", "zt", "zt_scale"),
-    *("workspace", "strategy", "workspace_bytes"),
+    *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "one_scale"),
+    *("z_scale", "zt", "zt_scale", "workspace", "strategy", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (

@@ -26,7 +26,7 @@ struct Call {
   int64_t activation;
   void *h, *a, *da, *dh;
   Part* parts;
-  int64_t part_count, pitch, eight_bits, power_of_two;
+  int64_t part_count, pitch, eight_bits, power_of_two, one_scale;
   void *z_scale, *zt, *zt_scale, *workspace;
   int64_t strategy, workspace_bytes;
   int64_t K, N;

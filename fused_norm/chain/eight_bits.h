@@ -60,7 +60,7 @@ inline int64_t number_of(DType dtype) {
   return dtype == E5M2 ? 5 : 4;
 }
 
-// A matrix of 8 bits, with a scale for each row [M, 1], or with one [1, 1].
+// A matrix of 8 bits, with a scale for each row [M, 1], which may all be one; or with one [1, 1].
 struct Scaled {
   Tensor q, scale;
 
@@ -72,10 +72,11 @@ struct Quantized {
 };
 
 // A matrix [M, K] as it lies and transposed, [K, M] with zeros up to a multiple of 16, as far as these
-// are wanted. One scale of both is given to each.
+// are wanted.
 inline Quantized quantized(
     const Tensor& given, const Cast& cast, bool plain, bool turned, const EightBits& kernels) {
-  require_kernels(given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
+  require_kernels(
+      given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
   const auto v = readable(given);
   const int64_t M = v.size(0), K = v.size(1);
   const bool by_maxima = turned || !cast.by_row;
@@ -86,32 +87,25 @@ inline Quantized quantized(
   call.x = address(v);
   call.eight_bits = number_of(cast.dtype);
   call.power_of_two = cast.power_of_two;
-  if (plain) found.plain = {empty(Shape{M, K}, v, cast.dtype), {}};
-  if (plain && cast.by_row) {
-    found.plain.scale = empty(Shape{M, 1}, v, FLOAT32);
-    auto own = call;
-    own.z = address(found.plain.q);
-    own.z_scale = address(found.plain.scale);
-    launch(kernels.quantize, own, v);
+  call.one_scale = !cast.by_row;
+  if (plain) {
+    found.plain = {empty(Shape{M, K}, v, cast.dtype), empty(Shape{M, 1}, v, FLOAT32)};
+    call.z = address(found.plain.q);
+    call.z_scale = address(found.plain.scale);
   }
-  if (!by_maxima) return found;
+  if (!by_maxima) {
+    launch(kernels.quantize, call, v);
+    return found;
+  }
   if (turned) {
     call.pitch = (M + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
-    found.turned = {empty(Shape{K, call.pitch}, v, cast.dtype), {}};
+    found.turned = {empty(Shape{K, call.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
     call.zt = address(found.turned.q);
+    call.zt_scale = address(found.turned.scale);
   }
-  const auto scale = empty(Shape{cast.by_row ? K : 1, 1}, v, FLOAT32);
   // Two elements have the bits of one maximum.
-  const auto maxima = zeros(Shape{2 * scale.size(0)}, v);
+  const auto maxima = zeros(Shape{2 * (cast.by_row ? K + (plain ? M : 0) : 1)}, v);
   call.workspace = address(maxima);
-  if (cast.by_row) {
-    call.zt_scale = address(scale);
-  } else {
-    call.z = address(found.plain.q);
-    call.z_scale = address(scale);
-    if (plain) found.plain.scale = scale;
-  }
-  if (turned) found.turned.scale = scale;
   launch(kernels.quantize_by_maxima, call, v);
   return found;
 }

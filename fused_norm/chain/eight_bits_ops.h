@@ -32,8 +32,11 @@ inline Handles fp8_quantize(
     require_kernels(matrix.dtype() == BFLOAT16);
     const OnDevice on_device(matrix);
     auto found = quantized(matrix, cast, plain, turned, eight_bits_of(matrix));
-    // No result of an op may be another.
-    if (plain && turned && !cast.by_row) found.turned.scale = cloned(found.plain.scale);
+    for (auto* const scale : {&found.plain.scale, &found.turned.scale}) {
+      // All are one.
+      const bool is_one = scale->defined() && !cast.by_row;
+      if (is_one) *scale = scale->viewed(Shape{1, 1}, Shape{1, 1});
+    }
     Handles all;
     if (plain) append(all, found.plain);
     if (turned) append(all, found.turned);

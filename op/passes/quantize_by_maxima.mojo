@@ -1,8 +1,8 @@
-"""Quantizes a matrix on Hopper by the largest magnitude of each column, or of all: with its layout, transposed, or both.
+"""Quantizes a matrix on Hopper by the largest magnitudes of rows and columns, or of all: as it lies, transposed, or both.
 
     scale = max(max |x|, 1e-12) / largest;  q = round(x / scale)
 
-A first kernel computes the maxima, a second one reads the matrix again and writes 8 bits. The bits of magnitudes have
+A first kernel computes all maxima, a second one reads the matrix again and writes 8 bits, both times. The bits of magnitudes have
 the order of the numbers, with NaN last, so that an atomic maximum in any order gives the same result.
 """
 
@@ -33,6 +33,8 @@ comptime _ACROSS = TILE_COLUMNS // _LOAD
 comptime _DOWN = THREADS // _ACROSS
 # Rows that a block of the first kernel goes over.
 comptime _ROWS_OF_MAXIMA = 512
+# Loads of a thread that are in flight together.
+comptime _LOADS = 4
 # Words of a row of the transposed tile, and one more, so that columns are in different banks.
 comptime _PITCH = TILE_ROWS // 4 + 1
 comptime _LEAST = Float64(1e-12)
@@ -44,14 +46,13 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
 
     Args:
         gpu: Where to run.
-        call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K]; zt [K, pitch], the pitch at least M and a multiple of
-            16, zeros from M on; either zt_scale [K] for columns, or z_scale for one scale of all; the workspace,
-            zeros: 4 bytes for each scale.
+        call: The matrix x [M, K] in bfloat16, K a multiple of 8; z [M, K] and z_scale [M], for rows; zt [K, pitch], the pitch
+            at least M and a multiple of 16, zeros from M on, and zt_scale [K], for columns; or all with the one scale; the
+            workspace, zeros: 4 bytes for each column, then 4 for each row if there is a z; or 4 for the one scale.
 
     Raises:
         If a launch fails.
     """
-    var of_columns = call.zt_scale != 0
     comptime maxima = maxima_kernel
     gpu.stream.enqueue_function(
         gpu.context.compile_function[maxima](),
@@ -59,7 +60,8 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
         Int64(call.workspace),
         Int32(call.M),
         Int32(call.K),
-        Int32(of_columns),
+        Int32(call.one_scale),
+        Int32(call.z != 0),
         grid_dim=(
             ceildiv(call.K, TILE_COLUMNS),
             ceildiv(call.M, _ROWS_OF_MAXIMA),
@@ -76,11 +78,12 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
                 Int64(call.workspace),
                 Int64(call.z),
                 Int64(call.zt),
-                Int64(call.zt_scale if of_columns else call.z_scale),
+                Int64(call.z_scale),
+                Int64(call.zt_scale),
                 Int32(call.M),
                 Int32(call.K),
                 Int32(call.pitch),
-                Int32(of_columns),
+                Int32(call.one_scale),
                 Int32(call.power_of_two),
                 grid_dim=(
                     ceildiv(call.K, TILE_COLUMNS),
@@ -113,7 +116,12 @@ def _keep_largest(address: Int64, index: Int, bits: UInt32):
 
 
 def maxima_kernel(
-    x: Int64, maxima: Int64, m: Int32, k: Int32, of_columns: Int32
+    x: Int64,
+    maxima: Int64,
+    m: Int32,
+    k: Int32,
+    one_scale: Int32,
+    of_rows: Int32,
 ):
     """Finds the bits of the largest magnitudes, those of bfloat16.
 
@@ -121,10 +129,11 @@ def maxima_kernel(
 
     Args:
         x: Address of the matrix [m, k].
-        maxima: Address of the maxima, which are at least zero: [k], or one.
+        maxima: Address of the maxima, which are at least zero: of columns [k], and then of rows [m]; or one.
         m: Rows.
         k: Columns.
-        of_columns: Whether each column has one.
+        one_scale: Whether there is one of all.
+        of_rows: Whether those of rows are wanted as well.
     """
     pdl_wait()
     pdl_trigger()
@@ -132,16 +141,27 @@ def maxima_kernel(
     var column = Int(block_idx.x) * TILE_COLUMNS + thread % _ACROSS * _LOAD
     var most = _Bits(0)
     var first = Int(block_idx.y) * _ROWS_OF_MAXIMA
-    if column < Int(k):
-        for row in range(
-            first + thread // _ACROSS,
-            min(first + _ROWS_OF_MAXIMA, Int(m)),
-            _DOWN,
-        ):
-            var bits = _at[DType.uint16](x, row * Int(k) + column).unsafe_load[
-                width=_LOAD, alignment=16
-            ]()
-            most = max(most, bits & _Bits(0x7FFF))
+    # All threads take each step: those of a row compare what they have.
+    for start in range(
+        first, min(first + _ROWS_OF_MAXIMA, Int(m)), _LOADS * _DOWN
+    ):
+        var row = start + thread // _ACROSS
+        # Zeros where there is nothing are no more than any magnitude.
+        var loads = StaticTuple[_Bits, _LOADS](fill=_Bits(0))
+        comptime for i in range(_LOADS):
+            if column < Int(k) and row + i * _DOWN < Int(m):
+                loads[i] = _at[DType.uint16](
+                    x, (row + i * _DOWN) * Int(k) + column
+                ).unsafe_load[width=_LOAD, alignment=16]() & _Bits(0x7FFF)
+        comptime for i in range(_LOADS):
+            most = max(most, loads[i])
+        if one_scale == 0 and of_rows != 0:
+            comptime for i in range(_LOADS):
+                var own = UInt32(loads[i].reduce_max())
+                comptime for distance in [1, 2, 4]:
+                    own = max(own, warp.shuffle_xor(own, UInt32(distance)))
+                if thread % _ACROSS == 0 and row + i * _DOWN < Int(m):
+                    _keep_largest(maxima, Int(k) + row + i * _DOWN, own)
     # Over the four rows of a warp, then over the warps.
     comptime for distance in [_ACROSS, 2 * _ACROSS]:
         comptime for i in range(_LOAD):
@@ -165,7 +185,7 @@ def maxima_kernel(
         bits = max(
             bits, room.unsafe_offset(i * TILE_COLUMNS + thread).unsafe_load()
         )
-    if of_columns != 0:
+    if one_scale == 0:
         var own = Int(block_idx.x) * TILE_COLUMNS + thread
         if own < Int(k):
             _keep_largest(maxima, own, bits)
@@ -183,14 +203,15 @@ def quantize_kernel[
     maxima: Int64,
     z: Int64,
     zt: Int64,
-    scales: Int64,
+    z_scales: Int64,
+    zt_scales: Int64,
     m: Int32,
     k: Int32,
     pitch: Int32,
-    of_columns: Int32,
+    one_scale: Int32,
     power_of_two: Int32,
 ):
-    """Writes a matrix in 8 bits, with its layout and transposed, and its scales.
+    """Writes a matrix in 8 bits, as it lies and transposed, and the scales of both.
 
     Grid: (k / TILE_COLUMNS, rows / TILE_ROWS). Block: THREADS threads, 8 across the tile's columns.
 
@@ -202,11 +223,12 @@ def quantize_kernel[
         maxima: Address of the results of `maxima_kernel`.
         z: Address of the result [m, k], or 0.
         zt: Address of the transposed result [k, pitch], or 0.
-        scales: Address of the scales: [k], or one.
+        z_scales: Address of the scales of z [m].
+        zt_scales: Address of those of zt [k].
         m: Rows.
         k: Columns, a multiple of 8.
         pitch: Bytes of a row of zt, a multiple of 16; zeros from m on.
-        of_columns: Whether each column has a scale.
+        one_scale: Whether all scales are one.
         power_of_two: Whether scales are rounded up to powers of two.
     """
     comptime Eight = SIMD[DType.float32, _LOAD]
@@ -227,24 +249,11 @@ def quantize_kernel[
             rows[i] = _at[DType.bfloat16](
                 x, (row + i) * Int(k) + column
             ).unsafe_load[width=_LOAD, alignment=16]()
+    # Those of columns, or the one scale.
     var scale = Eight(1)
     # 1 / scale, or for one scale of all what numbers are multiplied by.
     var inverse = Eight(1)
-    if of_columns != 0:
-        if is_here:
-            var bits = _at[DType.uint32](maxima, column).unsafe_load[
-                width=_LOAD, alignment=16
-            ]()
-            comptime for i in range(_LOAD):
-                scale[i] = scale_of[eight_bits](
-                    bitcast[DType.float32](bits[i] << 16), power_of_two != 0
-                )
-            inverse = 1 / scale
-            if block_idx.y == 0 and down == 0:
-                _at[DType.float32](scales, column).unsafe_store[alignment=16](
-                    scale
-                )
-    else:
+    if one_scale != 0:
         var most = bitcast[DType.float32](
             _at[DType.uint32](maxima, 0).unsafe_load() << 16
         )
@@ -260,19 +269,42 @@ def quantize_kernel[
                 ]()
             )
             scale = 1 / inverse
-        if block_idx.x == 0 and block_idx.y == 0 and thread == 0:
-            _at[DType.float32](scales, 0).unsafe_store(scale[0])
+    elif is_here and zt != 0:
+        var bits = _at[DType.uint32](maxima, column).unsafe_load[
+            width=_LOAD, alignment=16
+        ]()
+        comptime for i in range(_LOAD):
+            scale[i] = scale_of[eight_bits](
+                bitcast[DType.float32](bits[i] << 16), power_of_two != 0
+            )
+        inverse = 1 / scale
+    if zt != 0 and is_here and block_idx.y == 0 and down == 0:
+        _at[DType.float32](zt_scales, column).unsafe_store[alignment=16](scale)
     var fours = StaticTuple[Eight, 4](fill=Eight(0))
     comptime for i in range(4):
         var wide = rebind[Eight](widened[DType.float32](rows[i]))
-        if of_columns != 0 or power_of_two != 0:
+        if one_scale == 0 or power_of_two != 0:
             fours[i] = divided[width=_LOAD](wide, scale, inverse)
         else:
             fours[i] = wide * inverse
         if z != 0 and is_here and row + i < Int(m):
+            var own = scale[0]
+            var quotients = fours[i]
+            if one_scale == 0:
+                var bits = _at[DType.uint32](
+                    maxima, Int(k) + row + i
+                ).unsafe_load()
+                own = scale_of[eight_bits](
+                    bitcast[DType.float32](bits << 16), power_of_two != 0
+                )
+                quotients = divided[width=_LOAD](
+                    wide, Eight(own), Eight(1 / own)
+                )
+            if column == 0:
+                _at[DType.float32](z_scales, row + i).unsafe_store(own)
             var words = SIMD[DType.uint32, 2](
-                pack_eight_bits[eight_bits](fours[i].slice[4]()),
-                pack_eight_bits[eight_bits](fours[i].slice[4, offset=4]()),
+                pack_eight_bits[eight_bits](quotients.slice[4]()),
+                pack_eight_bits[eight_bits](quotients.slice[4, offset=4]()),
             )
             _at[DType.uint32](
                 z, ((row + i) * Int(k) + column) // 4

@@ -43,20 +43,22 @@ def quantize(call: Any) -> None:
 
 
 def quantize_by_maxima(call: Any) -> None:
-    x, by_column = at(call.x, BF16, call.M, call.K), call.zt_scale != 0
+    x, is_one = at(call.x, BF16, call.M, call.K), bool(call.one_scale)
     assert call.K % 8 == 0
-    assert not at(call.workspace, F32, call.K if by_column else 1).any()
-    cast = Cast(TYPES[call.eight_bits], "row" if by_column else "tensor")
+    maxima = 1 if is_one else call.K + (call.M if call.z else 0)
+    assert not at(call.workspace, F32, maxima).any()
+    cast = Cast(TYPES[call.eight_bits], "tensor" if is_one else "row")
     if call.z:
-        assert not by_column
-        store(call.z, recipes.quantize(x, cast, bool(call.power_of_two))[0])
-    q, scale = recipes.quantize(x.t(), cast, bool(call.power_of_two))
+        q, scale = recipes.quantize(x, cast, bool(call.power_of_two))
+        store(call.z, q)
+        store(call.z_scale, scale.expand(call.M, 1))
     if call.zt:
+        q, scale = recipes.quantize(x.t(), cast, bool(call.power_of_two))
         assert call.pitch == call.M + -call.M % 16
         zt = at(call.zt, cast.dtype, call.K, call.pitch)
         zt.zero_()
         zt[:, : call.M] = q
-    store(call.zt_scale if by_column else call.z_scale, scale)
+        store(call.zt_scale, scale.expand(call.K, 1))
 
 
 def normalize(call: Any) -> None:
