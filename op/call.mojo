@@ -26,8 +26,7 @@ struct Part(TrivialRegisterPassable):
 
 # Not passable in registers: the compiler damages structs of many fields that functions pass to each other.
 struct Call(ImplicitlyCopyable, Movable):
-    """A forward or a backward: its own half first, then that of its parameters.
-    """
+    """A forward or a backward: its own half first, then that of its parameters."""
 
     # The call's half: sizes and conditions.
     var M: Int
