@@ -71,8 +71,6 @@ struct Exponentials[
     """Address of the sums [M, tiles], float32."""
     var tiles: Int32
     """Tiles of a row."""
-    var columns: Int32
-    """Columns that there are; those past them have exponentials of 0."""
     var softcap: Float32
     """What tanh limits logits to."""
 
@@ -138,11 +136,7 @@ struct Exponentials[
             logits = capped[width](logits, self.softcap)
         var offset = row_terms.offset.cast[DType.float32]()
         var exponents = logits.fma(Some(LOG2E), Some(-offset))
-        var values = exp2(min(exponents, Some(LARGEST)))
-        comptime for i in range(width):
-            if column + i >= Int(self.columns):
-                values[i] = 0
-        return values.cast[dtype]()
+        return exp2(min(exponents, Some(LARGEST))).cast[dtype]()
 
 
 def launch_exponentials(gpu: Gpu, call: HeadCall) raises:
@@ -193,7 +187,6 @@ def _launch[
             {unsafe_from_address = call.offsets},
             Int64(call.partials),
             Int32(call.tiles),
-            Int32(call.V),
             call.softcap.cast[DType.float32](),
         ),
         NoHook(),

@@ -30,19 +30,6 @@ EXTENSION_KERNELS = {
         b"op_rotary_gpu_rotary_kernel",
     ],
     "rows_gpu": [b"op_rows_gpu_row_kernel", b"op_rows_op_gpu_add_up_kernel"],
-    "head_sm90": [
-        b"128x192_ping_pong_exponentials",
-        b"128x192_ping_pong_exponential_sums",
-        b"128x192_ping_pong_capped_exponentials",
-        b"128x192_ping_pong_capped_exponential_sums",
-        b"128x128_ping_pong_capped_exponentials",
-        b"128x128_ping_pong_capped_exponential_sums",
-        b"fused_norm_head_sums",
-        b"fused_norm_head_maxima_again",
-        b"fused_norm_head_exponentials_again",
-        b"fused_norm_head_rows",
-        b"fused_norm_head_scale_bfloat16",
-    ],
 }
 
 
@@ -78,7 +65,6 @@ def test_gpu_kernels_compile(target: str, tmp_path: Path) -> None:
         pytest.param("passes_gpu", "amdgpu:gfx942", marks=pytest.mark.slow),
         pytest.param("rows_gpu", "nvidia:sm_80", marks=pytest.mark.slow),
         ("rows_gpu", "amdgpu:gfx942"),
-        ("head_sm90", "nvidia:sm_90a"),
     ],
 )
 def test_gpu_extensions_compile(name: str, target: str, tmp_path: Path) -> None:

@@ -241,6 +241,11 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
     ):
         """Finishes and stores the rows, and keeps their sums where the epilogue wants them."""
         var totals = RowPair(0)
+        # Of columns past the last one there are no sums. What a lane has left, in 32 bits, is compared with
+        # constants: the columns themselves would take more registers than there are.
+        var left = Int32(self.elements.n) - Int32(
+            self.column + (self.lane & 3) * 2
+        )
         comptime for box in range(columns // Self.width):
             var box_address = UInt32(0)
             comptime if Self.E.stores:
@@ -251,10 +256,9 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                     comptime column = box * Self.width + (group + half) * 8
                     fours[half] = self._finish[columns, column](sums, vectors)
                     comptime if Self.E.sums_rows:
-                        totals += RowPair(
-                            fours[half][0] + fours[half][1],
-                            fours[half][2] + fours[half][3],
-                        )
+                        comptime for i in range(4):
+                            if left > Int32(column + i % 2):
+                                totals[i // 2] += fours[half][i]
                     comptime if Self.E.weighs:
                         fours[half] *= self._finish[columns, column, True](
                             sums, vectors
