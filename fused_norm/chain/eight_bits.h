@@ -29,6 +29,11 @@ inline bool is_multiple(int64_t size) {
   return size > 0 && size % MULTIPLE == 0;
 }
 
+// A size up to a multiple of that.
+inline int64_t padded(int64_t size) {
+  return (size + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
+}
+
 // The kernels on the current stream of a tensor's device.
 inline const EightBits& eight_bits_of(const Tensor& x) {
   Question question{};
@@ -98,7 +103,7 @@ inline Quantized quantized(
     return found;
   }
   if (turned) {
-    call.pitch = (M + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
+    call.pitch = padded(M);
     found.turned = {empty(Shape{K, call.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
     call.zt = address(found.turned.q);
     call.zt_scale = address(found.turned.scale);

@@ -107,26 +107,31 @@ inline Handles fp8_norm(
       weight_offset, scaling, power_of_two);
 }
 
-// A layer's weight in 8 bits: as it was given with its scale, or quantized here. Python knows what was
-// made of those that are frozen.
-inline Scaled weight_of(
-    const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool turned,
-    const EightBits& kernels) {
-  if (scale.defined()) return {weight, scale};
+// A layer's weight in 8 bits, as it lies or transposed, or both: as it was given with its scale, or
+// quantized here. Python knows what was made of those that are frozen.
+inline Quantized weight_of(
+    const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool plain,
+    bool turned, const EightBits& kernels) {
+  if (scale.defined()) {
+    require_kernels(!(plain && turned));
+    const Scaled given{weight, scale};
+    return {given, given};
+  }
   require_kernels(!frozen_level && is_beside(weight, like));
-  const auto found = quantized(weight, cast, !turned, turned, kernels);
-  return turned ? found.turned : found.plain;
+  return quantized(weight, cast, plain, turned, kernels);
 }
 
+// Layers, and their weights transposed if a backward wants those.
 inline std::vector<Layer> layers_of(
     const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
-    const Cast& cast, const EightBits& kernels) {
+    const Cast& cast, const EightBits& kernels, std::vector<Scaled>* turned = nullptr) {
   std::vector<Layer> layers;
   for (size_t i = 0; i < weights.size(); ++i) {
-    layers.push_back(
-        {weight_of(
-             tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, false, kernels),
-         tensor_of(biases.at(i))});
+    const auto weight = weight_of(
+        tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, true, turned != nullptr,
+        kernels);
+    layers.push_back({weight.plain, tensor_of(biases.at(i))});
+    if (turned) turned->push_back(weight.turned);
   }
   return layers;
 }
@@ -189,11 +194,12 @@ inline Handles fp8_linears(
       weight_scaling, power_of_two, biases, dtype, are_kept);
 }
 
-// Several layers on the same rows, which are quantized here.
+// Several layers on the same rows, which are quantized here; then the rows and the weights transposed, as
+// far as a backward wants them.
 inline Handles fp8_layers(
     Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
     std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
-    bool are_kept) {
+    bool are_kept, bool keeps_rows, bool keeps_weights) {
   const auto run = [&] {
     const auto given = tensor_of(z);
     require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
@@ -201,24 +207,29 @@ inline Handles fp8_layers(
     const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
     const OnDevice on_device(given);
     const auto& kernels = eight_bits_of(given);
-    const auto rows = quantized(dense(given).rows(), cast, true, false, kernels).plain;
-    const auto layers = layers_of(weights, weight_scales, biases, given, by, kernels);
+    const auto rows = quantized(dense(given).rows(), cast, true, keeps_rows, kernels);
+    std::vector<Scaled> turned;
+    const auto layers = layers_of(
+        weights, weight_scales, biases, given, by, kernels, keeps_weights ? &turned : nullptr);
     Handles all;
-    for (const auto& y : products(rows, layers, given.sizes(), are_kept, kernels)) {
+    for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
       all.push_back(given_of(y));
     }
+    if (keeps_rows) append(all, rows.turned);
+    for (const auto& weight : turned) append(all, weight);
     return all;
   };
   return by_kernels(
       run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
-      weight_scaling, power_of_two, dtype, are_kept);
+      weight_scaling, power_of_two, dtype, are_kept, keeps_rows, keeps_weights);
 }
 
 // What the gradients of layers are computed of, and how.
 struct Differentiated {
   Tensors dys, weights, scales;
-  // Rows.
+  // Rows [M, K]; or transposed in 8 bits.
   Tensor z;
+  Scaled turned;
   Cast grad, weight, input;
   bool has_fp8_wgrad, are_kept;
 };
@@ -227,19 +238,23 @@ struct Differentiated {
 inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
-  Scaled turned;
+  auto turned = of.turned;
   for (size_t i = 0; i < count; ++i) {
     if (!of.dys[i].defined()) continue;
     const auto sizes = of.dys[i].sizes();
     require_kernels(of.dys[i].dtype() == BFLOAT16 && sizes.size() && of.dys[i].numel());
     const auto dy = readable(of.dys[i]).rows();
-    require_kernels(is_beside(dy, of.z) && dy.size(0) == of.z.size(0));
+    const Tensor& rows = turned.defined() ? turned.q : of.z;
+    require_kernels(is_beside(dy, rows));
+    require_kernels(
+        turned.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
     const auto& kernels = eight_bits_of(dy);
     const bool turns = wanted[1 + i] && of.has_fp8_wgrad;
     Quantized q;
     if (wanted[0] || turns) q = quantized(dy, of.grad, wanted[0], turns, kernels);
     if (wanted[0]) {
-      const auto weight = weight_of(of.weights[i], of.scales[i], dy, of.weight, true, kernels);
+      const auto weight =
+          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels).turned;
       const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
       if (!found[0].defined()) {
         found[0] = part;
@@ -262,15 +277,17 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
 }
 
 inline Handles fp8_layers_backward(
-    Given z, Optionals grad_outputs, Handles weights, Optionals weight_scales,
+    Given z, Optional z_scale, Optionals grad_outputs, Handles weights, Optionals weight_scales,
     std::string grad_scaling, bool is_e5m2, std::string weight_scaling, std::string scaling,
     bool power_of_two, bool has_fp8_wgrad, std::vector<int64_t> wanted, bool are_kept) {
   const auto run = [&] {
     const auto rows = dense(tensor_of(z));
-    require_kernels(rows.dtype() == BFLOAT16 && rows.dim() && rows.numel());
+    const Scaled turned{z_scale ? rows : Tensor(), tensor_of(z_scale)};
+    require_kernels(rows.dim() && rows.numel());
+    require_kernels(turned.defined() ? rows.dim() == 2 && has_fp8_wgrad : rows.dtype() == BFLOAT16);
     const OnDevice on_device(rows);
     Differentiated of{
-        {}, {}, {}, rows.rows(), Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
+        {}, {}, {}, rows.rows(), turned, Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
         Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
         has_fp8_wgrad, are_kept};
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -286,7 +303,7 @@ inline Handles fp8_layers_backward(
     return all;
   };
   return by_kernels(
-      run, "fused_norm::fp8_layers_backward_by_python", z, grad_outputs, weights, weight_scales,
+      run, "fused_norm::fp8_layers_backward_by_python", z, z_scale, grad_outputs, weights, weight_scales,
       grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad, wanted,
       are_kept);
 }

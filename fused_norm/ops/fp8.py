@@ -180,7 +180,7 @@ def _multiplied(
     if any(quantized.is_quantized(w) for w in ws):
         # Which have no gradients.
         return linears(z, ws, bs, recipes.find(recipe), power_of_two)
-    return list(ScaledLinears.apply(z, recipe, power_of_two, *ws, *bs))
+    return list(ScaledLinears.apply(z, recipe, power_of_two, torch.is_grad_enabled(), *ws, *bs))
 
 
 def _as_in_linear(

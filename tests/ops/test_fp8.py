@@ -337,7 +337,9 @@ def test_micro_batches_share_weights_in_8_bits(
                     y.square().sum().backward()
             of_weights = [shape for shape in count if M not in shape]
             forwards = 2 if reentrant is not None else 1
-            assert len(of_weights) == (4 if is_frozen else 3 * (2 * forwards + 2))
+            # A forward transposes weights for its backward, also where a checkpoint drops them.
+            in_vain = 2 if reentrant is False and recipe != "rowwise_with_gw_hp" else 0
+            assert len(of_weights) == (4 if is_frozen else 3 * (2 * forwards + 2 + in_vain))
         # What a context kept is gone with it, whatever an optimizer does to version counters.
         assert not frozen.is_any()
         for one, other in zip(shared.parameters(), alone.parameters(), strict=True):

@@ -1,0 +1,210 @@
+"""Linear layers in FP8 on the same rows, and their gradients, as ops: one for each.
+
+On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_ops.h) has
+kernels compute them; elsewhere PyTorch's ops do what `recipes.py` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_norm.call import frozen
+from fused_norm.ops import scaled
+from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of
+from fused_norm.ops.flops import count_flops
+from fused_norm.ops.registration import define, unseen
+from fused_norm.recipes import E4M3, E5M2, Cast
+
+
+def _layers(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    dtype: torch.dtype,
+    _: bool,
+    keeps_rows: bool,
+    keeps_weights: bool,
+) -> list[Tensor]:
+    if frozen.is_any() and any(own is None for own in weight_scales):
+        by = (weights, weight_scales, weight_scaling, power_of_two)
+        given, scales, are_kept = in_8_bits(*by)
+        how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
+        found: list[Tensor] = layers(z, given, scales, [*biases], *how, keeps_rows, False)
+        if keeps_weights:
+            # Which the results of an op may not share.
+            shared: Any = in_8_bits(*by, turned=True)
+            for q, scale in zip(*shared[:2], strict=True):
+                found += _spread(q.clone(), scale.clone(), weight_scaling)
+        return found
+    if not z.numel():
+        how = (scaling, weight_scaling, power_of_two, dtype, False)
+        return _fake_layers(z, weights, weight_scales, biases, *how, keeps_rows, keeps_weights)
+    x = z.reshape(-1, z.shape[-1])
+    q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, turned=keeps_rows)
+    if rows:
+        rows = _spread(rows[0], rows[1], scaling)
+    kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)
+    # No views: as results of `F.linear` they may be written.
+    unsafe_view = torch.ops.aten._unsafe_view
+    ys, turned, own = list[Tensor](), list[Tensor](), list[Any]()
+    for w, s, b in zip(weights, weight_scales, biases, strict=True):
+        own = [w, s]
+        if s is None:
+            own = [*quantize(w, cast, power_of_two, turned=keeps_weights)]
+        y = scaled.multiply(q, scale, own[0], own[1], *kind, b, dtype).to(dtype)
+        ys.append(unsafe_view(y, [*z.shape[:-1], y.shape[-1]]))
+        if keeps_weights:
+            turned += _spread(own[2], own[3], weight_scaling)
+    return [*ys, *rows, *turned]
+
+
+def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
+    """Return a matrix and a scale for each row, as kernels read them, where all share one."""
+    return [q, scale.repeat(len(q), 1) if scaling == "tensor" else scale]
+
+
+def _fake_layers(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    weight_scales: Any,
+    biases: Any,
+    scaling: str,
+    weight_scaling: str,
+    power_of_two: bool,
+    dtype: torch.dtype,
+    are_kept: bool,
+    keeps_rows: bool,
+    keeps_weights: bool,
+) -> list[Tensor]:
+    found = [z.new_empty((*z.shape[:-1], len(weight)), dtype=dtype) for weight in weights]
+    K = z.shape[-1]
+    M = z.numel() // max(K, 1)
+    turned = [(M, K, scaling)] * keeps_rows
+    turned += [(len(weight), K, weight_scaling) for weight in weights] * keeps_weights
+    for rows, columns, kind in turned:
+        shape = columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+        found.append(z.new_empty(shape, dtype=E4M3))
+        scales = scales_of(shape, "row" if kind == "tensor" else kind)
+        found.append(z.new_empty(scales, dtype=torch.float32))
+    return found
+
+
+def _layers_backward(
+    z: Tensor,
+    z_scale: Tensor | None,
+    dys: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor | None],
+    grad_scaling: str,
+    is_e5m2: bool,
+    weight_scaling: str,
+    scaling: str,
+    power_of_two: bool,
+    has_fp8_wgrad: bool,
+    wanted: list[int],
+    _: bool,
+) -> list[Tensor]:
+    of_weight = Cast(E4M3, weight_scaling)
+    how = (grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad)
+    if frozen.is_any() and 0 in wanted and any(own is None for own in weight_scales):
+        made = in_8_bits(weights, weight_scales, weight_scaling, power_of_two, turned=True)
+        again: list[Tensor] = layers_backward(z, z_scale, [*dys], *made[:2], *how, wanted, made[2])
+        return again
+    count = len(weights)
+    K = _features(z, z_scale)
+    x: Any = None if z_scale is not None else z.reshape(-1, K)
+    turned: Any = None if z_scale is None else (z, z_scale)
+    found: dict[int, Tensor] = {}
+    for i, (weight, own, dy) in enumerate(zip(weights, weight_scales, dys, strict=True)):
+        if dy is None:
+            continue
+        if not dy.numel():
+            sizes = ((*dy.shape[:-1], K), (dy.shape[-1], K), dy.shape[-1:])
+            for place, size in zip((0, 1 + i, 1 + count + i), sizes, strict=True):
+                found[place] = dy.new_zeros(size)
+            continue
+        rows = dy.reshape(-1, dy.shape[-1])
+        wants_dz, wants_dw = 0 in wanted, 1 + i in wanted
+        turns = wants_dw and has_fp8_wgrad
+        q: Any = []
+        if wants_dz or turns:
+            cast = Cast(E5M2 if is_e5m2 else E4M3, grad_scaling)
+            q = quantize(rows, cast, power_of_two, plain=wants_dz, turned=turns)
+        if wants_dz:
+            by: Any = (weight, own)
+            if own is None:
+                by = quantize(weight, of_weight, power_of_two, plain=False, turned=True)
+            kind: Any = (grad_scaling, weight_scaling, power_of_two, None, dy.dtype)
+            part = scaled.multiply(*q[:2], *by, *kind).to(dy.dtype).reshape(*dy.shape[:-1], K)
+            found[0] = found[0] + part if 0 in found else part
+        if turns:
+            of_rows = Cast(E4M3, scaling)
+            turned = turned or quantize(x, of_rows, power_of_two, plain=False, turned=True)
+            kind = (grad_scaling, scaling, power_of_two, None, dy.dtype)
+            found[1 + i] = scaled.multiply(*q[-2:], *turned, *kind).to(dy.dtype)
+        elif wants_dw:
+            found[1 + i] = rows.t() @ x.to(dy.dtype)
+        if 1 + count + i in wanted:
+            found[1 + count + i] = rows.sum(0, dtype=torch.float32).to(dy.dtype)
+    return [found[place] for place in wanted]
+
+
+def _features(z: Tensor, z_scale: Tensor | None) -> Any:
+    return z.shape[-1] if z_scale is None else z.shape[0]
+
+
+def _fake_layers_backward(
+    z: Tensor,
+    z_scale: Tensor | None,
+    dys: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    K, count, found = _features(z, z_scale), len(weights), list[Tensor]()
+    first = next(dy for dy in dys if dy is not None)
+    for place in rest[-2]:
+        dy = None if place == 0 else dys[(place - 1) % count]
+        if dy is None:
+            found.append(first.new_empty((*first.shape[:-1], K)))
+        else:
+            size = (dy.shape[-1], K) if place <= count else dy.shape[-1:]
+            found.append(dy.new_empty(size))
+    return found
+
+
+layers = define(
+    "fp8_layers(Tensor z, Tensor[] weights, Tensor?[] weight_scales, Tensor?[] biases, "
+    "str scaling, str weight_scaling, bool power_of_two, ScalarType dtype, bool are_kept, "
+    "bool keeps_rows, bool keeps_weights) -> Tensor[]",
+    _fake_layers,
+    unseen(_layers),
+)
+layers_backward = define(
+    "fp8_layers_backward(Tensor z, Tensor? z_scale, Tensor?[] grad_outputs, Tensor[] weights, "
+    "Tensor?[] weight_scales, str grad_scaling, bool is_e5m2, str weight_scaling, str scaling, "
+    "bool power_of_two, bool has_fp8_wgrad, int[] wanted, bool are_kept) -> Tensor[]",
+    _fake_layers_backward,
+    unseen(_layers_backward),
+)
+
+
+def _backward_flops(
+    z: Tensor, z_scale: Tensor | None, dys: Sequence[Tensor | None], weights: Any, *rest: Any
+) -> int:
+    K, wanted, total = _features(z, z_scale), rest[-2], 0
+    for i, dy in enumerate(dys):
+        if dy is not None:
+            total += 2 * dy.numel() * K * ((0 in wanted) + (1 + i in wanted))
+    return total
+
+
+count_flops("fp8_layers", lambda z, weights, *rest: 2 * z.numel() * sum(len(w) for w in weights))
+count_flops("fp8_layers_backward", _backward_flops)
