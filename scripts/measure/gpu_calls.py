@@ -13,13 +13,13 @@ import argparse
 import dataclasses
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from mojo_program import printed
 
 from benchmarks import environment
 from fused_norm.devices import choice, hopper
@@ -124,15 +124,8 @@ def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict
 def cycles_of(calls: Sequence[GpuCall]) -> Cycles:
     """Return the cycles of products on a whole Hopper, by the kernels' own model."""
     sizes = [(call.M, call.K, call.N) for call in calls]
-    run = subprocess.run(
-        ["mojo", "run", "-I", ".", "scripts/measure/sm90_cycles.mojo"]
-        + [str(number) for size in sizes for number in size],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = [line.split() for line in run.stdout.splitlines()]
+    numbers = itertools.chain.from_iterable(sizes)
+    lines = [line.split() for line in printed("scripts/measure/sm90_cycles.mojo", numbers)]
     found = {size: (int(a), int(b)) for size, (a, b) in zip(sizes, lines, strict=True)}
     return lambda M, K, N: found[M, K, N]
 

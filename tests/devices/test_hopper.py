@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from mojo_programs import needs_mojo
 
 import fused_norm as fn
 from benchmarks import regret, regret_gpu
@@ -19,15 +19,10 @@ from fused_norm.devices.hopper import GpuCall
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = sorted((ROOT / "benchmarks/results").glob("gpu-calls-*.json"))
-needs_mojo = pytest.mark.skipif(
-    not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
-    reason="no Mojo compiler on this machine",
-)
 
 
 @pytest.fixture
-def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
+def gpu_calls() -> ModuleType:
     return importlib.import_module("gpu_calls")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from fused_norm.devices import choice, hopper
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts/measure"))
+
+import mojo_program
+
 needs_mojo = pytest.mark.skipif(
-    not subprocess.run(["which", "mojo"], capture_output=True, check=False).stdout,
-    reason="no Mojo compiler on this machine",
+    shutil.which("mojo") is None, reason="no Mojo compiler on this machine"
 )
 
 
@@ -28,7 +31,5 @@ def h100_costs(folder: Path, *dtypes: str) -> list[Path]:
 
 def printed(program: str, files: Sequence[Path], cases: Iterable[Sequence[int]]) -> list[str]:
     """Return the lines that a program prints for cases, each some integers."""
-    numbers = [str(int(number)) for case in cases for number in case]
-    command = ["mojo", "run", "-I", ".", f"tests/mojo/{program}.mojo", *map(str, files), *numbers]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return run.stdout.splitlines()
+    numbers = [int(number) for case in cases for number in case]
+    return mojo_program.printed(f"tests/mojo/{program}.mojo", [*files, *numbers])

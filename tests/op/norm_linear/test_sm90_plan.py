@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
@@ -33,8 +32,7 @@ SIZES += [(8192, 768, 50257), (40, 768, 50257), (300, 1024, 1001), (1, 8, 8)]
 
 
 @pytest.fixture
-def gpu_calls(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(ROOT / "scripts/measure")
+def gpu_calls() -> ModuleType:
     return importlib.import_module("gpu_calls")
 
 
@@ -145,15 +143,8 @@ def test_no_kernel_is_given_a_tensor_that_lies_elsewhere() -> None:
     pointers = set(re.findall(r"\*(\w+)", " ".join(declared))) - {"WANTED", "context"}
     fields = [*record.CALL_FIELDS, *record.PARAMETER_FIELDS]
     names = [name for name in fields if name in pointers - OF_KERNELS]
-    run = subprocess.run(
-        ["mojo", "run", "-I", ".", "tests/mojo/sm90_alignment.mojo", "-1"]
-        + [str(fields.index(name)) for name in names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    aligned, *shifted = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    lines = printed("sm90_alignment", [], [(-1, *map(fields.index, names))])
+    aligned, *shifted = [tuple(map(int, line.split())) for line in lines]
     fold, fused = record.NEW_FOLD, record.FUSED
     assert aligned == (fold, fold, fused, 1, 1, 1, 1)
     assert {"up", "up_bias", "weight", "bias", "x", "dsum", "dweight", "residual"} <= set(names)
