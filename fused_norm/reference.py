@@ -107,36 +107,6 @@ def layernorm_linear_backward(
     )
 
 
-def add_weight_gradient(
-    main_grad: Tensor,
-    grad_output: Tensor,
-    x: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    eps: float,
-) -> None:
-    """Add dy^T z to the gradient of a weight, where z are the normalized rows, without rounding it.
-
-    Args:
-        main_grad: What is added to, shape `[N, K]`, float32 or float64.
-        grad_output: Gradient of the output, shape `[..., N]`.
-        x: Input of shape `[..., K]`.
-        gamma: Shape `[K]`, or None.
-        beta: Shape `[K]`, or None.
-        eps: Added to the variance.
-    """
-    N, K = main_grad.shape
-    wide = main_grad.dtype
-    gamma, beta = (t if t is None else t.to(wide) for t in (gamma, beta))
-    z = F.layer_norm(x.to(wide), (K,), gamma, beta, eps).reshape(-1, K)
-    dy = grad_output.reshape(-1, N)
-    if dy.is_cuda and dy.dtype in (torch.bfloat16, torch.float16):
-        # Tensor cores multiply what they are given and add up in float32.
-        torch.addmm(main_grad, dy.t(), z.to(dy.dtype), out_dtype=wide, out=main_grad)
-    else:
-        main_grad.addmm_(dy.to(wide).t(), z)
-
-
 def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
     """Apply LayerNorm over the last dimension with o^2 for eps.
 

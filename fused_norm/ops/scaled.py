@@ -136,29 +136,14 @@ def linear(
 
 
 def _linear(
-    q: Tensor,
-    scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    scaling: str,
-    weight_scaling: str,
-    power_of_two: bool,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-    up: Tensor | None,
-    up_scale: Tensor | None,
-    up_bias: Tensor | None,
-    _: bool,
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor | None, *rest: Any
 ) -> Tensor:
-    how = (scaling, weight_scaling, power_of_two)
+    scaling, by, power_of_two, bias, residual, activation, dtype, up, up_scale, up_bias, _ = rest
+    how = (scaling, by, power_of_two)
     if frozen.is_any() and weight_scale is None:
-        after = (bias, residual, activation, dtype, up, up_scale, up_bias)
-        again = (q, scale, weight, weight_scale, *how, *after)
-        return linear(*again)
+        return linear(q, scale, weight, weight_scale, *rest[:-1])
     if not q.numel():
-        return _fake_linear(q, scale, weight, *[None] * 6, activation, dtype, up)
+        return _fake_linear(q, scale, weight, weight_scale, *rest)
     y = multiply(q, scale, weight, weight_scale, *how, bias, dtype)
     if up is not None:
         y = torch.cat([y, multiply(q, scale, up, up_scale, *how, up_bias, dtype)], -1)
@@ -236,18 +221,14 @@ def _linears(
     scale: Tensor,
     weights: Sequence[Tensor],
     weight_scales: Sequence[Tensor | None],
-    scaling: str,
-    weight_scaling: str,
-    power_of_two: bool,
-    biases: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    _: bool,
+    *rest: Any,
 ) -> list[Tensor]:
-    how = (scaling, weight_scaling, power_of_two)
+    scaling, by, power_of_two, biases, dtype, _ = rest
+    how = (scaling, by, power_of_two)
     if frozen.is_any() and any(own is None for own in weight_scales):
-        return linears(q, scale, weights, weight_scales, *how, biases, dtype)
+        return linears(q, scale, weights, weight_scales, *rest[:-1])
     if not q.numel():
-        return [q.new_empty((len(q), len(weight)), dtype=dtype) for weight in weights]
+        return _fake_linears(q, scale, weights, weight_scales, *rest)
     layers = zip(weights, weight_scales, biases, strict=True)
     return [multiply(q, scale, w, s, *how, b, dtype).to(dtype) for w, s, b in layers]
 
