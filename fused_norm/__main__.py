@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import torch
@@ -90,8 +91,9 @@ def _unknown(target: str) -> str | None:
     if name in known or not known:
         return None
     near = difflib.get_close_matches(name, known, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    return f"unknown target {target!r}{meant}; targets are cpu, {', '.join(known)}"
+    meant = f"Did you mean {near[0]}? " if near else ""
+    targets = textwrap.fill(f"{meant}Targets: cpu, {', '.join(known)}", 79)
+    return f"unknown target {target!r}\n{targets}"
 
 
 def _build(targets: list[str] | None, dtypes: list[str] | None, *, force: bool) -> int:

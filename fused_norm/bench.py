@@ -36,6 +36,7 @@ ROUNDS = 9
 # A sample of this many seconds hides the clock's own time, and a GPU's launches in each other.
 SAMPLE = 2e-3
 WIDTH = 80
+UNITS = {"s": 1, "ms": 1e-3, "us": 1e-6}
 
 Step = Callable[[], object]
 
@@ -242,7 +243,10 @@ def _wait() -> None:
 
 
 def _words(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+    # Three digits, so that slow calls fit the columns, too.
+    unit, scale = next(each for each in UNITS.items() if seconds >= each[1] or each[0] == "us")
+    number = seconds / scale
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
 
 
 def _machine(device: str) -> str:

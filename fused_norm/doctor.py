@@ -6,8 +6,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Callable
 
 import torch
@@ -93,7 +95,17 @@ def _print(facts: dict[str, str], advice: Advice) -> None:
     todo = [*advice.must, *(f"(optional) {line}" for line in advice.may)]
     print(f"\n{said}. {'What to do:' if todo else 'There is nothing to do.'}")
     for line in todo:
-        console.print(f"- {line}", highlight=False, soft_wrap=True)
+        # Commands stay in one piece, to be copied.
+        whole = re.sub("`[^`]*`", lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), line)
+        wrapped = textwrap.fill(
+            whole,
+            console.width,
+            initial_indent="- ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        print(wrapped.replace("\N{NO-BREAK SPACE}", " "))
 
 
 def _version(package: str) -> str | None:

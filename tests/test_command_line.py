@@ -42,6 +42,7 @@ def test_unknown_target(target: str, capsys: pytest.CaptureFixture[str]) -> None
     assert f"unknown target '{target}'" in error
     for known in ("cpu", "sm_90a", "gfx942"):
         assert known in error
+    assert max(map(len, error.splitlines())) <= 80
 
 
 def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +66,19 @@ def test_doctor_asks_for_the_driver_that_the_pages_name(
     assert advice.must == (wanted if is_old else [])
     for page in ("README.md", "docs/support.md", "docs/guide/install.md", "docs/guide/faq.md"):
         assert str(doctor.OLDEST_NVIDIA_DRIVER) in (ROOT / page).read_text(), page
+
+
+def test_doctor_breaks_lines_but_no_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    advice = doctor.Advice()
+    command = "`python -m fused_norm build --target cpu --dtype float32`"
+    advice.may.append(f"kernels are built on the first use of each; {command} builds them now")
+    doctor._print({"python": "3.11.7"}, advice)
+    said = capsys.readouterr().out
+    assert command in said
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_doctor_ends_with_what_to_do(

@@ -30,14 +30,17 @@ def test_bench_compares_with_eager_in_80_columns(capsys: pytest.CaptureFixture[s
 def test_bench_measures_the_usual_sizes_in_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "_times", lambda *_: (9999.99e-3, 1e-3))
     monkeypatch.setattr(bench, "_wrong", lambda *_: "")
     monkeypatch.setattr(bench, "_training", lambda *_: None)
-    assert main(["bench", "--device", "cpu", "--dtype", "bfloat16"]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    for shape in bench.SHAPES["cpu"]:
-        assert out.count(", ".join(map(str, shape))) == len(bench.OPS)
+    for seconds, shown in ((9.99999, "10.0 s"), (0.99999, "1000 ms"), (9.99e-6, "9.99 us")):
+        monkeypatch.setattr(bench, "_times", lambda *_, t=seconds: (t, t))
+        assert main(["bench", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 80
+        for shape in bench.SHAPES["cpu"]:
+            assert out.count(", ".join(map(str, shape))) == len(bench.OPS)
+        # Number and unit stay together.
+        assert out.count(f" {shown} ") == 2 * len(bench.OPS) * len(bench.SHAPES["cpu"])
 
 
 def test_bench_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
