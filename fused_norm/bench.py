@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measured(
     device: str, options: argparse.Namespace, shapes: Sequence[tuple[int, int, int]]
 ) -> tuple[Table, list[str]]:
-    table = Table(box=None, caption="medians; ratios are to eager, less is faster")
+    table = Table(box=None, pad_edge=False, caption="medians; ratios are to eager, less is faster")
     for header in ("op", "dtype", "M, K, N"):
         table.add_column(header, no_wrap=True)
     for mode in ("forward", "training"):

@@ -23,7 +23,7 @@ COSTS = PAGE.parent.parent / "benchmarks" / "results" / "batch-invariant.json"
 PASSES = ("forward", "training")
 METRICS = {"wall": "time", "graph": "in a CUDA graph", "launch": "launched"}
 DEVICES = {"cpu": "{threads} threads, PyTorch {torch}", "cuda": "PyTorch {torch}"}
-NODE = {True: "through the C++ node", False: "in Python as well"}
+NODE = {True: "through the C++ node", False: "through Python as well"}
 SIZES = (512, 768, 384)
 MEANS = (0, 1, 10, 100, 1000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,9 +31,11 @@ COLUMNS = ("y", "dx", "dln_weight", "dln_bias", "dlinear_weight", "dlinear_bias"
 EPS = 1e-5
 
 INTRODUCTION = """\
+<!-- `scripts/pages/numerics_page.py` writes this page and measures its tables; do not edit it. -->
+
 # Numerics
 
-`scripts/pages/numerics_page.py` writes this page and measures its tables; do not edit it.
+How sums are computed, how far results are from float64, and when two runs give the same bits.
 
 Statistics, products and sums are computed in float32 (float64 for float64), and so are the mean and
 rstd that the backward reads. Results are rounded once, to the dtype of their tensors.
@@ -59,10 +61,10 @@ In the first two, a constant row gives exactly what a row of zeros gives.
   bfloat16) are summed before they join the total, which keeps the error of long sums small. On AMX
   tiles, 32 at a time join one sum, and subnormal numbers count as zeros.
 - **CPU, backward**: the product of dy and the normalized rows, before `ln_weight` is applied, gives
-  the gradients of `ln_weight` and `linear_weight`. Up to 192 rows, the product of dy and
-  `linear_weight`, of which the gradient of x is made, gives those of `ln_weight` and `ln_bias`
-  instead, and rows enter the product for `linear_weight` scaled and shifted. dy is summed
-  over rows in float64.
+  the gradients of `ln_weight` and `linear_weight`. For up to 192 rows, the product of dy and
+  `linear_weight`, which the gradient of x needs anyway, gives those of `ln_weight` and `ln_bias`
+  instead, and rows enter the product for `linear_weight` scaled and shifted. dy is summed over
+  rows in float64.
 - **GPU**: normalized rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
   products. For the gradients of `ln_weight` and `ln_bias`, each block sums some rows, and a second
   kernel adds those sums in a fixed order.
@@ -85,12 +87,11 @@ In the first two, a constant row gives exactly what a row of zeros gives.
 None of the library's kernels adds with atomic operations; the shape decides the order of every sum.
 
 On a CPU, the bits of our products depend on the instruction set, not on the number of threads or on
-other rows of the batch. PyTorch's products, which compute the calls at whose sizes they are faster,
-choose their kernel by the number of rows.
+other rows of the batch. PyTorch's products, which run where they are faster, choose their kernel by
+the number of rows.
 
-On a GPU, the same call gives the same bits. The number of rows decides which kernel runs: PyTorch's
-where its products run between our kernels, and on Hopper, with our own products, which tile and
-which strategy.
+On a GPU, the same call gives the same bits. The number of rows decides which of PyTorch's kernels
+computes its products, and on Hopper which tile and strategy our own products use.
 
 ## Bits that do not depend on the batch
 
@@ -99,8 +100,9 @@ depend on other rows of the batch. All products of rows are then ours: on a CPU 
 Hopper of normalized rows. Tiles of all shapes sum in the same order; the kernel for few rows, in
 which two blocks share a sum, is not used. Tests compare the bits of batches of 1 to 16384 rows.
 
-It costs most for few rows with a large weight, which fewer blocks read than in the kernel for few
-rows. Calls that are launched one by one also pay for Python, which dispatches them in this mode.
+The mode costs most for few rows with a large weight, since fewer blocks read the weight than in the
+kernel for few rows. Calls that are launched one by one also wait for Python, which dispatches them
+in this mode.
 
 #COSTS#
 ## What the tests require
@@ -145,9 +147,9 @@ def costs() -> str:
         metrics = found["metrics"]
         heads = [f"{name}, {METRICS[metric]}" for metric in metrics for name in PASSES]
         text += (
-            f"What it costs on {found['machine']}, {DEVICES[kind].format(**found)}: time of "
-            f"LayerNorm + Linear in the mode over that without, which goes "
-            f"{NODE['node' in found['fused_norm']]} (`scripts/measure/batch_invariant.py`).\n\n"
+            "Time of LayerNorm + Linear in the mode relative to the time outside it, where calls "
+            f"go {NODE['node' in found['fused_norm']]}, on {found['machine']}, "
+            f"{DEVICES[kind].format(**found)} (`scripts/measure/batch_invariant.py`).\n\n"
             f"| dtype | K, N | rows | {' | '.join(heads)} |\n|---|---|---|{'---|' * len(heads)}\n"
         )
         for entry in found["ratios"]:

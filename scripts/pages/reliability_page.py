@@ -17,9 +17,11 @@ PAGE = ROOT / "docs" / "reliability.md"
 MUTATIONS = ROOT / "docs" / "mutations.json"
 
 INTRODUCTION = """\
+<!-- `scripts/pages/reliability_page.py` writes this page and counts its tests; do not edit it. -->
+
 # Reliability
 
-`scripts/pages/reliability_page.py` writes this page and counts its tests; do not edit it.
+What the tests promise, what they tried, and which wrong edits to the code they notice.
 
 ```bash
 uv run poe test                                    # all but the slow tests
@@ -123,7 +125,7 @@ strategy chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else`
 `frozen.py` | `test_graph_keeps_what_it_reads` |
 | the same | a gamma of another dtype or length in the same memory was read as the one before | \
 `parameters.py` | `test_other_gamma_in_the_same_memory` |
-| the same | scratch memory that was kept between calls lay in a CUDA graph's | `forward.h`, \
+| the same | scratch memory that was kept between calls was in a CUDA graph's | `forward.h`, \
 `kernels.h` | `test_graph_trees_of_the_compiler` |
 | packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |

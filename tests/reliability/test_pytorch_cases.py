@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_modules import module_db
 
 # PyTorch's forward mode compiles its decompositions in a way that it deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 OPS = {name: next(op for op in op_db if op.name == name) for name in (
     "nn.functional.layer_norm", "native_layer_norm", "nn.functional.linear"

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-# PyTorch's compiler, exporter and forward mode trip over these deprecations and hints of its own.
+# PyTorch's compiler, exporter and forward mode trip over these deprecations and hints of its own:
+# from Python 3.14 on, `torch.jit.script` is "not supported" instead of "deprecated".
 ITS_OWN_WARNINGS = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
