@@ -34,7 +34,8 @@ WORDS = {
     r"at one time": "at once, or at the same time",
     r"(the other|either) way round": "vice versa",
     r"mends?": "fixes, or corrects",
-    r"(take|takes|taking|in) turns": "alternate, or interleave",
+    # Not the heading of the log, by which kernels and data refer to it.
+    r"(take|takes|(?<!# )taking|in) turns": "alternate, or interleave",
     r"(turn|turns|turned) (it |them )?down": "decline",
     r"(newer|older) code|code that is (newer|older)": "the commit, or what is true now",
     r"leave[sd]? away|left away": "omit",

@@ -30,7 +30,7 @@ from .linear import linear_pays
 from .workspace import part
 
 # A tile that gathers statistics takes twice as long, and the order of tiles of the same rows reads more of the weight;
-# a kernel for statistics alone reads x once more (docs/hopper-log.md, "Ping-pong").
+# a kernel for statistics alone reads x once more (docs/hopper-log.md, "Taking turns").
 comptime _FEW_OUTPUTS = 1024
 comptime _ROWS_PER_FEATURE = 8
 
