@@ -1,6 +1,6 @@
 """Whether calls take the fastest strategy at sizes that nobody has chosen.
 
-    poe bench --regret [--device cuda] [--seed N] [--count N] [--json FILE] [--plot FILE]
+    poe bench --regret [--device cuda [--training]] [--seed N] [--count N] [--json FILE]
 
 Sizes are drawn by a seed. Of each, on a CPU, the strategies (our product, our passes around
 PyTorch's, and PyTorch's ops alone) and what users get are interleaved; `regret` is the time of what
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="poe bench --regret", description=__doc__)
     parser.add_argument("--regret", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--training", action="store_true", help="with a backward, on a GPU")
     parser.add_argument("--commit", help="what is measured, where there is no repository")
     parser.add_argument("--from-json", type=Path, help="show a file's results instead of measuring")
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the sizes (default: {SEED})")
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         calls = [record(*row) for row in rows]
     elif is_gpu:
         seconds, dtypes = options.seconds / 10, options.dtype
-        calls = list(regret_gpu.measured(options.count, options.seed, seconds, dtypes))
+        drawn = (options.count, options.seed, seconds, dtypes)
+        calls = regret_gpu.measured(*drawn, trains=options.training)
     else:
         calls = list(measured(options))
     Console().print(shown.table(calls), soft_wrap=True)

@@ -1,4 +1,7 @@
-"""Whether forwards on Hopper take the fastest strategy: `poe bench --regret --device cuda`."""
+"""Whether calls on Hopper take the fastest strategy: `poe bench --regret --device cuda`.
+
+With `--training`, a forward with any of its strategies is followed by the backward that is chosen.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,10 @@ CHOSEN = {
 AGAIN, LONGER = 1.05, 4
 
 
-def measured(count: int, seed: int, seconds: float, dtypes: Sequence[str]) -> list[GpuCall]:
-    """Return forwards of sizes drawn, with each strategy.
+def measured(
+    count: int, seed: int, seconds: float, dtypes: Sequence[str], trains: bool = False
+) -> list[GpuCall]:
+    """Return forwards of sizes drawn, with each strategy, and with their backwards if `trains`.
 
     Raises:
         RuntimeError: If there is no Hopper.
@@ -40,11 +45,16 @@ def measured(count: int, seed: int, seconds: float, dtypes: Sequence[str]) -> li
     with Progress(console=Console(stderr=True)) as progress:
         sizes = draw_for_gpu(count, seed, dtypes or DTYPES)
         for size in progress.track(sizes, description="sizes"):
-            call = gpu.measure(size, seconds, CHOSEN)
-            if max(regret(call, name, False) for name in CHOSEN) > AGAIN:
-                call = gpu.measure(size, LONGER * seconds, CHOSEN)
+            call = gpu.measure(size, seconds, CHOSEN, trains=trains)
+            if max(regret(call, name, False) for name in chosen(call)) > AGAIN:
+                call = gpu.measure(size, LONGER * seconds, CHOSEN, trains=trains)
             found.append(call)
     return found
+
+
+def chosen(call: GpuCall) -> list[str]:
+    """Return what users can get of a call: nothing is frozen where it is trained."""
+    return [name for name in CHOSEN if name in call.graph]
 
 
 def regret(call: GpuCall, name: str, is_launched: bool) -> float:
@@ -69,7 +79,7 @@ def table(calls: Sequence[GpuCall]) -> Table:
     for dtype in dict.fromkeys(call.dtype for call in calls):
         each = [call for call in calls if call.dtype == dtype]
         for is_launched in (False, True):
-            for name in CHOSEN:
+            for name in chosen(each[0]):
                 cells = list[str]()
                 for ratio in (regret, of_eager):
                     ratios = {ratio(call, name, is_launched): call for call in each}

@@ -79,13 +79,17 @@ def strategies() -> Iterator[Callable[[int], None]]:
 
 
 @torch.no_grad()
-def measure(size: Size, seconds: float, others: Iterable[str] = ()) -> GpuCall:
+def measure(
+    size: Size, seconds: float, others: Iterable[str] = (), *, trains: bool = False
+) -> GpuCall:
     """Measure a forward with each strategy.
 
     Args:
         size: The call.
         seconds: To take for each strategy, at least as many as 9 rounds do.
         others: "chosen" and "chosen frozen", to measure what users get as well.
+        trains: Whether a backward with all gradients follows, which no strategy that keeps
+            anything has.
     """
     dtype, (M, K, N) = DTYPES[size.dtype], size[2:]
     count = max(2, min(MOST_SETS, int(CACHE / (dtype.itemsize * (M * K + K * N + M * N))) + 1))
@@ -98,7 +102,11 @@ def measure(size: Size, seconds: float, others: Iterable[str] = ()) -> GpuCall:
         return fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS)
 
     wanted = STRATEGIES | (FOLDS if dtype is torch.bfloat16 else {}) | dict.fromkeys(others, 0)
-    calls = {name: eager if name == "eager" else ours for name in wanted}
+    if trains:
+        wanted = {name: strategy for name, strategy in wanted.items() if name not in KEEPING}
+        calls = {name: _trained(eager if name == "eager" else ours) for name in wanted}
+    else:
+        calls = {name: eager if name == "eager" else ours for name in wanted}
     stream = torch.cuda.Stream()
     graph: dict[str, list[float]] = {name: [] for name in wanted}
     launched: dict[str, list[float]] = {name: [] for name in wanted}
@@ -146,6 +154,19 @@ def _inputs(M: int, K: int, N: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
     return normal(M, K), normal(K), normal(K), normal(N, K) * K**-0.5, normal(N)
+
+
+def _trained(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a call and its backward, which gives the gradient of the rows."""
+
+    def run(*tensors: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in tensors]
+            y = call(*leaves)
+            # Any gradient will do, as long as it costs nothing to make.
+            return torch.autograd.grad(y, leaves, y.detach())[0]
+
+    return run
 
 
 def _captured(

@@ -14,8 +14,11 @@ from mojo_programs import needs_mojo
 
 import fused_norm as fn
 from benchmarks import regret, regret_gpu
+from fused_norm.chain.kernels import is_hopper
 from fused_norm.devices import choice, hopper, machine
 from fused_norm.devices.hopper import GpuCall
+from fused_norm.tuning import gpu
+from fused_norm.tuning.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = sorted((ROOT / "benchmarks/results").glob("gpu-calls-*.json"))
@@ -130,3 +133,25 @@ def test_ratios_and_what_is_shown(tmp_path: Path) -> None:
     drawn = tmp_path / "regret.svg"
     assert regret.main(["--from-json", str(saved), "--plot", str(drawn)]) == 0
     assert "</svg>" in drawn.read_text()
+
+
+def test_training_has_nothing_frozen() -> None:
+    us = {"eager": 10.0, "composed": 8.0, "around": 9.0, "anew": 12.0, "chosen": 9.0}
+    call = GpuCall("bfloat16", 3, 8, 16, us, us)
+    assert regret_gpu.chosen(call) == ["chosen"]
+    assert regret_gpu.regret(call, "chosen", False) == 9 / 8
+    assert regret_gpu.table([call]).row_count == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_call_is_measured(trains: bool) -> None:
+    if not is_hopper(0):
+        pytest.skip("its choices are those of Hoppers")
+    size = Size("bfloat16", "", 256, 512, 768)
+    call = gpu.measure(size, 0.001, regret_gpu.CHOSEN, trains=trains)
+    assert "kept" in call.graph or trains
+    assert regret_gpu.chosen(call) == (["chosen"] if trains else list(regret_gpu.CHOSEN))
+    assert all(us > 0 for found in (call.graph, call.launched) for us in found.values())
+    assert call.graph.keys() == call.launched.keys()
