@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -89,7 +90,9 @@ def linear_cross_entropy(
     is_small = head_ops.fits(t) and not has_dtensor(t) and head_ops.is_small(t)
     if is_small and cross_entropy.is_plain(t, loss) and not return_logsumexp:
         return cross_entropy.plain(t, loss)
-    result, logsumexp = cross_entropy.by_pytorch(t, loss) if is_small else _computed(t, loss)
+    result, logsumexp = (
+        cross_entropy.by_pytorch(t, loss) if is_small else _computed(t, loss, return_logsumexp)
+    )
     return (result, logsumexp) if return_logsumexp else result
 
 
@@ -143,12 +146,13 @@ def norm_linear_cross_entropy(
     return linear_cross_entropy(z, weight, target, bias, **loss)
 
 
-def _computed(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
+def _computed(t: Head, loss: Loss, return_logsumexp: bool) -> tuple[Tensor, Tensor]:
     if not head_ops.fits(t):
         return cross_entropy.by_pytorch(t, loss)
     if not has_dtensor(t):
-        return head_ops.call(t, loss)
-    found = over_shards(head_ops.call, t, loss)
+        return head_ops.call(t, loss, return_logsumexp)
+    call = functools.partial(head_ops.call, returns_logsumexp=return_logsumexp)
+    found = over_shards(call, t, loss)
     return cross_entropy.by_pytorch(t, loss) if found is None else found
 
 

@@ -11,7 +11,6 @@ PyTorch's ops make them of logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.chain import head_sm90
-from fused_norm.chain.head_rows import Chunk, Rows, by_pytorch
+from fused_norm.chain.head_rows import Chunk, Composed, Rows
 from fused_norm.chain.head_shards_sm90 import ShardedChunks
 from fused_norm.cross_entropy import (
     Head,
@@ -87,26 +86,30 @@ def compute(
     M, K = t.target.numel(), t.weight.shape[1]
     x, wide = t.x.reshape(M, K), statistics_dtype(t.x.dtype)
     flat = t._replace(x=x, target=t.target.reshape(M))
-    # On a GPU, what comes before the first product is a time in which it has little to do.
     has_kernels = head_sm90.serves(flat, loss)
     if not has_kernels:
         check_labels(t, loss)
-    scales = logsumexp_scales = divisor = None
     most = loss.chunk_rows
+    if has_kernels and not loss.group and not any(wanted):
+        most = most or head_sm90.rows_of_sums(len(t.weight))
+    size = rows_of_chunk(M, most, x.is_cpu)
+    parts = [slice(start, min(start + size, M)) for start in range(0, M, size)]
+    chunks = _chunks(flat, loss, size, any(wanted), has_kernels)
+    if parts:
+        # On a GPU, what comes before the first product is a time in which it has little to do.
+        chunks.begin(parts[0])
+    scales = logsumexp_scales = divisor = None
     if any(wanted):
         divisor = denominator(t, loss, wide) if loss.reduction == "mean" else None
         scales = row_scales(t, loss, grads[0], wide, divisor)
         logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
-    elif has_kernels and not loss.group:
-        most = most or head_sm90.rows_of_sums(len(t.weight))
-    size = rows_of_chunk(M, most, x.is_cpu)
-    find = _rows_by(flat, loss, size, any(wanted), has_kernels)
     losses, lse = (x.new_empty(M, dtype=wide) for _ in range(2))
     totals = _Totals(flat, wanted)
-    for start in range(0, M, size):
-        part = slice(start, min(start + size, M))
+    for part in parts:
+        if part.start:
+            chunks.begin(part)
         own = (losses[part], lse[part], _part(scales, part), _part(logsumexp_scales, part))
-        found = find(Chunk(part, *own))
+        found = chunks.rows(Chunk(part, *own))
         if found is not None:
             totals.add(part, found)
     if has_kernels:
@@ -142,13 +145,12 @@ def _part(values: Tensor | None, part: slice) -> Tensor | None:
     return None if values is None else values[part]
 
 
-def _rows_by(
+def _chunks(
     t: Head, loss: Loss, size: int, keeps: bool, has_kernels: bool
-) -> Callable[[Chunk], Rows | None]:
-    if has_kernels:
-        chunks = ShardedChunks if loss.group else head_sm90.Chunks
-        return chunks(t, loss, size, keeps).rows
-    return lambda chunk: by_pytorch(t, loss, chunk)
+) -> head_sm90.Chunks | Composed:
+    if not has_kernels:
+        return Composed(t, loss)
+    return (ShardedChunks if loss.group else head_sm90.Chunks)(t, loss, size, keeps)
 
 
 class _Totals:

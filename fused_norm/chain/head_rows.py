@@ -62,6 +62,25 @@ class Rows(NamedTuple):
     others: Others | None = None
 
 
+class Composed(NamedTuple):
+    """Chunks by PyTorch's ops.
+
+    Attributes:
+        t: The tensors of the call, rows in one dimension.
+        loss: What to compute.
+    """
+
+    t: Head
+    loss: Loss
+
+    def begin(self, part: slice) -> None:
+        """Queue nothing."""
+
+    def rows(self, chunk: Chunk) -> Rows | None:
+        """Compute a chunk as `by_pytorch`."""
+        return by_pytorch(self.t, self.loss, chunk)
+
+
 def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
     """Compute a chunk from its logits, less the largest of each row.
 

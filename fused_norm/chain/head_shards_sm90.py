@@ -49,11 +49,11 @@ class ShardedChunks(Chunks):
         is_here = (column >= 0) & (column < V) & (t.target != loss.ignore_index)
         self.target = torch.where(is_here, column, _NO_LABEL)
         self.plain_losses, self.logsumexp = self.x.new_empty((2, size), dtype=torch.float32)
-        if loss.label_smoothing:
-            self._smoothed(t, loss)
 
-    def _smoothed(self, t: Head, loss: Loss) -> None:
-        """Sum up the rows of the weight, and the bias, as all classes have them alike."""
+    def _terms_of_classes(self) -> None:
+        t, loss, self.has_terms = self.whole, self.options, True
+        if not loss.label_smoothing:
+            return
         V = len(t.weight)
         if t.class_weight is None:
             each = self.x.new_ones(V, dtype=torch.float32)
@@ -63,20 +63,21 @@ class ShardedChunks(Chunks):
         self.mean_bias = None if t.bias is None else (t.bias.float() @ each).reshape(1)
 
     def rows(self, chunk: Chunk) -> Rows | None:
-        """Compute a chunk; what it leaves is valid until the next one.
+        """Compute what becomes of the exponentials of the rows that were begun.
 
         Returns None where no gradients are wanted.
 
         Args:
             chunk: Which rows.
         """
+        if not self.has_terms:
+            self._terms_of_classes()
         part, loss, group = chunk.rows, self.options, self.options.group
         x, offsets = self.x[part], self.offsets[part]
         count = len(x)
         plain, own = self.plain_losses[:count], self.logsumexp[:count]
         call = self.call
-        call.M, call.x, call.target = count, address(x), address(self.target[part])
-        call.offsets, call.sums = address(offsets), address(self.sums[part])
+        call.target = address(self.target[part])
         call.losses, call.logsumexp = address(plain), address(own)
         run("rows", call, x.device)
         is_here = self.target[part] != _NO_LABEL

@@ -2,6 +2,8 @@
 
 The product's epilogue stores exponentials of logits less an offset of the row, and their sums. The
 offset is some more than the largest of 256 of the row's logits, which a small product finds before.
+Where a call begins, the GPU waits for the host, which therefore queues the first product before
+anything that it does not need.
 A row whose sum leaves the safe range is computed again, by kernels that the host need not ask for.
 """
 
@@ -20,9 +22,8 @@ from fused_norm.chain.head_rows import Chunk, Others, Rows
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.native import build, compiler
 
-# Classes whose logits tell a row's offset, and what is added to the largest of them: exponentials
-# may be as small as the offset is too large, and overflow where it is too small.
-_SAMPLES, _MARGIN = 256, 40.0
+# Classes whose logits tell a row's offset.
+_SAMPLES = 256
 # Columns of a tile of the product; with a bias, those of its only kernel.
 COLUMNS, COLUMNS_WITH_BIAS = 192, 128
 # Memory that a chunk may take where no exponentials are stored.
@@ -140,67 +141,77 @@ class Chunks:
         pitch = -(-V // 8) * 8
         self.exponentials = self.x.new_empty((size, pitch)) if keeps else None
         self.scaled = self.x.new_empty((size, K)) if keeps else None
-        self.partials, self.maxima = wide((2, size, tiles))
-        self.factors, self.sums = wide((2, M))
-        self.offsets = self._offsets(wide(M))
-        self.is_any_bad = self.x.new_zeros(1, dtype=torch.int32)
-        self.class_weight = self.class_sum = self.mean_weight = self.mean_bias = None
-        if t.class_weight is not None:
-            self.class_weight = t.class_weight.float().contiguous()
-            self.class_sum = self.class_weight.sum().reshape(1)
-        if loss.label_smoothing:
-            each = self.class_weight
-            ones = self.x.new_ones(V, dtype=torch.float32) if each is None else each
-            self.class_weight_of_others = ones
-            if each is None:
-                self.mean_weight = t.weight.sum(0, dtype=torch.float32)
-            else:
-                self.mean_weight = weighted_rows(t.weight, ones)
-            if t.bias is not None:
-                self.mean_bias = (t.bias.float() @ ones).reshape(1)
+        # Sums and largest logits of each tile of a row, and whether a sum is bad.
+        self.of_tiles = wide(2 * size * tiles + 1)
+        self.offsets, self.sums, self.factors = wide((3, M))
+        step = max(V // _SAMPLES, 1)
+        self.samples = torch.mm(self.x, t.weight[::step][:_SAMPLES].t())
+        self.has_terms = False
+        self.class_weight: Tensor | None = None
+        self.mean_weight: Tensor | None = None
+        self.mean_bias: Tensor | None = None
         call = self.call = HeadCall()
         call.K, call.V, call.pitch, call.tiles, call.columns = K, V, pitch, tiles, self.columns
         call.weight, call.bias = address(t.weight), address(t.bias)
         call.exponentials, call.scaled = address(self.exponentials), address(self.scaled)
-        call.partials, call.maxima = address(self.partials), address(self.maxima)
-        call.is_any_bad = address(self.is_any_bad)
-        call.class_weight, call.class_weight_sum = map(address, (self.class_weight, self.class_sum))
-        call.mean_weight, call.mean_bias = address(self.mean_weight), address(self.mean_bias)
+        call.partials = address(self.of_tiles)
+        call.maxima = call.partials + 4 * size * tiles
+        call.is_any_bad = call.maxima + 4 * size * tiles
+        call.sample_count, call.sample_step = self.samples.shape[1], step
         call.ignore_index, call.label_smoothing = loss.ignore_index, loss.label_smoothing
         call.z_loss, call.softcap = loss.z_loss, loss.softcap
 
-    def _offsets(self, room: Tensor) -> Tensor:
-        weight, bias = self.t.weight, self.t.bias
-        step = max(weight.shape[0] // _SAMPLES, 1)
-        logits = torch.mm(self.x, weight[::step][:_SAMPLES].t())
-        if bias is not None:
-            logits = logits + bias[::step][:_SAMPLES]
-        most = logits.amax(1)
-        if cap := self.loss.softcap:
-            most = cap * torch.tanh(most / cap)
-        # Any number will do that is known from here on, so that it may be rounded.
-        return torch.add(most, _MARGIN, out=room)
+    def begin(self, part: slice) -> None:
+        """Queue the exponentials of some rows; what they leave is valid until the next ones.
+
+        Args:
+            part: Which rows.
+        """
+        x, call = self.x[part], self.call
+        call.M, call.x, call.samples = len(x), address(x), address(self.samples[part])
+        call.offsets, call.sums = address(self.offsets[part]), address(self.sums[part])
+        run("exponentials", call, x.device)
+
+    def _terms_of_classes(self) -> None:
+        """Sum up what losses need of the classes' weights and of smoothed labels."""
+        t, call, self.has_terms = self.t, self.call, True
+        each = self.class_weight
+        if t.class_weight is not None:
+            each = self.class_weight = t.class_weight.float().contiguous()
+            self.class_sum = each.sum().reshape(1)
+            call.class_weight, call.class_weight_sum = address(each), address(self.class_sum)
+        if not self.loss.label_smoothing:
+            return
+        if each is None:
+            each = self.x.new_ones(call.V, dtype=torch.float32)
+            self.mean_weight = t.weight.sum(0, dtype=torch.float32)
+        else:
+            self.mean_weight = weighted_rows(t.weight, each)
+        self.class_weight_of_others = each
+        if t.bias is not None:
+            self.mean_bias = (t.bias.float() @ each).reshape(1)
+        call.mean_weight, call.mean_bias = address(self.mean_weight), address(self.mean_bias)
 
     def rows(self, chunk: Chunk) -> Rows | None:
-        """Compute a chunk; what it leaves is valid until the next one.
+        """Compute what becomes of the exponentials of the rows that were begun.
 
         Returns None where no gradients are wanted.
 
         Args:
             chunk: Which rows.
         """
+        if not self.has_terms:
+            self._terms_of_classes()
         call, part = self.call, chunk.rows
-        x, factors = self.x[part], self.factors[part]
-        count = len(x)
+        factors, count = self.factors[part], self.call.M
         scales = None if chunk.scales is None else chunk.scales.contiguous()
         of_logsumexp = chunk.logsumexp_scales
         of_logsumexp = None if of_logsumexp is None else of_logsumexp.contiguous()
-        call.M, call.x, call.target = count, address(x), address(self.target[part])
-        call.offsets, call.sums = address(self.offsets[part]), address(self.sums[part])
+        call.target = address(self.target[part])
         call.scales, call.logsumexp_scales = address(scales), address(of_logsumexp)
         numbers = (chunk.losses, chunk.logsumexp, factors)
         call.losses, call.logsumexp, call.factors = map(address, numbers)
-        run("rows", call, x.device)
+        run("rows", call, self.x.device)
         if self.exponentials is None or self.scaled is None or scales is None:
             return None
         others = None

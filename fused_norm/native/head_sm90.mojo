@@ -12,17 +12,22 @@ from op.device import Launcher, new_launcher
 from op.entry import add_pass
 from op.head.call import HeadPointer
 from op.head.exponentials import launch_exponentials
+from op.head.offsets import launch_offsets
 from op.head.repair import launch_repair
 from op.head.rows import launch_rows, launch_sums
 from op.head.scale import launch_scale
 
 
-def _rows(call: HeadPointer) raises:
+def _exponentials(call: HeadPointer) raises:
     ref gpu = Launcher.at(call[].context)[].gpu
+    launch_offsets(gpu, call[])
     launch_exponentials(gpu, call[])
     launch_sums(gpu, call[])
     launch_repair(gpu, call[])
-    launch_rows(gpu, call[])
+
+
+def _rows(call: HeadPointer) raises:
+    launch_rows(Launcher.at(call[].context)[].gpu, call[])
 
 
 def _scale(call: HeadPointer) raises:
@@ -44,9 +49,14 @@ def PyInit_head_sm90() abi("C") -> PythonObject:
             docstring="new_launcher(device, stream, alone) -> address",
         )
         add_pass[
+            _exponentials,
+            "exponentials",
+            "queues offsets, exponentials and their sums of a chunk's rows",
+        ](builder)
+        add_pass[
             _rows,
             "rows",
-            "queues exponentials, losses, factors and scaled rows of a chunk",
+            "queues losses, factors and scaled rows of a chunk",
         ](builder)
         add_pass[_scale, "scale", "queues tensor *= scale"](builder)
         return builder.finalize()

@@ -113,22 +113,26 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         """Return the loss, the logarithms and the gradients."""
-        return tuple(_forward_op(*arguments))
+        return tuple(_forward_op(*arguments[:-1]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep the tensors, and the gradients if there are."""
+        *options, returns_logsumexp = inputs[_COUNT:]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[2:])
+        ctx.mark_non_differentiable(*output[2 if returns_logsumexp else 1 :])
         ctx.save_for_backward(*inputs[:_COUNT], *output[2:])
-        ctx.options, ctx.is_spent = inputs[_COUNT:], False
+        ctx.options, ctx.returns_logsumexp, ctx.is_spent = options, returns_logsumexp, False
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None, *_: Any) -> Any:
         """Return the gradients that are required."""
         *saved, dx, dweight, dbias = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
-        rest = (None,) * (_COUNT - 3 + len(ctx.options))
+        rest = (None,) * (_COUNT - 3 + len(ctx.options) + 1)
+        if not ctx.returns_logsumexp:
+            # Compilers have zeros here, for which all would be computed again.
+            grad_logsumexp = None
         if grad is None and grad_logsumexp is None:
             return (None, None, None, *rest)
         *options, computed = ctx.options
@@ -174,19 +178,20 @@ def _has_kernel(tensor: Tensor) -> bool:
     return is_hopper and tensor.is_contiguous() and head_sm90.is_built()
 
 
-def call(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
+def call(t: Head, loss: Loss, returns_logsumexp: bool = True) -> tuple[Tensor, Tensor]:
     """Return the loss and the logarithms of the rows' sums.
 
     Args:
         t: Tensors that `fits` takes.
         loss: What to compute.
+        returns_logsumexp: Whether the logarithms may have a gradient.
     """
     in_forward = loss.reduction != "none" and t.x.dtype is not torch.float16
     computed = [
         in_forward and may_follow() and tensor is not None and tensor.requires_grad
         for tensor in (t.x, t.weight, t.bias)
     ]
-    loss_and_logsumexp: tuple[Tensor, Tensor] = _apply(*t, *loss, computed)
+    loss_and_logsumexp: tuple[Tensor, Tensor] = _apply(*t, *loss, computed, returns_logsumexp)
     return loss_and_logsumexp
 
 

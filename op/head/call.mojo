@@ -32,6 +32,12 @@ struct HeadCall(ImplicitlyCopyable, Movable):
     """Its bias [V], bfloat16."""
     var target: Int
     """Labels of the rows [M], int64."""
+    var samples: Int
+    """Logits of some classes, without their bias [M, sample_count], bfloat16."""
+    var sample_count: Int
+    """How many."""
+    var sample_step: Int
+    """Classes from one of them to the next."""
     var offsets: Int
     """What is taken off the logits of each row before their exponentials [M], float32."""
     var exponentials: Int
@@ -43,7 +49,7 @@ struct HeadCall(ImplicitlyCopyable, Movable):
     var sums: Int
     """Sums of the exponentials of each row [M], float32."""
     var is_any_bad: Int
-    """Whether a sum left the safe range [1], int32; it is set, and never reset."""
+    """Whether a sum of the chunk left the safe range [1], int32."""
     var scales: Int
     """Gradients of the rows' losses [M], float32; 0 where no gradient is wanted."""
     var logsumexp_scales: Int

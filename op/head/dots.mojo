@@ -8,6 +8,8 @@ comptime THREADS = 256
 """Threads of a block of these kernels."""
 comptime WARPS = THREADS // 32
 """Its warps."""
+comptime LOWEST = Float32(-3.0e38)
+"""Less than any logit."""
 
 # A sum of exponentials, each rounded by its own size, is exact enough anywhere in here.
 comptime _LEAST = Float32(1e-30)

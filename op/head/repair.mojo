@@ -15,11 +15,10 @@ from std.memory import stack_allocation
 from ..device import Gpu
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from .call import HeadCall
-from .dots import THREADS, WARPS, dot, elements, is_bad
+from .dots import LOWEST, THREADS, WARPS, dot, elements, is_bad
 from .exponentials import LOG2E, TILES_WITH_BIAS
 from .softcap import capped, slope
 
-comptime _LOWEST = Float32(-3.0e38)
 comptime _BLOCKS = 2
 
 
@@ -95,7 +94,7 @@ def repair_kernel[
     for row in range(Int(m)):
         if not is_bad(elements[DType.float32](sums, row)[]):
             continue
-        var offset = _LOWEST
+        var offset = LOWEST
         comptime if is_second:
             for tile in range(lane, tiles, 32):
                 offset = max(
@@ -108,7 +107,7 @@ def repair_kernel[
         for tile in range(Int(block_idx.x), tiles, Int(grid_dim.x)):
             var first = tile * Int(columns)
             var end = min(first + Int(columns), Int(v))
-            var own = Float32(0) if is_second else _LOWEST
+            var own = Float32(0) if is_second else LOWEST
             for word in range(first + own_warp, end, WARPS):
                 var z = _logit(x, weight, bias, row, word, Int(k), lane)
                 var its_slope = Float32(1)
@@ -129,7 +128,7 @@ def repair_kernel[
                 shared.unsafe_offset(own_warp).unsafe_store(own)
             barrier()
             if thread_idx.x == 0:
-                var all = Float32(0) if is_second else _LOWEST
+                var all = Float32(0) if is_second else LOWEST
                 comptime for i in range(WARPS):
                     var part = shared.unsafe_offset(i).unsafe_load()
                     comptime if is_second:

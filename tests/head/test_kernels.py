@@ -88,7 +88,8 @@ def test_loss_alone_takes_all_rows_at_once(
     rows: list[int] = []
 
     def run(function: str, call: HeadCall, device: torch.device) -> None:
-        rows.append(call.M)
+        if function == "exponentials":
+            rows.append(call.M)
         head_kernels.run(function, call, device)
 
     monkeypatch.setattr(head, "GPU_ROWS", 64)

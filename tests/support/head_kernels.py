@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fused_norm.call.head_record import HeadCall
 
-LARGEST = 100.0
+LARGEST, MARGIN = 100.0, 40.0
 LEAST, MOST = 1e-30, 1e30
 LEAST_FACTOR = 2.0**-20
 FLOAT, BFLOAT, INT, LONG = torch.float32, torch.bfloat16, torch.int32, torch.int64
@@ -38,22 +38,30 @@ def limited(z: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 
 def run(function: str, call: HeadCall, device: torch.device) -> None:
-    """Stand in for `head_sm90.run` with "rows"."""
-    assert function == "rows"
+    """Stand in for `head_sm90.run` with "exponentials" and "rows"."""
     assert device.type == "cpu"
     M, K, V = call.M, call.K, call.V
     x, weight = at(call.x, BFLOAT, M, K).float(), at(call.weight, BFLOAT, V, K).float()
     bias, offsets = at(call.bias, BFLOAT, V), at(call.offsets, FLOAT, M)
-    target, sums = at(call.target, LONG, M), at(call.sums, FLOAT, M)
     z, slope = limited(x @ weight.t() + (0 if bias is None else bias.float()), call.softcap)
-    e, found = _exponentials(z, offsets)
+    pitched = at(call.exponentials, BFLOAT, M, call.pitch)
+    kept = None if pitched is None else pitched[:, :V]
+    if function == "rows":
+        _rows(call, x, at(call.target, LONG, M), z, slope, _exponentials(z, offsets)[0], kept)
+        return
+    assert function == "exponentials"
+    samples = at(call.samples, BFLOAT, M, call.sample_count).float()
+    if bias is not None:
+        samples = samples + bias[:: call.sample_step][: call.sample_count]
+    offsets.copy_(limited(samples.amax(1), call.softcap)[0] + MARGIN)
+    _, found = _exponentials(z, offsets)
     bad = (found > MOST) | (found < LEAST)
     offsets.copy_(torch.where(bad, z.amax(1), offsets))
     e, found = _exponentials(z, offsets)
-    sums.copy_(found)
     # The sums of tiles are no more than their parts.
-    pitched = at(call.exponentials, BFLOAT, M, call.pitch)
-    _rows(call, x, target, z, slope, e, None if pitched is None else pitched[:, :V])
+    at(call.sums, FLOAT, M).copy_(found)
+    if kept is not None:
+        kept.copy_(e * slope)
 
 
 def _exponentials(z: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,8 +89,6 @@ def _rows(
         losses = losses + smooth * (lse * total - others)
     at(call.losses, FLOAT, M).copy_(torch.where(counts, losses, 0))
     at(call.logsumexp, FLOAT, M).copy_(lse)
-    if kept is not None:
-        kept.copy_(e * slope)
     if not call.scales:
         return
     scale = torch.where(counts, at(call.scales, FLOAT, M), 0)
