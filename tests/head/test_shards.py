@@ -28,8 +28,11 @@ Said = dict[tuple[int, str], str]
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Return what went wrong in each case, in any process."""
     asked: dict[int, list[str]] = {}
-    tests = (test_shards_as_one.__name__, test_shards_on_a_gpu.__name__)
+    tests = (test_shards_as_one.__name__, test_shards_on_gpus.__name__)
     for item in request.session.items:
+        is_on_gpu = getattr(item, "originalname", "") == tests[1]
+        if is_on_gpu and item.callspec.params["count"] > torch.cuda.device_count():
+            continue
         if getattr(item, "originalname", "") in tests:
             asked.setdefault(item.callspec.params["count"], []).append(item.callspec.params["name"])
     found: Said = {}
@@ -68,6 +71,8 @@ def test_shards_as_one(name: str, count: int, said: Said) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", head_cases.GPU_NAMES)
-def test_shards_on_a_gpu(name: str, count: int, said: Said) -> None:
-    """Processes share a GPU, and gloo carries what they tell each other."""
+def test_shards_on_gpus(name: str, count: int, said: Said) -> None:
+    """A GPU for each process, and NCCL."""
+    if count > torch.cuda.device_count():
+        pytest.skip("needs a GPU for each process")
     assert said[count, name] == ""

@@ -248,7 +248,11 @@ def run(name: str, mesh: DeviceMesh) -> None:
 
 def main(rank: int, count: int, store: str, names: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=count)
+    backend = "gloo"
+    if count <= torch.cuda.device_count():
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=count)
     mesh = init_device_mesh("cpu", (count,))
     for name in names or NAMES:
         try:
