@@ -23,6 +23,7 @@ class Activation(NamedTuple):
     Attributes:
         number: Its number in the record of a call.
         function: The activation.
+        gradient: That of its argument, from that of its result and its argument.
         gate: The name of the gate that it makes, `""` for a gate and where there is none.
         targets: PyTorch's functions that compute it in a graph; it may be written out, too.
         arguments: The names of their arguments.
@@ -30,6 +31,7 @@ class Activation(NamedTuple):
 
     number: int
     function: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
     gate: str = ""
     targets: tuple[Any, ...] = ()
     arguments: str = "input"
@@ -43,17 +45,34 @@ def _quick_gelu(h: Tensor) -> Tensor:
     return h * torch.sigmoid(1.702 * h)
 
 
+def _relu_gradient(da: Tensor, h: Tensor) -> Tensor:
+    dh: Tensor = torch.ops.aten.threshold_backward(da, h, 0)
+    return dh
+
+
+def _gelu_tanh_gradient(da: Tensor, h: Tensor) -> Tensor:
+    dh: Tensor = torch.ops.aten.gelu_backward(da, h, approximate="tanh")
+    return dh
+
+
+def _quick_gelu_gradient(da: Tensor, h: Tensor) -> Tensor:
+    share = torch.sigmoid(1.702 * h)
+    return da * share * (1 + 1.702 * h * (1 - share))
+
+
+_gelu_targets = (F.gelu, torch._C._nn.gelu)
+_gelu_gradient, _silu_gradient = torch.ops.aten.gelu_backward, torch.ops.aten.silu_backward
 PLAIN: dict[str, Activation] = {
-    "relu": Activation(1, F.relu, "reglu", (F.relu, torch.relu)),
-    "gelu": Activation(2, F.gelu, "geglu", (F.gelu, torch._C._nn.gelu), "input approximate"),
-    "gelu_tanh": Activation(3, _gelu_tanh, "geglu_tanh"),
-    "quick_gelu": Activation(4, _quick_gelu),
-    "silu": Activation(5, F.silu, "swiglu", (F.silu,)),
+    "relu": Activation(1, F.relu, _relu_gradient, "reglu", (F.relu, torch.relu)),
+    "gelu": Activation(2, F.gelu, _gelu_gradient, "geglu", _gelu_targets, "input approximate"),
+    "gelu_tanh": Activation(3, _gelu_tanh, _gelu_tanh_gradient, "geglu_tanh"),
+    "quick_gelu": Activation(4, _quick_gelu, _quick_gelu_gradient),
+    "silu": Activation(5, F.silu, _silu_gradient, "swiglu", (F.silu,)),
 }
 GATES: dict[str, str] = {name: each.gate for name, each in PLAIN.items() if each.gate}
 """The gate that each activation makes."""
 ACTIVATIONS: dict[str, Activation] = PLAIN | {
-    gate: Activation(PLAIN[name].number + GATED, PLAIN[name].function)
+    gate: Activation(PLAIN[name].number + GATED, PLAIN[name].function, PLAIN[name].gradient)
     for name, gate in GATES.items()
 }
 

@@ -141,30 +141,44 @@ def first(t: Operands, *forms: str) -> Tensor | None:
     return None
 
 
-def _products(
-    z: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+def _layers(
+    z: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: str,
+    is_joined: bool,
 ) -> list[Tensor]:
-    return [F.linear(z, w, b) for w, b in zip(weights, biases, strict=True)]
+    products = [F.linear(z, w, b) for w, b in zip(weights, biases, strict=True)]
+    return after_products(products, activation, is_joined)
 
 
-def compute(
-    spec: Spec, t: Operands, linears: Callable[..., list[Tensor]] = _products
-) -> list[Tensor]:
+def after_products(products: list[Tensor], activation: str, is_joined: bool) -> list[Tensor]:
+    """Return the activation of each product, or of all side by side.
+
+    Args:
+        products: Of shape `[..., N]` each.
+        activation: One of ACTIVATIONS, or `""` for none.
+        is_joined: Whether they are columns of one tensor.
+    """
+    if is_joined:
+        products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
+    return [activated(activation, h) for h in products]
+
+
+def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _layers) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
     Args:
         spec: What to compute.
         t: The tensors. Statistics are computed again, so that gradients reach x through them.
-        linears: Computes Linear layers of the same rows, given these, the weights and the biases.
+        layers: Computes Linear layers of the same rows and their activation, given these, the
+            weights and the biases, the activation, and whether products are joined.
     """
     x = summed(t)
     z = normalized(spec, x, t)
-    products = linears(z, t.weights, t.biases)
-    if spec.is_joined:
-        products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
-    outputs = [activated(spec.activation, h) for h in products]
+    outputs = layers(z, t.weights, t.biases, spec.activation, spec.is_joined)
     if t.out_weight is not None:
-        (y,) = linears(outputs[0], [t.out_weight], [t.out_bias])
+        (y,) = layers(outputs[0], [t.out_weight], [t.out_bias], "", False)
         outputs = [y if t.out_residual is None else y + t.out_residual]
     if spec.returns_sum:
         outputs.append(x)
@@ -248,6 +262,22 @@ def activated(activation: str, h: Tensor) -> Tensor:
         return function(h)
     gate, up = widened(h).chunk(2, -1)
     return (function(gate) * up).to(h.dtype)
+
+
+def activation_gradient(activation: str, da: Tensor, h: Tensor) -> Tensor:
+    """Return the gradient of h from that of its activation, in the dtype of h.
+
+    Args:
+        activation: One of ACTIVATIONS.
+        da: Of shape `[..., N]`.
+        h: Of shape `[..., N]`, for a gate `[..., 2N]`, the gate first.
+    """
+    function, gradient = ACTIVATIONS[activation].function, ACTIVATIONS[activation].gradient
+    da, wide = widened(da), widened(h)
+    if not is_gate(activation):
+        return gradient(da, wide).to(h.dtype)
+    gate, up = wide.chunk(2, -1)
+    return torch.cat([gradient(da * up, gate), da * function(gate)], -1).to(h.dtype)
 
 
 def gradients(

@@ -198,6 +198,7 @@ C_LAYERS = [
     ["family_ops"],
     ["row_ops"],
     ["eight_bits_ops"],
+    ["eight_bits_layers"],
 ]
 
 

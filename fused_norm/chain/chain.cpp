@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "backward.h"
-#include "eight_bits_ops.h"
+#include "eight_bits_layers.h"
 #include "family_ops.h"
 #include "row_ops.h"
 

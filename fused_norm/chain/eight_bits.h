@@ -76,15 +76,56 @@ struct Quantized {
   Scaled plain, turned;
 };
 
+// Room for the maxima of a matrix's columns, and of its rows if it is wanted as it lies; or for the one.
+inline Tensor room_for_maxima(
+    const Tensor& v, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
+  const int64_t count = cast.by_row ? K + (plain ? v.size(0) : 0) : 1;
+  // Two elements have the bits of one maximum, and kernels read four of these together.
+  return zeros(Shape{matrices, 2 * ((count + 3) / 4 * 4)}, v);
+}
+
+// The gradient dh [M, N] before an activation, of da [M, N] and h; or of a gate, whose h is [M, 2 N],
+// [M, 2 N] of one layer, or [2, M, N] of two; and the maxima of these.
+struct BeforeActivation {
+  Tensor dh, maxima;
+};
+
+inline BeforeActivation before_activation(
+    const Tensor& da, const Tensor& h, int64_t activation, const Cast& cast, bool plain,
+    int64_t layers, const EightBits& kernels) {
+  const int64_t M = da.size(0), N = da.size(1), halves = activation >= GATED ? 2 : 1;
+  require_kernels(
+      h.dtype() == BFLOAT16 && is_beside(h, da) && are_equal(h.sizes(), Shape{M, halves * N}) &&
+      N % 8 == 0 && N <= LONGEST_ROW / 2 && (layers == 1 || layers == halves));
+  const auto own = readable(h);
+  BeforeActivation found;
+  found.dh = layers == 2 ? empty(Shape{2, M, N}, da) : empty(h.sizes(), da);
+  found.maxima = room_for_maxima(da, halves / layers * N, cast, plain, layers);
+  auto call = rows_call(M, 0, kernels.context);
+  call.K = N;
+  call.activation = activation;
+  call.part_count = layers;
+  call.da = address(da);
+  call.h = address(own);
+  call.x = address(found.dh);
+  call.one_scale = !cast.by_row;
+  // Its rows are quantized later, by their maxima.
+  if (plain) call.z = address(found.dh);
+  call.workspace = address(found.maxima);
+  launch(kernels.maxima, call, da);
+  return found;
+}
+
 // A matrix [M, K] as it lies and transposed, [K, M] with zeros up to a multiple of 16, as far as these
-// are wanted.
+// are wanted; by maxima that are there, or are found here.
 inline Quantized quantized(
-    const Tensor& given, const Cast& cast, bool plain, bool turned, const EightBits& kernels) {
+    const Tensor& given, const Cast& cast, bool plain, bool turned, const EightBits& kernels,
+    Tensor maxima = {}) {
   require_kernels(
       given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
   const auto v = readable(given);
   const int64_t M = v.size(0), K = v.size(1);
-  const bool by_maxima = turned || !cast.by_row;
+  const bool by_maxima = maxima.defined() || turned || !cast.by_row;
   require_kernels(K <= LONGEST_ROW && (K % 8 == 0 || !by_maxima));
   Quantized found;
   auto call = rows_call(M, 0, kernels.context);
@@ -108,9 +149,10 @@ inline Quantized quantized(
     call.zt = address(found.turned.q);
     call.zt_scale = address(found.turned.scale);
   }
-  // Two elements have the bits of one maximum.
-  const auto maxima = zeros(Shape{2 * (cast.by_row ? K + (plain ? M : 0) : 1)}, v);
+  const bool are_there = maxima.defined();
+  if (!are_there) maxima = room_for_maxima(v, K, cast, plain);
   call.workspace = address(maxima);
+  if (!are_there) launch(kernels.maxima, call, v);
   launch(kernels.quantize_by_maxima, call, v);
   return found;
 }
@@ -167,10 +209,12 @@ inline Call product_call(const Scaled& rows, int64_t N, bool are_kept, const Eig
 }
 
 // Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows but for the last.
-// The activation may be a gate: on what a second layer gives, or on the second half.
+// The activation may be a gate: on what a second layer gives, or on the second half. What it is of,
+// rows of one or two times as many elements, is written to h if that is asked for.
 inline Tensor product(
     const Scaled& given, const Layer& given_layer, Sizes sizes, bool is_kept,
-    const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {}) {
+    const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
+    Tensor* h = nullptr) {
   const auto rows = rows_of(given);
   const auto layer = layer_of(given_layer, rows.q);
   const bool is_gate = activation >= GATED, is_pair = given_up.weight.defined();
@@ -195,6 +239,10 @@ inline Tensor product(
   }
   const auto y = empty(Shape(sizes, N), rows.q, BFLOAT16);
   call.y = address(y);
+  if (h) {
+    *h = empty(Shape{call.M, is_gate ? 2 * N : N}, rows.q, BFLOAT16);
+    call.h = address(*h);
+  }
   launch(kernels.linear, call, y);
   return y;
 }

@@ -101,13 +101,14 @@ struct Passes {
 
 // Quantization and products in 8 bits, of bfloat16: the extension fp8_sm90.
 struct EightBits {
-  Function quantize = nullptr, quantize_by_maxima = nullptr, normalize = nullptr, linear = nullptr,
-           linears = nullptr;
+  Function quantize = nullptr, maxima = nullptr, quantize_by_maxima = nullptr, normalize = nullptr,
+           linear = nullptr, linears = nullptr;
   int64_t context = 0;
 
   EightBits() = default;
   EightBits(const Library& library, int64_t context)
       : quantize(library("fp8_quantize")),
+        maxima(library("fp8_maxima")),
         quantize_by_maxima(library("fp8_quantize_by_maxima")),
         normalize(library("fp8_normalize")),
         linear(library("fp8_linear")),

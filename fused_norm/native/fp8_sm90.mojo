@@ -12,6 +12,7 @@ from op.call import CallPointer
 from op.device import Launcher, new_launcher
 from op.entry import add_pass, from_c
 from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
+from op.passes.maxima import run_maxima
 from op.passes.quantize import run_normalize_quantized, run_quantize
 from op.passes.quantize_by_maxima import run_quantize_by_maxima
 
@@ -36,6 +37,10 @@ def _quantize(call: CallPointer) raises:
     run_quantize[DType.bfloat16](Launcher.at(call[].context)[].gpu, call[])
 
 
+def _maxima(call: CallPointer) raises:
+    run_maxima(Launcher.at(call[].context)[].gpu, call[])
+
+
 def _quantize_by_maxima(call: CallPointer) raises:
     run_quantize_by_maxima(Launcher.at(call[].context)[].gpu, call[])
 
@@ -58,6 +63,11 @@ def fp8_normalize(call: CallPointer) abi("C") -> Int:
 @export
 def fp8_quantize(call: CallPointer) abi("C") -> Int:
     return from_c[_quantize](call)
+
+
+@export
+def fp8_maxima(call: CallPointer) abi("C") -> Int:
+    return from_c[_maxima](call)
 
 
 @export
@@ -96,9 +106,14 @@ def PyInit_fp8_sm90() abi("C") -> PythonObject:
             _quantize, "quantize", "queues x in 8 bits as z, and its scales"
         ](builder)
         add_pass[
+            _maxima,
+            "maxima",
+            "queues the maxima of x, and x if it is dh of da and h",
+        ](builder)
+        add_pass[
             _quantize_by_maxima,
             "quantize_by_maxima",
-            "queues x in 8 bits as z and zt, and scales",
+            "queues x in 8 bits as z and zt by its maxima, and scales",
         ](builder)
         return builder.finalize()
     except e:

@@ -78,12 +78,21 @@ def call(
     if owners is not None:
         t = t._replace(weights=added(t.weights, owners))
 
-    def multiply(
-        z: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    def layers(
+        z: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        activation: str,
+        is_joined: bool,
     ) -> list[Tensor]:
-        return _multiplied(z, weights, biases, recipe, power_of_two)
+        how = (recipe, power_of_two)
+        is_one = len(weights) == 1 or (is_joined and _is_gate_of_two(activation, weights, biases))
+        if activation and is_one and not any(map(quantized.is_quantized, weights)):
+            return _multiplied(z, weights, biases, *how, activation)
+        products = _multiplied(z, weights, biases, *how)
+        return composition.after_products(products, activation, is_joined)
 
-    return composition.compute(spec, t, multiply)
+    return composition.compute(spec, t, layers)
 
 
 def _is_fused(spec: Spec, t: Operands) -> bool:
@@ -107,7 +116,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     rows = x.shape[:-1]
     layers = list(zip(map(quantized.parts, t.weights), t.biases, strict=True))
     is_one = not spec.is_joined or len(layers) == 1
-    if _is_gate_of_two(spec, t):
+    if _is_gate_of_two(spec.activation, t.weights, t.biases):
         (gate, bias), (up, up_bias) = layers
         gated = (q, scale, *gate, *how, bias, None, spec.activation, x.dtype, *up, up_bias)
         products = [scaled.linear(*gated)]
@@ -132,13 +141,15 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
 
 
-def _is_gate_of_two(spec: Spec, t: Operands) -> bool:
+def _is_gate_of_two(
+    activation: str, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> bool:
     """Return whether one of two layers of the same size gates the other."""
     return (
-        is_gate(spec.activation)
-        and len(t.weights) == 2
-        and t.weights[0].shape == t.weights[1].shape
-        and (t.biases[0] is None) == (t.biases[1] is None)
+        is_gate(activation)
+        and len(weights) == 2
+        and weights[0].shape == weights[1].shape
+        and (biases[0] is None) == (biases[1] is None)
     )
 
 
@@ -167,6 +178,7 @@ def _multiplied(
     biases: Sequence[Tensor | None],
     recipe: str,
     power_of_two: bool,
+    activation: str = "",
 ) -> list[Tensor]:
     dtype = dtype_of_products(z)
     if dtype is not None:
@@ -180,7 +192,8 @@ def _multiplied(
     if any(quantized.is_quantized(w) for w in ws):
         # Which have no gradients.
         return linears(z, ws, bs, recipes.find(recipe), power_of_two)
-    return list(ScaledLinears.apply(z, recipe, power_of_two, torch.is_grad_enabled(), *ws, *bs))
+    saves = torch.is_grad_enabled()
+    return list(ScaledLinears.apply(z, recipe, power_of_two, saves, activation, *ws, *bs))
 
 
 def _as_in_linear(

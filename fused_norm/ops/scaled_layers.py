@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm import composition
+from fused_norm.activations import is_gate
 from fused_norm.call import frozen
 from fused_norm.ops import scaled
 from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of
@@ -30,6 +32,8 @@ def _layers(
     power_of_two: bool,
     dtype: torch.dtype,
     _: bool,
+    activation: str,
+    keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
 ) -> list[Tensor]:
@@ -37,7 +41,8 @@ def _layers(
         by = (weights, weight_scales, weight_scaling, power_of_two)
         given, scales, are_kept = in_8_bits(*by)
         how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
-        found: list[Tensor] = layers(z, given, scales, [*biases], *how, keeps_rows, False)
+        keeps = (keeps_h, keeps_rows, False)
+        found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
         if keeps_weights:
             # Which the results of an op may not share.
             shared: Any = in_8_bits(*by, turned=True)
@@ -45,8 +50,9 @@ def _layers(
                 found += _spread(q.clone(), scale.clone(), weight_scaling)
         return found
     if not z.numel():
-        how = (scaling, weight_scaling, power_of_two, dtype, False)
-        return _fake_layers(z, weights, weight_scales, biases, *how, keeps_rows, keeps_weights)
+        own: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
+        own += [keeps_h, keeps_rows, keeps_weights]
+        return _fake_layers(z, weights, weight_scales, biases, *own)
     x = z.reshape(-1, z.shape[-1])
     q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, turned=keeps_rows)
     if rows:
@@ -54,16 +60,21 @@ def _layers(
     kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)
     # No views: as results of `F.linear` they may be written.
     unsafe_view = torch.ops.aten._unsafe_view
-    ys, turned, own = list[Tensor](), list[Tensor](), list[Any]()
+    ys, turned = list[Tensor](), list[Tensor]()
     for w, s, b in zip(weights, weight_scales, biases, strict=True):
         own = [w, s]
         if s is None:
             own = [*quantize(w, cast, power_of_two, turned=keeps_weights)]
-        y = scaled.multiply(q, scale, own[0], own[1], *kind, b, dtype).to(dtype)
-        ys.append(unsafe_view(y, [*z.shape[:-1], y.shape[-1]]))
+        ys.append(scaled.multiply(q, scale, own[0], own[1], *kind, b, dtype))
         if keeps_weights:
             turned += _spread(own[2], own[3], weight_scaling)
-    return [*ys, *rows, *turned]
+    saved = list[Tensor]()
+    if activation:
+        h = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
+        ys = [composition.activated(activation, h)]
+        saved = [h.to(dtype)] * keeps_h
+    ys = [unsafe_view(y.to(dtype), [*z.shape[:-1], y.shape[-1]]) for y in ys]
+    return [*ys, *saved, *rows, *turned]
 
 
 def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
@@ -81,12 +92,19 @@ def _fake_layers(
     power_of_two: bool,
     dtype: torch.dtype,
     are_kept: bool,
+    activation: str,
+    keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
 ) -> list[Tensor]:
-    found = [z.new_empty((*z.shape[:-1], len(weight)), dtype=dtype) for weight in weights]
     K = z.shape[-1]
     M = z.numel() // max(K, 1)
+    sizes = [len(weight) for weight in weights]
+    N = sum(sizes)
+    if activation:
+        sizes = [N // 2 if is_gate(activation) else N]
+    found = [z.new_empty((*z.shape[:-1], size), dtype=dtype) for size in sizes]
+    found += [z.new_empty((M, N), dtype=dtype)] * keeps_h
     turned = [(M, K, scaling)] * keeps_rows
     turned += [(len(weight), K, weight_scaling) for weight in weights] * keeps_weights
     for rows, columns, kind in turned:
@@ -100,6 +118,8 @@ def _fake_layers(
 def _layers_backward(
     z: Tensor,
     z_scale: Tensor | None,
+    h: Tensor | None,
+    activation: str,
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     weight_scales: Sequence[Tensor | None],
@@ -116,9 +136,13 @@ def _layers_backward(
     how = (grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad)
     if frozen.is_any() and 0 in wanted and any(own is None for own in weight_scales):
         made = in_8_bits(weights, weight_scales, weight_scaling, power_of_two, turned=True)
-        again: list[Tensor] = layers_backward(z, z_scale, [*dys], *made[:2], *how, wanted, made[2])
+        again: list[Tensor] = layers_backward(
+            z, z_scale, h, activation, [*dys], *made[:2], *how, wanted, made[2]
+        )
         return again
     count = len(weights)
+    if h is not None:
+        dys = _before_activation(h, activation, dys[0], count)
     K = _features(z, z_scale)
     x: Any = None if z_scale is not None else z.reshape(-1, K)
     turned: Any = None if z_scale is None else (z, z_scale)
@@ -157,6 +181,17 @@ def _layers_backward(
     return [found[place] for place in wanted]
 
 
+def _before_activation(
+    h: Tensor, activation: str, da: Tensor | None, count: int
+) -> Sequence[Tensor | None]:
+    """Return the gradient of each layer's product."""
+    if da is None:
+        return [None] * count
+    rows = da.reshape(-1, da.shape[-1])
+    dh = composition.activation_gradient(activation, rows, h)
+    return [part.reshape(*da.shape[:-1], part.shape[-1]) for part in dh.chunk(count, -1)]
+
+
 def _features(z: Tensor, z_scale: Tensor | None) -> Any:
     return z.shape[-1] if z_scale is None else z.shape[0]
 
@@ -164,46 +199,51 @@ def _features(z: Tensor, z_scale: Tensor | None) -> Any:
 def _fake_layers_backward(
     z: Tensor,
     z_scale: Tensor | None,
+    h: Tensor | None,
+    activation: str,
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
     K, count, found = _features(z, z_scale), len(weights), list[Tensor]()
-    first = next(dy for dy in dys if dy is not None)
+    first, sizes = next(dy for dy in dys if dy is not None), _outputs(h, dys, count)
     for place in rest[-2]:
-        dy = None if place == 0 else dys[(place - 1) % count]
-        if dy is None:
-            found.append(first.new_empty((*first.shape[:-1], K)))
-        else:
-            size = (dy.shape[-1], K) if place <= count else dy.shape[-1:]
-            found.append(dy.new_empty(size))
+        N = sizes[(place - 1) % count]
+        size = (*first.shape[:-1], K) if place == 0 else (N, K) if place <= count else (N,)
+        found.append(first.new_empty(size))
     return found
+
+
+def _outputs(h: Tensor | None, dys: Sequence[Tensor | None], count: int) -> list[Any]:
+    """Return how many each layer has, None where it has no gradient."""
+    if h is not None:
+        return [None if dys[0] is None else h.shape[-1] // count] * count
+    return [None if dy is None else dy.shape[-1] for dy in dys]
 
 
 layers = define(
     "fp8_layers(Tensor z, Tensor[] weights, Tensor?[] weight_scales, Tensor?[] biases, "
     "str scaling, str weight_scaling, bool power_of_two, ScalarType dtype, bool are_kept, "
-    "bool keeps_rows, bool keeps_weights) -> Tensor[]",
+    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights) -> Tensor[]",
     _fake_layers,
     unseen(_layers),
 )
 layers_backward = define(
-    "fp8_layers_backward(Tensor z, Tensor? z_scale, Tensor?[] grad_outputs, Tensor[] weights, "
-    "Tensor?[] weight_scales, str grad_scaling, bool is_e5m2, str weight_scaling, str scaling, "
-    "bool power_of_two, bool has_fp8_wgrad, int[] wanted, bool are_kept) -> Tensor[]",
+    "fp8_layers_backward(Tensor z, Tensor? z_scale, Tensor? h, str activation, "
+    "Tensor?[] grad_outputs, Tensor[] weights, Tensor?[] weight_scales, str grad_scaling, "
+    "bool is_e5m2, str weight_scaling, str scaling, bool power_of_two, "
+    "bool has_fp8_wgrad, int[] wanted, bool are_kept) -> Tensor[]",
     _fake_layers_backward,
     unseen(_layers_backward),
 )
 
 
-def _backward_flops(
-    z: Tensor, z_scale: Tensor | None, dys: Sequence[Tensor | None], weights: Any, *rest: Any
-) -> int:
-    K, wanted, total = _features(z, z_scale), rest[-2], 0
-    for i, dy in enumerate(dys):
-        if dy is not None:
-            total += 2 * dy.numel() * K * ((0 in wanted) + (1 + i in wanted))
-    return total
+def _backward_flops(z: Tensor, z_scale: Any, h: Any, _: str, dys: Any, *rest: Any) -> int:
+    K, weights, wanted = _features(z, z_scale), rest[0], rest[-2]
+    M = next(dy.numel() // dy.shape[-1] for dy in dys if dy is not None)
+    sizes = enumerate(_outputs(h, dys, len(weights)))
+    of_rows = [N * ((0 in wanted) + (1 + i in wanted)) for i, N in sizes if N is not None]
+    return int(2 * M * K * sum(of_rows))
 
 
 count_flops("fp8_layers", lambda z, weights, *rest: 2 * z.numel() * sum(len(w) for w in weights))

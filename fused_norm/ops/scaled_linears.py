@@ -18,27 +18,34 @@ from fused_norm.recipes import E5M2, Recipe
 
 
 class ScaledLinears(torch.autograd.Function):
-    """z W^T + b in FP8 for each W of several.
+    """z W^T + b in FP8 for each W of several, or the activation of one, or a gate of one or two.
 
     The forward saves what the backward multiplies by: z and W in 8 bits, transposed, where the
-    recipe has them so, and else as they came.
+    recipe has them so, and else as they came; and what an activation is of.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, recipe: str, power_of_two: bool, saves: bool, *parameters: Any
+        ctx: Any,
+        z: Tensor,
+        recipe: str,
+        power_of_two: bool,
+        saves: bool,
+        activation: str,
+        *parameters: Any,
     ) -> tuple[Tensor, ...]:
         """Return `[..., N]` for each of the weights, which come before as many biases."""
         count, how = len(parameters) // 2, recipes.find(recipe)
         weights, biases = parameters[:count], parameters[count:]
-        needs_z, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4 : 4 + count])
+        needs_z, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5 : 5 + count])
         keeps_rows = saves and needs_weight and how.has_fp8_wgrad
         keeps_weights = saves and needs_z and how.weight == how.weight_for_dgrad
-        ys, rows, turned = _linears(
-            z, weights, biases, how, power_of_two, keeps_rows, keeps_weights
-        )
-        ctx.save_for_backward(*(rows or (z, None)), *(turned or (*weights, *[None] * count)))
-        ctx.kind = recipe, power_of_two
+        keeps_h = bool(activation) and saves and any(ctx.needs_input_grad)
+        needs = (keeps_h, keeps_rows, keeps_weights)
+        ys, h, rows, turned = _linears(z, weights, biases, how, power_of_two, activation, *needs)
+        given = (*weights, *[None] * count)
+        ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *(turned or given))
+        ctx.kind = recipe, power_of_two, activation
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -46,19 +53,19 @@ class ScaledLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of z, the weights and the biases."""
-        z, z_scale, *weights = ctx.saved_tensors
-        name, power_of_two = ctx.kind
+        z, z_scale, h, *weights = ctx.saved_tensors
+        name, power_of_two, activation = ctx.kind
         count, needed = len(weights) // 2, ctx.needs_input_grad
-        has_dy = [dy is not None for dy in dys]
+        has_dy = [dys[0 if activation else i] is not None for i in range(count)]
         found: list[Tensor | None] = [None] * (1 + 2 * count)
         wanted = [0] if needed[0] and any(has_dy) else []
-        wanted += [i for i in range(1, 1 + 2 * count) if needed[3 + i] and has_dy[(i - 1) % count]]
+        wanted += [i for i in range(1, 1 + 2 * count) if needed[4 + i] and has_dy[(i - 1) % count]]
         if wanted:
             by = (weights[:count], weights[count:], recipes.find(name), power_of_two)
-            gradients = _gradients(z, z_scale, dys, *by, wanted)
+            gradients = _gradients((z, z_scale, h, activation), dys, *by, wanted)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
-        return found[0], None, None, None, *found[1:]
+        return found[0], None, None, None, None, *found[1:]
 
 
 def linears(
@@ -77,7 +84,7 @@ def linears(
         recipe: How.
         power_of_two: Whether scales are rounded up to powers of two.
     """
-    return _linears(z, weights, biases, recipe, power_of_two, False, False)[0]
+    return _linears(z, weights, biases, recipe, power_of_two, "", False, False, False)[0]
 
 
 def _linears(
@@ -86,12 +93,15 @@ def _linears(
     biases: Sequence[Tensor | None],
     recipe: Recipe,
     power_of_two: bool,
+    activation: str,
+    keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the results, then what a backward needs in 8 bits, as far as it is kept.
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the results, then what a backward needs, as far as it is kept.
 
-    That is z, transposed, and its scales; and the weights, transposed, and then theirs.
+    That is what an activation is of; z in 8 bits, transposed, and its scales; and the weights in 8
+    bits, transposed, and then theirs.
     """
     parts = list(map(quantized.parts, weights))
     given, scales, are_kept = [q for q, _ in parts], [scale for _, scale in parts], False
@@ -101,16 +111,17 @@ def _linears(
         # Those of frozen weights are kept with the weights.
         keeps_weights = False
     how = (recipe.input.scaling, scaling, power_of_two, weights[0].dtype, are_kept)
-    found: list[Tensor] = layers(z, given, scales, [*biases], *how, keeps_rows, keeps_weights)
-    count, rest = len(weights), found[len(weights) :]
-    rows = rest[:2] if keeps_rows else []
-    turned = rest[len(rows) :]
-    return found[:count], rows, turned[::2] + turned[1::2]
+    keeps = (keeps_h, keeps_rows, keeps_weights)
+    found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
+    rest = iter(found)
+    ys = [next(rest) for _ in range(1 if activation else len(weights))]
+    h, rows = ([next(rest) for _ in range(count)] for count in (keeps_h, 2 * keeps_rows))
+    turned = [*rest]
+    return ys, h, rows, turned[::2] + turned[1::2]
 
 
 def _gradients(
-    z: Tensor,
-    z_scale: Tensor | None,
+    saved: tuple[Tensor, Tensor | None, Tensor | None, str],
     dys: Sequence[Tensor | None],
     weights: Sequence[Tensor],
     scales: Sequence[Tensor | None],
@@ -127,9 +138,7 @@ def _gradients(
                 weights, scales, recipe.weight_for_dgrad.scaling, power_of_two, turned=True
             )
     how = (*_how(recipe), power_of_two, recipe.has_fp8_wgrad)
-    found: list[Tensor] = layers_backward(
-        z, z_scale, [*dys], given, [*scales], *how, wanted, are_kept
-    )
+    found: list[Tensor] = layers_backward(*saved, [*dys], given, [*scales], *how, wanted, are_kept)
     return found
 
 

@@ -84,7 +84,8 @@ def test_quantization(
             assert_same(found, expected)
             # One reading for all maxima, and one for both results.
             by_maxima = turned or scaling == "tensor"
-            assert names(ran) == ["quantize_by_maxima" if by_maxima else "quantize"]
+            expected_names = ["maxima", "quantize_by_maxima"] if by_maxima else ["quantize"]
+            assert names(ran) == expected_names
             # No result of an op may be another.
             assert len({t.data_ptr() for t in found}) == len(found)
 
@@ -311,8 +312,10 @@ def test_registration(ran: Ran) -> None:
     x, weights, biases = operands((48, 16), (True,) * 2)
     x, weights, biases = x.detach(), [w.detach() for w in weights], [b.detach() for b in biases]
     none = [None, None]
-    for scaling, *keeps in itertools.product(("row", "tensor"), (False, True), (False, True)):
-        forward = (x, weights, none, biases, scaling, scaling, True, BF16, False, *keeps)
+    flags = (False, True)
+    for scaling, *keeps in itertools.product(("row", "tensor"), flags, flags):
+        how = (scaling, scaling, True, BF16, False, "", False, *keeps)
+        forward = (x, weights, none, biases, *how)
         # PyTorch does not compare numbers of 8 bits.
         opcheck(torch.ops.fused_norm.fp8_layers.default, forward, test_utils=OF_8_BITS)
     dys: list[Any] = [matrix(2, M // 2, n) for n in (48, 16)]
@@ -322,7 +325,7 @@ def test_registration(ran: Ran) -> None:
         how = ("row", False, "row", "row", True, True, kept, False)
         rows = quantize(x.view(M, K), Cast(E4M3, "row"), True, plain=False, turned=True)
         for z in ([x, None], rows):
-            operands_ = (*z, given, weights, none, *how)
+            operands_ = (*z, None, "", given, weights, none, *how)
             opcheck(
                 torch.ops.fused_norm.fp8_layers_backward.default, operands_, test_utils=OF_8_BITS
             )

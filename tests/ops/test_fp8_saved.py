@@ -28,12 +28,13 @@ def mlp(recipe: str, activation: str) -> fn.LayerNormMLP:
     return fn.LayerNormMLP(K, N, activation=activation, recipe=recipe, dtype=BF16)
 
 
-# Two kernels quantize where columns or a tensor share a scale. In gw_hp, weights have other scales
-# in the backward, where the rows stay in bfloat16.
+# Where columns or a tensor share a scale, a kernel finds maxima and another quantizes. The first
+# computes the gradient before an activation as well, and a product the activation. In gw_hp, other
+# scales are those of weights in the backward, where the rows stay in bfloat16.
 LAUNCHES = {
-    "rowwise": {"quantize_by_maxima": 6, "linear": 6},
-    "tensorwise": {"quantize_by_maxima": 6, "linear": 6},
-    "rowwise_with_gw_hp": {"quantize": 6, "quantize_by_maxima": 2, "linear": 4},
+    "rowwise": {"maxima": 6, "quantize_by_maxima": 6, "linear": 6},
+    "tensorwise": {"maxima": 6, "quantize_by_maxima": 6, "linear": 6},
+    "rowwise_with_gw_hp": {"quantize": 5, "maxima": 3, "quantize_by_maxima": 3, "linear": 4},
 }
 
 

@@ -14,8 +14,9 @@ from stand_in import EIGHT_BITS, standing_in
 from torch import Tensor
 
 from fused_norm import recipes
-from fused_norm.activations import ACTIVATIONS
+from fused_norm.activations import ACTIVATIONS, is_gate
 from fused_norm.call.record import Call, Part
+from fused_norm.composition import activated, activation_gradient
 from fused_norm.recipes import E4M3, E5M2, Cast
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -42,11 +43,46 @@ def quantize(call: Any) -> None:
     store(call.z_scale, scale)
 
 
+def bits_of_maxima(x: Tensor, is_one: bool, of_rows: bool) -> Tensor:
+    size = x.float().abs()
+    if is_one:
+        return size.amax().reshape(1)
+    columns = size.amax(0)
+    return torch.cat([columns, size.amax(1)]) if of_rows else columns
+
+
+def name_of(activation: int) -> str:
+    return next((name for name, a in ACTIVATIONS.items() if a.number == activation), "")
+
+
+def maxima(call: Any) -> None:
+    """Write the maxima of x: here as numbers in float32, where kernels have bits of bfloat16."""
+    is_one, of_rows = bool(call.one_scale), bool(call.z)
+    assert call.K % 8 == 0
+    if not call.activation:
+        matrices = [at(call.x, BF16, call.M, call.K)]
+    else:
+        name = name_of(call.activation)
+        halves = 2 if is_gate(name) else 1
+        h = at(call.h, BF16, call.M, halves * call.K)
+        dh = activation_gradient(name, at(call.da, BF16, call.M, call.K), h)
+        assert call.part_count in (1, halves)
+        matrices = [part.contiguous() for part in dh.chunk(call.part_count, 1)]
+        store(call.x, torch.cat([m.flatten() for m in matrices]))
+    found = [bits_of_maxima(m, is_one, of_rows) for m in matrices]
+    pitch = len(found[0]) + -len(found[0]) % 4
+    for i, each in enumerate(found):
+        place = at(call.workspace + 4 * pitch * i, F32, len(each))
+        assert not place.any()
+        place.copy_(each)
+
+
 def quantize_by_maxima(call: Any) -> None:
     x, is_one = at(call.x, BF16, call.M, call.K), bool(call.one_scale)
     assert call.K % 8 == 0
-    maxima = 1 if is_one else call.K + (call.M if call.z else 0)
-    assert not at(call.workspace, F32, maxima).any()
+    expected = bits_of_maxima(x, is_one, bool(call.z))
+    there = at(call.workspace, F32, len(expected))
+    assert torch.equal(there.nan_to_num(-1), expected.nan_to_num(-1))
     cast = Cast(TYPES[call.eight_bits], "tensor" if is_one else "row")
     if call.z:
         q, scale = recipes.quantize(x, cast, bool(call.power_of_two))
@@ -89,13 +125,12 @@ def product(call: Any, N: int, weight: int, scale: int, bias: int) -> Tensor:
 
 
 def linear(call: Any) -> None:
-    y = product(call, call.N, call.weight, call.weight_scale, call.bias)
-    if call.activation:
-        function = next(a.function for a in ACTIVATIONS.values() if a.number == call.activation)
-        y = function(y)
+    h = product(call, call.N, call.weight, call.weight_scale, call.bias)
     if call.up:
-        y = y * product(call, call.N, call.up, call.up_scale, call.up_bias)
-    store(call.y, y.to(BF16))
+        h = torch.cat([h, product(call, call.N, call.up, call.up_scale, call.up_bias)], 1)
+    if call.h:
+        store(call.h, h.to(BF16))
+    store(call.y, activated(name_of(call.activation), h).to(BF16))
 
 
 def linears(call: Any) -> None:
@@ -114,7 +149,7 @@ def running(folder: Path) -> Iterator[list[tuple[str, int]]]:
         folder: Where C is compiled.
     """
     ran: list[tuple[str, int]] = []
-    functions = (quantize, quantize_by_maxima, normalize, linear, linears)
+    functions = (quantize, maxima, quantize_by_maxima, normalize, linear, linears)
     kernels = dict(zip(EIGHT_BITS, functions, strict=True))
 
     def run(name: str, place: int) -> None:

@@ -14,7 +14,7 @@ from strategies import told_by
 
 from fused_norm.chain import kernels, library
 
-EIGHT_BITS = ("quantize", "quantize_by_maxima", "normalize", "linear", "linears")
+EIGHT_BITS = ("quantize", "maxima", "quantize_by_maxima", "normalize", "linear", "linears")
 FUNCTIONS = (
     *("linear", "input_gradient", "weight_gradient"),
     *("products", "input_gradients", "passed_rows"),

@@ -1,0 +1,158 @@
+// Linear layers in 8 bits and their gradients as PyTorch's ops, one for each; what kernels cannot take as it
+// stands, Python computes.
+
+#pragma once
+
+#include "eight_bits_ops.h"
+
+namespace fused_norm {
+
+// Several layers on the same rows, which are quantized here, or an activation of one or a gate of two.
+// Then what a backward wants: what the activation is of, and the rows and the weights transposed.
+inline Handles fp8_layers(
+    Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
+    std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
+    bool are_kept, std::string activation, bool keeps_h, bool keeps_rows, bool keeps_weights) {
+  const auto run = [&] {
+    const auto given = tensor_of(z);
+    require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
+    require_kernels(given.numel());
+    const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
+    const OnDevice on_device(given);
+    const auto& kernels = eight_bits_of(given);
+    const auto rows = quantized(dense(given).rows(), cast, true, keeps_rows, kernels);
+    std::vector<Scaled> turned;
+    const auto layers = layers_of(
+        weights, weight_scales, biases, given, by, kernels, keeps_weights ? &turned : nullptr);
+    Handles all;
+    if (activation.empty()) {
+      for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
+        all.push_back(given_of(y));
+      }
+    } else {
+      Tensor h;
+      const Layer other = layers.size() == 2 ? layers[1] : Layer{};
+      all.push_back(given_of(product(
+          rows.plain, layers[0], given.sizes(), are_kept, kernels, number_of(activation), other,
+          keeps_h ? &h : nullptr)));
+      if (keeps_h) all.push_back(given_of(h));
+    }
+    if (keeps_rows) append(all, rows.turned);
+    for (const auto& weight : turned) append(all, weight);
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
+      weight_scaling, power_of_two, dtype, are_kept, activation, keeps_h, keeps_rows,
+      keeps_weights);
+}
+
+// What the gradients of layers are computed of, and how.
+struct Differentiated {
+  Tensors dys, weights, scales;
+  // Rows [M, K]; or transposed in 8 bits.
+  Tensor z;
+  Scaled turned;
+  // What an activation is of; then dys is the gradient of its one result.
+  Tensor h;
+  int64_t activation;
+  Cast grad, weight, input;
+  bool has_fp8_wgrad, are_kept;
+};
+
+// One of several matrices in one tensor; all of it where there is one.
+inline Tensor part_of(const Tensor& all, size_t i, int64_t count) {
+  if (count == 1) return all;
+  const int64_t N = all.size(-1), part = all.numel() / count;
+  return all.viewed(Shape{part / N, N}, Shape{N, 1}, static_cast<int64_t>(i) * part);
+}
+
+// The gradients of the rows, of each weight and of each bias, as far as these are wanted.
+inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
+  const size_t count = of.weights.size();
+  Tensors found(1 + 2 * count);
+  auto turned = of.turned;
+  BeforeActivation before;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& given = of.dys[of.activation ? 0 : i];
+    if (!given.defined()) continue;
+    const auto sizes = given.sizes();
+    require_kernels(given.dtype() == BFLOAT16 && sizes.size() && given.numel());
+    auto dy = readable(given).rows();
+    Tensor maxima;
+    if (of.activation) {
+      if (!i) {
+        before = before_activation(
+            dy, of.h, of.activation, of.grad, wanted[0], static_cast<int64_t>(count),
+            eight_bits_of(dy));
+      }
+      dy = part_of(before.dh, i, static_cast<int64_t>(count));
+      maxima = part_of(before.maxima, i, before.maxima.size(0));
+    }
+    const Tensor& rows = turned.defined() ? turned.q : of.z;
+    require_kernels(is_beside(dy, rows));
+    require_kernels(
+        turned.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
+    const auto& kernels = eight_bits_of(dy);
+    const bool turns = wanted[1 + i] && of.has_fp8_wgrad;
+    Quantized q;
+    if (wanted[0] || turns) q = quantized(dy, of.grad, wanted[0], turns, kernels, maxima);
+    if (wanted[0]) {
+      const auto weight =
+          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels).turned;
+      const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
+      if (!found[0].defined()) {
+        found[0] = part;
+      } else {
+        add(found[0], part, kernels_for(part, false).passes);
+      }
+    }
+    if (turns) {
+      if (!turned.defined()) turned = quantized(of.z, of.input, false, true, kernels).turned;
+      found[1 + i] = product(q.turned, {turned, {}}, q.turned.q.sizes(), false, kernels);
+    } else if (wanted[1 + i]) {
+      found[1 + i] = empty(Shape{dy.size(1), of.z.size(1)}, dy);
+      mm(found[1 + i], dy.transposed(), of.z);
+    }
+    if (wanted[1 + count + i]) {
+      found[1 + count + i] = sum_of_rows(dy, kernels_for(dy, false).passes);
+    }
+  }
+  return found;
+}
+
+inline Handles fp8_layers_backward(
+    Given z, Optional z_scale, Optional h, std::string activation, Optionals grad_outputs, Handles weights, Optionals weight_scales,
+    std::string grad_scaling, bool is_e5m2, std::string weight_scaling, std::string scaling,
+    bool power_of_two, bool has_fp8_wgrad, std::vector<int64_t> wanted, bool are_kept) {
+  const auto run = [&] {
+    const auto rows = dense(tensor_of(z));
+    const Scaled turned{z_scale ? rows : Tensor(), tensor_of(z_scale)};
+    require_kernels(rows.dim() && rows.numel());
+    require_kernels(turned.defined() ? rows.dim() == 2 && has_fp8_wgrad : rows.dtype() == BFLOAT16);
+    const OnDevice on_device(rows);
+    Differentiated of{
+        {}, {}, {}, rows.rows(), turned, tensor_of(h), number_of(activation), Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
+        Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
+        has_fp8_wgrad, are_kept};
+    for (const auto& dy : grad_outputs) of.dys.push_back(tensor_of(dy));
+    require_kernels(of.dys.size() == (of.activation ? 1 : weights.size()));
+    for (size_t i = 0; i < weights.size(); ++i) {
+      of.weights.push_back(tensor_of(weights[i]));
+      of.scales.push_back(tensor_of(weight_scales.at(i)));
+    }
+    std::vector<bool> flags(1 + 2 * weights.size());
+    for (const int64_t place : wanted) flags.at(static_cast<size_t>(place)) = true;
+    const auto found = layer_gradients(of, flags);
+    Handles all;
+    for (const int64_t place : wanted) all.push_back(given_of(found[static_cast<size_t>(place)]));
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_layers_backward_by_python", z, z_scale, h, activation, grad_outputs,
+      weights, weight_scales,
+      grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad, wanted,
+      are_kept);
+}
+
+}  // namespace fused_norm
