@@ -35,6 +35,9 @@ GPU_ROWS, CPU_ROWS = 4096, 1024
 _ALIGNED = 8
 # On a CPU, chunks are at least so many where there are rows for them, and have so many rows.
 _LEAST_CHUNKS, _LEAST_ROWS = 8, 128
+# Each chunk's product packs the whole weight: 128 rows take 1.15 of their share of more (Zen 5). Up
+# to so many logits (64 MiB), chunks have twice as many rows, as there is little memory to save.
+_FEW_LOGITS = 1 << 24
 
 
 class Found(NamedTuple):
@@ -51,17 +54,19 @@ class Found(NamedTuple):
     gradients: list[Tensor | None]
 
 
-def rows_of_chunk(M: int, chunk_rows: int, is_cpu: bool) -> int:
+def rows_of_chunk(M: int, V: int, chunk_rows: int, is_cpu: bool) -> int:
     """Return how many rows a chunk has, so that all chunks have about as many.
 
     Args:
         M: Rows of all.
+        V: Size of the vocabulary.
         chunk_rows: The most that the user wants, 0 for what suits the device.
         is_cpu: Whether a CPU computes.
     """
     most = chunk_rows or GPU_ROWS
     if is_cpu and not chunk_rows:
-        most = min(CPU_ROWS, max(-(-M // _LEAST_CHUNKS), _LEAST_ROWS))
+        least = _LEAST_ROWS if M * V > _FEW_LOGITS else 2 * _LEAST_ROWS
+        most = min(CPU_ROWS, max(-(-M // _LEAST_CHUNKS), least))
     chunks = max(-(-M // most), 1)
     return max(-(-M // chunks), 1)
 
@@ -92,7 +97,7 @@ def compute(
     most = loss.chunk_rows
     if has_kernels and not loss.group and not any(wanted):
         most = most or head_sm90.rows_of_sums(len(t.weight))
-    size = rows_of_chunk(M, most, x.is_cpu)
+    size = rows_of_chunk(M, len(t.weight), most, x.is_cpu)
     parts = [slice(start, min(start + size, M)) for start in range(0, M, size)]
     chunks = _chunks(flat, loss, size, any(wanted), has_kernels)
     if parts:

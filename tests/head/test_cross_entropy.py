@@ -163,12 +163,19 @@ def test_bits_repeat() -> None:
 @pytest.mark.parametrize("M", [1, 63, 64, 1000, 8192, 100000])
 @pytest.mark.parametrize("chunk_rows", [0, 100])
 def test_chunks_are_alike_and_small(M: int, chunk_rows: int) -> None:
-    size = head.rows_of_chunk(M, chunk_rows, True)
+    size = head.rows_of_chunk(M, 32000, chunk_rows, True)
     chunks = -(-M // size)
     assert size <= (chunk_rows or head.CPU_ROWS)
     assert M - (chunks - 1) * size > size // 2 or chunks == 1 or 2 * chunks > M
     if not chunk_rows and M >= 1024:
         assert chunks >= 8
+
+
+@pytest.mark.parametrize(
+    ("M", "V", "size"), [(512, 16000, 256), (256, 32000, 256), (512, 64000, 128)]
+)
+def test_chunks_of_few_logits_pack_the_weight_half_as_often(M: int, V: int, size: int) -> None:
+    assert head.rows_of_chunk(M, V, 0, True) == size
 
 
 def test_frozen_weight_and_rows() -> None:
