@@ -70,16 +70,15 @@ class Report:
         from rich.console import Console
         from rich.table import Table
 
-        titles = ["norm, sum or head", "", "kind", "shape", "fused with, or why not", "computed by"]
+        titles = ["norm, sum or head", "kind", "shape", "fused with, or why not", "computed by"]
         is_timed = any(site.seconds_after for site in self.sites)
         table = Table(*titles, *["before → after"] * is_timed)
         for path, sites in _alike(self.sites).items():
             site = sites[0]
             shape = f"{' x '.join(site.shape)} {site.dtype}"
             words = "; ".join(site.calls) if site.fused else f"left: {site.reason}"
-            count = f"{len(sites)} x" if len(sites) > 1 else ""
-            name = path[0] if len(sites) > 1 else site.path
-            row = [name or "(model)", count, site.kind, shape, words, site.implementation]
+            name = f"{len(sites)} x {path[0]}" if len(sites) > 1 else site.path or "(model)"
+            row = [name, site.kind, shape, words, site.implementation]
             table.add_row(*row, *[_timed(site)] * is_timed)
         text = io.StringIO()
         if self.sites:

@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         kept = json.loads(options.output.read_text())["trials"] if options.output.is_file() else []
         tried = {each["wheel"] for each in trials}
         trials += [each for each in kept if each["wheel"] not in tried]
-        found = {"machine": platform.machine(), "cpu": _cpu(), "trials": trials}
+        found = {"trials": trials}
         options.output.write_text(json.dumps(found, indent=1) + "\n")
         PAGE.write_text(markdown.filled(PAGE.read_text(), {BLOCK: page_table(found)}))
     return failed
@@ -138,7 +138,8 @@ def trial(wheel: Path, python: str, version: str | None) -> Trial:
     held = all(step["status"] == step["expected"] for step in steps) and not built
     printed = [line for line in steps[3]["printed"].splitlines() if line.startswith("{")]
     said = json.loads(printed[0]) if printed else {"python": python, "torch": version or "newest"}
-    return {"wheel": wheel.name, "held": held, "built": built, **said, "commands": steps}
+    machine = {"machine": platform.machine(), "cpu": _cpu()}
+    return {"wheel": wheel.name, "held": held, "built": built, **machine, **said, "commands": steps}
 
 
 def run(command: list[str], folder: Path, env: dict[str, str], *, expected: int = 0) -> Trial:

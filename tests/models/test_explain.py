@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm.models import Site, backend
+from fused_norm.models import Report, Site, backend
 
 pytestmark = [
     pytest.mark.as_dispatched,
@@ -132,3 +132,10 @@ def test_says_that_a_graph_break_cuts_a_norm_off() -> None:
     assert report.graphs == 2
     assert "1 norm read beyond a break (" in report.summary()
     assert "item" in report.breaks[0]
+
+
+def test_layers_that_are_alike_share_a_line_and_no_column_is_empty() -> None:
+    sites = [Site(f"layers.{i}.norm", "layer_norm", ("8", "64"), "float32") for i in range(3)]
+    lines = str(Report(sites, 1)).splitlines()
+    assert lines[3].startswith("│ 3 x layers.*.norm │ layer_norm │ 8 x 64 float32 │")
+    assert all(title.strip() for title in lines[1].strip("┃").split("┃"))
