@@ -7,7 +7,6 @@ time goes into starting them.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import head_cases
 import pytest
 import torch
 import torch.distributed as dist
+from processes import with_root
 
 if not dist.is_available():
     pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
@@ -45,7 +45,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=with_root(),
             )
             for rank in range(count)
         ]

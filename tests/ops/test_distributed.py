@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import distributed_cases
 import pytest
 import torch.distributed as dist
+from processes import with_root
 
 if not dist.is_available():
     pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
@@ -51,7 +51,7 @@ def said(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=with_root(),
         )
         for rank in range(2)
     ]

@@ -60,6 +60,12 @@ def assert_same_after_a_fork(setup: str, tensors: str) -> None:
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
 
 
+def with_root(root: Path = ROOT) -> dict[str, str]:
+    """Return the environment of processes that import the repository, or a copy of it, first."""
+    found = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(found)}
+
+
 def run_script(
     script: str, *arguments: str, root: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -67,7 +73,7 @@ def run_script(
     return subprocess.run(
         [sys.executable, script, *arguments],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)} | environment,
+        env=with_root(root) | environment,
         capture_output=True,
         text=True,
         check=False,
