@@ -73,7 +73,7 @@ struct Scaled {
 };
 
 struct Quantized {
-  Scaled plain, turned;
+  Scaled plain, transposed;
 };
 
 // Room for the maxima of a matrix's columns, and of its rows if it is wanted as it lies; or for the one.
@@ -119,13 +119,13 @@ inline BeforeActivation before_activation(
 // A matrix [M, K] as it lies and transposed, [K, M] with zeros up to a multiple of 16, as far as these
 // are wanted; by maxima that are there, or are found here.
 inline Quantized quantized(
-    const Tensor& given, const Cast& cast, bool plain, bool turned, const EightBits& kernels,
+    const Tensor& given, const Cast& cast, bool plain, bool transposed, const EightBits& kernels,
     Tensor maxima = {}) {
   require_kernels(
       given.dim() == 2 && given.dtype() == BFLOAT16 && given.numel() && given.data());
   const auto v = readable(given);
   const int64_t M = v.size(0), K = v.size(1);
-  const bool by_maxima = maxima.defined() || turned || !cast.by_row;
+  const bool by_maxima = maxima.defined() || transposed || !cast.by_row;
   require_kernels(K <= LONGEST_ROW && (K % 8 == 0 || !by_maxima));
   Quantized found;
   auto call = rows_call(M, 0, kernels.context);
@@ -143,11 +143,11 @@ inline Quantized quantized(
     launch(kernels.quantize, call, v);
     return found;
   }
-  if (turned) {
+  if (transposed) {
     call.pitch = padded(M);
-    found.turned = {empty(Shape{K, call.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
-    call.zt = address(found.turned.q);
-    call.zt_scale = address(found.turned.scale);
+    found.transposed = {empty(Shape{K, call.pitch}, v, cast.dtype), empty(Shape{K, 1}, v, FLOAT32)};
+    call.zt = address(found.transposed.q);
+    call.zt_scale = address(found.transposed.scale);
   }
   const bool are_there = maxima.defined();
   if (!are_there) maxima = room_for_maxima(v, K, cast, plain);

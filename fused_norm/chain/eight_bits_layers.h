@@ -21,9 +21,9 @@ inline Handles fp8_layers(
     const OnDevice on_device(given);
     const auto& kernels = eight_bits_of(given);
     const auto rows = quantized(dense(given).rows(), cast, true, keeps_rows, kernels);
-    std::vector<Scaled> turned;
+    std::vector<Scaled> transposed;
     const auto layers = layers_of(
-        weights, weight_scales, biases, given, by, kernels, keeps_weights ? &turned : nullptr);
+        weights, weight_scales, biases, given, by, kernels, keeps_weights ? &transposed : nullptr);
     Handles all;
     if (activation.empty()) {
       for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
@@ -37,8 +37,8 @@ inline Handles fp8_layers(
           keeps_h ? &h : nullptr)));
       if (keeps_h) all.push_back(given_of(h));
     }
-    if (keeps_rows) append(all, rows.turned);
-    for (const auto& weight : turned) append(all, weight);
+    if (keeps_rows) append(all, rows.transposed);
+    for (const auto& weight : transposed) append(all, weight);
     return all;
   };
   return by_kernels(
@@ -52,7 +52,7 @@ struct Differentiated {
   Tensors dys, weights, scales;
   // Rows [M, K]; or transposed in 8 bits.
   Tensor z;
-  Scaled turned;
+  Scaled transposed;
   // What an activation is of; then dys is the gradient of its one result.
   Tensor h;
   int64_t activation;
@@ -71,7 +71,7 @@ inline Tensor part_of(const Tensor& all, size_t i, int64_t count) {
 inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
-  auto turned = of.turned;
+  auto transposed = of.transposed;
   BeforeActivation before;
   for (size_t i = 0; i < count; ++i) {
     const auto& given = of.dys[of.activation ? 0 : i];
@@ -89,17 +89,17 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
       dy = part_of(before.dh, i, static_cast<int64_t>(count));
       maxima = part_of(before.maxima, i, before.maxima.size(0));
     }
-    const Tensor& rows = turned.defined() ? turned.q : of.z;
+    const Tensor& rows = transposed.defined() ? transposed.q : of.z;
     require_kernels(is_beside(dy, rows));
     require_kernels(
-        turned.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
+        transposed.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
     const auto& kernels = eight_bits_of(dy);
-    const bool turns = wanted[1 + i] && of.has_fp8_wgrad;
+    const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
     Quantized q;
-    if (wanted[0] || turns) q = quantized(dy, of.grad, wanted[0], turns, kernels, maxima);
+    if (wanted[0] || transposes) q = quantized(dy, of.grad, wanted[0], transposes, kernels, maxima);
     if (wanted[0]) {
       const auto weight =
-          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels).turned;
+          weight_of(of.weights[i], of.scales[i], dy, of.weight, false, true, kernels).transposed;
       const auto part = product(q.plain, {weight, {}}, sizes, of.are_kept, kernels);
       if (!found[0].defined()) {
         found[0] = part;
@@ -107,9 +107,12 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
         add(found[0], part, kernels_for(part, false).passes);
       }
     }
-    if (turns) {
-      if (!turned.defined()) turned = quantized(of.z, of.input, false, true, kernels).turned;
-      found[1 + i] = product(q.turned, {turned, {}}, q.turned.q.sizes(), false, kernels);
+    if (transposes) {
+      if (!transposed.defined()) {
+        transposed = quantized(of.z, of.input, false, true, kernels).transposed;
+      }
+      const auto& columns = q.transposed;
+      found[1 + i] = product(columns, {transposed, {}}, columns.q.sizes(), false, kernels);
     } else if (wanted[1 + i]) {
       found[1 + i] = empty(Shape{dy.size(1), of.z.size(1)}, dy);
       mm(found[1 + i], dy.transposed(), of.z);
@@ -127,12 +130,14 @@ inline Handles fp8_layers_backward(
     bool power_of_two, bool has_fp8_wgrad, std::vector<int64_t> wanted, bool are_kept) {
   const auto run = [&] {
     const auto rows = dense(tensor_of(z));
-    const Scaled turned{z_scale ? rows : Tensor(), tensor_of(z_scale)};
+    const Scaled transposed{z_scale ? rows : Tensor(), tensor_of(z_scale)};
     require_kernels(rows.dim() && rows.numel());
-    require_kernels(turned.defined() ? rows.dim() == 2 && has_fp8_wgrad : rows.dtype() == BFLOAT16);
+    require_kernels(
+        transposed.defined() ? rows.dim() == 2 && has_fp8_wgrad : rows.dtype() == BFLOAT16);
     const OnDevice on_device(rows);
     Differentiated of{
-        {}, {}, {}, rows.rows(), turned, tensor_of(h), number_of(activation), Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
+        {}, {}, {}, rows.rows(), transposed, tensor_of(h), number_of(activation),
+        Cast(is_e5m2 ? E5M2 : E4M3, grad_scaling, power_of_two),
         Cast(E4M3, weight_scaling, power_of_two), Cast(E4M3, scaling, power_of_two),
         has_fp8_wgrad, are_kept};
     for (const auto& dy : grad_outputs) of.dys.push_back(tensor_of(dy));

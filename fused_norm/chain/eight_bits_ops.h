@@ -25,25 +25,26 @@ inline void append(Handles& all, const Scaled& matrix) {
 }
 
 inline Handles fp8_quantize(
-    Given v, bool is_e5m2, std::string scaling, bool power_of_two, bool plain, bool turned) {
+    Given v, bool is_e5m2, std::string scaling, bool power_of_two, bool plain, bool transposed) {
   const auto run = [&] {
     const auto matrix = tensor_of(v);
     const Cast cast(is_e5m2 ? E5M2 : E4M3, scaling, power_of_two);
     require_kernels(matrix.dtype() == BFLOAT16);
     const OnDevice on_device(matrix);
-    auto found = quantized(matrix, cast, plain, turned, eight_bits_of(matrix));
-    for (auto* const scale : {&found.plain.scale, &found.turned.scale}) {
+    auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix));
+    for (auto* const scale : {&found.plain.scale, &found.transposed.scale}) {
       // All are one.
       const bool is_one = scale->defined() && !cast.by_row;
       if (is_one) *scale = scale->viewed(Shape{1, 1}, Shape{1, 1});
     }
     Handles all;
     if (plain) append(all, found.plain);
-    if (turned) append(all, found.turned);
+    if (transposed) append(all, found.transposed);
     return all;
   };
   return by_kernels(
-      run, "fused_norm::fp8_quantize_by_python", v, is_e5m2, scaling, power_of_two, plain, turned);
+      run, "fused_norm::fp8_quantize_by_python", v, is_e5m2, scaling, power_of_two, plain,
+      transposed);
 }
 
 // The sum of x and a residual, nothing without one, and the normalized rows in 8 bits.
@@ -111,27 +112,27 @@ inline Handles fp8_norm(
 // quantized here. Python knows what was made of those that are frozen.
 inline Quantized weight_of(
     const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool plain,
-    bool turned, const EightBits& kernels) {
+    bool transposed, const EightBits& kernels) {
   if (scale.defined()) {
-    require_kernels(!(plain && turned));
+    require_kernels(!(plain && transposed));
     const Scaled given{weight, scale};
     return {given, given};
   }
   require_kernels(!frozen_level && is_beside(weight, like));
-  return quantized(weight, cast, plain, turned, kernels);
+  return quantized(weight, cast, plain, transposed, kernels);
 }
 
 // Layers, and their weights transposed if a backward wants those.
 inline std::vector<Layer> layers_of(
     const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
-    const Cast& cast, const EightBits& kernels, std::vector<Scaled>* turned = nullptr) {
+    const Cast& cast, const EightBits& kernels, std::vector<Scaled>* transposed = nullptr) {
   std::vector<Layer> layers;
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto weight = weight_of(
-        tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, true, turned != nullptr,
+        tensor_of(weights[i]), tensor_of(scales.at(i)), like, cast, true, transposed != nullptr,
         kernels);
     layers.push_back({weight.plain, tensor_of(biases.at(i))});
-    if (turned) turned->push_back(weight.turned);
+    if (transposed) transposed->push_back(weight.transposed);
   }
   return layers;
 }

@@ -49,22 +49,22 @@ def scales_of(shape: Any, scaling: str) -> tuple[Any, Any]:
 
 
 def _by_pytorch(
-    v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool, plain: bool, turned: bool
+    v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool, plain: bool, transposed: bool
 ) -> list[Tensor]:
     cast, results = Cast(E5M2 if is_e5m2 else E4M3, scaling), list[Tensor]()
     if plain:
         results += recipes.quantize(v, cast, power_of_two)
-    if turned:
+    if transposed:
         padded = F.pad(v, (0, 0, 0, -v.shape[0] % MULTIPLE))
         results += recipes.quantize(padded.t().contiguous(), cast, power_of_two)
     return results
 
 
 def _fake_quantize(
-    v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool, plain: bool, turned: bool
+    v: Tensor, is_e5m2: bool, scaling: str, power_of_two: bool, plain: bool, transposed: bool
 ) -> list[Tensor]:
     M, K = v.shape
-    shapes = [(M, K)] * plain + [(K, (M + MULTIPLE - 1) // MULTIPLE * MULTIPLE)] * turned
+    shapes = [(M, K)] * plain + [(K, (M + MULTIPLE - 1) // MULTIPLE * MULTIPLE)] * transposed
     results: list[Tensor] = []
     for shape in shapes:
         results.append(v.new_empty(shape, dtype=E5M2 if is_e5m2 else E4M3))
@@ -74,14 +74,14 @@ def _fake_quantize(
 
 _op = define(
     "fp8_quantize(Tensor v, bool is_e5m2, str scaling, bool power_of_two, bool plain, "
-    "bool turned) -> Tensor[]",
+    "bool transposed) -> Tensor[]",
     _fake_quantize,
     unseen(_by_pytorch),
 )
 
 
 def quantize(
-    v: Tensor, cast: Cast, power_of_two: bool, *, plain: bool = True, turned: bool = False
+    v: Tensor, cast: Cast, power_of_two: bool, *, plain: bool = True, transposed: bool = False
 ) -> list[Tensor]:
     """Return a matrix in 8 bits and its scales, and the same of the matrix transposed.
 
@@ -90,14 +90,14 @@ def quantize(
         cast: How; rows are those of each result.
         power_of_two: Whether scales are rounded up to powers of two.
         plain: Whether the matrix is wanted as it lies.
-        turned: Whether it is wanted transposed: its rows are lengthened to a multiple of 16, with
+        transposed: Whether its transpose is wanted: rows are lengthened to a multiple of 16, with
             zeros.
 
     Returns:
         What is wanted, in this order, each with its scales as `recipes.quantize` returns them.
     """
     is_e5m2 = cast.dtype is E5M2
-    found: list[Tensor] = _op(v, is_e5m2, cast.scaling, power_of_two, plain, turned)
+    found: list[Tensor] = _op(v, is_e5m2, cast.scaling, power_of_two, plain, transposed)
     return found
 
 
@@ -107,7 +107,7 @@ def in_8_bits(
     scaling: str,
     power_of_two: bool,
     *,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> tuple[list[Tensor], list[Tensor | None], bool]:
     """Return weights in e4m3, their scales, and whether earlier calls made them, if any are frozen.
 
@@ -118,12 +118,12 @@ def in_8_bits(
         scales: Of those that are in 8 bits already, None for others.
         scaling: What shares a scale.
         power_of_two: Whether scales are rounded up to powers of two.
-        turned: Whether they are wanted transposed, for gradients.
+        transposed: Whether their transposes are wanted, for gradients.
     """
     if not frozen.is_any():
         return [*weights], [*scales], False
     found = [
-        _made(weight, Cast(E4M3, scaling), power_of_two, turned)
+        _made(weight, Cast(E4M3, scaling), power_of_two, transposed)
         if scale is None
         else (weight, scale, False)
         for weight, scale in zip(weights, scales, strict=True)
@@ -132,18 +132,20 @@ def in_8_bits(
 
 
 def _made(
-    weight: Tensor, cast: Cast, power_of_two: bool, turned: bool
+    weight: Tensor, cast: Cast, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, bool]:
     made: list[Tensor] = []
 
     def make() -> tuple[Tensor, ...]:
         frozen.require_values([weight])
-        made.extend(quantize(weight, cast, power_of_two, plain=not turned, turned=turned))
+        made.extend(
+            quantize(weight, cast, power_of_two, plain=not transposed, transposed=transposed)
+        )
         return tuple(made)
 
-    if found := frozen.find([weight], meets=not turned):
+    if found := frozen.find([weight], meets=not transposed):
         record, keys = found
-        name = ("fp8", cast.scaling, power_of_two, turned)
+        name = ("fp8", cast.scaling, power_of_two, transposed)
         kept = record.prepared(name, keys, make, weight.device)
         if kept is not None:
             q, scale = kept.tensors

@@ -45,7 +45,7 @@ def _layers(
         found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
         if keeps_weights:
             # Which the results of an op may not share.
-            shared: Any = in_8_bits(*by, turned=True)
+            shared: Any = in_8_bits(*by, transposed=True)
             for q, scale in zip(*shared[:2], strict=True):
                 found += _spread(q.clone(), scale.clone(), weight_scaling)
         return found
@@ -54,27 +54,27 @@ def _layers(
         own += [keeps_h, keeps_rows, keeps_weights]
         return _fake_layers(z, weights, weight_scales, biases, *own)
     x = z.reshape(-1, z.shape[-1])
-    q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, turned=keeps_rows)
+    q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
     if rows:
         rows = _spread(rows[0], rows[1], scaling)
     kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)
     # No views: as results of `F.linear` they may be written.
     unsafe_view = torch.ops.aten._unsafe_view
-    ys, turned = list[Tensor](), list[Tensor]()
+    ys, transposed = list[Tensor](), list[Tensor]()
     for w, s, b in zip(weights, weight_scales, biases, strict=True):
         own = [w, s]
         if s is None:
-            own = [*quantize(w, cast, power_of_two, turned=keeps_weights)]
+            own = [*quantize(w, cast, power_of_two, transposed=keeps_weights)]
         ys.append(scaled.multiply(q, scale, own[0], own[1], *kind, b, dtype))
         if keeps_weights:
-            turned += _spread(own[2], own[3], weight_scaling)
+            transposed += _spread(own[2], own[3], weight_scaling)
     saved = list[Tensor]()
     if activation:
         h = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
         ys = [composition.activated(activation, h)]
         saved = [h.to(dtype)] * keeps_h
     ys = [unsafe_view(y.to(dtype), [*z.shape[:-1], y.shape[-1]]) for y in ys]
-    return [*ys, *saved, *rows, *turned]
+    return [*ys, *saved, *rows, *transposed]
 
 
 def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
@@ -105,9 +105,9 @@ def _fake_layers(
         sizes = [N // 2 if is_gate(activation) else N]
     found = [z.new_empty((*z.shape[:-1], size), dtype=dtype) for size in sizes]
     found += [z.new_empty((M, N), dtype=dtype)] * keeps_h
-    turned = [(M, K, scaling)] * keeps_rows
-    turned += [(len(weight), K, weight_scaling) for weight in weights] * keeps_weights
-    for rows, columns, kind in turned:
+    transposed = [(M, K, scaling)] * keeps_rows
+    transposed += [(len(weight), K, weight_scaling) for weight in weights] * keeps_weights
+    for rows, columns, kind in transposed:
         shape = columns, (rows + MULTIPLE - 1) // MULTIPLE * MULTIPLE
         found.append(z.new_empty(shape, dtype=E4M3))
         scales = scales_of(shape, "row" if kind == "tensor" else kind)
@@ -135,7 +135,7 @@ def _layers_backward(
     of_weight = Cast(E4M3, weight_scaling)
     how = (grad_scaling, is_e5m2, weight_scaling, scaling, power_of_two, has_fp8_wgrad)
     if frozen.is_any() and 0 in wanted and any(own is None for own in weight_scales):
-        made = in_8_bits(weights, weight_scales, weight_scaling, power_of_two, turned=True)
+        made = in_8_bits(weights, weight_scales, weight_scaling, power_of_two, transposed=True)
         again: list[Tensor] = layers_backward(
             z, z_scale, h, activation, [*dys], *made[:2], *how, wanted, made[2]
         )
@@ -145,7 +145,7 @@ def _layers_backward(
         dys = _before_activation(h, activation, dys[0], count)
     K = _features(z, z_scale)
     x: Any = None if z_scale is not None else z.reshape(-1, K)
-    turned: Any = None if z_scale is None else (z, z_scale)
+    transposed: Any = None if z_scale is None else (z, z_scale)
     found: dict[int, Tensor] = {}
     for i, (weight, own, dy) in enumerate(zip(weights, weight_scales, dys, strict=True)):
         if dy is None:
@@ -157,23 +157,25 @@ def _layers_backward(
             continue
         rows = dy.reshape(-1, dy.shape[-1])
         wants_dz, wants_dw = 0 in wanted, 1 + i in wanted
-        turns = wants_dw and has_fp8_wgrad
+        transposes = wants_dw and has_fp8_wgrad
         q: Any = []
-        if wants_dz or turns:
+        if wants_dz or transposes:
             cast = Cast(E5M2 if is_e5m2 else E4M3, grad_scaling)
-            q = quantize(rows, cast, power_of_two, plain=wants_dz, turned=turns)
+            q = quantize(rows, cast, power_of_two, plain=wants_dz, transposed=transposes)
         if wants_dz:
             by: Any = (weight, own)
             if own is None:
-                by = quantize(weight, of_weight, power_of_two, plain=False, turned=True)
+                by = quantize(weight, of_weight, power_of_two, plain=False, transposed=True)
             kind: Any = (grad_scaling, weight_scaling, power_of_two, None, dy.dtype)
             part = scaled.multiply(*q[:2], *by, *kind).to(dy.dtype).reshape(*dy.shape[:-1], K)
             found[0] = found[0] + part if 0 in found else part
-        if turns:
+        if transposes:
             of_rows = Cast(E4M3, scaling)
-            turned = turned or quantize(x, of_rows, power_of_two, plain=False, turned=True)
+            transposed = transposed or quantize(
+                x, of_rows, power_of_two, plain=False, transposed=True
+            )
             kind = (grad_scaling, scaling, power_of_two, None, dy.dtype)
-            found[1 + i] = scaled.multiply(*q[-2:], *turned, *kind).to(dy.dtype)
+            found[1 + i] = scaled.multiply(*q[-2:], *transposed, *kind).to(dy.dtype)
         elif wants_dw:
             found[1 + i] = rows.t() @ x.to(dy.dtype)
         if 1 + count + i in wanted:

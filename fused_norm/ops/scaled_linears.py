@@ -42,9 +42,11 @@ class ScaledLinears(torch.autograd.Function):
         keeps_weights = saves and needs_z and how.weight == how.weight_for_dgrad
         keeps_h = bool(activation) and saves and any(ctx.needs_input_grad)
         needs = (keeps_h, keeps_rows, keeps_weights)
-        ys, h, rows, turned = _linears(z, weights, biases, how, power_of_two, activation, *needs)
+        ys, h, rows, transposed = _linears(
+            z, weights, biases, how, power_of_two, activation, *needs
+        )
         given = (*weights, *[None] * count)
-        ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *(turned or given))
+        ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *(transposed or given))
         ctx.kind = recipe, power_of_two, activation
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
@@ -116,8 +118,8 @@ def _linears(
     rest = iter(found)
     ys = [next(rest) for _ in range(1 if activation else len(weights))]
     h, rows = ([next(rest) for _ in range(count)] for count in (keeps_h, 2 * keeps_rows))
-    turned = [*rest]
-    return ys, h, rows, turned[::2] + turned[1::2]
+    transposed = [*rest]
+    return ys, h, rows, transposed[::2] + transposed[1::2]
 
 
 def _gradients(
@@ -135,7 +137,7 @@ def _gradients(
         dys = in_memory(dys)
         if wanted[0] == 0:
             given, scales, are_kept = in_8_bits(
-                weights, scales, recipe.weight_for_dgrad.scaling, power_of_two, turned=True
+                weights, scales, recipe.weight_for_dgrad.scaling, power_of_two, transposed=True
             )
     how = (*_how(recipe), power_of_two, recipe.has_fp8_wgrad)
     found: list[Tensor] = layers_backward(*saved, [*dys], given, [*scales], *how, wanted, are_kept)

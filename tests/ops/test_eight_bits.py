@@ -32,8 +32,11 @@ def matrix(shape: tuple[int, int], device: str) -> Tensor:
 
 
 def expected(v: Tensor, cast: Cast, power_of_two: bool) -> list[Tensor]:
-    turned = torch.nn.functional.pad(v, (0, 0, 0, -v.shape[0] % 16)).t()
-    return [*recipes.quantize(v, cast, power_of_two), *recipes.quantize(turned, cast, power_of_two)]
+    transposed = torch.nn.functional.pad(v, (0, 0, 0, -v.shape[0] % 16)).t()
+    return [
+        *recipes.quantize(v, cast, power_of_two),
+        *recipes.quantize(transposed, cast, power_of_two),
+    ]
 
 
 def assert_same(found: list[Tensor], truth: list[Tensor]) -> None:
@@ -54,14 +57,16 @@ def test_bits_are_those_of_the_recipes(cast: Cast, device: str) -> None:
         v = matrix(shape, device)
         v[0, -1] = 0
         truth = expected(v, cast, power_of_two)
-        found = eight_bits.quantize(v, cast, power_of_two, turned=True)
+        found = eight_bits.quantize(v, cast, power_of_two, transposed=True)
         assert_same(found, truth)
         assert_same(eight_bits.quantize(v, cast, power_of_two), truth[:2])
-        assert_same(eight_bits.quantize(v, cast, power_of_two, plain=False, turned=True), truth[2:])
+        assert_same(
+            eight_bits.quantize(v, cast, power_of_two, plain=False, transposed=True), truth[2:]
+        )
         # A view whose rows are apart, and one that starts at no multiple of 16 bytes.
         wide = torch.cat([v, v], 1)[:, 1 : 1 + shape[1]]
         assert_same(
-            eight_bits.quantize(wide, cast, power_of_two, turned=True),
+            eight_bits.quantize(wide, cast, power_of_two, transposed=True),
             expected(wide.contiguous(), cast, power_of_two),
         )
 
@@ -76,20 +81,20 @@ def test_what_is_no_number_is_seen(cast: Cast, number: float) -> None:
     v[:, 7] = 0
     v[123, 45] = number
     q, scale, qt, scale_t = (
-        t.float() for t in eight_bits.quantize(v, cast, False, plain=True, turned=True)
+        t.float() for t in eight_bits.quantize(v, cast, False, plain=True, transposed=True)
     )
-    whole, turned = q * scale, (qt * scale_t)[:, :300].t()
+    whole, transposed = q * scale, (qt * scale_t)[:, :300].t()
     if cast.scaling == "tensor":
         # There is one scale for all.
         assert whole.isnan().all()
         return
     assert whole[123].isnan().all()
     assert whole.isnan().sum() == 200
-    assert turned[:, 45].isnan().all()
-    assert turned.isnan().sum() == 300
+    assert transposed[:, 45].isnan().all()
+    assert transposed.isnan().sum() == 300
     assert not qt[:, 300:].any()
     assert not whole[40].any()
-    assert not turned[:, 7].any()
+    assert not transposed[:, 7].any()
 
 
 @pytest.mark.gpu
@@ -123,6 +128,6 @@ def test_gradients_of_kernels(recipe: str, rows: int) -> None:
 
 @pytest.mark.parametrize("scaling", ["row", "tensor", "1x128"])
 def test_registration(scaling: str) -> None:
-    for plain, turned in ((True, False), (False, True), (True, True)):
-        arguments = (torch.randn(20, 256), False, scaling, True, plain, turned)
+    for plain, transposed in ((True, False), (False, True), (True, True)):
+        arguments = (torch.randn(20, 256), False, scaling, True, plain, transposed)
         opcheck(torch.ops.fused_norm.fp8_quantize.default, arguments)

@@ -113,7 +113,7 @@ def test_registration(activation: str, is_pair: bool, tmp_path: Path) -> None:
             opcheck(ops.fp8_layers.default, forward, test_utils=OF_8_BITS)
         for wanted in ([0, 1, 2], [0], [1], [2]):
             z, _, *rest = arguments(activation, is_pair, "rowwise", wanted)
-            rows = quantize(z, Cast(E4M3, "row"), True, plain=False, turned=True)
+            rows = quantize(z, Cast(E4M3, "row"), True, plain=False, transposed=True)
             for operands in ((z, None, *rest), (*rows, *rest)):
                 opcheck(ops.fp8_layers_backward.default, operands, test_utils=OF_8_BITS)
     assert ran
@@ -175,12 +175,13 @@ def test_products_of_kernels(recipe: str, activation: str, is_pair: bool, rows: 
     none = [None] * len(weights)
     given = [[v.detach() for v in vs] for vs in (weights, biases)]
     operands = [matrix(rows, K), given[0], none, given[1], *scalings, BF16, False, activation]
-    operands = [*on("cuda", operands), *keeps]
-    found = torch.ops.fused_norm.fp8_layers(*operands)
+    operands += keeps
+    found = torch.ops.fused_norm.fp8_layers(*on("cuda", operands))
+    # On a GPU it rounds what quantized numbers stand for to bfloat16, which kernels do not.
     expected = torch.ops.fused_norm.fp8_layers_by_python(*operands)
     for a, e in zip(found, expected, strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
         if a.dtype is BF16:
-            assert decibels(a, e.double()) > 45
+            assert decibels(a.cpu(), e.double()) > 45
         else:
-            assert torch.equal(a.float(), e.float())
+            assert torch.equal(a.cpu().float(), e.float())

@@ -76,14 +76,14 @@ def test_quantization(
     # At no multiple of 16 bytes, and without elements of its own.
     views += [whole.flatten()[1 : 1 + M * K].view(M, K), whole[:1].expand(M, -1)]
     for v in views:
-        for plain, turned in ((True, False), (False, True), (True, True)):
+        for plain, transposed in ((True, False), (False, True), (True, True)):
             how = (cast, power_of_two)
             expected, found, ran = twice(
-                lambda v=v, p=plain, t=turned, how=how: quantize(v, *how, plain=p, turned=t)
+                lambda v=v, p=plain, t=transposed, how=how: quantize(v, *how, plain=p, transposed=t)
             )
             assert_same(found, expected)
             # One reading for all maxima, and one for both results.
-            by_maxima = turned or scaling == "tensor"
+            by_maxima = transposed or scaling == "tensor"
             expected_names = ["maxima", "quantize_by_maxima"] if by_maxima else ["quantize"]
             assert names(ran) == expected_names
             # No result of an op may be another.
@@ -94,8 +94,8 @@ def test_what_kernels_do_not_take_is_left_to_pytorch(ran: Ran) -> None:
     cast = Cast(E4M3, "row")
     for v in (matrix(M, K).float(), matrix(M, K).double(), matrix(0, K), matrix(M, K).half()):
         quantize(v, cast, True)
-    quantize(matrix(M, 12), cast, True, turned=True)
-    quantize(matrix(M, 128), Cast(E4M3, "1x128"), True, turned=True)
+    quantize(matrix(M, 12), cast, True, transposed=True)
+    quantize(matrix(M, 128), Cast(E4M3, "1x128"), True, transposed=True)
     x, w = matrix(M, K), matrix(32, K)
     fn.norm_linear(x, w, recipe="blockwise")
     fn.norm_linear(x.float(), w.float(), recipe="rowwise")
@@ -323,7 +323,7 @@ def test_registration(ran: Ran) -> None:
         given = [dys[0], None] if unused else dys
         kept = [place for place in wanted if not (unused and place in (2, 4))]
         how = ("row", False, "row", "row", True, True, kept, False)
-        rows = quantize(x.view(M, K), Cast(E4M3, "row"), True, plain=False, turned=True)
+        rows = quantize(x.view(M, K), Cast(E4M3, "row"), True, plain=False, transposed=True)
         for z in ([x, None], rows):
             operands_ = (*z, None, "", given, weights, none, *how)
             opcheck(
