@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         shutil.copy(ROOT / "docs" / "mutations.json", options.out)
     if options.only == "worklog":
         command = [sys.executable, "tutorial/worklog/worklog.py", "--out"]
-        command += [str(options.out.resolve() / "h200-worklog.json")]
+        command += [str(options.out.resolve() / "worklog.json")]
         command += ["--commit", _commit(options)]
         if _logged(command, environment, options.out / "worklog.log", options.limit - 30):
             failed.append("worklog")

@@ -11,7 +11,7 @@ right. Measured is the device time of one call, in microseconds: medians of roun
 replays, in which the step, `torch.mm` and PyTorch eager are interleaved in random order, over
 inputs that do not fit the cache. The page's first table has the times of `--together`: its steps
 share their rounds, and so the clocks and cuBLAS. Times go to
-benchmarks/results/h200-worklog.json as soon as they are there. Of several steps, each runs in a
+benchmarks/results/worklog.json as soon as they are there. Of several steps, each runs in a
 process of its own: one that fails, or hangs, says so, and the next one begins with a GPU in order.
 Without a Hopper GPU all is SKIPPED.
 """
@@ -38,7 +38,7 @@ from tutorial.worklog import worklog_rounds
 from tutorial.worklog.worklog_steps import GROUPS, STEPS, Kind, Sizes, Step, find, work
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks/results/h200-worklog.json"
+RESULTS = ROOT / "benchmarks/results/worklog.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,6 +119,9 @@ def _run_together(options: argparse.Namespace) -> bool:
         found = {"environment": _environment(options.commit), **measured}
         _write(options.out, "together", name, found)
         torch.cuda.empty_cache()
+    device = torch.device("cuda", torch.cuda.current_device())
+    ceiling = dataclasses.asdict(environment.ceiling(torch.bfloat16, device))
+    _write(options.out, "ceilings", "bfloat16", ceiling)
     return well
 
 
@@ -180,7 +183,7 @@ def write(path: Path, step: Step, measured: list[dict[str, Any]], commit: str | 
 
 
 def _write(path: Path, kind: str, name: str, found: dict[str, Any]) -> None:
-    content: dict[str, Any] = {"together": {}, "steps": {}}
+    content: dict[str, Any] = {"ceilings": {}, "together": {}, "steps": {}}
     content |= json.loads(path.read_text()) if path.is_file() else {}
     content[kind][name] = found
     order = [each.name for each in STEPS]

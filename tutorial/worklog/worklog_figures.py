@@ -120,7 +120,7 @@ def roofline(data: Data) -> Figure:
     ax.set_ylim(0.8, 1800)
     ax.set_xlabel("FLOP for each byte that has to cross the memory bus")
     ax.set_ylabel("TFLOP/s")
-    ax.set_title("What an H200 can do at most, measured", loc="left", fontsize=10)
+    ax.set_title(f"What an {data['gpu']} can do at most, measured", loc="left", fontsize=10)
     return figure
 
 
@@ -222,7 +222,7 @@ def _shape(sizes: Sizes) -> str:
 # Each with what its numbers are of.
 FIGURES: dict[str, tuple[Draw, tuple[str, ...]]] = {
     "ladder": (ladder, ("table",)),
-    "roofline": (roofline, ("ceiling",)),
+    "roofline": (roofline, ("ceiling", "gpu")),
     "naive": (naive, ()),
     "tiled": (tiled, ("ceiling",)),
     "tensor-cores": (swizzle, ()),
