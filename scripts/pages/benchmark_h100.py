@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_tables
+import benchmark_trainings
 
 from benchmarks import markdown, regret_gpu
 from fused_norm.devices.hopper import GpuCall
@@ -18,8 +19,11 @@ FP8 = "benchmarks/results/h100-fp8-kernels.json"
 WHOLE = "benchmarks/results/h100-blocks.json"
 BLOCKS = "benchmarks/results/h100-fp8-blocks.json"
 HEAD = "benchmarks/results/h100-head.json"
+# Made by `python -m benchmarks.head --from-json FILE --plot docs/images/head.png`.
+HEAD_PLOT = "images/head.png"
 DECODING = "benchmarks/results/h100-decode.json"
 REGRET = "benchmarks/results/gpu-regret-nvidia-h100.json"
+REGRET_TRAINING = "benchmarks/results/gpu-regret-training-nvidia-h100.json"
 BFLOAT16, PEER, OURS = "bf16", "torch.compile, _scaled_mm", "ours"
 # What the file calls them, and what the page does.
 EPILOGUES = {
@@ -45,7 +49,8 @@ def sections() -> list[str]:
     whole = benchmark_tables.members(ROOT / WHOLE, "Whole blocks")
     blocks = _blocks(_load(BLOCKS))
     decoding = _decoding(_load(DECODING))
-    last = [*_head(_load(HEAD)), *_regret(_load(REGRET))]
+    last = [*_head(_load(HEAD)), *benchmark_trainings.sections()]
+    last += _regret(_load(REGRET), _load(REGRET_TRAINING))
     return [*whole, *decoding, *_fp8(_load(FP8)), *blocks, *last]
 
 
@@ -59,18 +64,21 @@ def sentences() -> dict[str, dict[str, str]]:
         for name in ("products", "compile", "eager")
     )
     memory = [found["fused_norm"]["gib"] / found["eager"]["gib"] for found in cases]
+    trainings = benchmark_trainings.sentences()
     return {
         "docs/guide/fp8.md": {
             "h100": "On an H100, RMSNorm and a product with a scale for each row take "
             f"{ours} of bfloat16's\ntime, and `torch.compile` with `torch._scaled_mm` {peer}. "
             "[All sizes, and blocks](../benchmarks/h100.md#products-in-fp8).\n",
+            **trainings["docs/guide/fp8.md"],
         },
         "docs/guide/head.md": {
             "h100": f"On an H100, with RMSNorm and all gradients, the kernels take {of_eager} of "
             f"eager's time,\n{of_compile} of `torch.compile`'s, and {step} of the three products "
             f"alone;\nmemory is {_range(memory)} of eager's. "
-            "[All sizes, Liger and cut-cross-entropy](../benchmarks/h100.md#a-language-models-head)"
-            ".\n",
+            "[All sizes, Liger, cut-cross-entropy and quack]"
+            "(../benchmarks/h100.md#a-language-models-head).\n",
+            **trainings["docs/guide/head.md"],
         },
     }
 
@@ -156,26 +164,34 @@ def _decoding(run: dict[str, Any]) -> list[str]:
     ]
 
 
-def _regret(run: dict[str, Any]) -> list[str]:
-    calls = [GpuCall(*call) for call in run["calls"]]
+def _regret(*runs: dict[str, Any]) -> list[str]:
     rows = []
-    for dtype, is_launched in itertools.product(regret_gpu.DTYPES, (False, True)):
-        each = [call for call in calls if call.dtype == dtype]
-        cells = [dtype, "launched" if is_launched else "in a CUDA graph", str(len(each))]
-        for ratio in (regret_gpu.regret, regret_gpu.of_eager):
-            ratios = [ratio(call, "chosen", is_launched) for call in each]
-            cells += [f"{statistics.median(ratios):.3f}", f"{max(ratios):.2f}"]
-        rows.append(cells)
-    header = ["dtype", "", "sizes", "of the fastest strategy: median", "worst"]
+    for run, direction in zip(runs, ("forward", "training"), strict=True):
+        calls = [GpuCall(*call) for call in run["calls"]]
+        for dtype, is_launched in itertools.product(regret_gpu.DTYPES, (False, True)):
+            each = [call for call in calls if call.dtype == dtype]
+            if not each:
+                continue
+            how = "launched" if is_launched else "in a CUDA graph"
+            cells = [direction, dtype, how, str(len(each))]
+            for ratio in (regret_gpu.regret, regret_gpu.of_eager):
+                ratios = [ratio(call, "chosen", is_launched) for call in each]
+                cells += [f"{statistics.median(ratios):.3f}", f"{max(ratios):.2f}"]
+            rows.append(cells)
+    header = ["direction", "dtype", "", "sizes", "of the fastest strategy: median", "worst"]
     header += ["of eager: median", "worst"]
-    e = run["environment"]
+    machines = "; ".join(
+        f"{name}: {e['gpu']}, torch {e['torch']}, driver {e['driver']}, {e['date']}, {e['commit']}"
+        for name, e in ((path, run["environment"]) for path, run in zip(
+            (f"`{REGRET}`", f"`{REGRET_TRAINING}`"), runs, strict=True))
+    )  # fmt: skip
     return [
         "## Choices at sizes drawn at random\n",
-        f"{e['gpu']}, torch {e['torch']}, driver {e['driver']}, {e['date']}, {e['commit']}. From "
-        f"`{REGRET}`, made by `poe bench --regret --device cuda`: LayerNorm and a product, the "
-        "time of what users get over that of the fastest strategy and of eager. "
+        f"{machines}. Made by `poe bench --regret --device cuda`, with `--training` for the "
+        "second: LayerNorm and a product, the time of what users get over that of the fastest "
+        "strategy of the forward and of eager. "
         "[How calls are chosen](../guide/install.md#how-calls-are-chosen).\n",
-        markdown.table(header, rows, right=range(2, len(header))),
+        markdown.table(header, rows, right=range(3, len(header))),
     ]
 
 
@@ -206,6 +222,7 @@ def _head(run: dict[str, Any]) -> list[str]:
         "three products alone, by PyTorch, and in parentheses GiB beyond inputs and gradients. "
         "[The guide](../guide/head.md) says what is computed.\n",
         markdown.table(header, rows, right=range(1, len(header))),
+        f"![Time of the head over its memory, at each size](../{HEAD_PLOT})\n",
     ]
 
 
