@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import environment
+from benchmarks.runs import Ceiling
 from benchmarks.timing import Budget
 from fused_norm.native import build
 from tutorial.worklog import (
@@ -244,9 +247,13 @@ def test_a_run_of_all_ends_with_the_rounds_that_they_share(
     names = [step.name for step in worklog_steps.STEPS]
     assert asked == [*(f"--step {name}" for name in names), "--together"]
     monkeypatch.setattr(worklog_rounds, "together", lambda steps, budget: ({"us": {}}, {}))
+    ceiling = Ceiling("bfloat16", 7e14, 3e12)
+    monkeypatch.setattr(environment, "ceiling", lambda dtype, device: ceiling)
     out = tmp_path / "results.json"
     assert worklog.main(["--together", "--out", str(out), "--commit", "abc"]) == 0
-    found = json.loads(out.read_text())["together"]
+    written = json.loads(out.read_text())
+    assert written["ceilings"] == {"bfloat16": dataclasses.asdict(ceiling)}
+    found = written["together"]
     assert found.keys() == worklog_steps.GROUPS.keys()
     assert found["step"]["environment"] == {"gpu": "none", "commit": "abc"}
 

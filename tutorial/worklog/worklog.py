@@ -119,8 +119,7 @@ def _run_together(options: argparse.Namespace) -> bool:
         found = {"environment": _environment(options.commit), **measured}
         _write(options.out, "together", name, found)
         torch.cuda.empty_cache()
-    device = torch.device("cuda", torch.cuda.current_device())
-    ceiling = dataclasses.asdict(environment.ceiling(torch.bfloat16, device))
+    ceiling = dataclasses.asdict(environment.ceiling(torch.bfloat16, torch.device("cuda")))
     _write(options.out, "ceilings", "bfloat16", ceiling)
     return well
 

@@ -109,10 +109,12 @@ def _clocks() -> Iterator[list[int]]:
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.2):
+        is_over = False
+        while not is_over:
             megahertz = environment.clocks(device).partition(" MHz")[0]
             if megahertz.isdecimal():
                 found.append(int(megahertz))
+            is_over = done.wait(0.2)
 
     thread = threading.Thread(target=watch)
     thread.start()
