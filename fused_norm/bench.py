@@ -142,7 +142,7 @@ def _measured(
                     continue
                 for mode, step in (("forward", _forward), ("training", _training)):
                     ours, eager = _times(step(op.ours, inputs), step(op.eager, inputs), options)
-                    row += [_words(ours), f"{ours / eager:.2f}"]
+                    row += [_words(ours), _ratio(ours / eager)]
                     if options.max_ratio is not None and ours / eager > options.max_ratio:
                         problems.append(
                             f"{where}, {mode}: {ours / eager:.2f} of eager's time, "
@@ -247,6 +247,11 @@ def _words(seconds: float) -> str:
     unit, scale = next(each for each in UNITS.items() if seconds >= each[1] or each[0] == "us")
     number = seconds / scale
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+
+
+def _ratio(value: float) -> str:
+    # An interrupted sample may be a thousand times longer, and no time is 0.
+    return f"{value:.2f}" if value >= 0.01 else f"{value:.0e}"
 
 
 def _machine(device: str) -> str:

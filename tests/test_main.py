@@ -43,6 +43,16 @@ def test_bench_measures_the_usual_sizes_in_80_columns(
         assert out.count(f" {shown} ") == 2 * len(bench.OPS) * len(bench.SHAPES["cpu"])
 
 
+def test_no_ratio_of_bench_is_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_times", lambda *_: (1e-6, 1e-3))
+    assert main(SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.count(" 1e-03") for line in lines) == 2 * len(bench.OPS)
+    assert max(map(len, lines)) <= 80
+
+
 def test_bench_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--max-ratio", "0"]) == 1
     assert capsys.readouterr().out.count("of eager's time, over 0") == 2 * len(bench.OPS)
