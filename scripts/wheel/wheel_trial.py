@@ -194,6 +194,8 @@ def _kind(member: str) -> str:
         return "runtime"
     if file.parent.name != "prebuilt":
         return "texts and Python"
+    if file.name == "chain.so":
+        return "chain"
     return "nodes" if file.name.startswith("node-") else f"kernels {file.stem.rsplit('-', 1)[1]}"
 
 
