@@ -131,9 +131,8 @@ CONVERTS: dict[str, Convert] = {"rowwise": of_rows, "blockwise": of_blocks}
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize(
-    ("recipe", "then"), [*((recipe, "eager") for recipe in CONVERTS), ("blockwise", "inductor")]
-)
+@pytest.mark.parametrize("recipe", list(CONVERTS))
+@pytest.mark.parametrize("then", ["eager", "inductor"])
 def test_layers_are_recognized_and_their_numbers_taken(recipe: str, then: str) -> None:
     torch.manual_seed(0)
     plain = Block().bfloat16()
