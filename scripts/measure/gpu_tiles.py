@@ -153,9 +153,8 @@ def write(path: Path, commit: str | None, rows: list[list[Any]]) -> None:
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     fields = json.dumps(["M", "K", "N", "us"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'{{\n "environment": {json.dumps(head)},\n "fields": {fields},\n "products": [\n{lines}\n ]\n}}\n'
-    )
+    text = f'{{\n "environment": {json.dumps(head)},\n "fields": {fields},\n "products": [\n{lines}'
+    path.write_text(f"{text}\n ]\n}}\n")
 
 
 if __name__ == "__main__":
