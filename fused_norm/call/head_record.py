@@ -12,8 +12,8 @@ FIELDS = (
     *("exponentials", "partials", "maxima", "sums"),
     *("is_any_bad", "scales", "logsumexp_scales"),
     *("class_weight", "class_weight_sum", "mean_weight", "mean_bias"),
-    *("losses", "logsumexp", "factors", "scaled", "ignore_index", "label_smoothing", "z_loss"),
-    "softcap",
+    *("losses", "logsumexp", "factors", "scaled", "dx", "dx_columns", "dx_is_split"),
+    *("ignore_index", "label_smoothing", "z_loss", "softcap"),
     *("tensor", "count", "is_float32", "scale"),
 )
 NUMBERS = ("label_smoothing", "z_loss", "softcap")

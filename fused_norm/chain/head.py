@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
-from fused_norm.chain import head_sm90
+from fused_norm.chain import head_sm90, head_tiles
 from fused_norm.chain.head_rows import Chunk, Composed, Rows
 from fused_norm.chain.head_shards_sm90 import ShardedChunks
 from fused_norm.cross_entropy import (
@@ -98,6 +98,11 @@ def compute(
     if has_kernels and not loss.group and not any(wanted):
         most = most or head_sm90.rows_of_sums(len(t.weight))
     size = rows_of_chunk(M, len(t.weight), most, x.is_cpu)
+    has_own_dx = has_kernels and wanted[0] and head_sm90.computes_dx(loss)
+    if has_own_dx:
+        size = head_tiles.rows_of_chunk(
+            M, K, len(t.weight), most or GPU_ROWS, head_sm90.processors(x.device)
+        )
     parts = [slice(start, min(start + size, M)) for start in range(0, M, size)]
     chunks = _chunks(flat, loss, size, any(wanted), has_kernels)
     if parts:
@@ -109,7 +114,8 @@ def compute(
         scales = row_scales(t, loss, grads[0], wide, divisor)
         logsumexp_scales = None if grads[1] is None else grads[1].reshape(M).to(wide)
     losses, lse = (x.new_empty(M, dtype=wide) for _ in range(2))
-    totals = _Totals(flat, wanted)
+    products = chunks if has_own_dx and isinstance(chunks, head_sm90.Chunks) else None
+    totals = _Totals(flat, wanted, products)
     for part in parts:
         if part.start:
             chunks.begin(part)
@@ -161,10 +167,12 @@ def _chunks(
 class _Totals:
     """The gradients, of which each chunk has a share."""
 
-    def __init__(self, t: Head, wanted: list[bool]) -> None:
-        """Make room for those that are wanted."""
+    def __init__(self, t: Head, wanted: list[bool], products: head_sm90.Chunks | None) -> None:
+        """Make room for those that are wanted; `products` computes that of x, if it can."""
         self.t, (self.wants_x, self.wants_weight, self.wants_bias) = t, wanted
-        self.dx = torch.empty_like(t.x) if self.wants_x else None
+        self.products = products
+        dense = torch.contiguous_format
+        self.dx = torch.empty_like(t.x, memory_format=dense) if self.wants_x else None
         self.dweight: Tensor | None = None
         self.dbias: Tensor | None = None
 
@@ -172,7 +180,9 @@ class _Totals:
         """Add what a chunk leaves."""
         e, factors = found.exponentials, found.factors
         x, weight = self.t.x[part], self.t.weight
-        if self.dx is not None:
+        if self.dx is not None and self.products is not None:
+            self.products.input_gradient(self.dx[part], found)
+        elif self.dx is not None:
             dx = _product(e, weight)
             if factors is not None:
                 dx = torch.mul(

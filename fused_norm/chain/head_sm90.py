@@ -17,11 +17,15 @@ from torch import Tensor
 
 from fused_norm.call.head_record import HeadCall
 from fused_norm.call.memory import address
-from fused_norm.chain import kernels
+from fused_norm.chain import head_tiles, kernels
 from fused_norm.chain.head_rows import Chunk, Others, Rows
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.native import build, compiler
 
+# Whether our product computes the gradient of x. Off until its tests have run on a GPU.
+OWN_DX = False
+# SMs of an H100: what the model of tiles takes where no GPU is.
+_PROCESSORS = 132
 # Classes whose logits tell a row's offset.
 _SAMPLES = 256
 # Columns of a tile of the product; with a bias, those of its only kernel.
@@ -61,6 +65,24 @@ def can_do(loss: Loss) -> bool:
     """
     # What smoothing takes from the gradient is no matrix of rank one behind a softcap.
     return not (loss.softcap and loss.label_smoothing)
+
+
+def computes_dx(loss: Loss) -> bool:
+    """Return whether our product computes the gradient of x.
+
+    Args:
+        loss: What to compute.
+    """
+    # What smoothed labels take from it is of another matrix.
+    return OWN_DX and not loss.label_smoothing
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the SMs of a device."""
+    if device.type != "cuda":
+        return _PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _can_be_copied(bias: Tensor) -> bool:
@@ -220,6 +242,19 @@ class Chunks:
             others = Others(scales * smooth, self.class_weight_of_others, self.mean_weight)
         e = self.exponentials[:count, : call.V]
         return Rows(e, factors, self.scaled[:count], others)
+
+    def input_gradient(self, dx: Tensor, rows: Rows) -> None:
+        """Queue the gradient of the rows that were computed last, without others' share of it.
+
+        Args:
+            dx: Of the rows, written; dense.
+            rows: What they have left.
+        """
+        call = self.call
+        tile = head_tiles.best_tile(len(dx), call.K, call.V, processors(dx.device))
+        call.dx, call.factors = address(dx), address(rows.factors)
+        call.dx_columns, call.dx_is_split = tile.columns, tile.is_split
+        run("input_gradient", call, dx.device)
 
 
 def weighted_rows(weight: Tensor, factors: Tensor) -> Tensor:

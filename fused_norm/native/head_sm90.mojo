@@ -12,6 +12,7 @@ from op.device import Launcher, new_launcher
 from op.entry import add_pass
 from op.head.call import HeadPointer
 from op.head.exponentials import launch_exponentials
+from op.head.input_gradient import launch_input_gradient
 from op.head.offsets import launch_offsets
 from op.head.repair import launch_repair
 from op.head.rows import launch_rows, launch_sums
@@ -28,6 +29,10 @@ def _exponentials(call: HeadPointer) raises:
 
 def _rows(call: HeadPointer) raises:
     launch_rows(Launcher.at(call[].context)[].gpu, call[])
+
+
+def _input_gradient(call: HeadPointer) raises:
+    launch_input_gradient(Launcher.at(call[].context)[].gpu, call[])
 
 
 def _scale(call: HeadPointer) raises:
@@ -57,6 +62,11 @@ def PyInit_head_sm90() abi("C") -> PythonObject:
             _rows,
             "rows",
             "queues losses, factors and scaled rows of a chunk",
+        ](builder)
+        add_pass[
+            _input_gradient,
+            "input_gradient",
+            "queues the gradient of a chunk's rows",
         ](builder)
         add_pass[_scale, "scale", "queues tensor *= scale"](builder)
         return builder.finalize()

@@ -70,6 +70,12 @@ struct HeadCall(ImplicitlyCopyable, Movable):
     """Factor of each row of the exponentials in the gradient of the logits [M], float32."""
     var scaled: Int
     """The rows, multiplied by their factors [M, K], bfloat16."""
+    var dx: Int
+    """The gradient of the rows [M, K], bfloat16."""
+    var dx_columns: Int
+    """Columns of a tile of it, a number of `TILES` in input_gradient.mojo."""
+    var dx_is_split: Int
+    """Whether two blocks share the sums of a tile of it."""
     var ignore_index: Int
     """Label of rows that have no loss."""
     var label_smoothing: Float64

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from heads import case, check
+from hypothesis import given
+from hypothesis import strategies as st
 from mojo_programs import printed
 
 import fused_norm as fn
 from fused_norm.call.head_record import HeadCall
-from fused_norm.chain import head, head_sm90
+from fused_norm.chain import head, head_sm90, head_tiles
 from fused_norm.cross_entropy import Head, Loss
+from fused_norm.head import SMALL_ROWS
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -45,12 +48,48 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options: dict[str, Any], bias: bool, weighted: bool, served: list[bool]) -> None:
     tensors = case(67, 32, 301, bias=bias, dtype=torch.bfloat16)
-    given = dict(options)
+    more = dict(options)
     if weighted:
-        given |= {"class_weight": torch.rand(301), "token_weight": torch.rand(67)}
-    check(tensors, upstream=0.5, at_most=2.5, **given)
+        more |= {"class_weight": torch.rand(301), "token_weight": torch.rand(67)}
+    check(tensors, upstream=0.5, at_most=2.5, **more)
     assert served
     assert all(served)
+
+
+@pytest.fixture
+def queued(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Have our product compute the gradient of x; return the functions that run, and their rows."""
+    found: list[tuple[str, int]] = []
+
+    def run(function: str, call: HeadCall, device: torch.device) -> None:
+        found.append((function, call.M))
+        head_kernels.run(function, call, device)
+
+    monkeypatch.setattr(head_sm90, "OWN_DX", True)
+    monkeypatch.setattr(head_sm90, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradient_of_x_by_our_product(
+    options: dict[str, Any], bias: bool, queued: list[tuple[str, int]]
+) -> None:
+    check(case(67, 32, 301, bias=bias, dtype=torch.bfloat16), 0.5, at_most=2.5, **options)
+    names = [name for name, _ in queued]
+    # With no reduction, the forward computes no gradient.
+    passes = 2 if options.get("reduction") == "none" else 1
+    chunks = 0 if "label_smoothing" in options else names.count("rows") // passes
+    assert names.count("input_gradient") == chunks
+
+
+def test_gradient_of_x_where_rows_are_not_dense(queued: list[tuple[str, int]]) -> None:
+    x, weight, target, _ = case(67, 32, 301, dtype=torch.bfloat16)
+    check((x.t().contiguous().t(), weight, target, None), at_most=2.5, chunk_rows=32)
+    assert ("input_gradient", 1) not in queued
+    queued.clear()
+    fn.linear_cross_entropy(x, weight.requires_grad_(), target).backward()
+    assert [name for name, _ in queued] == ["exponentials", "rows"]
 
 
 @pytest.mark.parametrize("softcap", [None, 10.0, 200.0])
@@ -78,6 +117,70 @@ def test_a_softcap_with_smoothed_labels_is_left_to_pytorch(served: list[bool]) -
     check(tensors, at_most=2.5, softcap=3.0, label_smoothing=0.1)
     assert served
     assert not any(served)
+
+
+# Rows, features, vocabulary: LLaMA-1B, LLaMA-8B, Qwen3-0.6B, GPT-2, each with GiB that the head may
+# take with all gradients, in chunks of both sizes.
+SIZES = [
+    (8192, 2048, 128256, 1.6, 1.1),
+    (8192, 4096, 128256, 2.2, 1.65),
+    (16384, 1024, 151936, 1.6, 1.0),
+    (16384, 768, 50304, 0.55, 0.35),
+]
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(("M", "K", "V", "gib", "small_gib"), SIZES)
+def test_chunks_fill_the_device(
+    M: int, K: int, V: int, gib: float, small_gib: float, small: bool
+) -> None:
+    """Of an H100's SMs, the model leaves 3 % idle, in chunks that take no more memory."""
+    most = SMALL_ROWS if small else head.GPU_ROWS
+    rows = head_tiles.rows_of_chunk(M, K, V, most, 132)
+    assert rows == most
+    tile = head_tiles.best_tile(rows, K, V, 132)
+    splits = small and K <= 1024
+    assert tile[:2] == (192 if K == 768 else 256, splits)
+    waves, busy = tile.waves(rows, K, 132)
+    assert waves == max(K * rows >> 22, 1)
+    assert busy > 0.96
+    # Exponentials; the weight's gradient; rows, normalized and scaled, and theirs; samples, sums.
+    numbers = rows * V + V * K + 2 * M * K + rows * K + 256 * M
+    numbers += 2 * 2 * rows * -(-V // head_sm90.COLUMNS)
+    assert 2 * numbers < (small_gib if small else gib) * 2**30
+
+
+def test_chunks_of_fewer_rows_where_these_fill_the_device() -> None:
+    """5 tiles of 256 columns and 16 clusters' rows would leave the second wave almost idle."""
+    rows = head_tiles.rows_of_chunk(16384, 1280, 50304, 4096, 132)
+    tile = head_tiles.best_tile(rows, 1280, 50304, 132)
+    assert (rows, tile[:2]) == (3328, (256, False))
+    assert tile.waves(rows, 1280, 132) == (1, 65 / 66)
+    assert tile.waves(4096, 1280, 132) == (2, 80 / 132)
+
+
+@given(
+    M=st.integers(1, 40000),
+    K=st.integers(1, 1024).map(lambda n: 8 * n),
+    V=st.integers(1, 200000),
+    most=st.integers(1, 9000),
+    processors=st.sampled_from([78, 114, 132]),
+)
+def test_chunks_have_no_more_rows_than_may_be(
+    M: int, K: int, V: int, most: int, processors: int
+) -> None:
+    rows = head_tiles.rows_of_chunk(M, K, V, most, processors)
+    assert min(most, M) // 4 < rows <= most
+    tile = head_tiles.best_tile(rows, K, V, processors)
+    assert not tile.is_split or V > 64
+    assert 0 < tile.waves(rows, K, processors)[1] <= 1
+
+
+@pytest.mark.parametrize(("M", "K", "V"), [size[:3] for size in SIZES])
+def test_loss_alone_fills_the_device(M: int, K: int, V: int) -> None:
+    rows = head.rows_of_chunk(M, V, head_sm90.rows_of_sums(V), False)
+    clusters = -(-rows // 256) * -(-V // head_sm90.COLUMNS)
+    assert clusters / 66 / -(-clusters // 66) > 0.99
 
 
 @pytest.mark.parametrize(("chunk_rows", "count"), [(None, 1), (100, 6)])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.call.head_record import HeadCall
+from fused_norm.chain import head_tiles
 
 LARGEST, MARGIN = 100.0, 40.0
 LEAST, MOST = 1e-30, 1e30
@@ -38,9 +39,12 @@ def limited(z: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 
 def run(function: str, call: HeadCall, device: torch.device) -> None:
-    """Stand in for `head_sm90.run` with "exponentials" and "rows"."""
+    """Stand in for `head_sm90.run` with "exponentials", "rows" and "input_gradient"."""
     assert device.type == "cpu"
     M, K, V = call.M, call.K, call.V
+    if function == "input_gradient":
+        _input_gradient(call)
+        return
     x, weight = at(call.x, BFLOAT, M, K).float(), at(call.weight, BFLOAT, V, K).float()
     bias, offsets = at(call.bias, BFLOAT, V), at(call.offsets, FLOAT, M)
     z, slope = limited(x @ weight.t() + (0 if bias is None else bias.float()), call.softcap)
@@ -67,6 +71,14 @@ def run(function: str, call: HeadCall, device: torch.device) -> None:
 def _exponentials(z: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     e = torch.exp2(((z - offsets.unsqueeze(1)) * math.log2(math.e)).clamp(max=LARGEST))
     return e, e.sum(1)
+
+
+def _input_gradient(call: HeadCall) -> None:
+    M, K, V = call.M, call.K, call.V
+    assert (call.dx_columns, bool(call.dx_is_split)) in {tile[:2] for tile in head_tiles.TILES}
+    e = at(call.exponentials, BFLOAT, M, call.pitch)[:, :V].float()
+    sums = e @ at(call.weight, BFLOAT, V, K).float()
+    at(call.dx, BFLOAT, M, K).copy_(sums * at(call.factors, FLOAT, M).unsqueeze(1))
 
 
 def _rows(

@@ -168,6 +168,7 @@ def with_kernels(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(head_sm90, "serves", serves)
     patch.setattr(head_sm90, "_SAMPLES", 2)
+    patch.setattr(head_sm90, "OWN_DX", True)
     for module in (head_sm90, head_shards_sm90):
         patch.setattr(module, "run", run)
     return rows

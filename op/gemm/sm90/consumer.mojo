@@ -220,7 +220,7 @@ def consume[
         var own = Accumulators[registers](accumulator)
         var sums_here = gathers and config.a_transposed and thread < 64
         comptime if config.split:
-            comptime assert E.vectors == 0 and not E.has_row_terms
+            comptime assert E.vectors == 0
             var tile_row = consumer * 64 + thread
             var together = ClusterSum[config](
                 shared, rank, consumer * 128 + thread
