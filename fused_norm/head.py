@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_norm import composition, cross_entropy
+from fused_norm import cross_entropy
 from fused_norm.composition import Operands, Spec
 from fused_norm.cross_entropy import REDUCTIONS, Head, Loss
 from fused_norm.ops import head as head_ops
 from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.family import checked_eps
 from fused_norm.ops.head_shards import has_dtensor, over_shards
+from fused_norm.ops.normalize import normalized
 
 # Rows of a chunk where memory is short: an H100 takes 2 to 8 % longer.
 SMALL_ROWS = 2048
@@ -142,7 +143,7 @@ def norm_linear_cross_entropy(
     exact = checked_eps(normalization, None, eps, x)
     spec = Spec(normalization, eps=exact, weight_offset=float(weight_offset))
     t = Operands(x, residual, norm_weight, norm_bias, weights=[weight])
-    z = composition.normalized(spec, composition.summed(t), t)
+    z = normalized(spec, t)
     return linear_cross_entropy(z, weight, target, bias, **loss)
 
 

@@ -15,7 +15,7 @@ from heads import check, ours, results
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.chain import head_sm90, head_tiles
+from fused_norm.chain import head_sm90
 from fused_norm.chain.kernels import is_hopper
 from fused_norm.cross_entropy import Head, Loss
 
@@ -61,44 +61,6 @@ def test_kernels_serve() -> None:
 )
 def test_sizes(M: int, K: int, V: int) -> None:
     check(case(M, K, V), at_most=2.5)
-
-
-@pytest.fixture
-def own_dx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have our product compute the gradient of x."""
-    if not is_hopper(0):
-        pytest.skip("needs Hopper")
-    monkeypatch.setattr(head_sm90, "OWN_DX", True)
-
-
-@pytest.mark.usefixtures("own_dx")
-@pytest.mark.parametrize("tile", head_tiles.TILES, ids=lambda t: f"{t.columns}-{t.is_split}")
-# Tiles that rows, features and words fill in part; two words of a block; some waves.
-@pytest.mark.parametrize(
-    ("M", "K", "V"),
-    [(1, 64, 66), (77, 72, 1000), (300, 256, 32001), (513, 776, 50257), (5000, 1032, 1000)],
-)
-def test_gradient_of_x(
-    M: int, K: int, V: int, tile: head_tiles.Tile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head_tiles, "best_tile", lambda *_: tile)
-    monkeypatch.setattr(head_tiles, "rows_of_chunk", lambda M, K, V, most, _: min(M, most))
-    tensors = case(M, K, V)
-    check(tensors, 0.5, at_most=2.5)
-    first = results(ours, tensors, chunk_rows=192)
-    assert all(map(torch.equal, first, results(ours, tensors, chunk_rows=192)))
-    # The same sums as PyTorch's product, but for their order.
-    monkeypatch.setattr(head_sm90, "OWN_DX", False)
-    dx, others = first[2], results(ours, tensors, chunk_rows=192)[2]
-    torch.testing.assert_close(dx, others, rtol=2**-7, atol=float(others.abs().max()) * 2**-9)
-
-
-@pytest.mark.usefixtures("own_dx")
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"z_loss": 1e-3}], ids=str)
-def test_gradient_of_x_with_options(options: dict[str, Any], bias: bool) -> None:
-    check(case(1000, 256, 5000, bias=bias), 0.25, at_most=4, chunk_rows=128, **options)
-    check(case(300, 256, 4001), of_logsumexp=1.0, at_most=2.5, reduction="none", **options)
 
 
 def test_many_chunks() -> None:
