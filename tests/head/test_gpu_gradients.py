@@ -1,4 +1,4 @@
-"""What a GPU computes of the head's gradients by products and passes of our own, against float64."""
+"""The head's gradients on a GPU by products and passes of our own, against float64."""
 
 from __future__ import annotations
 
