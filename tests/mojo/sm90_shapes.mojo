@@ -42,7 +42,6 @@ def _launch_gathering[
     E: Epilogue, H: RowHook, //
 ](
     gpu: Gpu,
-    tiling: Tiling,
     c: Int,
     a: Int,
     b: Int,
@@ -54,11 +53,7 @@ def _launch_gathering[
 ) raises:
     """Queues a product that gathers statistics."""
     var product = Product(m, n, k, epilogue, hook)
-    if tiling.ping_pong:
-        comptime config = Config.of(128, ping_pong=True)
-        launch_matrix[DTYPE, config](gpu, c, a, b, product)
-    else:
-        launch_matrix[DTYPE, Config.of(SHARED_COLUMNS)](gpu, c, a, b, product)
+    launch_matrix[DTYPE, Config.of(SHARED_COLUMNS)](gpu, c, a, b, product)
 
 
 def product(
@@ -112,7 +107,7 @@ def product(
         elif kind == 5:
             _launch(gpu, tiling, c, a, b, m, n, k, scale)
         elif kind == 6:
-            _launch_gathering(gpu, tiling, c, a, b, m, n, k, scale, finds)
+            _launch_gathering(gpu, c, a, b, m, n, k, scale, finds)
         return integer(0)
     except error:
         return failure(error)

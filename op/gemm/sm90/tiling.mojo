@@ -17,15 +17,15 @@ struct Shape(Equatable, TrivialRegisterPassable):
     """Whether consumers alternate, each with whole tiles."""
     var permille: Int
     """Cycles of its products, of 1000 that tensor cores need: operands of narrow tiles
-    come from shared memory and from the L2 cache no faster (docs/hopper-log.md, "Tiles")."""
+    come from shared memory and from the L2 cache no faster (docs/hopper-log.md, "Tiles on an H100")."""
 
 
 comptime SHAPES = [
-    Shape(128, True, 1055),
-    Shape(128, False, 1055),
-    Shape(64, False, 1300),
-    Shape(160, True, 1040),
-    Shape(192, True, 1025),
+    Shape(128, True, 1155),
+    Shape(128, False, 1155),
+    Shape(64, False, 1400),
+    Shape(160, True, 1060),
+    Shape(192, True, 1015),
     Shape(256, False, 1000),
 ]
 """Shapes of the matrix kernel. Where a block has one tile, consumers do better to share it."""
@@ -37,7 +37,9 @@ comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
 """TMA stores rows that start at multiples of this many bytes."""
-comptime SHARED_COLUMNS = 256
+comptime GATHERING = 5
+"""Which of them has a hook that gathers: consumers share its tiles."""
+comptime SHARED_COLUMNS = SHAPES[GATHERING].columns
 """Columns of a tile that consumers share where a hook gathers."""
 comptime FEW_ROWS = 0
 """In place of a tile's columns, the kernel for few rows."""
@@ -52,6 +54,11 @@ comptime NARROWEST_GATE = 128
 comptime _STORE = 4400
 # Percentage of the SMs' time that a product has to use to be worth launching.
 comptime _FULL_PERCENT = 80
+# Where only one block of each cluster has rows, the L2 cache keeps up with the narrowest tiles, and more of them read
+# at once.
+comptime _NARROWEST = 64
+comptime _ALONE_NARROWEST = 1000
+comptime _ALONE = 1150
 
 
 def is_for_few_rows(m: Int, k: Int, most: Int = VERY_FEW_ROWS) -> Bool:
@@ -99,27 +106,18 @@ def percent_used(config: Config, m: Int, n: Int, clusters: Int) -> Int:
     return 100 * m * n // (waves * clusters * area)
 
 
-def fills(config: Config, m: Int, n: Int, clusters: Int) -> Bool:
-    """Tells whether the tiles of a product keep the device busy.
-
-    Args:
-        config: Shape of the matrix kernel.
-        m: Rows of the product.
-        n: Columns of the product.
-        clusters: Clusters that run together.
-
-    Returns:
-        Whether little of the last wave is idle and of the tiles is empty.
-    """
-    return percent_used(config, m, n, clusters) >= _FULL_PERCENT
-
-
 def _cycles[shape: Shape](m: Int, n: Int, k: Int, processors: Int) -> Int:
     """Estimates the cycles that a product takes."""
     comptime config = Config.of(shape.columns, ping_pong=shape.ping_pong)
     comptime store = _STORE * shape.columns // 128
     var waves = ceildiv(count_tiles(config, m, n), processors // config.cluster)
-    var products = ceildiv(k, 16) * shape.columns * shape.permille // 1000
+    var permille = shape.permille
+    if config.cluster * m <= config.cluster_rows():
+        comptime if shape.columns == _NARROWEST:
+            permille = _ALONE_NARROWEST
+        else:
+            permille = max(permille, _ALONE)
+    var products = ceildiv(k, 16) * shape.columns * permille // 1000
     comptime if shape.ping_pong:
         # One consumer stores while the other multiplies, but for the last tile.
         return waves * max(products, (products + store) // 2) + store
@@ -143,6 +141,21 @@ def fewest_cycles(m: Int, n: Int, k: Int, processors: Int) -> Int:
     comptime for i in range(len(SHAPES)):
         least = min(least, _cycles[SHAPES[i]](m, n, k, processors))
     return least
+
+
+def gathering_cycles(m: Int, n: Int, k: Int, processors: Int) -> Int:
+    """Estimates the cycles that a product takes in the shape that gathers, without what gathering takes.
+
+    Args:
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Length of the sums.
+        processors: SMs of the device.
+
+    Returns:
+        The cycles.
+    """
+    return _cycles[SHAPES[GATHERING]](m, n, k, processors)
 
 
 def activated_tiling[

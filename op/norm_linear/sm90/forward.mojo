@@ -147,11 +147,6 @@ def _launch_product[
     else:
         comptime if not E.activates:
             # In runs: each cluster takes tiles of the same rows one after another.
-            if plan.tiling.ping_pong:
-                launch_matrix[dtype, Config.of(128, ping_pong=True)](
-                    gpu, call.y, call.x, plan.fold_weight, product
-                )
-            else:
-                launch_matrix[dtype, Config.of(SHARED_COLUMNS)](
-                    gpu, call.y, call.x, plan.fold_weight, product
-                )
+            launch_matrix[dtype, Config.of(SHARED_COLUMNS)](
+                gpu, call.y, call.x, plan.fold_weight, product
+            )

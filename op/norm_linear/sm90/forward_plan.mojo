@@ -18,7 +18,8 @@ from ...gemm.sm90.tiling import (
     SHARED_COLUMNS,
     Tiling,
     count_tiles,
-    fills,
+    fewest_cycles,
+    gathering_cycles,
 )
 from ...gemm.sm90.wgmma import K_BLOCK
 from ..plan import DECLINED, FUSED, NEW_FOLD
@@ -29,14 +30,11 @@ from .fold import products
 from .linear import linear_pays
 from .workspace import part
 
-# A tile that gathers statistics takes twice as long, and the order of tiles of the same rows reads more of the weight;
-# a kernel for statistics alone reads x once more (docs/hopper-log.md, "Taking turns").
-comptime _FEW_OUTPUTS = 1024
-comptime _ROWS_PER_FEATURE = 8
-
-# Up to this many tiles for each block ping-pong gains little, and consumers that share a tile gather its statistics at
-# hardly any cost.
-comptime _FEW_WAVES = 4
+# A kernel for statistics alone reads x once more; gathering them takes less by the time in which so many elements of x
+# are read in a cycle (docs/hopper-log.md, "Statistics in the product").
+comptime _ELEMENTS_PER_CYCLE = 1350
+# From more waves on, the order of tiles of the same rows reads more of the weight than is saved.
+comptime _MOST_WAVES = 8
 
 
 struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
@@ -108,18 +106,21 @@ struct ForwardPlan[dtype: DType](TrivialRegisterPassable):
         )
         if self.gathers and self.tiling.columns != FEW_ROWS:
             comptime shared = Config.of(SHARED_COLUMNS)
-            var clusters = processors // shared.cluster
-            var waves = ceildiv(count_tiles(shared, m, n), clusters)
-            if call.activation != 0 or n * size % ALIGNMENT != 0:
-                self.gathers = False
-            elif waves <= _FEW_WAVES and fills(shared, m, n, clusters):
+            var waves = ceildiv(
+                count_tiles(shared, m, n), processors // shared.cluster
+            )
+            var most = (
+                fewest_cycles(m, n, k, processors)
+                + m * k // _ELEMENTS_PER_CYCLE
+            )
+            self.gathers = (
+                call.activation == 0
+                and n * size % ALIGNMENT == 0
+                and waves <= _MOST_WAVES
+                and gathering_cycles(m, n, k, processors) <= most
+            )
+            if self.gathers:
                 self.tiling = Tiling(SHARED_COLUMNS, False, 100)
-            else:
-                self.gathers = (
-                    self.tiling.ping_pong
-                    and n <= _FEW_OUTPUTS
-                    and m >= _ROWS_PER_FEATURE * k
-                )
         self.mean = call.mean
         self.rstd = call.rstd
         self.fold_weight = call.fold_weight

@@ -30,13 +30,13 @@ KINDS = ["transposed", "bias", "gelu", "swiglu", "add", "scale", "gathered"]
 BARE = ["bias", "gelu", "swiglu", "add"]
 GELU, SILU = 2, 5
 # Columns of the tiles that plans choose from, and whether they are ping-pong. Narrower ones have
-# no kernel with a gate, those after the common ones none that activates; two gather statistics.
+# no kernel with a gate, those after the common ones none that activates; one gathers statistics.
 TILING = (Path(__file__).resolve().parents[3] / "op/gemm/sm90/tiling.mojo").read_text()
 TILES = re.findall(r"Shape\((\d+), (True|False)", TILING)
 TILES = [(int(columns), turns == "True") for columns, turns in TILES]
 COMMON = int(re.search(r"COMMON_SHAPES = (\d+)", TILING)[1])
 NARROWEST_GATE = int(re.search(r"NARROWEST_GATE = (\d+)", TILING)[1])
-GATHERING = [(128, True), (256, False)]
+GATHERING = [(256, False)]
 # One tile; less than one, in each size; one of the two consumers without a tile; two waves; more;
 # tiles that follow each other faster than they are stored; one row of many tiles; K that is not a
 # multiple of the k block.
