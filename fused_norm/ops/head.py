@@ -3,7 +3,8 @@
 With a mean or a sum, the forward computes the gradients while a chunk's exponentials exist, and the
 backward multiplies them by that of the loss. Where that is a gradient of each row, of the
 logarithms, a second one, or float16 that a loss scale is to keep from underflow, the backward
-computes the exponentials again.
+computes the exponentials again. So that a compiled backward does not, the logarithms are a function
+of their own there.
 """
 
 from __future__ import annotations
@@ -70,10 +71,23 @@ def _backward(*arguments: Any) -> list[Tensor]:
     t, loss, wanted = _unpacked(_without_grads(arguments))
     grad, grad_logsumexp = arguments[_COUNT : _COUNT + 2]
     if grad is None:
-        shape = t.target.shape if loss.reduction == "none" else ()
-        grad = t.x.new_zeros(shape, dtype=statistics_dtype(t.x.dtype))
+        if not loss.group and _is_zero(grad_logsumexp):
+            return [g.zero_() for g in without_none(_fake_gradients(t, wanted), t.x)]
+        grad = _no_gradient(t, loss)
     found = head.compute(t, loss, wanted, (grad, grad_logsumexp))
     return without_none(found.gradients, t.x)
+
+
+def _no_gradient(t: Head, loss: Loss) -> Tensor:
+    shape = t.target.shape if loss.reduction == "none" else ()
+    return t.x.new_zeros(shape, dtype=statistics_dtype(t.x.dtype))
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    """Return whether a compiler's gradient is zeros; a device that records is not asked."""
+    if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return not gradient.any()
 
 
 def _without_grads(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -151,12 +165,42 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 for g, w in zip((dx, dweight, dbias), wanted, strict=True)
             ]
         else:
+            if grad is None:
+                grad = _no_gradient(Head(*saved), Loss(*options))
             gradients = _backward_op(*saved, grad, grad_logsumexp, *options, wanted)
             found = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
         return (*found, *rest)
 
 
 _apply = differentiable(LinearCrossEntropyFunction, 2)
+
+
+class LogsumexpFunction(torch.autograd.Function):
+    """The logarithms once they are known; their gradients are computed anew.
+
+    For compilers: a function of both results would have zeros for a gradient of the logarithms that
+    nobody asked for, and compute all again.
+    """
+
+    @staticmethod
+    def forward(logsumexp: Tensor, *_: Any) -> Tensor:
+        """Return the logarithms."""
+        return logsumexp.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the tensors."""
+        _, *tensors_and_options = inputs
+        ctx.save_for_backward(*tensors_and_options[:_COUNT])
+        ctx.options = tensors_and_options[_COUNT:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Return the gradients that are required."""
+        wanted = list(ctx.needs_input_grad[1:4])
+        gradients = _backward_op(*ctx.saved_tensors, None, grad, *ctx.options, wanted)
+        found = [g if w else None for g, w in zip(gradients, wanted, strict=True)]
+        return (None, *found, *((None,) * (_COUNT - 3 + len(ctx.options))))
 
 
 def _scaled(gradient: Tensor, scale: Tensor, in_place: bool) -> Tensor:
@@ -191,8 +235,12 @@ def call(t: Head, loss: Loss, returns_logsumexp: bool = True) -> tuple[Tensor, T
         in_forward and may_follow() and tensor is not None and tensor.requires_grad
         for tensor in (t.x, t.weight, t.bias)
     ]
-    loss_and_logsumexp: tuple[Tensor, Tensor] = _apply(*t, *loss, computed, returns_logsumexp)
-    return loss_and_logsumexp
+    separates = returns_logsumexp and any(computed) and torch.compiler.is_compiling()
+    result: Tensor
+    result, logsumexp = _apply(*t, *loss, computed, returns_logsumexp and not separates)
+    if separates:
+        logsumexp = LogsumexpFunction.apply(logsumexp.detach(), *t, *loss)
+    return result, logsumexp
 
 
 def is_small(t: Head) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import fused_norm as fn
+from fused_norm.chain import head as chain
 from fused_norm.ops import head as head_ops
 
 
@@ -108,25 +109,64 @@ def test_compiles_whole(reduction: str, dynamic: bool) -> None:
     torch.testing.assert_close(found, exact)
 
 
-def test_compiled_backward_scales_what_the_forward_computed() -> None:
-    """Dynamo has zeros for the gradient of the logarithms, which nobody asked for."""
+@pytest.mark.parametrize(("logarithms", "count"), [("none", 0), ("detached", 0), ("derived", 1)])
+def test_compiled_backward_scales_what_the_forward_computed(logarithms: str, count: int) -> None:
+    """Dynamo has zeros for the gradient of the logarithms, where nobody asked for one."""
     names: list[str] = []
 
     def backend(graph: Any, _: Any) -> Any:
         names.extend(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    def function(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = fn.linear_cross_entropy(x, weight, target)
-        return loss
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+        if logarithms == "none":
+            return fn.linear_cross_entropy(x, weight, target), target
+        loss, lse = fn.linear_cross_entropy(x, weight, target, return_logsumexp=True)
+        if logarithms == "detached":
+            return loss, lse.detach()
+        return loss + 0.1 * lse.square().mean(), lse.detach()
 
     x, weight, target, _ = case(20, 8, 11)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     torch.compiler.reset()
     aot = aot_autograd(fw_compiler=backend)
-    torch.compile(function, backend=aot, fullgraph=True)(*leaves, target).backward()
+    loss, lse = torch.compile(function, backend=aot, fullgraph=True)(*leaves, target)
+    found = torch.autograd.grad(loss, leaves, torch.tensor(3.0))
     assert names.count("fused_norm.linear_cross_entropy.default") == 1
-    assert "fused_norm.linear_cross_entropy_backward.default" not in names
+    assert names.count("fused_norm.linear_cross_entropy_backward.default") == count
+    exact, its_lse = function(*leaves, target)
+    torch.testing.assert_close((loss, lse), (exact, its_lse))
+    torch.testing.assert_close(found, torch.autograd.grad(exact, leaves, torch.tensor(3.0)))
+
+
+def test_logarithms_whose_gradient_is_zero_compute_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiled graph that returns them has zeros for a gradient that there is not."""
+    calls: list[Any] = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return compute(*arguments)
+
+    compute = chain.compute
+    monkeypatch.setattr(chain, "compute", counted)
+
+    def function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+        return fn.linear_cross_entropy(x, weight, target, return_logsumexp=True)
+
+    x, weight, target, _ = case(20, 8, 11)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    torch.compiler.reset()
+    loss, lse = torch.compile(function, backend="aot_eager", fullgraph=True)(*leaves, target)
+    exact = function(*leaves, target)
+    calls.clear()
+    found = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert not calls
+    torch.testing.assert_close(found, torch.autograd.grad(exact[0], leaves, retain_graph=True))
+    found = torch.autograd.grad((loss, lse.sum()), leaves)
+    assert len(calls) == 1
+    torch.testing.assert_close(found, torch.autograd.grad((exact[0], exact[1].sum()), leaves))
 
 
 def test_exports() -> None:
