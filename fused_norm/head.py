@@ -88,12 +88,16 @@ def linear_cross_entropy(
     if (dtype := dtype_of_products(x)) is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
     t = Head(x, weight, bias, target, class_weight, token_weight)
-    is_small = head_ops.fits(t) and not has_dtensor(t) and head_ops.is_small(t)
+    fits, is_sharded = head_ops.fits(t), has_dtensor(t)
+    is_small = fits and not is_sharded and head_ops.is_small(t)
     if is_small and cross_entropy.is_plain(t, loss) and not return_logsumexp:
         return cross_entropy.plain(t, loss)
-    result, logsumexp = (
-        cross_entropy.by_pytorch(t, loss) if is_small else _computed(t, loss, return_logsumexp)
-    )
+    if is_small or not fits:
+        result, logsumexp = cross_entropy.by_pytorch(t, loss)
+    elif is_sharded:
+        result, logsumexp = _over_shards(t, loss, return_logsumexp)
+    else:
+        result, logsumexp = head_ops.call(t, loss, return_logsumexp)
     return (result, logsumexp) if return_logsumexp else result
 
 
@@ -147,11 +151,7 @@ def norm_linear_cross_entropy(
     return linear_cross_entropy(z, weight, target, bias, **loss)
 
 
-def _computed(t: Head, loss: Loss, return_logsumexp: bool) -> tuple[Tensor, Tensor]:
-    if not head_ops.fits(t):
-        return cross_entropy.by_pytorch(t, loss)
-    if not has_dtensor(t):
-        return head_ops.call(t, loss, return_logsumexp)
+def _over_shards(t: Head, loss: Loss, return_logsumexp: bool) -> tuple[Tensor, Tensor]:
     call = functools.partial(head_ops.call, returns_logsumexp=return_logsumexp)
     found = over_shards(call, t, loss)
     return cross_entropy.by_pytorch(t, loss) if found is None else found

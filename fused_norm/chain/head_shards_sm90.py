@@ -73,7 +73,7 @@ class ShardedChunks(Chunks):
         if not self.has_terms:
             self._terms_of_classes()
         part, loss, group = chunk.rows, self.options, self.options.group
-        x, offsets = self.x[part], self.offsets[part]
+        x, offsets = self.x[part], self.of_rows[0, part]
         count = len(x)
         plain, own = self.plain_losses[:count], self.logsumexp[:count]
         call = self.call

@@ -165,7 +165,8 @@ class Chunks:
         self.scaled = self.x.new_empty((size, K)) if keeps else None
         # Sums and largest logits of each tile of a row, and whether a sum is bad.
         self.of_tiles = wide(2 * size * tiles + 1)
-        self.offsets, self.sums, self.factors = wide((3, M))
+        # Of each row: its offset, its sum, its factor.
+        self.of_rows = wide((3, M))
         step = max(V // _SAMPLES, 1)
         self.samples = torch.mm(self.x, t.weight[::step][:_SAMPLES].t())
         self.has_terms = False
@@ -182,6 +183,8 @@ class Chunks:
         call.sample_count, call.sample_step = self.samples.shape[1], step
         call.ignore_index, call.label_smoothing = loss.ignore_index, loss.label_smoothing
         call.z_loss, call.softcap = loss.z_loss, loss.softcap
+        # Of the first row.
+        self.first = (address(self.x), address(self.samples), address(self.of_rows))
 
     def begin(self, part: slice) -> None:
         """Queue the exponentials of some rows; what they leave is valid until the next ones.
@@ -189,10 +192,14 @@ class Chunks:
         Args:
             part: Which rows.
         """
-        x, call = self.x[part], self.call
-        call.M, call.x, call.samples = len(x), address(x), address(self.samples[part])
-        call.offsets, call.sums = address(self.offsets[part]), address(self.sums[part])
-        run("exponentials", call, x.device)
+        # Addresses by hand: where a call begins, the GPU waits for each slice of a tensor.
+        call, (x, samples, of_rows) = self.call, self.first
+        call.M = part.stop - part.start
+        call.x = x + 2 * part.start * call.K
+        call.samples = samples + 2 * part.start * call.sample_count
+        call.offsets = of_rows + 4 * part.start
+        call.sums = call.offsets + 4 * len(self.x)
+        run("exponentials", call, self.x.device)
 
     def _terms_of_classes(self) -> None:
         """Sum up what losses need of the classes' weights and of smoothed labels."""
@@ -225,7 +232,7 @@ class Chunks:
         if not self.has_terms:
             self._terms_of_classes()
         call, part = self.call, chunk.rows
-        factors, count = self.factors[part], self.call.M
+        factors, count = self.of_rows[2, part], self.call.M
         scales = None if chunk.scales is None else chunk.scales.contiguous()
         of_logsumexp = chunk.logsumexp_scales
         of_logsumexp = None if of_logsumexp is None else of_logsumexp.contiguous()

@@ -76,6 +76,9 @@ def define_in_python(
 ) -> Callable[..., Any]:
     """Define an op that Python computes, and return what calls it.
 
+    A call that nothing watches runs the kernel itself: PyTorch's dispatcher costs as much as a
+    small kernel, and more for each argument.
+
     Args:
         schema: The op's name, arguments and results.
         kernel: Computes the results.
@@ -83,9 +86,28 @@ def define_in_python(
     """
     name = schema[: schema.index("(")]
     _define(schema, fake, 0)
+    run = unseen(kernel)
     for key in ("CPU", "CUDA"):
-        _library.impl(name, unseen(kernel), key)
-    return _called(getattr(torch.ops.fused_norm, name).default)
+        _library.impl(name, run, key)
+    dispatched = _called(getattr(torch.ops.fused_norm, name).default)
+
+    def call(*arguments: Any) -> Any:
+        if is_watched() or is_profiled() or not all(map(_is_plain, arguments)):
+            return dispatched(*arguments)
+        return run(*arguments)
+
+    return call
+
+
+def _is_plain(argument: Any) -> bool:
+    """Return whether an argument needs nothing of what the dispatcher does before a kernel."""
+    if not isinstance(argument, Tensor):
+        return True
+    return (
+        type(argument) in (Tensor, torch.nn.Parameter)
+        and (argument.is_cuda or argument.is_cpu)
+        and not (argument.is_neg() or argument._is_zerotensor())
+    )
 
 
 def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,10 +14,12 @@ from functorch.compile import make_boxed_func
 from heads import case
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm as fn
 from fused_norm.chain import head as chain
 from fused_norm.ops import head as head_ops
+from fused_norm.ops import registration
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -167,6 +169,43 @@ def test_logarithms_whose_gradient_is_zero_compute_nothing(
     found = torch.autograd.grad((loss, lse.sum()), leaves)
     assert len(calls) == 1
     torch.testing.assert_close(found, torch.autograd.grad((exact[0], exact[1].sum()), leaves))
+
+
+class Names(TorchDispatchMode):
+    """Notes the ops that run below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), more: Any = None) -> Any:
+        self.names.append(str(op))
+        return op(*arguments, **(more or {}))
+
+
+def test_whoever_watches_sees_the_op() -> None:
+    x, weight, target, _ = case(20, 8, 11)
+    with Names() as seen:
+        fn.linear_cross_entropy(x, weight, target)
+    assert seen.names.count("fused_norm.linear_cross_entropy.default") == 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fn.linear_cross_entropy(x, weight, target)
+    assert [e.name for e in profile.events()].count("fused_norm::linear_cross_entropy") == 1
+    meta = fn.linear_cross_entropy(x.to("meta"), weight.to("meta"), target.to("meta"))
+    assert meta.is_meta
+
+
+def test_values_that_are_not_in_memory() -> None:
+    """The dispatcher makes them, which other calls bypass."""
+    x, weight, target, _ = case(20, 8, 11)
+    for lazy in (torch._neg_view(x), torch._efficientzerotensor(20, 8)):
+        assert not registration._is_plain(lazy)
+        found = fn.linear_cross_entropy(lazy, weight, target)
+        exact = F.cross_entropy(F.linear(lazy.clone(), weight), target)
+        torch.testing.assert_close(found, exact)
+    subclass = x.as_subclass(type("Named", (Tensor,), {}))
+    assert not registration._is_plain(subclass)
+    assert all(map(registration._is_plain, (x, torch.nn.Parameter(x), None, 1)))
 
 
 def test_exports() -> None:
