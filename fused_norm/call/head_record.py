@@ -8,7 +8,8 @@ from fused_norm.call.record import fields_of
 
 FIELDS = (
     *("context", "M", "K", "V", "pitch", "columns", "tiles"),
-    *("x", "weight", "bias", "target", "samples", "sample_count", "sample_step", "offsets"),
+    *("x", "weight", "bias", "target", "are_in_range"),
+    *("samples", "sample_count", "sample_step", "offsets"),
     *("exponentials", "partials", "maxima", "sums"),
     *("is_any_bad", "scales", "logsumexp_scales"),
     *("class_weight", "class_weight_sum", "mean_weight", "mean_bias"),

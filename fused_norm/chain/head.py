@@ -125,7 +125,11 @@ def compute(
             totals.add(part, found)
     if has_kernels:
         # The kernels read nothing for a label that is out of range.
-        check_labels(t, loss)
+        are_in_range = chunks.are_in_range if isinstance(chunks, head_sm90.Chunks) else None
+        if are_in_range is not None and x.is_cuda:
+            torch._assert_async(are_in_range)
+        elif are_in_range is None or not are_in_range:
+            check_labels(t, loss)
     weights = token_weights(t, wide)
     if weights is not None:
         losses = losses * weights

@@ -24,6 +24,8 @@ from fused_norm.native import build, compiler
 
 # Whether our product computes the gradient of x. Off until its tests have run on a GPU.
 OWN_DX = False
+# Whether the kernel of losses checks the labels, in place of seven small ones. Off until then, too.
+CHECKS_LABELS = False
 # SMs of an H100: what the model of tiles takes where no GPU is.
 _PROCESSORS = 132
 # Classes whose logits tell a row's offset.
@@ -170,6 +172,8 @@ class Chunks:
         step = max(V // _SAMPLES, 1)
         self.samples = torch.mm(self.x, t.weight[::step][:_SAMPLES].t())
         self.has_terms = False
+        # What the kernel of losses knows of the labels, if it checks them.
+        self.are_in_range: Tensor | None = None
         self.class_weight: Tensor | None = None
         self.mean_weight: Tensor | None = None
         self.mean_bias: Tensor | None = None
@@ -204,6 +208,9 @@ class Chunks:
     def _terms_of_classes(self) -> None:
         """Sum up what losses need of the classes' weights and of smoothed labels."""
         t, call, self.has_terms = self.t, self.call, True
+        if CHECKS_LABELS:
+            self.are_in_range = self.x.new_ones(1, dtype=torch.int32)
+            call.are_in_range = address(self.are_in_range)
         each = self.class_weight
         if t.class_weight is not None:
             each = self.class_weight = t.class_weight.float().contiguous()

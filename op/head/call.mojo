@@ -32,6 +32,8 @@ struct HeadCall(ImplicitlyCopyable, Movable):
     """Its bias [V], bfloat16."""
     var target: Int
     """Labels of the rows [M], int64."""
+    var are_in_range: Int
+    """Whether all labels are classes or ignored [1], int32, set to 0 if not; 0 where nobody asks."""
     var samples: Int
     """Logits of some classes, without their bias [M, sample_count], bfloat16."""
     var sample_count: Int

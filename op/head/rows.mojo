@@ -111,6 +111,7 @@ def rows_kernel(
     label_smoothing: Float32,
     z_loss: Float32,
     softcap: Float32,
+    are_in_range: Int64,
     m: Int32,
     k: Int32,
     v: Int32,
@@ -144,6 +145,7 @@ def rows_kernel(
         label_smoothing: See there.
         z_loss: See there.
         softcap: See there.
+        are_in_range: See there.
         m: Rows.
         k: Features.
         v: Words.
@@ -164,7 +166,11 @@ def rows_kernel(
     var lse = offset + log(sum)
     var label = Int(elements[DType.int64](target, row)[])
     # A label out of range is an error that PyTorch reports; no memory outside is read for it.
-    var counts = label != Int(ignore_index) and label >= 0 and label < Int(v)
+    var is_inside = label >= 0 and label < Int(v)
+    var counts = label != Int(ignore_index) and is_inside
+    if are_in_range != 0 and lane == 0:
+        if label != Int(ignore_index) and not is_inside:
+            elements[DType.int32](are_in_range, 0)[] = 0
     var own_x = elements[DType.bfloat16](x, row * features)
     var logit = Float32(0)
     var its_slope = Float32(1)
@@ -286,6 +292,7 @@ def launch_rows(gpu: Gpu, call: HeadCall) raises:
         call.label_smoothing.cast[DType.float32](),
         call.z_loss.cast[DType.float32](),
         call.softcap.cast[DType.float32](),
+        Int64(call.are_in_range),
         Int32(call.M),
         Int32(call.K),
         Int32(call.V),

@@ -152,20 +152,25 @@ def test_a_second_backward_computes_again() -> None:
     check(case(300, 128, 4001), upstream=3.0, at_most=2.5, function=again)
 
 
-def test_labels_out_of_range_are_told() -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize(("label", "wrong"), [(100, True), (-1, True), (99, False), (-100, False)])
+def test_labels_out_of_range_are_told(label: int, wrong: bool, by_kernel: bool) -> None:
     """By an assertion on the device, as in PyTorch: it ends the process's use of the GPU."""
-    program = """
+    program = f"""
 import torch, fused_norm as fn
+from fused_norm.chain import head_sm90
+head_sm90.CHECKS_LABELS = {by_kernel}
 x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 100))
-fn.linear_cross_entropy(x, weight, torch.full((8,), 100, device="cuda"))
+target = torch.tensor([0, 5, -100, {label}, 3, 2, 1, 0], device="cuda")
+fn.linear_cross_entropy(x, weight, target, chunk_rows=2)
 torch.cuda.synchronize()
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.returncode != 0
+    assert (done.returncode != 0) == wrong
     # What the host was doing when it met the error names the exception.
-    assert "_assert_async_cuda_kernel" in done.stderr
+    assert ("_assert_async_cuda_kernel" in done.stderr) == wrong
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

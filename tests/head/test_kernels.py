@@ -207,14 +207,25 @@ def test_loss_alone_takes_all_rows_at_once(
     assert few * 4096 * 2 * 4 == head_sm90._SUMS_BYTES
 
 
-def test_labels_out_of_range(served: list[bool]) -> None:
-    """Found behind the kernels, for which they are no labels."""
-    x, weight, _, _ = case(67, 32, 301, dtype=torch.bfloat16)
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_labels_out_of_range(
+    by_kernel: bool, served: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found behind the kernels, for which they are no labels, or by these."""
+    monkeypatch.setattr(head_sm90, "CHECKS_LABELS", by_kernel)
+    checked: list[int] = []
+    check_labels = head.check_labels
+    monkeypatch.setattr(
+        head, "check_labels", lambda t, loss: (checked.append(1), check_labels(t, loss))
+    )
+    x, weight, target, _ = case(67, 32, 301, dtype=torch.bfloat16)
+    fn.linear_cross_entropy(x, weight, target, chunk_rows=20)
+    assert bool(checked) != by_kernel
     for label in (301, -1):
         target = torch.full((67,), 300)
         target[40] = label
         with pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
-            fn.linear_cross_entropy(x.clone().requires_grad_(), weight, target)
+            fn.linear_cross_entropy(x.clone().requires_grad_(), weight, target, chunk_rows=20)
     assert all(served)
 
 

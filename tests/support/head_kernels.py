@@ -87,7 +87,10 @@ def _rows(
     (M, K), V = x.shape, call.V
     sums = at(call.sums, FLOAT, M)
     lse = at(call.offsets, FLOAT, M) + sums.log()
-    counts = (target != call.ignore_index) & (target >= 0) & (target < V)
+    is_inside = (target >= 0) & (target < V)
+    counts = (target != call.ignore_index) & is_inside
+    if call.are_in_range and not (counts | (target == call.ignore_index)).all():
+        at(call.are_in_range, INT, 1).zero_()
     column = torch.where(counts, target, 0).unsqueeze(1)
     logit, of_label = z.gather(1, column)[:, 0], slope.gather(1, column)[:, 0]
     class_weight = at(call.class_weight, FLOAT, V)
