@@ -97,9 +97,10 @@ def compute(
     most = loss.chunk_rows
     if has_kernels and not loss.group and not any(wanted):
         most = most or head_sm90.rows_of_sums(len(t.weight))
-    size = rows_of_chunk(M, len(t.weight), most, x.is_cpu)
+    # Processes that share the vocabulary need the same chunks, whatever share of it they have.
+    size = rows_of_chunk(M, loss.classes or len(t.weight), most, x.is_cpu)
     has_own_dx = has_kernels and wanted[0] and head_sm90.computes_dx(loss)
-    if has_own_dx:
+    if has_own_dx and not loss.group:
         size = head_tiles.rows_of_chunk(
             M, K, len(t.weight), most or GPU_ROWS, head_sm90.processors(x.device)
         )

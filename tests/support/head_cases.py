@@ -32,6 +32,6 @@ NAMES = [
     *(f"{name}; {place}; {dtype}" for name in OPTIONS for place in PLACES for dtype in DTYPES),
     *(f"{name}; R; {dtype}" for name in VOCABULARIES for dtype in DTYPES),
     *("leaves", "norm", "compiled", "other placements"),
-    *("one huge logit", "as many kernels as chunks"),
+    *("one huge logit", "as many kernels as chunks", "as many chunks in all processes"),
 ]
 GPU_NAMES = [f"{name}; R; {CUDA}" for name in (*OPTIONS, *VOCABULARIES)]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fused_norm as fn
 from fused_norm import cross_entropy
 from fused_norm.call.head_record import HeadCall
-from fused_norm.chain import head_shards_sm90, head_sm90
+from fused_norm.chain import head, head_shards_sm90, head_sm90
 from fused_norm.chain.kernels import is_hopper
 from fused_norm.cross_entropy import Head, Loss
 
@@ -216,6 +216,17 @@ def check_kernels(mesh: DeviceMesh) -> None:
         assert rows == [7, 6]
 
 
+def check_chunks(mesh: DeviceMesh) -> None:
+    """Shares that differ in size, on either side of where chunks have fewer rows."""
+    tensors = heads.case(M, K, 11, dtype=torch.float64)
+    exact = heads.results(heads.composed, tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "_LEAST_ROWS", 2)
+        least = 11 // dist.get_world_size()
+        patch.setattr(head, "_FEW_LOGITS", M * least)
+        torch.testing.assert_close(heads.results(sharded(mesh), tensors), exact)
+
+
 CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "leaves": check_leaves,
     "norm": check_norm,
@@ -223,6 +234,7 @@ CASES: dict[str, Callable[[DeviceMesh], None]] = {
     "other placements": check_other_placements,
     "one huge logit": check_huge,
     "as many kernels as chunks": check_kernels,
+    "as many chunks in all processes": check_chunks,
 }
 
 
