@@ -64,7 +64,7 @@ RECIPES = {
         Recipe("rowwise", _ROW, _ROW, _ROW, _ROW, True, True),
         Recipe("tensorwise", _TENSOR, _TENSOR, _TENSOR, Cast(E5M2, "tensor"), True, False),
         Recipe("rowwise_with_gw_hp", _ROW, _ROW, _TENSOR, _ROW, False, True),
-        Recipe("blockwise", _VECTOR, _SQUARE, _SQUARE, _VECTOR, True, True),
+        Recipe("blockwise", _VECTOR, _SQUARE, _SQUARE, _VECTOR, False, True),
     )
 }
 

@@ -6,6 +6,14 @@ for one that is not there or not wanted. M rows have K features and N outputs.
 """
 
 
+comptime SCALE_BLOCK = 128
+"""Elements along each side of a block that has a scale of its own."""
+comptime VECTORS = 1
+"""What `block_scales` says where blocks are of 128 elements of a row."""
+comptime SQUARES = 2
+"""Where they are of 128 by 128."""
+
+
 @fieldwise_init
 struct Part(TrivialRegisterPassable):
     """One Linear layer of a grouped call, whose layers read the same rows."""
@@ -115,6 +123,9 @@ struct Call(ImplicitlyCopyable, Movable):
     """Whether the scales of what has 8 bits are rounded up to powers of two."""
     var one_scale: Int
     """Whether all elements of a matrix that is quantized have one, which is written for each row and column."""
+    var block_scales: Int
+    """Which blocks of z have scales of their own, `VECTORS` or `SQUARES`; 0 for none. In a product those of the weight
+    are squares."""
     var z_scale: Int
     """Scales of the rows of z in 8 bits [M], float32."""
     var zt: Int
@@ -204,6 +215,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.eight_bits = 0
         self.power_of_two = 0
         self.one_scale = 0
+        self.block_scales = 0
         self.z_scale = 0
         self.zt = 0
         self.zt_scale = 0

@@ -197,6 +197,7 @@ C_LAYERS = [
     ["backward"],
     ["family_ops"],
     ["row_ops"],
+    ["eight_bits_products"],
     ["eight_bits_ops"],
     ["eight_bits_layers"],
 ]

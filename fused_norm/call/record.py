@@ -13,6 +13,7 @@ CALL_FIELDS = (
     *("normalization", "weight_offset", "has_statistics", "residual", "sum", "dsum"),
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
     *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "one_scale"),
+    "block_scales",
     *("z_scale", "zt", "zt_scale", "workspace", "strategy", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.

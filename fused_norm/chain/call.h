@@ -26,7 +26,7 @@ struct Call {
   int64_t activation;
   void *h, *a, *da, *dh;
   Part* parts;
-  int64_t part_count, pitch, eight_bits, power_of_two, one_scale;
+  int64_t part_count, pitch, eight_bits, power_of_two, one_scale, block_scales;
   void *z_scale, *zt, *zt_scale, *workspace;
   int64_t strategy, workspace_bytes;
   int64_t K, N;
@@ -44,6 +44,8 @@ constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
 constexpr int64_t MOST_KEPT = 33554432;
 // Most Linear layers whose products one launch computes.
 constexpr int64_t MOST_PARTS = 3;
+// Elements along each side of a block that has a scale of its own; and what `block_scales` says of them.
+constexpr int64_t SCALE_BLOCK = 128, VECTORS = 1, SQUARES = 2;
 // An activation from this number on is a gate.
 constexpr int64_t GATED = 8;
 // The number of no norm at all: a product of rows as they are.

@@ -3,8 +3,7 @@
 
 #pragma once
 
-#include "eight_bits.h"
-#include "row_ops.h"
+#include "eight_bits_products.h"
 
 namespace fused_norm {
 
@@ -31,10 +30,11 @@ inline Handles fp8_quantize(
     const Cast cast(is_e5m2 ? E5M2 : E4M3, scaling, power_of_two);
     require_kernels(matrix.dtype() == BFLOAT16);
     const OnDevice on_device(matrix);
-    auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix));
+    auto found = quantized(
+        matrix, cast, plain, transposed, eight_bits_of(matrix, cast.by_block()));
     for (auto* const scale : {&found.plain.scale, &found.transposed.scale}) {
       // All are one.
-      const bool is_one = scale->defined() && !cast.by_row;
+      const bool is_one = scale->defined() && cast.scaling == Scaling::TENSOR;
       if (is_one) *scale = scale->viewed(Shape{1, 1}, Shape{1, 1});
     }
     Handles all;
@@ -50,9 +50,16 @@ inline Handles fp8_quantize(
 // The sum of x and a residual, nothing without one, and the normalized rows in 8 bits.
 inline Handles normalized_in_8_bits(
     const Tensor& x, const Tensor& residual, const Tensor& gamma, const Tensor& beta,
-    const Spec& spec, bool power_of_two) {
+    const Spec& spec, Scaling scaling, bool power_of_two) {
+  const bool of_blocks = scaling == Scaling::VECTORS;
+  require_kernels(scaling == Scaling::ROW || of_blocks);
   require_kernels(x.dtype() == BFLOAT16 && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW);
-  const auto& kernels = eight_bits_of(x);
+  // Rows that stay in registers, which parameters in float32 would take.
+  require_kernels(
+      !of_blocks || (x.size(-1) <= (residual.defined() ? 8192 : 16384) &&
+                     (!gamma.defined() || gamma.dtype() == BFLOAT16) &&
+                     (!beta.defined() || beta.dtype() == BFLOAT16)));
+  const auto& kernels = eight_bits_of(x, of_blocks);
   const Shape features{x.size(-1)};
   const Tensor& affine = gamma.defined() ? gamma : beta;
   for (const auto& v : {gamma, beta}) {
@@ -70,7 +77,9 @@ inline Handles normalized_in_8_bits(
   auto call = rows_call(x.numel() / x.size(-1), 0, kernels.context);
   call.K = x.size(-1);
   const auto total = empty(residual.defined() ? Shape(x.sizes()) : Shape{0}, x);
-  const Scaled z{empty(Shape{call.M, call.K}, x, E4M3), empty(Shape{call.M, 1}, x, FLOAT32)};
+  const int64_t scales = of_blocks ? blocks_of(call.K) : 1;
+  const Scaled z{empty(Shape{call.M, call.K}, x, E4M3), empty(Shape{call.M, scales}, x, FLOAT32)};
+  call.block_scales = of_blocks ? VECTORS : 0;
   const auto statistics = empty(Shape{2, call.M}, x, FLOAT32);
   call.x = address(rows);
   call.residual = address(added);
@@ -96,12 +105,11 @@ inline Handles fp8_norm(
     Given x, Optional residual, Optional gamma, Optional beta, std::string normalization,
     double eps, double weight_offset, std::string scaling, bool power_of_two) {
   const auto run = [&] {
-    require_kernels(scaling == "row");
     const auto rows = tensor_of(x);
     const OnDevice on_device(rows);
     return normalized_in_8_bits(
         rows, tensor_of(residual), tensor_of(gamma), tensor_of(beta),
-        {number_of(normalization), 0, eps, weight_offset}, power_of_two);
+        {number_of(normalization), 0, eps, weight_offset}, scaling_of(scaling), power_of_two);
   };
   return by_kernels(
       run, "fused_norm::fp8_norm_by_python", x, residual, gamma, beta, normalization, eps,
@@ -115,7 +123,7 @@ inline Quantized weight_of(
     bool transposed, const EightBits& kernels) {
   if (scale.defined()) {
     require_kernels(!(plain && transposed));
-    const Scaled given{weight, scale};
+    const Scaled given{weight, scale, cast.by_block()};
     return {given, given};
   }
   require_kernels(!frozen_level && is_beside(weight, like));
@@ -151,8 +159,8 @@ inline Given fp8_linear(
     const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
     const auto given = tensor_of(q);
     const OnDevice on_device(given);
-    const auto rows = rows_of({given, tensor_of(scale)});
-    const auto& kernels = eight_bits_of(rows.q);
+    const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
+    const auto& kernels = eight_bits_of(rows.q, by.by_block());
     const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels);
     Layer other;
     if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels)[0];
@@ -181,8 +189,8 @@ inline Handles fp8_linears(
     const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
     const auto given = tensor_of(q);
     const OnDevice on_device(given);
-    const auto rows = rows_of({given, tensor_of(scale)});
-    const auto& kernels = eight_bits_of(rows.q);
+    const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
+    const auto& kernels = eight_bits_of(rows.q, by.by_block());
     const auto layers = layers_of(weights, weight_scales, biases, rows.q, cast, kernels);
     Handles all;
     for (const auto& y : products(rows, layers, rows.q.sizes(), are_kept, kernels)) {

@@ -8,16 +8,24 @@ from std.os import abort
 from std.python import PythonObject
 from std.python.bindings import PythonModuleBuilder
 
-from op.call import CallPointer
+from op.call import SQUARES, VECTORS, CallPointer
 from op.device import Launcher, new_launcher
 from op.entry import add_pass, from_c
+from op.norm_linear.sm90.block_scaled_linear import block_scaled_linear
 from op.norm_linear.sm90.scaled_linear import scaled_linear, scaled_linears
 from op.passes.maxima import run_maxima
 from op.passes.quantize import run_normalize_quantized, run_quantize
+from op.passes.quantize_blocks import (
+    run_quantize_squares,
+    run_quantize_vectors,
+)
 from op.passes.quantize_by_maxima import run_quantize_by_maxima
 
 
 def _linear(call: CallPointer) raises:
+    if call[].block_scales != 0:
+        block_scaled_linear(Launcher.at(call[].context)[].gpu, call[])
+        return
     scaled_linear(Launcher.at(call[].context)[].gpu, call[])
 
 
@@ -34,7 +42,13 @@ def _normalize(call: CallPointer) raises:
 
 
 def _quantize(call: CallPointer) raises:
-    run_quantize[DType.bfloat16](Launcher.at(call[].context)[].gpu, call[])
+    ref gpu = Launcher.at(call[].context)[].gpu
+    if call[].block_scales == VECTORS:
+        run_quantize_vectors(gpu, call[])
+    elif call[].block_scales == SQUARES:
+        run_quantize_squares(gpu, call[])
+    else:
+        run_quantize[DType.bfloat16](gpu, call[])
 
 
 def _maxima(call: CallPointer) raises:

@@ -21,7 +21,8 @@ class ScaledLinears(torch.autograd.Function):
     """z W^T + b in FP8 for each W of several, or the activation of one, or a gate of one or two.
 
     The forward saves what the backward multiplies by: z and W in 8 bits, transposed, where the
-    recipe has them so, and else as they came; and what an activation is of.
+    recipe has them so, and else as they came; and what an activation is of. It saves W in either
+    case: PyTorch then raises its error if W is written before the backward.
     """
 
     @staticmethod
@@ -46,8 +47,10 @@ class ScaledLinears(torch.autograd.Function):
             z, weights, biases, how, power_of_two, activation, *needs
         )
         given = (*weights, *[None] * count)
-        ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *(transposed or given))
-        ctx.kind = recipe, power_of_two, activation
+        watched = [w for w in weights if transposed and _is_held(w)]
+        by = (*(transposed or given), *watched)
+        ctx.save_for_backward(*(rows or (z, None)), *(h or (None,)), *by)
+        ctx.kind = recipe, power_of_two, activation, count
         # A layer whose result is not used has no gradient.
         ctx.set_materialize_grads(False)
         return tuple(ys)
@@ -55,19 +58,30 @@ class ScaledLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of z, the weights and the biases."""
+        name, power_of_two, activation, count = ctx.kind
         z, z_scale, h, *weights = ctx.saved_tensors
-        name, power_of_two, activation = ctx.kind
-        count, needed = len(weights) // 2, ctx.needs_input_grad
+        needed = ctx.needs_input_grad
         has_dy = [dys[0 if activation else i] is not None for i in range(count)]
         found: list[Tensor | None] = [None] * (1 + 2 * count)
         wanted = [0] if needed[0] and any(has_dy) else []
         wanted += [i for i in range(1, 1 + 2 * count) if needed[4 + i] and has_dy[(i - 1) % count]]
         if wanted:
-            by = (weights[:count], weights[count:], recipes.find(name), power_of_two)
+            by = (weights[:count], weights[count : 2 * count], recipes.find(name), power_of_two)
             gradients = _gradients((z, z_scale, h, activation), dys, *by, wanted)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
         return found[0], None, None, None, None, *found[1:]
+
+
+def _is_held(weight: Tensor) -> bool:
+    """Return whether a weight's memory is held until the backward anyway: saving it takes none.
+
+    What autocast made of it, or a graph, is held by nobody else.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    of: Any = weight._base if weight._is_view() else weight
+    return bool(of.is_leaf)
 
 
 def linears(

@@ -69,6 +69,39 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether what is finished of a row is added up over the columns of each tile, before it is rounded."""
     comptime weighs: Bool = False
     """Whether what is finished is multiplied by weights once its rows are summed, before it is stored."""
+    comptime scales_blocks: Bool = False
+    """Whether the sums over each 128 elements of K have scales of their own, by which they are multiplied before they
+    are added up in float32."""
+
+    @always_inline
+    def row_block_scale(self, row: Int, block: Int, blocks: Int) -> Float32:
+        """Loads the scale of a row's sums over a block of K.
+
+        Args:
+            row: The row.
+            block: The block.
+            blocks: How many there are.
+
+        Returns:
+            The scale.
+        """
+        return 1
+
+    @always_inline
+    def column_block_scale(
+        self, column: Int, block: Int, blocks: Int
+    ) -> Float32:
+        """Loads the scale of sums over a block of K, of 128 columns.
+
+        Args:
+            column: One of the columns.
+            block: The block.
+            blocks: How many there are.
+
+        Returns:
+            The scale.
+        """
+        return 1
 
     @always_inline
     def addend(self) -> Int:

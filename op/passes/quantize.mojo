@@ -13,7 +13,12 @@ from ..rows.launch import (
 )
 from ..rows.operands import Operands, accumulator
 from ..rows.program import RowProgram
-from ..rows.programs.quantize import POWER_OF_TWO, NormQuantize, Quantize
+from ..rows.programs.quantize import (
+    NormQuantize,
+    NormQuantizeBlocks,
+    Quantize,
+)
+from ..rows.scales import POWER_OF_TWO
 from ..rows.types import E4M3, E5M2
 from .gpu import GpuRunner
 from .normalize import affine_operands, fold_modulation
@@ -33,7 +38,8 @@ def run_normalize_quantized[
 
     Args:
         gpu: Where to run.
-        call: The tensors; z is at a multiple of 16 bytes.
+        call: The tensors; z is at a multiple of 16 bytes. With scales of blocks, features have the type of x, and rows at
+            most 16384 elements, or 8192 with a residual.
 
     Raises:
         If a launch fails.
@@ -49,7 +55,17 @@ def run_normalize_quantized[
     rows.residual = Int64(call.residual)
     rows.sum = Int64(call.sum)
     _name_rows(rows, call)
-    if call.residual != 0:
+    if call.block_scales != 0:
+        comptime if size_of[ftype]() == size_of[dtype]():
+            if call.residual != 0:
+                launch_rows[NormQuantizeBlocks[True], dtype, ftype](gpu, rows)
+            else:
+                _launch[NormQuantizeBlocks[], dtype, ftype](
+                    gpu, rows, call.strategy
+                )
+        else:
+            raise Error("norms with scales of blocks take features of x's type")
+    elif call.residual != 0:
         launch_rows[NormQuantize[True], dtype, ftype](gpu, rows)
     else:
         _launch[NormQuantize[], dtype, ftype](gpu, rows, call.strategy)

@@ -14,7 +14,7 @@ from ..device import Gpu
 from ..pdl import pdl_attributes, pdl_trigger, pdl_wait
 from ..rounding import widened
 from ..rows.eight_bits import largest, pack_eight_bits
-from ..rows.programs.quantize import divided, scale_of
+from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
 from .maxima import ACROSS, LOAD, THREADS, TILE_COLUMNS, at
 

@@ -138,7 +138,11 @@ def _launch_rows[
         if loads <= PERSISTENT_THREADS * tile:
             _ = launch_persistent[P, dtype, ftype, width, tile](gpu, operands)
             return
-    _launch_long_rows[P, dtype, ftype, width, tile](gpu, operands)
+    comptime if P.block_scales:
+        # Lanes leave the loop over a long row at different times, and cannot compare what they have.
+        raise Error("rows with scales of blocks are too long for registers")
+    else:
+        _launch_long_rows[P, dtype, ftype, width, tile](gpu, operands)
 
 
 def launch_long_rows[

@@ -57,6 +57,9 @@ trait RowProgram:
     """Whether `Operands.addend` is added to the first output."""
     comptime eight_bits: Int32
     """Type of the first output where it has 8 bits, E4M3 or E5M2 of types.mojo; 0 where it has not."""
+    comptime block_scales: Bool
+    """Whether each 128 elements of that output have a scale, by which they are divided; they are results, after those of
+    the stages. Otherwise they are stored as they are."""
     comptime passes: Int = Self.pass_of(Self.stages)
     """The number of passes over a row before the one that stores."""
 
@@ -240,6 +243,7 @@ struct Program[
     has_residual_: Bool = False,
     has_addend_: Bool = False,
     eight_bits_: Int32 = 0,
+    block_scales_: Bool = False,
 ](RowProgram):
     """A row program of the given stages.
 
@@ -258,6 +262,7 @@ struct Program[
         has_residual_: Whether something is added to the first input.
         has_addend_: Whether something is added to the first output.
         eight_bits_: Type of the first output where it has 8 bits; 0 where it has not. Only Hopper stores those.
+        block_scales_: Whether each 128 elements of it have a scale.
 
     Constraints:
         Inputs and features together, and outputs and columns together, are at most CAPACITY.
@@ -297,3 +302,5 @@ struct Program[
     """Whether something is added to the first output."""
     comptime eight_bits = Self.eight_bits_
     """Type of the first output where it has 8 bits."""
+    comptime block_scales = Self.block_scales_
+    """Whether each 128 elements of it have a scale."""

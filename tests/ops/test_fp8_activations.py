@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_kernels import running
-from fp8_products import decibels
+from fp8_products import SHORT, decibels
 from torch import Tensor
 from torch.testing._internal.optests import opcheck
 
@@ -20,7 +20,7 @@ from fused_norm.ops.eight_bits import quantize
 from fused_norm.recipes import E4M3, Cast
 
 BF16 = torch.bfloat16
-SERVED = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
+SERVED = ("rowwise", "tensorwise", "rowwise_with_gw_hp", "blockwise")
 OF_8_BITS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 M, K, N = 40, 64, 48
 
@@ -65,21 +65,30 @@ def test_steps(recipe: str, activation: str, is_pair: bool, has_bias: bool, tmp_
     x, out = matrix(2, M // 2, K).requires_grad_(), (matrix(K, N, seed=5) / 8).requires_grad_()
     inputs = [t for t in (x, out, *weights, *biases) if t is not None]
 
-    def step() -> list[Tensor]:
-        given = (tuple(weights), tuple(biases)) if is_pair else (weights[0], biases[0])
+    def step(recipe: str | None = recipe, dtype: torch.dtype = BF16) -> list[Tensor]:
+        own = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        x, out, *rest = own
+        ws, bs = tuple(rest[: len(weights)]), tuple(rest[len(weights) :] or biases)
+        given = (ws, bs) if is_pair else (ws[0], bs[0])
         y = fn.norm_mlp(x, *given, out, activation=activation, recipe=recipe)
-        return [y.detach(), *torch.autograd.grad(y, inputs, matrix(*y.shape, seed=7))]
+        return [y.detach(), *torch.autograd.grad(y, own, matrix(*y.shape, seed=7).to(dtype))]
 
     expected = step()
     with running(tmp_path) as ran:
         found = step()
     count, has_fp8_wgrad = len(weights), recipes.find(recipe).has_fp8_wgrad
     names = [name for name, _ in ran]
-    # One product in the forward, which activates; one gradient, of all layers before.
-    assert names.count("linear") == 2 + (1 + count) * (1 + has_fp8_wgrad)
+    # One product in the forward, which activates (with scales of blocks one for each layer, and a
+    # pass); one gradient, of all layers before.
+    forward = 1 + (count if recipe == "blockwise" else 1)
+    assert names.count("linear") == forward + (1 + count) * (1 + has_fp8_wgrad)
+    exact = step(None, torch.float64)
     for place, (a, e) in enumerate(zip(found, expected, strict=True)):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
-        if place and inputs[place - 1].dim() == 1:
+        if recipe == "blockwise":
+            # What a pass activates has been rounded once more.
+            assert decibels(a, exact[place]) > decibels(e, exact[place]) - SHORT
+        elif place and inputs[place - 1].dim() == 1:
             # Sums of rows have an order of their own.
             assert decibels(a, e) > 50
         else:

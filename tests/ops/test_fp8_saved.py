@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fp8_kernels import running
 from torch import Tensor
 
 import fused_norm as fn
+from fused_norm import recipes
 from fused_norm.ops.fp8 import scaled_linear
 from fused_norm.recipes import E4M3
 
@@ -35,6 +37,8 @@ LAUNCHES = {
     "rowwise": {"maxima": 6, "quantize_by_maxima": 6, "linear": 6},
     "tensorwise": {"maxima": 6, "quantize_by_maxima": 6, "linear": 6},
     "rowwise_with_gw_hp": {"quantize": 5, "maxima": 3, "quantize_by_maxima": 3, "linear": 4},
+    # The maxima are those of the gradient before an activation, which nothing reads.
+    "blockwise": {"quantize": 6, "maxima": 1, "linear": 4},
 }
 
 
@@ -62,12 +66,15 @@ def test_what_is_saved(recipe: str, wanted: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scaled_linear(x, w, None, recipe=recipe)
     shapes = sorted(tuple(v.shape) for v in saved if v.dtype is E4M3)
-    is_kept = recipe != "rowwise_with_gw_hp"
+    keeps_weight = recipe != "rowwise_with_gw_hp"
+    keeps_rows = recipes.find(recipe).has_fp8_wgrad
     # The weight and the rows, lengthened to a multiple of 16.
-    expected = [(K, 32)] * (wanted != "weight") + [(K, 48)] * (wanted != "x")
-    assert shapes == expected * is_kept
-    if is_kept and wanted == "all":
-        assert not any(v.dtype is BF16 for v in saved)
+    expected = [(K, 32)] * (keeps_weight and wanted != "weight")
+    expected += [(K, 48)] * (keeps_rows and wanted != "x")
+    assert shapes == expected
+    if keeps_weight and keeps_rows and wanted == "all":
+        # The weight itself, which takes no memory, so that a write to it is noticed.
+        assert [v.data_ptr() for v in saved if v.dtype is BF16] == [w.data_ptr()]
 
 
 @pytest.mark.parametrize("recipe", LAUNCHES)
@@ -83,8 +90,51 @@ def test_no_gradient_saves_and_transposes_nothing(recipe: str, tmp_path: Path) -
     assert Counter(name for name, _ in ran)["quantize_by_maxima"] == 4 * by_maxima
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
-def test_gradients_are_those_of_the_weight_that_the_forward_read(recipe: str) -> None:
+RECIPES = list(recipes.RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("form", ["leaf", "view", "of two", "frozen"])
+def test_a_weight_written_before_the_backward_is_an_error(recipe: str, form: str) -> None:
+    """As PyTorch has it of a Linear layer: the gradient would be that of another weight."""
+    x = matrix(M, 128).requires_grad_()
+    own = torch.nn.Parameter(matrix(256, 128, seed=1))
+    w = own[:128] if form == "view" else own
+    holder = torch.nn.ParameterList([own])
+    context = fn.frozen_parameters(holder) if form == "frozen" else nullcontext()
+    with context:
+        ys = [scaled_linear(x, w, None, recipe=recipe)]
+        if form == "of two":
+            ys = fn.norm_linear(x, (matrix(128, 128, seed=2).requires_grad_(), w), recipe=recipe)
+    with torch.no_grad():
+        own.mul_(2)
+    loss = sum(y.float().sum() for y in ys)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, (x, own))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_autocast_made_is_not_saved(recipe: str) -> None:
+    """It would take memory, and a write to the weight changes nothing that is multiplied."""
+    x, w = torch.randn(M, 128).requires_grad_(), torch.randn(128, 128).requires_grad_()
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.autocast("cpu", BF16), hooks:
+        y = scaled_linear(x, w, None, recipe=recipe)
+    of_weight = [v for v in saved if v.shape == w.shape and v.dtype is BF16]
+    assert len(of_weight) == (recipe == "rowwise_with_gw_hp")
+    with torch.no_grad():
+        w.mul_(2)
+    torch.autograd.grad(y.float().sum(), (x, w))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_gradients_are_those_of_the_rows_that_the_forward_read(recipe: str) -> None:
     x, w, dy = matrix(M, 128), matrix(128, 128, seed=1), matrix(M, 128, seed=2)
     results = []
     for changes in (False, True):
@@ -93,7 +143,6 @@ def test_gradients_are_those_of_the_weight_that_the_forward_read(recipe: str) ->
         y = scaled_linear(rows, own, None, recipe=recipe)
         if changes:
             with torch.no_grad():
-                own.zero_()
                 rows.zero_()
         results.append(torch.autograd.grad(y, (rows, own), dy))
     for one, other in zip(*results, strict=True):

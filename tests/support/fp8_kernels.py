@@ -21,6 +21,7 @@ from fused_norm.recipes import E4M3, E5M2, Cast
 
 BF16, F32 = torch.bfloat16, torch.float32
 TYPES = {4: E4M3, 5: E5M2}
+BLOCKS = {1: "1x128", 2: "128x128"}
 
 
 def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -38,9 +39,27 @@ def store(address: int, values: Tensor) -> None:
 
 def quantize(call: Any) -> None:
     x = at(call.x, BF16, call.M, call.K)
+    if call.block_scales:
+        quantize_blocks(call, x)
+        return
     q, scale = recipes.quantize(x, Cast(TYPES[call.eight_bits], "row"), bool(call.power_of_two))
     store(call.z, q)
     store(call.z_scale, scale)
+
+
+def quantize_blocks(call: Any, x: Tensor) -> None:
+    cast, rounds = Cast(TYPES[call.eight_bits], BLOCKS[call.block_scales]), bool(call.power_of_two)
+    if call.z:
+        q, scale = recipes.quantize(x, cast, rounds)
+        store(call.z, q)
+        store(call.z_scale, scale)
+    if call.zt:
+        assert cast == Cast(E4M3, "128x128")
+        assert call.pitch == call.M + -call.M % 16
+        padded = F.pad(x, (0, 0, 0, call.pitch - call.M))
+        q, scale = recipes.quantize(padded.t(), cast, rounds)
+        store(call.zt, q)
+        store(call.zt_scale, scale)
 
 
 def bits_of_maxima(x: Tensor, is_one: bool, of_rows: bool) -> Tensor:
@@ -112,7 +131,8 @@ def normalize(call: Any) -> None:
         z = F.layer_norm(rows, (call.K,), gamma, beta, call.eps)
     else:
         z = F.rms_norm(rows, (call.K,), gamma, call.eps)
-    q, scale = recipes.quantize(z, Cast(E4M3, "row"), bool(call.power_of_two))
+    cast = Cast(E4M3, BLOCKS.get(call.block_scales, "row"))
+    q, scale = recipes.quantize(z, cast, bool(call.power_of_two))
     store(call.z, q)
     store(call.z_scale, scale)
 
@@ -124,7 +144,28 @@ def product(call: Any, N: int, weight: int, scale: int, bias: int) -> Tensor:
     return y + at(bias, BF16, N).float() if bias else y
 
 
+def block_linear(call: Any) -> None:
+    """Write y, whose rows are `pitch` apart: nothing but a bias is after it."""
+    assert not any((call.up, call.h, call.activation))
+    assert TYPES[call.eight_bits] is E4M3
+    blocks = -(-call.K // 128)
+    rows = at(call.z, E4M3, call.M, call.K), at(call.z_scale, F32, call.M, blocks)
+    by = (
+        at(call.weight, E4M3, call.N, call.K),
+        at(call.weight_scale, F32, -(-call.N // 128), blocks),
+    )
+    y = recipes.product(rows, "1x128", by, "128x128")
+    if call.bias:
+        y = y + at(call.bias, BF16, call.N).float()
+    assert call.pitch >= call.N
+    whole = at(call.y, BF16, (call.M - 1) * call.pitch + call.N)
+    whole.as_strided((call.M, call.N), (call.pitch, 1)).copy_(y)
+
+
 def linear(call: Any) -> None:
+    if call.block_scales:
+        block_linear(call)
+        return
     h = product(call, call.N, call.weight, call.weight_scale, call.bias)
     if call.up:
         h = torch.cat([h, product(call, call.N, call.up, call.up_scale, call.up_bias)], 1)

@@ -202,19 +202,24 @@ def consume[
                 accumulator = wait_all[registers](accumulator)
                 multiplier.release[True](previous)
         else:
-            accumulator = multiplier.start[False](
-                at, previous, gathered, progress, blocks, not is_first
-            )
-            if index - tiles.step < tiles.end:
-                multiplier.ping_pong_arrive()
-            comptime if E.has_row_terms:
-                # The last products still run while these are fetched. The grid
-                # that makes them may have overlapped with this one so far.
-                comptime if not H.gathers:
-                    pdl_wait()
-                terms.load(product, row + (lane >> 2))
-            accumulator = wait_all[registers](accumulator)
-            multiplier.release[False](previous)
+            comptime if E.scales_blocks:
+                accumulator = multiplier.scaled(
+                    at, blocks, product, row + (lane >> 2), column
+                )
+            else:
+                accumulator = multiplier.start[False](
+                    at, previous, gathered, progress, blocks, not is_first
+                )
+                if index - tiles.step < tiles.end:
+                    multiplier.ping_pong_arrive()
+                comptime if E.has_row_terms:
+                    # The last products still run while these are fetched. The grid
+                    # that makes them may have overlapped with this one so far.
+                    comptime if not H.gathers:
+                        pdl_wait()
+                    terms.load(product, row + (lane >> 2))
+                accumulator = wait_all[registers](accumulator)
+                multiplier.release[False](previous)
 
         progress.tell()
         var own = Accumulators[registers](accumulator)

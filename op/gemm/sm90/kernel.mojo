@@ -105,6 +105,17 @@ def matrix_kernel[
         or E.activates
         or E.adds
     )
+    # Twice the sums of alternating consumers do not fit their registers.
+    comptime assert not E.scales_blocks or not (
+        config.ping_pong
+        or config.split
+        or config.adds
+        or config.a_transposed
+        or config.parts != WHOLE
+        or E.adds
+        or E.has_row_terms
+        or H.gathers
+    )
     comptime cluster = config.cluster
     comptime sharers = config.sharers()
     var shared = Shared[config](

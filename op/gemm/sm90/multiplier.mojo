@@ -2,7 +2,9 @@
 
 from std.utils import StaticTuple
 
-from ..row_hook import Gathering
+from ...call import SCALE_BLOCK
+from ..epilogue import Epilogue
+from ..row_hook import Gathering, RowHook
 from .addend import boxes_of, load_accumulator
 from .barriers import (
     mbarrier_arrive,
@@ -14,6 +16,8 @@ from .barriers import (
 from .config import Config
 from .counters import Progress
 from .eight_bits import result_type
+from .product import Product
+from .promotion import BlockScales, add_scaled, no_sums
 from .ring import RingPlace
 from .shared_layout import Shared
 from .wgmma import (
@@ -22,6 +26,8 @@ from .wgmma import (
     Accumulator,
     multiply_first,
     multiply_next,
+    row_elements,
+    wait_all,
     wait_previous,
 )
 
@@ -190,3 +196,45 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             previous = at.slot
             at.advance[Self.config.stages]()
         return accumulator
+
+    @always_inline
+    def scaled[
+        E: Epilogue, H: RowHook, //
+    ](
+        self,
+        mut at: RingPlace,
+        blocks: UInt32,
+        product: Product[E, H],
+        row: UInt32,
+        column: UInt32,
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
+        """Multiplies a tile, the sums of each k block by scales of their own; nothing runs on on return.
+
+        While this warpgroup scales, the other one multiplies."""
+        comptime columns = Self.config.columns
+        comptime registers = columns // 2 * Self.config.halves()
+        comptime a_step = UInt32(Self.config.a_bytes() // 16)
+        comptime b_step = UInt32(Self.config.b_bytes() // 16)
+        comptime assert SCALE_BLOCK % columns == 0
+        comptime assert row_elements[Self.dtype]() == SCALE_BLOCK
+        var sums = no_sums[registers]()
+        var scales = BlockScales.load(product, row, column, 0, blocks)
+        for block in range(blocks):
+            mbarrier_wait(self.shared.full(at.slot), at.parity)
+            var sums_of_block = multiply_first[
+                Self.dtype,
+                columns,
+                Self.config.halves(),
+                Self.config.a_transposed,
+                Self.config.b_transposed,
+            ](self.a_tiles + at.slot * a_step, self.b_tiles + at.slot * b_step)
+            # Those of the next block arrive while this one is multiplied.
+            var next = BlockScales.load(
+                product, row, column, min(block + 1, blocks - 1), blocks
+            )
+            sums_of_block = wait_all[registers](sums_of_block)
+            self.release[False](at.slot)
+            sums = add_scaled[registers](sums, sums_of_block, scales)
+            scales = next
+            at.advance[Self.config.stages]()
+        return sums

@@ -33,6 +33,8 @@ comptime COMMON_SHAPES = 3
 """How many of them every product has; the others are for those without an activation, in 16 bits."""
 comptime ACTIVATED_SHAPES = [0, 4]
 """Which of them have activations in products without a fold: two of ping-pong."""
+comptime BLOCK_SCALED_SHAPES = [1, 2]
+"""Which of them scale the sums of blocks of 128 of K: consumers share each tile, whose columns are of one block."""
 comptime ANY_COLUMNS = Config.of(128, ping_pong=True, any_columns=True)
 """The shape for rows of c that TMA cannot store."""
 comptime ROW_ALIGNMENT = 16
@@ -193,6 +195,34 @@ def activated_tiling[
             least = cycles
             best.columns = shape.columns
     best.percent = most
+    return best
+
+
+def block_scaled_tiling(m: Int, n: Int, k: Int, processors: Int) -> Tiling:
+    """Chooses the shape of a product whose sums of blocks have scales of their own.
+
+    Args:
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Length of the sums, in elements of 8 bits.
+        processors: SMs of the device.
+
+    Returns:
+        The shape that takes the fewest cycles.
+    """
+    var best = Tiling(0, False, 0)
+    var least = Int.MAX
+    comptime for i in BLOCK_SCALED_SHAPES:
+        comptime shape = SHAPES[i]
+        comptime config = Config.of(shape.columns)
+        # Two elements of 8 bits take the place of one of 16.
+        var cycles = _cycles[shape](m, n, k // 2, processors)
+        if cycles < least:
+            least = cycles
+            best.columns = shape.columns
+            best.percent = percent_used(
+                config, m, n, processors // config.cluster
+            )
     return best
 
 

@@ -6,73 +6,12 @@ The scale is rounded up to a power of two where that is asked for; then z / scal
 a NaN or an infinity is not finite, and neither is any element of the row once it is dequantized.
 """
 
-from std.memory import bitcast
-
-from ..eight_bits import largest
 from ..program import Program
+from ..scales import POWER_OF_TWO, divided, scale_of
 from ..stage import Stage
 from ..types import E4M3, eight_bit_type
 from ..values import Redo, Row, Values
 from .norm import _Affine, _CenterIfAsked, _Normalize
-
-comptime POWER_OF_TWO = Int32(2)
-"""The bit of `Row.kind` that asks for scales that are powers of two."""
-
-comptime _LEAST = Float32(1e-12)
-
-
-@always_inline
-def scale_of[
-    eight_bits: DType
-](largest_here: Float32, power_of_two: Bool) -> Float32:
-    """Returns the scale that brings numbers into the range of a type.
-
-    Parameters:
-        eight_bits: The type.
-
-    Args:
-        largest_here: The largest magnitude; NaN and infinity are kept.
-        power_of_two: Whether it is rounded up to a power of two.
-
-    Returns:
-        The scale.
-    """
-    var bounded = _LEAST if largest_here < _LEAST else largest_here
-    var scale = bounded / largest[eight_bits]()
-    if not power_of_two:
-        return scale
-    var bits = bitcast[DType.uint32](scale)
-    var exponent = bits >> 23
-    # Below that of infinity and NaN.
-    if bits & 0x7FFFFF != 0 and exponent < 255:
-        bits = (exponent + 1) << 23
-    return bitcast[DType.float32](bits)
-
-
-@always_inline
-def divided[
-    width: Int, //
-](
-    z: SIMD[DType.float32, width],
-    scale: SIMD[DType.float32, width],
-    inverse: SIMD[DType.float32, width],
-) -> SIMD[DType.float32, width]:
-    """Divides with the bits of a division, by multiplications (Markstein); -0 stays -0.
-
-    Parameters:
-        width: How many.
-
-    Args:
-        z: What is divided.
-        scale: What by.
-        inverse: 1 / scale, rounded.
-
-    Returns:
-        The quotients.
-    """
-    var near = z * inverse
-    var over = near.fma(scale, -z)
-    return (-over).fma(inverse, near)
 
 
 struct _Quantize[eight_bits: Int32](Stage):
@@ -137,6 +76,21 @@ comptime NormQuantize[has_residual: Bool = False] = Program[
     eight_bits_=E4M3,
 ]
 """From x, gamma, beta and the number eps to z in e4m3, with the results mean, rstd and scale.
+
+Parameters:
+    has_residual: Whether there is a residual.
+"""
+
+comptime NormQuantizeBlocks[has_residual: Bool = False] = Program[
+    _CenterIfAsked,
+    _Normalize,
+    _Affine,
+    features_=2,
+    has_residual_=has_residual,
+    eight_bits_=E4M3,
+    block_scales_=True,
+]
+"""The same with a scale for each 128 elements of a row, and these as the third result.
 
 Parameters:
     has_residual: Whether there is a residual.

@@ -1,0 +1,199 @@
+// Products of matrices of 8 bits by Hopper's kernels, which decline what they do not take.
+
+#pragma once
+
+#include "eight_bits.h"
+#include "row_ops.h"
+
+namespace fused_norm {
+
+// As many scales as rows.
+inline Tensor spread(const Tensor& scale, int64_t rows) {
+  require_kernels(scale.dtype() == FLOAT32 && (scale.numel() == rows || scale.numel() == 1));
+  if (scale.numel() == rows) return readable(scale);
+  const auto each = empty(Shape{rows, 1}, scale);
+  copy(each, scale.viewed(Shape{rows, 1}, Shape{0, 0}));
+  return each;
+}
+
+// The scales of a matrix as kernels read them: for each row, or of blocks for as many rows.
+inline Tensor scales_of(const Scaled& given, int64_t rows_of_block) {
+  const auto& [q, scale, of_blocks] = given;
+  if (!of_blocks) return spread(scale, q.size(0));
+  const int64_t rows = (q.size(0) + rows_of_block - 1) / rows_of_block;
+  require_kernels(
+      scale.dtype() == FLOAT32 &&
+      are_equal(scale.sizes(), Shape{rows, blocks_of(q.size(1))}));
+  return readable(scale);
+}
+
+// A Linear layer: its weight [N, K], and its bias [N] or none.
+struct Layer {
+  Scaled weight;
+  Tensor bias;
+
+  int64_t outputs() const { return weight.q.size(0); }
+};
+
+// A layer as kernels read it beside rows.
+inline Layer layer_of(const Layer& given, const Tensor& rows) {
+  const auto& [weight, bias] = given;
+  require_kernels(
+      weight.q.dim() == 2 && weight.q.dtype() == E4M3 && is_beside(weight.q, rows) &&
+      weight.q.size(1) == rows.size(1) && is_multiple(weight.q.size(0)) &&
+      is_beside(weight.scale, rows));
+  require_kernels(
+      !bias.defined() ||
+      (bias.dtype() == BFLOAT16 && is_beside(bias, rows) &&
+       are_equal(bias.sizes(), Shape{weight.q.size(0)})));
+  return {
+      {readable(weight.q), scales_of(weight, SCALE_BLOCK), weight.of_blocks}, readable(bias)};
+}
+
+// Rows as kernels multiply them.
+inline Scaled rows_of(const Scaled& given) {
+  const auto& [q, scale, of_blocks] = given;
+  require_kernels(
+      q.dim() == 2 && (q.dtype() == E4M3 || (q.dtype() == E5M2 && !of_blocks)) && q.size(0) &&
+      is_multiple(q.size(1)) && is_beside(scale, q));
+  return {readable(q), scales_of(given, 1), of_blocks};
+}
+
+inline Call product_call(const Scaled& rows, int64_t N, bool are_kept, const EightBits& kernels) {
+  auto call = rows_call(rows.q.size(0), N, kernels.context);
+  call.K = rows.q.size(1);
+  call.z = address(rows.q);
+  call.z_scale = address(rows.scale);
+  call.eight_bits = number_of(rows.q.dtype());
+  call.block_scales = rows.of_blocks ? VECTORS : 0;
+  // Only then were weights there before the rows were.
+  call.strategy = are_kept ? FUSED : DECLINED;
+  return call;
+}
+
+// Writes rows times the weight of a layer, both scaled by blocks, plus its bias, to y, whose rows are some
+// elements apart.
+inline void block_product(
+    const Scaled& rows, const Layer& layer, void* y, int64_t pitch, const Tensor& like,
+    const EightBits& kernels) {
+  require_kernels(rows.of_blocks && layer.weight.of_blocks);
+  auto call = product_call(rows, layer.outputs(), false, kernels);
+  call.weight = address(layer.weight.q);
+  call.weight_scale = address(layer.weight.scale);
+  call.bias = address(layer.bias);
+  call.y = y;
+  call.pitch = pitch;
+  launch(kernels.linear, call, like);
+}
+
+// `product` below of operands with scales of blocks; an activation is a pass of its own.
+inline Tensor block_product(
+    const Scaled& rows, const Layer& layer, const Layer& up, Sizes sizes, int64_t activation,
+    const EightBits& kernels, Tensor* h) {
+  const bool is_gate = activation >= GATED, is_pair = up.weight.defined();
+  require_kernels(
+      !is_pair || (is_gate && up.outputs() == layer.outputs() &&
+                   up.bias.defined() == layer.bias.defined()));
+  const int64_t own = layer.outputs(), N = is_pair ? 2 * own : own;
+  require_kernels(!is_gate || (N / 2) % MULTIPLE == 0);
+  const Tensor all =
+      activation ? empty(Shape{rows.q.size(0), N}, rows.q, BFLOAT16)
+                 : empty(Shape(sizes, N), rows.q, BFLOAT16);
+  block_product(rows, layer, address(all), N, all, kernels);
+  if (is_pair) {
+    block_product(rows, up, static_cast<char*>(address(all)) + 2 * own, N, all, kernels);
+  }
+  if (!activation) return all;
+  if (h) *h = all;
+  const int64_t outputs = is_gate ? N / 2 : N;
+  const auto y = empty(Shape(sizes, outputs), rows.q, BFLOAT16);
+  const auto& passes = kernels_for(all, false).passes;
+  auto call = rows_call(rows.q.size(0), outputs, passes.context);
+  call.activation = activation;
+  call.h = address(all);
+  call.a = address(y);
+  launch(passes.activate, call, all);
+  return y;
+}
+
+// Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows but for the last.
+// The activation may be a gate: on what a second layer gives, or on the second half. What it is of,
+// rows of one or two times as many elements, is written to h if that is asked for.
+inline Tensor product(
+    const Scaled& given, const Layer& given_layer, Sizes sizes, bool is_kept,
+    const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
+    Tensor* h = nullptr) {
+  const auto rows = rows_of(given);
+  const auto layer = layer_of(given_layer, rows.q);
+  require_kernels(rows.of_blocks == layer.weight.of_blocks);
+  if (rows.of_blocks) {
+    const Layer other = given_up.weight.defined() ? layer_of(given_up, rows.q) : Layer{};
+    return block_product(rows, layer, other, sizes, activation, kernels, h);
+  }
+  const bool is_gate = activation >= GATED, is_pair = given_up.weight.defined();
+  const int64_t N = layer.outputs() / (is_gate && !is_pair ? 2 : 1);
+  auto call = product_call(rows, N, is_kept, kernels);
+  call.activation = activation;
+  call.weight = address(layer.weight.q);
+  call.weight_scale = address(layer.weight.scale);
+  call.bias = address(layer.bias);
+  Layer up;
+  if (is_pair) {
+    up = layer_of(given_up, rows.q);
+    require_kernels(
+        is_gate && up.outputs() == N && up.bias.defined() == layer.bias.defined());
+    call.up = address(up.weight.q);
+    call.up_scale = address(up.weight.scale);
+    call.up_bias = address(up.bias);
+  } else if (is_gate) {
+    call.up = static_cast<char*>(call.weight) + N * call.K;
+    call.up_scale = static_cast<float*>(call.weight_scale) + N;
+    if (call.bias) call.up_bias = static_cast<char*>(call.bias) + 2 * N;
+  }
+  const auto y = empty(Shape(sizes, N), rows.q, BFLOAT16);
+  call.y = address(y);
+  if (h) {
+    *h = empty(Shape{call.M, is_gate ? 2 * N : N}, rows.q, BFLOAT16);
+    call.h = address(*h);
+  }
+  launch(kernels.linear, call, y);
+  return y;
+}
+
+// The products of the same rows with several layers, in one launch where that can be.
+inline Tensors products(
+    const Scaled& given, const std::vector<Layer>& given_layers, Sizes sizes, bool are_kept,
+    const EightBits& kernels) {
+  Tensors outputs;
+  const size_t count = given_layers.size();
+  const auto has_bias = [&](const Layer& layer) {
+    return layer.bias.defined() == given_layers[0].bias.defined();
+  };
+  const bool is_grouped = count > 1 && !given.of_blocks && count <= MOST_PARTS && given.q.dtype() == E4M3 &&
+      std::all_of(given_layers.begin(), given_layers.end(), has_bias);
+  if (!is_grouped) {
+    for (const auto& layer : given_layers) {
+      outputs.push_back(product(given, layer, sizes, are_kept, kernels));
+    }
+    return outputs;
+  }
+  const auto rows = rows_of(given);
+  std::array<Part, MOST_PARTS> parts{};
+  std::vector<Layer> layers;
+  int64_t N = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& layer = layers.emplace_back(layer_of(given_layers[i], rows.q));
+    const auto& y = outputs.emplace_back(empty(Shape(sizes, layer.outputs()), rows.q, BFLOAT16));
+    parts[i] = {
+        layer.outputs(), address(layer.weight.q), address(layer.bias), address(y), nullptr,
+        address(layer.weight.scale)};
+    N += layer.outputs();
+  }
+  auto call = product_call(rows, N, are_kept, kernels);
+  call.parts = parts.data();
+  call.part_count = static_cast<int64_t>(count);
+  launch(kernels.linears, call, rows.q);
+  return outputs;
+}
+
+}  // namespace fused_norm
