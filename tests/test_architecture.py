@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_norm import activations, composition
+from fused_norm import activations, composition, recipes
 from fused_norm.call import head_record, record, rotary_record
 from fused_norm.chain import kernels
 from fused_norm.ops.node import NodeSpec
@@ -130,6 +130,10 @@ def test_limits_are_the_same_in_every_language() -> None:
     limits = ("LONGEST_ROW", "MOST_GROUPS", "MOST_KEPT", "MOST_PARTS")
     gated = int(re.findall(r"^comptime GATED = (\d+)$", ACTIVATION_MOJO, re.M)[0])
     others = {"GATED": gated, "NO_NORM": record.NO_NORM}
+    of_blocks = re.findall(r"^comptime (SCALE_BLOCK|VECTORS|SQUARES) = (\d+)$", CALL_MOJO, re.M)
+    assert len(of_blocks) == 3
+    others |= {name: int(value) for name, value in of_blocks}
+    assert others["SCALE_BLOCK"] == recipes.BLOCK
     assert found == {name: getattr(record, name) for name in limits} | others
     assert gated == activations.GATED
     parts = re.findall(r"^comptime MOST_PARTS = (\d+)$", PARTS_MOJO, re.M)
