@@ -11,6 +11,7 @@ Training is forward and backward, with new gradients and no optimizer. Each is f
 the model in float32, one call of a batch at a time, so that it takes little memory: whatever errs
 more than twice as much as eager is not timed. In inference, `fused_norm-frozen` is a copy of the
 model that is frozen, with weights offloaded; its memory counts what it takes more than the model.
+`fused_norm-small`, by request, fuses calls of every size (`small=True`), in training.
 `--resume` measures what a file lacks.
 """
 
@@ -51,7 +52,8 @@ MODELS = {
 }
 MODES = ("forward", "train")
 FROZEN = "fused_norm-frozen"
-PROVIDERS = ("eager", "compile", "fused_norm", FROZEN)
+SMALL = "fused_norm-small"
+PROVIDERS = ("eager", "compile", "fused_norm", FROZEN, SMALL)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What errs more than this of eager's error is wrong; less than the other is rounding alone.
 MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
@@ -180,20 +182,23 @@ def _results(
             y = output_of(run, given)
             if mode == "forward":
                 return [y]
-            dy = torch.linspace(-1, 1, y.shape[-1], device=y.device, dtype=y.dtype)
-            found = torch.autograd.grad(y, own, dy.expand_as(y), allow_unused=True)
-            return [y.detach(), *(g for g in found if g is not None)]
+            return [y.detach(), *torch.autograd.grad(y, own, _gradient_of(y))]
 
         return step
 
     dtype = parameters[0].dtype
     # The same parameters, which narrow again to what they were.
     model.float()
+    if mode == "train":
+        y = output_of(model, next(_each_alone(inputs)))
+        found = torch.autograd.grad(y, parameters, _gradient_of(y), allow_unused=True)
+        # Of those that nothing reads, eager has no gradient, and AOTAutograd may have zeros.
+        parameters = [p for p, g in zip(parameters, found, strict=True) if g is not None]
+        del y, found
     exact = _summed(bound(model, parameters, each)() for each in _each_alone(inputs))
     model.to(dtype)
-    asked = ["eager", *(p for p in options.provider or PROVIDERS if p != "eager")]
-    if mode == "train" and FROZEN in asked:
-        asked.remove(FROZEN)
+    asked = ["eager", *(p for p in options.provider or PROVIDERS[:-1] if p != "eager")]
+    asked = [p for p in asked if p != (FROZEN if mode == "train" else SMALL)]
     device = parameters[0].device
     # A copy, as the others' parameters are not frozen.
     models = {p: copy.deepcopy(model) if p == FROZEN else model for p in asked}
@@ -225,6 +230,12 @@ def _results(
         times = rounds.timings(provider)
         results[provider]["timings"] = {k: dataclasses.asdict(t) for k, t in times.items()}
     return results
+
+
+def _gradient_of(y: Tensor) -> Tensor:
+    """Return the gradient of an output that training begins with."""
+    dy = torch.linspace(-1, 1, y.shape[-1], device=y.device, dtype=y.dtype)
+    return dy.expand_as(y)
 
 
 def _each_alone(inputs: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -263,7 +274,10 @@ def _provided(provider: str, model: nn.Module, then: str, sites: list[Site]) -> 
     if provider == FROZEN:
         freeze(model.eval(), offload=True)
         sites = []
-    ours: Any = functools.partial(backend, options={"then": then}, sites=sites)
+    asked = {"then": then} | ({"small": True} if provider == SMALL else {})
+    if provider == SMALL:
+        sites = []
+    ours: Any = functools.partial(backend, options=asked, sites=sites)
     return torch.compile(model, backend=ours)
 
 
