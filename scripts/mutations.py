@@ -51,6 +51,7 @@ WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_row
 GROUPED = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and bfloat16")
 # In float16, which is not folded.
 GROUPED_HALF = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and float16")
+BOTH_NORMS = ("tests/op/norm_linear/test_sm90_backward.py", "-k", "both_norms and rms_norm")
 PASSED_ROWS = (
     "tests/op/norm_linear/test_sm90_backward.py",
     "-k",
@@ -74,6 +75,7 @@ KERNELS: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
     PASSED_ROWS: (_PRODUCT, _ENTRIES),
     GROUPED: (_PRODUCT,),
     GROUPED_HALF: (("norm_linear_sm90", "float16"),),
+    BOTH_NORMS: (("norm_linear_sm90", "float16"),),
     ROWS_PASSED: (_PRODUCT,),
     WAITING: (_PRODUCT,),
     REACHING: (_PRODUCT,),
@@ -475,6 +477,14 @@ MUTATIONS = (
         "await_counter(self.stored.unsafe_offset(Int(step)), tiles)",
         "pass",
         PASSED_ROWS,
+    ),
+    Mutation(
+        "RMSNorm's row pass in float16 is LayerNorm's",
+        "gpu",
+        "fused_norm/native/norm_linear_sm90.mojo",
+        "            backward[DTYPE, RmsNorm](launcher, call)",
+        "            backward[DTYPE, LayerNorm](launcher, call)",
+        BOTH_NORMS,
     ),
     Mutation(
         "a row beyond the last one in the sums over rows",

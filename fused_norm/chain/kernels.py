@@ -127,9 +127,7 @@ def gpu_extension(name: str, dtype: torch.dtype, device: int) -> build.Extension
 @functools.cache
 def hopper_extension(dtype: torch.dtype, norm: int) -> build.Extension:
     """Return Hopper's extension for a dtype and a norm, by its number."""
-    return build.Extension(
-        build.HOPPER_EXTENSION, build.DTYPES[dtype], "nvidia:sm_90a", norm=by_number(norm)
-    )
+    return build.hopper_extension(build.DTYPES[dtype], by_number(norm))
 
 
 @functools.cache

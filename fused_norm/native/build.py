@@ -42,6 +42,7 @@ HOPPER_EXTENSION = "norm_linear_sm90"
 FP8_EXTENSION = "fp8_sm90"
 HEAD_EXTENSION = "head_sm90"
 HEAD_DTYPE = "bfloat16"
+FOLDED_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,23 @@ def extensions(target: str, dtypes: list[str]) -> list[Extension]:
     kept = [dtype for dtype in dtypes if dtype != "float64"]
     found = [Extension(name, dtype, vendor + target) for name in GPU_EXTENSIONS for dtype in kept]
     if target.endswith("sm_90a"):
-        found += [
-            Extension(HOPPER_EXTENSION, dtype, vendor + target, norm=norm)
-            for norm in NORMS
-            for dtype in kept
-        ]
+        # Both norms of a dtype may share one.
+        found += dict.fromkeys(hopper_extension(dtype, norm) for norm in NORMS for dtype in kept)
         if HEAD_DTYPE in kept:
             for name in (FP8_EXTENSION, HEAD_EXTENSION):
                 found.append(Extension(name, HEAD_DTYPE, vendor + target))
     return found
+
+
+def hopper_extension(dtype: str, norm: str) -> Extension:
+    """Return Hopper's products for a dtype and a norm.
+
+    Args:
+        dtype: Name of the dtype.
+        norm: Name of the norm. In bfloat16, whose weights are folded, each has a build of its own.
+    """
+    own = norm if dtype == FOLDED_DTYPE else LAYER_NORM
+    return Extension(HOPPER_EXTENSION, dtype, "nvidia:sm_90a", norm=own)
 
 
 @functools.cache

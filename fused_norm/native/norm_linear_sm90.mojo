@@ -1,7 +1,7 @@
 """A CPython extension that launches the sm_90a kernels on PyTorch's stream.
 
-Built once per dtype and norm: mojo build -I . -D dtype=bfloat16 [-D rms_norm=1]
---emit shared-lib --target-accelerator=nvidia:sm_90a. Each pass takes the address of its `Call`,
+Built once per dtype, and for bfloat16, which folds, once per norm: mojo build -I . -D dtype=bfloat16
+[-D rms_norm=1] --emit shared-lib --target-accelerator=nvidia:sm_90a. Each pass takes the address of its `Call`,
 once to plan it and once to run it. All tensors are dense; those that a pass
 writes, and its workspace, start at multiples of 16 bytes.
 """
@@ -16,6 +16,7 @@ from op.device import Launcher, new_launcher, use_costs
 from op.entry import add_pass, from_c
 from op.norm_linear.sm90.backward import backward
 from op.norm_linear.sm90.backward_plan import plan_backward
+from op.norm_linear.sm90.choice import RMS_NORM
 from op.norm_linear.sm90.fold import fold
 from op.norm_linear.sm90.forward import forward
 from op.norm_linear.sm90.forward_plan import plan_forward
@@ -45,7 +46,9 @@ from op.norms.norm import Norm
 from op.norms.rms_norm import RmsNorm
 
 comptime DTYPE = get_defined_dtype["dtype", DType.bfloat16]()
+# Of a build for bfloat16. In float16 only the row pass knows the norm, in float32 nothing does.
 comptime NORM: Norm = RmsNorm if is_defined["rms_norm"]() else LayerNorm
+comptime ANY_NORM = DTYPE != DType.bfloat16
 
 
 def _plan[
@@ -63,6 +66,26 @@ def _run[
         raise Error("only forwards of norms are in float32")
     else:
         runs(Launcher.at(call[].context)[], call[])
+
+
+def _backward(launcher: Launcher, call: Call) raises:
+    comptime if ANY_NORM:
+        if call.normalization == RMS_NORM:
+            backward[DTYPE, RmsNorm](launcher, call)
+        else:
+            backward[DTYPE, LayerNorm](launcher, call)
+    else:
+        backward[DTYPE, NORM](launcher, call)
+
+
+def _passed_rows(launcher: Launcher, call: Call) raises:
+    comptime if ANY_NORM:
+        if call.normalization == RMS_NORM:
+            passed_rows[DTYPE, RmsNorm](launcher, call)
+        else:
+            passed_rows[DTYPE, LayerNorm](launcher, call)
+    else:
+        passed_rows[DTYPE, NORM](launcher, call)
 
 
 def _plan_forward(call: CallPointer) raises:
@@ -117,7 +140,7 @@ def norm_linear_plan_backward(call: CallPointer) abi("C") -> Int:
 
 @export
 def norm_linear_backward(call: CallPointer) abi("C") -> Int:
-    return from_c[_run[backward[DTYPE, NORM]]](call)
+    return from_c[_run[_backward]](call)
 
 
 @export
@@ -182,7 +205,7 @@ def norm_linear_plan_passed_rows(call: CallPointer) abi("C") -> Int:
 
 @export
 def norm_linear_passed_rows(call: CallPointer) abi("C") -> Int:
-    return from_c[_run[passed_rows[DTYPE, NORM]]](call)
+    return from_c[_run[_passed_rows]](call)
 
 
 @export
@@ -218,9 +241,9 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             "plan_backward",
             "writes strategy, workspace_bytes",
         ](builder)
-        add_pass[
-            _run[backward[DTYPE, NORM]], "backward", "queues what was planned"
-        ](builder)
+        add_pass[_run[_backward], "backward", "queues what was planned"](
+            builder
+        )
         add_pass[
             _fold,
             "fold",
@@ -276,7 +299,7 @@ def PyInit_norm_linear_sm90() abi("C") -> PythonObject:
             "writes strategy, workspace_bytes",
         ](builder)
         add_pass[
-            _run[passed_rows[DTYPE, NORM]],
+            _run[_passed_rows],
             "passed_rows",
             "queues dx, dgamma, dbeta and z in place of dz",
         ](builder)

@@ -17,7 +17,9 @@ from processes import assert_same_after_a_fork
 
 import fused_norm as fn
 from fused_norm.__main__ import main
+from fused_norm.chain.kernels import hopper_extension
 from fused_norm.native import build, cache
+from fused_norm.norms import LAYER_NORM, NORMALIZATIONS, NORMS
 
 TINY = """
 from std.os import abort
@@ -272,6 +274,23 @@ def test_works_after_fork() -> None:
         return [y, *torch.autograd.grad(y, (x, w), grad_output)]
     """
     assert_same_after_a_fork(setup, "step()")
+
+
+def test_norms_share_what_does_not_fold() -> None:
+    """Each file of products for Hopper is a megabyte of a wheel and a minute of the compiler."""
+    found = build.extensions("sm_90a", list(build.DTYPES.values()))
+    hopper = [extension for extension in found if extension.name == build.HOPPER_EXTENSION]
+    assert sorted((extension.dtype, extension.norm) for extension in hopper) == [
+        *(("bfloat16", norm) for norm in NORMALIZATIONS),
+        ("float16", LAYER_NORM),
+        ("float32", LAYER_NORM),
+    ]
+    used = {
+        hopper_extension(dtype, norm.number)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for norm in NORMS.values()
+    }
+    assert used == set(hopper)
 
 
 def test_threads_share_the_op() -> None:

@@ -13,7 +13,6 @@ from max.gpu import (
 )
 from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.host import FuncAttribute
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from std.math import ceildiv
@@ -32,6 +31,7 @@ from op.gemm.sm90.barriers import (
     mbarrier_wait,
 )
 from op.gemm.sm90.registers import registers_lower, registers_raise
+from op.gemm.sm90.tensor_map import Map
 from op.gemm.sm90.tma import address_of, load_tile
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
 
@@ -58,8 +58,8 @@ comptime CONFIG = Config.of(COLUMNS)
 @__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
 def ring_kernel(
-    a_map: TMADescriptor,
-    b_map: TMADescriptor,
+    a_map: Map,
+    b_map: Map,
     c: Int64,
     m: Int32,
     n: Int32,

@@ -14,7 +14,6 @@ from max.gpu import (
 )
 from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.host import FuncAttribute
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from std.math import ceildiv
@@ -36,6 +35,7 @@ from op.gemm.sm90.barriers import (
     meet_cluster,
 )
 from op.gemm.sm90.registers import registers_lower, registers_raise
+from op.gemm.sm90.tensor_map import Map
 from op.gemm.sm90.tma import address_of, load_tile, load_tile_multicast
 from op.gemm.sm90.tiles import Tiles
 from op.gemm.sm90.wgmma import K_BLOCK, SLICE_BYTES
@@ -70,8 +70,8 @@ comptime BAND = 8
 @__llvm_arg_metadata(a_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(b_map, `nvvm.grid_constant`)
 def cluster_kernel(
-    a_map: TMADescriptor,
-    b_map: TMADescriptor,
+    a_map: Map,
+    b_map: Map,
     c: Int64,
     m: Int32,
     n: Int32,

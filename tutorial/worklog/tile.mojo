@@ -9,11 +9,10 @@ from max.gpu.compute.mma import (
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
 )
-from max.gpu.host.nvidia.tma import TMADescriptor
 from std.sys import inlined_assembly, is_defined
 
 from op.device import Gpu
-from op.gemm.sm90.tensor_map import tensor_map
+from op.gemm.sm90.tensor_map import Map, tensor_map
 from op.gemm.sm90.wgmma import K_BLOCK, ROW_BYTES
 
 from entry import Task
@@ -36,9 +35,7 @@ comptime Sums = SIMD[DType.float32, SUMS]
 """The sums of a thread."""
 
 
-def operand_maps[
-    b_box: Int
-](gpu: Gpu, task: Task) raises -> Tuple[TMADescriptor, TMADescriptor]:
+def operand_maps[b_box: Int](gpu: Gpu, task: Task) raises -> Tuple[Map, Map]:
     """Describes a and b to TMA: boxes of 128 rows of a, and of some rows of b, by a k block of 64.
 
     Parameters:

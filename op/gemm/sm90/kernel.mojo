@@ -12,7 +12,6 @@ from std.memory import AddressSpace
 from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim
 from max.gpu import thread_idx
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
@@ -34,7 +33,7 @@ from .producer import produce
 from .product import Product
 from .registers import registers_lower, registers_raise
 from .shared_layout import Shared
-from .tensor_map import Maps
+from .tensor_map import Map, Maps
 from .tiles import Tiles
 from .tma import address_of, prefetch_tensor_map
 from .wgmma import row_elements
@@ -61,7 +60,7 @@ def matrix_kernel[
     a_maps: Maps[config.a_count()],
     b_maps: Maps[config.b_count()],
     c_maps: Maps[config.c_count()],
-    more_map: TMADescriptor,
+    more_map: Map,
     product: Product[E, H],
 ):
     """Computes tiles of c until there are none left.

@@ -4,7 +4,6 @@ from std.sys import size_of
 from std.utils import StaticTuple
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max.gpu.host.nvidia.tma import (
-    TMADescriptor,
     TensorMapDataType,
     TensorMapFloatOOBFill,
     TensorMapInterleave,
@@ -17,45 +16,47 @@ from .eight_bits import is_eight_bits
 from .parts import MAP_BYTES
 from .wgmma import row_elements
 
+comptime _MAP_WORDS = MAP_BYTES // 8
+comptime Map = Maps[1]
+"""A tensor map."""
+
 
 @align(64)
 struct Maps[count: Int](ImplicitlyCopyable, KernelArgument):
     """Tensor maps of matrices that stand for one operand, as a kernel gets them.
 
+    They stay in memory: MAX's `TMADescriptor` is passed between functions byte by byte.
+
     Parameters:
         count: How many.
     """
 
-    var data: StaticTuple[UInt8, MAP_BYTES * Self.count]
+    var data: StaticTuple[UInt64, _MAP_WORDS * Self.count]
     """The maps, one after another."""
 
-    def __init__(out self, first: TMADescriptor):
+    def __init__(out self):
+        """Starts with zeros."""
+        self.data = StaticTuple[UInt64, _MAP_WORDS * Self.count](fill=0)
+
+    def __init__(out self, first: Map):
         """Starts with one, which stands for all of them until others do.
 
         Args:
             first: The first.
         """
-        self.data = StaticTuple[UInt8, MAP_BYTES * Self.count]()
+        self = Self()
         comptime for i in range(Self.count):
             self.set(i, first)
 
-    def set(mut self, i: Int, map: TMADescriptor):
+    def set(mut self, i: Int, map: Map):
         """Sets a map.
 
         Args:
             i: Which one.
             map: The map.
         """
-        var source = Pointer(to=map).unsafe_bitcast[UInt64]()
-        var place = (
-            Pointer(to=self)
-            .unsafe_bitcast[UInt64]()
-            .unsafe_offset(i * (MAP_BYTES // 8))
-        )
-        comptime for word in range(MAP_BYTES // 8):
-            place.unsafe_offset(word).unsafe_store(
-                source.unsafe_offset(word).unsafe_load()
-            )
+        comptime for word in range(_MAP_WORDS):
+            self.data[i * _MAP_WORDS + word] = map.data[word]
 
 
 def tensor_map[
@@ -69,7 +70,7 @@ def tensor_map[
     box_rows: Int,
     pitch: Int = 0,
     box_columns: Int = row_elements[dtype](),
-) raises -> TMADescriptor:
+) raises -> Map:
     """Describes a row-major matrix to TMA, in boxes of 128, 64 or 32 bytes of
     each row, swizzled as wide.
 
@@ -92,7 +93,7 @@ def tensor_map[
     Raises:
         If the driver refuses.
     """
-    var map = TMADescriptor()
+    var map = Map()
     var sizes = SIMD[DType.int64, 2](Int64(columns), Int64(rows))
     var row_bytes = Int64((pitch if pitch else columns) * size_of[dtype]())
     var box = SIMD[DType.int32, 2](Int32(box_columns), Int32(box_rows))
@@ -133,7 +134,7 @@ def operand_map[
     k: Int,
     box_rows: Int,
     pitch: Int = 0,
-) raises -> TMADescriptor:
+) raises -> Map:
     """Describes an operand of a product, in the boxes it is copied in.
 
     TMA rounds float32 to tf32, where tensor cores would drop the lower

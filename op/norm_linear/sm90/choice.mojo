@@ -14,8 +14,8 @@ from .alignment import ALIGNMENT, are_aligned, behind_pass
 from .costs import Costs
 from .fold import products
 
-# The number of its kind in `Call.normalization`.
-comptime _RMS_NORM = 1
+comptime RMS_NORM = 1
+"""The number of its kind in `Call.normalization`."""
 
 # Columns of a box.
 comptime _BOX = 64
@@ -69,7 +69,7 @@ def is_fold(call: Call) -> Bool:
         Whether the norm is an RMSNorm without parameters; a gate's two weights have to alternate, though.
     """
     return (
-        call.normalization == _RMS_NORM
+        call.normalization == RMS_NORM
         and (call.gamma | call.beta) == 0
         and call.activation < GATED
     )

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from kernel_harness import Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
+import fused_norm as fn
 from fused_norm.composition import Operands, Spec
+from fused_norm.norms import NORMALIZATIONS, NORMS
 
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
@@ -301,3 +303,25 @@ class TestBackward:
             assert b is not None
             assert c is not None
             assert_as_exact(a, b, c, "gradient")
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("shape", [SHAPES[0], PASSED[0]], ids=str)
+def test_both_norms_in_float16(shape: tuple[int, int, int], normalization: str) -> None:
+    """They share a build, whose row pass asks each call for its norm."""
+    m, k, n = shape
+    x, gamma = random(m, k, dtype=torch.float16, mean=1.0), random(k, dtype=torch.float16)
+    w, bias = random(n, k, dtype=torch.float16, scale=k**-0.5), random(n, dtype=torch.float16)
+    dy = random(m, n, dtype=torch.float16)
+    leaves = [t.requires_grad_() for t in (x, gamma, w, bias)]
+    y = fn.norm_linear(x, w, bias, normalization=normalization, norm_weight=gamma, eps=EPS)
+    ours = torch.autograd.grad(y, leaves, dy)
+
+    def by_pytorch(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        own = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        z = NORMS[normalization].function(own[0], (k,), own[1], None, EPS)
+        return torch.autograd.grad(F.linear(z, *own[2:]), own, dy.to(dtype))
+
+    both = zip(ours, by_pytorch(torch.float16), by_pytorch(torch.float64), strict=True)
+    for name, (a, b, c) in zip(("x", "gamma", "w", "bias"), both, strict=True):
+        assert_as_exact(a, b, c, name)

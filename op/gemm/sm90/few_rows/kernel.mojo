@@ -17,7 +17,6 @@ from max.gpu import (
     grid_dim,
     thread_idx,
 )
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
@@ -44,7 +43,7 @@ from ..shared_memory import (
     store_remote_value,
     store_shared_pair,
 )
-from ..tensor_map import Maps
+from ..tensor_map import Map, Maps
 from ..tma import address_of
 from ..wgmma import (
     K_BLOCK,
@@ -85,7 +84,7 @@ def few_rows_kernel[
     H: RowHook,
 ](
     b_maps: Maps[count_maps(parts)],
-    a_map: TMADescriptor,
+    a_map: Map,
     first_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
     second_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
     third_c: Pointer[Scalar[result_type[dtype]()], MutAnyOrigin],
