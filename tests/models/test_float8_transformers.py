@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from float8_models import Block, OneLayer, compiled, decibels, report, rows
+from strategies import told_by
 from torch import Tensor, nn
 
 from fused_norm import recipes
@@ -85,7 +86,7 @@ def of_kernel(
     scales = tiles.abs().amax(-1, keepdim=True) / 448
     q = (tiles / scales.clamp_min(1e-12)).to(E4M3).float()
     weight = F.pad(B.float(), (0, -K % BLOCK)).unflatten(-1, (-1, BLOCK))
-    total = torch.zeros(q.shape[0], N)
+    total = torch.zeros(q.shape[0], N, device=A.device)
     for k in range(q.shape[1]):
         factors = scales[:, k] * Bs.float()[:, k].repeat_interleave(BLOCK)[:N]
         total += q[:, k] @ weight[:, k].t() * factors
@@ -101,7 +102,8 @@ def registered() -> Iterator[Any]:
             f"{name}(Tensor A, Tensor B, Tensor Bs, int[] block_size, "
             "ScalarType? output_dtype=None) -> Tensor"
         )
-        library.impl(name, of_kernel, "CPU")
+        for kind in ("CPU", "CUDA"):
+            library.impl(name, of_kernel, kind)
         library.impl(
             name,
             lambda A, B, Bs, block_size, output_dtype=None: A.new_empty(
@@ -244,6 +246,33 @@ def test_what_no_recipe_of_ours_is_stays(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(compressed, "quantize_fp8_per_row", otherwise)
         assert "quantized in another way" in report(model, x)["linear"]
         assert torch.equal(compiled(model)(x), model(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="only Hopper has kernels for 8 bits",
+)
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("then", ["eager", "inductor"])
+def test_blocks_are_recognized_on_gpus(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Hopper's kernels, with their numbers; left to transformers where those are off."""
+    monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
+    torch.manual_seed(0)
+    plain = Block().bfloat16()
+    model, x = converted(plain, of_blocks).cuda(), rows().cuda()
+    with torch.no_grad():
+        exact, theirs = plain.double()(rows().double()), model(x)
+        with told_by("has_blocks", lambda: False):
+            found = report(model, x)
+            assert any("no kernels for blockwise" in reason for reason in found.values()), found
+            assert torch.equal(compiled(model, then="eager")(x), theirs)
+        with told_by("has_blocks", lambda: True):
+            found = report(model, x)
+            assert {found["norm1"], found["norm2"], found["out"]} == {"FP8 blockwise"}
+            ours = compiled(model, then=then)(x)
+    assert decibels(ours.cpu(), exact) > max(30.0, decibels(theirs.cpu(), exact) - 0.3)
+    assert decibels(ours, theirs) > 34
 
 
 def test_a_weight_of_two_parameters_has_no_ops() -> None:

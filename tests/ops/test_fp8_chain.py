@@ -103,9 +103,9 @@ def test_what_kernels_do_not_take_is_left_to_pytorch(ran: Ran) -> None:
     assert not ran
 
 
-def operands(sizes: tuple[int, ...], has_bias: tuple[bool, ...]) -> list[Any]:
-    x = matrix(2, M // 2, K).requires_grad_()
-    weights = [(matrix(n, K, seed=n) / 8).requires_grad_() for n in sizes]
+def operands(sizes: tuple[int, ...], has_bias: tuple[bool, ...], k: int = K) -> list[Any]:
+    x = matrix(2, M // 2, k).requires_grad_()
+    weights = [(matrix(n, k, seed=n) / 8).requires_grad_() for n in sizes]
     pairs = zip(sizes, has_bias, strict=True)
     # At no multiple of 16 bytes.
     biases = [matrix(n + 1, seed=n)[1:].requires_grad_() if has else None for n, has in pairs]
@@ -160,6 +160,16 @@ def test_steps(recipe: str, layers: Any, twice: Any) -> None:
     assert products == count * ((not together) + 1 + how.has_fp8_wgrad)
     # Nothing says that an earlier call made what is multiplied.
     assert not any(strategy for _, strategy in ran)
+
+
+def test_steps_of_many_blocks(twice: Any) -> None:
+    """Whole blocks and a part of one, along each side."""
+    x, weights, biases = operands((272, 400), (True, False), 304)
+    ran = names(same_step("blockwise", x, weights, biases, twice))
+    # Rows once, both weights, and both gradients; no columns.
+    assert ran.count("quantize") == 5
+    assert ran.count("linear") == 4
+    assert set(ran) == {"quantize", "linear"}
 
 
 @pytest.mark.parametrize("recipe", SERVED)
