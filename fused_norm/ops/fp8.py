@@ -17,6 +17,7 @@ from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.eight_bits import quantize
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
+from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.ops.scaled_linears import ScaledLinears, linears
 from fused_norm.recipes import Recipe
 
@@ -185,7 +186,7 @@ def _multiplied(
         # As kernels need it: norms give float32 there.
         z = cast(dtype, z)[0]
     pairs = [
-        (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b, dtype)
+        (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b, dtype, power_of_two)
         for w, b in zip(weights, biases, strict=True)
     ]
     ws, bs = [w for w, _ in pairs], [b for _, b in pairs]
@@ -197,20 +198,23 @@ def _multiplied(
 
 
 def _as_in_linear(
-    z: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+    z: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, power_of_two: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias as `F.linear` multiplies and adds them.
+    """Return weight and bias as `F.linear` multiplies and adds them, but for a weight's rounding.
 
     Args:
         z: Of shape `[..., K]`.
         weight: Should be of shape `[N, K]`.
         bias: Should be None, or broadcast against `[N]`.
         dtype: That of autocast, or None.
+        power_of_two: Whether scales are powers of two.
 
     Raises:
         RuntimeError: As `F.linear`, if shapes or dtypes disagree.
     """
-    if dtype is not None:
+    if dtype is torch.bfloat16 and weight.dtype is torch.float32 and power_of_two:
+        weight, (bias,) = RoundedToOdd.apply(weight), cast(dtype, bias)
+    elif dtype is not None:
         weight, bias = cast(dtype, weight, bias)
     elif not all(v is None or v.dtype is z.dtype for v in (weight, bias)):
         F.linear(z, weight, bias)

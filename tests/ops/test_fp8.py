@@ -29,6 +29,7 @@ import fused_norm as fn
 from fused_norm import composition, recipes
 from fused_norm.call import frozen
 from fused_norm.ops import fp8, scaled
+from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.recipes import E4M3, E5M2, Cast
 
 
@@ -58,6 +59,55 @@ def test_products_are_no_worse_than_those_of_torchao(recipe: str, seed: int) -> 
     exact = gradients(F.linear, *(v.double() for v in tensors))
     for name, a, t, e in zip(("y", "dx", "dweight"), found, theirs, exact, strict=False):
         assert decibels(a, e) > decibels(t, e) - SHORT, name
+
+
+# Scales of the first two are powers of two, which those of a tensor are not.
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_weights_under_autocast_are_rounded_once(recipe: str, compiles: bool) -> None:
+    """Of a weight in float32, as torchao has it: rounded to bfloat16 first, some would differ."""
+    x, w, b, dy = leaves(torch.float32)
+
+    def ours(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return fp8.scaled_linear(x, w, b, recipe=recipe)
+
+    function = torch.compile(ours, backend="aot_eager") if compiles else ours
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(function, x.bfloat16(), w, b, dy)
+        theirs = gradients(lambda *t: in_torchao(recipe, *t), x.bfloat16(), w, b, dy)
+    for a, t in zip(found[:3], theirs[:3], strict=True):
+        assert a.dtype is t.dtype
+        # torchao rounds a product before it adds a bias.
+        assert decibels(a, t) > 46
+    assert torch.equal(found[1], theirs[1])
+
+
+@pytest.mark.parametrize("scaling", ["row", "128x128"])
+def test_numbers_rounded_to_odd_have_the_bits_of_float32(scaling: str) -> None:
+    torch.manual_seed(0)
+    v = torch.randn(256, 512) * torch.logspace(-18, 18, 256)[:, None]
+    # At the middle of two numbers of 8 bits, and just beside it; scales at their limits.
+    v[:64] = (torch.randint(8, 16, (64, 512)) + 0.5) * (1 + torch.randn(64, 512) * 1e-6)
+    v[64, 0] = v[65].abs().max() * 448
+    v[66:70, 3] = torch.tensor([448, 448 * (1 + 2**-23), 448 * (1 - 2**-24), 1e-12])
+    v[66:70, :3] = 0
+    v[66:70, 4:] = 0
+    rounded = RoundedToOdd.apply(v)
+    assert rounded.dtype is torch.bfloat16
+    for a, e in zip(
+        recipes.quantize(rounded, Cast(E4M3, scaling), True),
+        recipes.quantize(v, Cast(E4M3, scaling), True),
+        strict=True,
+    ):
+        assert torch.equal(a.float(), e.float())
+    nearest, exact = (
+        recipes.quantize(each, Cast(E4M3, scaling), True)[0].float() for each in (v.bfloat16(), v)
+    )
+    assert not torch.equal(nearest, exact)
+    edges = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0])
+    assert torch.equal(RoundedToOdd.apply(edges).float().nan_to_num(7), edges.nan_to_num(7))
+    # A NaN whose bits bfloat16 has no room for.
+    assert RoundedToOdd.apply(torch.tensor([0x7F800001]).int().view(torch.float32)).isnan()
 
 
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
@@ -239,6 +289,8 @@ def test_under_autocast_rows_have_its_dtype(recipe: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(recipes, "quantize", counted)
     x, w, b, dy = leaves(torch.float32)
     narrow = [v.detach().bfloat16() for v in (x, w, b, dy)]
+    if recipes.find(recipe).power_of_two:
+        narrow[1] = RoundedToOdd.apply(w.detach())
     expected = gradients(lambda *t: fp8.scaled_linear(*t, recipe=recipe), *narrow)
     seen.clear()
     with torch.autocast("cpu", torch.bfloat16):
