@@ -22,10 +22,10 @@ from fused_norm.chain.head_rows import Chunk, Others, Rows
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.native import build, compiler
 
-# Whether our product computes the gradient of x. Off until its tests have run on a GPU.
-OWN_DX = False
-# Whether the kernel of losses checks the labels, in place of seven small ones. Off until then, too.
-CHECKS_LABELS = False
+# Whether our product computes the gradient of x; tests and measurements compare with PyTorch's.
+OWN_DX = True
+# Whether the kernel of losses checks the labels, in place of seven small ones.
+CHECKS_LABELS = True
 # SMs of an H100: what the model of tiles takes where no GPU is.
 _PROCESSORS = 132
 # Classes whose logits tell a row's offset.
