@@ -20,6 +20,8 @@ import fused_norm as fn
 from fused_norm import recipes
 from fused_norm.call import frozen
 from fused_norm.call.offload import key_of
+from fused_norm.chain import library
+from fused_norm.ops import node, norm_linear
 from fused_norm.ops.fp8 import scaled_linear
 
 x = torch.randn(6, 32)
@@ -75,6 +77,29 @@ def test_parameters_without_gradients_let_them_through() -> None:
     other(expected).sum().backward()
     torch.testing.assert_close(rows.grad, expected.grad)
     fn.unfreeze(model)
+
+
+def test_small_calls_are_not_left_where_something_is_to_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the node, which leaves them to Python until something is, did so for good."""
+    monkeypatch.setattr(norm_linear, "is_host_bound", lambda t: True)
+    monkeypatch.setattr(library, "load_node", lambda: object())
+    monkeypatch.setattr(node, "module", lambda: None)
+    forward, made = norm_linear.ops.forward, list[int]()
+    monkeypatch.setattr(
+        norm_linear.ops, "forward", lambda *given: made.append(1) or forward(*given)
+    )
+    layer, other = fn.LayerNormLinear(32, 16).eval(), fn.LayerNormLinear(32, 16).eval()
+    with torch.no_grad():
+        expected = layer(x)
+        assert not made
+        fn.freeze(layer)
+        torch.testing.assert_close(layer(x), expected)
+        assert made == [1]
+        other(x)
+        assert made == [1]
+    fn.unfreeze(layer)
 
 
 def test_a_model_in_training_is_refused() -> None:

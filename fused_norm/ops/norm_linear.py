@@ -14,6 +14,7 @@ from fused_norm import composition
 from fused_norm.call import frozen
 from fused_norm.call.memory import LOW_PRECISION, in_memory
 from fused_norm.call.results import Results
+from fused_norm.chain import library
 from fused_norm.composition import NAMES, Operands, Spec, flat, has_sum, reached, unflat
 from fused_norm.ops import norm_linear_ops as ops
 from fused_norm.ops.invariance import require_invariant
@@ -206,6 +207,17 @@ def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
     )
 
 
+def _is_left(t: Operands) -> bool:
+    """Return whether PyTorch's ops finish a call sooner, from which nothing else follows.
+
+    The compiled node leaves frozen parameters to Python until something is made of them, which it
+    then finds by itself.
+    """
+    if frozen.has_offloaded() or not is_host_bound(t):
+        return False
+    return not (frozen.of(t.weights) and library.load_node() is not None)
+
+
 # What `apply` comes down to where no transform is active, 3 us faster.
 _apply = super(torch.autograd.Function, NormLinear).apply
 
@@ -224,7 +236,7 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
         with record_function(f"fused_norm::{name}"):
             return call(spec, t, owners, True)
     may_be_bound = owners is None and not (spec.batch_invariant or is_watched())
-    if may_be_bound and not frozen.has_offloaded() and is_host_bound(t):
+    if may_be_bound and _is_left(t):
         return composition.compute(spec, t)
     if has_dtensor(t):
         if spec.batch_invariant:

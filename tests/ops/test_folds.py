@@ -240,6 +240,23 @@ def test_threads_that_share_an_offloaded_layer(folds: list[int]) -> None:
     assert len(folds) == 1 + 20
 
 
+@pytest.mark.as_dispatched
+def test_small_calls_find_what_was_kept(
+    folds: list[int], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fused_norm.chain.library.load_node", lambda: object())
+    layer = fn.LayerNormLinear(4096, 4096, **BFLOAT16).eval()
+    x = torch.randn(64, 4096, **BFLOAT16)
+    fn.freeze(layer)
+    with torch.no_grad():
+        layer(x)
+        assert len(folds) == 1
+        if "C++" in request.node.name:
+            # From now on, Python is not asked.
+            monkeypatch.setattr("fused_norm.ops.norm_linear.call", lambda *_: pytest.fail("asked"))
+        check_layer(layer, x)
+
+
 def test_offloaded_model_takes_no_more_memory() -> None:
     # What earlier tests left would be freed meanwhile.
     gc.collect()
