@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -270,6 +271,17 @@ def test_offloaded_weights_come_back(device: str) -> None:
             fn.unfreeze(model)
         assert torch.equal(model[0].weight, before)
     model(rows).sum().backward()
+
+
+def test_a_program_ends_quietly_with_a_frozen_model() -> None:
+    program = (
+        "import torch, fused_norm as fn\n"
+        "model = fn.LayerNormLinear(32, 16).eval()\n"
+        "with torch.no_grad():\n"
+        "    fn.freeze(model)(torch.randn(6, 32))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("recipe", list(recipes.RECIPES))

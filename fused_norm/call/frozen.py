@@ -7,6 +7,7 @@ so that nothing else can have its place; one that is given other memory is not f
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -144,8 +145,10 @@ class Frozen:
         while self.on_thaw:
             self.on_thaw.pop()()
 
-    def __del__(self) -> None:
-        self._forget()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The interpreter's end takes the names of this module away first.
+        if not is_finalizing():
+            self._forget()
 
     def _forget(self) -> None:
         with _lock:
