@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_norm.activations import ACTIVATIONS, is_gate
+from fused_norm.activations import after_products
 from fused_norm.norms import LAYER_NORM, NORMS
 from fused_norm.reference import widened
 
@@ -152,19 +152,6 @@ def _layers(
     return after_products(products, activation, is_joined)
 
 
-def after_products(products: list[Tensor], activation: str, is_joined: bool) -> list[Tensor]:
-    """Return the activation of each product, or of all side by side.
-
-    Args:
-        products: Of shape `[..., N]` each.
-        activation: One of ACTIVATIONS, or `""` for none.
-        is_joined: Whether they are columns of one tensor.
-    """
-    if is_joined:
-        products = [products[0] if len(products) == 1 else torch.cat(products, -1)]
-    return [activated(activation, h) for h in products]
-
-
 def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _layers) -> list[Tensor]:
     """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
 
@@ -246,38 +233,6 @@ def _last_size(tensor: Any) -> torch.Size:
     """Return the size of the last dimension, an empty one where there is none."""
     # A nested tensor of this layout raises when asked for a shape.
     return torch.Size() if not isinstance(tensor, Tensor) or tensor.is_nested else tensor.shape[-1:]
-
-
-def activated(activation: str, h: Tensor) -> Tensor:
-    """Return an activation of h, in its dtype: of a gate half as wide as h.
-
-    Args:
-        activation: One of ACTIVATIONS, or `""` for none.
-        h: Of shape `[..., N]`, for a gate `[..., 2N]`, the gate first.
-    """
-    if not activation:
-        return h
-    function = ACTIVATIONS[activation].function
-    if not is_gate(activation):
-        return function(h)
-    gate, up = widened(h).chunk(2, -1)
-    return (function(gate) * up).to(h.dtype)
-
-
-def activation_gradient(activation: str, da: Tensor, h: Tensor) -> Tensor:
-    """Return the gradient of h from that of its activation, in the dtype of h.
-
-    Args:
-        activation: One of ACTIVATIONS.
-        da: Of shape `[..., N]`.
-        h: Of shape `[..., N]`, for a gate `[..., 2N]`, the gate first.
-    """
-    function, gradient = ACTIVATIONS[activation].function, ACTIVATIONS[activation].gradient
-    da, wide = widened(da), widened(h)
-    if not is_gate(activation):
-        return gradient(da, wide).to(h.dtype)
-    gate, up = wide.chunk(2, -1)
-    return torch.cat([gradient(da * up, gate), da * function(gate)], -1).to(h.dtype)
 
 
 def gradients(

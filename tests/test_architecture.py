@@ -33,8 +33,9 @@ EXTENDING = (ROOT / "docs/extending.md").read_text()
 
 # Each may import those before it, and parts of itself.
 PYTHON_LAYERS = [
+    ["reference"],
     ["activations", "norms"],
-    ["reference", "native", "recipes"],
+    ["native", "recipes"],
     ["composition", "cross_entropy", "rotation"],
     ["call"],
     ["devices"],

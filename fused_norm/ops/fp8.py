@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import composition, recipes
-from fused_norm.activations import is_gate
+from fused_norm.activations import activated, after_products, is_gate
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
@@ -91,7 +91,7 @@ def call(
         if activation and is_one and not any(map(quantized.is_quantized, weights)):
             return _multiplied(z, weights, biases, *how, activation)
         products = _multiplied(z, weights, biases, *how)
-        return composition.after_products(products, activation, is_joined)
+        return after_products(products, activation, is_joined)
 
     return composition.compute(spec, t, layers)
 
@@ -127,7 +127,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     else:
         products = _products(q, scale, t.weights, t.biases, recipe, power_of_two, x.dtype)
         if not is_one:
-            products = [composition.activated(spec.activation, torch.cat(products, -1))]
+            products = [activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
         residual = t.out_residual
         if residual is None:

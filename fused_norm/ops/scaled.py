@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, recipes
-from fused_norm.activations import is_gate
+from fused_norm.activations import activated, is_gate
 from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, summed
 from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of, serves
@@ -116,7 +116,7 @@ def linear(
         power_of_two: Whether scales are rounded up to powers of two.
         bias: `[N]`, or None.
         residual: `[M, N]`, or None; without an activation only.
-        activation: As composition.py names it.
+        activation: One of ACTIVATIONS, or `""` for none.
         dtype: Of the result.
         up: What a gate multiplies if it is a weight of its own, `[N, K]`.
         up_scale: Its scales, or None.
@@ -148,7 +148,7 @@ def _linear(
     if up is not None:
         y = torch.cat([y, multiply(q, scale, up, up_scale, *how, up_bias, dtype)], -1)
     if activation:
-        return composition.activated(activation, y).to(dtype)
+        return activated(activation, y).to(dtype)
     return (y if residual is None else y + residual.float()).to(dtype)
 
 

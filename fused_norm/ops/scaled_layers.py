@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_norm import composition
-from fused_norm.activations import is_gate
+from fused_norm.activations import activated, activation_gradient, is_gate
 from fused_norm.call import frozen
 from fused_norm.ops import scaled
 from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of
@@ -71,7 +70,7 @@ def _layers(
     saved = list[Tensor]()
     if activation:
         h = ys[0] if len(ys) == 1 else torch.cat(ys, -1)
-        ys = [composition.activated(activation, h)]
+        ys = [activated(activation, h)]
         saved = [h.to(dtype)] * keeps_h
     ys = [unsafe_view(y.to(dtype), [*z.shape[:-1], y.shape[-1]]) for y in ys]
     return [*ys, *saved, *rows, *transposed]
@@ -190,7 +189,7 @@ def _before_activation(
     if da is None:
         return [None] * count
     rows = da.reshape(-1, da.shape[-1])
-    dh = composition.activation_gradient(activation, rows, h)
+    dh = activation_gradient(activation, rows, h)
     return [part.reshape(*da.shape[:-1], part.shape[-1]) for part in dh.chunk(count, -1)]
 
 

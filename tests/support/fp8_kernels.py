@@ -14,9 +14,8 @@ from stand_in import EIGHT_BITS, standing_in
 from torch import Tensor
 
 from fused_norm import recipes
-from fused_norm.activations import ACTIVATIONS, is_gate
+from fused_norm.activations import ACTIVATIONS, activated, activation_gradient, is_gate
 from fused_norm.call.record import Call, Part
-from fused_norm.composition import activated, activation_gradient
 from fused_norm.recipes import E4M3, E5M2, Cast
 
 BF16, F32 = torch.bfloat16, torch.float32
