@@ -100,10 +100,22 @@ def _uses(content: bytes, spans: list[Span]) -> dict[Span, list[Use]]:
         inside = next(s for s in segments if s.start <= start < s.end)
         address = start - inside.start + inside.address
         uses = [_use(content, at, end - start) for at in named.get(address, [])]
-        # A pointer in data may be another name of it.
-        is_data = struct.pack("<Q", address) in content
-        found[start, end] = [] if is_data or None in uses else [use for use in uses if use]
+        is_left = _has_pointer(content, address) or None in uses
+        found[start, end] = [] if is_left else [use for use in uses if use]
     return found
+
+
+def _has_pointer(content: bytes, address: int) -> bool:
+    """Return whether data may hold a text's address as another name of it.
+
+    Pointers, and the addends of their relocations, are where a linker aligns them: elsewhere the
+    same bytes are there by chance.
+    """
+    pointer = struct.pack("<Q", address)
+    at = content.find(pointer)
+    while at % len(pointer) and at >= 0:
+        at = content.find(pointer, at + 1)
+    return at >= 0
 
 
 def _use(content: bytes, at: int, length: int) -> Use | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,10 @@ def test_every_kernel_becomes_machine_code(library: Path) -> None:
     assert cubins.embed(library) == (3, 2)
     assert b".version 8.3" in library.read_bytes()
     assert b".version 8.5" not in library.read_bytes()
+
+
+@pytest.mark.parametrize("before", range(9))
+def test_bytes_that_are_no_pointer(before: int) -> None:
+    content = bytes(before) + struct.pack("<Q", 0x52E11) + bytes(5)
+
+    assert cubin_places._has_pointer(content, 0x52E11) == (before % 8 == 0)
