@@ -53,12 +53,12 @@ inline int64_t blocks_of(int64_t size) {
   return (size + SCALE_BLOCK - 1) / SCALE_BLOCK;
 }
 
-// The kernels on the current stream of a tensor's device, those of blocks among them.
-inline const EightBits& eight_bits_of(const Tensor& x, bool of_blocks = false) {
+// The kernels on the current stream of a tensor's device.
+inline const EightBits& eight_bits_of(const Tensor& x) {
   Question question{};
   question.dtype = BFLOAT16;
   question.is_cpu = x.is_cpu();
-  question.is_eight_bits = of_blocks ? OF_BLOCKS : OF_ROWS;
+  question.is_eight_bits = 1;
   if (!x.is_cpu()) {
     question.device = x.device();
     question.stream = reinterpret_cast<int64_t>(current_stream(question.device));

@@ -19,7 +19,7 @@ inline Handles fp8_layers(
     require_kernels(given.numel());
     const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
     const OnDevice on_device(given);
-    const auto& kernels = eight_bits_of(given, cast.by_block());
+    const auto& kernels = eight_bits_of(given);
     const auto rows = quantized(dense(given).rows(), cast, true, keeps_rows, kernels);
     std::vector<Scaled> transposed;
     const auto layers = layers_of(
@@ -94,7 +94,7 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
     require_kernels(is_beside(dy, rows));
     require_kernels(
         transposed.defined() ? padded(dy.size(0)) == rows.size(1) : dy.size(0) == rows.size(0));
-    const auto& kernels = eight_bits_of(dy, of.grad.by_block());
+    const auto& kernels = eight_bits_of(dy);
     const bool transposes = wanted[1 + i] && of.has_fp8_wgrad;
     Quantized q;
     if (wanted[0] || transposes) q = quantized(dy, of.grad, wanted[0], transposes, kernels, maxima);

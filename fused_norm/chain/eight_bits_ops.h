@@ -30,8 +30,7 @@ inline Handles fp8_quantize(
     const Cast cast(is_e5m2 ? E5M2 : E4M3, scaling, power_of_two);
     require_kernels(matrix.dtype() == BFLOAT16);
     const OnDevice on_device(matrix);
-    auto found = quantized(
-        matrix, cast, plain, transposed, eight_bits_of(matrix, cast.by_block()));
+    auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix));
     for (auto* const scale : {&found.plain.scale, &found.transposed.scale}) {
       // All are one.
       const bool is_one = scale->defined() && cast.scaling == Scaling::TENSOR;
@@ -59,7 +58,7 @@ inline Handles normalized_in_8_bits(
       !of_blocks || (x.size(-1) <= (residual.defined() ? 8192 : 16384) &&
                      (!gamma.defined() || gamma.dtype() == BFLOAT16) &&
                      (!beta.defined() || beta.dtype() == BFLOAT16)));
-  const auto& kernels = eight_bits_of(x, of_blocks);
+  const auto& kernels = eight_bits_of(x);
   const Shape features{x.size(-1)};
   const Tensor& affine = gamma.defined() ? gamma : beta;
   for (const auto& v : {gamma, beta}) {
@@ -160,7 +159,7 @@ inline Given fp8_linear(
     const auto given = tensor_of(q);
     const OnDevice on_device(given);
     const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
-    const auto& kernels = eight_bits_of(rows.q, by.by_block());
+    const auto& kernels = eight_bits_of(rows.q);
     const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels);
     Layer other;
     if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels)[0];
@@ -190,7 +189,7 @@ inline Handles fp8_linears(
     const auto given = tensor_of(q);
     const OnDevice on_device(given);
     const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
-    const auto& kernels = eight_bits_of(rows.q, by.by_block());
+    const auto& kernels = eight_bits_of(rows.q);
     const auto layers = layers_of(weights, weight_scales, biases, rows.q, cast, kernels);
     Handles all;
     for (const auto& y : products(rows, layers, rows.q.sizes(), are_kept, kernels)) {

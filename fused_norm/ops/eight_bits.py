@@ -25,9 +25,9 @@ MULTIPLE = 16
 
 def serves(x: Tensor, *scalings: str) -> bool:
     """Return whether kernels compute on a tensor with such scales."""
-    of_blocks = [scaling in ("1x128", "128x128") for scaling in scalings]
-    are_taken = not any(of_blocks) or (all(of_blocks) and kernels.has_blocks())
-    return x.is_cuda and are_taken and kernels.is_hopper(x.device.index or 0)
+    # A kernel has scales of blocks for all of its operands, or for none.
+    kinds = {scaling in ("1x128", "128x128") for scaling in scalings}
+    return x.is_cuda and len(kinds) < 2 and kernels.is_hopper(x.device.index or 0)
 
 
 def scales_of(shape: Any, scaling: str) -> tuple[Any, Any]:

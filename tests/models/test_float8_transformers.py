@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from float8_models import Block, OneLayer, compiled, decibels, report, rows
-from strategies import told_by
 from torch import Tensor, nn
 
 from fused_norm import recipes
@@ -256,21 +255,16 @@ def test_what_no_recipe_of_ours_is_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("then", ["eager", "inductor"])
 def test_blocks_are_recognized_on_gpus(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Hopper's kernels, with their numbers; left to transformers where those are off."""
+    """By Hopper's kernels, with their numbers."""
     monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
     torch.manual_seed(0)
     plain = Block().bfloat16()
     model, x = converted(plain, of_blocks).cuda(), rows().cuda()
     with torch.no_grad():
         exact, theirs = plain.double()(rows().double()), model(x)
-        with told_by("has_blocks", lambda: False):
-            found = report(model, x)
-            assert any("no kernels for blockwise" in reason for reason in found.values()), found
-            assert torch.equal(compiled(model, then="eager")(x), theirs)
-        with told_by("has_blocks", lambda: True):
-            found = report(model, x)
-            assert {found["norm1"], found["norm2"], found["out"]} == {"FP8 blockwise"}
-            ours = compiled(model, then=then)(x)
+        found = report(model, x)
+        assert {found["norm1"], found["norm2"], found["out"]} == {"FP8 blockwise"}
+        ours = compiled(model, then=then)(x)
     assert decibels(ours.cpu(), exact) > max(30.0, decibels(theirs.cpu(), exact) - 0.3)
     assert decibels(ours, theirs) > 34
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from fp8_products import LEAST, decibels, gradients
 from kernel_harness import Guarded
-from strategies import told_by
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,13 +30,6 @@ on_hopper = [
 ]
 # Whole blocks, ragged ones, one row, one load of 16 elements, and more blocks than SMs.
 SHAPES = [(256, 256), (1000, 1104), (513, 80), (1, 4096), (16, 16), (3000, 16), (129, 2064)]
-
-
-@pytest.fixture
-def blocks() -> Iterator[None]:
-    """Have the chain take kernels with scales of blocks."""
-    with told_by("has_blocks", lambda: True):
-        yield
 
 
 def matrix(*shape: int, scale: float = 1.0) -> Tensor:
@@ -75,21 +66,6 @@ def in_blocks(v: Tensor, scaling: str, rounds: bool) -> list[Tensor]:
     return [*recipes.quantize(v, cast, rounds), *recipes.quantize(transposed, cast, rounds)]
 
 
-def test_no_kernel_is_taken_before_a_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for rows is answered, for blocks not until tests turn that on."""
-    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
-    monkeypatch.setattr(kernels, "launcher", lambda *_: (None, 7))
-    for kind, has_blocks, context in ((1, False, 7), (2, False, 0), (2, True, 7)):
-        if has_blocks:
-            monkeypatch.setattr(kernels, "has_blocks", lambda: True)
-        question, answer = kernels.Question(is_eight_bits=kind), kernels.Answer()
-        question.dtype = kernels.NUMBERS[BF16]
-        kernels.find(question, answer)
-        assert answer.product_context == context
-        assert bool(answer.product) == bool(context)
-
-
-@pytest.mark.usefixtures("blocks")
 class TestOnHopper:
     pytestmark = on_hopper
 
