@@ -139,7 +139,17 @@ inline BeforeActivation before_activation(
   return found;
 }
 
-// The same by blocks: of rows as it lies only, since nothing multiplies the columns' blocks.
+// What a record says of a matrix v [M, K] and its cast, whatever is wanted of it.
+inline Call quantizing_call(const Tensor& v, const Cast& cast, const EightBits& kernels) {
+  auto call = rows_call(v.size(0), 0, kernels.context);
+  call.K = v.size(1);
+  call.x = address(v);
+  call.eight_bits = number_of(cast.dtype);
+  call.power_of_two = cast.power_of_two;
+  return call;
+}
+
+// What `quantized` gives by blocks: of rows as they lie only, since nothing multiplies the columns' blocks.
 inline Quantized quantized_by_blocks(
     const Tensor& v, const Cast& cast, bool plain, bool transposed, const EightBits& kernels) {
   const int64_t M = v.size(0), K = v.size(1);
@@ -149,11 +159,7 @@ inline Quantized quantized_by_blocks(
   require_kernels(blocks_of(is_square ? M : K) <= MOST_GROUPS);
   const int64_t rows = is_square ? blocks_of(M) : M;
   Quantized found;
-  auto call = rows_call(M, 0, kernels.context);
-  call.K = K;
-  call.x = address(v);
-  call.eight_bits = number_of(cast.dtype);
-  call.power_of_two = cast.power_of_two;
+  auto call = quantizing_call(v, cast, kernels);
   call.block_scales = is_square ? SQUARES : VECTORS;
   if (plain) {
     found.plain = {
@@ -186,11 +192,7 @@ inline Quantized quantized(
   const bool by_maxima = maxima.defined() || transposed || !cast.by_row();
   require_kernels(K <= LONGEST_ROW && (K % 8 == 0 || !by_maxima));
   Quantized found;
-  auto call = rows_call(M, 0, kernels.context);
-  call.K = K;
-  call.x = address(v);
-  call.eight_bits = number_of(cast.dtype);
-  call.power_of_two = cast.power_of_two;
+  auto call = quantizing_call(v, cast, kernels);
   call.one_scale = !cast.by_row();
   if (plain) {
     found.plain = {empty(Shape{M, K}, v, cast.dtype), empty(Shape{M, 1}, v, FLOAT32)};
