@@ -25,7 +25,6 @@ from max.graph import DeviceRef, Graph, KernelLibrary, Module, TensorType, ops
 
 from fused_norm import graphs
 from fused_norm.graphs import Norm, Saved
-from fused_norm.native import compiler
 
 EPS, OFFSET = 1e-5, 1.0
 GATES = ("reglu", "geglu", "geglu_tanh", "swiglu")
@@ -77,7 +76,7 @@ def build(
     Args:
         kinds: The kinds.
         device: Where to run.
-        package: The ops, as `precompile` leaves them.
+        package: The ops, precompiled: MAX takes half a minute to read their sources.
         parts: Which graphs.
     """
     library = KernelLibrary()
@@ -188,17 +187,6 @@ def _type(name: str, kind: Kind, device: DeviceRef) -> TensorType:
     # Each size has a name of its own: whether they agree is for the op to find out.
     sizes = [f"{name}_{axis}" for axis in range(rank_of(name))]
     return TensorType(dtype_of(name, kind), sizes, device)
-
-
-def precompile(folder: Path) -> Path:
-    """Return the ops in a form that every module can share: reading them takes MAX half a minute.
-
-    Args:
-        folder: Where to write it.
-    """
-    package = folder / "op.mojoc"
-    compiler.run("op", ["precompile", str(graphs.sources())], package)
-    return package
 
 
 def compile_for_gpu(kinds: Sequence[Kind], path: str, package: Path) -> None:

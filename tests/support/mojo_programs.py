@@ -1,8 +1,9 @@
-"""Programs in tests/mojo, which print what is planned for a GPU on any machine."""
+"""Mojo's compiler, and programs in tests/mojo that print what is planned for a GPU anywhere."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,17 @@ import mojo_program
 needs_mojo = pytest.mark.skipif(
     shutil.which("mojo") is None, reason="no Mojo compiler on this machine"
 )
+
+
+def mojo(*arguments: str) -> None:
+    """Run the compiler, which has to succeed and to say nothing."""
+    command = ["mojo", *arguments]
+    result = subprocess.run(
+        command, cwd=mojo_program.ROOT, capture_output=True, text=True, check=False
+    )
+    said = [line for line in result.stderr.splitlines() if "Crashpad" not in line]
+    assert result.returncode == 0, result.stderr
+    assert not said, result.stderr
 
 
 def h100_costs(folder: Path, *dtypes: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """The puzzle's ops through MAX, held to PyTorch in float64.
 
-Each shape and algorithm costs MAX a compile of about 8 s on a CPU, so there are few, each with a
+Each shape and algorithm costs MAX a compile of 8 to 25 s on a CPU, so there are few, each with a
 purpose, and all tests of one shape share it.
 """
 

@@ -26,8 +26,8 @@ MAX_THREADS = 1024
 MAX_SEQ_LEN = 65535
 """Blocks on the y axis of a grid, at most."""
 
-OP_DIRECTORY = Path(__file__).resolve().parents[2] / "op"
-"""The Mojo package that registers the puzzle's ops."""
+OP_DIRECTORY = Path(__file__).resolve().parents[2] / "op/puzzle"
+"""The Mojo package that registers the puzzle's ops: of all of `op`, MAX would read every kernel."""
 _lock = threading.Lock()
 _loaded: tuple[Path, int, CustomOpLibrary] | None = None
 
