@@ -128,6 +128,8 @@ struct Call(ImplicitlyCopyable, Movable):
     are squares."""
     var z_scale: Int
     """Scales of the rows of z in 8 bits [M], float32."""
+    var y_scale: Int
+    """Scales [M, ceil(N / 128)] of y in e4m3, float32: for each 128 elements of a row. 0 where y has 16 bits."""
     var zt: Int
     """Z in 8 bits once more, its columns scaled and stored as rows [K, M]."""
     var zt_scale: Int
@@ -217,6 +219,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.one_scale = 0
         self.block_scales = 0
         self.z_scale = 0
+        self.y_scale = 0
         self.zt = 0
         self.zt_scale = 0
         self.workspace = 0

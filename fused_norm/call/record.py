@@ -14,7 +14,7 @@ CALL_FIELDS = (
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
     *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "one_scale"),
     "block_scales",
-    *("z_scale", "zt", "zt_scale", "workspace", "strategy", "workspace_bytes"),
+    *("z_scale", "y_scale", "zt", "zt_scale", "workspace", "strategy", "workspace_bytes"),
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (

@@ -52,9 +52,9 @@ struct BlockScaled[bias_dtype: DType](Epilogue):
 
     @doc_hidden
     @always_inline
-    def column_block_scale(
-        self, column: Int, block: Int, blocks: Int
-    ) -> Float32:
+    def column_block_scale[
+        second: Bool = False
+    ](self, column: Int, block: Int, blocks: Int) -> Float32:
         return (
             Vector[DType.float32](unsafe_from_address=Int(self.column_scales))
             .unsafe_offset(column // SCALE_BLOCK * blocks + block)

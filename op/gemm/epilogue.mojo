@@ -72,6 +72,9 @@ trait Epilogue(TrivialRegisterPassable):
     comptime scales_blocks: Bool = False
     """Whether the sums over each 128 elements of K have scales of their own, by which they are multiplied before they
     are added up in float32."""
+    comptime quantizes: Bool = False
+    """Whether finished sums are activated, rounded to `vector_dtype` and stored in 8 bits, with a scale for each 128
+    columns of a row; of two matrices in turn, what the first gives gates what the second gives."""
 
     @always_inline
     def row_block_scale(self, row: Int, block: Int, blocks: Int) -> Float32:
@@ -88,10 +91,13 @@ trait Epilogue(TrivialRegisterPassable):
         return 1
 
     @always_inline
-    def column_block_scale(
-        self, column: Int, block: Int, blocks: Int
-    ) -> Float32:
+    def column_block_scale[
+        second: Bool = False
+    ](self, column: Int, block: Int, blocks: Int) -> Float32:
         """Loads the scale of sums over a block of K, of 128 columns.
+
+        Parameters:
+            second: Whether they are of the second of two matrices in turn.
 
         Args:
             column: One of the columns.
@@ -102,6 +108,51 @@ trait Epilogue(TrivialRegisterPassable):
             The scale.
         """
         return 1
+
+    @always_inline
+    def block_scale(self, most: UInt32) -> Float32:
+        """Finds the scale of 128 columns of a row that are stored in 8 bits.
+
+        Args:
+            most: The bits of their largest magnitude in float32, whose order is that of the numbers, NaN last.
+
+        Returns:
+            The scale.
+        """
+        return 1
+
+    @always_inline
+    def in_eight_bits(
+        self,
+        four: SIMD[DType.float32, 4],
+        scales: SIMD[DType.float32, 4],
+        inverses: SIMD[DType.float32, 4],
+    ) -> UInt32:
+        """Divides numbers by scales and rounds them to 8 bits.
+
+        Args:
+            four: The numbers.
+            scales: Theirs.
+            inverses: 1 / scales.
+
+        Returns:
+            Their bytes, the first one lowest.
+        """
+        return 0
+
+    @always_inline
+    def keep_block_scale(
+        self, row: Int, block: Int, blocks: Int, scale: Float32
+    ):
+        """Stores a scale of 128 columns of a row.
+
+        Args:
+            row: The row.
+            block: Which columns.
+            blocks: How many blocks of columns there are.
+            scale: The scale.
+        """
+        pass
 
     @always_inline
     def addend(self) -> Int:

@@ -4,8 +4,22 @@
 from ..epilogue import Epilogue
 from .barriers import warp_sync
 from .config import BOX_BYTES, Config
+from .eight_bits import result_type
 from .tma import store_wait_read
 from .wgmma import row_elements
+
+
+def stored_type[E: Epilogue, dtype: DType]() -> DType:
+    """Returns the type in which c is stored.
+
+    Parameters:
+        E: What becomes of the sums.
+        dtype: Type of the left operand.
+
+    Returns:
+        That of the product; for 8 bits a byte, as TMA knows them.
+    """
+    return DType.uint8 if E.quantizes else result_type[dtype]()
 
 
 def box_columns[dtype: DType](columns: Int) -> Int:

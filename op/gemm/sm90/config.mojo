@@ -1,6 +1,6 @@
 """The shape of a block's work, and the sizes of its parts of shared memory."""
 
-from .parts import HALVES, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
+from .parts import HALVES, IN_TURN, MOST_PARTS, ONE_SUM, SIDE_BY_SIDE, WHOLE
 from .wgmma import ROW_BYTES
 
 comptime THREADS = 384
@@ -46,7 +46,8 @@ struct Config(Equatable, TrivialRegisterPassable):
     """Whether consumers alternate: each has whole tiles, and one stores while the
     other multiplies. Otherwise they share each tile."""
     var parts: Int
-    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM` or `HALVES`."""
+    """How several matrices make the product: `WHOLE`, `SIDE_BY_SIDE`, `ONE_SUM`, `HALVES` or
+    `IN_TURN`."""
     var any_columns: Bool
     """Whether c has any number of columns, so that threads store it; otherwise
     its rows start at multiples of 16 bytes, and TMA does."""
@@ -126,6 +127,7 @@ struct Config(Equatable, TrivialRegisterPassable):
             "_side_by_side" if self.parts == SIDE_BY_SIDE else "",
             "_one_sum" if self.parts == ONE_SUM else "",
             "_halves" if self.parts == HALVES else "",
+            "_in_turn" if self.parts == IN_TURN else "",
             "_any" if self.any_columns else "",
         )
 
@@ -155,6 +157,15 @@ struct Config(Equatable, TrivialRegisterPassable):
             Their tensor maps.
         """
         return MOST_PARTS if self.parts == SIDE_BY_SIDE else 1
+
+    @always_inline
+    def turns(self) -> Int:
+        """Counts the times that a tile's rows of a are multiplied.
+
+        Returns:
+            The matrices that a tile has the sums of.
+        """
+        return 2 if self.parts == IN_TURN else 1
 
     @always_inline
     def halves(self) -> Int:
@@ -284,6 +295,15 @@ struct Config(Equatable, TrivialRegisterPassable):
         return max(2 * self.columns, 4 * TILE_ROWS) * 4
 
     @always_inline
+    def first_sums_bytes(self) -> Int:
+        """Counts the bytes of the sums that a tile has of the first of two matrices in turn.
+
+        Returns:
+            The bytes, in float32.
+        """
+        return TILE_ROWS * self.columns * 4 if self.parts == IN_TURN else 0
+
+    @always_inline
     def shared_bytes(self) -> Int:
         """Counts the shared memory of a block.
 
@@ -293,6 +313,7 @@ struct Config(Equatable, TrivialRegisterPassable):
         return (
             self.stages * (self.a_bytes() + self.b_bytes())
             + CONSUMER_WARPS * 2 * BOX_BYTES
+            + self.first_sums_bytes()
             + self.tiles_at_once() * self.vector_bytes()
             + (2 * self.stages + 2 * self.tiles_at_once()) * 8
         )

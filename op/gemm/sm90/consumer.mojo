@@ -13,14 +13,13 @@ from .barriers import (
     meet_cluster,
     warp_sync,
 )
-from .boxes import Boxes, box_of
+from .boxes import Boxes, box_of, stored_type
 from .cluster_sum import ClusterSum
 from .config import TILE_ROWS, Config
 from .counters import Progress
-from .eight_bits import result_type
 from .elements import Elements
 from .multiplier import Multiplier
-from .parts import HALVES, SIDE_BY_SIDE, Parts, part_of
+from .parts import HALVES, IN_TURN, SIDE_BY_SIDE, Parts, part_of
 from .product import Product
 from .ring import RingPlace
 from .row_sums import TransposedSums
@@ -28,6 +27,7 @@ from .row_terms import Halves, ThreadTerms
 from .shared_layout import Shared
 from .store import TileRows
 from .store_float32 import Float32Rows
+from .store_quantized import FirstSums, store_quantized
 from .sums import Accumulators, Sums
 from .tiles import Tiles
 from .tma import store_wait_read
@@ -122,11 +122,12 @@ def consume[
         thread < UInt32(config.sharers()),
     )
     # Where blocks split a tile, each stores its share of the columns.
-    comptime c_dtype = result_type[dtype]()
+    comptime c_dtype = stored_type[E, dtype]()
     comptime box = box_of[E, c_dtype](config)
     comptime Rows = TileRows[E, box, config.any_columns]
     comptime Places = Boxes[16 * box * size_of[c_dtype]()]
     var boxes = Places(shared.boxes(consumer * 4 + warp_in_group))
+    var first_sums = FirstSums(shared.first_sums(), consumer * 128 + thread)
     var elements = Elements(product.c, UInt32(product.m), UInt32(product.n))
 
     var progress = Progress[H.passes_on](
@@ -206,6 +207,11 @@ def consume[
                 accumulator = multiplier.scaled(
                     at, blocks, product, row + (lane >> 2), column
                 )
+                comptime if config.parts == IN_TURN:
+                    first_sums.put(Accumulators[registers](accumulator))
+                    accumulator = multiplier.scaled[second=True](
+                        at, blocks, product, row + (lane >> 2), column
+                    )
             else:
                 accumulator = multiplier.start[False](
                     at, previous, gathered, progress, blocks, not is_first
@@ -283,7 +289,16 @@ def consume[
                     lane,
                     elements,
                 )
-                comptime if E.activates:
+                comptime if E.quantizes:
+                    store_quantized[config.parts == IN_TURN](
+                        rows_of_tile,
+                        sums_of_half,
+                        first_sums,
+                        shared.vectors(tile),
+                        boxes,
+                        c_map,
+                    )
+                elif E.activates:
                     rows_of_tile.store_activated[
                         c_dtype, columns, config.parts == HALVES
                     ](

@@ -15,6 +15,7 @@ from max.gpu import thread_idx
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 
+from ...call import SCALE_BLOCK
 from ...pdl import pdl_trigger, pdl_wait
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
@@ -28,7 +29,7 @@ from .barriers import (
 )
 from .config import THREADS, Config
 from .consumer import consume
-from .parts import WHOLE
+from .parts import IN_TURN, WHOLE
 from .producer import produce
 from .product import Product
 from .registers import registers_lower, registers_raise
@@ -110,11 +111,16 @@ def matrix_kernel[
         or config.split
         or config.adds
         or config.a_transposed
-        or config.parts != WHOLE
+        or config.parts not in (WHOLE, IN_TURN)
         or E.adds
         or E.has_row_terms
         or H.gathers
     )
+    # A scale is that of a row of a tile.
+    comptime assert not E.quantizes or (
+        E.scales_blocks and config.columns == SCALE_BLOCK
+    )
+    comptime assert config.parts != IN_TURN or E.quantizes
     comptime cluster = config.cluster
     comptime sharers = config.sharers()
     var shared = Shared[config](

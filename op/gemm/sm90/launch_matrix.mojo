@@ -11,11 +11,17 @@ from ...device import Gpu
 from ...pdl import pdl_attributes
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
-from .boxes import box_of
+from .boxes import box_of, stored_type
 from .config import THREADS, TILE_ROWS, Config
-from .eight_bits import result_type
 from .kernel import matrix_kernel
-from .parts import HALVES, ONE_SUM, SIDE_BY_SIDE, Matrices, steps_of
+from .parts import (
+    HALVES,
+    IN_TURN,
+    ONE_SUM,
+    SIDE_BY_SIDE,
+    Matrices,
+    steps_of,
+)
 from .product import Product
 from .tensor_map import Maps, operand_map, tensor_map
 from .tiling import count_tiles
@@ -92,7 +98,7 @@ def launch_parts[
         dtype
     ]() if config.a_transposed else TILE_ROWS
     comptime b_rows = config.b_box_rows()
-    comptime c_dtype = result_type[dtype]()
+    comptime c_dtype = stored_type[E, dtype]()
     comptime box = box_of[E, c_dtype](config)
     var a_map = operand_map[dtype, config.a_transposed](
         ctx,
@@ -113,6 +119,8 @@ def launch_parts[
             own_n = Int(product.sizes[i])
         elif config.parts == HALVES:
             own_n = n // 2 if i < 2 else 0
+        elif config.parts == IN_TURN:
+            own_n = n if i < 2 else 0
         elif config.parts == ONE_SUM:
             own_k = Int(product.sizes[i])
         if own_n and own_k:

@@ -199,7 +199,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
 
     @always_inline
     def scaled[
-        E: Epilogue, H: RowHook, //
+        E: Epilogue, H: RowHook, //, second: Bool = False
     ](
         self,
         mut at: RingPlace,
@@ -218,7 +218,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         comptime assert SCALE_BLOCK % columns == 0
         comptime assert row_elements[Self.dtype]() == SCALE_BLOCK
         var sums = no_sums[registers]()
-        var scales = BlockScales.load(product, row, column, 0, blocks)
+        var scales = BlockScales.load[second](product, row, column, 0, blocks)
         for block in range(blocks):
             mbarrier_wait(self.shared.full(at.slot), at.parity)
             var sums_of_block = multiply_first[
@@ -229,7 +229,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
                 Self.config.b_transposed,
             ](self.a_tiles + at.slot * a_step, self.b_tiles + at.slot * b_step)
             # Those of the next block arrive while this one is multiplied.
-            var next = BlockScales.load(
+            var next = BlockScales.load[second](
                 product, row, column, min(block + 1, blocks - 1), blocks
             )
             sums_of_block = wait_all[registers](sums_of_block)

@@ -2,7 +2,8 @@
 
 Side by side, c_i = a @ b_i^T: tile columns run through one b and its c after another. In one sum,
 c = sum over i of a_i @ b_i^T: k blocks run through one a and its b after another. In halves,
-c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. Each matrix has its own tensor map,
+c = act(a @ b_0^T) (a @ b_1^T): each tile has the same columns of both. In turn, the same: each tile has the sums of b_0,
+then those of b_1, with as many columns of c as there are in either. Each matrix has its own tensor map,
 so that none is copied to be concatenated, and starts with a new tile, or a new k block.
 """
 
@@ -22,6 +23,9 @@ comptime ONE_SUM = 2
 """Several a and b, whose sums run on."""
 comptime HALVES = 3
 """Two b for one c: half of a tile's columns are of gates, the others of what these gate."""
+
+comptime IN_TURN = 4
+"""Two b for one c: a tile is multiplied by those columns of one, and then of the other."""
 
 comptime PartSizes = StaticTuple[Int32, MOST_PARTS]
 """Columns of each c, or lengths of each sum; 0 where there are fewer."""

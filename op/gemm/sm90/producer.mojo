@@ -12,6 +12,7 @@ from .config import SLICE_COLUMNS, TILE_ROWS, Config
 from .eight_bits import result_type
 from .parts import (
     HALVES,
+    IN_TURN,
     ONE_SUM,
     SIDE_BY_SIDE,
     Parts,
@@ -95,8 +96,9 @@ def _load_vectors[
     var epilogue = product.epilogue
     var vectors = shared.vectors(consumer)
     var full = shared.vectors_full(consumer)
-    comptime in_halves = config.parts == HALVES
-    var first = 0 if in_halves else first_of(product.sizes, part)
+    comptime of_two = config.parts in (HALVES, IN_TURN)
+    comptime turns = config.turns()
+    var first = 0 if of_two else first_of(product.sizes, part)
     var count = min(Int32(columns), n - column)
     var copied = Int32(0)
     var copies = StaticTuple[Bool, E.vectors](fill=True)
@@ -105,7 +107,7 @@ def _load_vectors[
         var place = vectors + UInt32(i * columns * first_size)
         comptime if E.may_lack_vectors:
             if epilogue.vector_address[i](0, 0, 0) == 0:
-                for at in range(columns * size // 8):
+                for at in range(turns * columns * size // 8):
                     store_shared_pair(place + UInt32(8 * at), 0)
                 copies[i] = False
                 continue
@@ -124,19 +126,21 @@ def _load_vectors[
                     ).unsafe_load(),
                 )
             copies[i] = elements != 0
-        copied += elements * Int32(size)
+        copied += elements * Int32(turns * size)
     mbarrier_expect_bytes(full, copied)
     comptime for i in range(E.vectors):
         if not copies[i]:
             continue
         comptime size = size_of[E.vector_type(i)]()
         var place = vectors + UInt32(i * columns * first_size)
-        comptime if in_halves:
+        comptime if of_two:
+            # Two have a tile's columns, or each has as many.
+            comptime share = 2 // turns
             comptime for half in range(2):
                 load_bytes(
-                    place + UInt32(half * columns // 2 * size),
-                    epilogue.vector_address[i](half, 0, Int(column // 2)),
-                    count * Int32(size) // 2,
+                    place + UInt32(half * columns // share * size),
+                    epilogue.vector_address[i](half, 0, Int(column) // share),
+                    count * Int32(size) // Int32(share),
                     full,
                 )
         else:
@@ -218,11 +222,16 @@ def produce[
                     )
                 at.advance[config.stages]()
         var b_map = part_of(b_maps, part)
-        for its_block in range(first_block, first_block + blocks):
+        var last_block = first_block + blocks * UInt32(config.turns())
+        for its_block in range(first_block, last_block):
             var block = its_block
             comptime if config.parts == ONE_SUM:
                 part, block = parts.find(its_block)
                 a_map = part_of(a_maps, part)
+                b_map = part_of(b_maps, part)
+            elif config.parts == IN_TURN:
+                part = UInt32(its_block >= blocks)
+                block = its_block - part * blocks
                 b_map = part_of(b_maps, part)
             var full = shared.full(at.slot)
             mbarrier_wait(shared.empty(at.slot), at.parity)

@@ -26,7 +26,7 @@ struct BlockScales(TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def load[
-        E: Epilogue, H: RowHook, //
+        E: Epilogue, H: RowHook, //, second: Bool = False
     ](
         product: Product[E, H],
         row: UInt32,
@@ -35,6 +35,11 @@ struct BlockScales(TrivialRegisterPassable):
         blocks: UInt32,
     ) -> Self:
         """Loads them; of rows past the last one, which are not stored, those of that one.
+
+        Parameters:
+            E: What becomes of the sums.
+            H: What is done with the rows.
+            second: Whether they are of the second of two matrices in turn.
 
         Args:
             product: Sizes, and what knows the scales.
@@ -48,7 +53,7 @@ struct BlockScales(TrivialRegisterPassable):
         """
         var last = UInt32(product.m) - 1
         var epilogue = product.epilogue
-        var of_columns = epilogue.column_block_scale(
+        var of_columns = epilogue.column_block_scale[second](
             Int(column), Int(block), Int(blocks)
         )
         var upper = epilogue.row_block_scale(

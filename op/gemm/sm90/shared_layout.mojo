@@ -38,11 +38,18 @@ struct Shared[config: Config](TrivialRegisterPassable):
         return self.b_tile(UInt32(Self.config.stages)) + warp * (2 * BOX_BYTES)
 
     @always_inline
+    def first_sums(self) -> UInt32:
+        """Locates the sums of the first of two matrices in turn."""
+        return self.boxes(CONSUMER_WARPS)
+
+    @always_inline
     def vectors(self, tile: UInt32 = 0) -> UInt32:
         """Locates the vectors of the epilogue of one of the tiles worked on; or
         sums of rows."""
-        return self.boxes(CONSUMER_WARPS) + tile * UInt32(
-            Self.config.vector_bytes()
+        return (
+            self.first_sums()
+            + UInt32(Self.config.first_sums_bytes())
+            + tile * UInt32(Self.config.vector_bytes())
         )
 
     @always_inline

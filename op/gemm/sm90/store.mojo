@@ -50,7 +50,7 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
     """Where threads store c."""
 
     @always_inline
-    def _finish[
+    def finish[
         S: Sums, //, columns: Int, column: Int, wants_weights: Bool = False
     ](self, sums: S, vectors: UInt32) -> SIMD[DType.float32, 4]:
         """Finishes what a lane has of eight columns, a pair of the upper row and
@@ -136,7 +136,7 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
             )
 
     @always_inline
-    def _send[
+    def send[
         dtype: DType
     ](self, map: OpaquePointer[ImmUntrackedOrigin], box: UInt32, column: Int32):
         """Stores a box that the warp's threads have filled."""
@@ -169,7 +169,7 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                 fours[first + group * stride],
                 fours[first + (group + 1) * stride],
             )
-        self._send[dtype](map, box, column)
+        self.send[dtype](map, box, column)
 
     @always_inline
     def store_activated[
@@ -202,7 +202,7 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                     + (box * box_groups + group // 2) * 8
                 )
                 comptime at = separate if in_halves else adjacent
-                fours[group] = self._finish[columns, at](sums, vectors)
+                fours[group] = self.finish[columns, at](sums, vectors)
             # After the last of a gate's columns, its part of h would be in the other half.
             var is_in_part = stride == 1 or UInt32(column) < n
             if self.epilogue.h() != 0 and is_in_part:
@@ -254,19 +254,19 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                 var fours = StaticTuple[SIMD[DType.float32, 4], 2]()
                 comptime for half in range(2):
                     comptime column = box * Self.width + (group + half) * 8
-                    fours[half] = self._finish[columns, column](sums, vectors)
+                    fours[half] = self.finish[columns, column](sums, vectors)
                     comptime if Self.E.sums_rows:
                         comptime for i in range(4):
                             if left > Int32(column + i % 2):
                                 totals[i // 2] += fours[half][i]
                     comptime if Self.E.weighs:
-                        fours[half] *= self._finish[columns, column, True](
+                        fours[half] *= self.finish[columns, column, True](
                             sums, vectors
                         )
                 comptime if Self.E.stores:
                     self._put[dtype, group](box_address, fours[0], fours[1])
             comptime if Self.E.stores:
-                self._send[dtype](
+                self.send[dtype](
                     c_map,
                     box_address,
                     Int32(self.column) + Int32(box * Self.width),

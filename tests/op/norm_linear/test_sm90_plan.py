@@ -131,7 +131,7 @@ BY_NUMBER = {"mean", "rstd", "dgamma", "dbeta", "dbias"}
 MODULATION = {"scale", "shift", "dscale", "dshift"}
 OF_KERNELS = {"workspace", "fold_sums", "fold_constants", "parts"}
 # Of FP8, which no plan is asked about: operands that its ops have made themselves.
-OF_KERNELS |= {"z_scale", "zt", "zt_scale", "weight_scale", "up_scale"}
+OF_KERNELS |= {"z_scale", "y_scale", "zt", "zt_scale", "weight_scale", "up_scale"}
 # Read by the norm's pass alone, where a forward has one before its product.
 OF_PASS = {"x", "residual", "sum", "gamma", "beta"}
 
