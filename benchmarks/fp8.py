@@ -132,6 +132,8 @@ def providers(member: Member) -> list[Provider]:
             print(f"no torchao {recipe}: {error}", flush=True)
         ours = _by_us(reference, {"fp8": recipe})
         found.append(Provider(f"fused_norm {recipe}", ours, modes))
+    # DeepSeek's, which torchao does not have.
+    found.append(Provider("fused_norm blockwise", _by_us(reference, {"fp8": "blockwise"})))
     ours = _by_us(reference, {"fp8": "rowwise"})
     found.append(Provider("fused_norm rowwise, frozen", ours, ("forward",), frozen_parameters))
     return found

@@ -11,16 +11,15 @@ Training is forward and backward, with new gradients and no optimizer. Each is f
 the model in float32, one call of a batch at a time, so that it takes little memory: whatever errs
 more than twice as much as eager is not timed. In inference, `fused_norm-frozen` is a copy of the
 model that is frozen, with weights offloaded; its memory counts what it takes more than the model.
-`fused_norm-small`, by request, fuses calls of every size (`small=True`), in training.
-`--resume` measures what a file lacks.
+By request, `fused_norm-small` fuses calls of every size (`small=True`), and `fused_norm-rowwise`
+computes in FP8, with weights that inference quantizes once; its errors may be a tenth larger than
+those of `torchao-rowwise`. `--resume` measures what a file lacks.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import functools
 import gc
 import importlib
 import json
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_providers import FP8, FROZEN, PROVIDERS, TORCHAO, default, has_own, provided
 from model_tables import line, plot, table
 from torch import Tensor, nn
 
@@ -38,8 +38,7 @@ from benchmarks.case import dtype_name
 from benchmarks.environment import describe
 from benchmarks.memory import is_out_of_memory, peak
 from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
-from fused_norm.freeze import freeze
-from fused_norm.models import Site, backend
+from fused_norm.models import Site
 from fused_norm.models.sites import OTHERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,12 +50,12 @@ MODELS = {
     "siglip": (64, 32),
 }
 MODES = ("forward", "train")
-FROZEN = "fused_norm-frozen"
-SMALL = "fused_norm-small"
-PROVIDERS = ("eager", "compile", "fused_norm", FROZEN, SMALL)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What errs more than this of eager's error is wrong; less than the other is rounding alone.
 MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
+# In FP8: of torchao's error, and of the output alone where there is no torchao (20 dB).
+MOST_FP8_ERROR, LARGEST_FP8_ERROR = 1.1, 0.1
+ERRORS = ("output error", "gradient error")
 # Elements that are compared at once.
 _AT_ONCE = 1 << 26
 Step = Callable[[], list[Tensor]]
@@ -197,26 +196,32 @@ def _results(
         del y, found
     exact = _summed(bound(model, parameters, each)() for each in _each_alone(inputs))
     model.to(dtype)
-    asked = ["eager", *(p for p in options.provider or PROVIDERS[:-1] if p != "eager")]
-    asked = [p for p in asked if p != (FROZEN if mode == "train" else SMALL)]
+    asked = ["eager", *(p for p in options.provider or default(mode) if p != "eager")]
+    asked = [p for p in asked if mode == "forward" or p != FROZEN]
     device = parameters[0].device
-    # A copy, as the others' parameters are not frozen.
-    models = {p: copy.deepcopy(model) if p == FROZEN else model for p in asked}
-    before = _allocated(device)
-    steps = {
-        p: bound(_provided(p, models[p], options.then, sites), parameters, inputs) for p in asked
-    }
-    results: dict[str, Any] = {}
-    for provider in sorted(steps, key=lambda p: p == FROZEN):
-        results[provider] = _checked(steps[provider], exact, results.get("eager"))
-        if provider != FROZEN:
-            before = _allocated(device)
+    places = [i for i, p in enumerate(model.parameters()) if any(p is own for own in parameters)]
+    steps, results, more = dict[str, Step](), dict[str, dict[str, Any]](), dict[str, int]()
+    # FP8 last, as it is held to torchao's errors.
+    for provider in sorted(asked, key=lambda p: p == FP8):
+        before = _allocated(device)
+        try:
+            owner, run = provided(provider, model, mode, options.then, sites)
+        except Exception as error:
+            # Another project may refuse a device in whatever way it likes.
+            results[provider] = _failed(error)
+            continue
+        all_own = list(owner.parameters())
+        steps[provider] = bound(run, [all_own[i] for i in places], inputs)
+        results[provider] = _checked(steps[provider], exact, _errors_of(provider, results))
+        more[provider] = 0
+        if has_own(provider, mode) and results[provider]["status"] == "ok":
+            # What is frozen is prepared in the second call.
+            steps[provider]()
+            more[provider] = _allocated(device) - before
     good = [p for p in asked if results[p]["status"] == "ok"]
     for provider in good:
         held = peak(steps[provider], device)
-        if held is not None and provider == FROZEN:
-            held += _allocated(device) - before
-        results[provider]["peak bytes"] = held
+        results[provider]["peak bytes"] = held if held is None else held + more[provider]
     rounds = Rounds(
         {p: _timer(steps[p], device) for p in good},
         Budget(options.seconds, warm_up=options.seconds / 4, most=50),
@@ -266,21 +271,6 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def _provided(provider: str, model: nn.Module, then: str, sites: list[Site]) -> Any:
-    if provider == "eager":
-        return model
-    if provider == "compile":
-        return torch.compile(model)
-    if provider == FROZEN:
-        freeze(model.eval(), offload=True)
-        sites = []
-    asked = {"then": then} | ({"small": True} if provider == SMALL else {})
-    if provider == SMALL:
-        sites = []
-    ours: Any = functools.partial(backend, options=asked, sites=sites)
-    return torch.compile(model, backend=ours)
-
-
 def _allocated(device: torch.device) -> int:
     """Return the bytes of a GPU that tensors have."""
     if device.type != "cuda":
@@ -289,7 +279,19 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> dict[str, Any]:
+def _errors_of(provider: str, results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the largest errors that a provider may have; none for eager."""
+    if provider == "eager":
+        return {}
+    factor, other = MOST_ERROR, results["eager"]
+    if provider in (FP8, TORCHAO):
+        factor, other = MOST_FP8_ERROR, results.get(TORCHAO, {})
+        if other.get("status") != "ok":
+            return {"output error": LARGEST_FP8_ERROR}
+    return {key: max(factor * other.get(key, 0.0), LEAST_ERROR) for key in ERRORS}
+
+
+def _checked(step: Step, exact: list[Tensor], most: dict[str, float]) -> dict[str, Any]:
     """Return how far a provider is off, and whether it may be timed."""
     try:
         found = step()
@@ -299,13 +301,11 @@ def _checked(step: Step, exact: list[Tensor], eager: dict[str, Any] | None) -> d
         return _failed(error)
     # Of all gradients together: some, as of a bias that a softmax takes out, are rounding alone.
     result: dict[str, Any] = {"status": "ok"}
-    for key, part in (("output error", slice(0, 1)), ("gradient error", slice(1, None))):
+    for key, part in zip(ERRORS, (slice(0, 1), slice(1, None)), strict=True):
         norms = [torch.tensor(v).norm() for v in (off[part], [b.norm() for b in exact[part]]) if v]
         result[key] = (norms[0] / norms[1]).item() if norms else 0.0
-    if eager is not None:
-        for key in ("output error", "gradient error"):
-            if result[key] > max(MOST_ERROR * eager.get(key, 0.0), LEAST_ERROR):
-                result["status"] = "wrong"
+    if any(result[key] > value for key, value in most.items()):
+        result["status"] = "wrong"
     return result
 
 
