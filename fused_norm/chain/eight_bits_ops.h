@@ -148,6 +148,46 @@ inline bool is_bfloat16(torch::headeronly::ScalarType dtype) {
   return dtype == torch::headeronly::ScalarType::BFloat16;
 }
 
+// What a product in 8 bits multiplies: rows by a layer, and by another if that is gated.
+struct Factors {
+  Scaled rows;
+  Layer layer, up;
+};
+
+inline Factors factors_of(
+    const Tensor& q, Given scale, Given weight, Optional weight_scale, Optional bias, Optional up,
+    Optional up_scale, Optional up_bias, const Cast& by, const Cast& cast,
+    const EightBits& kernels) {
+  const auto rows = rows_of({q, tensor_of(scale), by.by_block()});
+  const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels);
+  Layer other;
+  if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels)[0];
+  return {rows, layers[0], other};
+}
+
+// The activation of a product, or a gate of one or two, as rows in 8 bits.
+inline Handles fp8_hidden(
+    Given q, Given scale, Given weight, Optional weight_scale, std::string scaling,
+    std::string weight_scaling, bool power_of_two, Optional bias, std::string activation,
+    torch::headeronly::ScalarType dtype, Optional up, Optional up_scale, Optional up_bias,
+    bool are_kept) {
+  const auto run = [&] {
+    require_kernels(is_bfloat16(dtype));
+    const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
+    const auto given = tensor_of(q);
+    const OnDevice on_device(given);
+    const auto& kernels = eight_bits_of(given, TO_8_BITS);
+    const auto of = factors_of(
+        given, scale, weight, weight_scale, bias, up, up_scale, up_bias, by, cast, kernels);
+    Handles all;
+    append(all, hidden(of.rows, of.layer, of.up, number_of(activation), power_of_two, kernels));
+    return all;
+  };
+  return by_kernels(
+      run, "fused_norm::fp8_hidden_by_python", q, scale, weight, weight_scale, scaling,
+      weight_scaling, power_of_two, bias, activation, dtype, up, up_scale, up_bias, are_kept);
+}
+
 inline Given fp8_linear(
     Given q, Given scale, Given weight, Optional weight_scale, std::string scaling,
     std::string weight_scaling, bool power_of_two, Optional bias, Optional residual,
@@ -158,14 +198,12 @@ inline Given fp8_linear(
     const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
     const auto given = tensor_of(q);
     const OnDevice on_device(given);
-    const auto rows = rows_of({given, tensor_of(scale), by.by_block()});
-    const auto& kernels = eight_bits_of(rows.q);
-    const auto layers = layers_of({weight}, {weight_scale}, {bias}, rows.q, cast, kernels);
-    Layer other;
-    if (up) other = layers_of({*up}, {up_scale}, {up_bias}, rows.q, cast, kernels)[0];
+    const auto& kernels = eight_bits_of(given);
+    const auto of = factors_of(
+        given, scale, weight, weight_scale, bias, up, up_scale, up_bias, by, cast, kernels);
     const auto added = tensor_of(residual);
     const auto y = product(
-        rows, layers[0], rows.q.sizes(), are_kept, kernels, number_of(activation), other);
+        of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number_of(activation), of.up);
     if (added.defined()) {
       require_kernels(
           is_beside(added, y) && added.dtype() == BFLOAT16 && are_equal(added.sizes(), y.sizes()));

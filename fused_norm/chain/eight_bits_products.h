@@ -116,6 +116,62 @@ inline Tensor block_product(
   return y;
 }
 
+// A layer before an activation, or the two of a gate, and the outputs of each.
+struct Activated {
+  Layer layer, up;
+  int64_t N;
+};
+
+// Has a call multiply by layers: by one, or for a gate by two, which may be the halves of one.
+inline Activated add_layers(
+    Call& call, const Scaled& rows, const Layer& given, const Layer& given_up, int64_t activation) {
+  Activated found{layer_of(given, rows.q), {}, 0};
+  const auto& layer = found.layer;
+  require_kernels(rows.of_blocks == layer.weight.of_blocks);
+  const bool is_gate = activation >= GATED, is_pair = given_up.weight.defined();
+  const int64_t N = found.N = call.N = layer.outputs() / (is_gate && !is_pair ? 2 : 1);
+  call.activation = activation;
+  call.weight = address(layer.weight.q);
+  call.weight_scale = address(layer.weight.scale);
+  call.bias = address(layer.bias);
+  if (is_pair) {
+    const auto& up = found.up = layer_of(given_up, rows.q);
+    require_kernels(
+        is_gate && up.outputs() == N && up.bias.defined() == layer.bias.defined() &&
+        up.weight.of_blocks == rows.of_blocks);
+    call.up = address(up.weight.q);
+    call.up_scale = address(up.weight.scale);
+    call.up_bias = address(up.bias);
+  } else if (is_gate) {
+    // The second half has scales of its own only where it starts with a block.
+    require_kernels(!rows.of_blocks || N % SCALE_BLOCK == 0);
+    const int64_t scales = rows.of_blocks ? N / SCALE_BLOCK * blocks_of(call.K) : N;
+    call.up = static_cast<char*>(call.weight) + N * call.K;
+    call.up_scale = static_cast<float*>(call.weight_scale) + scales;
+    if (call.bias) call.up_bias = static_cast<char*>(call.bias) + 2 * N;
+  }
+  return found;
+}
+
+// The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits with scales of
+// blocks: the rows that a next layer multiplies.
+inline Scaled hidden(
+    const Scaled& given, const Layer& layer, const Layer& up, int64_t activation,
+    bool power_of_two, const EightBits& kernels) {
+  const auto rows = rows_of(given);
+  require_kernels(rows.of_blocks && activation);
+  auto call = product_call(rows, 0, false, kernels);
+  const auto layers = add_layers(call, rows, layer, up, activation);
+  const Scaled z{
+      empty(Shape{call.M, call.N}, rows.q, E4M3),
+      empty(Shape{call.M, blocks_of(call.N)}, rows.q, FLOAT32), true};
+  call.power_of_two = power_of_two;
+  call.y = address(z.q);
+  call.y_scale = address(z.scale);
+  launch(kernels.linear, call, rows.q);
+  return z;
+}
+
 // Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows but for the last.
 // The activation may be a gate: on what a second layer gives, or on the second half. What it is of,
 // rows of one or two times as many elements, is written to h if that is asked for.
@@ -124,36 +180,18 @@ inline Tensor product(
     const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
     Tensor* h = nullptr) {
   const auto rows = rows_of(given);
-  const auto layer = layer_of(given_layer, rows.q);
-  require_kernels(rows.of_blocks == layer.weight.of_blocks);
   if (rows.of_blocks) {
+    const auto layer = layer_of(given_layer, rows.q);
     const Layer other = given_up.weight.defined() ? layer_of(given_up, rows.q) : Layer{};
     return block_product(rows, layer, other, sizes, activation, kernels, h);
   }
-  const bool is_gate = activation >= GATED, is_pair = given_up.weight.defined();
-  const int64_t N = layer.outputs() / (is_gate && !is_pair ? 2 : 1);
-  auto call = product_call(rows, N, is_kept, kernels);
-  call.activation = activation;
-  call.weight = address(layer.weight.q);
-  call.weight_scale = address(layer.weight.scale);
-  call.bias = address(layer.bias);
-  Layer up;
-  if (is_pair) {
-    up = layer_of(given_up, rows.q);
-    require_kernels(
-        is_gate && up.outputs() == N && up.bias.defined() == layer.bias.defined());
-    call.up = address(up.weight.q);
-    call.up_scale = address(up.weight.scale);
-    call.up_bias = address(up.bias);
-  } else if (is_gate) {
-    call.up = static_cast<char*>(call.weight) + N * call.K;
-    call.up_scale = static_cast<float*>(call.weight_scale) + N;
-    if (call.bias) call.up_bias = static_cast<char*>(call.bias) + 2 * N;
-  }
+  auto call = product_call(rows, 0, is_kept, kernels);
+  const auto layers = add_layers(call, rows, given_layer, given_up, activation);
+  const int64_t N = layers.N;
   const auto y = empty(Shape(sizes, N), rows.q, BFLOAT16);
   call.y = address(y);
   if (h) {
-    *h = empty(Shape{call.M, is_gate ? 2 * N : N}, rows.q, BFLOAT16);
+    *h = empty(Shape{call.M, activation >= GATED ? 2 * N : N}, rows.q, BFLOAT16);
     call.h = address(*h);
   }
   launch(kernels.linear, call, y);

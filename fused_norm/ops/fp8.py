@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from fused_norm.ops.eight_bits import quantize
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
 from fused_norm.ops.rounding import RoundedToOdd
+from fused_norm.ops.scaled_hidden import hidden as hidden_rows
 from fused_norm.ops.scaled_linears import ScaledLinears, linears
 from fused_norm.recipes import Recipe
 
@@ -117,27 +119,38 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     rows = x.shape[:-1]
     layers = list(zip(map(quantized.parts, t.weights), t.biases, strict=True))
     is_one = not spec.is_joined or len(layers) == 1
+    # Of each product that activates: a weight, its scales and its bias, of a gate twice.
+    activates: list[Any] = []
     if _is_gate_of_two(spec.activation, t.weights, t.biases):
         (gate, bias), (up, up_bias) = layers
-        gated = (q, scale, *gate, *how, bias, None, spec.activation, x.dtype, *up, up_bias)
-        products = [scaled.linear(*gated)]
+        activates = [(*gate, bias, *up, up_bias)]
     elif is_one and spec.activation:
-        each = [(q, scale, *w, *how, b, None, spec.activation, x.dtype) for w, b in layers]
-        products = [scaled.linear(*one) for one in each]
+        activates = [(*weight, bias) for weight, bias in layers]
+    # A scale of 128 elements is known where these are computed.
+    stays = t.out_weight is not None and recipe.input.scaling == "1x128"
+    hidden: list[Tensor] = []
+    products: list[Tensor] = []
+    if activates:
+        for weight, own, bias, *up in activates:
+            last = (spec.activation, x.dtype, *up)
+            if stays:
+                hidden = hidden_rows(q, scale, weight, own, *how, bias, *last)
+            else:
+                products.append(scaled.linear(q, scale, weight, own, *how, bias, None, *last))
     else:
         products = _products(q, scale, t.weights, t.biases, recipe, power_of_two, x.dtype)
         if not is_one:
             products = [activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
         residual = t.out_residual
-        if residual is None:
+        if residual is None and products:
             products = linears(products[0], [t.out_weight], [t.out_bias], recipe, power_of_two)
         else:
-            q, scale = quantize(products[0], recipe.input, power_of_two)
-            residual = residual.reshape(-1, residual.shape[-1])
-            out = quantized.parts(t.out_weight)
-            last = (q, scale, *out, *how, t.out_bias, residual, "", x.dtype)
-            products = [scaled.linear(*last)]
+            q, scale = hidden or quantize(products[0], recipe.input, power_of_two)
+            if residual is not None:
+                residual = residual.reshape(-1, residual.shape[-1])
+            w, own = quantized.parts(t.out_weight)
+            products = [scaled.linear(q, scale, w, own, *how, t.out_bias, residual, "", x.dtype)]
     outputs = [_in_shape(y, rows) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
 

@@ -122,17 +122,43 @@ def linear(
         up_scale: Its scales, or None.
         up_bias: Its bias, or None.
     """
-    are_kept = False
-    if not torch.compiler.is_compiling() and frozen.is_any():
-        has_up = [] if up is None else [up]
-        scales = [weight_scale, up_scale][: 1 + len(has_up)]
-        by = in_8_bits([weight, *has_up], scales, weight_scaling, power_of_two)
-        (weight, *has_up), (weight_scale, *_), are_kept = by
-        up, up_scale = (has_up[0], by[1][1]) if has_up else (None, None)
+    by = (weight, weight_scale, up, up_scale, weight_scaling, power_of_two)
+    weight, weight_scale, up, up_scale, are_kept = of_frozen(*by)
     operands = (q, scale, weight, weight_scale, scaling, weight_scaling, power_of_two)
     last = (bias, residual, activation, dtype, up, up_scale, up_bias, are_kept)
     y: Tensor = _linear_op(*operands, *last)
     return y
+
+
+def of_frozen(
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    up: Tensor | None,
+    up_scale: Tensor | None,
+    weight_scaling: str,
+    power_of_two: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, bool]:
+    """Return a weight and what it gates, if anything, with their scales, as `in_8_bits` does.
+
+    Args:
+        weight: `[N, K]`, in 8 bits if it has scales.
+        weight_scale: Those, or None.
+        up: What it gates, or None.
+        up_scale: The scales of that, or None.
+        weight_scaling: What shares a scale.
+        power_of_two: Whether scales are rounded up to powers of two.
+
+    Returns:
+        The four, and whether earlier calls made all that are in 8 bits.
+    """
+    if torch.compiler.is_compiling() or not frozen.is_any():
+        return weight, weight_scale, up, up_scale, False
+    weights = [weight] if up is None else [weight, up]
+    scales = [weight_scale, up_scale][: len(weights)]
+    made, scales, are_kept = in_8_bits(weights, scales, weight_scaling, power_of_two)
+    if up is None:
+        return made[0], scales[0], None, None, are_kept
+    return made[0], scales[0], made[1], scales[1], are_kept
 
 
 def _linear(
@@ -143,7 +169,7 @@ def _linear(
     if frozen.is_any() and weight_scale is None:
         return linear(q, scale, weight, weight_scale, *rest[:-1])
     if not q.numel():
-        return _fake_linear(q, scale, weight, weight_scale, *rest)
+        return fake_linear(q, scale, weight, weight_scale, *rest)
     y = multiply(q, scale, weight, weight_scale, *how, bias, dtype)
     if up is not None:
         y = torch.cat([y, multiply(q, scale, up, up_scale, *how, up_bias, dtype)], -1)
@@ -238,7 +264,8 @@ def _fake_linears(q: Tensor, _: Tensor, weights: Sequence[Tensor], *rest: Any) -
     return [q.new_empty((q.shape[0], len(weight)), dtype=dtype) for weight in weights]
 
 
-def _fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+def fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Return a result without values, of what the op of `linear` is called with."""
     activation, dtype, up = rest[6:9]
     N = len(weight) // (2 if is_gate(activation) and up is None else 1)
     return q.new_empty((q.shape[0], N), dtype=dtype)
@@ -254,7 +281,7 @@ _linear_op = define(
     "fp8_linear(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
     "str weight_scaling, bool power_of_two, Tensor? bias, Tensor? residual, str activation, "
     "ScalarType dtype, Tensor? up, Tensor? up_scale, Tensor? up_bias, bool are_kept) -> Tensor",
-    _fake_linear,
+    fake_linear,
     unseen(_linear),
 )
 _linears_op = define(
@@ -266,12 +293,13 @@ _linears_op = define(
 )
 
 
-def _linear_flops(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> int:
-    up = rest[8]
+def linear_flops(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> int:
+    """Return what the products take: of one layer, or of two, as the last arguments say."""
+    up = rest[-4]
     return 2 * q.numel() * (len(weight) + (0 if up is None else len(up)))
 
 
-count_flops("fp8_linear", _linear_flops)
+count_flops("fp8_linear", linear_flops)
 count_flops(
     "fp8_linears", lambda q, _, weights, *rest: 2 * q.numel() * sum(len(w) for w in weights)
 )

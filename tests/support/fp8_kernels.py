@@ -23,10 +23,10 @@ TYPES = {4: E4M3, 5: E5M2}
 BLOCKS = {1: "1x128", 2: "128x128"}
 
 
-def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return the tensor at an address, which kernels can read 16 bytes at a time."""
+def at(address: int, dtype: torch.dtype, *shape: int, multiple: int = 16) -> Tensor:
+    """Return the tensor at an address, a multiple of what kernels read together."""
     assert address
-    assert address % 16 == 0
+    assert address % multiple == 0
     count = int(torch.Size(shape).numel()) * dtype.itemsize
     memory = (ctypes.c_char * count).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -143,19 +143,33 @@ def product(call: Any, N: int, weight: int, scale: int, bias: int) -> Tensor:
     return y + at(bias, BF16, N).float() if bias else y
 
 
-def block_linear(call: Any) -> None:
-    """Write y, whose rows are `pitch` apart: nothing but a bias is after it."""
-    assert not any((call.up, call.h, call.activation))
-    assert TYPES[call.eight_bits] is E4M3
+def block_product(call: Any, weight: int, scale: int, bias: int) -> Tensor:
     blocks = -(-call.K // 128)
     rows = at(call.z, E4M3, call.M, call.K), at(call.z_scale, F32, call.M, blocks)
-    by = (
-        at(call.weight, E4M3, call.N, call.K),
-        at(call.weight_scale, F32, -(-call.N // 128), blocks),
-    )
-    y = recipes.product(rows, "1x128", by, "128x128")
-    if call.bias:
-        y = y + at(call.bias, BF16, call.N).float()
+    # Kernels read one of these after another.
+    scales = at(scale, F32, -(-call.N // 128), blocks, multiple=4)
+    y = recipes.product(rows, "1x128", (at(weight, E4M3, call.N, call.K), scales), "128x128")
+    return y + at(bias, BF16, call.N).float() if bias else y
+
+
+def block_linear(call: Any) -> None:
+    """Write y, whose rows are `pitch` apart, with nothing but a bias; or activated in 8 bits."""
+    assert TYPES[call.eight_bits] is E4M3
+    assert not call.h
+    y = block_product(call, call.weight, call.weight_scale, call.bias)
+    if call.y_scale:
+        assert call.activation
+        assert not call.pitch
+        name = name_of(call.activation)
+        assert is_gate(name) == bool(call.up)
+        if call.up:
+            y = torch.cat([y, block_product(call, call.up, call.up_scale, call.up_bias)], 1)
+        a = activated(name, y).to(BF16)
+        q, scale = recipes.quantize(a, Cast(E4M3, "1x128"), bool(call.power_of_two))
+        store(call.y, q)
+        store(call.y_scale, scale)
+        return
+    assert not any((call.up, call.activation))
     assert call.pitch >= call.N
     whole = at(call.y, BF16, (call.M - 1) * call.pitch + call.N)
     whole.as_strided((call.M, call.N), (call.pitch, 1)).copy_(y)
