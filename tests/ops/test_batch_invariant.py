@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from devices import GPU
-from family import GRID, LOW, check, make_tensors, pairwise
+from family import CASES, LOW, check, make_tensors
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -201,11 +201,11 @@ def test_on_hopper_at_other_sizes(dtype: torch.dtype, K: int, N: int, device: st
     assert changed(Parameters(dtype, device, K, N), plain, numbers, True) == []
 
 
-CASES = list(pairwise(GRID))[::3]
+SOME = CASES[::3]
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("case", SOME, ids=range(len(SOME)))
 def test_values_and_gradients(case: dict[str, Any], device: str) -> None:
     tensors = make_tensors(case, device)
     sizes = [size for weight in tensors["weight"] for size in weight.shape]

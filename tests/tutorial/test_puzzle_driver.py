@@ -111,11 +111,22 @@ def test_fails_when_a_kernel_is_wrong_and_compiles_once(tmp_path: Path) -> None:
     assert "Overall Result: SOME INCORRECT" in result.stdout
 
 
-def test_refuses_sizes_before_anything_else() -> None:
-    result = run("--fused", "--hidden", "1025")
-    assert result.returncode == 2
-    assert "hidden_dim must be from 1 to 1024, got 1025" in result.stderr
-    assert result.stdout == ""
+def assert_is_refused(
+    driver: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Have a driver's arguments refused, in this process, and nothing printed before."""
+    main = runpy.run_path(str(ROOT / "solutions" / driver), run_name="imported")["main"]
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err)
+    assert said.out == ""
+
+
+def test_refuses_sizes_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "hidden_dim must be from 1 to 1024, got 1025"
+    assert_is_refused("p22/p22.py", ["--fused", "--hidden", "1025"], message, capsys)
 
 
 def test_says_what_does_not_compile(tmp_path: Path) -> None:
