@@ -516,7 +516,7 @@ MUTATIONS = (
         f"{GEMM_SM90}/parts.mojo",
         "return UInt32(1), index - self.second",
         "return UInt32(1), index",
-        ("tests/chain/test_grouped.py", "-k", "plan"),
+        ("tests/chain/test_grouped_plans.py", "-k", "walk"),
     ),
     Mutation(
         "every weight of one sum multiplies the gradient of the first output",

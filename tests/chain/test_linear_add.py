@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_grouped import names
+from launches import names
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 

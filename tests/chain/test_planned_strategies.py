@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accuracy import make_inputs
+from devices import ON_HOPPER
 from stand_in import standing_in
-from test_grouped import ON_HOPPER
 from torch import Tensor
 
 import fused_norm as fn

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ON_HOPPER
 from float8_models import Block, OneLayer, compiled, decibels, report, rows
 from torch import Tensor, nn
 
@@ -248,10 +249,7 @@ def test_what_no_recipe_of_ours_is_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="only Hopper has kernels for 8 bits",
-)
+@ON_HOPPER
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("then", ["eager", "inductor"])
 def test_blocks_are_recognized_on_gpus(then: str, monkeypatch: pytest.MonkeyPatch) -> None:

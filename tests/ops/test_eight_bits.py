@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_HOPPER
 from torch import Tensor
 from torch.testing._internal.optests import opcheck
 
@@ -15,10 +16,6 @@ from fused_norm import recipes
 from fused_norm.ops import eight_bits
 from fused_norm.recipes import E4M3, E5M2, Cast
 
-ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="only Hopper's kernels quantize",
-)
 CASTS = [Cast(dtype, scaling) for dtype in (E4M3, E5M2) for scaling in ("row", "tensor")]
 # Whole tiles of 128 by 64 and of 512 rows, ragged ones, one row, and one load.
 SHAPES = [(256, 128), (1000, 1096), (513, 72), (1, 4096), (16, 8), (3000, 16)]

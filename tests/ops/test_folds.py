@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget, eager, make_inputs
+from devices import ON_HOPPER
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -23,10 +24,7 @@ from fused_norm.ops.family import family_call
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU on this machine",
-    ),
+    ON_HOPPER,
 ]
 BFLOAT16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 

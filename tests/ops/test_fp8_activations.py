@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_HOPPER
 from fp8_kernels import running
 from fp8_products import SHORT, decibels
 from torch import Tensor
@@ -145,10 +146,7 @@ def on(device: str, given: Any) -> Any:
 
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="only Hopper has kernels for 8 bits",
-    ),
+    ON_HOPPER,
 ]
 ALL = [
     pytest.param(name, is_pair, marks=gpu)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ON_HOPPER
 from fp8_products import LEAST, decibels, gradients
 from kernel_harness import Guarded
 from torch import Tensor
@@ -23,10 +24,7 @@ VECTORS, SQUARES = "1x128", "128x128"
 HOW = (VECTORS, SQUARES)
 on_hopper = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="only Hopper has kernels for 8 bits",
-    ),
+    ON_HOPPER,
 ]
 # Whole blocks, ragged ones, one row, one load of 16 elements, and more blocks than SMs.
 SHAPES = [(256, 256), (1000, 1104), (513, 80), (1, 4096), (16, 16), (3000, 16), (129, 2064)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_HOPPER
 from fp8_kernels import running
 from torch import Tensor
 from torch.testing._internal.optests import opcheck
@@ -306,10 +307,7 @@ def test_others_are_told_apart(ran: Ran) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="only Hopper has kernels for 8 bits",
-)
+@ON_HOPPER
 def test_operands_of_another_device_are_errors() -> None:
     x, w, b = matrix(M, K).cuda(), matrix(48, K).cuda(), matrix(48).cuda()
     q, scale = quantize(x, Cast(E4M3, "row"), True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_HOPPER
 
 from benchmarks import environment
 from benchmarks.runs import Ceiling
@@ -346,10 +347,7 @@ def test_steps_compile(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no Hopper GPU on this machine",
-)
+@ON_HOPPER
 @pytest.mark.parametrize("step", worklog_steps.STEPS, ids=lambda step: step.name)
 def test_steps_are_right_at_ragged_sizes(step: worklog_steps.Step) -> None:
     from tutorial.worklog import worklog_cases

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check, make_inputs
+from devices import ON_HOPPER
 from kernel_harness import Guarded, address, extension
 from strategies import hopper_goes
 from test_norm_linear_gpu import forward as normalized
@@ -38,10 +39,7 @@ ROUNDING = {
 
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU on this machine",
-    ),
+    ON_HOPPER,
 ]
 
 

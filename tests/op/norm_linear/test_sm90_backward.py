@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ON_HOPPER
 from kernel_harness import Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
@@ -18,10 +19,7 @@ REPEATS = 5
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU on this machine",
-    ),
+    ON_HOPPER,
 ]
 
 # Rows, features, outputs. One tile; less than one; few rows; ragged in each size; tiles that two

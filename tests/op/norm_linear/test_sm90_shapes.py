@@ -11,15 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import ON_HOPPER
 from kernel_harness import Guarded, address, extension
 from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="no Hopper GPU on this machine",
-    ),
+    ON_HOPPER,
 ]
 EPS = 1e-5
 # A rounding to the type, and what activations are off by in their last bits.
