@@ -21,6 +21,7 @@ from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import is_turned, keep_dense
+from fused_norm.models.masks import drop_idle_masks
 from fused_norm.models.norms import Norm, candidates, find_norm
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, find_readers
@@ -133,6 +134,7 @@ def fuse_graph(
         replaced: As in `fuse`.
     """
     flow = Flow(graph)
+    drop_idle_masks(graph, flow)
     write_out_attention(graph, Emitter(graph, flow))
     keeps_rounding = options.rounding == "model"
     flow = Flow(graph)

@@ -1,0 +1,122 @@
+"""Attention masks that mask nothing, which a model makes while it is traced.
+
+transformers asks whether a mask masks anything, and leaves it out if not. While it is traced it
+cannot ask, and makes a mask of constants. Of its strides, PyTorch writes attention out in float32,
+which took twice the time of all of BERT. What a graph computes of constants alone is known, so the
+question is asked here.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+
+from fused_norm.models.flow import Flow
+from fused_norm.models.values import is_tensor, value
+
+# What masks are made of: functions of their arguments alone.
+_FUNCTIONS = {
+    *(torch.arange, torch.ones, torch.zeros, torch.full, torch.where, torch.unsqueeze),
+    *(operator.add, operator.sub, operator.mul, operator.getitem, operator.and_, operator.or_),
+    *(operator.ge, operator.gt, operator.le, operator.lt, operator.eq, operator.invert),
+    *(torch.ge, torch.gt, torch.le, torch.lt, torch.eq, torch.add, torch.sub, torch.mul),
+    *(torch.logical_and, torch.logical_or, torch.logical_not, torch.bitwise_and),
+}
+_METHODS = {"expand", "view", "unsqueeze", "to", "bool", "logical_and", "logical_not", "new_ones"}
+# Elements of a tensor that are computed to find out; longer masks stay.
+_MOST_ELEMENTS = 1 << 26
+
+
+def drop_idle_masks(graph: Graph, flow: Flow) -> int:
+    """Leave masks that mask nothing out of a graph's attention; return of how many calls.
+
+    Args:
+        graph: The graph.
+        flow: What is known of it.
+    """
+    found: dict[Node, Any] = {}
+    count = 0
+    for node in graph.nodes:
+        if node.target is not F.scaled_dot_product_attention:
+            continue
+        mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+        if not (isinstance(mask, Node) and _fits(node, mask)):
+            continue
+        sources = _constants(mask, flow)
+        with torch.no_grad(), unset_fake_temporarily():
+            if not sources or not _masks_nothing(_computed(mask, found)):
+                continue
+        if "attn_mask" in node.kwargs:
+            node.update_kwarg("attn_mask", None)
+        else:
+            node.update_arg(3, None)
+        count += 1
+    for node in sorted(found, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    return count
+
+
+def _fits(attention: Node, mask: Node) -> bool:
+    """Return whether a result has the same shape without the mask."""
+    q, k = (value(operand) for operand in attention.all_input_nodes[:2])
+    if not (is_tensor(mask) and isinstance(q, Tensor) and isinstance(k, Tensor)):
+        return False
+    wanted = (*q.shape[:-1], k.shape[-2])
+    own = (1,) * (len(wanted) - value(mask).dim()) + tuple(value(mask).shape)
+    return len(own) == len(wanted) and all(
+        isinstance(size, int) and size in (1, other)
+        for size, other in zip(own, wanted, strict=True)
+    )
+
+
+def _constants(mask: Node, flow: Flow) -> set[Node]:
+    """Return what a mask is computed by if that is of numbers alone, by functions known here."""
+    ahead, seen = [mask], set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        targets: Any = _METHODS if node.op == "call_method" else _FUNCTIONS
+        if node.op not in ("call_function", "call_method") or node.target not in targets:
+            return set()
+        if not is_tensor(node) or not _is_short(value(node)):
+            return set()
+        ahead += node.all_input_nodes
+    return set() if flow.is_written(seen, min(seen)) else seen
+
+
+def _is_short(t: Tensor) -> bool:
+    """Return whether sizes are known, and few elements in memory of their own."""
+    if not all(isinstance(size, int) for size in (*t.shape, *t.stride())):
+        return False
+    count = 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        count *= size if stride else 1
+    return count <= _MOST_ELEMENTS
+
+
+def _computed(node: Node, found: dict[Node, Any]) -> Any:
+    """Return a node's value; those known before are kept."""
+    if node not in found:
+        for source in node.all_input_nodes:
+            _computed(source, found)
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)
+        target: Any = node.target
+        run = getattr(torch.Tensor, target) if node.op == "call_method" else target
+        found[node] = run(*args, **kwargs)
+    return found[node]
+
+
+def _masks_nothing(mask: Tensor) -> bool:
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0:
+            mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
+    return bool(mask.all() if mask.dtype is torch.bool else (mask == 0).all())

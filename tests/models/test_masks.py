@@ -1,0 +1,130 @@
+"""Attention masks made of constants: those that mask nothing go, all others stay."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fused_norm.models.fuse import Options, fuse
+
+BATCH, HEADS, LENGTH, FEATURES = 2, 4, 6, 8
+Mask = Callable[[Tensor], Tensor]
+
+
+def of_transformers(q: Tensor) -> Tensor:
+    """The mask of BERT without padding in transformers 5.17, as it is traced."""
+    rows = torch.arange(q.shape[-2], device=q.device) + 0
+    return (rows[None, None, :, None] >= 0).expand(q.shape[0], -1, q.shape[-2], q.shape[-2])
+
+
+def of_zeros(q: Tensor) -> Tensor:
+    return torch.zeros(q.shape[-2], q.shape[-2], device=q.device)
+
+
+def causal(q: Tensor) -> Tensor:
+    rows = torch.arange(q.shape[-2], device=q.device)
+    return rows[:, None] >= rows[None, :]
+
+
+def but_one(q: Tensor) -> Tensor:
+    return torch.arange(q.shape[-2], device=q.device)[None] < q.shape[-2] - 1
+
+
+def written(q: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[-2], q.shape[-2], device=q.device)
+    mask = mask == 1
+    mask[0, 1] = False
+    return mask
+
+
+def of_an_input(q: Tensor) -> Tensor:
+    return (q[0, 0, :, :1] > -100.0).expand(q.shape[-2], q.shape[-2])
+
+
+def by_chance(q: Tensor) -> Tensor:
+    return torch.rand(q.shape[-2], q.shape[-2], device=q.device) >= 0
+
+
+def attention(mask: Mask, q: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask(q))
+
+
+def compiled(function: Any, *inputs: Tensor, **options: Any) -> tuple[Any, list[Any]]:
+    """Return what a compiled function gives, and the masks of its attention."""
+    left: list[Any] = []
+
+    def backend(module: GraphModule, _: Any) -> Any:
+        fuse(module, Options())
+        for node in module.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                left.append(node.kwargs.get("attn_mask", (*node.args, None, None)[3]))
+        return module.forward
+
+    torch.compiler.reset()
+    return torch.compile(function, backend=backend, **options)(*inputs), left
+
+
+def rows() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(BATCH, HEADS, LENGTH, FEATURES)
+
+
+@pytest.mark.parametrize("mask", [of_transformers, of_zeros])
+def test_masks_that_mask_nothing_go(mask: Mask) -> None:
+    q, call = rows(), functools.partial(attention, mask)
+    found, left = compiled(call, q)
+    assert left == [None]
+    torch.testing.assert_close(found, call(q))
+
+
+@pytest.mark.parametrize("mask", [causal, but_one, written, of_an_input, by_chance])
+def test_all_others_stay(mask: Mask) -> None:
+    q, call = rows(), functools.partial(attention, mask)
+    found, (left,) = compiled(call, q)
+    assert left is not None
+    torch.testing.assert_close(found, call(q))
+
+
+def test_a_mask_by_its_place_goes() -> None:
+    def call(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, of_transformers(q))
+
+    q = rows()
+    found, left = compiled(call, q)
+    assert left == [None]
+    torch.testing.assert_close(found, call(q))
+
+
+def test_a_mask_that_others_read_stays_for_them() -> None:
+    def call(q: Tensor) -> tuple[Tensor, Tensor]:
+        mask = of_transformers(q)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask), mask
+
+    q = rows()
+    (found, mask), left = compiled(call, q)
+    assert left == [None]
+    torch.testing.assert_close(found, call(q)[0])
+    assert torch.equal(mask, call(q)[1])
+
+
+def test_a_mask_of_too_many_rows_is_an_error_still() -> None:
+    def call(q: Tensor) -> Tensor:
+        one = q[:1]
+        return F.scaled_dot_product_attention(one, one, one, attn_mask=of_transformers(q))
+
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        compiled(call, rows())
+
+
+def test_sizes_that_are_not_known_keep_a_mask() -> None:
+    q, call = rows(), functools.partial(attention, of_transformers)
+    found, (left,) = compiled(call, q, dynamic=True)
+    assert left is not None
+    torch.testing.assert_close(found, call(q))
