@@ -29,6 +29,8 @@ _FUNCTIONS = {
     *(torch.logical_and, torch.logical_or, torch.logical_not, torch.bitwise_and),
 }
 _METHODS = {"expand", "view", "unsqueeze", "to", "bool", "logical_and", "logical_not", "new_ones"}
+# Attention's first arguments.
+_NAMES = ("query", "key", "value", "attn_mask")
 # Elements of a tensor that are computed to find out; longer masks stay.
 _MOST_ELEMENTS = 1 << 26
 
@@ -45,8 +47,9 @@ def drop_idle_masks(graph: Graph, flow: Flow) -> int:
     for node in graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
             continue
-        mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
-        if not (isinstance(mask, Node) and _fits(node, mask)):
+        given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+        mask = given.get("attn_mask")
+        if not (isinstance(mask, Node) and _fits(mask, given["query"], given["key"])):
             continue
         sources = _constants(mask, flow)
         with torch.no_grad(), unset_fake_temporarily():
@@ -63,9 +66,9 @@ def drop_idle_masks(graph: Graph, flow: Flow) -> int:
     return count
 
 
-def _fits(attention: Node, mask: Node) -> bool:
-    """Return whether a result has the same shape without the mask."""
-    q, k = (value(operand) for operand in attention.all_input_nodes[:2])
+def _fits(mask: Node, query: Any, key: Any) -> bool:
+    """Return whether attention's result has the same shape without the mask."""
+    q, k = value(query), value(key)
     if not (is_tensor(mask) and isinstance(q, Tensor) and isinstance(k, Tensor)):
         return False
     wanted = (*q.shape[:-1], k.shape[-2])
