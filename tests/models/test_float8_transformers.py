@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fused_norm import recipes
 from fused_norm.models import fuse
-from fused_norm.ops import quantized
+from fused_norm.ops import fp8, quantized, scaled_hidden
 from fused_norm.recipes import BLOCK, E4M3
 
 finegrained: Any = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -216,6 +216,41 @@ def test_nothing_of_transformers_is_left_in_the_graph(recipe: str) -> None:
     # Of the layers' own parameters alone.
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     assert dtypes.count(E4M3) == sum(n.meta["example_value"].dtype is E4M3 for n in inputs) == 4
+
+
+class GatedMLP(nn.Module):
+    """The MLP of a LLaMA, and the norm before it."""
+
+    def __init__(self, features: int = 1024, hidden: int = 2048) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(features)
+        sizes = {"gate": (features, hidden), "up": (features, hidden), "down": (hidden, features)}
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(*size, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(x)
+        y: Tensor = x + self.down(F.silu(self.gate(z)) * self.up(z))
+        return y
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_hidden_rows_of_an_mlp_stay_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    plain = GatedMLP().bfloat16()
+    model, x, calls = converted(plain, of_blocks), rows(), []
+
+    def hidden(*arguments: Any) -> list[Tensor]:
+        # Tracing calls it, too.
+        calls.append(type(arguments[0]) is Tensor)
+        return scaled_hidden.hidden(*arguments)
+
+    monkeypatch.setattr(fp8, "hidden_rows", hidden)
+    with torch.no_grad():
+        exact, theirs, ours = plain.double()(x.double()), model(x), compiled(model, then="eager")(x)
+    assert sum(calls) == 1
+    assert decibels(ours, exact) > max(30.0, decibels(theirs, exact) - 0.3)
+    assert decibels(ours, theirs) > 34
 
 
 @pytest.mark.usefixtures("kernel")
