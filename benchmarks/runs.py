@@ -150,7 +150,7 @@ class Environment:
     cuda: Annotated[str, "CUDA or ROCm that PyTorch was built for, or empty."]
     max: Annotated[str, "MAX, or empty."]
     mojo: Annotated[str, "The Mojo compiler, or empty."]
-    fused_norm: Annotated[str, "fused_norm, and whether `build --autograd` was run."]
+    fused_norm: Annotated[str, "fused_norm, and whether its C++ node ran."]
     commit: Annotated[str, "Git commit, with -dirty where files differ from it, or empty."]
     date: Annotated[str, "When the run began, in UTC."]
     command: Annotated[str, "The command line."]

@@ -287,10 +287,16 @@ def _autograd(advice: Advice) -> str:
         if os.environ.get(library.SWITCH):
             return f"Python, as {library.SWITCH} asks; C++ is there"
     cxx = library.compiler()
+    command = "`python -m fused_norm build --autograd`"
+    if library.is_node_compiled() and not library.has_failed():
+        return f"C++, built on first use with {cxx}"
+    if cxx and library.has_failed():
+        advice.may.append(f"compiling the autograd node has failed: {command} shows how")
+        return f"Python; C++ could not be built with {cxx}"
     if cxx:
         advice.may.append(
-            "`python -m fused_norm build --autograd` compiles the autograd node, in less than a "
-            "minute; it takes Python out of small calls"
+            f"{command} compiles the autograd node, in less than a minute; it takes Python out of "
+            "small calls"
         )
         return f"Python; C++ can be built with {cxx}"
     return "Python; C++ needs a compiler, and there is none"

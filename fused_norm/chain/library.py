@@ -1,8 +1,9 @@
-"""Loads the chain: from the wheel, or compiled on first use by the system's C++ compiler.
+"""Loads the chain and the node: from the wheel, or compiled on first use by the C++ compiler.
 
-One binary serves every PyTorch from 2.11 on. A node of autograd in C++ spares a training step some
-microseconds; a build of that serves one minor version of PyTorch. A wheel brings builds for some,
-and `python -m fused_norm build --autograd` compiles another: nothing does so unasked.
+One binary of the chain serves every PyTorch from 2.11 on. A node of autograd in C++ spares a
+training step some microseconds; a build of that serves one minor version of PyTorch. A wheel brings
+builds for some, and `python -m fused_norm build --autograd` compiles another. Without a wheel, what
+compiles the chain compiles the node too: at the same time, as it takes about 15 s.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import sysconfig
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -52,10 +55,16 @@ class Binary:
     arguments: tuple[str, ...]
     libraries: tuple[str, ...]
 
+    def sources(self) -> list[Path]:
+        """Return the files that it is compiled from."""
+        main = FOLDER / self.source
+        # The node knows of the chain what it calls: a build survives other changes of the chain.
+        return [main, FOLDER / "chain.h"] if self is NODE else [main, *sorted(FOLDER.glob("*.h"))]
+
     @property
     def path(self) -> Path:
         """Where the compiled library is kept, for this PyTorch and this Python."""
-        digest = hashlib.sha256(b"".join(each.read_bytes() for each in sources()))
+        digest = hashlib.sha256(b"".join(each.read_bytes() for each in self.sources()))
         for part in (
             torch.__version__,
             torch.version.git_version,
@@ -78,11 +87,6 @@ NODE = Binary(
     ("-DPYBIND11_SIMPLE_GIL_MANAGEMENT",),
     ("c10", "torch_cpu", "torch_python"),
 )
-
-
-def sources() -> list[Path]:
-    """Return the files that both are compiled from."""
-    return sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")])
 
 
 def compiler() -> str | None:
@@ -115,12 +119,15 @@ def build(binary: Binary, *, force: bool = False) -> Path:
 def prebuilt_path(binary: Binary) -> Path | None:
     """Return the library that came with the package for this PyTorch, None where there is none."""
     folder = prebuilt.folder()
-    # Without its lock, or with checks of its own, Python lays objects out in another way.
-    other_abi = sysconfig.get_config_var("Py_GIL_DISABLED") or sysconfig.get_config_var("Py_DEBUG")
-    if folder is None or not torch.compiled_with_cxx11_abi() or (binary is NODE and other_abi):
+    if folder is None or not torch.compiled_with_cxx11_abi() or (binary is NODE and _other_abi()):
         return None
     found = folder / file_name(binary, _minor_version())
     return found if found.is_file() else None
+
+
+def _other_abi() -> bool:
+    # Without its lock, or with checks of its own, Python lays objects out in another way.
+    return any(map(sysconfig.get_config_var, ("Py_GIL_DISABLED", "Py_DEBUG")))
 
 
 def file_name(binary: Binary, version: str) -> str:
@@ -169,7 +176,11 @@ def path() -> Path | None:
         return found
     if is_built(CHAIN):
         return CHAIN.path
-    return None if compiler() is None else build(CHAIN)
+    if compiler() is None:
+        return None
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_has_node)
+        return build(CHAIN)
 
 
 def _load() -> ctypes.CDLL | None:
@@ -188,10 +199,13 @@ def _load() -> ctypes.CDLL | None:
 
 @functools.cache
 def load_node() -> ModuleType | None:
-    """Return the node compiled here, or the wheel's; None without, or if it is switched off."""
+    """Return the node, compiled here unless that has been done, or the wheel's.
+
+    None where it cannot be compiled, where a wheel has none, or if it is switched off.
+    """
     if os.environ.get(SWITCH) in ("0", "python") or load() is None:
         return None
-    if is_built(NODE):
+    if is_built(NODE) or _has_node():
         return import_node(NODE.path)
     found = prebuilt_path(NODE)
     if found is None:
@@ -202,6 +216,48 @@ def load_node() -> ModuleType | None:
         # A PyTorch that somebody has modified.
         return None
     return module if _minor_version(module.TORCH) == _minor_version() else None
+
+
+def is_node_compiled() -> bool:
+    """Return whether the first use of the chain compiles the node, unless that has failed."""
+    is_off = os.environ.get(SWITCH) in ("0", "python") or prebuilt_path(CHAIN) is not None
+    return not is_off and not _other_abi() and compiler() is not None
+
+
+def has_failed() -> bool:
+    """Return whether the node was to be compiled on first use and could not be."""
+    return _failure().exists()
+
+
+def _failure() -> Path:
+    return NODE.path.with_suffix(".failed")
+
+
+def _has_node() -> bool:
+    """Return whether the node is built, which is tried once: calls work without."""
+    if not is_node_compiled() or has_failed():
+        return False
+    try:
+        cache.build(NODE.path, NODE.name, _compile_once, force=False)
+        return True
+    except cache.BuildError as error:
+        warnings.warn(
+            f"fused_norm goes on in Python, without {NODE.name}, which is tried again by "
+            f"`python -m fused_norm build --autograd`: {error}",
+            stacklevel=2,
+        )
+        return False
+
+
+def _compile_once(output: Path) -> None:
+    # Of several processes that wait for the lock, the first has tried.
+    if has_failed():
+        raise cache.BuildError("another process has failed")
+    try:
+        _compile(NODE, output)
+    except cache.BuildError as error:
+        _failure().write_text(str(error))
+        raise
 
 
 def import_node(library: Path) -> ModuleType:
@@ -260,7 +316,7 @@ def _compile(binary: Binary, output: Path) -> None:
             f"{result.stdout[-4000:]}"
         )
     print(
-        f"fused_norm: built in {time.perf_counter() - start:.0f} s",
+        f"fused_norm: built {binary.name} in {time.perf_counter() - start:.0f} s",
         file=sys.stderr,
         flush=True,
     )

@@ -65,7 +65,7 @@ def compile_kept(version: str, binary: Binary = NODE) -> Path:
     # Wherever the checkout is.
     told = [part for part in library.command(binary, [], []) if not part.endswith(binary.source)]
     digest = hashlib.sha256(repr(told).encode())
-    for source in library.sources():
+    for source in binary.sources():
         digest.update(source.read_bytes())
     stem = Path(binary.source).stem
     path = cache_dir() / "wheel" / f"{stem}-torch-{version}-{digest.hexdigest()[:16]}.so"

@@ -81,12 +81,13 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
     if not compiles:
         # The same sources, the same build: it finds what a checkout has built.
         cache.mkdir()
-        chain = library.path()
+        chain, node = library.path(), library.load_node()
         assert chain is not None
+        assert node is not None
         extensions = (
             build.Extension(name, "float32") for name in ("norm_linear_cpu", "passes_cpu")
         )
-        for built in (*map(build.build, extensions), chain):
+        for built in (*map(build.build, extensions), chain, Path(str(node.__file__))):
             for suffix in (".so", ".sha256"):
                 shutil.copyfile(built.with_suffix(suffix), (cache / built.name).with_suffix(suffix))
     environment = os.environ | {
@@ -116,8 +117,8 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
     assert Path(root) == site / "fused_norm"
     assert key == build._key(None, ())
     assert {path.suffix for path in cache.iterdir()} - {".lock"} == {".sha256", ".so"}
-    # Two extensions and the chain: a call needs no more.
-    assert len({path.stem for path in cache.iterdir()}) == 3
+    # Two extensions, the chain and its node: a call needs no more.
+    assert len({path.stem for path in cache.iterdir()}) == 4
 
     leaves = as_copies(inputs)
     y = eager(*leaves)
