@@ -367,7 +367,7 @@ class TestChoice:
         self.has(chain.file_name(chain.NODE, "2.1"), chain.file_name(chain.NODE, "99.0"))
         assert chain.prebuilt_path(chain.NODE) is None
         version = ".".join(torch.__version__.split(".")[:2])
-        self.has(chain.file_name(chain.NODE, version))
+        self.has(chain.file_name(chain.NODE, version), chain.file_name(chain.CHAIN, ""))
         assert chain.prebuilt_path(chain.NODE) == self.folder / f"node-torch-{version}.so"
         # An empty file is none that loads: Python's node serves.
         self.patch.setattr(chain, "is_built", lambda binary: False)
