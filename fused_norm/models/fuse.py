@@ -195,14 +195,11 @@ def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
 
 
 def _keeps_a_gpu_busy(graph: Graph) -> bool:
-    """Return whether an inference keeps a GPU busy for longer than Python needs for its norms.
+    """Return whether a graph keeps a GPU busy for longer than Python needs for its norms.
 
     Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
-    others: what counts is the graph, not the call. In training each call decides: a backward's
-    Python is longer, and small calls gained nothing there (scripts/measure/whole_models.py).
+    others: what counts is the graph, not the call.
     """
-    if torch.is_grad_enabled():
-        return False
     products, last = 0, None
     for node in graph.nodes:
         f = form(node)
@@ -213,7 +210,8 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
     if last is None or last.device.type != "cuda":
         return False
     norms = [norm for norm in map(find_norm, candidates(graph)) if norm is not None]
-    return not is_small(products // max(len(norms), 1), last.device, False)
+    follows = torch.is_grad_enabled() and last.requires_grad
+    return not is_small(products // max(len(norms), 1), last.device, follows)
 
 
 def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Site:

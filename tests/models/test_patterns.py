@@ -567,7 +567,8 @@ def test_small_calls_can_be_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "grad", "is_busy"), [(1024, False, True), (512, False, False), (2048, True, False)]
+    ("width", "grad", "is_busy"),
+    [(1024, False, True), (512, False, False), (2048, True, True), (1024, True, False)],
 )
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_busy_gpu_hides_small_calls(
@@ -582,7 +583,8 @@ def test_a_busy_gpu_hides_small_calls(
 
     graph = torch.fx.symbolic_trace(function).graph
     with FakeTensorMode(), torch.set_grad_enabled(grad):
-        x, w = torch.empty(4096, width, device=device), torch.empty(4 * width, width, device=device)
+        x = torch.empty(4096, width, device=device, requires_grad=grad)
+        w = torch.empty(4 * width, width, device=device)
         values = {"x": x, "w": w, "o": w, "linear": torch.empty(4096, 4 * width, device=device)}
         values |= {"layer_norm": x, "gelu": values["linear"], "addmm": x}
         for node in graph.nodes:
