@@ -110,9 +110,11 @@ def fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> dict
         }
         about |= {"torch": env["torch"], "calls": len(calls)}
         found[kind] = hopper.fit(kind, about, calls, counted(calls), HOST)
+    like = found.get(LIKE)
+    if like is None:
+        return found
     for device in found.values():
         # In a dtype that nobody has measured, calls go as on the kind whose SMs are the same.
-        like = found[LIKE]
         missing = [d for d in hopper.DTYPES if f"{d} composed" not in device.costs]
         if missing:
             device.about["estimated"] = f"in {' and '.join(missing)}, as {LIKE}"

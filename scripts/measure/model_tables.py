@@ -10,7 +10,7 @@ from benchmarks.report import size as bytes_in_words
 
 COLORS = {
     **{"eager": "#5f6b76", "compile": "#edae49", "fused_norm": "#d1495b"},
-    "fused_norm-frozen": "#8d2f3d",
+    **{"fused_norm-frozen": "#8d2f3d", "fused_norm-small": "#e58b97"},
 }
 
 
