@@ -225,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         print("SKIPPED: needs a GPU that has FP8")
         return 0
+    # Dynamo counts compilations of one function, whoever compiles it, and would stop at eight.
+    torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda", torch.cuda.current_device())
     budget = Budget(options.seconds, options.seconds / 2, fewest=9)
     found = document.new(device, options.commit, "torch", "torchao", "triton")
