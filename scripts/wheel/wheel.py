@@ -6,7 +6,7 @@
 Without flags it carries everything: kernels of all dtypes for every level of x86-64 CPUs and for
 NVIDIA's GPUs, and a node for each version of PyTorch. What is built is kept, so that a second run
 compiles only what has changed. Beside it goes a pure wheel, for machines that this one is not for.
-`--machine aarch64` makes one for Arm's CPUs, with kernels and without nodes, on any machine.
+`--machine aarch64` makes one for Arm's CPUs, on any machine that has the C++ compiler for those.
 """
 
 from __future__ import annotations
@@ -56,19 +56,20 @@ def main(arguments: list[str] | None = None) -> int:
         default=here if here in wheel_kernels.MACHINES else wheel_kernels.MACHINES[0],
         help="default: this one's",
     )
-    parser.add_argument("--no-nodes", action="store_true", help="leave the nodes out")
+    parser.add_argument("--no-nodes", action="store_true", help="leave the C++ out")
     parser.add_argument("--output", type=Path, default=ROOT / "dist")
     options = parser.parse_args(arguments)
     console = Console()
     wanted = wheel_kernels.wanted(
         options.target or targets, options.dtype or list(wheel_kernels.DTYPES), options.machine
     )
-    without = options.no_nodes or options.machine != here
-    versions = [] if without else options.torch or list(wheel_nodes.VERSIONS)
+    versions = [] if options.no_nodes else options.torch or list(wheel_nodes.VERSIONS)
     try:
         # What is missing shows before the build, which takes long.
         wheel_runtime.patchelf()
-        files = build(wanted, versions, console)
+        if versions:
+            wheel_nodes.compiler(options.machine)
+        files = build(wanted, versions, options.machine, console)
         options.output.mkdir(parents=True, exist_ok=True)
         path = assemble(files, options.output, options.machine)
     except (BuildError, OSError, subprocess.CalledProcessError) as error:
@@ -83,13 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build(
-    wanted: list[wheel_kernels.Kernels], versions: list[str], console: Console
+    wanted: list[wheel_kernels.Kernels], versions: list[str], machine: str, console: Console
 ) -> dict[str, Path]:
     """Build what is not kept, and return all files under the names that they get.
 
     Args:
         wanted: The kernels.
         versions: Those of PyTorch to build nodes for.
+        machine: The instruction set, as `platform.machine` names it.
         console: Where progress is shown, a line for each file where it is no terminal.
     """
     files = {}
@@ -105,9 +107,9 @@ def build(
             for kernels in wanted
         }
         for version in versions:
-            makers["chain.so"] = wheel_nodes.compile_chain
+            makers["chain.so"] = functools.partial(wheel_nodes.compile_chain, machine)
             name = wheel_nodes.file_name(version)
-            makers[name] = functools.partial(wheel_nodes.compile_kept, version)
+            makers[name] = functools.partial(wheel_nodes.compile_kept, version, machine=machine)
         task = progress.add_task("", total=len(makers))
         for name, make in makers.items():
             progress.update(task, description=name)

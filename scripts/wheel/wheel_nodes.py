@@ -1,10 +1,15 @@
-"""Compiles C++ for the PyTorch versions that a wheel serves: the chain once, a node for each."""
+"""Compiles C++ for the PyTorch versions that a wheel serves: the chain once, a node for each.
+
+PyTorch's headers are the same for all machines. For another one than this, its compiler (Debian's
+g++-aarch64-linux-gnu) links with empty libraries of the names of PyTorch's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -52,12 +57,38 @@ def file_name(version: str) -> str:
     return library.file_name(NODE, version)
 
 
-def compile_kept(version: str, binary: Binary = NODE) -> Path:
+def compiler(machine: str) -> str:
+    """Return the C++ compiler for an instruction set.
+
+    Args:
+        machine: As `platform.machine` names it.
+
+    Raises:
+        BuildError: If there is none.
+    """
+    if machine == platform.machine():
+        if found := library.compiler():
+            return found
+        raise BuildError("C++ needs a compiler: install g++, or name one in CXX")
+    if found := shutil.which(_tool(machine, "g++")):
+        return found
+    raise BuildError(
+        f"C++ for {machine} needs {_tool(machine, 'g++')} (Debian, Ubuntu: "
+        f"apt-get install g++-{machine}-linux-gnu); --no-nodes leaves C++ out"
+    )
+
+
+def _tool(machine: str, name: str) -> str:
+    return name if machine == platform.machine() else f"{machine}-linux-gnu-{name}"
+
+
+def compile_kept(version: str, binary: Binary = NODE, machine: str = platform.machine()) -> Path:
     """Return the node for a version of PyTorch, compiled unless that has been done.
 
     Args:
         version: Such as `2.15`.
         binary: The node, or another library that is compiled with that version's headers.
+        machine: The instruction set, as `platform.machine` names it.
 
     Raises:
         BuildError: If there is no compiler, it fails, or the library asks for more than is stable.
@@ -68,62 +99,81 @@ def compile_kept(version: str, binary: Binary = NODE) -> Path:
     for source in binary.sources():
         digest.update(source.read_bytes())
     stem = Path(binary.source).stem
+    stem = stem if machine == platform.machine() else f"{stem}-{machine}"
     path = cache_dir() / "wheel" / f"{stem}-torch-{version}-{digest.hexdigest()[:16]}.so"
     name = f"{binary.name} for PyTorch {version}"
-    build(path, name, lambda out: _compile(binary, version, out), force=False)
+    build(path, name, lambda out: _compile(binary, version, machine, out), force=False)
     return path
 
 
-def compile_chain() -> Path:
-    """Return the chain, compiled with the headers of the oldest PyTorch that it serves."""
-    return compile_kept(VERSIONS[0], CHAIN)
+def compile_chain(machine: str = platform.machine()) -> Path:
+    """Return the chain, compiled with the headers of the oldest PyTorch that it serves.
+
+    Args:
+        machine: The instruction set, as `platform.machine` names it.
+    """
+    return compile_kept(VERSIONS[0], CHAIN, machine)
 
 
-def stable_symbols(library: Path) -> set[str]:
+def _undefined(library: Path, machine: str) -> str:
+    return _run(_tool(machine, "nm"), "-D", "--undefined-only", str(library))
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def stable_symbols(library: Path, machine: str = platform.machine()) -> set[str]:
     """Return what a library asks of PyTorch that is no C function of its stable ABI: nothing.
 
     Args:
         library: The file.
+        machine: The instruction set that it is for.
     """
-    command = ["nm", "-D", "--undefined-only", str(library)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    said = _undefined(library, machine)
     asked = set(
         re.findall(r" U (\S*(?:aoti_torch|torch_|c10|at::|_ZN[0-9]*(?:2at|3c10|5torch))\S*)", said)
     )
     return {name for name in asked if not re.match(r"(aoti_torch|torch)_\w+$", name)}
 
 
-def python_symbols(library: Path) -> set[str]:
+def python_symbols(library: Path, machine: str = platform.machine()) -> set[str]:
     """Return what a library asks of Python.
 
     Args:
         library: The file.
+        machine: The instruction set that it is for.
     """
-    command = ["nm", "-D", "--undefined-only", str(library)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return set(re.findall(r" U (_?Py\w+)", said))
+    return set(re.findall(r" U (_?Py\w+)", _undefined(library, machine)))
 
 
-def _compile(binary: Binary, version: str, output: Path) -> None:
-    compiler = library.compiler()
-    if compiler is None:
-        raise BuildError(f"{binary.name} needs a C++ compiler: install g++, or name one in CXX")
+def _compile(binary: Binary, version: str, machine: str, output: Path) -> None:
+    found = compiler(machine)
     folder = _pytorch(version)
     includes = [str(folder / "include"), str(folder / "include/torch/csrc/api/include")]
     includes.append(sysconfig.get_paths()["include"])
-    command = [
-        compiler,
-        *library.command(binary, includes, [str(folder / "lib")]),
-        "-o",
-        str(output),
-    ]
+    linked = folder / "lib" if machine == platform.machine() else _stand_ins(found, output.parent)
+    command = [found, *library.command(binary, includes, [str(linked)]), "-o", str(output)]
+    # An empty library gives nothing that is asked for, and has to be loaded all the same.
+    command.insert(1, "-Wl,--no-as-needed")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise BuildError(f"{compiler} failed on PyTorch {version}:\n{result.stderr[-4000:]}")
-    if other := python_symbols(output) - STABLE:
+        raise BuildError(f"{found} failed on PyTorch {version}:\n{result.stderr[-4000:]}")
+    said = _run(_tool(machine, "readelf"), "-d", str(output))
+    if missing := [name for name in binary.libraries if f"[lib{name}.so]" not in said]:
+        raise BuildError(f"{binary.name} would not load {', '.join(missing)} of PyTorch")
+    if other := python_symbols(output, machine) - STABLE:
         raise BuildError(f"no part of Python's stable ABI: {', '.join(sorted(other))}")
-    if binary is CHAIN and (other := stable_symbols(output)):
+    if binary is CHAIN and (other := stable_symbols(output, machine)):
         raise BuildError(f"no part of PyTorch's stable ABI: {', '.join(sorted(other))}")
+
+
+def _stand_ins(compiler: str, folder: Path) -> Path:
+    """Write libraries of PyTorch's names, of which a linker takes no more, and return where."""
+    for name in _LIBRARIES:
+        command = [compiler, "-shared", "-nostdlib", f"-Wl,-soname,{name}", "-x", "c", "/dev/null"]
+        subprocess.run([*command, "-o", str(folder / name)], check=True)
+    return folder
 
 
 def _pytorch(version: str) -> Path:
