@@ -1,6 +1,6 @@
 """Compare what small calls cost the host in two checkouts, in alternating processes.
 
-    python scripts/measure/host_times.py BEFORE AFTER [--rounds 6]
+    python scripts/measure/host_times.py BEFORE AFTER [--rounds 6] [--json FILE]
 
 Each process imports the library of one checkout, as a process can hold only one, and times calls so
 small that kernels take no time. Of each case the fastest median of all rounds counts: other
@@ -11,6 +11,7 @@ the machine itself varied.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 CALLS = 200
 REPEATS = 30
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("after", type=Path)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--most", type=float, default=1.02, help="of before that is allowed")
+    parser.add_argument("--json", type=Path, help="write the times, in microseconds, to a file")
     options = parser.parse_args()
     fastest: dict[tuple[str, str], float] = {}
     for _ in range(options.rounds):
@@ -48,7 +52,35 @@ def main() -> int:
             before, after = fastest["before", case], fastest["after", case]
             slower += after > options.most * before and not case.startswith("eager")
             print(f"{case:44} {before:7.2f} {after:7.2f} us  {after / before:.3f}")
+    if options.json:
+        write(options, fastest)
     return int(slower > 0)
+
+
+def write(options: argparse.Namespace, fastest: dict[tuple[str, str], float]) -> None:
+    """Write what was measured, and of which commits, to a file."""
+    # Not in the processes that import another checkout.
+    from benchmarks import environment
+
+    sides = {side: getattr(options, side) for side in ("before", "after")}
+    commits = {side: commit_of(checkout) for side, checkout in sides.items()}
+    described = environment.describe(torch.device("cpu"), commits["after"])
+    content = {
+        "environment": dataclasses.asdict(described) | {"threads": 1},
+        "commits": commits,
+        "rounds": options.rounds,
+        "us": {
+            side: {case: round(us, 3) for (s, case), us in fastest.items() if s == side}
+            for side in sides
+        },
+    }
+    options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout."""
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    return subprocess.check_output(command, cwd=checkout, text=True).strip()
 
 
 def measured(checkout: Path, function: str) -> dict[str, float]:
@@ -64,7 +96,6 @@ def measured(checkout: Path, function: str) -> dict[str, float]:
 
 def child() -> None:
     """Time the cases of this process and print them."""
-    import torch
     import torch.nn.functional as F
 
     import fused_norm as fn
@@ -105,8 +136,6 @@ def child() -> None:
 
 def cases(call: Callable[..., Any], x: Any, w: Any) -> dict[str, Callable[[], Any]]:
     """Return a call without gradients, with them, and with its backward."""
-    import torch
-
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
 
     def inference() -> None:
