@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -65,8 +66,9 @@ def write(options: argparse.Namespace, fastest: dict[tuple[str, str], float]) ->
     sides = {side: getattr(options, side) for side in ("before", "after")}
     commits = {side: commit_of(checkout) for side, checkout in sides.items()}
     described = environment.describe(torch.device("cpu"), commits["after"])
+    command = shlex.join(["python", "scripts/measure/host_times.py", *sys.argv[1:]])
     content = {
-        "environment": dataclasses.asdict(described) | {"threads": 1},
+        "environment": dataclasses.asdict(described) | {"threads": 1, "command": command},
         "commits": commits,
         "rounds": options.rounds,
         "us": {
