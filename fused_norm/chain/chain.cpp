@@ -37,7 +37,9 @@ Tensors borrowed(const AtenTensorHandle* handles, size_t count) {
 
 Operands operands_of(const AtenTensorHandle* tensors, size_t count) {
   Operands t(count);
-  t.flat = borrowed(tensors, t.flat.size());
+  for (size_t i = 0; i < t.flat.size(); ++i) {
+    if (tensors[i]) t.flat[i] = Tensor::borrowed(tensors[i]);
+  }
   return t;
 }
 

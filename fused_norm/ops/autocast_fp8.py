@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 from fused_norm import recipes
 
@@ -56,7 +56,7 @@ def chosen(recipe: str | None) -> str | None:
     """
     if recipe is not None:
         return recipe
-    return _of_anyone if torch.compiler.is_compiling() else _mode.get()
+    return _of_anyone if is_dynamo_compiling() else _mode.get()
 
 
 def _enter(recipe: str) -> None:

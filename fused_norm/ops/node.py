@@ -7,8 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import own_eps
@@ -88,7 +88,7 @@ def trainable_eps(x: Any, o: Any) -> Tensor | None:
         x: Input of shape `[..., K]`.
         o: Tensor of one element.
     """
-    if torch.compiler.is_compiling() or (found := module()) is None:
+    if is_dynamo_compiling() or (found := module()) is None:
         return None
     y: Tensor | None = found.forward(_TRAINABLE_EPS_SPEC, x, None, o, None, *_ABSENT)
     return y
@@ -114,7 +114,7 @@ def forward(
         joined: Whether the products of all weights are one output.
         recompute: Whether the backward computes the product again.
     """
-    if torch.compiler.is_compiling() or is_in_mode() or (found := module()) is None:
+    if is_dynamo_compiling() or is_in_mode() or (found := module()) is None:
         return None
     *tensors, normalization, eps, offset, activation, statistics, return_sum, return_norm = options
     mean = rstd = None
@@ -153,7 +153,7 @@ def layernorm_linear(
         bias: Its bias, or None.
         eps: Added to the variance.
     """
-    if torch.compiler.is_compiling() or is_in_mode() or (found := module()) is None:
+    if is_dynamo_compiling() or is_in_mode() or (found := module()) is None:
         return None
     try:
         spec = _specs["layer_norm", None, eps, 0.0, False, False, False, False]
