@@ -47,15 +47,17 @@ int chain_forward(
     const Spec* spec, Conditions conditions, size_t count, const AtenTensorHandle* tensors,
     int keeps, AtenTensorHandle* results) {
   return guarded([&] {
-    const auto t = operands_of(tensors, count);
     std::fill(results, results + 2 * count + EXTRAS, nullptr);
     AtenTensorHandle* const extras = results + count;
-    const OnDevice on_device(t[X]);
     if (spec->normalization == TRAINABLE_EPS) {
-      if (!are_rows_with_scalar(t[X], t[GAMMA])) throw Declined();
-      extras[NORM] = row_result(RowOp::TRAINABLE_EPS, {t[X]}, t[GAMMA]).released();
+      const auto x = Tensor::borrowed(tensors[X]), o = Tensor::borrowed(tensors[GAMMA]);
+      const OnDevice on_device(x);
+      if (!are_rows_with_scalar(x, o)) throw Declined();
+      extras[NORM] = row_result(RowOp::TRAINABLE_EPS, {x}, o).released();
       return;
     }
+    const auto t = operands_of(tensors, count);
+    const OnDevice on_device(t[X]);
     const auto extent = extent_of(*spec, t);
     // Only autocast narrows products.
     if (!extent || t.is_narrow()) throw Declined();
