@@ -81,19 +81,28 @@ def plot(run: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [m for m in run["measurements"] if seconds(m["results"]["eager"]) is not None]
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.62 * len(shown)), layout="constrained")
-    providers = [p for p in COLORS if any(p in m["results"] for m in shown)]
-    height = 0.8 / max(len(providers), 1)
-    for i, provider in enumerate(providers):
-        for row, m in enumerate(shown):
-            eager, took = seconds(m["results"]["eager"]), seconds(m["results"].get(provider, {}))
-            if eager is None or took is None:
-                continue
-            place = row + (i - (len(providers) - 1) / 2) * height
-            label = provider if row == 0 else None
-            axes.barh(place, eager / took, height, color=COLORS[provider], label=label)
-            axes.text(eager / took, place, f" {m['count'] / took:,.0f} {m['unit']}/s", va="center")
-    axes.set_yticks(range(len(shown)), [f"{m['model']}, {m['mode']}" for m in shown])
+    # Of each model the providers that were timed, one below the other, and a gap before the next.
+    bars: list[tuple[float, dict[str, Any], str, float]] = []
+    ticks, place = [], 0.0
+    for m in shown:
+        times = {p: seconds(m["results"].get(p, {})) for p in COLORS}
+        timed = [(p, took) for p, took in times.items() if took is not None]
+        bars += [(place + i, m, p, took) for i, (p, took) in enumerate(timed)]
+        ticks.append(place + (len(timed) - 1) / 2)
+        place += len(timed) + 0.8
+    size = (8, 1.2 + 0.2 * place)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    labels = set[str]()
+    for at, m, provider, took in bars:
+        eager = seconds(m["results"]["eager"])
+        assert eager is not None
+        label = None if provider in labels else provider
+        labels.add(provider)
+        axes.barh(at, eager / took, 1, color=COLORS[provider], label=label)
+        words = f" {m['count'] / took:,.0f} {m['unit']}/s"
+        axes.text(eager / took, at, words, va="center", fontsize=8)
+    axes.set_yticks(ticks, [f"{m['model']}, {m['mode']}" for m in shown])
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.axvline(1.0, color="#333333", linewidth=0.8)
@@ -101,6 +110,6 @@ def plot(run: dict[str, Any], path: Path) -> None:
     environment = run["environment"]
     axes.set_title(f"Whole models, {environment['gpu'] or environment['cpu']}, {run['dtype']}")
     if shown:
-        figure.legend(loc="outside lower center", ncols=len(providers), frameon=False)
+        figure.legend(loc="outside lower center", ncols=len(labels), frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
