@@ -8,6 +8,7 @@ compiles the chain compiles the node too: at the same time, as it takes about 15
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -256,7 +257,9 @@ def _compile_once(output: Path) -> None:
     try:
         _compile(NODE, output)
     except cache.BuildError as error:
-        _failure().write_text(str(error))
+        # A full disk may have been the reason, and keeps no mark: the next process tries again.
+        with contextlib.suppress(OSError):
+            _failure().write_text(str(error))
         raise
 
 

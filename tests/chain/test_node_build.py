@@ -221,6 +221,16 @@ def test_first_use_tries_once(
     assert chain.load_node() is not None
 
 
+def test_a_full_disk_is_no_error_of_a_call(
+    built: dict[chain.Binary, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the compiler cannot write its result, nothing says that it has failed, either."""
+    monkeypatch.setattr(chain, "_compile", fails)
+    monkeypatch.setattr(chain, "_failure", lambda: tmp_path / "no folder" / "node.failed")
+    with pytest.warns(UserWarning, match=r"nonsense in node\.cpp"):
+        assert chain.load_node() is None
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="the kernels are of another kind there")
 def test_calls_work_where_the_compiler_fails(
     built: dict[chain.Binary, Path], tmp_path: Path
