@@ -286,10 +286,10 @@ def _faster_elsewhere(norm: Norm, readers: Readers, options: Options, is_busy: b
     if instructions and not is_batch_invariant():
         return f"PyTorch's products of bfloat16 use {instructions} here, and ours do not"
     if _would_copy(norm.x, options):
-        return "its rows lie transposed, and in training calls would copy them"
+        return "its rows are transposed in memory, and training would copy them"
     if options.small or is_busy or not _is_small(norm, readers):
         return ""
-    return "PyTorch's ops finish a call this small sooner"
+    return "PyTorch's ops are faster for a call this small"
 
 
 def _would_copy(rows: Node, options: Options) -> bool:

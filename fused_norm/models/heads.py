@@ -186,7 +186,7 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
         raise Left("an operand is written between")
     size = hint(count(value(product.node))) * value(product.node).dtype.itemsize
     if size < _LEAST_BYTES and not small:
-        raise Left("PyTorch's ops finish a call this small sooner")
+        raise Left("PyTorch's ops are faster for a call this small")
 
 
 def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:

@@ -87,7 +87,7 @@ def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> N
     if keeps_rounding and any(dtype(node).itemsize < 4 for node in inner):
         raise Left("the model rounds in between")
     if hint(count(x)) < _LEAST_ELEMENTS and not small:
-        raise Left("PyTorch's ops finish a call this small sooner")
+        raise Left("PyTorch's ops are faster for a call this small")
     _check_angles(r)
     if any(value(v).requires_grad for v in (r.cos, r.sin)):
         raise Left("gradients of cosines are wanted")

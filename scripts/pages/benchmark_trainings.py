@@ -46,7 +46,7 @@ def sentences() -> dict[str, dict[str, str]]:
     return {
         "docs/guide/head.md": {
             "training": f"Whole steps of GPT-2 124M, {sequences} x {tokens} tokens: "
-            f"{rates['fused_norm']} tokens a second with the backend, which finds the head\n"
+            f"{rates['fused_norm']} tokens a second with the backend, which fuses the head\n"
             f"itself, {rates['compile-head']} with the head called under `torch.compile`, and "
             f"{rates['compile']} with `torch.compile` alone.\nActivations take "
             f"{held['fused_norm'] / held['compile']:.2f} of `torch.compile`'s memory and "

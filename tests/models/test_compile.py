@@ -159,7 +159,7 @@ def test_report_is_of_the_call_that_is_asked_about() -> None:
     model, x = Model(), torch.randn(2, 9, 32)
     left = fn.explain(model, x)
     assert left.fused == []
-    reason = "PyTorch's ops finish a call this small sooner"
+    reason = "PyTorch's ops are faster for a call this small"
     assert left.summary() == f"0 of 4 norms fused in 1 graph: {reason} (4 of 4)"
     assert {site.implementation for site in fn.explain(model, x, options=SMALL).sites} == {
         "kernels"
@@ -184,7 +184,7 @@ def test_rows_that_come_transposed_are_left_in_training() -> None:
 
     x = torch.randn(2, 20000, 32)
     turned = x.mT.contiguous().mT
-    why = "its rows lie transposed, and in training calls would copy them"
+    why = "its rows are transposed in memory, and training would copy them"
     for model, given, reason in ((Model(), x, ""), (Model(), turned, why), (Behind(), x, "")):
         found = fn.explain(model, given, training=True)
         assert {site.reason for site in found.sites} == {reason}
