@@ -40,10 +40,6 @@ struct Conditions {
 // at GAMMA, and the result is the normalized rows.
 constexpr int64_t TRAINABLE_EPS = -1;
 
-// What else than a product in its own dtype a question is about: kernels for matrices in 8 bits, or those of
-// them whose results are such.
-enum EightBitKind : int32_t { OF_8_BITS = 1, TO_8_BITS = 2 };
-
 // A question to Python, which chooses and builds kernels.
 struct Question {
   int32_t dtype, is_cpu, device, is_rows;

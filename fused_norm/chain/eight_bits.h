@@ -54,11 +54,11 @@ inline int64_t blocks_of(int64_t size) {
 }
 
 // The kernels on the current stream of a tensor's device.
-inline const EightBits& eight_bits_of(const Tensor& x, EightBitKind kind = OF_8_BITS) {
+inline const EightBits& eight_bits_of(const Tensor& x) {
   Question question{};
   question.dtype = BFLOAT16;
   question.is_cpu = x.is_cpu();
-  question.is_eight_bits = kind;
+  question.is_eight_bits = 1;
   if (!x.is_cpu()) {
     question.device = x.device();
     question.stream = reinterpret_cast<int64_t>(current_stream(question.device));

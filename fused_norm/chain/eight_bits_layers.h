@@ -17,6 +17,7 @@ inline Handles fp8_layers(
     const auto given = tensor_of(z);
     require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
     require_kernels(given.numel());
+    require_weights(weights, weight_scales);
     const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
     const OnDevice on_device(given);
     const auto& kernels = eight_bits_of(given);
@@ -149,6 +150,7 @@ inline Handles fp8_layers_backward(
     }
     std::vector<bool> flags(1 + 2 * weights.size());
     for (const int64_t place : wanted) flags.at(static_cast<size_t>(place)) = true;
+    if (flags[0]) require_weights(weights, weight_scales);
     const auto found = layer_gradients(of, flags);
     Handles all;
     for (const int64_t place : wanted) all.push_back(given_of(found[static_cast<size_t>(place)]));

@@ -29,9 +29,6 @@ from fused_norm.norms import NORMS, by_number
 # A box of TMA starts at a multiple of 16 bytes, and so does every row.
 ALIGNMENT = 16
 
-# What `Question.is_eight_bits` says of kernels whose results have 8 bits: TO_8_BITS in chain.h.
-_TO_8_BITS = 2
-
 # PyTorch's numbers, which do not change.
 _DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
 NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
@@ -62,14 +59,6 @@ def gpu_strategy(may_keep: bool) -> int:
         may_keep: Whether a fold may be kept.
     """
     return 0
-
-
-def keeps_hidden() -> bool:
-    """Return whether Hopper's products with scales of blocks may store their results in 8 bits.
-
-    They compile, but no GPU has run them yet: the tests for one turn them on.
-    """
-    return False
 
 
 def hopper_costs(device: int, dtype: torch.dtype) -> int:
@@ -248,8 +237,7 @@ def find(question: Any, answer: Any) -> None:
 
 def _find_eight_bits(question: Any, answer: Any) -> None:
     product, own = b"", 0
-    is_taken = question.is_eight_bits != _TO_8_BITS or keeps_hidden()
-    if is_taken and not question.is_cpu and is_hopper(question.device):
+    if not question.is_cpu and is_hopper(question.device):
         extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
         own = launcher(extension, question.device, question.stream, True)[1]
         product = _file(str(extension.path))

@@ -13,7 +13,8 @@ more than twice as much as eager is not timed. In inference, `fused_norm-frozen`
 model that is frozen, with weights offloaded; its memory counts what it takes more than the model.
 By request, `fused_norm-small` fuses calls of every size (`small=True`), and `fused_norm-rowwise`
 computes in FP8, with weights that inference quantizes once; its errors may be a tenth larger than
-those of `torchao-rowwise`. `--resume` measures what a file lacks.
+those of `torchao-rowwise`, and either's 32 times those of eager, as e4m3 rounds 32 times as
+coarsely as bfloat16. `--resume` measures what a file lacks.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ MODES = ("forward", "train")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What errs more than this of eager's error is wrong; less than the other is rounding alone.
 MOST_ERROR, LEAST_ERROR = 2.0, 1e-5
-# In FP8: of torchao's error, and of the output alone where there is no torchao (20 dB).
-MOST_FP8_ERROR, LARGEST_FP8_ERROR = 1.1, 0.1
+# In FP8: of torchao's error, and of eager's, by as much as e4m3 rounds more coarsely than bfloat16.
+MOST_FP8_ERROR, COARSER = 1.1, 32.0
 ERRORS = ("output error", "gradient error")
 # Elements that are compared at once.
 _AT_ONCE = 1 << 26
@@ -283,12 +284,12 @@ def _errors_of(provider: str, results: dict[str, dict[str, Any]]) -> dict[str, f
     """Return the largest errors that a provider may have; none for eager."""
     if provider == "eager":
         return {}
-    factor, other = MOST_ERROR, results["eager"]
-    if provider in (FP8, TORCHAO):
-        factor, other = MOST_FP8_ERROR, results.get(TORCHAO, {})
-        if other.get("status") != "ok":
-            return {"output error": LARGEST_FP8_ERROR}
-    return {key: max(factor * other.get(key, 0.0), LEAST_ERROR) for key in ERRORS}
+    factor = COARSER if provider in (FP8, TORCHAO) else MOST_ERROR
+    most = {key: max(factor * results["eager"].get(key, 0.0), LEAST_ERROR) for key in ERRORS}
+    peer = results.get(TORCHAO, {})
+    if provider == FP8 and peer.get("status") == "ok":
+        most = {key: min(value, MOST_FP8_ERROR * peer[key]) for key, value in most.items()}
+    return most
 
 
 def _checked(step: Step, exact: list[Tensor], most: dict[str, float]) -> dict[str, Any]:

@@ -275,6 +275,30 @@ def test_frozen_weights_are_there_before_the_rows(ran: Ran) -> None:
         assert names(ran).count("quantize_by_maxima") == 2
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
+def test_rows_are_quantized_once_where_a_graph_has_frozen_weights(recipe: str, ran: Ran) -> None:
+    """Ops of a graph see that weights are frozen before they launch anything."""
+    layer = fn.LayerNormMLP(K, 64, activation="gelu", recipe=recipe, dtype=BF16)
+    x = matrix(M, K).requires_grad_()
+
+    def step(run: Any) -> list[Tensor]:
+        y = run(x)
+        return [y.detach(), *torch.autograd.grad(y, x, matrix(*y.shape))]
+
+    run = torch.compile(layer, backend="aot_eager")
+    with fn.frozen_parameters(layer):
+        step(layer)
+        expected = step(layer)
+        ran.clear()
+        step(layer)
+        eager = names(ran)
+        step(run)
+        ran.clear()
+        found = step(run)
+    assert all(map(torch.equal, found, expected))
+    assert sorted(names(ran)) == sorted(eager)
+
+
 def test_others_are_told_apart(ran: Ran) -> None:
     """What has another dtype, device or size is no kernel's, and PyTorch says what is wrong."""
     q, scale = quantize(matrix(M, K), Cast(E4M3, "row"), True)

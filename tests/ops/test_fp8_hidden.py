@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from fp8_kernels import running
 from fp8_products import LEAST, SHORT, decibels
 from kernel_harness import Guarded
-from strategies import told_by
 from test_fp8_blocks import SQUARES, VECTORS, on_hopper, ran
 from torch import Tensor
 from torch.testing._internal.optests import opcheck
@@ -107,23 +105,11 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     )
 
 
-def test_no_kernel_is_taken_before_a_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "is_hopper", lambda device: True)
-    monkeypatch.setattr(kernels, "launcher", lambda *_: (None, 7))
-    for kind, has_run, context in ((1, False, 7), (2, False, 0), (2, True, 7)):
-        monkeypatch.setattr(kernels, "keeps_hidden", lambda has_run=has_run: has_run)
-        question, answer = kernels.Question(is_eight_bits=kind), kernels.Answer()
-        question.dtype = kernels.NUMBERS[BF16]
-        kernels.find(question, answer)
-        assert answer.product_context == context
-        assert bool(answer.product) == bool(context)
-
-
 @pytest.mark.parametrize(("activation", "is_pair"), CASES)
 @pytest.mark.parametrize("N", [128, 272, 16])
 def test_chain(activation: str, is_pair: bool, N: int, tmp_path: Path) -> None:
-    """By the kernel, but for halves of a gate whose scales would run on from one to the other."""
-    for M, has_bias, rounds in ((5, True, False), (40, False, True)):
+    """By one kernel, but of few rows, and of halves of a gate that share a block of scales."""
+    for M, has_bias, rounds in ((129, True, False), (140, False, True), (128, True, True)):
         given = operands(M, 144, N, activation, is_pair, quantized, rounds, has_bias)
         expected = OPS.fp8_hidden(*given)
         truth = [*recipes.quantize(exact(given).to(BF16), Cast(E4M3, VECTORS), rounds)]
@@ -131,7 +117,12 @@ def test_chain(activation: str, is_pair: bool, N: int, tmp_path: Path) -> None:
         with running(tmp_path) as ran:
             found = OPS.fp8_hidden(*given)
         names = [name for name, _ in ran]
-        if is_pair or not is_gate(activation) or N % 128 == 0:
+        if M < 129:
+            assert names[-1] == "quantize"
+            # No worse than what is rounded once less.
+            ours, theirs = (decibels(whole(v), exact(given)) for v in (found, expected))
+            assert ours > theirs - 1.5
+        elif is_pair or not is_gate(activation) or N % 128 == 0:
             assert names == ["linear"]
             assert same(found, expected)
         else:
@@ -150,7 +141,7 @@ def test_what_the_kernel_does_not_take(tmp_path: Path) -> None:
         found = OPS.fp8_hidden(*given)
         assert found[1].shape == (40, 1)
         assert [name for name, _ in names] == ["linear", "quantize"]
-    given = operands(40, 128, 128, "swiglu", True, quantized, False, True)
+    given = operands(140, 128, 128, "swiglu", True, quantized, False, True)
     given[-2] = given[-2].float()
     expected = OPS.fp8_hidden(*given)
     with running(tmp_path) as names:
@@ -160,7 +151,7 @@ def test_what_the_kernel_does_not_take(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("activation", "is_pair"), [("gelu", False), ("swiglu", True)])
 def test_registration(activation: str, is_pair: bool, tmp_path: Path) -> None:
-    given = operands(20, 64, 48, activation, is_pair, quantized, True, True)
+    given = operands(140, 64, 48, activation, is_pair, quantized, True, True)
     opcheck(OPS.fp8_hidden.default, tuple(given), test_utils=OF_8_BITS)
     with running(tmp_path) as names:
         opcheck(OPS.fp8_hidden.default, tuple(given), test_utils=OF_8_BITS)
@@ -183,7 +174,7 @@ def layer(activation: str, has_bias: bool = True, hidden: int = 384) -> fn.Layer
 @pytest.mark.parametrize("residual", [False, True])
 def test_mlp(activation: str, residual: bool, tmp_path: Path) -> None:
     """Three launches: the hidden rows are written once, in 8 bits."""
-    mlp, x = layer(activation), matrix(2, 20, 272)
+    mlp, x = layer(activation), matrix(2, 70, 272)
     more = {"residual_out": x} if residual else {}
     with torch.no_grad():
         expected = mlp(x, **more)
@@ -202,7 +193,7 @@ def test_mlp(activation: str, residual: bool, tmp_path: Path) -> None:
 
 
 def test_compiled() -> None:
-    mlp, x = layer("swiglu"), matrix(2, 20, 272)
+    mlp, x = layer("swiglu"), matrix(2, 70, 272)
     with torch.no_grad():
         expected = mlp(x)
         torch.compiler.reset()
@@ -212,19 +203,14 @@ def test_compiled() -> None:
 class TestOnHopper:
     pytestmark = on_hopper
 
-    @pytest.fixture(autouse=True)
-    def kept(self) -> Iterator[None]:
-        """Have the chain take products whose results have 8 bits."""
-        with told_by("keeps_hidden", lambda: True):
-            yield
-
     @pytest.mark.parametrize(("activation", "is_pair"), EXACT)
     @pytest.mark.parametrize("rounds", [False, True])
     def test_bits(self, activation: str, is_pair: bool, rounds: bool) -> None:
         """Where no sum is rounded, all bits are those of PyTorch's ops."""
-        sizes = [(1, 16, 128), (300, 272, 384), (129, 1040, 1152), (1001, 128, 256), (5, 4096, 128)]
+        sizes = [(300, 272, 384), (129, 1040, 1152), (1001, 128, 256), (133, 4096, 128)]
+        sizes += [(140, 16, 128)]
         if is_pair or not is_gate(activation):
-            sizes += [(200, 144, 16), (513, 272, 1552), (64, 80, 144), (260, 2048, 4112)]
+            sizes += [(200, 144, 16), (513, 272, 1552), (164, 80, 144), (260, 2048, 4112)]
         for (M, K, N), has_bias in itertools.product(sizes, (False, True)):
             given = operands(M, K, N, activation, is_pair, whole_numbers, rounds, has_bias)
             # Rows of zeros.
@@ -238,7 +224,7 @@ class TestOnHopper:
 
     @pytest.mark.parametrize(("activation", "is_pair"), CASES)
     def test_activations(self, activation: str, is_pair: bool) -> None:
-        sizes = [(777, 1040, 1024, False), (33, 4096, 384, True), (2048, 512, 640, False)]
+        sizes = [(777, 1040, 1024, False), (133, 4096, 384, True), (2048, 512, 640, False)]
         for M, K, N, rounds in sizes:
             given = operands(M, K, N, activation, is_pair, quantized, rounds, True)
             reference = OPS.fp8_hidden_by_python(*given)
@@ -290,7 +276,7 @@ class TestOnHopper:
             assert same([y.checked().view(E4M3), scale.checked()], expected)
 
     @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-    @pytest.mark.parametrize("rows", [16, 300, 4096])
+    @pytest.mark.parametrize("rows", [16, 128, 129, 300, 4096])
     def test_mlp(self, activation: str, rows: int) -> None:
         mlp, x = layer(activation, hidden=1152), matrix(rows, 272)
         with torch.no_grad():
@@ -299,15 +285,11 @@ class TestOnHopper:
             fn.freeze(mlp)
             mlp(x)
             found, names = ran(lambda: mlp(x))
-            assert any("in_8_bits" in name for name in names), names
-            assert not any("passes" in name for name in names), names
+            # Of one tile of rows, a pass activates and quantizes the hidden ones.
+            assert any("in_8_bits" in name for name in names) == (rows > 128), names
             assert decibels(found.cpu(), expected) > 35
             assert decibels(found.cpu(), truth) > LEAST - 6
             assert all(torch.equal(mlp(x), found) for _ in range(3))
-            with told_by("keeps_hidden", lambda: False):
-                other, names = ran(lambda: mlp(x))
-            assert not any("in_8_bits" in name for name in names), names
-            assert decibels(found, other) > 35
 
     def test_graphs_and_rows_written_just_before(self) -> None:
         """No kernel starts with what an earlier one has still to write."""
