@@ -45,29 +45,44 @@ def table(run: dict[str, Any]) -> str:
     """
     environment = run["environment"]
     machine = environment["gpu"] or environment["cpu"]
+    every = {provider for m in run["measurements"] for provider in m["results"]}
+    others = [provider for provider in COLORS if provider in every - {"eager"}]
+    names = " | ".join(f"`{provider}`" for provider in others)
     lines = [
-        f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time is "
-        "that of eager in the same rounds.",
+        f"{machine}, {run['dtype']}, torch {environment['torch']}, {environment['date']}. Time and "
+        "(in parentheses) peak memory are relative to eager's in the same rounds. Errors are those "
+        "of eager, `compile` and `fused_norm`, against float32.",
         "",
-        "| model | mode | commit | batch | norms fused | provider | a second | time | peak memory "
-        "| error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f"| model, mode | batch | norms fused | eager | {names} | errors | commit |",
+        "|---|---:|---|---:|" + "---:|" * len(others) + "---|---|",
     ]
     for m in run["measurements"]:
-        eager = seconds(m["results"]["eager"])
-        for provider, result in m["results"].items():
-            head = f"| {m['model']} | {m['mode']} | {m['commit'][:7]} | {m['batch']} | "
-            head += f"{m['fused']} | `{provider}` | "
-            took = seconds(result)
-            if took is None or eager is None:
-                lines.append(f"{head}{result['status']} | | | |")
-                continue
-            held = result["peak bytes"]
-            memory = "" if held is None else bytes_in_words(held)
-            error = max(result["output error"], result["gradient error"])
-            rate = f"{m['count'] / took:,.0f} {m['unit']}"
-            lines.append(f"{head}{rate} | {took / eager:.2f} | {memory} | {error:.1e} |")
+        results, eager = m["results"], m["results"]["eager"]
+        errors = ", ".join(
+            f"{max(results[p]['output error'], results[p]['gradient error']):.1e}"
+            for p in ("eager", "compile", "fused_norm")
+            if "output error" in results.get(p, {})
+        )
+        took = seconds(eager)
+        rate = eager["status"] if took is None else f"{m['count'] / took:,.0f} {m['unit']}/s"
+        held = eager.get("peak bytes")
+        cells = [f"{m['model']}, {m['mode']}", m["batch"], m["fused"].removesuffix(" norms")]
+        cells.append(rate if held is None else f"{rate}, {bytes_in_words(held)}")
+        cells += [_relative(results.get(provider), eager) for provider in others]
+        cells += [errors, m["commit"][:7]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _relative(result: dict[str, Any] | None, eager: dict[str, Any]) -> str:
+    """Return time and peak memory of eager's, or what came instead of a time."""
+    if result is None:
+        return ""
+    took, base = seconds(result), seconds(eager)
+    if took is None or base is None:
+        return str(result["status"])
+    held, most = result.get("peak bytes"), eager.get("peak bytes")
+    return f"{took / base:.2f}" + (f" ({held / most:.2f})" if held and most else "")
 
 
 def plot(run: dict[str, Any], path: Path) -> None:

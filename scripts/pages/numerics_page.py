@@ -37,79 +37,79 @@ INTRODUCTION = """\
 
 How sums are computed, how far results are from float64, and when two runs give the same bits.
 
-Statistics, products and sums are computed in float32 (float64 for float64), and so are the mean and
-rstd that the backward reads. Results are rounded once, to the dtype of their tensors.
+Statistics, products and sums are computed in float32 (float64 for float64). The mean and rstd that
+the backward reads are kept in it too. Results are rounded once, to the dtype of their tensors.
 
 ## A row's mean and variance
 
-The variance is the mean of squared deviations. No kernel uses $E[x^2] - E[x]^2$, which
-subtracts numbers of the size of the squared mean: in float32, no digit is correct from mean/std =
-4096 on.
+The variance is the mean of squared deviations. No kernel uses $E[x^2] - E[x]^2$, which subtracts
+numbers of the size of the squared mean: in float32, no digit is correct from mean/std = 4096 on.
 
-- **CPU**: two passes over a row that is in cache. The first computes a center from the differences
-  to the row's first element. The second sums the deviations from the center, and their squares. The
-  sum of the deviations corrects both the mean and the variance.
-- **GPU**: the same, on a row that stays in registers, or is read again if it is too long for them.
+- **CPU**: two passes over a row in cache. The first computes a center from the differences to the
+  row's first element. The second sums the deviations from that center, and their squares. The sum
+  of the deviations corrects both the mean and the variance.
+- **GPU**: the same, on a row in registers. A row that is too long for them is read again.
 - **Hopper, bfloat16**: one pass over the deviations from the average of the row's first elements.
 
-In the first two, a constant row gives exactly what a row of zeros gives.
+On a CPU, and on a GPU outside Hopper's bfloat16, a constant row gives exactly what a row of zeros
+gives.
 
 ## Products and sums
 
-- **CPU, forward**: normalized rows enter the product in float32, or in bfloat16 on AMX tiles (and
-  with AVX-512 BF16 on AMD's CPUs, where `batch_invariant` runs our product). 128 products (512 of
-  bfloat16) are summed before they join the total, which keeps the error of long sums small. On AMX
+- **CPU, forward**: normalized rows enter the product in float32; on AMX tiles, in bfloat16 (also
+  with AVX-512 BF16 on AMD's CPUs, where `batch_invariant` runs our product). To keep the error of
+  long sums small, 128 products (512 in bfloat16) are summed before they join the total. On AMX
   tiles, 32 at a time join one sum, and subnormal numbers count as zeros.
 - **CPU, backward**: the product of dy and the normalized rows, before `ln_weight` is applied, gives
-  the gradients of `ln_weight` and `linear_weight`. For up to 192 rows, the product of dy and
-  `linear_weight`, which the gradient of x needs anyway, gives those of `ln_weight` and `ln_bias`
-  instead, and rows enter the product for `linear_weight` scaled and shifted. dy is summed over
-  rows in float64.
-- **GPU**: normalized rows are rounded to the dtype of x, as PyTorch rounds them, for PyTorch's own
+  the gradients of `ln_weight` and `linear_weight`. For up to 192 rows, the gradients of `ln_weight`
+  and `ln_bias` come from the product of dy and `linear_weight` instead, which the gradient of x
+  needs anyway; rows then enter the product for `linear_weight` scaled and shifted. dy is summed
+  over rows in float64.
+- **GPU**: normalized rows are rounded to the dtype of x, as in PyTorch, and enter PyTorch's
   products. For the gradients of `ln_weight` and `ln_bias`, each block sums some rows, and a second
   kernel adds those sums in a fixed order.
-- **Hopper, bfloat16, forward**, with a fold: instead of the normalized rows, `linear_weight` times
-  `ln_weight`, less each row's mean, is rounded. rstd, mean and biases are applied to float32 sums.
+- **Hopper, bfloat16, forward**, with a fold: no normalized row is rounded. Instead, `linear_weight`
+  times `ln_weight`, minus each row's mean, is rounded. rstd, mean and biases are applied to float32
+  sums.
 - **Hopper, bfloat16 and float16, backward**: our own products of dy and `linear_weight`, and of dy
   and the normalized rows. The first is rounded to the dtype of x before the norm's backward reads
   it; so are the normalized rows, which are computed again. Each product sums in float32. Sums over
-  rows, `linear_bias`'s too, stay in registers and are added in a fixed order.
+  rows, also for `linear_bias`, stay in registers and are added in a fixed order.
 - **Hopper, float16, forward**: normalized rows are rounded to float16, as in PyTorch.
-- **Hopper, float32, forward**, if PyTorch may use tf32
-  (`torch.backends.cuda.matmul.fp32_precision`): normalized rows and weights are rounded to tf32, to
-  nearest, and summed in float32. x itself is never rounded: at mean/std = 1000 nothing would be
-  left of it. The backward is that of any GPU.
-- **MAX graphs**: on a CPU the same kernels and the same bits, on AMX tiles if MAX
-  [compiles for them](max.md); on a GPU the same row passes around the vendor's BLAS, without tf32.
+- **Hopper, float32, forward**, if PyTorch may use TF32
+  (`torch.backends.cuda.matmul.fp32_precision`): normalized rows and weights are rounded to TF32, to
+  nearest, and summed in float32. x itself is never rounded, since at mean/std = 1000 nothing would
+  be left of it. The backward is that of any GPU.
+- **MAX graphs**: on a CPU, the same kernels and bits, on AMX tiles if MAX [compiles for
+  them](max.md). On a GPU, the same row passes around the vendor's BLAS, without TF32.
 
 ## The same bits every time
 
-None of the library's kernels adds with atomic operations; the shape decides the order of every sum.
+The shape decides the order of every sum; no kernel of the library uses atomic additions.
 
-On a CPU, the bits of our products depend on the instruction set, not on the number of threads or on
-other rows of the batch. PyTorch's products, which run where they are faster, choose their kernel by
-the number of rows.
+On a CPU, the bits of our products depend on the instruction set, but not on the number of threads
+or on other rows of the batch. PyTorch's products, which run where they are faster, choose their
+kernel by the number of rows.
 
-On a GPU, the same call gives the same bits. The number of rows decides which of PyTorch's kernels
-computes its products, and on Hopper which tile and strategy our own products use.
+On a GPU, the same call gives the same bits. The number of rows decides which kernel PyTorch uses
+for its products, and on Hopper which tile and strategy ours use.
 
 ## Bits that do not depend on the batch
 
-In [`batch_invariant()`](guide/batch-invariant.md), the bits of a row of y and of dx do not
-depend on other rows of the batch. All products of rows are then ours: on a CPU as above, on
-Hopper of normalized rows. Tiles of all shapes sum in the same order; the kernel for few rows, in
-which two blocks share a sum, is not used. Tests compare the bits of batches of 1 to 16384 rows.
+In [`batch_invariant()`](guide/batch-invariant.md), the bits of a row of y and of dx do not depend
+on other rows of the batch. All products of rows are then ours; on Hopper, they multiply normalized
+rows. Tiles of all shapes sum in the same order. The kernel for few rows, in which two blocks share
+a sum, is not used. Tests compare the bits of batches of 1 to 16384 rows.
 
-The mode costs most for few rows with a large weight, since fewer blocks read the weight than in the
-kernel for few rows. Calls that are launched one by one also wait for Python, which dispatches them
-in this mode.
+The mode costs most for few rows with a large weight, which fewer blocks then read. Calls that are
+launched one by one also wait for Python, which dispatches them in this mode.
 
 #COSTS#
 ## What the tests require
 
-For every dtype and shape, the error of the output and of each gradient is at most twice the sum of
-PyTorch's own error in that dtype and half a unit in the last place. The error is the Frobenius norm
-of the difference to float64, computed from the same rounded inputs.
+For every dtype and shape, the error of the output and of each gradient must be at most twice the
+sum of PyTorch's own error in that dtype and half a unit in the last place. The error is the
+Frobenius norm of the difference from float64, computed from the same rounded inputs.
 
 """
 
@@ -127,8 +127,8 @@ def page() -> str:
     rows, features, outputs = SIZES
     text = INTRODUCTION.replace("#COSTS#\n", costs()) + (
         f"## Measured on a CPU\n\n{rows} rows, {features} features, {outputs} outputs. Each cell "
-        "holds the error of our kernels\nand then PyTorch's (`F.linear(F.layer_norm(x))`), both "
-        "relative to float64.\n"
+        "has two errors against float64:\nthat of our kernels, then that of PyTorch "
+        "(`F.linear(F.layer_norm(x))`).\n"
     )
     for dtype in DTYPES:
         text += f"\n### {str(dtype).removeprefix('torch.')}\n\n"
@@ -147,8 +147,8 @@ def costs() -> str:
         metrics = found["metrics"]
         heads = [f"{name}, {METRICS[metric]}" for metric in metrics for name in PASSES]
         text += (
-            "Time of LayerNorm + Linear in the mode relative to the time outside it, where calls "
-            f"go {NODE['node' in found['fused_norm']]}, on {found['machine']}, "
+            "LayerNorm + Linear: time in the mode relative to the time outside it, where calls go "
+            f"{NODE['node' in found['fused_norm']]}, on {found['machine']}, "
             f"{DEVICES[kind].format(**found)} (`scripts/measure/batch_invariant.py`).\n\n"
             f"| dtype | K, N | rows | {' | '.join(heads)} |\n|---|---|---|{'---|' * len(heads)}\n"
         )

@@ -21,52 +21,52 @@ INTRODUCTION = """\
 
 # Reliability
 
-What the tests promise, what they tried, and which wrong edits to the code they notice.
+What the library promises, how the tests try to break it, and which wrong edits to the code they
+notice.
 
 ```bash
 uv run poe test                                    # all but the slow tests
 uv run poe test --all                              # every test that this machine can run
-uv run pytest tests/reliability                    # what the first table lists
-uv run pytest tests/reliability -m gpu --all       # the GPU part of it, with the sanitizers
+uv run pytest tests/reliability                    # most of what follows
+uv run pytest tests/reliability -m gpu --all       # its GPU tests, with the sanitizers
 uv run pytest -m gpu --forward-strategy folded     # one strategy of Hopper's forward at every size
 uv run poe mutate                                  # wrong edits, one at a time
 ```
 
-The oldest PyTorch tested is 2.11, on an H200, and the newest is 2.15, on a CPU.
+The oldest PyTorch tested is 2.11, on an H200; the newest is 2.15, on a CPU.
 
-## What is promised
+## Promises
 
 """
 
 # What holds, and the tests that show it.
 PROMISES = {
-    "Whatever writes a weight, the next call reads it: nothing that a call makes outlives it, "
+    "A call reads the current values of its weights, whatever wrote them: calls keep nothing, "
     "unless the parameters are frozen": ("test_folds.py", "test_freeze.py"),
-    "A CUDA graph reads no memory that was freed": (
-        "test_folds.py::test_graph_keeps_what_it_reads",
-    ),
-    "A frozen parameter's gradient is an error; `train()`, `load_state_dict` and `unfreeze` end "
-    "freezing": ("test_freeze.py",),
+    "A CUDA graph never reads freed memory": ("test_folds.py::test_graph_keeps_what_it_reads",),
+    "The gradient of a frozen parameter is an error; `train()`, `load_state_dict` and `unfreeze` "
+    "end freezing": ("test_freeze.py",),
     "No parameter is recognized by its address alone, and nothing refers to it after a call": (
         "test_parameters.py",
     ),
 }
 
 TRIALS = """
-## What was tried
+## Trials
 
-Each parametrization counts as one test; most check the output and five gradients. Tests that need
-a GPU are counted, and skipped without one.
+Each parametrization counts as one test; most check the output and five gradients. Tests that need a
+GPU count too; without one, they are skipped.
 """
 
 # Where, and what is tried there; a name after :: is one test with its parametrizations.
 TRIED = {
     "tests/reliability/test_pytorch_cases.py": "PyTorch's OpInfo samples of `layer_norm`, "
-    "`native_layer_norm` and `linear`, and module_db's modules, each paired with its other half: "
-    "137 cases in four dtypes, contiguous and not; second and forward-mode derivatives; errors",
-    "tests/reliability/test_peer_cases.py": "shapes and tolerances of the tests of "
+    "`native_layer_norm` and `linear`, and module_db's modules, each paired with the op that it "
+    "lacks: 137 cases in four dtypes, contiguous and not; second and forward-mode derivatives; "
+    "errors",
+    "tests/reliability/test_peer_cases.py": "shapes and tolerances from the tests of "
     "TransformerEngine, Liger, Apex, FLA and quack",
-    "tests/reliability/test_properties.py": "hypothesis, 60 examples a test: shift and scale "
+    "tests/reliability/test_properties.py": "hypothesis, 60 examples per test: shift and scale "
     "invariance, independent rows (bit for bit, dx too), linearity in W and b, "
     "gradient identities, any strides; CPU = GPU, fused = composed",
     "tests/reliability/test_numbers.py": "mean/std to 1e6, scales of 1e-30 to 1e17, subnormal "
@@ -79,18 +79,18 @@ TRIED = {
     "compute-sanitizer's four tools",
     "tests/reliability/test_concurrency.py": "16 threads, fork, spawn, forkserver, DataLoader "
     "workers, Ctrl-C at any moment, stalled streams, two devices",
-    "tests/reliability/test_bad_input.py": "a fuzzer: 36 changes of each argument alone, of all "
-    "alike, and of several in 2,000 calls; 1,000 wrong inputs and parameters after right ones; the "
+    "tests/reliability/test_bad_input.py": "a fuzzer: 36 changes to one argument, to all of them, "
+    "and to several in 2,000 calls; 1,000 wrong inputs and parameters after valid ones; the "
     "exception is PyTorch's, word for word, and no kernel runs",
-    "tests/reliability/test_install.py": "a wheel installed, used, upgraded, uninstalled",
-    "tests/ops/test_folds.py": "on Hopper: writes that no version counter tells of (fused "
+    "tests/reliability/test_install.py": "installing, using, upgrading and uninstalling a wheel",
+    "tests/ops/test_folds.py": "on Hopper: writes that no version counter shows (fused "
     "optimizers, `.data`, `vector_to_parameters`, dlpack, the driver), CUDA graphs, "
     "streams, offloading",
     "tests/test_freeze.py": "what ends freezing, what it forbids, copies, the backend's option, "
     "Inductor's",
     "tests/native/test_native.py": "building: full, damaged and unwritable caches, two processes "
     "at once, an interrupted build, a missing compiler",
-    "tests/scripts/test_wheel.py": "what a wheel carries; that using it writes nothing next to "
+    "tests/scripts/test_wheel.py": "the contents of a wheel; using it writes nothing next to "
     "its code",
     "tests/op/norm_linear/test_cpu_kernels.py": "CPU kernels between canaries, at any alignment "
     "and thread count",
@@ -98,50 +98,54 @@ TRIED = {
 }
 
 FIXED = """
-## What failed and was fixed
+## Errors found and fixed
 
-| found by | what | fixed in | tested by |
+| found by | error | fixed in | tested by |
 |---|---|---|---|
-| OpInfo, forward mode | tangents were silently dropped: jvp gave zeros, a Hessian raised | \
-`validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
-| the same | a backward inside forward mode dropped the tangent of its grad_output | \
+| OpInfo, forward mode | tangents were silently dropped: jvp gave zeros, and a Hessian raised an \
+error | `validation.py` | `test_forward_derivatives_of_samples`, `test_hessians` |
+| OpInfo, forward mode | a backward inside forward mode dropped the tangent of its grad_output | \
 `norm_linear.py`, `rows.py` | `test_tangents_of_gradients` |
 | fuzzer | a nested tensor raised an internal error where PyTorch gives a result | \
 `validation.py`, `parameters.py` | `test_one_wrong_argument[x-nested]` |
 | fuzzer | a sparse LayerNorm parameter or bias reached a kernel's wrapper | `validation.py` | \
 `test_one_wrong_argument[ln_weight-sparse]` |
-| fuzzer | a class or a number for a tensor raised another error than PyTorch's | \
+| fuzzer | a class or a number instead of a tensor raised a different error than in PyTorch | \
 `validation.py` | `test_one_wrong_argument[x-class]`, `test_row_ops[div-number]` |
 | quack's long rows, on an H200 | in tiles of 64 columns with few k blocks, an output box was \
-filled again before TMA had read it: with few rows, 8 outputs and 32768 features or more, \
+overwritten before TMA had read it: with few rows, 8 outputs and at least 32768 features, \
 a tenth of dx came from another column | `store.mojo` | `test_quack`, `test_sm90.py`, \
 `test_sm90_backward.py` |
-| `poe mutate` there | capturing a CUDA graph failed in a process that had not used cuBLAS: the \
-strategy chosen for graphs did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
-| a review | kept folds went by version counters, which fused optimizers and writes through \
-`.data` leave as they are: results were of the weights before (error 1.31 of the result) | \
+| `poe mutate`, on an H200 | capturing a CUDA graph failed in a process that had not used cuBLAS \
+before, if the chosen strategy did | `kernels.h` | `test_cuda_graph_of_nothing_else` |
+| a review | folds were kept by version counters, which fused optimizers and writes through \
+`.data` do not change: results were those of old weights (error 1.31 of the result) | \
 `frozen.py`: none is kept | `test_writes_that_no_version_tells_of` |
-| the same | a fold that a CUDA graph read was freed when the weight met another norm | \
+| a review | a fold that a CUDA graph read was freed when the weight was used with another norm | \
 `frozen.py` | `test_graph_keeps_what_it_reads` |
-| the same | a gamma of another dtype or length in the same memory was read as the one before | \
+| a review | a gamma of another dtype or length in the same memory was taken for the one before | \
 `parameters.py` | `test_other_gamma_in_the_same_memory` |
-| the same | scratch memory that was kept between calls was in a CUDA graph's | `forward.h`, \
+| a review | scratch memory that was kept between calls belonged to a CUDA graph | `forward.h`, \
 `kernels.h` | `test_graph_trees_of_the_compiler` |
-| packing kernels for that H200 | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
+| packing kernels | building into a relative `FUSED_NORM_CACHE_DIR` failed | \
 `build.py` | `test_relative_folder` |
 
-On one H200 and on two, the GPU tests pass whichever strategy the forward is forced to run. The
-sanitizers report nothing in our kernels: racecheck names a kernel of cuBLAS, and initcheck, which
-does not see what TMA writes, runs on kernels without TMA only. With PyTorch 2.11 the tests ran with
-the backward in Python and in C++.
+On one H200 and on two, the GPU tests pass with every strategy that the forward can be forced to
+use, and with the backward in Python and in C++. The sanitizers report nothing in our kernels.
+(Racecheck names a kernel of cuBLAS. Initcheck does not see what TMA writes, so it runs only on
+kernels without TMA.)
 
-On a CPU, the properties, the edges of numbers and sizes, memory and concurrency found no error of
-ours. They found three things about PyTorch. With a NaN in one row, its bfloat16 product on a CPU
-(40 x 100 by 100 x 30) turns a second row into NaN; ours does not. A row of 8.5e37 gives NaN in
-PyTorch and the bias here. A program that ends while daemon threads compute aborts, with PyTorch's
-ops as with ours.
+On a CPU, the tests of properties, numbers, sizes, memory and concurrency found no error in the
+library. They found three things about PyTorch:
 
-## Wrong edits that a test must notice
+- With a NaN in one row, its bfloat16 product on a CPU (40 x 100 by 100 x 30) turns a second row
+  into NaN; ours does not.
+- A row of 8.5e37 gives NaN in PyTorch, and the bias here.
+- A program that ends while daemon threads compute aborts, with PyTorch's ops as well as ours.
+
+## Wrong edits
+
+Each of these edits to the code must make a test fail. Those marked *needs a GPU* have not run yet.
 
 """
 
