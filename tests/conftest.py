@@ -33,7 +33,7 @@ LONGEST = {
             *("test_documents.py", "test_sm90.py", "test_max_ops.py", "test_cross_compile.py"),
             *("test_puzzle_driver.py", "test_puzzle.py", "test_worklog.py", "test_distributed.py"),
             *("test_batch_invariant.py", "test_family_peers.py", "test_family_registration.py"),
-            *("test_registration.py", "test_compile.py", "test_node.py", "test_adoption.py"),
+            *("test_registration.py", "test_backend.py", "test_node.py", "test_adoption.py"),
             *("test_training_optimizers.py", "test_training_writes.py", "test_training_loops.py"),
             # Of those that would begin last, the two that build kernels or compile models.
             *("test_layernorm_linear.py", "test_freeze.py"),
