@@ -35,15 +35,14 @@ _NAMES = ("query", "key", "value", "attn_mask")
 _MOST_ELEMENTS = 1 << 26
 
 
-def drop_idle_masks(graph: Graph, flow: Flow) -> int:
-    """Leave masks that mask nothing out of a graph's attention; return of how many calls.
+def drop_idle_masks(graph: Graph, flow: Flow) -> None:
+    """Leave masks that mask nothing out of a graph's attention.
 
     Args:
         graph: The graph.
         flow: What is known of it.
     """
     found: dict[Node, Any] = {}
-    count = 0
     for node in graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
             continue
@@ -59,11 +58,9 @@ def drop_idle_masks(graph: Graph, flow: Flow) -> int:
             node.update_kwarg("attn_mask", None)
         else:
             node.update_arg(3, None)
-        count += 1
     for node in sorted(found, reverse=True):
         if not node.users:
             graph.erase_node(node)
-    return count
 
 
 def _fits(mask: Node, query: Any, key: Any) -> bool:
