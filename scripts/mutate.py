@@ -7,14 +7,16 @@ For a GPU machine without a compiler, `--build nvidia:sm_90a` builds the wrong G
 FUSED_NORM_CACHE_DIR, and `--prebuilt` there finds them.
 
 Every edit is made in a copy of the checkout with kernels of its own. Results are kept in
-docs/mutations.json; what only a GPU can show keeps its result, or the lack of one, on a machine
-without. Exits with 1 if an edit went unnoticed.
+docs/mutations.json, each with a hash of its edit: one whose text has changed since counts as not
+run. What only a GPU can show keeps its result, or the lack of one, on a machine without. Exits with
+1 if an edit went unnoticed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 outcome = tried(mutation, options.prebuilt)
             elif outcome["result"] == "noticed":
                 outcome |= {"result": "broken", "output": f"fails unedited: {outcome['failed']}"}
-            results[mutation.name] = asdict(mutation) | outcome
+            results[mutation.name] = identity(mutation) | outcome
         result = results[mutation.name]
         style = STYLES[result["result"]]
         console.print(f"[{style}]{result['result']:<10}[/] {mutation.name}", highlight=False)
@@ -93,13 +95,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(r["result"] in ("unnoticed", "broken") for r in results.values()))
 
 
+def identity(mutation: Mutation) -> dict[str, Any]:
+    """Return what a result has of its edit: name, target, file, and a hash of all its text."""
+    edit = asdict(mutation)
+    text = json.dumps(edit).encode()
+    named = {name: edit[name] for name in ("name", "target", "file")}
+    return named | {"edit": hashlib.sha256(text).hexdigest()[:16]}
+
+
 def recorded() -> dict[str, dict[str, Any]]:
     """Return the result of each edit, for those that are as they were when it was recorded."""
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     by_name = {result["name"]: result for result in earlier}
     results = {}
     for mutation in MUTATIONS:
-        edit = json.loads(json.dumps(asdict(mutation)))
+        edit = identity(mutation)
         result = by_name.get(mutation.name, {})
         is_same = edit.items() <= result.items()
         results[mutation.name] = result if is_same else edit | {"result": "not run", "failed": []}

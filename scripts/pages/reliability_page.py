@@ -5,16 +5,18 @@ python scripts/pages/reliability_page.py
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import mutate
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
-MUTATIONS = ROOT / "docs" / "mutations.json"
 
 INTRODUCTION = """\
 <!-- `scripts/pages/reliability_page.py` writes this page and counts its tests; do not edit it. -->
@@ -171,11 +173,11 @@ def page(tests: Counter[str]) -> str:
     for where, what in TRIED.items():
         text += f"| [{Path(where).name}](../{where}) | {tests[where]} | {what} |\n"
     text += FIXED + "| edit | in | result | noticed by |\n|---|---|---|---|\n"
-    for result in json.loads(MUTATIONS.read_text()):
+    for result in mutate.recorded().values():
         failed = [re.sub(r"^tests/(\w+/)*|\[.*", "", name) for name in result["failed"]]
         names = ", ".join(f"`{name}`" for name in list(dict.fromkeys(failed))[:2])
         state = result["result"]
-        if state == "not run":
+        if state == "not run" and result["target"] == "gpu":
             state = "needs a GPU"
         text += f"| {result['name']} | {Path(result['file']).name} | {state} | {names} |\n"
     return text

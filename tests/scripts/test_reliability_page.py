@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -58,8 +59,22 @@ def test_edits_find_their_text(scripts: tuple[ModuleType, ...]) -> None:
 def test_every_edit_was_noticed(scripts: tuple[ModuleType, ...]) -> None:
     """As recorded; a GPU's may wait for one. An edit that was changed has to be made again."""
     recorded = scripts[0].recorded()
+    assert json.loads(scripts[0].RESULTS.read_text()) == list(recorded.values())
     for mutation in scripts[1].MUTATIONS:
-        result = recorded[mutation.name]
         wanted = {"noticed"} if mutation.target == "cpu" else {"noticed", "not run"}
-        assert result["result"] in wanted, mutation.name
-        assert asdict(mutation)["name"] == result["name"]
+        assert recorded[mutation.name]["result"] in wanted, mutation.name
+
+
+@pytest.mark.parametrize("part", ["file", "old", "new", "tests"])
+def test_an_edit_that_changed_was_not_made(
+    scripts: tuple[ModuleType, ...], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the page gave results of edits whose text had changed since."""
+    first, *others = scripts[1].MUTATIONS
+    changed = replace(first, **{part: ("tests/other.py",) if part == "tests" else "other"})
+    monkeypatch.setattr(scripts[0], "MUTATIONS", [changed, *others])
+    recorded = scripts[0].recorded()
+    assert recorded[first.name]["result"] == "not run"
+    assert f"| {first.name} | {Path(changed.file).name} | not run |  |" in scripts[2].page(
+        Counter()
+    )
