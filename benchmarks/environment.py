@@ -68,7 +68,9 @@ def clocks(device: torch.device) -> str:
     """Return a GPU's clocks as nvidia-smi reads them now, or an empty string."""
     if device.type != "cuda":
         return ""
-    return _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,power.limit")
+    # PyTorch's first GPU need not be the first that nvidia-smi lists.
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,power.limit", f"--id={name}")
 
 
 @functools.cache
@@ -142,10 +144,10 @@ def _tf32() -> str:
     return f"{allowed} (float32_matmul_precision {precision})"
 
 
-def _nvidia_smi(query: str) -> str:
+def _nvidia_smi(query: str, *options: str) -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 else ""
 

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bench_cases import provider, right, without_bias
 from torch import Tensor
 
-from benchmarks import command_line, providers, runs, shapes
+from benchmarks import command_line, environment, providers, runs, shapes
 from benchmarks.cli import main
 from fused_norm.native import build
 
@@ -36,6 +37,22 @@ def test_compiled_provider_in_every_mode() -> None:
         assert "compile failed" not in line
         assert "compile wrong" not in line
         assert ", compile " in line
+
+
+def test_clocks_are_those_of_the_measured_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the second of two GPUs is visible, nvidia-smi still lists the first one first."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\ncase "$*" in *--id=GPU-2b*) ;; *) echo 1980 MHz;; esac; echo 1545 MHz\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    visible = SimpleNamespace(uuid="2b")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: visible)
+    assert environment.clocks(torch.device("cuda", 0)) == "1545 MHz"
+    assert environment.clocks(torch.device("cpu")) == ""
 
 
 def _cpu_seconds_of_children() -> float:

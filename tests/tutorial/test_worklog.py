@@ -71,6 +71,18 @@ def test_page_and_figures_are_up_to_date() -> None:
         assert worklog_figures.digest(name, data).encode() in image, name
 
 
+def test_page_has_one_time_of_a_kernel_at_some_sizes() -> None:
+    """Those of the first table are in the table of all sizes, with the same denominator."""
+    data = worklog_page.load()
+    sizes = worklog_page.sizes(data)
+    for step, row in zip(worklog_steps.STEPS, data["table"], strict=True):
+        speed = f"{row['us']:.1f} | {row['tflops']:.0f} | {100 * row['of_cublas']:.1f}"
+        assert f"| {step.number} {step.name} | {step.sizes[0]} | {speed} |" in sizes
+    steps = {row["name"]: row for row in data["table"]}
+    both = f"{steps['clusters']['us']:.1f} | {steps['no-spills']['us']:.1f}"
+    assert f"| 8192,4096,4096 | 8 | {both} |" in worklog_page.storing(data)
+
+
 def strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]

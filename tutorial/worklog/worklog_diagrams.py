@@ -71,7 +71,7 @@ def swizzle(data: dict[str, Any]) -> Figure:
         ax.set_ylim(-0.2, 8.2)
     figure.text(
         0.5, 0.04, "eight rows of 128 bytes, in 16-byte groups of banks; a number is the column of "
-        "the matrix that lies there", ha="center", fontsize=8,
+        "the matrix that is there", ha="center", fontsize=8,
     )  # fmt: skip
     return figure
 
@@ -115,7 +115,7 @@ def ring(data: dict[str, Any]) -> Figure:
     beside.set_xticks(range(len(shapes)), shapes, fontsize=7)
     beside.set_ylim(0, 1.75)
     beside.grid(axis="x", visible=False)
-    beside.set_title("measured: time / cuBLAS's", fontsize=9, loc="left")
+    beside.set_title("time / cuBLAS's, on an H200", fontsize=9, loc="left")
     beside.legend(loc="upper right", frameon=False, fontsize=7.5, ncols=2, handlelength=1)
     return figure
 

@@ -31,6 +31,9 @@ SOURCES = {
 NOT_YET = "not measured yet"
 # The steps that compute the forward without its fold.
 FORWARDS = ("epilogue", "statistics", "ping-pong")
+TIMES = ("step", "cublas", "eager")
+# The first step that keeps the tensor cores busy.
+RING = 4
 RATIOS = ["% of cuBLAS", "% of cuBLAS + LayerNorm"]
 SPEEDS = ["TFLOP/s", *RATIOS]
 Data = dict[str, Any]
@@ -77,18 +80,10 @@ def row(step: Step, data: Data) -> Data:
         step: The step.
         data: The files.
     """
-    group = next((name for name, steps in GROUPS.items() if step in steps), None)
-    its = data["results"].get("together", {}).get(group, {}).get("us", {})
     measured = data["results"].get("steps", {}).get(step.name, {}).get("measured", [])
     alone: Data = next((m["us"] for m in measured if _sizes(m) == step.sizes[0]), {})
-    if group:
-        eager = its.get("eager-activation" if step.kind == "activation" else "eager")
-        own, cublas = its.get(step.name), its.get("cublas")
-    else:
-        own, cublas, eager = (alone.get(name) for name in ("step", "cublas", "eager"))
-    if step.sizes[0] == HEADLINE and step.kind != "step":
-        # One denominator for all: that of the interleaved steps.
-        cublas = data["results"].get("together", {}).get("forward", {}).get("us", {}).get("cublas")
+    its = times(step, step.sizes[0], alone, data)
+    own, cublas, eager = (its.get(name) for name in ("step", "cublas", "eager"))
     if step.kind == "product":
         # It leaves out the half of the work that this column is about.
         eager = None
@@ -99,6 +94,31 @@ def row(step: Step, data: Data) -> Data:
         "of_cublas": cublas / own if own and cublas else None,
         "of_eager": eager / own if own and eager else None,
     }
+
+
+def times(step: Step, sizes: Sizes, alone: Data, data: Data) -> Data:
+    """Return the one set of times that the page shows of a step at some sizes.
+
+    Those of the rounds that steps share, where it is among them, and their cuBLAS for every forward
+    at the headline's sizes.
+
+    Args:
+        step: The step.
+        sizes: Of its inputs.
+        alone: Its times where it was timed by itself.
+        data: The files.
+    """
+    together = data["results"].get("together", {})
+    group = next((name for name, steps in GROUPS.items() if step in steps), None)
+    if group and sizes == step.sizes[0]:
+        its = together.get(group, {}).get("us", {})
+        eager = "eager-activation" if step.kind == "activation" else "eager"
+        return {
+            name: its.get(of) for name, of in zip(TIMES, (step.name, "cublas", eager), strict=True)
+        }
+    if sizes == HEADLINE and step.kind != "step":
+        return alone | {"cublas": together.get("forward", {}).get("us", {}).get("cublas")}
+    return alone
 
 
 def _sizes(measured: Data) -> Sizes:
@@ -140,17 +160,16 @@ def _gpu(results: Data) -> str:
 
 
 def rounds(data: Data) -> str:
-    """Return what the steps of the table are divided by, and the clock of their rounds."""
+    """Return what the steps of the table are divided by."""
     together = data["results"].get("together", {})
     if set(GROUPS) - set(together):
         return f"Steps in the same rounds: {NOT_YET}.\n"
-    header = ["steps", "rounds", "SM clock, MHz", "cuBLAS, µs", "PyTorch, µs", "with GELU, µs"]
+    header = ["steps", "rounds", "cuBLAS, µs", "PyTorch, µs", "PyTorch with GELU, µs"]
     rows = []
     for name, steps in GROUPS.items():
         found = together[name]
         us = (found["us"].get(each) for each in ("cublas", "eager", "eager-activation"))
-        cells = [str(found["rounds"]), str(found["mhz"] or "–")]
-        cells += [f"{time:.1f}" if time else "–" for time in us]
+        cells = [str(found["rounds"]), *(f"{time:.1f}" if time else "–" for time in us)]
         rows.append([", ".join(str(step.number) for step in steps), *cells])
     return markdown.table(header, rows, right=range(1, len(header)))
 
@@ -185,6 +204,29 @@ def ceiling(data: Data) -> str:
     )
 
 
+def power(data: Data) -> str:
+    """Return the clocks that the GPU lowers itself to while large products run."""
+    found = data["results"].get("steps", {})
+    large = {"8192,4096,4096", "8192,4096,12288"}
+    clocks = [
+        m["mhz"]
+        for step in STEPS
+        if step.number >= RING and step.name in found
+        for m in found[step.name]["measured"]
+        if str(_sizes(m)) in large and m["mhz"]
+    ]
+    if not clocks:
+        return f"Clocks: {NOT_YET}.\n"
+    environment = found["ring"]["environment"]["clocks"].split(", ")
+    most, limit = int(environment[2].split()[0]), float(environment[3].split()[0])
+    return (
+        f"Power is the other limit. While products of K = 4096 run, the GPU keeps to {limit:.0f} W "
+        f"by lowering its clock from\n{most / 1e3:.2f} GHz to between {min(clocks) / 1e3:.2f} and "
+        f"{max(clocks) / 1e3:.2f} GHz. A kernel that wastes energy, for example by moving "
+        "registers\naround, slows down the tensor cores too.\n"
+    )
+
+
 def storing(data: Data) -> str:
     """Return by how much step 6 is faster than step 5, for each tile that an SM takes."""
     header = ["M, K, N", "tiles of an SM", "step 5, µs", "step 6, µs", "difference a tile, µs"]
@@ -192,8 +234,12 @@ def storing(data: Data) -> str:
     if not {"clusters", "no-spills"} <= steps.keys():
         return f"Steps 5 and 6: {NOT_YET}.\n"
     before, after = (
-        {_sizes(m): m["us"]["step"] for m in steps[name]["measured"]}
-        for name in ("clusters", "no-spills")
+        {_sizes(m): times(step, _sizes(m), m["us"], data)["step"] for m in measured}
+        for step, measured in (
+            (step, steps[step.name]["measured"])
+            for step in STEPS
+            if step.name in ("clusters", "no-spills")
+        )
     )
     rows = []
     for size in sorted(before.keys() & after.keys(), key=lambda size: (size.K, size.N)):
@@ -259,8 +305,11 @@ def sizes(data: Data) -> str:
     rows = []
     for step in STEPS:
         for m in data["results"].get("steps", {}).get(step.name, {}).get("measured", []):
-            own, cublas, eager = (m["us"][name] for name in ("step", "cublas", "eager"))
             its = _sizes(m)
+            us = times(step, its, m["us"], data)
+            if not all(us.get(name) for name in TIMES):
+                continue
+            own, cublas, eager = (us[name] for name in TIMES)
             normed = "–" if step.kind == "product" else f"{100 * eager / own:.1f}"
             cells = [f"{own:.1f}", f"{work(step.kind, its) / own / 1e6:.0f}"]
             cells += [f"{100 * cublas / own:.1f}", normed]
@@ -315,6 +364,7 @@ BLOCKS = {
     "headline": headline,
     "cycles": worklog_model.table,
     "ceiling": ceiling,
+    "power": power,
     "storing": storing,
     "fp8": fp8,
     "machine": machine,

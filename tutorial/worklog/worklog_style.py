@@ -7,6 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+# Of what worklog-trials.json has.
+TRIED_ON = "measured on an H200"
 INK, FAINT, GRID = "#222222", "#9aa5ae", "#e6e6e6"
 # Distinct for color-blind eyes too.
 OURS, THEIRS, THIRD = "#d1495b", "#2e86ab", "#e0a030"
@@ -52,6 +54,16 @@ def canvas(figure: Figure, place: tuple[int, int, int] = (1, 1, 1)) -> Axes:
     ax.set_axis_off()
     ax.set_aspect("equal")
     return ax
+
+
+def machine(figure: Figure, text: str = TRIED_ON) -> None:
+    """Write in the corner what a figure was measured on.
+
+    Args:
+        figure: The figure.
+        text: What to write.
+    """
+    figure.text(0.985, 0.975, text, ha="right", va="top", fontsize=7, color="#59636e")
 
 
 def legend(ax: Axes, **options: Any) -> None:

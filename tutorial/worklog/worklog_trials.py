@@ -9,7 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tutorial.worklog.worklog_steps import LARGE
-from tutorial.worklog.worklog_style import FAINT, INK, OURS, THEIRS, THIRD, axes, legend, new_figure
+from tutorial.worklog.worklog_style import (
+    FAINT,
+    INK,
+    OURS,
+    THEIRS,
+    THIRD,
+    axes,
+    legend,
+    machine,
+    new_figure,
+)
 
 Data = dict[str, Any]
 
@@ -41,7 +51,7 @@ def bars(
     ax.grid(axis="x", visible=False)
 
 
-def beside_one(
+def ratios(
     groups: Sequence[str],
     series: Mapping[str, Sequence[float]],
     colors: Sequence[str],
@@ -56,11 +66,12 @@ def beside_one(
     ax.set_ylabel(label)
     ax.set_ylim(0, top)
     legend(ax, ncols=max(3, len(series)))
+    machine(figure)
     return figure
 
 
 def epilogue(data: Data) -> Figure:
-    """Show what the norm costs beside the product, at five shapes."""
+    """Show the forward's time next to the product's, at five shapes."""
     rows = [row for row in data["trials"]["where it stands"]["rows"] if int(row["shape"][0]) > 0]
     rows = [row for row in rows if row["shape"] in map(str, LARGE)]
     series = {
@@ -71,11 +82,11 @@ def epilogue(data: Data) -> Figure:
         ],
     }
     shapes = [row["shape"] for row in rows]
-    return beside_one(shapes, series, (THIRD, OURS, THEIRS), "time / cuBLAS's product", 2.1)
+    return ratios(shapes, series, (THIRD, OURS, THEIRS), "time / cuBLAS's product", 2.1)
 
 
 def statistics(data: Data) -> Figure:
-    """Show the forward by where the rows' statistics are found."""
+    """Show the forward by where the rows' statistics are computed."""
     figure = new_figure(3.0)
     trial = data["trials"]["statistics"]
     colors = (THEIRS, FAINT, OURS)
@@ -94,6 +105,7 @@ def statistics(data: Data) -> Figure:
         if index == 0:
             ax.set_ylabel("forward, µs")
     figure.subplots_adjust(bottom=0.2)
+    machine(figure)
     return figure
 
 
@@ -115,6 +127,7 @@ def few_rows(data: Data) -> Figure:
     ax.set_ylim(0, 54)
     legend(ax, ncols=3)
     figure.subplots_adjust(top=0.84)
+    machine(figure)
     return figure
 
 
@@ -128,7 +141,7 @@ def backward(data: Data) -> Figure:
         "three products alone": rows["three products alone"],
     }
     colors = (THEIRS, OURS, FAINT)
-    return beside_one(trial["shapes"], series, colors, "training step / eager's", 1.2)
+    return ratios(trial["shapes"], series, colors, "training step / eager's", 1.2)
 
 
 def hidden_pass(data: Data) -> Figure:
@@ -153,6 +166,7 @@ def hidden_pass(data: Data) -> Figure:
     ax.set_ylim(0, 120)
     ax.grid(axis="x", visible=False)
     legend(ax)
+    machine(figure)
     return figure
 
 
@@ -166,7 +180,7 @@ def activation(data: Data) -> Figure:
         "a gate (SwiGLU)": "SwiGLU (kept)",
     }
     rows = {names[name]: [float(v) for v in values] for name, values in trial["rows"].items()}
-    return beside_one(trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD), "time / eager's", 1.25)
+    return ratios(trial["shapes"], rows, (FAINT, THEIRS, OURS, THIRD), "time / eager's", 1.25)
 
 
 def ping_pong(data: Data) -> Figure:
@@ -175,7 +189,7 @@ def ping_pong(data: Data) -> Figure:
     names = {
         "a tile for both": "both multiply one tile, then store it",
         "its own of 128x192": "ping-pong, tiles of 128 x 192",
-        "its own of 128x128": "ping-pong, tiles of 128 x 128 (kept)",
+        "its own of 128x128": "ping-pong, tiles of 128 x 128",
     }
     rows = {names[name]: [float(v) for v in values] for name, values in trial["rows"].items()}
-    return beside_one(trial["shapes"], rows, (THEIRS, FAINT, OURS), "time / F.linear's", 1.25)
+    return ratios(trial["shapes"], rows, (THEIRS, FAINT, OURS), "time / F.linear's", 1.25)
