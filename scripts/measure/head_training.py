@@ -291,7 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environment = dataclasses.asdict(describe(torch.device(options.device), options.commit))
         run |= {"environment": environment, "dtype": dtype_name(DTYPES[options.dtype])}
         for name in options.model or LARGE:
-            run["measurements"].append(measure(name, options))
+            commit = {"commit": environment["commit"]}
+            run["measurements"].append(measure(name, options) | commit)
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(run, indent=1) + "\n")
             print(json.dumps(run["measurements"][-1], indent=1), flush=True)

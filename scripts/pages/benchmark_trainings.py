@@ -1,8 +1,9 @@
-"""Trainings of whole models on an H100, for its page of the benchmarks: with the head, in FP8."""
+"""Whole models on an H100, for its page of the benchmarks: steps with the head, and FP8."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks.report import size as bytes_in_words
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = "benchmarks/results/h100-head-training.json"
+MODELS = "benchmarks/results/h100-fp8-models.json"
 FP8 = "benchmarks/results/h100-fp8-curve.json"
 CURVE = "docs/images/fp8-curve.png"
 PROVIDERS = {
@@ -29,9 +31,9 @@ RUNS = {
 
 
 def sections() -> list[str]:
-    """Return both sections as headings, sentences and tables in Markdown."""
-    head, fp8 = (json.loads((ROOT / name).read_text()) for name in (HEAD, FP8))
-    return [*_head(head), *_fp8(fp8)]
+    """Return all sections as headings, sentences and tables in Markdown."""
+    head, models, fp8 = (json.loads((ROOT / name).read_text()) for name in (HEAD, MODELS, FP8))
+    return [*_head(head), *_models(models), *_fp8(fp8)]
 
 
 def sentences() -> dict[str, dict[str, str]]:
@@ -81,12 +83,37 @@ def _head(run: dict[str, Any]) -> list[str]:
                 bytes_in_words(held),
             ])  # fmt: skip
     header = ["model", "tokens", "", "tokens a second", "time, of eager's", "activations"]
+    e = run["environment"]
+    commits = ", ".join(dict.fromkeys(m["commit"] for m in run["measurements"]))
     return [
         "### Training steps with the head\n",
-        f"{_machine(run['environment'])}. From `{HEAD}`, made by "
+        f"{_machine(e | {'commit': commits})}. From `{HEAD}`, made by "
         "`scripts/measure/head_training.py`: forward, backward and AdamW. Activations are the peak "
         "less the gradients.\n",
         markdown.table(header, rows, right=(3, 4, 5)),
+    ]
+
+
+def _models(run: dict[str, Any]) -> list[str]:
+    rows = []
+    for m in run["measurements"]:
+        for provider, found in m["results"].items():
+            seconds = found["timings"]["launch"]["median"] * 1e-6
+            rows.append([
+                f"{m['model']}, {m['mode']}",
+                provider,
+                f"{m['count'] / seconds:,.0f}",
+                bytes_in_words(found["peak bytes"]),
+                f"{20 * math.log10(1 / found['output error']):.1f} dB",
+            ])  # fmt: skip
+    header = ["model", "", "tokens a second", "peak memory", "SQNR of the logits"]
+    return [
+        "### Whole models in FP8\n",
+        f"{_machine(run['environment'])}. From `{MODELS}`, made by "
+        "`scripts/measure/whole_models.py`: LLaMA 3.2 1B with random weights, against the model in "
+        "float32, by `torch.compile` but for eager. Memory is beyond the parameters in bfloat16; "
+        "the copies in 8 bits are in it.\n",
+        markdown.table(header, rows, right=(2, 3, 4)),
     ]
 
 
