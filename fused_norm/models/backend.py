@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from fused_norm.models.caching import with_keys
 from fused_norm.models.freezing import FrozenRun
 from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import Settings, settings
@@ -57,7 +58,7 @@ def backend(
             value of one of the backend's own is wrong.
     """
     chosen = settings(options, mode)
-    nodes = _nodes(module)
+    nodes = nodes_of(module)
     found = fuse(module, chosen.fusing)
     if sites is not None:
         sites += found
@@ -68,7 +69,7 @@ def backend(
     run = compiled_next(module, example_inputs, chosen)
     # Nodes, those taken out among them, hold what they were traced with; that refers weakly to the
     # parameters, with which PyTorch swaps none.
-    for node in (*nodes, *_nodes(module)):
+    for node in (*nodes, *nodes_of(module)):
         node.meta.pop("example_value", None)
     if chosen.freezes:
         run = FrozenRun(run, module)
@@ -92,13 +93,15 @@ def compiled_next(
     following: Any = lookup_backend(chosen.then)
     compiled: Callable[..., Any]
     if chosen.then == "inductor":
-        compiled = following(module, example_inputs, config_patches=chosen.following)
+        patches = with_keys(chosen.following, nodes_of(module), example_inputs)
+        compiled = following(module, example_inputs, config_patches=patches)
     else:
         compiled = following(module, example_inputs, **chosen.following)
     return compiled
 
 
-def _nodes(module: GraphModule) -> list[Node]:
+def nodes_of(module: GraphModule) -> list[Node]:
+    """Return the nodes of a graph, and of those that it holds for checkpoints."""
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
     return [node for graph in graphs for node in graph.nodes]
 

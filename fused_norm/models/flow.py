@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,10 +29,11 @@ class Flow:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._storages: dict[Node, frozenset[int]] = {}
+        self._nodes_in: defaultdict[int, list[Node]] = defaultdict(list)
         self._autocasts: dict[Node, tuple[Node, ...]] = {}
         self._grad_modes: dict[Node, Any] = {}
-        # Each with the memory that it writes, None where that is not known.
-        self._writes: list[tuple[Node, frozenset[int] | None]] = []
+        # Writes in the order of the graph, by the memory that they write; None where not known.
+        self._writes: defaultdict[int | None, list[Node]] = defaultdict(list)
         entered: tuple[Node, ...] = ()
         # What holds around the graph holds at its start.
         grad_mode: Any = torch.is_grad_enabled()
@@ -44,17 +48,22 @@ class Flow:
             elif "inference_mode" in name:
                 grad_mode = node
             self._autocasts[node], self._grad_modes[node] = entered, grad_mode
-            self._storages[node] = storages(node)
+            self._remember(node)
             if targets := written(node):
                 is_known = all(value(target) is not None for target in targets)
-                self._writes.append((node, self.reach(targets) if is_known else None))
+                for memory in self.reach(targets) if is_known else (None,):
+                    self._writes[memory].append(node)
+
+    def _remember(self, node: Node) -> frozenset[int]:
+        if node not in self._storages:
+            self._storages[node] = storages(node)
+            for memory in self._storages[node]:
+                self._nodes_in[memory].append(node)
+        return self._storages[node]
 
     def reach(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Return the memory that the results of nodes lie in."""
-        for node in nodes:
-            if node not in self._storages:
-                self._storages[node] = storages(node)
-        return frozenset[int]().union(*(self._storages[node] for node in nodes))
+        return frozenset[int]().union(*map(self._remember, nodes))
 
     def add(self, node: Node, like: Node) -> None:
         """Take up a node that was put into the graph.
@@ -98,14 +107,15 @@ class Flow:
             last: The latest node, or None for the end of the graph.
             but: Nodes whose writes are part of what is fused.
         """
-        reach, but = self.reach(list(operands)), set(but)
-        return any(
-            first < node
-            and (last is None or node < last)
-            and node not in but
-            and (memory is None or memory & reach)
-            for node, memory in self._writes
-        )
+        but = set(but)
+        for memory in (None, *self.reach(operands)):
+            writes = self._writes.get(memory, ())
+            for write in islice(writes, bisect_right(writes, first), None):
+                if last is not None and not write < last:
+                    break
+                if write not in but:
+                    return True
+        return False
 
     def is_write_seen(self, write: Node) -> bool:
         """Return whether a tensor that a node writes in place is read later, but for its result.
@@ -116,11 +126,11 @@ class Flow:
         targets = written(write)
         if any(value(target) is None for target in targets):
             return True
-        reach = self.reach(targets)
         return any(
             node.op in ("placeholder", "get_attr") or any(user > write for user in node.users)
-            for node, own in self._storages.items()
-            if own & reach and not node._erased and node < write
+            for memory in self.reach(targets)
+            for node in self._nodes_in[memory]
+            if not node._erased and node < write
         )
 
 

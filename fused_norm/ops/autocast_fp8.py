@@ -59,6 +59,11 @@ def chosen(recipe: str | None) -> str | None:
     return _of_anyone if is_dynamo_compiling() else _mode.get()
 
 
+def state() -> tuple[str | None, str | None]:
+    """Return the recipes of calls of the caller, and of those that a compiler traces."""
+    return _mode.get(), _of_anyone
+
+
 def _enter(recipe: str) -> None:
     global _of_anyone
     with _lock:

@@ -65,6 +65,11 @@ def is_batch_invariant() -> bool:
     return _anyone_is_inside if torch.compiler.is_compiling() else _mode.get()
 
 
+def state() -> tuple[bool, bool]:
+    """Return whether the caller is in the mode, and whether anyone is."""
+    return _mode.get(), _anyone_is_inside
+
+
 def _count(change: int) -> None:
     global _inside, _anyone_is_inside
     with _lock:
