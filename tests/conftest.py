@@ -70,10 +70,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Slow tests run if all are asked for, or `-m slow` or a node id names them.
     """
-    items.sort(key=lambda item: LONGEST.get(item.path.name, len(LONGEST)))
-    for item in items:
-        if _is_float16_without_a_gpu(item):
-            item.add_marker(pytest.mark.slow)
+    # A path makes its name anew whenever it is asked.
+    names = {item.path: item.path.name for item in items}
+    items.sort(key=lambda item: LONGEST.get(names[item.path], len(LONGEST)))
+    if not torch.cuda.is_available():
+        for item in items:
+            if names[item.path] != "test_layernorm_linear.py" and _is_float16(item):
+                item.add_marker(pytest.mark.slow)
     if config.option.all or "slow" in config.option.markexpr or any("::" in a for a in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -92,14 +95,12 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _is_float16_without_a_gpu(item: pytest.Item) -> bool:
-    """Return whether a test needs kernels of float16 that only a CPU runs.
+def _is_float16(item: pytest.Item) -> bool:
+    """Return whether a test needs kernels of float16.
 
-    They are float32's in another width, and building them takes two minutes. One file keeps its
+    A CPU's are float32's in another width, and building them takes two minutes. One file keeps its
     cases of a norm and a Linear layer.
     """
-    if torch.cuda.is_available() or item.path.name == "test_layernorm_linear.py":
-        return False
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     found = [v["dtype"] if isinstance(v, dict) and "dtype" in v else v for v in values]
     return any(v is torch.float16 for v in found)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from devices import GPU
-from family import CASES, LOW, check, make_tensors
+from family import LOW, check, make_tensors
+from family_cases import CASES
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd

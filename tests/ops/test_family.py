@@ -9,7 +9,8 @@ import family
 import pytest
 import torch
 from accuracy import as_copies
-from family import CASES, PLAIN
+from family import PLAIN
+from family_cases import CASES
 
 import fused_norm as fn
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -65,34 +63,10 @@ def is_possible(case: Mapping[str, Any]) -> bool:
     )
 
 
-def pairwise(grid: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Give cases in which every possible pair of two options' values occurs."""
-    random_ = random.Random(seed)
-    names = list(grid)
-
-    def draw() -> dict[str, Any]:
-        while True:
-            case = {name: random_.choice(list(grid[name])) for name in names}
-            if is_possible(case):
-                return case
-
-    def pairs(case: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
-        return {(a, str(case[a]), b, str(case[b])) for a, b in itertools.combinations(names, 2)}
-
-    # What thousands of draws never show cannot be.
-    missing = set().union(*(pairs(draw()) for _ in range(6000)))
-    while missing:
-        case = max((draw() for _ in range(60)), key=lambda c: len(pairs(c) & missing))
-        if found := pairs(case) & missing:
-            missing -= found
-            yield case
-
-
 # Below so many numbers, errors are those of so many draws of x together.
 FEW = 16
 DRAWS = 8
 
-CASES = list(pairwise(GRID))
 PLAIN = dict(zip(GRID, (values[0] for values in GRID.values()), strict=True))
 
 
