@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import family
 import pytest
 import torch
 from accuracy import make_inputs
+from checkpoint_worker import HOWS, Block
 from devices import GPU
 from family import PLAIN
-from processes import ROOT, run_script
-from torch import Tensor, nn
+from processes import run_forks
+from torch import Tensor
 from torch.utils import checkpoint as checkpoints
 
 import fused_norm as fn
@@ -78,81 +80,28 @@ def test_layernorm_linear(python_calls: list[Tensor]) -> None:
     assert all(torch.equal(m[-1], o[-1]) for m, o in zip(mine, others, strict=True))
 
 
-class Block(nn.Module):
-    """A block of a transformer without its attention."""
-
-    def __init__(self, normalization: str) -> None:
-        super().__init__()
-        self.qkv = fn.LayerNormLinear(
-            32, 96, normalization=normalization, parameters_split=["q", "k", "v"]
-        )
-        self.out = nn.Linear(96, 32)
-        self.plain = fn.LayerNormLinear(32, 32)
-        self.mlp = fn.LayerNormMLP(32, 64, normalization=normalization, activation="gelu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(self.qkv(x))
-        x = x + self.plain(x)
-        result: Tensor = x + self.mlp(x)
-        return result
-
-
-def _selective() -> Any:
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        saves = op in (
-            torch.ops.aten.addmm.default,
-            torch.ops.fused_norm.norm_linear_forward.default,
-        )
-        kinds = checkpoints.CheckpointPolicy
-        return kinds.MUST_SAVE if saves else kinds.PREFER_RECOMPUTE
-
-    return checkpoints.create_selective_checkpoint_contexts(policy)
-
-
-HOWS: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "selective": {"context_fn": _selective},
-    "no early stop": {"early_stop": False},
-}
-
-
-def trained(how: str, device: str, dtype: torch.dtype) -> None:
-    """Compare three checkpointed blocks with plain ones, from the first call of a process on."""
-    torch.manual_seed(0)
-    blocks = nn.ModuleList([Block(n) for n in ("LayerNorm", "RMSNorm", "LayerNorm")])
-    blocks = blocks.to(device, dtype)
-    x = torch.randn(3, 7, 32, device=device, dtype=dtype, requires_grad=True)
-    options = dict(HOWS[how])
-    stop = options.pop("early_stop", True)
-    found = []
-    for is_checkpointed in (True, False):
-        y = x
-        for block in blocks:
-            with checkpoints.set_checkpoint_early_stop(stop):
-                y = (
-                    checkpoints.checkpoint(block, y, use_reentrant=False, **options)
-                    if is_checkpointed
-                    else block(y)
-                )
-        leaves = [x, *blocks.parameters()]
-        found.append(torch.autograd.grad(y.float().square().mean(), leaves))
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other)
+@pytest.fixture(scope="session")
+def said(
+    request: pytest.FixtureRequest, library: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return a folder with what went wrong in each case, each in a process of its own."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    cases = [
+        tuple(item.callspec.params[name] for name in ("how", "chain", "device"))
+        for item in request.session.items
+        if getattr(item, "originalname", "") == test_checkpoint_in_a_fresh_process.__name__
+        and not (item.callspec.params["device"] == "cuda" and not torch.cuda.is_available())
+    ]
+    run_forks("checkpoint_worker.py", str(folder), json.dumps(cases))
+    return folder
 
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("chain", ["node", "python"])
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_checkpoint_in_a_fresh_process(how: str, chain: str, device: str, library: Any) -> None:
+def test_checkpoint_in_a_fresh_process(how: str, chain: str, device: str, said: Path) -> None:
     """The first call of a thread was Python's, and C++ computed it again: CheckpointError."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    program = (
-        f"import torch, test_saved_tensors as t; t.trained({how!r}, {device!r}, torch.{dtype})"
-    )
-    environment = {"FUSED_NORM_AUTOGRAD": "python"} if chain == "python" else {}
-    path = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("support", "chain"))
-    result = run_script("-c", program, PYTHONPATH=path, **environment)
-    assert result.returncode == 0, result.stderr
+    assert (said / f"{how}-{chain}-{device}").read_text() == ""
 
 
 @pytest.mark.parametrize("how", HOWS)

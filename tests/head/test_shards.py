@@ -7,20 +7,16 @@ time goes into starting them.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import head_cases
 import pytest
 import torch
 import torch.distributed as dist
-from processes import with_root
+from processes import run_forks
 
 if not dist.is_available():
     pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
 
-ROOT = Path(__file__).resolve().parents[2]
 Said = dict[tuple[int, str], str]
 
 
@@ -35,29 +31,14 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             continue
         if getattr(item, "originalname", "") in tests:
             asked.setdefault(item.callspec.params["count"], []).append(item.callspec.params["name"])
+    folder = tmp_path_factory.mktemp("shards")
+    given = [word for count, names in asked.items() for word in (str(count), json.dumps(names))]
+    run_forks("head_worker.py", str(folder), *given)
     found: Said = {}
-    for count, names in asked.items():
-        store = tmp_path_factory.mktemp("shards") / "store"
-        command = [sys.executable, str(ROOT / "tests/support/head_worker.py")]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(count), str(store), *names],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=with_root(),
-            )
-            for rank in range(count)
-        ]
-        try:
-            for process in processes:
-                output, errors = process.communicate(timeout=600)
-                assert process.returncode == 0, errors
-                for name, wrong in map(json.loads, output.splitlines()):
-                    found[count, name] = found.get((count, name), "") + wrong
-        finally:
-            for process in processes:
-                process.kill()
+    for count in asked:
+        for file in folder.glob(f"{count}-*.jsonl"):
+            for name, wrong in map(json.loads, file.read_text().splitlines()):
+                found[count, name] = found.get((count, name), "") + wrong
     return found
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import distributed_cases
 import pytest
 import torch.distributed as dist
-from processes import with_root
+from processes import run_forks
 
 if not dist.is_available():
     pytest.skip("PyTorch was built without torch.distributed", allow_module_level=True)
@@ -43,28 +41,12 @@ def said(
         for item in request.session.items
         if getattr(item, "originalname", "") == test_two_processes_as_one.__name__
     ]
-    store = tmp_path_factory.mktemp("distributed") / "store"
-    command = [sys.executable, str(ROOT / "tests/support/distributed_worker.py")]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(store), *names],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=with_root(),
-        )
-        for rank in range(2)
-    ]
+    folder = tmp_path_factory.mktemp("distributed")
+    run_forks("distributed_worker.py", str(folder), *names)
     found: dict[str, str] = {}
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=600)
-            assert process.returncode == 0, errors
-            for name, wrong in map(json.loads, output.splitlines()):
-                found[name] = found.get(name, "") + wrong
-    finally:
-        for process in processes:
-            process.kill()
+    for rank in range(2):
+        for name, wrong in map(json.loads, (folder / f"{rank}.jsonl").read_text().splitlines()):
+            found[name] = found.get(name, "") + wrong
     return found
 
 

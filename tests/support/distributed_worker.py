@@ -1,6 +1,7 @@
-"""What two processes do together: python tests/support/distributed_worker.py RANK STORE [NAMES]
+"""What two processes do together: python tests/support/distributed_worker.py FOLDER [NAMES]
 
-Prints a line of JSON for each case: its name, and "" or what went wrong.
+Each writes a file RANK.jsonl to the folder, with a line for each case: its name, and "" or what
+went wrong.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import distributed_fp8
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from distributed_cases import BACKEND, LAYOUTS, MEMBER_CASES, MEMBERS, NAMES, TENSOR_PARALLEL
+from processes import in_forks
 from strategies import pass_failed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -316,7 +319,7 @@ def mixed(mesh: DeviceMesh) -> None:
             call()
 
 
-def main(rank: int, store: str, names: list[str]) -> None:
+def main(rank: int, folder: Path, names: list[str]) -> None:
     """Run the cases, one after another."""
     torch.set_num_threads(1)
     # The kernels run on small tensors, too.
@@ -327,22 +330,26 @@ def main(rank: int, store: str, names: list[str]) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     # PyTorch's compiler, where it meets a DTensor that is no leaf.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    for name in names or NAMES:
-        said = ""
-        torch.manual_seed(0)
-        # PyTorch's own ops on DTensors do not compile again for sizes that change.
-        torch.compiler.reset()
-        try:
-            CASES[name](mesh)
-        except Exception:
-            # The test that reads this fails with it, whatever it is; the cases after still run.
-            said = traceback.format_exc()
-        if rank == 0 or said:
-            print(json.dumps([name, said]), flush=True)
+    with (folder / f"{rank}.jsonl").open("w") as file:
+        for name in names or NAMES:
+            said = ""
+            torch.manual_seed(0)
+            # PyTorch's own ops on DTensors do not compile again for sizes that change.
+            torch.compiler.reset()
+            try:
+                CASES[name](mesh)
+            except Exception:
+                # The test that reads this fails with it, whatever it is; the others still run.
+                said = traceback.format_exc()
+            print(json.dumps([name, said]), file=file, flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    # Imports the compiler, once for both.
+    torch.compiler.reset()
+    ranks = [functools.partial(main, rank, Path(sys.argv[1]), sys.argv[2:]) for rank in range(2)]
+    sys.exit(any(in_forks(ranks)))

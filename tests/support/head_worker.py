@@ -1,15 +1,18 @@
-"""What processes that share a vocabulary do: head_worker.py RANK COUNT STORE [NAMES]
+"""What processes that share a vocabulary do: head_worker.py FOLDER COUNT NAMES [COUNT NAMES ...]
 
-Prints a line of JSON for each case: its name, and "" or what went wrong.
+NAMES are a list in JSON. Each of COUNT processes writes a file COUNT-RANK.jsonl to the folder, with
+a line for each case: its name, and "" or what went wrong.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import head_kernels
@@ -18,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from head_cases import CUDA, KERNELS, NAMES, OPTIONS, VOCABULARIES
+from head_cases import CUDA, KERNELS, OPTIONS, VOCABULARIES
+from processes import in_forks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -259,24 +263,33 @@ def run(name: str, mesh: DeviceMesh) -> None:
         cross_entropy.by_pytorch = composed
 
 
-def main(rank: int, count: int, store: str, names: list[str]) -> None:
+def main(rank: int, count: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     backend = "gloo"
     if count <= torch.cuda.device_count():
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=count)
+    store = f"file://{folder / f'store{count}'}"
+    dist.init_process_group(backend, store, rank=rank, world_size=count)
     mesh = init_device_mesh("cpu", (count,))
-    for name in names or NAMES:
-        try:
-            run(name, mesh)
-            wrong = ""
-        except Exception:
-            # Told to the test, whatever it is; the other cases go on.
-            wrong = traceback.format_exc()
-        print(json.dumps([name, wrong]), flush=True)
+    with (folder / f"{count}-{rank}.jsonl").open("w") as file:
+        for name in names:
+            try:
+                run(name, mesh)
+                wrong = ""
+            except Exception:
+                # Told to the test, whatever it is; the other cases go on.
+                wrong = traceback.format_exc()
+            print(json.dumps([name, wrong]), file=file, flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    where, *rest = sys.argv[1:]
+    # Imports the compiler, once for all.
+    torch.compiler.reset()
+    failed = False
+    for count_, names_ in zip(map(int, rest[::2]), map(json.loads, rest[1::2]), strict=True):
+        arguments = (count_, Path(where), names_)
+        failed |= any(in_forks(functools.partial(main, r, *arguments) for r in range(count_)))
+    sys.exit(failed)

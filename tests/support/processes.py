@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +82,54 @@ def run_script(
         text=True,
         check=False,
     )
+
+
+def in_forks(functions: Iterable[Callable[[], object]]) -> list[int]:
+    """Call functions at the same time, each in a child of this process, and return how each ended.
+
+    Importing PyTorch and its compiler takes a process 5 s. Children have what this one imported,
+    which must not have computed yet: they have none of its threads.
+    """
+    sys.stdout.flush()
+    children = []
+    for function in functions:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                function()
+                status = 0
+            except BaseException:
+                # Whatever it is, the parent's code is not to go on in its child.
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def run_forks(script: str, *arguments: str) -> None:
+    """Run a script of tests/support whose work is done `in_forks`; all of them have to succeed."""
+    environment = {
+        # Asking the driver whether there is a GPU would leave none to children.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Processes that compile would begin when the compiler is imported.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests/support" / script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=with_root() | environment,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+    finally:
+        # Where one is lost, others wait for it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
