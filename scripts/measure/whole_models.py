@@ -216,9 +216,10 @@ def _results(
         results[provider] = _checked(steps[provider], exact, _errors_of(provider, results))
         more[provider] = 0
         if has_own(provider, mode) and results[provider]["status"] == "ok":
-            # What is frozen is prepared in the second call.
+            # What is frozen is prepared in the second call. What it has in the place of the model's
+            # parameters is no more than those.
             steps[provider]()
-            more[provider] = _allocated(device) - before
+            more[provider] = _allocated(device) - before - _size(model, device)
     good = [p for p in asked if results[p]["status"] == "ok"]
     for provider in good:
         held = peak(steps[provider], device)
@@ -278,6 +279,11 @@ def _allocated(device: torch.device) -> int:
         return 0
     gc.collect()
     return torch.cuda.memory_allocated(device)
+
+
+def _size(model: nn.Module, device: torch.device) -> int:
+    """Return the bytes of a GPU that parameters have."""
+    return sum(p.nbytes for p in model.parameters()) if device.type == "cuda" else 0
 
 
 def _errors_of(provider: str, results: dict[str, dict[str, Any]]) -> dict[str, float]:

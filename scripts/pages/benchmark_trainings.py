@@ -103,16 +103,15 @@ def _models(run: dict[str, Any]) -> list[str]:
                 f"{m['model']}, {m['mode']}",
                 provider,
                 f"{m['count'] / seconds:,.0f}",
-                bytes_in_words(found["peak bytes"]),
+                bytes_in_words(found["peak bytes"] + 2 * m["parameters"]),
                 f"{20 * math.log10(1 / found['output error']):.1f} dB",
             ])  # fmt: skip
-    header = ["model", "", "tokens a second", "peak memory", "SQNR of the logits"]
+    header = ["model", "", "tokens a second", "peak memory, all of it", "SQNR of the logits"]
     return [
         "### Whole models in FP8\n",
         f"{_machine(run['environment'])}. From `{MODELS}`, made by "
         "`scripts/measure/whole_models.py`: LLaMA 3.2 1B with random weights, against the model in "
-        "float32, by `torch.compile` but for eager. Memory is beyond the parameters in bfloat16; "
-        "the copies in 8 bits are in it.\n",
+        "float32, by `torch.compile` but for eager.\n",
         markdown.table(header, rows, right=(2, 3, 4)),
     ]
 
