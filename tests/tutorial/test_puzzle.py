@@ -1,17 +1,19 @@
 """The puzzle's ops through MAX, held to PyTorch in float64.
 
-Each shape and algorithm costs MAX a compile of 8 to 25 s on a CPU, so there are few, each with a
-purpose, and all tests of one shape share it.
+Each compile takes MAX 20 s or more. So there are few shapes, each with a purpose, all tests of one
+shape share it, and a CPU's ops of the first are compiled in one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from accuracy import NAMES, as_float64, assert_within_budget, eager, make_inputs
+from max_together import compile_together
 from torch import Tensor
 
 from tutorial.puzzle import max_ops
@@ -64,6 +66,28 @@ def skip_tiles_on_cpu(sizes: max_ops.Sizes, device: str) -> None:
         pytest.skip("a CPU has no tiles")
 
 
+def forward_of_wrong_parameters() -> Any:
+    """Return the registered op for an output dimension that its tensors do not have."""
+    wrong = dataclasses.asdict(DOCUMENT) | {"output_dim": 2 * DOCUMENT.output_dim}
+    return max_ops.library().layernorm_linear[{"algorithm": "fused", **wrong}]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Have MAX compile what tests run of the document's sizes on a CPU."""
+    *inputs, grad_output = make_tensors(DOCUMENT, "cpu")
+    compile_together(
+        max_ops.library(),
+        [
+            lambda: max_ops.layernorm_linear(*inputs),
+            lambda: max_ops.layernorm_linear(*inputs, algorithm="unfused"),
+            lambda: max_ops.layernorm_linear_backward(grad_output, *inputs[:4]),
+            lambda: forward_of_wrong_parameters()(torch.empty_like(grad_output), *inputs),
+        ],
+    )
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("sizes", SIZES, ids=SIZE_NAMES)
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])
 def test_forward(algorithm: max_ops.Algorithm, sizes: max_ops.Sizes, device: str) -> None:
@@ -73,12 +97,14 @@ def test_forward(algorithm: max_ops.Algorithm, sizes: max_ops.Sizes, device: str
     check_forward(algorithm, make_tensors(sizes, device)[:-1])
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("sizes", SIZES, ids=SIZE_NAMES)
 def test_backward(sizes: max_ops.Sizes, device: str) -> None:
     skip_tiles_on_cpu(sizes, device)
     check_backward(make_tensors(sizes, device))
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("algorithm", ["fused", "unfused"])
 def test_large_mean(algorithm: max_ops.Algorithm, device: str) -> None:
     """Regression: E[x^2] - E[x]^2 cancels, and is negative where x is about 4096 times its std."""
@@ -87,6 +113,7 @@ def test_large_mean(algorithm: max_ops.Algorithm, device: str) -> None:
     check_backward(tensors)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_autograd_uses_the_incoming_gradient(device: str) -> None:
     """Regression: a backward pass that assumes ones is right for `.sum()` and for nothing else."""
     *inputs, grad_output = make_tensors(DOCUMENT, device)
@@ -98,6 +125,7 @@ def test_autograd_uses_the_incoming_gradient(device: str) -> None:
         torch.testing.assert_close(actual, peer, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_strided_tensors(device: str) -> None:
     """Gaps, expanded gradients and lazily negated tensors give what their values say."""
     x, ln_weight, ln_bias, linear_weight, linear_bias, _ = make_tensors(DOCUMENT, device)
@@ -205,13 +233,12 @@ def test_refuses_other_dtypes_devices_and_algorithms() -> None:
         max_ops.layernorm_linear(*inputs, algorithm="both")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("compiled")
 def test_op_refuses_wrong_parameters() -> None:
     """The registered op itself holds its parameters to the tensors, for who calls it directly."""
     *inputs, _ = make_tensors(DOCUMENT, "cpu")
-    wrong = dataclasses.asdict(DOCUMENT) | {"output_dim": 32}
-    op = max_ops.library().layernorm_linear[{"algorithm": "fused", **wrong}]
     with pytest.raises(ValueError, match=r"dimension 2 is 16, but the op's parameters say 32"):
-        op(torch.empty(4, 4, 16), *inputs)
+        forward_of_wrong_parameters()(torch.empty(4, 4, 16), *inputs)
 
 
 def test_one_library_a_process(tmp_path: Path) -> None:
