@@ -1,4 +1,4 @@
-"""A transformer's norm -> Linear -> activation, fused, as Mojo kernels for PyTorch."""
+"""Norm -> Linear -> activation of a transformer as one PyTorch operation, with Mojo kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look at, prepare and measure this machine."""
+"""Examine this machine, build its kernels, and measure them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     examine = commands.add_parser(
         "doctor",
         help="report what this machine has, what is missing, and what to do",
-        description="Exits with 1 where the kernels cannot be used.",
+        description="Report what this machine has, what is missing, and what to do. "
+        "Exits with 1 if the kernels cannot be used.",
     )
     examine.add_argument("--json", action="store_true", help="print the report as JSON")
     build = commands.add_parser("build", help="build the kernels ahead of their first use")
@@ -46,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     build.add_argument(
         "--autograd",
         action="store_true",
-        help="compile only C++: the chain, and the node that takes Python out of training steps",
+        help="compile only the C++: the chain, and the node that makes small calls faster",
     )
-    commands.add_parser("bench", help="measure our calls against PyTorch's", add_help=False)
+    commands.add_parser("bench", help="compare a few calls with PyTorch eager", add_help=False)
     commands.add_parser(
-        "tune", help="measure this machine, so that calls are chosen by it", add_help=False
+        "tune", help="measure which strategy is fastest, for later calls", add_help=False
     )
     options, rest = parser.parse_known_args(arguments)
     if options.command == "bench":

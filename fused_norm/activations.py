@@ -26,7 +26,7 @@ class Activation(NamedTuple):
         number: Its number in the record of a call.
         function: The activation.
         gradient: That of its argument, from that of its result and its argument.
-        gate: The name of the gate that it makes, `""` for a gate and where there is none.
+        gate: The name of the gate that it makes, `""` for a gate, or if it makes none.
         targets: PyTorch's functions that compute it in a graph; it may be written out, too.
         arguments: The names of their arguments.
     """

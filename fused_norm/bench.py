@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command line.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m fused_norm bench", description="Our calls against PyTorch eager's."
+        prog="python -m fused_norm bench", description="Compare a few calls with PyTorch eager."
     )
     parser.add_argument("--device", choices=list(SHAPES), help="default: cuda if there is one")
     parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="may be repeated")
@@ -123,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measured(
     device: str, options: argparse.Namespace, shapes: Sequence[tuple[int, int, int]]
 ) -> tuple[Table, list[str]]:
-    table = Table(box=None, pad_edge=False, caption="medians; ratios are to eager, less is faster")
+    table = Table(
+        box=None, pad_edge=False, caption="medians; ratios are to eager, below 1 is faster"
+    )
     for header in ("op", "dtype", "M, K, N"):
         table.add_column(header, no_wrap=True)
     for mode in ("forward", "training"):

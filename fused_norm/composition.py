@@ -1,4 +1,4 @@
-"""The op family as a composition of PyTorch's ops: what it computes, whoever computes it.
+"""The op family as a composition of PyTorch's ops: what every implementation computes.
 
     s = x + residual;  z = norm(s) (gamma + offset) + beta;  z = z (1 + scale) + shift
     h = z W^T + b;  a = activation(h), of a gate activation(h[:, :N]) h[:, N:]
@@ -230,7 +230,7 @@ def _features(x: Tensor, *others: Tensor | None) -> torch.Size:
 
 
 def _last_size(tensor: Any) -> torch.Size:
-    """Return the size of the last dimension, an empty one where there is none."""
+    """Return the size of the last dimension, an empty one if there is none."""
     # A nested tensor of this layout raises when asked for a shape.
     return torch.Size() if not isinstance(tensor, Tensor) or tensor.is_nested else tensor.shape[-1:]
 

@@ -178,9 +178,7 @@ def _chosen_by(kind: str | None, advice: Advice) -> str:
         return f"{kind}: this machine's own, {path}, measured {device.about['measured']}"
     estimate = device.about.get("estimated")
     if estimate and "measured" not in device.about:
-        advice.may.append(
-            f"what calls on {device.name} are chosen by is an estimate: {TUNE} measures"
-        )
+        advice.may.append(f"the strategies for {device.name} are estimates: {TUNE} measures them")
         return f"{device.name}, estimated {estimate}"
     on = device.about.get("cpu") or device.about["gpu"]
     measured = f"{device.name}, measured {device.about['measured']} on {on}"
@@ -264,7 +262,7 @@ def _built(advice: Advice) -> str:
 
 
 def _chain(advice: Advice) -> str:
-    """Return where the C++ comes from that calls kernels, and what to do where there is none."""
+    """Return where the C++ comes from that calls kernels, and what to do if there is none."""
     if library.prebuilt_path(library.CHAIN):
         return "prebuilt"
     if library.is_built(library.CHAIN):
@@ -272,8 +270,9 @@ def _chain(advice: Advice) -> str:
     if cxx := library.compiler():
         return f"built on first use with {cxx}"
     advice.must.append(
-        "PyTorch's own ops compute everything: C++ that calls the kernels is to be built first, "
-        "and there is no compiler. Install g++ (Debian, Ubuntu: apt-get install g++), or a wheel"
+        "PyTorch's own ops compute everything: the C++ that calls the kernels must be built "
+        "first, and there is no compiler. Install g++ (Debian, Ubuntu: apt-get install g++), or a "
+        "wheel"
     )
     return "none"
 
@@ -295,8 +294,8 @@ def _autograd(advice: Advice) -> str:
         return f"Python; C++ could not be built with {cxx}"
     if cxx:
         advice.may.append(
-            f"{command} compiles the autograd node, in less than a minute; it takes Python out of "
-            "small calls"
+            f"{command} compiles the autograd node, in less than a minute; it makes small calls "
+            "faster"
         )
         return f"Python; C++ can be built with {cxx}"
     return "Python; C++ needs a compiler, and there is none"

@@ -21,24 +21,23 @@ _SMALL_BYTES, _PARTS = 32 << 20, 16
 
 
 def freeze(model: Model, *, offload: bool = False) -> Model:
-    """Promise not to change a model's parameters, so that calls may keep what they make of them.
+    """Promise not to change a model's parameters, so that calls may keep copies made from them.
 
-    On Hopper, an inference call in bfloat16 is often fastest with a fold: a copy of the weight with
-    gamma multiplied in, and its rows centered. In FP8, every call takes its weights in 8 bits.
-    Without freezing, each call makes them; of a frozen model the first call makes them, and they
-    are kept. CUDA graphs captured after that call read them. Nothing else is kept.
+    On Hopper, inference in bfloat16 is often fastest with a fold: a copy of the weight with gamma
+    multiplied in, and its rows centered. In FP8, calls need their weights in 8 bits. Normally, each
+    call makes these copies. In a frozen model, the first call makes them, and later calls and CUDA
+    graphs reuse them.
 
-    A write to a frozen parameter goes unnoticed. A parameter that gets other memory, such as by an
-    assignment to its `data`, is no longer frozen. `unfreeze`, `train()` of any of the modules, and
-    `load_state_dict` end it. Until then, the gradient of a parameter is an error in `backward`.
+    A write to a frozen parameter goes unnoticed. Its gradient is an error in `backward`. Freezing
+    ends with `unfreeze`, with `train()` of any of the modules, with `load_state_dict`, and for a
+    parameter whose memory is replaced, such as by an assignment to its `data`.
 
     Args:
-        model: In evaluation mode.
-        offload: Whether weights of which something was made move to the host's memory, so that a
-            frozen model takes no more of the device's than another. NaN stands in their place: what
-            else reads them has to wait until they are back. What ends freezing brings them back,
-            and so does `state_dict`. Weights that several modules share stay, and so do those
-            of more than a sixteenth of all weights' memory (and 32 MiB); nothing is kept of them.
+        model: A model in evaluation mode.
+        offload: Whether a weight that was copied moves to the host's memory, so that a frozen model
+            needs no more of the device's. The weight then reads as NaN, until freezing ends or
+            `state_dict` is called. Weights that several modules share, and those of more than a
+            sixteenth of all weights' memory (and 32 MiB), are neither moved nor copied.
 
     Returns:
         The model.
@@ -79,12 +78,13 @@ def freeze_parameters(parameters: Iterable[Tensor], modules: Iterable[nn.Module]
 
 
 def unfreeze(model: Model) -> Model:
-    """End what `freeze`, or a backend's option of that name, did to a model's parameters.
+    """End the freezing of a model's parameters, by `freeze` or by the backend's option.
 
-    What CUDA graphs read stays as long as the memory of the parameters.
+    Copies that CUDA graphs read live as long as the memory of the parameters.
 
     Args:
-        model: A model, or a part of one: whatever was frozen with its parameters is frozen no more.
+        model: A model, or a part of one. Everything that was frozen together with its parameters is
+            unfrozen.
 
     Returns:
         The model.
@@ -95,16 +95,16 @@ def unfreeze(model: Model) -> Model:
 
 
 def frozen_parameters(model: nn.Module | None = None) -> AbstractContextManager[None]:
-    """Promise not to change the parameters of calls of this thread in a `with` block.
+    """Promise not to change the parameters that this thread's calls use in a `with` block.
 
-    As `freeze`, for parameters of any kind, from their second call on. What CUDA graphs captured in
-    the block read stays as long as the memory of the parameters.
+    Works as `freeze`, for any parameter, from its second call on. Copies that CUDA graphs captured
+    in the block read live as long as the memory of the parameters.
 
-    Gradients may be taken: in FP8, the micro-batches of a step share weights in 8 bits, and so do a
-    forward and what a checkpoint computes again. The optimizer's step comes after the block.
+    Gradients are allowed. In FP8, the micro-batches of a step share their weights in 8 bits, and so
+    do a forward and what a checkpoint recomputes. Take the optimizer's step after the block.
 
     Args:
-        model: Whose parameters are frozen from their first call on, in all threads.
+        model: A model whose parameters are frozen from their first call on, in all threads.
     """
     return frozen.Context(() if model is None else model.parameters())
 
@@ -124,7 +124,7 @@ def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.M
 
 
 class _Train:
-    """Stands for `train` of a module: ends freezing first. It owns what was frozen.
+    """Replaces `train` of a module, and ends freezing first. It owns what was frozen.
 
     Copies and pickled modules have one that does no more than `train`.
     """

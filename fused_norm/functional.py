@@ -1,4 +1,4 @@
-"""What users call: a norm, the Linear layers on it, and what comes before and after, as one op."""
+"""A norm, the Linear layers that read it, and what comes before and after, in one call."""
 
 from __future__ import annotations
 
@@ -122,20 +122,20 @@ def norm_linear(
     return_norm: bool = False,
     recipe: str | None = None,
 ) -> Any:
-    """Apply a norm over the last dimension, one or more Linear layers on it, and an activation.
+    """Apply a norm over the last dimension, one or more Linear layers, and an activation.
 
         s = x + residual;  z = norm(s) (norm_weight + weight_offset) + norm_bias
         z = z (1 + scale) + shift;  h = z W^T + b;  y = activation(h)
 
     Equivalent to that composition of PyTorch's ops (`F.layer_norm` or `F.rms_norm`, `F.linear`, the
     activation), with its broadcasting, autocast behavior and errors. Statistics, modulation and
-    activations are computed in float32 (float64 for float64) and rounded once, where a tensor
-    leaves. The backward saves x (the sum, where there is a residual), the parameters, mean and rstd
-    and, before an activation, h. Sums run in a fixed order, so every run gives the same bits.
+    activations are computed in float32 (float64 for float64), and results are rounded once. The
+    backward saves x (or the residual sum), the parameters, mean and rstd and, before an activation,
+    h. Sums run in a fixed order, so every run gives the same bits.
 
     Args:
         x: Input of shape `[..., K]`.
-        weight: Weight of shape `[N, K]` in the dtype of `x`, or a sequence of them on one norm.
+        weight: Weight of shape `[N, K]` in the dtype of `x`, or a sequence of weights.
         bias: Bias of shape `[N]`, or None. For several weights, a bias or None for each, or None.
         normalization: `"layer_norm"` or `"rms_norm"`.
         norm_weight: Gamma, shape `[K]`, or None for ones. In the dtype of `x`, or float32 with
@@ -150,7 +150,7 @@ def norm_linear(
         activation: None, `"relu"`, `"gelu"`, `"gelu_tanh"`, `"quick_gelu"` or `"silu"`; or a gate,
             `"swiglu"`, `"geglu"`, `"geglu_tanh"` or `"reglu"`, on one weight `[2N, K]` with the
             gate's half first, or on a pair (gate, up).
-        statistics: Of the sum, as `linear_add` returned them, so that they are not computed again.
+        statistics: Those of the sum, from `linear_add`, so that they are not computed again.
         return_sum: Whether to return `x + residual` as well, in the dtype of `x`.
         return_norm: Whether to return the normalized rows as well.
         recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"` for products in
@@ -164,7 +164,7 @@ def norm_linear(
         ValueError: If the normalization or the activation is unknown, a gate has more than two
             weights, the statistics are for another norm, or the recipe is unknown.
         RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree; with a recipe, if
-            the device has no FP8, or features or outputs are no multiples of 16.
+            the device has no FP8, or features or outputs are not multiples of 16.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
     gated = activation in _GATES
@@ -223,8 +223,8 @@ def norm_mlp(
 
         h = norm(x + residual) W1^T + b1;  y = activation(h) W2^T + b2 + residual_out
 
-    The backward saves x (the sum, where there is a residual), the parameters, mean, rstd and h;
-    with `recompute=True`, h is computed again instead.
+    The backward saves x (or the residual sum), the parameters, mean, rstd and h; with
+    `recompute=True`, it computes h again instead.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -243,10 +243,10 @@ def norm_mlp(
         scale: AdaLN's scale, broadcast against `x`.
         shift: AdaLN's shift, broadcast against `x`.
         residual: Added to `x` before the norm, in its shape.
-        statistics: Of the sum, as `linear_add` returned them.
+        statistics: Those of the sum, from `linear_add`.
         return_sum: Whether to return `x + residual` as well.
         return_norm: Whether to return the normalized rows as well.
-        recipe: As in `norm_linear`, of both Linear layers.
+        recipe: As in `norm_linear`, for both Linear layers.
 
     Returns:
         Tensor of shape `[..., K2]`; with `return_sum` or `return_norm`, a tuple starting with it.
@@ -296,9 +296,8 @@ def linear_add(
     """Apply a Linear layer, add a residual, and compute the statistics for the norm that follows.
 
     Equivalent to `s = residual + F.linear(x, weight, bias)`. The statistics carry no gradient;
-    `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. The product
-    itself adds the residual and rounds once, where a device can and it is faster: on Hopper in
-    bfloat16 and float16.
+    `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. On Hopper in
+    bfloat16 and float16, the product itself adds the residual and rounds once.
 
     Args:
         x: Input of shape `[..., K]`.

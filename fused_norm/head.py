@@ -1,4 +1,4 @@
-"""What users call for the end of a language model: norm, vocabulary, cross entropy."""
+"""The end of a language model: norm, product with the vocabulary, cross entropy."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ def linear_cross_entropy(
     return_logsumexp: bool = False,
     chunk_rows: int | str | None = None,
 ) -> Any:
-    """Apply a Linear layer and return the cross entropy of its logits, which never exist at once.
+    """Apply a Linear layer and return the cross entropy of its logits, without storing them all.
 
         z = x W^T + b;  z = softcap tanh(z / softcap);  lse = log sum exp z
         loss = token_weight (cross_entropy(z, target) + z_loss lse^2)
 
     Equivalent to `F.cross_entropy(F.linear(x, weight, bias).float(), target, ...)`. With a mean or
-    a sum, the forward computes the gradients as well, where any is required, and the backward
-    multiplies them by that of the loss, on the device; with `"none"`, or a gradient of the
-    logarithms, the backward computes the logits again. So it does in float16, whose gradients a
-    loss scale keeps from underflow. Sums run in a fixed order, so every run gives the same bits.
+    a sum, the forward also computes the gradients, if any is required, and the backward multiplies
+    them by that of the loss, on the device. With `"none"`, with a gradient of the log-sum-exp, and
+    in float16, where a loss scale keeps gradients from underflow, the backward computes the logits
+    again. Sums run in a fixed order, so every run gives the same bits.
 
-    On Hopper GPUs in bfloat16, exponentials take the place of logits, and no logit is rounded
-    (the scaled exponentials of quack, with an offset of the row known before the product).
-    A softcap is part of the same kernels, but not together with label smoothing. Elsewhere,
-    PyTorch's ops compute chunks of rows. On a CPU, up to 16 MiB of logits exist at once: PyTorch's
-    ops finish such calls first.
+    On Hopper GPUs in bfloat16, kernels store exponentials instead of logits, and no logit is
+    rounded (quack's scaled exponentials, with a row's offset known before the product). They also
+    apply a softcap, but not together with label smoothing. Elsewhere, PyTorch's ops compute chunks
+    of rows. On a CPU, up to 16 MiB of logits are computed at once, which is faster there.
 
     Processes may share the vocabulary: a weight (and bias) that is a DTensor sharded on dim 0, with
-    an x that is a DTensor. The results are then DTensors that all processes have.
+    an x that is a DTensor. The results are then DTensors that every process has.
 
     Args:
         x: Rows of shape `[..., K]`.
@@ -62,15 +61,15 @@ def linear_cross_entropy(
         target: Labels of shape `[...]`, int64, from 0 to V - 1 or `ignore_index`.
         bias: Shape `[V]`, or None.
         ignore_index: Label of rows that have neither loss nor gradient.
-        label_smoothing: Share of the label that all classes have alike, from 0 to 1.
+        label_smoothing: As in `F.cross_entropy`, from 0 to 1.
         reduction: `"mean"`, `"sum"` or `"none"`. The mean divides by the sum of the weights of the
-            rows that are not ignored; it is nan where all are.
+            rows that are not ignored; it is NaN if all are.
         z_loss: Factor of the squared logarithm of each row's sum of exponentials.
-        softcap: What logits are limited to by tanh, or None.
+        softcap: Limit of the logits, applied by tanh, or None.
         class_weight: Weight of each class, shape `[V]`, or None, without a gradient.
         token_weight: Weight of each row, of the shape of `target`, or None, without a gradient.
         return_logsumexp: Whether to return the logarithm of each row's sum of exponentials as well.
-        chunk_rows: Most rows whose logits exist at once; `"small"` for 2048, which saves
+        chunk_rows: The most rows that are computed at once; `"small"` for 2048, which saves
             memory on GPUs; None for what suits the device.
 
     Returns:
@@ -118,8 +117,7 @@ def norm_linear_cross_entropy(
     """Apply a norm, then a Linear layer, and return the cross entropy of its logits.
 
     Equivalent to `linear_cross_entropy(norm(x + residual), weight, target, bias, ...)` with the
-    norm of `norm_linear`. The backward saves x (the sum, where there is a residual) and the
-    normalized rows.
+    norm of `norm_linear`. The backward saves x (or the residual sum) and the normalized rows.
 
     Args:
         x: Input of shape `[..., K]`.

@@ -1,4 +1,4 @@
-"""What users call between a norm and attention: queries, keys and values of heads."""
+"""Between a norm and attention: queries, keys and values of heads."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def norm_qkv(
         z = norm(x + residual);  q, k, v = z Wq^T, z Wk^T, z Wv^T, parted into heads
         q, k = rotated(rms_norm(q) q_norm), rotated(rms_norm(k) k_norm)
 
-    Heads are normalized and rotated in one pass, in float32, and rounded once: what PyTorch's ops
-    make of bfloat16 is rounded five times. The backward saves what `norm_linear` saves, and the
-    products of queries and keys. Sums run in a fixed order, so every run gives the same bits.
+    Heads are normalized and rotated in one pass, in float32, and rounded once; PyTorch's ops round
+    bfloat16 five times. The backward saves what `norm_linear` saves, and the products of queries
+    and keys. Sums run in a fixed order, so every run gives the same bits.
 
-    On CPUs a kernel of ours does so where `head_dim` and the elements that are rotated are
-    multiples of 16, otherwise PyTorch's ops.
+    Kernels do so on CPUs if `head_dim` and the elements that are rotated are multiples of 16, and
+    on GPUs if they are multiples of 8 up to 256. Otherwise, PyTorch's ops do.
 
     Args:
         x: Input of shape `[..., S, K]`.
@@ -49,11 +49,11 @@ def norm_qkv(
         q_norm: Weight of the RMSNorm of each head of the queries, shape `[D]`; None for no norm.
         k_norm: The same of the keys.
         qk_eps: Added to the mean square of a head; None for PyTorch's own.
-        qk_weight_offset: Added to `q_norm` and `k_norm`: 1.0 where those are kept around zero.
+        qk_weight_offset: Added to `q_norm` and `k_norm`: 1.0 if those are kept around zero.
         rotary: Cosines and sines, of shape `[S, R]`, or `[..., S, R]` for positions of each row;
             None for no rotation.
-        rotary_dim: How many elements of a head are rotated, the first; None for R. Where it is
-            2 R, there is an angle for each pair.
+        rotary_dim: How many elements of a head are rotated, from the first; None for R. If it is
+            2 R, there is one angle for each pair.
         interleaved: Whether neighbors are rotated into each other (GPT-J, Flux), instead of
             elements half of `rotary_dim` apart (LLaMA).
         norm: What `norm_linear` takes of the norm before: `normalization`, `norm_weight`,
@@ -66,7 +66,7 @@ def norm_qkv(
         asked for.
 
     Raises:
-        ValueError: If there are not three weights, outputs are no multiple of `head_dim`, or the
+        ValueError: If there are not three weights, outputs are not a multiple of `head_dim`, or the
             cosines are not those of the rows and of at most D elements.
         RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
         TypeError: As in PyTorch, if an argument is not a tensor or not known.
@@ -103,7 +103,7 @@ def _check_weights(weights: Sequence[Tensor], head_dim: int) -> None:
         raise ValueError(f"expected the weights of queries, keys and values, got {len(weights)}")
     for weight in weights:
         if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] % head_dim:
-            raise ValueError(f"{weight.shape[0]} outputs are no multiple of head_dim={head_dim}")
+            raise ValueError(f"{weight.shape[0]} outputs are not a multiple of head_dim={head_dim}")
 
 
 def _parted(results: Any, norm: dict[str, Any]) -> tuple[Any, ...]:

@@ -126,7 +126,7 @@ def quantize(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]
 
 
 def dequantize(q: Tensor, scale: Tensor, scaling: str, dtype: torch.dtype) -> Tensor:
-    """Return what a matrix in FP8 stands for.
+    """Return the values of a matrix in FP8.
 
     Args:
         q: Of shape `[M, K]`.
@@ -171,7 +171,7 @@ def product(
     b_scaling: str,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return a b^T of what two matrices in FP8 stand for.
+    """Return a b^T of the values of two matrices in FP8.
 
     Args:
         a: A matrix `[M, K]` and its scales.

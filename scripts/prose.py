@@ -1,4 +1,4 @@
-"""Check the words of the pages and of the reference: plain American English, the glossary's words.
+"""Check the words of pages, reference and messages: plain American English, the glossary's words.
 
     python scripts/prose.py
 
@@ -14,15 +14,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("*.md", "docs/*.md", "docs/guide/*.md", "op/*.md", "problems/*/*.md")
-# Their docstrings are the reference.
+PAGES = ("*.md", "docs/*.md", "docs/*/*.md", "op/*.md", "problems/*/*.md", "tutorial/*.md")
+# Their docstrings are read, and those of what docs/api.md shows.
 DOCUMENTED = ("fused_norm/*.py", "fused_norm/modules/*.py")
+REFERENCE = "docs/api.md"
+# What they print is read.
+SPEAKING = ("fused_norm/**/*.py", "solutions/**/*.py", "tutorial/puzzle/*.py")
 LEFT_OUT = {"CHANGELOG.md"}
 # What to avoid, as a pattern, and what to say.
 WORDS = {
     r"beside": "next to, with, among, compared with, at the same time",
     r"lies|(to|can|must|may|they|it|rows|that|elements|things|slices) lie": "is, are, be",
-    r"since then|by now|nowadays|used to be|no longer needed|originally": "what is true now",
+    r"since then|since(?=[.;])|by now|nowadays|used to be|no longer needed|originally": "what is "
+    "true now",
+    r"(is|are) bound by": "limits, or is limited by",
+    r"no multiples? of": "not a multiple of",
+    r"in ((the|their|its) )?place of|takes? the place of|stands? for": "instead of, replaces, or "
+    "means",
+    r"(calls|it) (are|is) chosen by|goes by|go by": "uses",
+    r"claim's": "headline's",
+    r"whoever|nobody knows": "what is meant",
+    r"where there (is|are) (one|none)": "if there is one",
+    r"takes? \w+ out of": "removes",
     r"what(ever)? stands (for|in)|whatever (its|their) \w+": "a noun, or however many",
     r"comes? down to|so does it|so are they|so is it": "a sentence of its own",
     r"so many": "that many, or the number",
@@ -39,7 +52,7 @@ WORDS = {
     r"(turn|turns|turned) (it |them )?down": "decline",
     r"(newer|older) code|code that is (newer|older)": "the commit, or what is true now",
     r"leave[sd]? away|left away": "omit",
-    r"(kernel|pass|loop|call|block|thread|row|first|second|it) finds": "computes or reads",
+    r"(kernel|pass|loop|call|block|thread|row|first|second|it|backend) finds": "computes, or fuses",
     r"behaviour|colour|favour|neighbour|centre|catalogue|cancelled|labelled|modelling|whilst|"
     r"(normal|optim|initial|vector|real|recogn|quant|organ|summar|general|parallel|serial)"
     r"is(e|ed|es|ing|ation)": "the American spelling",
@@ -69,6 +82,37 @@ def faults(text: str) -> Iterator[tuple[int, str, str]]:
             yield plain.count("\n", 0, found.start()) + 1, found[0], better
 
 
+def documented() -> set[Path]:
+    """Return the modules whose docstrings users read."""
+    found = {path for each in DOCUMENTED for path in ROOT.glob(each)}
+    for name in re.findall(r"::: ([\w.]+)", (ROOT / REFERENCE).read_text()):
+        parts = name.split(".")
+        modules = [ROOT.joinpath(*parts[:end]) for end in range(len(parts), 0, -1)]
+        paths = [path for m in modules for path in (m.with_suffix(".py"), m / "__init__.py")]
+        found.add(next(path for path in paths if path.is_file()))
+    return found
+
+
+def messages(code: str) -> str:
+    """Return what Python code prints and raises, in the lines where it begins.
+
+    That is every text of three words or more that is no docstring.
+
+    Args:
+        code: A module.
+    """
+    tree = ast.parse(code)
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    lines = [""] * (len(code.splitlines()) + 1)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        words = node.value.split()
+        if id(node) not in statements and len(words) > 2:
+            lines[node.lineno - 1] += " " + " ".join(words)
+    return "\n".join(lines)
+
+
 def docstrings(code: str) -> str:
     """Return Python code with its docstrings alone, in the lines where they are.
 
@@ -90,14 +134,13 @@ def docstrings(code: str) -> str:
 
 def main() -> int:
     """Print what to change and return an exit status."""
+    texts = [(path, path.read_text()) for each in PAGES for path in ROOT.glob(each)]
+    texts += [(path, docstrings(path.read_text())) for path in documented()]
+    texts += [(path, messages(path.read_text())) for each in SPEAKING for path in ROOT.glob(each)]
     failed = False
-    for path in sorted({path for each in PAGES + DOCUMENTED for path in ROOT.glob(each)}):
+    for path, text in sorted(texts):
         name = str(path.relative_to(ROOT))
-        if name in LEFT_OUT:
-            continue
-        text = path.read_text()
-        text = docstrings(text) if path.suffix == ".py" else text
-        for line, word, better in sorted(faults(text)):
+        for line, word, better in () if name in LEFT_OUT else sorted(faults(text)):
             print(f"{name}:{line}: {word!r}; say {better}")
             failed = True
     return 1 if failed else 0

@@ -56,8 +56,8 @@ def _is_whole(tuned: Path) -> bool:
         load(tuned)
     except (OSError, ValueError) as error:
         warnings.warn(
-            f"fused_norm goes by the shipped measurements: {error}. "
-            "`python -m fused_norm tune` measures anew",
+            f"fused_norm uses the shipped measurements: {error}. "
+            "`python -m fused_norm tune` measures again",
             stacklevel=2,
         )
         return False

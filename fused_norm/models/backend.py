@@ -1,4 +1,4 @@
-"""The backend of torch.compile: rewrites the graph, then hands it on."""
+"""The backend of torch.compile: it rewrites the graph and passes it on to another backend."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ def backend(
     options: Mapping[str, Any] | None = None,
     sites: list[Site] | None = None,
 ) -> Callable[..., Any]:
-    """Rewrite a graph that Dynamo traced, and compile it with the backend that follows.
+    """Fuse the norms of a graph that Dynamo traced, and compile it with the next backend.
 
-    `torch.compile(model, backend="fused_norm")` calls this.
+    `torch.compile(model, backend="fused_norm")` calls this function.
 
     Args:
         module: The graph.
         example_inputs: Its inputs, as fake tensors.
         mode: A mode of `torch.compile`, for Inductor.
-        options: `then`: `"inductor"` (the default), `"eager"` to run the graph as it is, or another
-            backend's name. `rounding`: `"once"` (the default) computes norm, modulation and
-            activation in float32 and rounds once; `"model"` keeps a model's roundings in between.
-            `small`: whether to fuse even calls that PyTorch finishes before Python has started one
-            of ours. By default they are not fused before Inductor, except in CUDA graphs, which
-            start them at no cost, and in inference if the products of the graph keep a GPU busy
-            for longer than Python needs for its norms. `fp8`: a recipe of `norm_linear`, for all
-            Linear layers but those that `skip` lists by (the ends of) their paths, or patterns, and
-            those with features or outputs below 1024 or no multiple of 16; by default that of
-            `autocast_fp8`, if the model is compiled within. `freeze`: whether to freeze the
-            parameters of runs without gradients, as `fused_norm.freeze` does a model's; by default
-            as Inductor's `freezing` says. All other options are Inductor's.
-        sites: Receives what became of each norm.
+        options: `then`: what compiles the rewritten graph: `"inductor"` (the default), `"eager"` to
+            run it as it is, or the name of another backend. `rounding`: `"once"` (the default)
+            computes norm, modulation and activation in float32 and rounds once; `"model"` rounds
+            wherever the model does. `small`: whether to fuse calls that PyTorch finishes before
+            Python has started ours. Before Inductor, the default is no, except in CUDA graphs, and
+            if the products of the graph keep a GPU busy for longer than Python needs for its
+            norms. `fp8`: a recipe of `norm_linear` for the Linear layers; by default that of
+            `autocast_fp8`, if the model is compiled inside. `skip`: the layers that stay out of
+            FP8, by the end of their paths or by patterns; layers with features or outputs below
+            1024, or not a multiple of 16, always do. `freeze`: whether to freeze the parameters of
+            runs without gradients, as `fused_norm.freeze` does; by default as Inductor's
+            `freezing`. All other options are those of the next backend.
+        sites: A list that receives what became of each norm.
 
     Returns:
         A function that computes the graph.
 
     Raises:
-        ValueError: If nobody knows an option, which names the nearest that is known, or if the
-            value of one of the backend's own is wrong.
+        ValueError: If an option is unknown (the message names the closest known one), or a value
+            is wrong.
     """
     chosen = settings(options, mode)
     nodes = nodes_of(module)

@@ -236,7 +236,7 @@ def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
             raise Left(f"{type(error).__name__}: {error}") from error
     if not are_laid_out_alike(new, out):
         emitter.forget(count)
-        raise Left("a result that lies in memory in another way")
+        raise Left("a result with another memory layout")
     # Whether a gradient flows is seen by what the model traced.
     key = "val" if "val" in out.meta else "example_value"
     new.meta[key] = value(out)

@@ -1,4 +1,4 @@
-"""Rewrites programs that torch.export made, for AOTInductor or to be run as they are."""
+"""Fuses the norms of programs from torch.export."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _OF_PROGRAMS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedProgram:
     """Return a copy of an exported program with its norms fused.
 
-    Inputs, outputs, parameters and their names stay the same. The result holds ops of this package,
-    so `import fused_norm` before loading it.
+    Inputs, outputs, parameters and their names do not change. The result contains this package's
+    ops, so `import fused_norm` before you load it.
 
     Args:
         program: A result of `torch.export.export`, with dynamic shapes or without.
-        rounding: `"once"`, or `"model"` to keep the roundings that a model makes in between.
+        rounding: `"once"`, or `"model"` to round wherever the model does.
 
     Returns:
-        A program for `torch._inductor.aoti_compile_and_package`, for `torch.export.save`, or to be
-        called as `.module()`.
+        A program for `torch._inductor.aoti_compile_and_package`, for `torch.export.save`, or to
+        call as `.module()`.
 
     Raises:
         ValueError: If the rounding is unknown.
@@ -76,7 +76,7 @@ def _outputs(graph: Graph) -> list[str]:
 
 
 def _lower(graph: Graph, node: Node) -> None:
-    """Emit the registered ops that a call of ours comes down to in its place."""
+    """Replace a call of ours by the registered ops that it consists of."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = list(node.all_input_nodes)
@@ -105,7 +105,7 @@ def _lower(graph: Graph, node: Node) -> None:
 
 
 def _give(node: Node, results: Any, graph: Graph) -> None:
-    """Have results take the place of a node, and of the parts that are taken of it."""
+    """Replace a node, and the parts that are taken of it, by results."""
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:

@@ -35,7 +35,7 @@ def unsuited(weight: Any) -> str:
         return f"a size of {min(sizes)}, below {SMALLEST}"
     for size in sizes:
         if size % MULTIPLE:
-            return f"a size of {size}, no multiple of {MULTIPLE}"
+            return f"a size of {size}, not a multiple of {MULTIPLE}"
     return ""
 
 
@@ -133,7 +133,7 @@ class Precision:
             value(node), value(new)
         ):
             emitter.forget(count)
-            site.reason = "a result that lies in memory in another way"
+            site.reason = "a result with another memory layout"
             return site
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Tells what became of a model's norms: each with what it was fused with, or why not."""
+"""Lists a model's norms, each with what it was fused with, or why it was not."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class Report:
     """What became of a model's norms, printed as a table.
 
     Attributes:
-        sites: Heads, the norms in the order of the graph, then the sums that products before them
-            add, then, where FP8 is asked for, the Linear layers that are part of no call on a norm,
-            then rotary embeddings.
-        graphs: How many graphs Dynamo made of the model.
-        failures: What kept the pass from a graph, where something did.
-        fast_paths: Encoder layers that PyTorch computed as one op each, norms included.
-        breaks: Why Dynamo ended graphs within the call, each reason once.
+        sites: In this order: heads; norms, as in the graph; sums that products before them add;
+            with FP8, Linear layers outside of calls on a norm; rotary embeddings.
+        graphs: How many graphs Dynamo made from the model.
+        failures: Why the pass failed on a graph, if it did.
+        fast_paths: Encoder layers that PyTorch computed as one op each, with their norms.
+        breaks: Why Dynamo broke graphs within the call, each reason once.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -52,7 +51,7 @@ class Report:
 
     @property
     def fused(self) -> list[Site]:
-        """Norms that are part of a call of ours."""
+        """The norms that are fused."""
         return [site for site in self.norms if site.fused]
 
     @property
@@ -61,7 +60,7 @@ class Report:
         return sum(site.bytes_saved for site in self.sites)
 
     def to_json(self) -> str:
-        """Return all of it as JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
@@ -156,13 +155,14 @@ def explain(
     time: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """Run a model once with its norms fused, and report what became of each of its norms.
+    """Run a model once with its norms fused, and report what each norm was fused with, or why not.
 
-    The report is of a call of `torch.compile(model, backend="fused_norm")` with these arguments and
-    the same `options`, `mode` and `dynamic`. The model runs in its own mode (`train()` or `eval()`)
-    and with its own parameters, and changes only as a forward changes it. No backend compiles what
-    is left of its graphs. Wrap a model in a function if it has arguments of the names below.
-    With the option `fp8`, Linear layers are listed as well: in which precision, and why not in FP8.
+    The report describes a call of `torch.compile(model, backend="fused_norm")` with these arguments
+    and the same `options`, `mode` and `dynamic`. The model runs in its own mode (`train()` or
+    `eval()`) with its own parameters, and changes only as a forward changes it. The rest of its
+    graphs is not compiled. Wrap a model in a function if it has arguments of the names below. With
+    the option `fp8`, the report also lists the precision of each Linear layer, and why it is not in
+    FP8.
 
     Args:
         model: A model, or a function.
@@ -170,19 +170,18 @@ def explain(
         options: As for `torch.compile` with this backend.
         mode: As for `torch.compile`.
         dynamic: As for `torch.compile`.
-        training: Whether gradients are recorded, which decides what pays; by default as they are
-            where this is called.
-        time: Whether to time each norm, and all that is fused with it, against what it replaced:
-            both compiled by the backend that follows, on random inputs of the same sizes, in turns,
-            a forward or, where gradients are recorded, a forward and a backward. Norms that are
-            alike are timed once.
+        training: Whether gradients are recorded, which decides what is worth fusing; by default as
+            in the caller.
+        time: Whether to time each fused call against the ops that it replaced: both compiled by the
+            next backend, on random inputs of the same sizes, alternating; a forward or, if
+            gradients are recorded, a forward and a backward. Norms that are alike are timed once.
         kwargs: Its keyword arguments.
 
     Returns:
         A report to print, with `.sites`, `.summary()` and `.to_json()`.
 
     Raises:
-        ValueError: If nobody knows an option.
+        ValueError: If an option is unknown.
         RuntimeError: If both options and a mode are given, or the mode is unknown.
     """
     report = Report()

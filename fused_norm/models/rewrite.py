@@ -178,7 +178,7 @@ class Rewriter:
             raise Left("autocast or the recording of gradients changes between norm and Linear")
         m = reading.modulation
         if m is not None and any(view > m.start for view in reading.views):
-            raise Left("a view lies between the modulation and the Linear layer")
+            raise Left("a view is between the modulation and the Linear layer")
         self._check_types(norm, reading)
 
     @staticmethod
@@ -198,7 +198,7 @@ class Rewriter:
             for nodes in (norms, linears)
         )
         if len(of_norm) > 1 or of_linears != ({True} if entries else of_norm):
-            raise Left("weight is a subclass: DTensor, beside tensors that are none")
+            raise Left("weight is a subclass: DTensor, among plain tensors")
         for view in entries:
             if not all(place.is_replicate() for place in value(view).placements):
                 raise Left("the norm is computed of this process's rows: its gradients are local")

@@ -150,7 +150,7 @@ def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
     if one.dtype is not two.dtype or not are_same(one.shape, two.shape):
         raise Left("a result of another kind")
     if not have_same_strides(one, two):
-        raise Left("a result that lies in memory in another way")
+        raise Left("a result with another memory layout")
     one.requires_grad_(two.requires_grad)
     root.replace_all_uses_with(y)
     gone = sorted(r.inner, reverse=True)

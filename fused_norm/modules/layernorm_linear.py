@@ -17,9 +17,8 @@ from fused_norm.ops.family import family_call, is_traced
 class LayerNormLinear(parts.NormModule):
     """A norm over the last dimension, then a Linear layer, as one op.
 
-    Takes the place of `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features,
-    out_features))` and is initialized as they are. Options and parameters are named as in
-    TransformerEngine's module of this name.
+    Replaces `nn.Sequential(nn.LayerNorm(in_features), nn.Linear(in_features, out_features))`, with
+    the same initialization. Options and parameters have the names of TransformerEngine's module.
 
     Args:
         in_features: K, the size of the last dimension of the input.
@@ -36,15 +35,14 @@ class LayerNormLinear(parts.NormModule):
         zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
         activation: Applied to the output, as in `norm_linear`; None for none.
         parameters_split: Names of equal parts of the weight and the bias, or a dictionary from
-            names to numbers of outputs. Each part is a parameter of its own, `query_weight` and
+            names to numbers of outputs. Each part is a separate parameter: `query_weight` and
             `query_bias` for `"query"`. The output is still one tensor.
         return_layernorm_output: Whether to return the normalized rows as well.
         fuse_wgrad_accumulation: Whether the backward adds the gradient of `weight` to
             `weight.main_grad`, which the caller creates (float32, in the weight's shape), and
-            leaves `weight.grad` alone, as TransformerEngine's option of this name does. If the
-            weight has an attribute `grad_added_to_main_grad`, it is set, and `weight.grad` gets a
-            meaningless tensor.
-        recipe: That of products in FP8, as in `norm_linear`; None for those of `autocast_fp8`.
+            leaves `weight.grad` alone, as in TransformerEngine. If the weight has an attribute
+            `grad_added_to_main_grad`, it is set, and `weight.grad` gets a meaningless tensor.
+        recipe: A recipe for products in FP8, as in `norm_linear`; None for `autocast_fp8`'s.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[in_features]`, or None.

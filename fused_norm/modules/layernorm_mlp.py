@@ -15,10 +15,10 @@ from fused_norm.ops.family import family_call
 class LayerNormMLP(parts.NormModule):
     """A norm over the last dimension and the two Linear layers of an MLP, as one op.
 
-    Takes the place of `nn.Sequential(nn.LayerNorm(hidden_size), nn.Linear(hidden_size,
-    ffn_hidden_size), nn.GELU(), nn.Linear(ffn_hidden_size, hidden_size))` and is initialized as
-    they are. Options and parameters are named as in TransformerEngine's module of this name; the
-    activations are those of `norm_linear`, where `"gelu"` is the exact one.
+    Replaces `nn.Sequential(nn.LayerNorm(hidden_size), nn.Linear(hidden_size, ffn_hidden_size),
+    nn.GELU(), nn.Linear(ffn_hidden_size, hidden_size))`, with the same initialization. Options and
+    parameters have the names of TransformerEngine's module. Activations are those of `norm_linear`,
+    where `"gelu"` is the exact one.
 
     Args:
         hidden_size: Size of the last dimension of input and output.
@@ -32,7 +32,7 @@ class LayerNormMLP(parts.NormModule):
         activation: As in `norm_linear`.
         zero_centered_gamma: Whether the norm's weight is kept around zero; 1 is added to it.
         recompute: Whether the backward computes the first product again instead of saving it.
-        recipe: That of products in FP8, as in `norm_linear`; None for those of `autocast_fp8`.
+        recipe: A recipe for products in FP8, as in `norm_linear`; None for `autocast_fp8`'s.
 
     Attributes:
         layer_norm_weight: Gamma, shape `[hidden_size]`.
@@ -43,7 +43,7 @@ class LayerNormMLP(parts.NormModule):
         fc2_bias: Shape `[hidden_size]`, or None.
 
     Raises:
-        ValueError: If the normalization, the activation or the recipe is not known.
+        ValueError: If the normalization, the activation or the recipe is unknown.
     """
 
     fc1_weight: nn.Parameter

@@ -1,4 +1,4 @@
-"""A module that computes the cross entropy of logits that never exist at once."""
+"""A module that computes a cross entropy without storing all logits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fused_norm.ops.main_grad import added
 
 
 class LinearCrossEntropy(torch.nn.Module):
-    """`linear_cross_entropy` with its options kept, called as Liger's module of the same task.
+    """`linear_cross_entropy` as a module, with the signature of Liger's.
 
         loss = LinearCrossEntropy()(lm_head.weight, hidden, labels)
 
     Args:
         ce_weight: Weight of each class, shape `[V]`, or None.
         ignore_index: Label of rows that have neither loss nor gradient.
-        lse_square_scale: Factor of the squared logarithm of each row's sum of exponentials.
-        label_smoothing: Share of the label that all classes have alike.
+        lse_square_scale: Factor of each row's squared log-sum-exp; `z_loss` of the function.
+        label_smoothing: As in `F.cross_entropy`.
         reduction: `"mean"`, `"sum"` or `"none"`.
-        softcap: What logits are limited to by tanh, or None.
-        return_z_loss: Whether to return the z-loss as well; it is part of the loss.
+        softcap: Limit of the logits, applied by tanh, or None.
+        return_z_loss: Not supported.
         chunk_rows: As in `linear_cross_entropy`.
         fuse_wgrad_accumulation: Whether the gradient of the weight is added to its `main_grad`.
 

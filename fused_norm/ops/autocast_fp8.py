@@ -25,11 +25,10 @@ def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
         with fn.autocast_fp8("rowwise"):
             loss = model(batch)
 
-    It holds for `norm_linear`, `norm_mlp` and the modules, as `recipe=` does for one of them, which
-    goes first; a layer of PyTorch's own is left alone. The backward has the recipe of its forward,
-    wherever it runs. The mode is that of a thread, or of an asyncio task; it may be nested, and
-    decorate a function. A compiled function is compiled anew for calls in it, which it asks for all
-    threads together.
+    It applies to `norm_linear`, `norm_mlp` and the modules, unless a call has its own `recipe=`.
+    PyTorch's own layers do not change. The backward uses the recipe of its forward, wherever it
+    runs. The mode applies to its own thread or asyncio task. It nests, and works as a decorator. A
+    compiled function is compiled again for it, and is in it while any thread is.
 
     Args:
         recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"`.

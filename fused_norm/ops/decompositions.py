@@ -17,9 +17,8 @@ from fused_norm.ops.validation import by_pytorch_widened
 def decompositions() -> Any:
     """Return PyTorch's default decompositions, and those of this package's ops into PyTorch's.
 
-    An exported program holds this package's ops, so that it runs on the kernels; it loads only
-    after the package has been imported. `program.run_decompositions(fused_norm.decompositions())`
-    loads anywhere.
+    An exported program contains this package's ops, and loads only after `import fused_norm`.
+    `program.run_decompositions(fused_norm.decompositions())` returns one that loads anywhere.
     """
     table = torch.export.default_decompositions()
     for name, formula in _FORMULAS.items():

@@ -25,31 +25,29 @@ _anyone_is_inside = False
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Compute each row alike, whatever the other rows are and however many.
+    """Make the bits of a row independent of the rest of the batch.
 
         with fn.batch_invariant():
             y = fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta)
 
-    Inside, a row of y (of the sum and the normalized rows as well) has the same bits at any place
-    in a batch of any size; so does its row of the gradients of x and of the residual, when the
-    backward is run, be it outside. The order of a row's sums depends on the other sizes, the dtype,
-    the options, which gradients are wanted, and on the device: a CPU's bits are not a GPU's.
-    Gradients of parameters, of scale and of shift are sums over the rows, and not part of this.
+    Inside, a row has the same bits at any place in a batch of any size: in y, in the sum, in the
+    normalized rows, and in the gradients of x and of the residual. The backward may run outside. A
+    row's bits do depend on the other sizes, the dtype, the options, which gradients are wanted, and
+    the device. Gradients of parameters, scale and shift are sums over rows, and not part of this.
 
     It holds for `fused_layernorm_linear`, `norm_linear`, `norm_mlp`, `linear_add` and their
     modules: on CPUs in every dtype that has kernels, on Hopper GPUs in bfloat16 and float16 with
-    features and outputs that are multiples of 8. PyTorch's own products, which choose a kernel by
-    the number of rows, compute nothing but the weights' gradients. docs/numerics.md has the cost.
+    features and outputs that are multiples of 8. PyTorch's products, which choose a kernel by the
+    number of rows, compute only the weights' gradients. docs/numerics.md has the cost.
 
-    The mode is that of a thread, or of an asyncio task. It may be nested, and decorate a function.
-    A function that `torch.compile` compiles is compiled anew for calls in the mode, which it asks
-    for all threads together: it is in the mode while any of them is. Enter the mode outside of what
-    is compiled. What `torch.export` traces in the mode stays in it.
+    The mode applies to its own thread or asyncio task. It nests, and works as a decorator. Enter it
+    outside of functions that `torch.compile` compiles, which are compiled again for it and are in
+    it while any thread is. A program that `torch.export` traces inside stays in the mode.
 
     Raises:
-        RuntimeError: From calls inside that nothing can compute this way: on another GPU, in
-            another dtype, under a transform of `torch.func`, or on a DTensor; and from the backward
-            where second derivatives are asked for.
+        RuntimeError: From calls inside that cannot be computed this way: on another GPU, in another
+            dtype, under a `torch.func` transform, or on a DTensor; and from the backward if second
+            derivatives are asked for.
     """
     _count(1)
     before = _mode.set(True)

@@ -244,7 +244,7 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
                 "batch_invariant() does not reach the sums over processes of DTensors"
             )
         if owners is not None:
-            raise NotImplementedError("no main_grad is added to beside DTensors")
+            raise NotImplementedError("main_grad does not work with DTensors")
         found = over_shards(call, spec, t)
         return composition.compute(spec, t) if found is None else found
     ready = as_kernels_need(spec, t)

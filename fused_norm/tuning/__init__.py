@@ -1,6 +1,6 @@
-"""Measures this machine's calls with each strategy, and keeps what later calls are chosen by.
+"""Measures calls with each strategy on this machine, so that later calls use the fastest.
 
-Nothing is measured unless somebody asks.
+Nothing is measured unless you ask.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def tune(
     sizes: Sequence[tuple[int, int, int]] = (),
     device: str = "cpu",
 ) -> Path:
-    """Measure this machine and keep the result, which later calls and processes are chosen by.
+    """Measure this machine, so that later calls and processes use the fastest strategy on it.
 
     Args:
-        model: Its calls are measured as well; none for those of models in general.
+        model: A model whose calls are measured as well.
         example: The model's arguments.
-        seconds: To take. Sizes drawn take what is left of it by those given.
-        sizes: (M, K, N) to be measured as well, in every dtype.
-        device: "cpu", or "cuda" for the current GPU, which has to be a Hopper: on others, products
-            are PyTorch's.
+        seconds: How long to measure. Random sizes take what the given ones leave.
+        sizes: (M, K, N) to measure as well, in every dtype.
+        device: `"cpu"`, or `"cuda"` for the current GPU, which has to be a Hopper GPU: on others,
+            products are PyTorch's.
 
     Returns:
-        The file, in the cache of what is built.
+        The file with the result, in the cache folder.
 
     Raises:
         RuntimeError: If there are no kernels to measure, or the cache cannot be written.

@@ -15,21 +15,23 @@ from fused_norm.tuning import tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure this machine, say where the result is, and return an exit status."""
+    """Measure this machine, print where the result is, and return an exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m fused_norm tune",
-        description="Measures this machine's CPU or GPU, so that calls are chosen by it. "
-        f"{choice.SWITCH}=0 goes by the shipped measurements again.",
+        description="Measure this machine's CPU or GPU, so that later calls use the fastest "
+        f"strategy. {choice.SWITCH}=0 returns to the shipped measurements.",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--seconds", type=float, default=120.0, help="to take (default: 120)")
     parser.add_argument(
-        "--sizes", metavar="M,K,N", action="append", default=[], help="measured as well; repeatable"
+        "--seconds", type=float, default=120.0, help="how long to measure (default: 120)"
+    )
+    parser.add_argument(
+        "--sizes", metavar="M,K,N", action="append", default=[], help="sizes to include; repeatable"
     )
     parser.add_argument(
         "--model",
         metavar="MODULE:FACTORY",
-        help="whose calls are measured as well: a function that returns a model and its arguments",
+        help="a model to include: a function that returns a model and its arguments",
     )
     options = parser.parse_args(arguments)
     try:
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     console.print(
         f"{device.about['calls']} calls measured on {device.name}; {len(device.exceptions)} are "
-        f"exceptions to the model. Calls are chosen by {path} from now on.",
+        f"exceptions to the model. Later calls use {path}.",
         highlight=False,
         soft_wrap=True,
     )

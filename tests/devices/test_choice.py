@@ -217,7 +217,7 @@ def test_damaged_measurements_are_not_used(name: str, own_folder: Path) -> None:
         costs.load(tuned)
     choice.forget()
     tell_again()
-    with pytest.warns(UserWarning, match="goes by the shipped measurements"):
+    with pytest.warns(UserWarning, match="uses the shipped measurements"):
         found = choice.path(machine.cpu_kind())
     assert found == shipped
     x, weight = torch.randn(30, 24), torch.randn(40, 24)

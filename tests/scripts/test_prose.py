@@ -35,6 +35,12 @@ import prose  # noqa: E402
             ["Besides", "at one time", "sooner", "the other way round", "Turn it down"],
         ),
         ("Turn the page; differentiable in turn.", []),
+        (
+            "The backend finds the head; calls are chosen by it, in place of theirs, where there "
+            "is one. It leaves them out since.",
+            ["backend finds", "calls are chosen by", "in place of", "where there is one", "since"],
+        ),
+        ("It is right since rows are whole, where there is no compiler.", []),
     ],
 )
 def test_words(text: str, words: list[str]) -> None:
@@ -48,6 +54,22 @@ def test_lines_are_those_of_the_page() -> None:
 def test_docstrings_are_read_and_code_is_not() -> None:
     code = 'lies = "beside"\n\n\ndef f():\n    """It lies there."""\n    # beside\n'
     assert list(prose.faults(prose.docstrings(code))) == [(5, "lies", "is, are, be")]
+
+
+def test_messages_are_read_and_names_are_not() -> None:
+    code = (
+        '"""It lies there."""\n'
+        "def f(name):\n"
+        '    print(f"{name} is beside it")\n'
+        '    raise ValueError("beside", "the rows lie apart")\n'
+    )
+    found = [(line, word) for line, word, _ in prose.faults(prose.messages(code))]
+    assert found == [(3, "beside"), (4, "rows lie")]
+
+
+def test_reference_is_read() -> None:
+    names = {str(path.relative_to(ROOT)) for path in prose.documented()}
+    assert names >= {"fused_norm/models/backend.py", "fused_norm/tuning/__init__.py"}
 
 
 def test_links(tmp_path: Path) -> None:

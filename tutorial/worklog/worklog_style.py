@@ -63,7 +63,7 @@ def machine(figure: Figure, text: str = TRIED_ON) -> None:
         figure: The figure.
         text: What to write.
     """
-    figure.text(0.985, 0.975, text, ha="right", va="top", fontsize=7, color="#59636e")
+    figure.text(0.985, 0.99, text, ha="right", va="top", fontsize=7, color="#59636e")
 
 
 def legend(ax: Axes, **options: Any) -> None:
