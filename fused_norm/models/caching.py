@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,13 +55,16 @@ def _name(node: Node) -> str:
     return f"{module}.{name}" if is_found else ""
 
 
-def _key(devices: Iterable[str]) -> str:
+def _key(devices: Collection[str]) -> str:
     """Return what decides beside a call's arguments what its trace leaves: sources, modes, kernels.
 
     Args:
         devices: Where a graph runs.
     """
-    modes = (invariance.state(), autocast_fp8.state())
+    modes: list[Any] = [invariance.state(), autocast_fp8.state()]
+    for kind in sorted({torch.device(device).type for device in devices}):
+        # Of which PyTorch's own key says no more than whether there is any, in some releases.
+        modes.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
     built = [
         (device, name, build.is_at_hand(torch.device(device), dtype))
         for device in sorted(devices)

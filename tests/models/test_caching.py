@@ -76,3 +76,11 @@ def test_a_mode_or_other_sources_find_none(
     monkeypatch.setattr(caching, "_sources", lambda: "of another version")
     assert start(model, x)[0] == "miss"
     assert start(model, x)[0] == "hit"
+
+
+def test_keys_tell_dtypes_of_autocast_apart() -> None:
+    keys = {caching._key({"cpu"})}
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.add(caching._key({"cpu"}))
+    assert len(keys) == 3
