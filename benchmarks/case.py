@@ -20,8 +20,8 @@ Mode = Literal["forward", "forward_grad", "backward", "train"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MODE_DESCRIPTIONS: dict[Mode, str] = {
     "forward": "under no_grad, as in inference",
-    "forward_grad": "with everything kept that a backward needs",
-    "backward": "all gradients of one forward that has been run",
+    "forward_grad": "saves what a backward needs",
+    "backward": "all gradients, of one forward",
     "train": "forward and backward, all gradients",
 }
 EPS = 1e-5

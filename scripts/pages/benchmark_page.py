@@ -28,31 +28,30 @@ GENERATED = "<!-- `poe bench-page` writes this page from benchmarks/results; do 
 INTRODUCTION = """\
 # Benchmarks
 
-[The table of the README](../README.md#what-you-get) sums up what is here. To measure your shapes on
-your machine: `uv run poe bench --shape 2048,768,3072`.
+What fused_norm was measured on, and how. [The table of the README](../README.md#what-you-get) sums
+it up. To measure your own shapes, run `uv run poe bench --shape 2048,768,3072`.
 """
 METHOD = """\
-Whole models are on [their page](models.md#speed), and two GPUs on
-[another](adopting.md#tensor-parallel).
+[Whole models](models.md#speed) and [two GPUs](adopting.md#tensor-parallel) are on other pages.
 
 ## How it is measured
 
-- Each implementation is first compared with float64: the output and all gradients. One whose error
-  is more than three times PyTorch eager's is reported and not timed.
+- The output and all gradients of each implementation are first compared with float64. If an error
+  is more than three times PyTorch eager's, the implementation is reported and not timed.
 - All implementations of a row are timed in the same rounds, in a new random order each round. Times
   are medians over the rounds.
-- Inputs are random, and calls rotate through sets of them that together exceed twice the last-level
-  cache. Small shapes cannot; those rows are marked *in cache*.
-- On a GPU, *graph* is the device time of calls replayed in a CUDA graph, *launch* is the time of a
-  call among calls made one by one from Python, and *host* is the part of that before the call
-  returns. Ratios compare like with like. `torch.compile` runs without CUDA graphs of its own.
 - Ratios are to PyTorch eager in the same run; below 1 is faster.
-- `linear` is `F.linear` without the LayerNorm, which a fused op reaches if its LayerNorm costs
-  nothing and its matrix product is as fast as PyTorch's. *products* are the matrix products and the
-  attention of a block, by PyTorch, alone.
+- Inputs are random. Calls rotate through sets of inputs that together exceed twice the last-level
+  cache. Rows whose shapes are too small for that are marked *in cache*.
+- On a GPU, *graph* is the device time of calls replayed in a CUDA graph; *launch* is the time of a
+  call that is launched from Python, one after another; *host* is the part of it before the call
+  returns. Each is compared with its like. `torch.compile` runs without CUDA graphs of its own.
+- `linear` is `F.linear` without the LayerNorm. A fused op is as fast if its LayerNorm costs nothing
+  and its matrix product is as fast as PyTorch's. *products* are the matrix products and the
+  attention of a block alone, by PyTorch.
 - `fused_norm` keeps nothing between calls, and its CUDA graph reads the current weights.
-  `fused_norm-frozen` was captured under `frozen_parameters`, where the caller promises not to
-  change the weights, so that gamma is multiplied into them beforehand.
+  `fused_norm-frozen` was captured under `frozen_parameters`: the caller promises not to change the
+  weights, so gamma is multiplied into them beforehand.
 - Several streams, and other clocks, were not measured.
 - `uv run poe bench --schema` documents every field of the JSON.
 """
@@ -79,9 +78,9 @@ def _cpus() -> list[str]:
 def _h200() -> list[str]:
     return [
         *benchmark_tables.members(ROOT / front_table.OTHER_BLOCKS, "Whole blocks"),
-        *benchmark_tables.members(ROOT / front_table.FAMILY, "The family"),
+        *benchmark_tables.members(ROOT / front_table.FAMILY, "Each op"),
         *benchmark_tables.dtypes(
-            ROOT / front_table.FAMILY_DTYPES, "The family in float16 and float32"
+            ROOT / front_table.FAMILY_DTYPES, "Each op in float16 and float32"
         ),
     ]
 
@@ -89,7 +88,7 @@ def _h200() -> list[str]:
 PAGES = {
     "h200": Page(
         "NVIDIA H200",
-        "whole blocks; each op of the family; LayerNorm + Linear in all shapes and dtypes",
+        "whole blocks; each op; LayerNorm + Linear in all shapes and dtypes",
         _h200,
         lambda run: "H200" in run.environment.gpu,
     ),
@@ -101,7 +100,7 @@ PAGES = {
     ),
     "cpus": Page(
         "CPUs",
-        "two Xeons, with AMX and with AVX-512: each op of the family",
+        "two Xeons, with AMX and with AVX-512: each op",
         _cpus,
         lambda run: run.environment.device == "cpu",
     ),
@@ -192,7 +191,7 @@ def render(files: Sequence[Path], docs: Path) -> dict[Path, str]:
 def _title(path: Path, run: Run) -> str:
     """Return what the machine of a run is called where all of the run is shown."""
     if run.environment.device == "cuda":
-        return "All that was measured"
+        return "All measurements"
     known = {ROOT / place: f"A Xeon with {name}" for name, place in front_table.CPUS.items()}
     return known.get(path, f"{run.environment.cpu}, {run.environment.threads} threads")
 
