@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -60,9 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have threads that wait leave the cores to the other workers, where there are some."""
+    """Leave the cores to the other workers, where there are some, and start no more processes."""
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        # Each would import PyTorch for Inductor. A GPU's kernels take long to compile.
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,6 +92,19 @@ def pytest_collection_finish() -> None:
     """Leave what is imported by now out of collections of garbage: it takes each half a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Have PyTorch not time the guards of what it compiles, which it only logs.
+
+    It flushes the caches of the CPU first: 25 ms of each of some thousand compiles.
+    """
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = _no_time
+
+
+def _no_time(*_: object) -> float:
+    return 0.0
 
 
 def pytest_unconfigure() -> None:
