@@ -317,6 +317,8 @@ def test_others_are_told_apart(ran: Ran) -> None:
     ran.clear()
     for bias in (torch.ones(48), torch.ones(1).bfloat16()):
         torch.testing.assert_close(call(q, *w, bias), exact + 1, rtol=0.02, atol=0.02)
+    for residual in (torch.ones(M, 48), torch.ones(48).bfloat16()):
+        torch.testing.assert_close(call(q, *w, None, residual), exact + 1, rtol=0.02, atol=0.02)
     assert not ran
     wrong: list[tuple[Any, ...]] = [
         (q[:, :48], *w),
