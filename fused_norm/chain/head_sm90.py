@@ -43,18 +43,37 @@ def serves(t: Head, loss: Loss) -> bool:
         t: The tensors, rows in one dimension.
         loss: What to compute.
     """
-    x = t.x
+    x, bias = t.x, t.bias
     return (
-        x.is_cuda
-        and x.dtype is torch.bfloat16
-        and can_do(loss)
-        and kernels.is_hopper(x.device.index or 0)
-        and x.shape[1] % 8 == 0
+        are_for(x.device, x.dtype, x.shape[1], None if bias is None else bias.numel(), loss)
         and x.numel() > 0
         and t.weight.numel() > 0
         and t.weight.is_contiguous()
         and t.weight.data_ptr() % kernels.ALIGNMENT == 0
-        and (t.bias is None or _can_be_copied(t.bias))
+        and (bias is None or bias.data_ptr() % kernels.ALIGNMENT == 0)
+    )
+
+
+def are_for(
+    device: torch.device, dtype: torch.dtype, features: int, biases: int | None, loss: Loss
+) -> bool:
+    """Return whether there are kernels for calls of a kind, wherever their tensors lie.
+
+    Args:
+        device: Where they run.
+        dtype: Of the product.
+        features: Of a row.
+        biases: How many numbers a bias has, None without one.
+        loss: What to compute.
+    """
+    return (
+        device.type == "cuda"
+        and dtype is torch.bfloat16
+        and can_do(loss)
+        and kernels.is_hopper(device.index or 0)
+        and features % 8 == 0
+        # A tile's part of a bias is copied in bulk: 16 bytes at a time.
+        and (biases is None or biases % 8 == 0)
         and is_built()
     )
 
@@ -85,11 +104,6 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _can_be_copied(bias: Tensor) -> bool:
-    """Return whether a tile's part of a bias can be copied in bulk: 16 bytes at a time."""
-    return bias.data_ptr() % kernels.ALIGNMENT == 0 and bias.numel() % 8 == 0
 
 
 @functools.cache

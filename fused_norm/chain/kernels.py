@@ -84,8 +84,10 @@ def is_alone() -> bool:
 
 @functools.cache
 def is_hopper(device: int) -> bool:
-    """Return whether a device has Hopper's kernels, by its index."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    """Return whether a device has Hopper's kernels, by its index; none that is not there has."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 # PyTorch's compiler cannot trace a question to the driver.

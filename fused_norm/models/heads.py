@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fused_norm.chain import head_sm90
+from fused_norm.cross_entropy import Loss
 from fused_norm.head import linear_cross_entropy
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import bytes_written, count, count_ops
@@ -189,6 +191,17 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
         raise Left("PyTorch's ops are faster for a call this small")
 
 
+def _implementation(head: _Head) -> str:
+    """Return in words what computes a head."""
+    f, bias = form(head.loss), head.product.bias
+    logits = value(head.product.node)
+    loss = Loss(label_smoothing=f["label_smoothing"] or 0.0, softcap=head.softcap or 0.0)
+    biases = None if bias is None else hint(shape(bias)[0])
+    features = hint(shape(head.x)[-1])
+    has_kernels = head_sm90.are_for(logits.device, logits.dtype, features, biases, loss)
+    return "kernels" if has_kernels else "PyTorch's ops on chunks of rows"
+
+
 def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
     """Emit the call into the graph, and take out what it stands for."""
     loss, product = head.loss, head.product
@@ -215,9 +228,10 @@ def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
             result = emit("to", result, value(loss).dtype)
     if value(result).shape != value(loss).shape:
         raise Left("the loss has another shape")
+    site.implementation = _implementation(head)
     loss.replace_all_uses_with(result)
     gone = sorted(head.inner, reverse=True)
-    site.fused, site.implementation, site.calls = True, "chunks", ["linear_cross_entropy"]
+    site.fused, site.calls = True, ["linear_cross_entropy"]
     site.ops_before, site.ops_after = count_ops(gone), 1
     site.bytes_saved = bytes_written(gone) - bytes_written([result])
     for node in gone:

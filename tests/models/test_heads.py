@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import fused_norm as fn
-from fused_norm.models.sites import HEAD
+from fused_norm.models.fuse import Options, fuse
+from fused_norm.models.sites import HEAD, Site
 
 V, K = 503, 16
 
@@ -220,6 +224,76 @@ def test_contrastive_loss() -> None:
     torch.testing.assert_close(found, exact)
     gradients = (torch.autograd.grad(y, leaves) for y in (found, exact))
     torch.testing.assert_close(*gradients)
+
+
+class Biased(Torchtitan):
+    """The same with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(K, V)
+
+
+@contextmanager
+def dtypes(dtype: torch.dtype) -> Iterator[None]:
+    """Have tensors be made in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def implementation(kind: type[Model], dtype: str, device: str) -> str:
+    """Return what computes the head of a model whose tensors are fake, so that nothing runs."""
+    sites: list[Site] = []
+
+    def look(module: Any, inputs: Any) -> Any:
+        sites.extend(fuse(module, Options(small=True)))
+        return lambda *_: (torch.zeros(()),)
+
+    torch.compiler.reset()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes, torch.device(device), dtypes(getattr(torch, dtype)):
+        x, labels = torch.randn(2, 9, K), torch.zeros(2, 9, dtype=torch.int64)
+        torch.compile(kind(), backend=look)(x, labels)
+    (site,) = [site for site in sites if site.kind == HEAD]
+    assert site.fused, site.reason
+    return site.implementation
+
+
+ON_CHUNKS = "PyTorch's ops on chunks of rows"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "device", "words"),
+    [
+        (Torchtitan, "bfloat16", "cuda", "kernels"),
+        (Torchtitan, "float16", "cuda", ON_CHUNKS),
+        (Torchtitan, "float32", "cuda", ON_CHUNKS),
+        (Torchtitan, "bfloat16", "cpu", ON_CHUNKS),
+        # A vocabulary that is no multiple of 8.
+        (Biased, "bfloat16", "cuda", ON_CHUNKS),
+        # Softcap and smoothed labels together.
+        (Capped, "bfloat16", "cuda", ON_CHUNKS),
+    ],
+)
+def test_explain_says_what_computes_a_head(
+    kind: type[Model],
+    dtype: str,
+    device: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fused_norm.chain.head_sm90.kernels.is_hopper", lambda index: True)
+    monkeypatch.setattr("fused_norm.chain.head_sm90.is_built", lambda: True)
+    assert implementation(kind, dtype, device) == words
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_heads_on_a_gpu_that_is_not_there() -> None:
+    assert implementation(Torchtitan, "bfloat16", "cuda") == ON_CHUNKS
 
 
 def test_small_heads_are_left_to_pytorch() -> None:
