@@ -35,8 +35,10 @@ def with_keys(
         nodes: All nodes of the graph and of the bodies that it holds.
         example_inputs: Its inputs.
     """
+    from torch._inductor import config
+
     names = sorted({name for node in nodes if (name := _name(node))})
-    known = getattr(torch._inductor.config, OPTION, None)
+    known = getattr(config, OPTION, None)
     if not names or known is None:
         return dict(options)
     given = {**known, **options.get(OPTION, {})}
@@ -46,13 +48,13 @@ def with_keys(
 
 
 def _name(node: Node) -> str:
-    """Return the name of a function of ours, `""` for others and for one that has none."""
+    """Return the name of a function of ours, of the package where it has none, `""` for others."""
     target: Any = node.target
     module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
     if node.op != "call_function" or str(module).split(".")[0] != build.PACKAGE.name:
         return ""
     is_found = getattr(sys.modules.get(str(module)), name, None) is target
-    return f"{module}.{name}" if is_found else ""
+    return f"{module}.{name}" if is_found else build.PACKAGE.name
 
 
 def _key(devices: Collection[str]) -> str:

@@ -84,3 +84,15 @@ def test_keys_tell_dtypes_of_autocast_apart() -> None:
         with torch.autocast("cpu", dtype):
             keys.add(caching._key({"cpu"}))
     assert len(keys) == 3
+
+
+def test_a_function_that_has_no_name_is_not_kept_but_keyed() -> None:
+    """PyTorch refuses it in a graph, and does not look into a checkpoint's body."""
+
+    def nameless(x: Tensor) -> Tensor:
+        return x
+
+    nameless.__module__ = "fused_norm.head"
+    graph = torch.fx.Graph()
+    graph.call_function(nameless, (graph.placeholder("x"),))
+    assert list(caching.with_keys({}, graph.nodes, [])[caching.OPTION]) == ["fused_norm"]
