@@ -97,7 +97,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup() -> None:
     """Have PyTorch not time the guards of what it compiles, which it only logs.
 
-    It flushes the caches of the CPU first: 25 ms of each of some thousand compiles.
+    It flushes the caches of the CPU first, which takes each compile some 25 ms.
     """
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = _no_time
