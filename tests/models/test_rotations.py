@@ -321,7 +321,7 @@ def test_what_is_left_says_why() -> None:
         assert not site.fused
         return site.reason
 
-    assert "small sooner" in reason(q, cos, sin, small=None)
+    assert "a call this small" in reason(q, cos, sin, small=None)
     narrow = [t.bfloat16() for t in (q, cos, sin)]
     assert "rounds in between" in reason(*narrow, rounding="model")
     torch._dynamo.reset()
