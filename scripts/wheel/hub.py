@@ -59,7 +59,7 @@ def variants(wheel: Path) -> list[str]:
         return ["torch-cpu", "torch-cuda"]
     machine = wheel.stem.split("manylinux_2_35_")[1]
     with zipfile.ZipFile(wheel) as archive:
-        has_gpu = any("nvidia" in name or "sm_" in name for name in archive.namelist())
+        has_gpu = any("/prebuilt/" in name and "-nvidia_" in name for name in archive.namelist())
     backends = ["cpu", *(CUDA if has_gpu else ())]
     return [f"torch-stable-abi211-{backend}-{machine}-linux" for backend in backends]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import wheel  # noqa: E402
 
 USE = """
 import sys
+import zipfile
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -83,6 +85,25 @@ for kind in ("LayerNormLinear", "RMSNormLinear"):
             assert mine <= 4 * peer, (kind, mine, peer)
 print("holds")
 """
+
+
+def test_a_wheel_for_cpus_is_no_variant_for_gpus(tmp_path: Path) -> None:
+    prebuilt = "fused_norm/prebuilt/norm_linear_cpu-float32-neon.so"
+    sources = ["fused_norm/devices/data/nvidia-h100.json", "fused_norm/native/norm_linear_sm_90.py"]
+    for machine, kernels, backends in (
+        ("aarch64", [prebuilt], ["cpu"]),
+        (
+            "x86_64",
+            [prebuilt, "fused_norm/prebuilt/passes_gpu-float32-nvidia_sm_80.so"],
+            ["cpu", "cu126", "cu130"],
+        ),
+    ):
+        path = tmp_path / f"a-1-py3-none-manylinux_2_35_{machine}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in sources + kernels:
+                archive.writestr(name, "")
+        expected = [f"torch-stable-abi211-{backend}-{machine}-linux" for backend in backends]
+        assert hub.variants(path) == expected
 
 
 def test_kernels_loads_it(tmp_path: Path) -> None:
