@@ -6,6 +6,7 @@
 - `<picture>` becomes a picture for each color scheme and width, of which the style shows one.
 - `<!-- ::: name -->` becomes mkdocstrings' directive, which GitHub would print.
 - Images load when they come into view, and names in tables break after `::`.
+- The style knows a column of numbers, whose title is `#`.
 - The table of contents of the reference names each function once.
 - The search leaves out code and lists of files.
 - Formulas between dollar signs become MathML, which needs no script.
@@ -127,6 +128,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     """
     _name_once(page.toc)
     content = CODE_IN_CELL.sub(lambda found: found[0].replace("::", "::<wbr>"), content)
+    content = re.sub(r"<th([^>]*)>#</th>", r'<th class="numbers"\1>#</th>', content)
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match["tag"] == "div" else "inline"

@@ -24,12 +24,12 @@ def test_the_contents_name_each_function_once() -> None:
     """Regression: below the page's heading of a function stood mkdocstrings' own."""
     module = item("fused_norm.modules.Module", item("fused_norm.modules.Module.forward"))
     page = item("functions", item("module", module), item("function", item("fused_norm.function")))
-    content = "<td><code>test_a.py::test_b</code></td><code>plain</code>"
+    content = "<th>#</th><td><code>test_a.py::test_b</code></td><code>plain</code>"
     found = site_hooks.on_page_content(content, SimpleNamespace(toc=[page]))
     first, second = page.children
     assert [child.id for child in first.children] == ["fused_norm.modules.Module.forward"]
     assert second.children == []
-    assert found == content.replace("::", "::<wbr>")
+    assert found == content.replace("::", "::<wbr>").replace("<th>", '<th class="numbers">')
 
 
 def test_the_search_leaves_out_code_and_lists_of_files() -> None:
