@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -292,12 +293,18 @@ def command(binary: Binary, includes: Sequence[str], libraries: Sequence[str]) -
     return [*arguments, "-Wl,--gc-sections", "-s"]
 
 
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Return False for the warning, at PyTorch's import, of a CUDA toolkit without a GPU."""
+    return not str(record.msg).startswith("No CUDA runtime is found")
+
+
 def _compile(binary: Binary, output: Path) -> None:
     found = compiler()
     if found is None:
         raise cache.BuildError(
             f"{binary.name} needs a C++ compiler: install g++, or name one in CXX"
         )
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_concerns_us)
     # It imports setuptools, and takes a second.
     from torch.utils.cpp_extension import include_paths, library_paths
 

@@ -189,6 +189,22 @@ def test_without_a_compiler(
     assert "needs a C++ compiler" in capsys.readouterr().err
 
 
+def test_a_build_for_a_cpu_says_nothing_of_cuda(tmp_path: Path) -> None:
+    """Regression: PyTorch's import of what finds its headers warns where a toolkit has no GPU."""
+    code = "from fused_norm.chain.library import CHAIN, _compile, cache; import pathlib"
+    code += "\ntry: _compile(CHAIN, pathlib.Path('none/x.so'))\nexcept cache.BuildError: pass"
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "CXX": shutil.which("false") or ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "fused_norm: building" in result.stderr
+    assert "CUDA" not in result.stderr
+
+
 def test_compiler_errors_are_shown(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
