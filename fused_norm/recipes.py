@@ -125,6 +125,20 @@ def quantize(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]
     return q.clamp(-largest, largest).to(cast.dtype), scale
 
 
+def quantize_within(v: Tensor, cast: Cast, scale: float) -> tuple[Tensor, Tensor]:
+    """Return what `quantize` does by a scale that is known before the numbers are.
+
+    Args:
+        v: Of shape `[M, K]`.
+        cast: How, by rows or as a tensor.
+        scale: A power of two. Numbers that it brings beyond those of the type become NaN.
+    """
+    q = v.float() / scale
+    q = q.where(q.abs() <= torch.finfo(cast.dtype).max, torch.nan).to(cast.dtype)
+    count = 1 if cast.scaling == "tensor" else v.shape[0]
+    return q, torch.full((count, 1), scale, dtype=torch.float32, device=v.device)
+
+
 def dequantize(q: Tensor, scale: Tensor, scaling: str, dtype: torch.dtype) -> Tensor:
     """Return the values of a matrix in FP8.
 

@@ -129,7 +129,10 @@ struct Call(ImplicitlyCopyable, Movable):
     var z_scale: Int
     """Scales of the rows of z in 8 bits [M], float32."""
     var y_scale: Int
-    """Scales [M, ceil(N / 128)] of y in e4m3, float32: for each 128 elements of a row. 0 where y has 16 bits."""
+    """Scales of y in e4m3, float32: [M, ceil(N / 128)] for each 128 elements of a row, or [M] where z has scales of
+    rows. 0 where y has 16 bits."""
+    var y_one_scale: Float64
+    """What all of the latter are: a power of two, by which no element of y can exceed the type."""
     var zt: Int
     """Z in 8 bits once more, its columns scaled and stored as rows [K, M]."""
     var zt_scale: Int
@@ -220,6 +223,7 @@ struct Call(ImplicitlyCopyable, Movable):
         self.block_scales = 0
         self.z_scale = 0
         self.y_scale = 0
+        self.y_one_scale = 0
         self.zt = 0
         self.zt_scale = 0
         self.workspace = 0

@@ -37,6 +37,7 @@ class Frozen:
     on_thaw: list[Callable[[], None]] = field(default_factory=list)
     _memory: dict[Key, torch.UntypedStorage] = field(default_factory=dict)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
+    _found: dict[Hashable, tuple[Prepared, float]] = field(default_factory=dict)
 
     def admit(self, tensors: Iterable[Tensor]) -> None:
         """Freeze tensors, and have calls on them find this."""
@@ -83,6 +84,34 @@ class Frozen:
         with self.offload.turn():
             # Another thread may have moved values since the caller asked for their keys.
             return self._prepare(name, self.offload.current(keys), make, device, activation)
+
+    def found(
+        self, name: Sequence[Hashable], keys: Keys, of: Prepared, find: Callable[[], float]
+    ) -> float | None:
+        """Return a number of a call's parameters and of what was made of one; find it if need be.
+
+        Args:
+            name: What it is.
+            keys: Of the parameters, which this holds.
+            of: What was made; the number does not outlive it.
+            find: Finds it, and may wait for a device.
+
+        Returns:
+            The number; None where it was not found yet, and a CUDA graph captures the call.
+        """
+        key = (*name, keys)
+        with _lock:
+            made, number = self._found.get(key, (None, 0.0))
+        if made is of:
+            return number
+        if of.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        number = find()
+        with _lock:
+            # Not if it was thawed meanwhile.
+            if self.holds(keys):
+                self._found[key] = of, number
+        return number
 
     def _prepare(
         self,
@@ -162,6 +191,7 @@ class Frozen:
                     _captured.append((StorageWeakRef(memory), made))
             self._memory.clear()
             self._prepared.clear()
+            self._found.clear()
             _tell()
 
     def _leave(self, key: Key) -> None:

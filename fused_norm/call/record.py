@@ -14,7 +14,8 @@ CALL_FIELDS = (
     *("groups", "scale", "shift", "dscale", "dshift", "activation", "h", "a", "da", "dh"),
     *("parts", "part_count", "pitch", "eight_bits", "power_of_two", "one_scale"),
     "block_scales",
-    *("z_scale", "y_scale", "zt", "zt_scale", "workspace", "strategy", "workspace_bytes"),
+    *("z_scale", "y_scale", "y_one_scale", "zt", "zt_scale", "workspace", "strategy"),
+    "workspace_bytes",
 )
 # The parameters' half, written once and kept.
 PARAMETER_FIELDS = (
@@ -55,7 +56,7 @@ class Call(ctypes.Structure):
     Fields left alone are 0, which stands for what is not there or not wanted.
     """
 
-    _fields_ = fields_of((*CALL_FIELDS, *PARAMETER_FIELDS), ("eps", "weight_offset"))
+    _fields_ = fields_of((*CALL_FIELDS, *PARAMETER_FIELDS), ("eps", "weight_offset", "y_one_scale"))
 
 
 class RowCall(ctypes.Structure):

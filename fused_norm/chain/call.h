@@ -27,7 +27,9 @@ struct Call {
   void *h, *a, *da, *dh;
   Part* parts;
   int64_t part_count, pitch, eight_bits, power_of_two, one_scale, block_scales;
-  void *z_scale, *y_scale, *zt, *zt_scale, *workspace;
+  void *z_scale, *y_scale;
+  double y_one_scale;
+  void *zt, *zt_scale, *workspace;
   int64_t strategy, workspace_bytes;
   int64_t K, N;
   void *gamma, *beta, *weight, *bias, *up, *up_bias;

@@ -181,7 +181,8 @@ inline Handles fp8_hidden(
     Given q, Given scale, Given weight, Optional weight_scale, std::string scaling,
     std::string weight_scaling, bool power_of_two, Optional bias, std::string activation,
     torch::headeronly::ScalarType dtype, Optional up, Optional up_scale, Optional up_bias,
-    bool are_kept) {
+    bool are_kept, Optional gamma, Optional beta, bool has_bound, double weight_offset,
+    double one_scale) {
   const auto run = [&] {
     require_kernels(is_bfloat16(dtype));
     const Cast by(E4M3, scaling, power_of_two), cast(E4M3, weight_scaling, power_of_two);
@@ -191,20 +192,28 @@ inline Handles fp8_hidden(
     const auto of = factors_of(
         given, scale, weight, weight_scale, bias, up, up_scale, up_bias, by, cast, kernels);
     const int64_t number = number_of(activation);
-    require_kernels(of.rows.of_blocks);
-    Handles all;
-    if (of.rows.q.size(0) >= FEWEST_HIDDEN_ROWS) {
-      append(all, hidden(of.rows, of.layer, of.up, number, power_of_two, kernels));
+    // One scale is given for as many rows as it is to serve (ops/hidden_scale.py).
+    const bool stays =
+        of.rows.of_blocks ? of.rows.q.size(0) >= FEWEST_HIDDEN_ROWS : one_scale != 0;
+    Scaled z;
+    if (stays) {
+      z = hidden(
+          of.rows, of.layer, of.up, number, power_of_two, one_scale, are_kept, kernels);
     } else {
       const auto y = product(
           of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number, of.up);
-      append(all, quantized(y, by, true, false, kernels).plain);
+      z = quantized(y, by, true, false, kernels).plain;
     }
+    // All are one.
+    if (by.scaling == Scaling::TENSOR) z.scale = z.scale.viewed(Shape{1, 1}, Shape{1, 1});
+    Handles all;
+    append(all, z);
     return all;
   };
   return by_kernels(
       run, "fused_norm::fp8_hidden_by_python", q, scale, weight, weight_scale, scaling,
-      weight_scaling, power_of_two, bias, activation, dtype, up, up_scale, up_bias, are_kept);
+      weight_scaling, power_of_two, bias, activation, dtype, up, up_scale, up_bias, are_kept, gamma,
+      beta, has_bound, weight_offset, one_scale);
 }
 
 inline Given fp8_linear(

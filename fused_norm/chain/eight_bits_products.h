@@ -153,19 +153,23 @@ inline Activated add_layers(
   return found;
 }
 
-// The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits with scales of
-// blocks: the rows that a next layer multiplies.
+// The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits: the rows that a next
+// layer multiplies. They have scales of blocks, or all the one that is given, and then no gate.
 inline Scaled hidden(
     const Scaled& given, const Layer& layer, const Layer& up, int64_t activation,
-    bool power_of_two, const EightBits& kernels) {
+    bool power_of_two, double one_scale, bool is_kept, const EightBits& kernels) {
   const auto rows = rows_of(given);
-  require_kernels(rows.of_blocks && activation);
-  auto call = product_call(rows, 0, false, kernels);
+  require_kernels(activation);
+  require_kernels(
+      rows.of_blocks || (one_scale > 0 && activation < GATED && rows.q.dtype() == E4M3));
+  auto call = product_call(rows, 0, is_kept && !rows.of_blocks, kernels);
   const auto layers = add_layers(call, rows, layer, up, activation);
+  const int64_t scales = rows.of_blocks ? blocks_of(call.N) : 1;
   const Scaled z{
-      empty(Shape{call.M, call.N}, rows.q, E4M3),
-      empty(Shape{call.M, blocks_of(call.N)}, rows.q, FLOAT32), true};
+      empty(Shape{call.M, call.N}, rows.q, E4M3), empty(Shape{call.M, scales}, rows.q, FLOAT32),
+      rows.of_blocks};
   call.power_of_two = power_of_two;
+  call.y_one_scale = one_scale;
   call.y = address(z.q);
   call.y_scale = address(z.scale);
   launch(kernels.linear, call, rows.q);

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fused_norm import recipes
 from fused_norm.call import frozen
+from fused_norm.call.prepared import Prepared
 from fused_norm.chain import kernels
 from fused_norm.ops.registration import define, unseen
 from fused_norm.recipes import E4M3, E5M2, Cast
@@ -132,21 +133,40 @@ def in_8_bits(
 def _made(
     weight: Tensor, cast: Cast, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, bool]:
+    kept, is_new = kept_in_8_bits(weight, cast, power_of_two, transposed=transposed)
+    q, scale = _quantized(weight, cast, power_of_two, transposed) if kept is None else kept.tensors
+    return q, scale, kept is not None and not is_new
+
+
+def kept_in_8_bits(
+    weight: Tensor, cast: Cast, power_of_two: bool, *, transposed: bool = False
+) -> tuple[Prepared | None, bool]:
+    """Return a frozen weight in 8 bits and its scales, and whether this call made them.
+
+    Args:
+        weight: Of shape `[N, K]`.
+        cast: How.
+        power_of_two: Whether scales are rounded up to powers of two.
+        transposed: Whether its transpose is wanted, for gradients.
+
+    Returns:
+        None for the first where it is not frozen, or nothing is kept of it.
+    """
     made: list[Tensor] = []
 
     def make() -> tuple[Tensor, ...]:
-        frozen.require_values([weight])
-        made.extend(
-            quantize(weight, cast, power_of_two, plain=not transposed, transposed=transposed)
-        )
+        made.extend(_quantized(weight, cast, power_of_two, transposed))
         return tuple(made)
 
-    if found := frozen.find([weight], meets=not transposed):
-        record, keys = found
-        name = ("fp8", cast.scaling, power_of_two, transposed)
-        kept = record.prepared(name, keys, make, weight.device)
-        if kept is not None:
-            q, scale = kept.tensors
-            return q, scale, not made
-    q, scale = make()
-    return q, scale, False
+    found = frozen.find([weight], meets=not transposed)
+    if found is None:
+        return None, False
+    record, keys = found
+    name = ("fp8", cast.scaling, power_of_two, transposed)
+    kept = record.prepared(name, keys, make, weight.device)
+    return kept, bool(made)
+
+
+def _quantized(weight: Tensor, cast: Cast, power_of_two: bool, transposed: bool) -> list[Tensor]:
+    frozen.require_values([weight])
+    return quantize(weight, cast, power_of_two, plain=not transposed, transposed=transposed)

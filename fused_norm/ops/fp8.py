@@ -16,6 +16,7 @@ from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
 from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.eight_bits import quantize
+from fused_norm.ops.hidden_scale import has_bound
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
 from fused_norm.ops.rounding import RoundedToOdd
@@ -126,15 +127,20 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
         activates = [(*gate, bias, *up, up_bias)]
     elif is_one and spec.activation:
         activates = [(*weight, bias) for weight, bias in layers]
-    # A scale of 128 elements is known where these are computed.
-    stays = t.out_weight is not None and recipe.input.scaling == "1x128"
+    # A scale of 128 elements is known where these are computed, and one that a bound gives before.
+    is_bounded = _may_be_bounded(spec, t, recipe)
+    stays = t.out_weight is not None and (recipe.input.scaling == "1x128" or is_bounded)
     hidden: list[Tensor] = []
     products: list[Tensor] = []
     if activates:
         for weight, own, bias, *up in activates:
             last = (spec.activation, x.dtype, *up)
             if stays:
-                hidden = hidden_rows(q, scale, weight, own, *how, bias, *last)
+                of: Any = {}
+                if is_bounded:
+                    of = {"gamma": t.gamma, "beta": t.beta, "weight_offset": spec.weight_offset}
+                of["has_bound"] = is_bounded
+                hidden = hidden_rows(q, scale, weight, own, *how, bias, *last, **of)
             else:
                 products.append(scaled.linear(q, scale, weight, own, *how, bias, None, *last))
     else:
@@ -153,6 +159,19 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
             products = [scaled.linear(q, scale, w, own, *how, t.out_bias, residual, "", x.dtype)]
     outputs = [_in_shape(y, rows) for y in products]
     return [*outputs, total] if spec.returns_sum and has_sum(t) else outputs
+
+
+def _may_be_bounded(spec: Spec, t: Operands, recipe: Recipe) -> bool:
+    """Return whether the hidden rows of an MLP may get a scale of their parameters' bound."""
+    if not torch.compiler.is_compiling() and not frozen.is_any():
+        return False
+    # Weights that were quantized elsewhere give the numbers that they give there.
+    return (
+        t.out_weight is not None
+        and len(t.weights) == 1
+        and has_bound(recipe, spec.activation, spec.eps)
+        and not any(map(quantized.is_quantized, (*t.weights, t.out_weight)))
+    )
 
 
 def _is_gate_of_two(

@@ -1,7 +1,7 @@
 """Activated products that stay in FP8, as PyTorch knows them: an MLP's hidden rows.
 
-On Hopper in bfloat16, with scales of blocks, a product (chain/eight_bits_ops.h) stores nothing
-else; elsewhere a quantization follows it.
+On Hopper in bfloat16, with scales of blocks or with one scale that is known before, a product
+(chain/eight_bits_ops.h) stores nothing else; elsewhere a quantization follows it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_norm import recipes
 from fused_norm.call import frozen
 from fused_norm.ops.eight_bits import quantize, scales_of
 from fused_norm.ops.flops import count_flops
+from fused_norm.ops.hidden_scale import hidden_scale
 from fused_norm.ops.registration import define, unseen
 from fused_norm.ops.scaled import fake_linear, linear, linear_flops, of_frozen
 from fused_norm.recipes import E4M3, Cast
@@ -33,11 +35,17 @@ def hidden(
     up: Tensor | None = None,
     up_scale: Tensor | None = None,
     up_bias: Tensor | None = None,
+    *,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    has_bound: bool = False,
+    weight_offset: float = 0.0,
 ) -> list[Tensor]:
     """Return what `linear` with an activation returns, in 8 bits `[M, N]`, and its scales.
 
-    With scales of blocks, a kernel may write no more than that. It activates in float32 and rounds
-    to `dtype` before it quantizes, as elsewhere the pass does that reads what `linear` wrote.
+    With scales of blocks, or with one scale that a bound gives for all rows, a kernel may write no
+    more than that. It activates in float32 and rounds to `dtype` before it quantizes, as elsewhere
+    the pass does that reads what `linear` wrote.
 
     Args:
         q: As of `linear`.
@@ -53,24 +61,38 @@ def hidden(
         up: As of `linear`.
         up_scale: As of `linear`.
         up_bias: As of `linear`.
+        gamma: Weight of the norm that gave the rows, `[K]`, or None.
+        beta: Its bias `[K]`, or None.
+        has_bound: Whether `hidden_scale` may give results one scale: those of normalized rows.
+        weight_offset: Added to gamma.
     """
     by = (weight, weight_scale, up, up_scale, weight_scaling, power_of_two)
-    weight, weight_scale, up, up_scale, are_kept = of_frozen(*by)
-    operands = (q, scale, weight, weight_scale, scaling, weight_scaling, power_of_two)
+    made, made_scale, up, up_scale, are_kept = of_frozen(*by)
+    one_scale = 0.0
+    if has_bound and weight_scale is None and made_scale is not None:
+        layer = (weight, bias, weight_offset, weight_scaling, power_of_two)
+        one_scale = hidden_scale(q.shape[0], gamma, beta, *layer)
+    operands = (q, scale, made, made_scale, scaling, weight_scaling, power_of_two)
     last = (bias, activation, dtype, up, up_scale, up_bias, are_kept)
-    found: list[Tensor] = _hidden_op(*operands, *last)
+    norm = (gamma, beta, has_bound, weight_offset, one_scale)
+    found: list[Tensor] = _hidden_op(*operands, *last, *norm)
     return found
 
 
 def _hidden(
     q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    scaling, weight_scaling, power_of_two, bias, *last, _ = rest
+    *by, _, gamma, beta, has_bound, weight_offset, one_scale = rest
     if frozen.is_any() and weight_scale is None:
-        return hidden(q, scale, weight, weight_scale, *rest[:-1])
+        norm: Any = {"gamma": gamma, "beta": beta, "weight_offset": weight_offset}
+        return hidden(q, scale, weight, weight_scale, *by, has_bound=has_bound, **norm)
+    scaling, weight_scaling, power_of_two, bias, *last = by
     how = (scaling, weight_scaling, power_of_two)
     y = linear(q, scale, weight, weight_scale, *how, bias, None, *last)
-    return quantize(y, Cast(E4M3, scaling), power_of_two)
+    cast = Cast(E4M3, scaling)
+    if one_scale:
+        return [*recipes.quantize_within(y, cast, one_scale)]
+    return quantize(y, cast, power_of_two)
 
 
 def _fake_hidden(q: Tensor, scale: Tensor, weight: Tensor, *rest: Any) -> list[Tensor]:
@@ -82,10 +104,13 @@ def _fake_hidden(q: Tensor, scale: Tensor, weight: Tensor, *rest: Any) -> list[T
 _hidden_op = define(
     "fp8_hidden(Tensor q, Tensor scale, Tensor weight, Tensor? weight_scale, str scaling, "
     "str weight_scaling, bool power_of_two, Tensor? bias, str activation, ScalarType dtype, "
-    "Tensor? up, Tensor? up_scale, Tensor? up_bias, bool are_kept) -> Tensor[]",
+    "Tensor? up, Tensor? up_scale, Tensor? up_bias, bool are_kept, Tensor? gamma, Tensor? beta, "
+    "bool has_bound, float weight_offset, float one_scale) -> Tensor[]",
     _fake_hidden,
     unseen(_hidden),
 )
 
 
-count_flops("fp8_hidden", linear_flops)
+count_flops(
+    "fp8_hidden", lambda q, scale, weight, *rest: linear_flops(q, scale, weight, *rest[:-5])
+)

@@ -73,8 +73,10 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether the sums over each 128 elements of K have scales of their own, by which they are multiplied before they
     are added up in float32."""
     comptime quantizes: Bool = False
-    """Whether finished sums are activated, rounded to `vector_dtype` and stored in 8 bits, with a scale for each 128
-    columns of a row; of two matrices in turn, what the first gives gates what the second gives."""
+    """Whether finished sums are activated, rounded to bfloat16 and stored in 8 bits with scales; of two matrices in
+    turn, what the first gives gates what the second gives."""
+    comptime finds_scales: Bool = False
+    """Whether such scales are found of the largest magnitudes, for each 128 columns of a row; otherwise one is given."""
 
     @always_inline
     def row_block_scale(self, row: Int, block: Int, blocks: Int) -> Float32:
@@ -111,13 +113,14 @@ trait Epilogue(TrivialRegisterPassable):
 
     @always_inline
     def block_scale(self, most: UInt32) -> Float32:
-        """Finds the scale of 128 columns of a row that are stored in 8 bits.
+        """Finds the scale of columns of a row that are stored in 8 bits.
 
         Args:
-            most: The bits of their largest magnitude in float32, whose order is that of the numbers, NaN last.
+            most: The bits of the largest magnitude in float32, whose order is that of the numbers, NaN last: of 128
+                columns, or of some of them where the scale is given.
 
         Returns:
-            The scale.
+            The scale; NaN where one is given and the numbers are too large for it.
         """
         return 1
 
@@ -144,11 +147,11 @@ trait Epilogue(TrivialRegisterPassable):
     def keep_block_scale(
         self, row: Int, block: Int, blocks: Int, scale: Float32
     ):
-        """Stores a scale of 128 columns of a row.
+        """Stores a scale of columns of a row.
 
         Args:
             row: The row.
-            block: Which columns.
+            block: Which columns: those of a box of the tile.
             blocks: How many blocks of columns there are.
             scale: The scale.
         """

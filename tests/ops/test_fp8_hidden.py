@@ -27,6 +27,8 @@ from fused_norm.recipes import E4M3, Cast
 BF16 = torch.bfloat16
 HOW = (VECTORS, SQUARES)
 OPS = torch.ops.fused_norm
+# The norm's gamma and beta, whether rows have a bound, the norm's offset, and one scale for all.
+NO_BOUND = [None, None, False, 0.0, 0.0]
 OF_8_BITS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 CASES = [
     (name, is_pair)
@@ -71,7 +73,7 @@ def operands(
             scales /= K**0.5
     up = [*weights[1], biases[1]] if is_pair else [None] * 3
     given = [*make(M, K, VECTORS, seed=0), *weights[0], *HOW, rounds, biases[0], activation, BF16]
-    return [*given, *up, False]
+    return [*given, *up, False, *NO_BOUND]
 
 
 def on(device: str, given: list[Any]) -> list[Any]:
@@ -80,7 +82,7 @@ def on(device: str, given: list[Any]) -> list[Any]:
 
 def exact(given: list[Any]) -> Tensor:
     """Return the activation in float64."""
-    q, scale, weight, own, *_, bias, activation, _, up, up_scale, up_bias, _ = given
+    q, scale, weight, own, *_, bias, activation, _, up, up_scale, up_bias, _ = given[:-5]
 
     def layer(weight: Tensor, own: Tensor, bias: Tensor | None) -> Tensor:
         y = recipes.product((q, scale), VECTORS, (weight, own), SQUARES, torch.float64)
@@ -136,13 +138,14 @@ def test_what_the_kernel_does_not_take(tmp_path: Path) -> None:
     x, w = matrix(40, 128), matrix(128, 128, seed=1)
     q, scale = recipes.quantize(x, Cast(E4M3, "row"), False)
     by, own = recipes.quantize(w, Cast(E4M3, "row"), False)
-    given = [q, scale, by, own, "row", "row", False, None, "gelu", BF16, None, None, None, False]
+    given = [q, scale, by, own, "row", "row", False, None, "gelu", BF16, *[None] * 3, False]
+    given += NO_BOUND
     with running(tmp_path) as names:
         found = OPS.fp8_hidden(*given)
         assert found[1].shape == (40, 1)
         assert [name for name, _ in names] == ["linear", "quantize"]
     given = operands(140, 128, 128, "swiglu", True, quantized, False, True)
-    given[-2] = given[-2].float()
+    given[12] = given[12].float()
     expected = OPS.fp8_hidden(*given)
     with running(tmp_path) as names:
         assert same(OPS.fp8_hidden(*given), expected)

@@ -184,7 +184,16 @@ def linear(call: Any) -> None:
         h = torch.cat([h, product(call, call.N, call.up, call.up_scale, call.up_bias)], 1)
     if call.h:
         store(call.h, h.to(BF16))
-    store(call.y, activated(name_of(call.activation), h).to(BF16))
+    a = activated(name_of(call.activation), h).to(BF16)
+    if not call.y_scale:
+        store(call.y, a)
+        return
+    assert not any((call.up, call.h, is_gate(name_of(call.activation))))
+    assert TYPES[call.eight_bits] is E4M3
+    assert call.activation
+    q, scale = recipes.quantize_within(a, Cast(E4M3, "row"), call.y_one_scale)
+    store(call.y, q)
+    store(call.y_scale, scale)
 
 
 def linears(call: Any) -> None:

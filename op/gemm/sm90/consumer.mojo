@@ -290,7 +290,7 @@ def consume[
                     elements,
                 )
                 comptime if E.quantizes:
-                    store_quantized[config.parts == IN_TURN](
+                    store_quantized[columns, config.parts == IN_TURN](
                         rows_of_tile,
                         sums_of_half,
                         first_sums,

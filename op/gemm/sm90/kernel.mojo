@@ -117,8 +117,8 @@ def matrix_kernel[
         or H.gathers
     )
     # A scale is that of a row of a tile.
-    comptime assert not E.quantizes or (
-        E.scales_blocks and config.columns == SCALE_BLOCK
+    comptime assert not E.finds_scales or (
+        E.quantizes and E.scales_blocks and config.columns == SCALE_BLOCK
     )
     comptime assert config.parts != IN_TURN or E.quantizes
     comptime cluster = config.cluster

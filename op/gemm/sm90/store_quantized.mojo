@@ -1,6 +1,7 @@
-"""From sums to c in 8 bits: applies the epilogue, and finds a scale for each row of a tile.
+"""From sums to c in 8 bits: applies the epilogue, and scales each row of a tile as that says.
 
-A warp has all columns of its 16 rows, of which four lanes share two: their largest magnitudes take two exchanges.
+Where scales are found, a warp has all columns of its 16 rows, of which four lanes share two: their largest magnitudes
+take two exchanges.
 """
 
 from std.memory import OpaquePointer, bitcast
@@ -25,6 +26,8 @@ from .sums import Accumulators, Sums
 comptime _THREADS = 128 * CONSUMERS
 # Groups of eight columns that are activated in one call, so that their special functions overlap.
 comptime _TOGETHER = 4
+# What an activation is rounded to before it is quantized.
+comptime _ROUNDED = DType.bfloat16
 comptime _Four = SIMD[DType.float32, 4]
 
 
@@ -82,87 +85,96 @@ def _pair(word: UInt32) -> SIMD[DType.float32, 2]:
 @always_inline
 def store_quantized[
     E: Epilogue,
-    columns: Int,
+    width: Int,
     any_columns: Bool,
     S: Sums,
     bytes: Int,
     //,
+    columns: Int,
     in_turn: Bool,
 ](
-    rows: TileRows[E, columns, any_columns],
+    rows: TileRows[E, width, any_columns],
     sums: S,
     first_sums: FirstSums,
     vectors: UInt32,
     mut boxes: Boxes[bytes],
     c_map: OpaquePointer[ImmUntrackedOrigin],
 ):
-    """Finishes, activates, rounds and stores the rows in 8 bits, and their scales. What is rounded to 16 bits first
-    has the bits of a product in these, quantized."""
-    comptime assert E.vector_dtype == DType.bfloat16
-    comptime groups = columns // 8
+    """Finishes, activates, rounds and stores the rows in 8 bits, box by box, and their scales. What is rounded to 16
+    bits first has the bits of a product in these, quantized."""
+    comptime groups = width // 8
+    # Scales are found of all columns that share them.
+    comptime assert not E.finds_scales or width == columns
     var lane = rows.lane
-    var n = rows.elements.n
-    var left = Int32(n) - Int32(rows.column)
-    # Of each group, what the lane has of its upper row and of its lower one: two columns in 16 bits.
-    var words = StaticTuple[UInt32, 2 * groups]()
-    var most_above = UInt32(0)
-    var most_below = UInt32(0)
-    comptime for first in range(0, groups, _TOGETHER):
-        var h = SIMD[DType.float32, 4 * _TOGETHER]()
-        var other = SIMD[DType.float32, 4 * _TOGETHER]()
-        comptime for i in range(_TOGETHER):
-            comptime column = 8 * (first + i)
-            comptime if in_turn:
-                comptime beyond = columns * size_of[E.vector_type(0)]()
-                h = h.insert[offset=4 * i](
-                    rows.finish[columns, column](first_sums, vectors)
-                )
-                other = other.insert[offset=4 * i](
-                    rows.finish[columns, column](sums, vectors + UInt32(beyond))
-                )
-            else:
-                h = h.insert[offset=4 * i](
-                    rows.finish[columns, column](sums, vectors)
-                )
-        var a = rows.epilogue.activated[4 * _TOGETHER](h, other)
-        comptime for i in range(_TOGETHER):
-            comptime group = first + i
-            var four = a.slice[4, offset=4 * i]()
-            var above = pack_pair[E.vector_dtype](four.slice[2]())
-            var below = pack_pair[E.vector_dtype](four.slice[2, offset=2]())
-            words[2 * group] = above
-            words[2 * group + 1] = below
-            # Columns past the last one may be anything. There are multiples of 16 of them.
-            if left > Int32(8 * group):
-                most_above = max(most_above, _largest(above))
-                most_below = max(most_below, _largest(below))
-    var above = rows.epilogue.block_scale(_largest_of_lanes(most_above))
-    var below = rows.epilogue.block_scale(_largest_of_lanes(most_below))
-    var box = boxes.take(lane)
     var row = lane >> 2
-    var place = box + row * UInt32(columns) + (lane & 3) * 2
-    var scales = _Four(above, above, below, below)
-    var up, down = 1 / above, 1 / below
-    var inverses = _Four(up, up, down, down)
-    comptime for group in range(groups):
-        var four = _pair(words[2 * group]).join(_pair(words[2 * group + 1]))
-        var eight_bits = rows.epilogue.in_eight_bits(four, scales, inverses)
-        var chunk = UInt32(group // 2) ^ swizzle[columns](row)
-        var at = place + (chunk << 4) + UInt32(group % 2 * 8)
-        store_shared_element[DType.uint16](
-            at, (eight_bits & 0xFFFF).cast[DType.uint16]()
-        )
-        store_shared_element[DType.uint16](
-            at + UInt32(8 * columns), (eight_bits >> 16).cast[DType.uint16]()
-        )
-    rows.send[DType.uint8](c_map, box, Int32(rows.column))
-    if lane & 3 == 0:
-        var blocks = (Int(n) + columns - 1) // columns
-        var block = Int(rows.column) // columns
-        var its_row = rows.row + row
-        if its_row < rows.elements.m:
-            rows.epilogue.keep_block_scale(Int(its_row), block, blocks, above)
-        if its_row + 8 < rows.elements.m:
-            rows.epilogue.keep_block_scale(
-                Int(its_row + 8), block, blocks, below
+    comptime for start in range(0, columns, width):
+        var left = Int32(rows.elements.n) - Int32(rows.column) - Int32(start)
+        # Of each group, what the lane has of its upper row and of its lower one: two columns in 16 bits.
+        var words = StaticTuple[UInt32, 2 * groups]()
+        var most_above = UInt32(0)
+        var most_below = UInt32(0)
+        comptime for first in range(0, groups, _TOGETHER):
+            var h = SIMD[DType.float32, 4 * _TOGETHER]()
+            var other = SIMD[DType.float32, 4 * _TOGETHER]()
+            comptime for i in range(_TOGETHER):
+                comptime column = start + 8 * (first + i)
+                comptime if in_turn:
+                    comptime beyond = columns * size_of[E.vector_type(0)]()
+                    h = h.insert[offset=4 * i](
+                        rows.finish[columns, column](first_sums, vectors)
+                    )
+                    other = other.insert[offset=4 * i](
+                        rows.finish[columns, column](
+                            sums, vectors + UInt32(beyond)
+                        )
+                    )
+                else:
+                    h = h.insert[offset=4 * i](
+                        rows.finish[columns, column](sums, vectors)
+                    )
+            var a = rows.epilogue.activated[4 * _TOGETHER](h, other)
+            comptime for i in range(_TOGETHER):
+                comptime group = first + i
+                var four = a.slice[4, offset=4 * i]()
+                var above = pack_pair[_ROUNDED](four.slice[2]())
+                var below = pack_pair[_ROUNDED](four.slice[2, offset=2]())
+                words[2 * group] = above
+                words[2 * group + 1] = below
+                # Columns past the last one may be anything. There are multiples of 16 of them.
+                if left > Int32(8 * group):
+                    most_above = max(most_above, _largest(above))
+                    most_below = max(most_below, _largest(below))
+        comptime if E.finds_scales:
+            most_above = _largest_of_lanes(most_above)
+            most_below = _largest_of_lanes(most_below)
+        var above = rows.epilogue.block_scale(most_above)
+        var below = rows.epilogue.block_scale(most_below)
+        var box = boxes.take(lane)
+        var place = box + row * UInt32(width) + (lane & 3) * 2
+        var scales = _Four(above, above, below, below)
+        var up, down = 1 / above, 1 / below
+        var inverses = _Four(up, up, down, down)
+        comptime for group in range(groups):
+            var four = _pair(words[2 * group]).join(_pair(words[2 * group + 1]))
+            var eight_bits = rows.epilogue.in_eight_bits(four, scales, inverses)
+            var chunk = UInt32(group // 2) ^ swizzle[width](row)
+            var at = place + (chunk << 4) + UInt32(group % 2 * 8)
+            store_shared_element[DType.uint16](
+                at, (eight_bits & 0xFFFF).cast[DType.uint16]()
             )
+            store_shared_element[DType.uint16](
+                at + UInt32(8 * width), (eight_bits >> 16).cast[DType.uint16]()
+            )
+        rows.send[DType.uint8](c_map, box, Int32(rows.column) + Int32(start))
+        if lane & 3 == 0:
+            var blocks = (Int(rows.elements.n) + width - 1) // width
+            var block = (Int(rows.column) + start) // width
+            var its_row = rows.row + row
+            if its_row < rows.elements.m:
+                rows.epilogue.keep_block_scale(
+                    Int(its_row), block, blocks, above
+                )
+            if its_row + 8 < rows.elements.m:
+                rows.epilogue.keep_block_scale(
+                    Int(its_row + 8), block, blocks, below
+                )

@@ -40,6 +40,8 @@ struct BlockQuantized[gates: Bool](Epilogue):
     """Those of all operands."""
     comptime quantizes = True
     """It does."""
+    comptime finds_scales = True
+    """Of each block."""
 
     var first: BlockScaled[_BF16]
     """What the first matrix, or the only one, has: scales and a bias."""

@@ -1,29 +1,39 @@
 """Linear layers on operands of 8 bits, with the scales that they were quantized by.
 
     y = act(row_scale column_scale (rows weight^T) + bias)    h, the input of the activation, is stored as well if asked for
+    y = act(that) in e4m3, with one scale that is given
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 """
 
-from ...call import Call
+from ...call import SCALE_BLOCK, Call
 from ...device import Gpu
 from ...gemm.activation import GATED
 from ...gemm.epilogues import Activated
 from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
 from ...gemm.sm90.activated import launch_activated
+from ...gemm.sm90.config import Config
 from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
 from ...gemm.sm90.launch import launch_product
-from ...gemm.sm90.launch_matrix import BAND, launch_parts
+from ...gemm.sm90.launch_matrix import BAND, launch_matrix, launch_parts
 from ...gemm.sm90.parts import SIDE_BY_SIDE, Matrices
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import Tiling, is_for_few_rows
+from ...gemm.sm90.tiling import (
+    ACTIVATED_SHAPES,
+    FEW_ROWS,
+    SHAPES,
+    Tiling,
+    activated_tiling,
+    is_for_few_rows,
+)
 from ...rows.types import E5M2
 from ..plan import FUSED
 from .fold import products
 from .parts import part_at, sizes_of
 from .grouped import BESIDE, products_pay
+from .row_quantized import RowQuantized
 
 
 def scaled_linear(gpu: Gpu, call: Call) raises:
@@ -33,12 +43,15 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
         gpu: Where to run.
         call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
             multiples of 16, addresses too. Its strategy is FUSED if z is of a pass queued just before, which waits for
-            all before it and writes no weight.
+            all before it and writes no weight. With y_scale [M] and y_one_scale, which it is filled with, y is e4m3,
+            z too, and the activation no gate.
 
     Raises:
         If the driver refuses.
     """
-    if call.eight_bits == Int(E5M2):
+    if call.y_scale != 0:
+        _launch_quantized(gpu, call)
+    elif call.eight_bits == Int(E5M2):
         _launch_product[DType.float8_e5m2](gpu, call)
     elif call.activation != 0:
         _launch_activated(gpu, call)
@@ -163,4 +176,30 @@ def _launch_activated(gpu: Gpu, call: Call) raises:
                 ),
                 a_is_new=True,
                 b_is_older=call.strategy == FUSED,
+            )
+
+
+def _launch_quantized(gpu: Gpu, call: Call) raises:
+    comptime dtype = DType.float8_e4m3fn
+    var epilogue = RowQuantized(
+        _scaled(call),
+        Int64(call.y_scale),
+        Float32(call.y_one_scale),
+        Int32(call.activation),
+    )
+    var product = Product(call.M, call.N, call.K, epilogue, NoHook())
+    product.band = BAND
+    product.a_is_new = 1
+    product.b_is_older = Int32(call.strategy == FUSED)
+    var columns = activated_tiling[dtype](
+        call.M, call.N, call.K, gpu.processors
+    ).columns
+    if columns == FEW_ROWS:
+        # A pass activates those otherwise.
+        columns = SCALE_BLOCK
+    comptime for i in ACTIVATED_SHAPES:
+        comptime config = Config.of(SHAPES[i].columns, ping_pong=True)
+        if columns == config.columns:
+            launch_matrix[dtype, config](
+                gpu, call.y, call.z, call.weight, product
             )
