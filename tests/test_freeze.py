@@ -419,6 +419,21 @@ def test_option_of_the_backend(then: str) -> None:
         model.train()
 
 
+@pytest.mark.parametrize("then", ["eager", "inductor"])
+def test_compiled_in_fp8_after_it_was_frozen(then: str, device: str) -> None:
+    """PyTorch 2.11 had each call of the graph quantize the weight: AOTAutograd saw it frozen."""
+    model = nn.Sequential(nn.RMSNorm(1024), nn.Linear(1024, 1024, bias=False)).to(device).eval()
+    model = fn.freeze(model.bfloat16(), offload=True)
+    options = {"fp8": "rowwise", "then": then, "small": True}
+    compiled = torch.compile(model, backend="fused_norm", options=options)
+    rows = torch.randn(160, 1024, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = compiled(rows)
+        assert not expected.isnan().any()
+        assert torch.equal(compiled(rows), expected)
+    assert model[1].weight.isnan().all()
+
+
 def test_freezing_of_inductor() -> None:
     model = Block().eval()
     compiled = torch.compile(model, backend="fused_norm", options={"freezing": True, "small": True})

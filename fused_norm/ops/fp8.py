@@ -19,6 +19,7 @@ from fused_norm.ops.eight_bits import quantize
 from fused_norm.ops.hidden_scale import has_bound
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
+from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.ops.scaled_hidden import hidden as hidden_rows
 from fused_norm.ops.scaled_linears import ScaledLinears, linears
@@ -263,7 +264,7 @@ def _scales_are_rounded(recipe: Recipe, weights: Sequence[Tensor]) -> bool:
 
 def _are_frozen(weights: Sequence[Tensor]) -> bool:
     """Return whether weights are frozen for good: those of a context may train meanwhile."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     found = frozen.find(weights, meets=False)
     return found is not None and not found[0].trains

@@ -22,6 +22,7 @@ from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import (
     define_in_python,
     differentiable,
+    is_compiling,
     is_watched,
     may_follow,
     without_none,
@@ -235,7 +236,7 @@ def call(t: Head, loss: Loss, returns_logsumexp: bool = True) -> tuple[Tensor, T
         in_forward and may_follow() and tensor is not None and tensor.requires_grad
         for tensor in (t.x, t.weight, t.bias)
     ]
-    separates = returns_logsumexp and any(computed) and torch.compiler.is_compiling()
+    separates = returns_logsumexp and any(computed) and is_compiling()
     result: Tensor
     result, logsumexp = _apply(*t, *loss, computed, returns_logsumexp and not separates)
     if separates:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.chain.kernels import ALIGNMENT, is_hopper
+from fused_norm.ops.registration import is_compiling
 
 _WHERE = "batch_invariant() needs a CPU, or a Hopper GPU with bfloat16 or float16"
 _mode = ContextVar("fused_norm.batch_invariant", default=False)
@@ -60,7 +61,7 @@ def batch_invariant() -> Iterator[None]:
 
 def is_batch_invariant() -> bool:
     """Return whether the caller is in the mode; of a function being compiled, whether anyone is."""
-    return _anyone_is_inside if torch.compiler.is_compiling() else _mode.get()
+    return _anyone_is_inside if is_compiling() else _mode.get()
 
 
 def state() -> tuple[bool, bool]:

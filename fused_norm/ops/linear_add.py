@@ -20,6 +20,7 @@ from fused_norm.ops.operands import is_small
 from fused_norm.ops.registration import (
     define,
     each_once,
+    is_compiling,
     is_watched,
     may_follow,
 )
@@ -85,7 +86,7 @@ class LinearAdd(torch.autograd.Function):
         """Return the gradients of x, the weight, the bias and the residual."""
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        is_twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        is_twice = torch.is_grad_enabled() and not is_compiling()
         if not (is_twice or ctx.batch_invariant):
             places = [place for place, w in enumerate(wanted[:3]) if w]
             found = iter(_gradients_op(grad_output, x, weight, places) if places else ())

@@ -23,6 +23,7 @@ from fused_norm.ops.norm_linear_ops import NAMED
 from fused_norm.ops.operands import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.registration import (
     each_once,
+    is_compiling,
     is_forward_mode,
     is_profiled,
     is_watched,
@@ -152,7 +153,7 @@ def _computed(
         wanted: Which are.
     """
     t = unflat(tensors)
-    if not torch.compiler.is_compiling() and (_may_be_derived(grad_outputs) or not fits(spec, t)):
+    if not is_compiling() and (_may_be_derived(grad_outputs) or not fits(spec, t)):
         if spec.batch_invariant:
             raise RuntimeError(
                 "batch_invariant() has no derivatives of gradients, nor many at once"

@@ -152,7 +152,7 @@ def _define(schema: str, fake: Callable[..., Any] | None, rows: int) -> None:
 
 def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return overload(*arguments)
         tell_counters()
         try:
@@ -222,7 +222,7 @@ def each_once(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     PyTorch's compiler gives an autograd function each tensor once: it breaks the graph where one
     comes twice, as the residual of an MLP does, and 2.11 loses one of the gradients.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return tensors
     found: list[Tensor | None] = []
     for tensor in tensors:
@@ -274,6 +274,19 @@ def _batched(name: str, rows: int) -> Callable[..., Any]:
     return rule
 
 
+def _is_compiling() -> bool:
+    return torch.compiler.is_compiling() or torch._guards.CompileContext.try_get() is not None
+
+
+# Older releases of PyTorch say so of what Dynamo traces, but not of what AOTAutograd calls later,
+# with tensors that have no values.
+is_compiling: Callable[[], bool] = (
+    torch.compiler.is_compiling
+    if hasattr(torch.compiler, "_compile_session_context")
+    else _is_compiling
+)
+
+
 def is_watched() -> bool:
     """Return whether a compiler, a tracer, a transform or a mode would see PyTorch's own ops.
 
@@ -281,7 +294,7 @@ def is_watched() -> bool:
     nothing watches bypasses it.
     """
     return bool(
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._get_tracing_state()
@@ -291,4 +304,4 @@ def is_watched() -> bool:
 
 def is_profiled() -> bool:
     """Return whether a profiler is running."""
-    return not torch.compiler.is_compiling() and profiler._is_profiler_enabled
+    return not is_compiling() and profiler._is_profiler_enabled

@@ -18,7 +18,7 @@ from fused_norm.call import frozen
 from fused_norm.composition import Operands, Spec, summed
 from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of, serves
 from fused_norm.ops.flops import count_flops
-from fused_norm.ops.registration import define, unseen
+from fused_norm.ops.registration import define, is_compiling, unseen
 from fused_norm.recipes import E4M3, Cast
 from fused_norm.reference import widened
 
@@ -151,7 +151,7 @@ def of_frozen(
     Returns:
         The four, and whether earlier calls made all that are in 8 bits.
     """
-    if torch.compiler.is_compiling() or not frozen.is_any():
+    if is_compiling() or not frozen.is_any():
         return weight, weight_scale, up, up_scale, False
     weights = [weight] if up is None else [weight, up]
     scales = [weight_scale, up_scale][: len(weights)]
@@ -234,7 +234,7 @@ def linears(
         dtype: Of the results.
     """
     are_kept = False
-    if not torch.compiler.is_compiling() and frozen.is_any():
+    if not is_compiling() and frozen.is_any():
         how = (weight_scaling, power_of_two)
         weights, weight_scales, are_kept = in_8_bits(weights, weight_scales, *how)
     operands = (q, scale, [*weights], [*weight_scales], scaling, weight_scaling, power_of_two)

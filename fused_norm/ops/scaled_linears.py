@@ -13,6 +13,7 @@ from fused_norm.call import frozen
 from fused_norm.call.memory import in_memory
 from fused_norm.ops import quantized
 from fused_norm.ops.eight_bits import in_8_bits
+from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.scaled_layers import layers, layers_backward
 from fused_norm.recipes import E5M2, Recipe
 
@@ -78,7 +79,7 @@ def _is_held(weight: Tensor) -> bool:
 
     What autocast made of it, or a graph, is held by nobody else.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     of: Any = weight._base if weight._is_view() else weight
     return bool(of.is_leaf)
@@ -122,7 +123,7 @@ def _linears(
     parts = list(map(quantized.parts, weights))
     given, scales, are_kept = [q for q, _ in parts], [scale for _, scale in parts], False
     scaling = recipe.weight.scaling
-    if not torch.compiler.is_compiling() and frozen.is_any():
+    if not is_compiling() and frozen.is_any():
         given, scales, are_kept = in_8_bits(given, scales, scaling, power_of_two)
         # Those of frozen weights are kept with the weights.
         keeps_weights = False
@@ -147,7 +148,7 @@ def _gradients(
 ) -> list[Tensor]:
     """Return the gradients at the places that are wanted: of z, of each weight, of each bias."""
     given, are_kept = [*weights], False
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         dys = in_memory(dys)
         if wanted[0] == 0:
             given, scales, are_kept = in_8_bits(

@@ -20,7 +20,7 @@ from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.call.record import LONGEST_ROW
 from fused_norm.chain import library
 from fused_norm.native import build, compiler
-from fused_norm.ops.registration import is_exporting, is_forward_mode
+from fused_norm.ops.registration import is_compiling, is_exporting, is_forward_mode
 
 # The tensors of PyTorch's compiler, and those that a collective is still to write.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
@@ -192,7 +192,7 @@ def _is_traced() -> bool:
     It runs a call with gradients and without, and expects the same ops: PyTorch's, which a program
     that is loaded without this library has, too, and which have derivatives.
     """
-    return not torch.compiler.is_compiling() and bool(torch._C._get_tracing_state())
+    return not is_compiling() and bool(torch._C._get_tracing_state())
 
 
 def _say_no_kernel(device: torch.device, dtype: torch.dtype) -> None:

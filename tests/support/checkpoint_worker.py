@@ -6,11 +6,13 @@ folder, to a file for each.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,14 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
+def gradients(blocks: nn.ModuleList, x: Tensor, call: Callable[..., Tensor]) -> list[Tensor]:
+    """Return the gradients of x and of all parameters."""
+    y = x
+    for block in blocks:
+        y = call(block, y)
+    return [*torch.autograd.grad(y.double().square().mean(), [x, *blocks.parameters()])]
+
+
 def trained(how: str, device: str, dtype: torch.dtype) -> None:
     """Compare three checkpointed blocks with plain ones, from the first call of a process on."""
     torch.manual_seed(0)
@@ -69,20 +79,25 @@ def trained(how: str, device: str, dtype: torch.dtype) -> None:
     x = torch.randn(3, 7, 32, device=device, dtype=dtype, requires_grad=True)
     options = dict(HOWS[how])
     stop = options.pop("early_stop", True)
-    found = []
-    for is_checkpointed in (True, False):
-        y = x
-        for block in blocks:
-            with checkpoints.set_checkpoint_early_stop(stop):
-                y = (
-                    checkpoints.checkpoint(block, y, use_reentrant=False, **options)
-                    if is_checkpointed
-                    else block(y)
-                )
-        leaves = [x, *blocks.parameters()]
-        found.append(torch.autograd.grad(y.float().square().mean(), leaves))
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other)
+
+    def checkpointed(block: nn.Module, y: Tensor) -> Tensor:
+        with checkpoints.set_checkpoint_early_stop(stop):
+            result: Tensor = checkpoints.checkpoint(block, y, use_reentrant=False, **options)
+        return result
+
+    def plain(block: nn.Module, y: Tensor) -> Tensor:
+        result: Tensor = block(y)
+        return result
+
+    mine, others = gradients(blocks, x, checkpointed), gradients(blocks, x, plain)
+    if dtype is torch.float32:
+        torch.testing.assert_close(mine, others)
+        return
+    # What nothing watches is left to PyTorch's ops where it is small, which round elsewhere.
+    wide = x.detach().double().requires_grad_()
+    exact = gradients(copy.deepcopy(blocks).double(), wide, plain)
+    for own, other, known in zip(mine, others, exact, strict=True):
+        assert (own - known).norm() <= 1.5 * (other - known).norm()
 
 
 def trained_anew(how: str, chain: str, device: str, folder: Path) -> None:
