@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -111,9 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = [_shape(text) for text in options.shape or ()] or SHAPES[device]
     except ValueError as error:
         parser.error(str(error))
-    table, problems = _measured(device, options, shapes)
     console = Console(width=WIDTH)
     console.print(_machine(device), highlight=False)
+    # No thread draws it: what is measured should have the cores.
+    column, terminal = TextColumn("{task.description}"), Console(stderr=True)
+    with Progress(column, console=terminal, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("")
+
+        def say(text: str) -> None:
+            progress.update(task, description=text, refresh=True)
+
+        table, problems = _measured(device, options, shapes, say)
     console.print(table)
     for problem in problems:
         console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)
@@ -121,7 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(
-    device: str, options: argparse.Namespace, shapes: Sequence[tuple[int, int, int]]
+    device: str,
+    options: argparse.Namespace,
+    shapes: Sequence[tuple[int, int, int]],
+    say: Callable[[str], None],
 ) -> tuple[Table, list[str]]:
     table = Table(
         box=None, pad_edge=False, caption="medians; ratios are to eager, below 1 is faster"
@@ -138,6 +150,7 @@ def _measured(
                 row = [op.name, name, ", ".join(map(str, shape))]
                 inputs = _inputs(op, shape, DTYPES[name], device)
                 where = f"{op.name}, {name}, {row[-1]}"
+                say(f"Checking and timing {where}")
                 if wrong := _wrong(op, inputs):
                     problems.append(f"{where}: {wrong}")
                     table.add_row(*row, "wrong")

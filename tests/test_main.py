@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
 import pytest
 import torch
 from devices import GPU
+from rich.console import Console
 from torch import Tensor
 
 from fused_norm import bench
@@ -41,6 +43,19 @@ def test_bench_measures_the_usual_sizes_in_80_columns(
             assert out.count(", ".join(map(str, shape))) == len(bench.OPS)
         # Number and unit stay together.
         assert out.count(f" {shown} ") == 2 * len(bench.OPS) * len(bench.SHAPES["cpu"])
+
+
+def test_bench_says_what_it_times_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it said nothing until its table, after a minute on two busy cores."""
+    monkeypatch.setattr(bench, "_wrong", lambda *_: "")
+    monkeypatch.setattr(bench, "_times", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(bench, "Console", functools.partial(Console, force_terminal=True))
+    assert main(SMALL) == 0
+    shown = capfd.readouterr()
+    assert f"Checking and timing {bench.OPS[0].name}, float32, 24, 32, 40" in shown.err
+    assert "Checking" not in shown.out
 
 
 def test_no_ratio_of_bench_is_0(

@@ -8,8 +8,13 @@ The exit status is 0 only if everything that ran was correct; without a GPU its 
 
 from __future__ import annotations
 
-import argparse
 import sys
+
+if __name__ == "__main__":
+    # What is imported below takes seconds to load.
+    print("Loading PyTorch ...", file=sys.stderr, flush=True)
+
+import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 

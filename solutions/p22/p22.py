@@ -183,7 +183,7 @@ def _check_backward(device: str, data: list[Tensor], grad_output: Tensor) -> boo
         output: Tensor = max_ops.LayerNormLinearFunction.apply(*tensors, "fused")
         return output
 
-    with compiling(f"fused forward and backward kernels for the {device}"):
+    with compiling(f"forward and backward for the {device}"):
         output, computed = differentiate(fused, data, grad_output)
     _, computed_of_ones = differentiate(fused, data, ones)
     print(f"OK {device} Backward Implementation backward completed")
@@ -218,8 +218,8 @@ def benchmark(
             ("CPU", mojo_cpu),
             (f"GPU {algorithm}", lambda: max_ops.layernorm_linear(*tensors, algorithm=algorithm)),
         )
-    print("   This times the document's kernel, which is written to be read, not to be fast.")
-    print("   Each call also goes through a MAX graph. The library's own kernels are timed below.")
+    print("   This times the document's kernel, which is meant to be read, not to be fast.")
+    print("   Each call also goes through a MAX graph. The library's op is timed below.")
     seconds = {}
     for name, compute in contenders:
         print(f"   Testing {name} performance...", flush=True)
@@ -238,7 +238,7 @@ def benchmark_library(sizes: max_ops.Sizes, seed: int, device: str) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     title("Benchmarking the library's op vs PyTorch eager")
-    print("   fn.fused_layernorm_linear computes the same with the kernels that a model would use.")
+    print("   fn.fused_layernorm_linear computes the same by kernels that models use.")
     # Not each size takes the same kernels.
     with compiling("kernels of the library"), torch.no_grad():
         for each in (sizes, TRANSFORMER):
@@ -246,7 +246,7 @@ def benchmark_library(sizes: max_ops.Sizes, seed: int, device: str) -> None:
     lines = []
     for each in (sizes, TRANSFORMER):
         shape = f"{each.batch_size * each.seq_len}x{each.hidden_dim}x{each.output_dim}"
-        print(f"   Testing {shape} performance...", flush=True)
+        print(f"   Testing {shape} performance, for some seconds...", flush=True)
         tensors = [t.to(device, dtype) for t in make_data(each, seed)]
 
         def eager(tensors: list[Tensor] = tensors) -> Tensor:

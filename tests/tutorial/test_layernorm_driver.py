@@ -25,6 +25,7 @@ run = functools.partial(run_script, "solutions/layernorm/layernorm.py")
 def test_forward(mode: str) -> None:
     result = run(f"--{mode}", *SMALL)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.startswith("Loading PyTorch ...\n")
     for line in (
         r"Testing with dimensions: \[2, 3, 50\], o = 0.25",
         rf"OK Using Mojo {mode} kernels \(CPU\)",

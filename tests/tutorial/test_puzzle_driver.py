@@ -47,6 +47,7 @@ def test_forward_prints_what_the_document_shows() -> None:
         r"   2048x768x3072: \d+\.\d\dx (fast|slow)er than PyTorch eager \(.*, eager .*\)",
     ):
         assert re.search(f"^{line}$", result.stdout, re.MULTILINE), line
+    assert max(map(len, result.stdout.splitlines())) <= 80
     # Not a terminal, so plain lines say what was compiled and for how long.
     assert result.stderr.startswith("Loading PyTorch and MAX ...\n")
     assert "Compiling fused kernel for the CPU" in result.stderr
