@@ -167,7 +167,7 @@ class Process:
 def measured(
     processes: dict[str, Process], row: dict[str, Any], seconds: float, chosen: random.Random
 ) -> dict[str, Any]:
-    """Time a row in both processes, in turns.
+    """Time a row in both processes, in interleaved rounds.
 
     Args:
         processes: By side.
@@ -247,7 +247,7 @@ def table(run: dict[str, Any]) -> str:
     head = (
         f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}, driver "
         f"{environment['driver']}, {environment['date']}; before is {commits['before']}, after "
-        f"{commits['after']}. Microseconds, medians of rounds in which both are timed in turns."
+        f"{commits['after']}. Microseconds, medians of interleaved rounds."
     )
     titles = ("what", "mode", "", "eager", *SIDES, "after / before", "after / eager")
     marks = ["---"] * 3 + ["---:"] * 5
