@@ -58,7 +58,7 @@ def describe(device: torch.device, commit: str | None = None) -> Environment:
         max=version("max"),
         mojo=version("mojo-compiler"),
         fused_norm=version("fused-norm") + (", its C++ node" if library.load_node() else ""),
-        commit=_commit() if commit is None else commit,
+        commit=checkout() if commit is None else commit,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         command=" ".join(["python -m benchmarks", *map(_without_folder, sys.argv[1:])]),
     )
@@ -167,7 +167,8 @@ def version(package: str) -> str:
         return ""
 
 
-def _commit() -> str:
+def checkout() -> str:
+    """Return the checkout's commit, with `-dirty` if its files differ, or an empty string."""
     root = build.source_root()
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""

@@ -1,14 +1,16 @@
 """Install a release's files into clean environments, run them there, and log what they print.
 
     python scripts/wheel/clean_trials.py WHEEL ... [--python 3.12 ...] [--torch 2.11 ...]
-        [--output TO]
+        [--emulator COMMAND] [--commit COMMIT] [--output TO]
 
 Each wheel is installed beside the newest PyTorch for every `--python`, and for this Python beside
 every `--torch` too. The commands see an empty `PATH`, so neither a C++ compiler nor Mojo, and an
 empty cache. A trial fails where a command does, or where an output or gradient differs from
-PyTorch's in float64. A wheel without kernels has to say so: `doctor` exits with 1 there. The JSON
-has every command with its seconds, exit status, and what it printed; of wheels that are not tried
-now it keeps what it had. docs/guide/install.md gets the table.
+PyTorch's in float64. A wheel without kernels has to say so: `doctor` exits with 1 there. A wheel
+for Arm is tried once, by a Python for Arm that the emulator's COMMAND starts:
+`qemu-aarch64 -cpu neoverse-v1 -L /ROOT /ROOT/usr/bin/python3.13`. The JSON has every command with
+its seconds, exit status, and what it printed; of wheels that are not tried now it keeps what it
+had. docs/guide/install.md gets the table.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,11 +32,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import markdown
+from benchmarks import environment, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guide" / "install.md"
 BLOCK = "clean"
+# What Python for Arm's wheels are taken for: that of Debian 12.
+ARM = "aarch64-manylinux_2_36"
 # Of PyTorch's own error against float64: each of ours may be this many times that.
 FACTOR = 4
 USE = f"""
@@ -69,17 +74,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("wheel", type=Path, nargs="+")
     parser.add_argument("--python", action="append", help="a version or path; default: this one")
     parser.add_argument("--torch", action="append", default=[], help="such as 2.11")
+    parser.add_argument("--emulator", type=shlex.split, help="what runs Python for Arm's wheels")
+    parser.add_argument("--commit", help="that wheels were built from; default: this checkout's")
     parser.add_argument("--output", type=Path, help="JSON to write; the guide gets its table")
     options = parser.parse_args(arguments)
     pythons = options.python or [sys.executable]
     wanted = [(python, None) for python in pythons]
     wanted += [(sys.executable, version) for version in options.torch]
     console = Console()
+    commit = options.commit or environment.checkout()
     trials = []
     for wheel in options.wheel:
-        for python, version in wanted:
+        is_foreign = "none-any" not in wheel.name and not wheel.stem.endswith(platform.machine())
+        if is_foreign and not options.emulator:
+            parser.error(f"{wheel.name} needs --emulator")
+        for python, version in [(options.emulator, None)] if is_foreign else wanted:
             with console.status(f"{wheel.name}, Python {python}, PyTorch {version or 'newest'}"):
-                trials.append(trial(wheel, python, version))
+                trials.append({"commit": commit, **trial(wheel, python, version)})
     console.print(table(trials))
     failed = sum(not each["held"] for each in trials)
     for each in trials:
@@ -96,16 +107,16 @@ def main(arguments: list[str] | None = None) -> int:
     return failed
 
 
-def trial(wheel: Path, python: str, version: str | None) -> Trial:
+def trial(wheel: Path, python: str | list[str], version: str | None) -> Trial:
     """Install a wheel into an environment of its own and return what its commands did.
 
     Args:
         wheel: The wheel.
-        python: The interpreter, as uv names one.
+        python: The interpreter, as uv names one, or the command that emulates one for Arm.
         version: Of PyTorch, such as `2.11`; None for the newest.
 
     Raises:
-        RuntimeError: If there is no uv.
+        RuntimeError: If there is no uv, or the wheel does not install.
     """
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is None:
@@ -115,19 +126,26 @@ def trial(wheel: Path, python: str, version: str | None) -> Trial:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "empty").mkdir()
-        inner = str(folder / "venv/bin/python")
         bare = {"PATH": str(folder / "empty"), "HOME": name, "COLUMNS": "100"}
-        steps = [
-            run([uv, "venv", "--python", python, str(folder / "venv")], folder, dict(os.environ)),
+        if isinstance(python, str):
+            inner = [str(folder / "venv/bin/python")]
+            make = [uv, "venv", "--python", python, str(folder / "venv")]
+            place = ["--python", inner[0]]
+        else:
+            inner, make = python, [*python, "--version"]
+            place = ["--target", str(folder / "venv"), "--python-platform", ARM]
+            place += ["--python-version", python[-1].rsplit("python", 1)[1]]
+            bare["PYTHONPATH"] = str(folder / "venv")
+        install = [uv, "pip", "install", *place, str(wheel.resolve()), torch]
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        steps = [run(make, folder, kept), run(install, folder, kept)]
+        if failed := [step for step in steps if step["status"]]:
+            raise RuntimeError(f"{failed[0]['command']}\n{failed[0]['printed']}")
+        steps += [
+            run([*inner, "-m", "fused_norm", "--version"], folder, bare),
+            run([*inner, "-c", USE], folder, bare),
             run(
-                [uv, "pip", "install", "--python", inner, str(wheel.resolve()), torch],
-                folder,
-                dict(os.environ),
-            ),
-            run([inner, "-m", "fused_norm", "--version"], folder, bare),
-            run([inner, "-c", USE], folder, bare),
-            run(
-                [inner, "-m", "fused_norm", "doctor"],
+                [*inner, "-m", "fused_norm", "doctor"],
                 folder,
                 bare,
                 expected=0 if has_kernels else 1,
@@ -138,7 +156,7 @@ def trial(wheel: Path, python: str, version: str | None) -> Trial:
     held = all(step["status"] == step["expected"] for step in steps) and not built
     printed = [line for line in steps[3]["printed"].splitlines() if line.startswith("{")]
     said = json.loads(printed[0]) if printed else {"python": python, "torch": version or "newest"}
-    machine = {"machine": platform.machine(), "cpu": _cpu()}
+    machine = {"machine": platform.machine(), "cpu": _cpu(), "emulated": inner is python}
     return {"wheel": wheel.name, "held": held, "built": built, **machine, **said, "commands": steps}
 
 
@@ -155,7 +173,7 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, expected: int 
     done = subprocess.run(
         command,
         cwd=folder,
-        env={k: v for k, v in env.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -163,11 +181,11 @@ def run(command: list[str], folder: Path, env: dict[str, str], *, expected: int 
     )
     took = time.perf_counter() - start
     shown = ["uv" if command[0].endswith("uv") else command[0], *command[1:]]
-    shown = [Path(part).name if part.endswith(".whl") else part for part in shown]
     shown = ["<check>" if part == USE else part for part in shown]
-    shown = [Path(part).name if part == sys.executable else part for part in shown]
+    inside = f"{folder}/"
+    shown = [p if p.startswith(inside) or p[:1] != "/" else Path(p).name for p in shown]
     return {
-        "command": " ".join(shown).replace(f"{folder}/", ""),
+        "command": " ".join(shown).replace(inside, ""),
         "seconds": round(took, 2),
         "status": done.returncode,
         "expected": expected,
@@ -192,9 +210,10 @@ def rows(trials: list[Trial]) -> list[list[str]]:
     for each in trials:
         _, install, version, check, doctor = (step["seconds"] for step in each["commands"])
         ratio = each.get("of_pytorch")
+        kind = "for Arm, emulated" if each.get("emulated") else "with kernels"
         found.append(
             [
-                "with kernels" if "none-any" not in each["wheel"] else "sources alone",
+                kind if "none-any" not in each["wheel"] else "sources alone",
                 each["python"],
                 each["torch"],
                 "holds" if each["held"] else "FAILED",

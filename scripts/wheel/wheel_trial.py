@@ -1,7 +1,7 @@
 """Install a wheel as users do, beside versions of PyTorch, try it, and write down what was found.
 
     python scripts/wheel/wheel_trial.py WHEEL [--torch VERSION ...] [--lowest] [--gpu FILE]
-        [--output TO]
+        [--commit COMMIT] [--output TO]
 
 Each trial is an environment of its own with the wheel and what it requires, gone afterwards. In it
 `try_wheel.py` runs forward, backward, the module and the compiler against PyTorch, and
@@ -28,6 +28,8 @@ from typing import Any
 import cubins
 from rich.console import Console
 
+from benchmarks import environment
+
 ROOT = Path(__file__).resolve().parents[2]
 TRY = ROOT / "scripts/wheel/try_wheel.py"
 # A first run reads PyTorch from the disk; times are those of the later ones.
@@ -47,10 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--torch", action="append", help="such as 2.12; default: the newest")
     parser.add_argument("--lowest", action="store_true", help="the oldest of what it requires, too")
     parser.add_argument("--gpu", type=Path, help="what try_wheel.py printed where there is a GPU")
+    parser.add_argument("--commit", help="that the wheel was built from; default: this checkout's")
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
     console = Console()
-    found: dict[str, Any] = {"content": content(options.wheel), "trials": []}
+    commit = options.commit or environment.checkout()
+    found: dict[str, Any] = {"commit": commit, "content": content(options.wheel), "trials": []}
     failed = 0
     for version in [*(options.torch or [None]), *([LOWEST] if options.lowest else [])]:
         try:
@@ -98,7 +102,8 @@ def figures(found: dict[str, Any]) -> str:
     texts = sum(kind["kernels"] - kind["cubins"] for kind in gpus.values())
     form = f"machine code but for {texts}, which the driver compiles" if texts else "machine code"
     lines = [
-        f"The wheel is {size:.1f} MB. Its GPU kernels, {kernels}, are {form}.",
+        f"The wheel of commit {found['commit']} is {size:.1f} MB. "
+        f"Its GPU kernels, {kernels}, are {form}.",
         "Installed with what it requires and no more, it ran with these, in fresh processes:",
         "",
         "| PyTorch | Python | node | `import fused_norm` | first forward on a CPU |",
@@ -106,8 +111,9 @@ def figures(found: dict[str, Any]) -> str:
     ]
     for said in found["trials"]:
         first = max(times["first_s"] for times in said["cpu"].values())
+        others = ", the oldest of all it requires" if said["lowest"] else ""
         lines.append(
-            f"| {said['torch']} | {said['python']} | {said['node']} | "
+            f"| {said['torch']}{others} | {said['python']} | {said['node']} | "
             f"{said['import_s'] * 1000:.0f} ms | {first * 1000:.0f} ms |"
         )
     return "\n".join(lines) + "\n"
@@ -145,7 +151,7 @@ def trial(wheel: Path, version: str | None = None) -> dict[str, Any]:
         if (folder / "cache").exists():
             raise RuntimeError("something was built where all should have come with the wheel")
     _compare(said, report, wheel)
-    return said
+    return {**said, "lowest": version == LOWEST}
 
 
 def _required(wheel: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -35,6 +36,12 @@ def test_the_guide_shows_what_was_measured(found: Any) -> None:
     assert (
         page[start + len(wheel_trial.MARKS[0]) : end].strip() == wheel_trial.figures(found).strip()
     )
+
+
+def test_results_name_the_commit_of_the_wheel(found: Any) -> None:
+    trials = json.loads((FILE.parent / "clean-trials.json").read_text())["trials"]
+    for commit in {found["commit"], *(trial["commit"] for trial in trials)}:
+        assert re.fullmatch("[0-9a-f]{12}", commit), commit
 
 
 def test_the_wheel_is_small_and_starts_at_once(found: Any) -> None:
