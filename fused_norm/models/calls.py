@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fused_norm.functional import linear_add, norm_linear, norm_mlp
 from fused_norm.models.activations import Activated
-from fused_norm.models.readers import Reading
+from fused_norm.models.readers import Product, Reading
 from fused_norm.models.timing import Replaced
 
 CALLS = (norm_linear, norm_mlp, linear_add)
@@ -59,11 +59,16 @@ class FusedCall:
             return [self.activated.out]
         return [product.out for product in self.reading.products]
 
+    def products(self) -> list[Product]:
+        """Return its Linear layers, in the order of its operands."""
+        if self.activated is None:
+            return self.reading.products
+        second = self.activated.second
+        return self.activated.products + ([] if second is None else [second])
+
     def launches(self) -> int:
         """Return how many kernels and products the call is where rows get a pass of their own."""
-        activated = self.activated
-        has_second = activated is not None and activated.second is not None
-        return 1 + len(self.reading.products) + (activated is not None) + has_second
+        return 1 + len(self.products()) + (self.activated is not None)
 
     def words(self) -> str:
         """Return what it is in a few words."""

@@ -17,10 +17,11 @@ from fused_norm.models.calls import CALLS, FusedCall, Left, Rewritten
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.emit_call import emit_call
-from fused_norm.models.flow import Flow, reads
+from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form
 from fused_norm.models.forms import name as name_of
 from fused_norm.models.norms import Norm
+from fused_norm.models.place import place_of
 from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Readers, Reading, residual_of
 from fused_norm.models.timing import Replaced, cut_out
@@ -254,68 +255,12 @@ class Rewriter:
         self, norm: Norm, call: FusedCall, x: Node, dead: set[Node]
     ) -> list[tuple[Node, Node]]:
         """Emit a call into the graph; return what it replaces, and by what."""
-        reading, total, activated = call.reading, call.total, call.activated
-        products = reading.products if activated is None else activated.products
-        second = None if activated is None else activated.second
-        modulation = reading.modulation
-        tensors = (
-            [x, norm.gamma, norm.beta] if total is None else [*total[:2], norm.gamma, norm.beta]
-        )
-        for product in (*products, *([] if second is None else [second])):
-            tensors += [product.weight, product.bias]
-        for view in reading.views:
-            tensors += [v for v in view.all_input_nodes if v is not form(view)["input"]]
-        if modulation is not None:
-            tensors += [modulation.scale, modulation.shift]
-        if activated is not None:
-            tensors.append(activated.residual)
-        nodes = [t for t in tensors if isinstance(t, Node)]
-        replaced = call.results() + ([] if total is None else [total[2]] * call.returns_sum)
-        place = self._place(norm, call, nodes, replaced, dead)
-        every = [*products, *([] if second is None else [second])]
-        call.recipe, call.precision = self.precision.of_call(every)
+        place = place_of(self.flow, norm, call, x, dead)
+        call.recipe, call.precision = self.precision.of_call(call.products())
         if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
             raise Left("rounded between the norm and its quantization")
         with self.graph.inserting_before(place):
             return emit_call(self.emitter, norm, call, x)
-
-    def _place(
-        self, norm: Norm, call: FusedCall, nodes: list[Node], replaced: list[Node], dead: set[Node]
-    ) -> Node:
-        """Return the node before which the call can stand."""
-        first = min(product.node for product in call.reading.products)
-        readers = {u for r in replaced for u in r.users if u not in dead}
-        if call.norm is not None:
-            # The rows go by the names of all that leaves them as they are.
-            rows = above(call.norm, casts=False)
-            names = [node for node in {*dead, rows, call.norm} if above(node, casts=False) is rows]
-            readers |= {u for node in names for u in node.users if u not in dead}
-        earliest = min([first, *readers])
-        late = [node for node in nodes if node >= earliest]
-        if late:
-            raise Left(f"{late[0]} is computed after a result is read by {earliest}")
-        if not self.flow.are_under_same_modes([first, earliest]):
-            raise Left("read under another autocast or recording of gradients")
-        read = reads(norm.inner | call.inner(), nodes)
-        begin = min(read)
-        results = set().union(*(product.inner for product in call.reading.products))
-        # What lies between an operand and the call may be a copy that is written.
-        nodes = [*nodes, *(read - results - (call.activated.inner if call.activated else set()))]
-        end = max(self._last(call), earliest)
-        if self.flow.is_written(nodes, min(begin, earliest), end, but=dead):
-            raise Left("an operand is written in between")
-        trains = any(value(node).requires_grad for node in replaced)
-        if trains and self.flow.is_written(nodes, begin, but=dead):
-            raise Left("an operand that the backward needs is written later")
-        return earliest
-
-    @staticmethod
-    def _last(call: FusedCall) -> Node:
-        return (
-            max(product.node for product in call.reading.products)
-            if not call.activated
-            else max(call.activated.inner | {product.node for product in call.reading.products})
-        )
 
     def _swap(
         self,
