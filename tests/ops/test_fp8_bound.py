@@ -4,154 +4,47 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fp8_bounds import (
+    BF16,
+    CHANGES,
+    NORMS,
+    K,
+    M,
+    N,
+    adversarial,
+    assert_clean_but_for,
+    by_rows,
+    exact_hidden,
+    frozen,
+    heavy_tails,
+    hidden_of,
+    layer,
+    matrix,
+    operands,
+    same,
+    scales,
+    tailed,
+    with_own_powers_of_two,
+)
 from fp8_kernels import running
 from fp8_products import LEAST, SHORT, decibels
-from torch import Tensor
 from torch.testing._internal.optests import opcheck
 
 import fused_norm as fn
 from fused_norm import recipes
 from fused_norm.activations import PLAIN
-from fused_norm.ops import hidden_scale, scaled_hidden
+from fused_norm.freeze import freeze_parameters
+from fused_norm.ops.quantized import scaled_weight
 from fused_norm.recipes import E4M3, Cast
 
-BF16 = torch.bfloat16
 OPS = torch.ops.fused_norm
 OF_8_BITS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-NORMS = ("RMSNorm", "LayerNorm")
-K, N, M = 256, 384, 140
-
-
-def matrix(*shape: int, seed: int = 0) -> Tensor:
-    torch.manual_seed(seed)
-    return torch.randn(*shape).to(BF16)
-
-
-def layer(
-    normalization: str = "RMSNorm",
-    activation: str = "gelu",
-    change: Callable[[fn.LayerNormMLP], None] | None = None,
-    recipe: str = "rowwise",
-    size: tuple[int, int] = (K, N),
-    **options: Any,
-) -> fn.LayerNormMLP:
-    torch.manual_seed(3)
-    how: dict[str, Any] = {"activation": activation, "recipe": recipe, "dtype": BF16, **options}
-    mlp = fn.LayerNormMLP(*size, normalization=normalization, **how).eval().requires_grad_(False)
-    with torch.no_grad():
-        mlp.layer_norm_weight.uniform_(0.5, 1.5)
-        if mlp.layer_norm_bias is not None:
-            mlp.layer_norm_bias.normal_()
-        if change is not None:
-            change(mlp)
-    return mlp
-
-
-def outliers_of_gamma(mlp: fn.LayerNormMLP) -> None:
-    mlp.layer_norm_weight[::50] *= 1000
-
-
-def huge_bias(mlp: fn.LayerNormMLP) -> None:
-    assert mlp.fc1_bias is not None
-    mlp.fc1_bias.normal_(std=100)
-
-
-def huge_beta(mlp: fn.LayerNormMLP) -> None:
-    if mlp.layer_norm_bias is not None:
-        mlp.layer_norm_bias *= 100
-
-
-def heavy_tails(mlp: fn.LayerNormMLP) -> None:
-    """A weight of Student's t with three degrees of freedom, and rows of different sizes."""
-    torch.manual_seed(4)
-    t = torch.distributions.StudentT(3.0).sample(mlp.fc1_weight.shape)
-    sizes = torch.randn(len(t), 1).mul(0.5).exp()
-    mlp.fc1_weight.copy_(t * sizes / t.shape[1] ** 0.5)
-
-
-CHANGES = [None, outliers_of_gamma, huge_bias, huge_beta, heavy_tails]
-
-
-@contextmanager
-def scales(fewest: int = hidden_scale.FEWEST_ROWS) -> Iterator[list[float]]:
-    """Give the scales that hidden rows get here: 0.0 where each finds its own.
-
-    Args:
-        fewest: Fewest rows that get one.
-    """
-    found: list[float] = []
-
-    def noting(*given: Any) -> float:
-        found.append(hidden_scale.hidden_scale(*given))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hidden_scale, "FEWEST_ROWS", fewest)
-        patch.setattr(scaled_hidden, "hidden_scale", noting)
-        yield found
-
-
-def by_rows(mlp: fn.LayerNormMLP, x: Tensor, **more: Tensor) -> Tensor:
-    """Return a result whose hidden rows find a scale each."""
-    with scales(fewest=1 << 40):
-        return mlp(x, **more)
-
-
-def adversarial(mlp: fn.LayerNormMLP, rows: int = M) -> Tensor:
-    """Return rows whose norm is along some row of the first weight each, times gamma, both ways."""
-    w = (mlp.fc1_weight.float() * mlp.layer_norm_weight.float())[torch.arange(rows) % N]
-    sign = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0).to(w.device)
-    return (w * sign[:, None] / w.norm(dim=1, keepdim=True) * 16).to(BF16)
-
-
-def tailed(rows: int = M, features: int = K) -> Tensor:
-    """Return rows of different sizes with a few features that are far larger than the others."""
-    torch.manual_seed(5)
-    x = torch.randn(rows, features) * torch.randn(rows, 1).exp()
-    x[:, ::61] *= 50
-    return x.to(BF16)
-
-
-def hidden_of(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
-    """Return hidden rows as they are in 8 bits, widened."""
-    found: list[Tensor] = []
-    original = scaled_hidden._hidden_op
-
-    def noting(*given: Any) -> list[Tensor]:
-        q, scale = original(*given)
-        found.append(recipes.dequantize(q, scale, "row", torch.float64))
-        return [q, scale]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled_hidden, "_hidden_op", noting)
-        mlp(x)
-    return found[0]
-
-
-def exact_hidden(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
-    beta = mlp.layer_norm_bias
-    z = fn.norm_linear(
-        x.double(),
-        torch.eye(x.shape[-1], dtype=torch.float64, device=x.device),
-        normalization="layer_norm" if beta is not None else "rms_norm",
-        norm_weight=mlp.layer_norm_weight.double(),
-        norm_bias=None if beta is None else beta.double(),
-        eps=mlp.eps,
-    )
-    bias = None if mlp.fc1_bias is None else mlp.fc1_bias.double()
-    h = torch.nn.functional.linear(z, mlp.fc1_weight.double(), bias)
-    return PLAIN[mlp.activation].function(h)
-
-
-def frozen(*given: Any, **options: Any) -> fn.LayerNormMLP:
-    return fn.freeze(layer(*given, **options))
 
 
 @pytest.fixture
@@ -186,8 +79,11 @@ def test_no_row_exceeds_the_bound(
 def test_precision(
     normalization: str, activation: str, change: Any, is_tailed: bool, no_grad: None
 ) -> None:
-    """Hidden rows and results are as near to exact ones as where each row finds its scale."""
-    mlp = frozen(normalization, activation, change)
+    """Hidden rows and results are as near to exact ones as where each row finds its scale.
+
+    A row's own power of two gives the same numbers; of its own largest number, that one is exact.
+    """
+    mlp = frozen(normalization, activation, change, size=(K, 4 * N))
     x = tailed() if is_tailed else matrix(M, K)
     truth = exact_hidden(mlp, x)
     with scales() as used:
@@ -204,6 +100,14 @@ def test_precision(
         noise, size = ((v - true).norm(dim=1) / true.norm(dim=1) for v in (found, least))
         assert noise.max() < 1.3 * size.max()
     assert decibels(ours, truth) > LEAST
+    assert abs(decibels(ours, truth) - decibels(with_own_powers_of_two(mlp, x), truth)) < 0.05
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_activation_exceeds_its_argument(name: str) -> None:
+    """The bound of what is activated is one of what it becomes."""
+    h = torch.linspace(-50, 50, 100001, dtype=torch.float64)
+    assert (PLAIN[name].function(h).abs() <= h.abs()).all()
 
 
 def outlier(mlp: fn.LayerNormMLP) -> None:
@@ -301,8 +205,6 @@ def test_no_bound_is_stale(name: str, way: str, no_grad: None) -> None:
 def test_other_records_of_the_same_parameters(no_grad: None) -> None:
     """A bound belongs to what froze all parameters and to the weight in 8 bits that it is of."""
     mlp, x = layer("LayerNorm"), matrix(M, K)
-    from fused_norm.freeze import freeze_parameters
-
     of_weight = freeze_parameters([mlp.fc1_weight])
     with scales() as used:
         mlp(x)
@@ -376,8 +278,8 @@ def test_offloaded(no_grad: None) -> None:
 
 def test_compiled(no_grad: None) -> None:
     """A graph asks for the bound when it runs, so that it does what calls do."""
-    for M in (130, 20):
-        mlp, x = frozen(), matrix(M, K)
+    for rows in (130, 20):
+        mlp, x = frozen(), matrix(rows, K)
         expected = mlp(x)
         for backend in ("aot_eager", "fused_norm"):
             torch.compiler.reset()
@@ -390,11 +292,29 @@ def test_compiled(no_grad: None) -> None:
         assert torch.equal(compiled(x), by_rows)
 
 
+def test_frozen_by_the_backend(no_grad: None) -> None:
+    """A model of PyTorch's modules, whose graph's parameters the backend freezes."""
+    torch.manual_seed(0)
+    layers = [torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 1024), torch.nn.GELU()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(1024, 1024)).to(BF16).eval()
+    x = matrix(130, 1024)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(
+        model, backend="fused_norm", options={"fp8": "rowwise", "freeze": True}
+    )
+    with scales() as used:
+        found = [compiled(x) for _ in range(2)]
+    assert used
+    assert all(used)
+    assert torch.equal(*found)
+    assert decibels(found[0], model(x)) > LEAST
+
+
 def test_weights_that_were_quantized_elsewhere(no_grad: None) -> None:
     """Their numbers are promised to be those of the library that made them."""
     mlp, x = frozen(), matrix(M, K)
     q, scale = recipes.quantize(mlp.fc1_weight, Cast(E4M3, "row"), False)
-    made = fn.ops.quantized.scaled_weight(q, scale, "rowwise", BF16)
+    made = scaled_weight(q, scale, "rowwise", BF16)
     how: dict[str, Any] = {"normalization": "rms_norm", "recipe": "rowwise", "activation": "gelu"}
     how["norm_weight"] = mlp.layer_norm_weight
     with scales() as used:
@@ -418,35 +338,5 @@ def test_what_exceeds_a_bound_is_not_a_number() -> None:
     given[-1] /= 4
     q, _ = OPS.fp8_hidden_by_python(*given)
     y = recipes.product((given[0], given[1]), "row", (given[2], given[3]), "row") + given[7].float()
-    assert torch.equal(q.isnan(), y > 448 * given[-1])
+    assert torch.equal(q.isnan(), y.to(BF16) > 448 * given[-1])
     assert q.isnan().any()
-
-
-def assert_clean_but_for(found: Tensor, clean: Tensor, rows: list[int]) -> None:
-    bad = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    bad[rows] = True
-    assert not found[bad].isfinite().any()
-    assert torch.equal(found[~bad], clean[~bad])
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.cpu().float(), b.cpu().float())
-        for a, b in zip(found, expected, strict=True)
-    )
-
-
-def operands(
-    M: int, K: int, N: int, activation: str, has_bias: bool, scaling: str = "row", seed: int = 0
-) -> list[Any]:
-    """Return what the op is called with; no product of these numbers is rounded."""
-    torch.manual_seed(seed)
-    numbers = [torch.randint(-2, 3, (n, K)).float().to(E4M3) for n in (M, N)]
-    own = [torch.randint(-1, 3, (n, 1)).float().exp2() for n in (M, N)]
-    own = [s if scaling == "row" else s[:1] for s in own]
-    bias = (torch.arange(N) % 7 - 3.0).to(BF16) if has_bias else None
-    y = recipes.product((numbers[0], own[0]), scaling, (numbers[1], own[1]), scaling)
-    largest = (y.abs().amax() + 4) * 1.01
-    one_scale = float(recipes.scale_of(largest, E4M3, power_of_two=True))
-    given = [numbers[0], own[0], numbers[1], own[1], scaling, scaling, False, bias, activation]
-    return [*given, BF16, None, None, None, False, None, None, True, 0.0, one_scale]
