@@ -6,7 +6,10 @@ import functools
 import inspect
 import io
 import json
+import os
 import re
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +25,8 @@ from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import HEAD, OTHERS, RESIDUAL, ROTARY, Site
 from fused_norm.models.timing import Replaced, measure
 
+# Of a table that no terminal limits.
+WIDEST = 160
 _FAST_PATH = torch._transformer_encoder_layer_fwd
 
 
@@ -64,14 +69,16 @@ class Report:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """Return a table, in which layers that are alike share a line."""
+        """Return a table, as wide as the terminal, in which layers that are alike share a line."""
         # Imported late: it takes as long as all of this package.
         from rich.console import Console
         from rich.table import Table
 
         titles = ["norm, sum or head", "kind", "shape", "fused with, or why not", "computed by"]
         is_timed = any(site.seconds_after for site in self.sites)
-        table = Table(*titles, *["before → after"] * is_timed)
+        table = Table()
+        for title in titles + ["before → after"] * is_timed:
+            table.add_column(title, overflow="fold")
         for path, sites in _alike(self.sites).items():
             site = sites[0]
             shape = f"{' x '.join(site.shape)} {site.dtype}"
@@ -79,10 +86,11 @@ class Report:
             name = f"{len(sites)} x {path[0]}" if len(sites) > 1 else site.path or "(model)"
             row = [name, site.kind, shape, words, site.implementation]
             table.add_row(*row, *[_timed(site)] * is_timed)
-        text = io.StringIO()
+        text, columns = io.StringIO(), _columns()
         if self.sites:
-            Console(file=text, width=160).print(table)
-        return text.getvalue() + self.summary()
+            Console(file=text, width=columns or WIDEST).print(table)
+        last = self.summary()
+        return text.getvalue() + (textwrap.fill(last, columns) if columns else last)
 
     def summary(self) -> str:
         """Return the last line: how many norms are fused, and why there are none."""
@@ -125,6 +133,16 @@ class Report:
                 "torch.backends.mha.set_fastpath_enabled(False) has them written out"
             )
         return "the call computes no LayerNorm or RMSNorm in a form that docs/models.md lists"
+
+
+def _columns() -> int | None:
+    """Return how wide standard output is, up to `WIDEST`, or None if it is no terminal."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        return min(os.get_terminal_size(sys.stdout.fileno()).columns or WIDEST, WIDEST)
+    except OSError:
+        return None
 
 
 def _leaves(site: Site) -> bool:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
+import struct
+import sys
+import termios
+from collections import Counter
 
 import pytest
 import torch
@@ -33,6 +40,23 @@ def test_report_is_of_the_call_that_is_asked_about() -> None:
     assert not sizes <= {"2", "9", "32"}
     with pytest.raises(RuntimeError, match="Either mode or options"):
         fn.explain(model, x, options=SMALL, mode="reduce-overhead")
+
+
+def test_report_fits_its_terminal_and_keeps_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it had up to 160 columns, which a terminal of 80 broke anywhere."""
+    report = fn.explain(Model(), torch.randn(2, 9, 32), options=SMALL)
+    wide = str(report)
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(controller, "rb"), os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        narrow = str(report)
+        monkeypatch.undo()
+    assert max(map(len, wide.splitlines())) > 60
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert report.summary() in wide
+    letters = [Counter(re.sub(r"\W", "", text)) for text in (wide, narrow)]
+    assert letters[0] == letters[1]
 
 
 @pytest.mark.as_dispatched
