@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.call.frozen import Frozen
 from fused_norm.call.offload import key_of
 
@@ -106,7 +106,7 @@ def frozen_parameters(model: nn.Module | None = None) -> AbstractContextManager[
     Args:
         model: A model whose parameters are frozen from their first call on, in all threads.
     """
-    return frozen.Context(() if model is None else model.parameters())
+    return contexts.Context(() if model is None else model.parameters())
 
 
 def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fused_norm as fn
 from fused_norm import recipes
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.call.offload import key_of
 from fused_norm.chain import library
 from fused_norm.ops import node, norm_linear
@@ -196,7 +196,7 @@ def test_moved_parameters_are_not_frozen() -> None:
     assert not is_frozen(model)
     fn.freeze(model)
     model[0].weight.data = model[0].weight.data.clone()
-    assert frozen.find([model[0].weight]) is None
+    assert contexts.find([model[0].weight]) is None
     fn.unfreeze(model)
 
 
@@ -205,7 +205,7 @@ def offloaded(model: nn.Sequential) -> frozen.Frozen:
     fn.freeze(model, offload=True)
     (record,) = frozen.of([model[0].weight])
     weight = (model[0].weight,)
-    found = frozen.find(weight)
+    found = contexts.find(weight)
     assert found is not None
     made = record.prepared(("test",), found[1], lambda: (torch.ones(1),), weight[0].device)
     assert made is not None
@@ -223,7 +223,7 @@ def test_offloaded_weights(device: str) -> None:
     assert weight.is_contiguous()
     assert frozen.has_offloaded()
     # What was made of it is found by what stands in its place.
-    found = frozen.find([weight])
+    found = contexts.find([weight])
     assert found is not None
     assert record.offload.has_any_of(found[1])
     assert record.prepared(("test",), found[1], lambda: (), weight.device).tensors == (1,)
@@ -357,7 +357,7 @@ def test_no_rows_are_frozen(device: str) -> None:
     with torch.no_grad(), fn.frozen_parameters():
         for _ in range(3):
             scaled_linear(rows, weight, None, recipe="rowwise")
-        assert frozen.find([weight]) is not None
+        assert contexts.find([weight]) is not None
         assert not frozen.of([rows])
     fn.unfreeze(model)
 

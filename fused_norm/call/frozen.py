@@ -202,7 +202,8 @@ class Frozen:
             _frozen.pop(key, None)
 
 
-def _is_ordinary(tensor: Any) -> bool:
+def is_ordinary(tensor: Any) -> bool:
+    """Return whether a tensor has values of its own in memory, by which it can be known."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -210,29 +211,18 @@ def _is_ordinary(tensor: Any) -> bool:
     )
 
 
-def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Frozen, Keys] | None:
-    """Return what froze all of a call's parameters, and their keys; None if nothing did.
+def holding(keys: Keys) -> Frozen | None:
+    """Return what froze all of a call's parameters, None if nothing did.
 
     Args:
-        tensors: The parameters, None for one that is not there.
-        meets: Whether this is a call that a context counts: a backward may meet what was made for
-            its forward alone.
+        keys: Of the parameters, None for one that is not there.
     """
-    if not is_any():
-        return None
-    given = tuple(tensors)
-    if not all(t is None or _is_ordinary(t) for t in given):
-        return None
-    before: Keys | None = None
-    # Another thread may move values meanwhile: then parameters are known by other keys.
-    while (keys := tuple(None if t is None else key_of(t) for t in given)) != before:
-        for key in keys:
-            for reference in _frozen.get(key, ()) if key is not None else ():
-                found = reference()
-                if found is not None and found.holds(keys):
-                    return found, keys
-        before = keys
-    return _here.find(given, keys) if meets else None
+    for key in keys:
+        for reference in _frozen.get(key, ()) if key is not None else ():
+            found = reference()
+            if found is not None and found.holds(keys):
+                return found
+    return None
 
 
 def of(tensors: Iterable[Tensor]) -> list[Frozen]:
@@ -260,7 +250,7 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
     if not has_offloaded():
         return
     # Without a look at contexts, which freeze what they are asked for twice.
-    for tensor in (t for t in tensors if t is not None and _is_ordinary(t)):
+    for tensor in (t for t in tensors if t is not None and is_ordinary(t)):
         if any(record.offload.has_any_of([key_of(tensor)]) for record in of([tensor])):
             raise RuntimeError(
                 "freeze(offload=True) moved a weight of this call to the host's memory, and the "
@@ -279,43 +269,18 @@ def has_offloaded() -> bool:
     return _level > 1
 
 
-class Context:
-    """Freezes the parameters that calls of this thread meet twice in it; the outermost one counts.
-
-    What they meet once may be made for a call, and gone after it.
-
-    Args:
-        parameters: Frozen from the start, for all threads.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
-        self._parameters = tuple(parameters)
-
-    def __enter__(self) -> None:
-        global _contexts
-        self._is_outermost = _here.frozen is None
-        if self._is_outermost:
-            _here.frozen, _here.seen = Frozen(trains=True), {}
-            with _lock:
-                _contexts += 1
-                _tell()
-        assert _here.frozen is not None
-        _here.frozen.admit(p for p in self._parameters if _is_ordinary(p))
-
-    def __exit__(self, *_: object) -> None:
-        global _contexts
-        if self._is_outermost:
-            frozen, _here.frozen = _here.frozen, None
-            with _lock:
-                _contexts -= 1
-            assert frozen is not None
-            frozen.thaw()
-
-
 def tell_changes(listener: Callable[[int], None]) -> None:
     """Have a listener know from now on whether anything is frozen (1), or also offloaded (2)."""
     with _lock:
         _listeners.append(listener)
+        _tell()
+
+
+def count_context(change: int) -> None:
+    """Count a context more (1) or one fewer (-1), in which calls may freeze what they meet."""
+    global _contexts
+    with _lock:
+        _contexts += change
         _tell()
 
 
@@ -330,29 +295,6 @@ def _tell() -> None:
         listener(_level)
 
 
-class _Here(threading.local):
-    """The context of a thread, and the memory of tensors that it has met."""
-
-    frozen: Frozen | None = None
-    seen: dict[Key, StorageWeakRef]
-
-    def find(self, tensors: Sequence[Tensor | None], keys: Keys) -> tuple[Frozen, Keys] | None:
-        if self.frozen is None:
-            return None
-        pairs = [(t, k) for t, k in zip(tensors, keys, strict=True) if t is not None and k]
-        new = [(t, k) for t, k in pairs if not self._has_met(k)]
-        for tensor, key in new:
-            self.seen[key] = StorageWeakRef(tensor.untyped_storage())
-        if new:
-            return None
-        self.frozen.admit(t for t, _ in pairs)
-        return self.frozen, keys
-
-    def _has_met(self, key: Key) -> bool:
-        return key in self.seen and not self.seen[key].expired()
-
-
-_here = _Here()
 _lock = threading.RLock()
 _contexts = 0
 # 1 where anything is frozen, 2 where values have left a device.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_norm import recipes
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.call.prepared import Prepared
 from fused_norm.chain import kernels
 from fused_norm.ops.registration import define, unseen
@@ -158,7 +158,7 @@ def kept_in_8_bits(
         made.extend(_quantized(weight, cast, power_of_two, transposed))
         return tuple(made)
 
-    found = frozen.find([weight], meets=not transposed)
+    found = contexts.find([weight], meets=not transposed)
     if found is None:
         return None, False
     record, keys = found

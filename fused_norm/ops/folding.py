@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.activations import GATED, number_of
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.call.frozen import Frozen
 from fused_norm.call.offload import Keys
 from fused_norm.call.prepared import Prepared
@@ -50,12 +50,12 @@ def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
     """
     own = (t.gamma, t.beta, *(v for pair in zip(t.weights, t.biases, strict=True) for v in pair))
     may_fold = not keeps and t.x.is_cuda and t.x.dtype is torch.bfloat16
-    found = frozen.find(own) if may_fold else None
+    found = contexts.find(own) if may_fold else None
     if found is None:
         return _computed(None, own, spec, t, arguments)
     with found[0].offload.turn():
         # It may have been thawed, or its keys have changed, before it was this call's turn.
-        return _computed(frozen.find(own), own, spec, t, arguments)
+        return _computed(contexts.find(own), own, spec, t, arguments)
 
 
 def _computed(
@@ -81,7 +81,7 @@ def _computed(
                 frozen.require_values([weight])
         return list(_forward_folded(*arguments, None, None, -1, False))
     # Making it may have moved them.
-    again = frozen.find(own)
+    again = contexts.find(own)
     is_offloaded = again is not None and again[0].offload.has_any_of(again[1])
     return list(_forward_folded(*arguments, *made.tensors, made.activation, is_offloaded))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_norm import composition, recipes
 from fused_norm.activations import activated, after_products, is_gate
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
 from fused_norm.ops.autocast import cast, dtype_of_products
@@ -266,5 +266,5 @@ def _are_frozen(weights: Sequence[Tensor]) -> bool:
     """Return whether weights are frozen for good: those of a context may train meanwhile."""
     if is_compiling():
         return False
-    found = frozen.find(weights, meets=False)
+    found = contexts.find(weights, meets=False)
     return found is not None and not found[0].trains

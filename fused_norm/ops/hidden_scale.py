@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fused_norm import recipes
 from fused_norm.activations import PLAIN
-from fused_norm.call import frozen
+from fused_norm.call import contexts
 from fused_norm.ops.eight_bits import kept_in_8_bits
 from fused_norm.recipes import E4M3, Cast, Recipe
 
@@ -76,7 +76,7 @@ def hidden_scale(
     """
     if rows < FEWEST_ROWS:
         return 0.0
-    found = frozen.find((gamma, beta, weight, bias), meets=False)
+    found = contexts.find((gamma, beta, weight, bias), meets=False)
     # Those of a context are frozen from their second call on: bits would change within it.
     if found is None or found[0].trains:
         return 0.0

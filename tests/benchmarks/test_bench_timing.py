@@ -20,7 +20,7 @@ from benchmarks.plan import Listener
 from benchmarks.runner import Runner
 from benchmarks.shapes import Shape
 from benchmarks.timing import Budget
-from fused_norm.call import frozen
+from fused_norm.call import contexts
 
 
 class _Sleeper:
@@ -217,7 +217,7 @@ class TestGpu:
 
         def step() -> Tensor:
             if torch.cuda.is_current_stream_capturing():
-                found = frozen.find([w])
+                found = contexts.find([w])
                 prepared.append(len(found[0]._prepared) if found else 0)
             return fn.norm_linear(x, w, recipe="rowwise")
 

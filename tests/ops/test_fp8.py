@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import fused_norm as fn
 from fused_norm import composition, recipes
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.ops import fp8, scaled
 from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.recipes import E4M3, E5M2, Cast
@@ -378,7 +378,7 @@ def test_weights_cast_for_one_call_are_not_kept() -> None:
     with fn.frozen_parameters(), torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
             layer(torch.randn(M, K).requires_grad_()).float().sum().backward()
-        record = frozen._here.frozen
+        record = contexts._here.frozen
         assert record is not None
         assert not record._prepared
 

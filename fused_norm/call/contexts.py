@@ -1,0 +1,87 @@
+"""What froze a call's parameters; in contexts, calls freeze those that they meet twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fused_norm.call.frozen import Frozen, count_context, holding, is_any, is_ordinary
+from fused_norm.call.offload import Key, Keys, key_of
+
+
+def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Frozen, Keys] | None:
+    """Return what froze all of a call's parameters, and their keys; None if nothing did.
+
+    Args:
+        tensors: The parameters, None for one that is not there.
+        meets: Whether this is a call that a context counts: a backward may meet what was made for
+            its forward alone.
+    """
+    if not is_any():
+        return None
+    given = tuple(tensors)
+    if not all(t is None or is_ordinary(t) for t in given):
+        return None
+    before: Keys | None = None
+    # Another thread may move values meanwhile: then parameters are known by other keys.
+    while (keys := tuple(None if t is None else key_of(t) for t in given)) != before:
+        if found := holding(keys):
+            return found, keys
+        before = keys
+    return _here.find(given, keys) if meets else None
+
+
+class Context:
+    """Freezes the parameters that calls of this thread meet twice in it; the outermost one counts.
+
+    What they meet once may be made for a call, and gone after it.
+
+    Args:
+        parameters: Frozen from the start, for all threads.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self._parameters = tuple(parameters)
+
+    def __enter__(self) -> None:
+        self._is_outermost = _here.frozen is None
+        if self._is_outermost:
+            _here.frozen, _here.seen = Frozen(trains=True), {}
+            count_context(1)
+        assert _here.frozen is not None
+        _here.frozen.admit(p for p in self._parameters if is_ordinary(p))
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_outermost:
+            frozen, _here.frozen = _here.frozen, None
+            count_context(-1)
+            assert frozen is not None
+            frozen.thaw()
+
+
+class _Here(threading.local):
+    """The context of a thread, and the memory of tensors that it has met."""
+
+    frozen: Frozen | None = None
+    seen: dict[Key, StorageWeakRef]
+
+    def find(self, tensors: Sequence[Tensor | None], keys: Keys) -> tuple[Frozen, Keys] | None:
+        if self.frozen is None:
+            return None
+        pairs = [(t, k) for t, k in zip(tensors, keys, strict=True) if t is not None and k]
+        new = [(t, k) for t, k in pairs if not self._has_met(k)]
+        for tensor, key in new:
+            self.seen[key] = StorageWeakRef(tensor.untyped_storage())
+        if new:
+            return None
+        self.frozen.admit(t for t, _ in pairs)
+        return self.frozen, keys
+
+    def _has_met(self, key: Key) -> bool:
+        return key in self.seen and not self.seen[key].expired()
+
+
+_here = _Here()
