@@ -6,6 +6,7 @@ brings its own providers and timers, which have kept their interfaces since they
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -28,6 +29,8 @@ WARM_UP = 0.1
 # process has used the caches and the GPU.
 SHORT = 1e-3
 SAMPLES = 4
+# Of Python's thread and of the one that computes gradients.
+CORES = 2
 
 
 class Side:
@@ -44,6 +47,7 @@ class Side:
         names = ("case", "blocks", "providers", "timing", "environment")
         self._parts = [importlib.import_module(f"{harness}.{name}") for name in names]
         self._device = torch.device(device)
+        self._cores = sorted(os.sched_getaffinity(0))
         self._stream = torch.cuda.Stream() if device == "cuda" else None
         self._timers: dict[str, Any] = {}
 
@@ -66,6 +70,7 @@ class Side:
         self._timers.clear()
         torch._dynamo.reset()
         gc.collect()
+        run_on(self._cores)
         if self._stream:
             torch.cuda.empty_cache()
         size = type(blocks.SHAPES["vit-l"])(*shape) if shape else blocks.SHAPES[op]
@@ -80,6 +85,9 @@ class Side:
                 bound = provider.prepare(provider.load(), case)(inputs)
                 steps[name] = step_of(bound, mode, gradients)
                 found[name] = [v.detach() for v in listed(steps[name]()) if v is not None]
+        if self._stream:
+            # Results are compared on another stream.
+            torch.cuda.synchronize()
         deviations = {
             name: max(deviation(*pair) for pair in zip(found[name], found["eager"], strict=True))
             for name in providers
@@ -96,6 +104,8 @@ class Side:
                 timer.warm_up(WARM_UP)
                 problems[name] = getattr(timer, "problem", "")
         gc.collect()
+        # Those of the other process, too, which waits meanwhile: cores differ by a third.
+        run_on(self._cores[:CORES])
         return {"deviations": deviations, "problems": problems, "shape": list(size)}
 
     def sample(self, provider: str, mode: str) -> dict[str, float]:
@@ -117,6 +127,14 @@ class Side:
         environment = self._parts[-1]
         found: str = environment.describe(self._device, "").fused_norm
         return found
+
+
+def run_on(cores: list[int]) -> None:
+    """Have all threads of this process run on some cores."""
+    for thread in os.listdir("/proc/self/task"):
+        # One may have ended meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def step_of(bound: Any, mode: str, gradients: list[Tensor]) -> Callable[[], Any]:
