@@ -219,9 +219,13 @@ def test_other_records_of_the_same_parameters(no_grad: None) -> None:
         again = freeze_parameters(mlp.parameters())
         mlp(x)
         assert used[3] > used[1]
-        of_weight.thaw()
+        # A write that goes unnoticed, until the weight is quantized again.
+        mlp.fc1_weight.mul_(64)
         mlp(x)
         assert used[4] == used[3]
+        of_weight.thaw()
+        mlp(x)
+        assert used[5] > used[4]
         again.thaw()
 
 
@@ -319,6 +323,10 @@ def test_weights_that_were_quantized_elsewhere(no_grad: None) -> None:
     how["norm_weight"] = mlp.layer_norm_weight
     with scales() as used:
         found = fn.norm_mlp(x, made, mlp.fc1_bias, mlp.fc2_weight, mlp.fc2_bias, **how)
+        q, scale = recipes.quantize(mlp.fc2_weight, Cast(E4M3, "row"), False)
+        made = scaled_weight(q, scale, "rowwise", BF16)
+        other = fn.norm_mlp(x, mlp.fc1_weight, mlp.fc1_bias, made, mlp.fc2_bias, **how)
+    assert torch.equal(found, other)
     assert not used
     fn.unfreeze(mlp)
     assert torch.equal(found, mlp(x))
