@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks.case import Case
 from benchmarks.ops import Member
 from benchmarks.parts import BARE, TORCH
 from benchmarks.timing import Budget, GpuTimer, Rounds
-from fused_norm import frozen_parameters
+from fused_norm.freeze import freeze_parameters
 from fused_norm.models import backend
 
 Block = Callable[..., Tensor]
@@ -45,13 +45,13 @@ class Provider(NamedTuple):
         name: What the table calls it.
         formula: Computes y from the block's inputs.
         modes: Those that it is measured in.
-        capture: Makes the context that its calls are captured in.
+        freezes: Whether weights are frozen.
     """
 
     name: str
     formula: Block
     modes: tuple[str, ...] = MODES
-    capture: Callable[[], AbstractContextManager[Any]] = nullcontext
+    freezes: bool = False
 
 
 class _Products(torch.autograd.Function):
@@ -135,8 +135,18 @@ def providers(member: Member) -> list[Provider]:
     # DeepSeek's, which torchao does not have.
     found.append(Provider("fused_norm blockwise", _by_us(reference, {"fp8": "blockwise"})))
     ours = _by_us(reference, {"fp8": "rowwise"})
-    found.append(Provider("fused_norm rowwise, frozen", ours, ("forward",), frozen_parameters))
+    found.append(Provider("fused_norm rowwise, frozen", ours, ("forward",), freezes=True))
     return found
+
+
+@contextmanager
+def _frozen(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Freeze weights for good, as `freeze` does those of a model."""
+    record = freeze_parameters(weights)
+    try:
+        yield
+    finally:
+        record.thaw()
 
 
 def _compiled(formula: Block) -> Block:
@@ -160,6 +170,7 @@ def measure(member: Member, mode: str, budget: Budget, device: torch.device) -> 
         for provider in providers(member):
             if mode not in provider.modes:
                 continue
+            capture: Any = partial(_frozen, inputs[1:]) if provider.freezes else nullcontext
 
             def step(formula: Block = provider.formula) -> Any:
                 y = formula(*inputs)
@@ -168,7 +179,7 @@ def measure(member: Member, mode: str, budget: Budget, device: torch.device) -> 
                 )
 
             try:
-                with torch.cuda.stream(stream), provider.capture():
+                with torch.cuda.stream(stream), capture():
                     y = provider.formula(*inputs).detach()
                     step()
                 torch.cuda.synchronize()
@@ -177,7 +188,7 @@ def measure(member: Member, mode: str, budget: Budget, device: torch.device) -> 
                 found[provider.name] = {"error": f"{type(error).__name__}: {error}"[:300]}
                 continue
             found[provider.name] = {"sqnr": round(_decibels(expected, y), 1)}
-            timers[provider.name] = GpuTimer([step], stream, provider.capture)
+            timers[provider.name] = GpuTimer([step], stream, capture)
         rounds = Rounds(dict(timers), budget, 0)
         rounds.run()
     for name, timer in timers.items():

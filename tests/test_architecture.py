@@ -409,3 +409,13 @@ def test_kernels_say_their_grid_and_block() -> None:
         docstring = re.search(rf'^def {name}\b.*?"""(.*?)"""', path.read_text(), re.M | re.S)
         assert docstring is not None, f"{path}: {name}"
         assert {"Grid:", "Block:"} <= set(docstring[1].split()), f"{path}: {name}"
+
+
+def test_one_function_knows_whether_a_compiler_calls() -> None:
+    """PyTorch's own says so of less in older releases: a graph quantized frozen weights again."""
+    users = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "fused_norm").rglob("*.py")
+        if "compiler.is_compiling" in path.read_text()
+    ]
+    assert users == ["fused_norm/ops/registration.py"]

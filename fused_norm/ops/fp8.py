@@ -164,7 +164,7 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
 
 def _may_be_bounded(spec: Spec, t: Operands, recipe: Recipe) -> bool:
     """Return whether the hidden rows of an MLP may get a scale of their parameters' bound."""
-    if not torch.compiler.is_compiling() and not frozen.is_any():
+    if not is_compiling() and not frozen.is_any():
         return False
     # Weights that were quantized elsewhere give the numbers that they give there.
     return (
