@@ -6,7 +6,7 @@
 - `<picture>` becomes a picture for each color scheme and width, of which the style shows one.
 - `<!-- ::: name -->` becomes mkdocstrings' directive, which GitHub would print.
 - Images load when they come into view, and names in tables break after `::`.
-- The style knows a column of numbers, whose title is `#`.
+- The style knows columns of numbers, whose title is `#`, and options such as `--all`.
 - The table of contents of the reference names each function once.
 - The search leaves out code and lists of files.
 - Formulas between dollar signs become MathML, which needs no script.
@@ -42,6 +42,7 @@ DIRECTIVE = re.compile(r"^<!-- (::: [\w.]+) -->$", re.MULTILINE)
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
+OPTION = re.compile(r"<code>(--?\w[\w-]{0,30})(?=[ <])")
 CODE_IN_CELL = re.compile(r"<code>[^<]*::[^<]*</code>")
 # Anchors of mkdocstrings begin like this, below a heading that the page has itself.
 DOCUMENTED = "fused_norm."
@@ -128,6 +129,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     """
     _name_once(page.toc)
     content = CODE_IN_CELL.sub(lambda found: found[0].replace("::", "::<wbr>"), content)
+    content = OPTION.sub(r'<code><span class="option">\1</span>', content)
     content = re.sub(r"<th([^>]*)>#</th>", r'<th class="numbers"\1>#</th>', content)
 
     def formula(match: re.Match[str]) -> str:

@@ -20,6 +20,14 @@ def item(name: str, *children: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(id=name, children=list(children))
 
 
+def test_an_option_breaks_nowhere() -> None:
+    """Regression: browsers broke `--target` behind its hyphens."""
+    content = "<code>--target cpu</code> <code>a --b</code> <code>-x</code> <code>--</code>"
+    found = site_hooks.on_page_content(content, SimpleNamespace(toc=[]))
+    expected = content.replace("--target", '<span class="option">--target</span>')
+    assert found == expected.replace("-x", '<span class="option">-x</span>')
+
+
 def test_the_contents_name_each_function_once() -> None:
     """Regression: below the page's heading of a function stood mkdocstrings' own."""
     module = item("fused_norm.modules.Module", item("fused_norm.modules.Module.forward"))
