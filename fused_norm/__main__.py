@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
 import textwrap
@@ -15,11 +14,12 @@ from fused_norm import bench, doctor
 from fused_norm.chain import library
 from fused_norm.native import build as native
 from fused_norm.native import cache, compiler
+from fused_norm.parser import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fused_norm", description=__doc__)
+    parser = Parser(prog="python -m fused_norm", description=__doc__)
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     examine = commands.add_parser(

@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fused_norm as fn
+from fused_norm.parser import Parser
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPES = {
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 if all of our results were right, and within `--max-ratio`; 1 if not; 2 for a wrong
         command line.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m fused_norm bench", description="Compare a few calls with PyTorch eager."
     )
     parser.add_argument("--device", choices=list(SHAPES), help="default: cuda if there is one")

@@ -44,6 +44,7 @@ PYTHON_LAYERS = [
     ["functional", "composed", "freeze", "head", "trainable_eps"],
     ["qkv"],
     ["modules", "models"],
+    ["parser"],
     ["doctor", "bench", "tuning", "graphs"],
     ["__main__"],
 ]

@@ -102,6 +102,9 @@ def test_bench_is_right_in_each_dtype(device: str) -> None:
         ["bench", "--shape", "3,0,4"],
         ["bench", "--device", "meta"],
         ["bench", "--rounds", "0"],
+        ["build", "--dtype", "float8"],
+        ["tune", "--sizes", "1,2"],
+        ["docter"],
     ],
     ids=" ".join,
 )
@@ -111,7 +114,9 @@ def test_commands_that_are_refused(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "error: " in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "error: " in err
+    assert max(map(len, err.splitlines())) <= 80
 
 
 def test_the_library_leaves_the_benchmark_and_the_tutorial_out() -> None:

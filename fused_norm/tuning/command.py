@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +10,13 @@ import torch
 from rich.console import Console
 
 from fused_norm.devices import choice
+from fused_norm.parser import Parser
 from fused_norm.tuning import tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure this machine, print where the result is, and return an exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m fused_norm tune",
         description="Measure this machine's CPU or GPU, so that later calls use the fastest "
         f"strategy. {choice.SWITCH}=0 returns to the shipped measurements.",

@@ -252,4 +252,4 @@ def test_command_line(tmp_path: Path) -> None:
         check=False,
     )
     assert wrong.returncode == 2
-    assert "a size is M,K,N, three positive integers: got '1,2'" in wrong.stderr
+    assert "a size is M,K,N, three positive integers: got '1,2'" in " ".join(wrong.stderr.split())
