@@ -1,6 +1,6 @@
 """Whether calls take the fastest strategy at sizes that nobody has chosen.
 
-    poe bench --regret [--device cuda [--training]] [--seed N] [--count N] [--json FILE]
+    poe bench --regret [--device cuda [--training] [--normalization rms_norm]] [--seed N]
 
 Sizes are drawn by a seed. Of each, on a CPU, the strategies (our product, our passes around
 PyTorch's, and PyTorch's ops alone) and what users get are interleaved; `regret` is the time of what
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--regret", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--training", action="store_true", help="with a backward, on a GPU")
+    norms = ("layer_norm", "rms_norm")
+    parser.add_argument("--normalization", choices=norms, default=norms[0], help="on a GPU")
     parser.add_argument("--commit", help="what is measured, where there is no repository")
     parser.add_argument("--from-json", type=Path, help="show a file's results instead of measuring")
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the sizes (default: {SEED})")
@@ -68,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif is_gpu:
         seconds, dtypes = options.seconds / 10, options.dtype
         drawn = (options.count, options.seed, seconds, dtypes)
-        calls = regret_gpu.measured(*drawn, trains=options.training)
+        how = {"trains": options.training, "normalization": options.normalization}
+        calls = regret_gpu.measured(*drawn, **how)
     else:
         calls = list(measured(options))
     Console().print(shown.table(calls), soft_wrap=True)
@@ -79,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 describe(torch.device(options.device), options.commit)
             ),
             "seed": options.seed,
+            "normalization": options.normalization,
             "chosen_by": str(_chosen_by(kind)),
             "fields": record._fields,
         }

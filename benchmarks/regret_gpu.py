@@ -32,9 +32,9 @@ AGAIN, LONGER = 1.05, 4
 
 
 def measured(
-    count: int, seed: int, seconds: float, dtypes: Sequence[str], trains: bool = False
+    count: int, seed: int, seconds: float, dtypes: Sequence[str], **how: Any
 ) -> list[GpuCall]:
-    """Return forwards of sizes drawn, with each strategy, and with their backwards if `trains`.
+    """Return forwards of sizes drawn, with each strategy, as `gpu.measure` is told.
 
     Raises:
         RuntimeError: If there is no Hopper.
@@ -45,9 +45,9 @@ def measured(
     with Progress(console=Console(stderr=True)) as progress:
         sizes = draw_for_gpu(count, seed, dtypes or DTYPES)
         for size in progress.track(sizes, description="sizes"):
-            call = gpu.measure(size, seconds, CHOSEN, trains=trains)
+            call = gpu.measure(size, seconds, CHOSEN, **how)
             if max(regret(call, name, False) for name in chosen(call)) > AGAIN:
-                call = gpu.measure(size, LONGER * seconds, CHOSEN, trains=trains)
+                call = gpu.measure(size, LONGER * seconds, CHOSEN, **how)
             found.append(call)
     return found
 

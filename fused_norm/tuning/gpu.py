@@ -80,7 +80,12 @@ def strategies() -> Iterator[Callable[[int], None]]:
 
 @torch.no_grad()
 def measure(
-    size: Size, seconds: float, others: Iterable[str] = (), *, trains: bool = False
+    size: Size,
+    seconds: float,
+    others: Iterable[str] = (),
+    *,
+    trains: bool = False,
+    normalization: str = "layer_norm",
 ) -> GpuCall:
     """Measure a forward with each strategy.
 
@@ -90,17 +95,15 @@ def measure(
         others: "chosen" and "chosen frozen", to measure what users get as well.
         trains: Whether a backward with all gradients follows, which no strategy that keeps
             anything has.
+        normalization: Or `"rms_norm"`, without a bias of the norm or of the layer.
     """
     dtype, (M, K, N) = DTYPES[size.dtype], size[2:]
     count = max(2, min(MOST_SETS, int(CACHE / (dtype.itemsize * (M * K + K * N + M * N))) + 1))
-    sets = [_inputs(M, K, N, dtype) for _ in range(count)]
-
-    def eager(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(F.layer_norm(x, (K,), gamma, beta, EPS), weight, bias)
-
-    def ours(x: Tensor, gamma: Tensor, beta: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS)
-
+    is_rms = normalization == "rms_norm"
+    # x, the weight and gamma alone.
+    sets = [_inputs(M, K, N, dtype)[: 3 if is_rms else None] for _ in range(count)]
+    eager: Callable[..., Tensor] = _rms_norm_linear if is_rms else _layer_norm_linear
+    ours: Callable[..., Tensor] = _rms_norm_linear_by_us if is_rms else _layer_norm_linear_by_us
     wanted = STRATEGIES | (FOLDS if dtype is torch.bfloat16 else {}) | dict.fromkeys(others, 0)
     if trains:
         wanted = {name: strategy for name, strategy in wanted.items() if name not in KEEPING}
@@ -153,7 +156,28 @@ def _inputs(M: int, K: int, N: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
-    return normal(M, K), normal(K), normal(K), normal(N, K) * K**-0.5, normal(N)
+    return normal(M, K), normal(N, K) * K**-0.5, normal(K), normal(K), normal(N)
+
+
+def _layer_norm_linear(x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+    gamma, beta, bias = rest
+    return F.linear(F.layer_norm(x, x.shape[-1:], gamma, beta, EPS), weight, bias)
+
+
+def _layer_norm_linear_by_us(x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+    gamma, beta, bias = rest
+    y: Tensor = fn.norm_linear(x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS)
+    return y
+
+
+def _rms_norm_linear(x: Tensor, weight: Tensor, gamma: Tensor) -> Tensor:
+    return F.linear(F.rms_norm(x, x.shape[-1:], gamma, EPS), weight)
+
+
+def _rms_norm_linear_by_us(x: Tensor, weight: Tensor, gamma: Tensor) -> Tensor:
+    options: Any = {"normalization": "rms_norm", "norm_weight": gamma, "eps": EPS}
+    y: Tensor = fn.norm_linear(x, weight, **options)
+    return y
 
 
 def _trained(call: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -145,12 +145,14 @@ def test_training_has_nothing_frozen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+@pytest.mark.parametrize("normalization", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("trains", [False, True])
-def test_a_call_is_measured(trains: bool) -> None:
+def test_a_call_is_measured(trains: bool, normalization: str) -> None:
     if not is_hopper(0):
         pytest.skip("its choices are those of Hoppers")
     size = Size("bfloat16", "", 256, 512, 768)
-    call = gpu.measure(size, 0.001, regret_gpu.CHOSEN, trains=trains)
+    how: Any = {"trains": trains, "normalization": normalization}
+    call = gpu.measure(size, 0.001, regret_gpu.CHOSEN, **how)
     assert "kept" in call.graph or trains
     assert regret_gpu.chosen(call) == (["chosen"] if trains else list(regret_gpu.CHOSEN))
     assert all(us > 0 for found in (call.graph, call.launched) for us in found.values())
