@@ -83,7 +83,29 @@ class Frozen:
         """
         with self.offload.turn():
             # Another thread may have moved values since the caller asked for their keys.
-            return self._prepare(name, self.offload.current(keys), make, device, activation)
+            keys = self.offload.current(keys)
+            stream, in_graph = 0, False
+            if device.type == "cuda":
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
+                in_graph = torch.cuda.is_current_stream_capturing()
+            with _lock:
+                found = self._prepared.get((*name, keys))
+            if found is None:
+                if in_graph or self.offload.has_any_of(keys) or self.offload.has_staying(keys):
+                    return None
+                tensors = allocate(make, device)
+                if device.type == "cuda":
+                    # Any stream may read it then.
+                    torch.cuda.current_stream(device).synchronize()
+                made = Prepared(tensors, stream, activation=activation)
+                with _lock:
+                    # Another thread may have made it meanwhile.
+                    found = self._prepared.setdefault((*name, keys), made)
+            if device.type == "cuda":
+                found.read_on(stream, in_graph)
+            if not in_graph:
+                self._offload(name, keys)
+            return found
 
     def found(
         self, name: Sequence[Hashable], keys: Keys, of: Prepared, find: Callable[[], float]
@@ -112,37 +134,6 @@ class Frozen:
             if self.holds(keys):
                 self._found[key] = of, number
         return number
-
-    def _prepare(
-        self,
-        name: Sequence[Hashable],
-        keys: Keys,
-        make: Callable[[], tuple[Tensor, ...]],
-        device: torch.device,
-        activation: int,
-    ) -> Prepared | None:
-        stream, in_graph = 0, False
-        if device.type == "cuda":
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            in_graph = torch.cuda.is_current_stream_capturing()
-        with _lock:
-            found = self._prepared.get((*name, keys))
-        if found is None:
-            if in_graph or self.offload.has_any_of(keys) or self.offload.has_staying(keys):
-                return None
-            tensors = allocate(make, device)
-            if device.type == "cuda":
-                # Any stream may read it then.
-                torch.cuda.current_stream(device).synchronize()
-            made = Prepared(tensors, stream, activation=activation)
-            with _lock:
-                # Another thread may have made it meanwhile.
-                found = self._prepared.setdefault((*name, keys), made)
-        if device.type == "cuda":
-            found.read_on(stream, in_graph)
-        if not in_graph:
-            self._offload(name, keys)
-        return found
 
     def _offload(self, name: Sequence[Hashable], keys: Keys) -> None:
         """Move values of which something was made to the host's memory.
