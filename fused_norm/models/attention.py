@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from fused_norm.models.emit import Emitter
@@ -16,13 +16,13 @@ from fused_norm.models.forms import form
 from fused_norm.models.values import dtype, shape, value
 
 
-def write_out_attention(graph: Graph, emitter: Emitter) -> None:
+def write_out_attention(emitter: Emitter) -> None:
     """Write self-attention that returns no weights out, as `F.multi_head_attention_forward` has it.
 
     Args:
-        graph: The graph.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph.
     """
+    graph = emitter.graph
     for node in list(graph.nodes):
         if form(node).kind != "attention" or node.op != "call_function":
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.flow import Flow
+from fused_norm.models.sites import Site
 from fused_norm.models.values import value
 
 _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
@@ -21,11 +23,15 @@ class Emitter:
 
     Args:
         graph: The graph.
+
+    Attributes:
+        graph: The graph.
         flow: What is known of it, which takes the new nodes up.
+        made: The new nodes, in the order in which they were added.
     """
 
-    def __init__(self, graph: Graph, flow: Flow) -> None:
-        self.graph, self.flow = graph, flow
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.flow = graph, Flow(graph)
         self.made: list[Node] = []
 
     def emit(
@@ -75,6 +81,26 @@ class Emitter:
             else:
                 assert callable(node.target)
                 node.meta[key] = node.target(*args, **kwargs)
+
+    def replace(
+        self, old: Node, new: Node, inner: Iterable[Node], written: Iterable[Node], site: Site
+    ) -> None:
+        """Have a call take the place of what it stands for, and say in the site what that saves.
+
+        Args:
+            old: The result that goes.
+            new: That of the call.
+            inner: All nodes that the call stands for.
+            written: The tensors that are written in their place.
+            site: What became of them.
+        """
+        old.replace_all_uses_with(new)
+        gone = sorted(inner, reverse=True)
+        site.fused, site.ops_before, site.ops_after = True, count_ops(gone), 1
+        site.bytes_saved = bytes_written(gone) - bytes_written(written)
+        for node in gone:
+            if not node.users:
+                self.graph.erase_node(node)
 
     def forget(self, count: int = 0) -> None:
         """Take new nodes out of the graph again.

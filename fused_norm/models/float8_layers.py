@@ -64,21 +64,18 @@ class _Layer(NamedTuple):
     inner: frozenset[Node] = frozenset()
 
 
-def as_scaled_linears(
-    graph: Graph, flow: Flow, emitter: Emitter, keeps_rounding: bool
-) -> list[Site]:
+def as_scaled_linears(emitter: Emitter, keeps_rounding: bool) -> list[Site]:
     """Emit a call of `scaled_linear` in the place of each layer; return the layers that stay.
 
     Args:
-        graph: The graph.
-        flow: What is known of it.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph.
         keeps_rounding: Whether a result is rounded before a bias is added, as torchao does.
     """
     left: list[Site] = []
+    flow = emitter.flow
     if is_batch_invariant():
         return left
-    for node in list(graph.nodes):
+    for node in list(emitter.graph.nodes):
         f = form(node)
         whose, count = "torchao", len(emitter.made)
         try:
@@ -88,10 +85,10 @@ def as_scaled_linears(
                 layer = _trained(node, flow, keeps_rounding)
             elif float8_transformers.is_product(node):
                 whose = "transformers"
-                layer = _of_transformers(node, graph, flow, emitter)
+                layer = _of_transformers(node, emitter)
             else:
                 continue
-            _put(layer, graph, emitter)
+            _put(layer, emitter)
         except (Left, NotImplementedError) as reason:
             emitter.forget(count)
             x: Any = node.args[0]
@@ -112,8 +109,7 @@ def lone_layers(graph: Graph) -> list[Site]:
 
 
 def _site(node: Node, x: Node) -> Site:
-    size, kind = tuple(map(str, shape(x))), str(dtype(x)).removeprefix("torch.")
-    return Site(module_path(node), LINEAR, size, kind, 1)
+    return Site(module_path(node), LINEAR, linears=1).describe(value(x))
 
 
 def _is_trained(node: Node) -> bool:
@@ -176,12 +172,13 @@ def _inference(node: Node, flow: Flow) -> _Layer:
     return _Layer(node, node, x, weight, bias, recipe)
 
 
-def _of_transformers(node: Node, graph: Graph, flow: Flow, emitter: Emitter) -> _Layer:
+def _of_transformers(node: Node, emitter: Emitter) -> _Layer:
     """Return what a Linear layer of transformers' is, its weight put together beside its inputs.
 
     Raises:
         Left: If a call in its place would not do the same.
     """
+    graph, flow = emitter.graph, emitter.flow
     found = float8_transformers.parts(node)
     x, bias = found.x, found.bias
     if dtype(x) is not dtype(node):
@@ -224,8 +221,8 @@ def _require_suited(x: Node, weight: Node, recipe: str) -> None:
         raise Left(f"no kernels for {recipe} and {rows.dtype} on this GPU")
 
 
-def _put(layer: _Layer, graph: Graph, emitter: Emitter) -> None:
-    count, out = len(emitter.made), layer.out
+def _put(layer: _Layer, emitter: Emitter) -> None:
+    graph, count, out = emitter.graph, len(emitter.made), layer.out
     with graph.inserting_before(out):
         arguments = (layer.x, layer.weight, layer.bias)
         try:

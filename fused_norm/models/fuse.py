@@ -17,7 +17,6 @@ from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.float8_layers import as_scaled_linears, lone_layers
-from fused_norm.models.flow import Flow
 from fused_norm.models.forms import above, form, is_noop, name
 from fused_norm.models.heads import fuse_heads
 from fused_norm.models.layouts import come_turned, keep_dense
@@ -137,21 +136,18 @@ def fuse_graph(
         options: What may be done.
         replaced: As in `fuse`.
     """
-    flow = Flow(graph)
-    drop_idle_masks(graph, flow)
-    write_out_attention(graph, Emitter(graph, flow))
+    emitter = Emitter(graph)
+    drop_idle_masks(emitter.flow)
+    write_out_attention(emitter)
     keeps_rounding = options.rounding == "model"
-    flow = Flow(graph)
-    left = as_scaled_linears(graph, flow, Emitter(graph, flow), keeps_rounding)
-    flow = Flow(graph)
-    heads = fuse_heads(graph, flow, Emitter(graph, flow), options.small)
-    flow = Flow(graph)
-    turns = fuse_rotations(graph, flow, Emitter(graph, flow), options.small, keeps_rounding)
-    flow = Flow(graph)
-    split_streams(graph, flow, Emitter(graph, flow))
+    left = as_scaled_linears(Emitter(graph), keeps_rounding)
+    heads = fuse_heads(Emitter(graph), options.small)
+    turns = fuse_rotations(Emitter(graph), options.small, keeps_rounding)
+    emitter = Emitter(graph)
+    split_streams(emitter)
     inputs, layers = _fused_inputs(graph)
     precision = Precision(options.fp8, options.skip)
-    found = find_sums(graph, flow, functools.partial(_adds, options))
+    found = find_sums(emitter.flow, functools.partial(_adds, options))
     # Layers on norms become part of other calls, and no product in FP8 adds.
     sums = {
         s.total
@@ -161,8 +157,7 @@ def fuse_graph(
         and not _would_copy(s.residual, options)
     }
     rewriter = Rewriter(
-        graph,
-        flow,
+        emitter,
         keeps_rounding,
         lambda total: any(_leads_to(user, total, inputs) for user in [total, *total.users]),
         sums,
@@ -175,11 +170,11 @@ def fuse_graph(
         norm = None if node._erased else find_norm(node)
         if norm is not None:
             sites.append(_site(norm, rewriter, options, is_busy))
-    added = [add_in_product(total, graph, flow, rewriter.emitter) for total in sorted(sums)]
+    added = [add_in_product(total, emitter) for total in sorted(sums)]
     sites += [site for site in added if site is not None]
     sites += lone_layers(graph)
-    sites += rewriter.precision.rewrite_linears(graph, rewriter.emitter)
-    keep_dense(graph, flow, rewriter.emitter)
+    sites += precision.rewrite_linears(emitter)
+    keep_dense(emitter)
     return heads + sites + left + turns
 
 
@@ -222,8 +217,7 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
 
 def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Site:
     """Rewrite one norm, if that can be; return what became of it."""
-    x = value(norm.x)
-    site = Site(norm.path, norm.kind, tuple(map(str, x.shape)), str(x.dtype).removeprefix("torch."))
+    site = Site(norm.path, norm.kind).describe(value(norm.x))
     try:
         readers = find_readers(norm)
         site.linears = sum(len(reading.products) for reading in readers.readings)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm.chain import head_sm90
 from fused_norm.cross_entropy import Loss
 from fused_norm.head import linear_cross_entropy
 from fused_norm.models.calls import Left
-from fused_norm.models.costs import bytes_written, count, count_ops
+from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import form, is_cast, is_narrowing, is_noop, name
@@ -48,23 +48,21 @@ class _Head:
     inner: set[Node] = field(default_factory=set)
 
 
-def fuse_heads(graph: Graph, flow: Flow, emitter: Emitter, small: bool | None) -> list[Site]:
+def fuse_heads(emitter: Emitter, small: bool | None) -> list[Site]:
     """Emit a call in the place of each head; return what became of the cross entropies of layers.
 
     Args:
-        graph: The graph.
-        flow: What is known of it.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph.
         small: Whether to fuse heads of few logits, too.
     """
     sites = []
-    for loss in [node for node in graph.nodes if form(node).kind == "cross_entropy"]:
+    for loss in [node for node in emitter.graph.nodes if form(node).kind == "cross_entropy"]:
         emitter.made.clear()
         site = Site(module_path(loss), HEAD)
         try:
             head = _find(loss, site)
-            _check(head, flow, small)
-            _put(head, graph, emitter, site)
+            _check(head, emitter.flow, small)
+            _put(head, emitter, site)
         except Left as left:
             emitter.forget()
             site.reason = str(left)
@@ -84,8 +82,7 @@ def _find(loss: Node, site: Site) -> _Head:
     """
     node: Any = form(loss)["input"]
     if is_tensor(node):
-        site.shape = tuple(map(str, shape(node)))
-        site.dtype = str(value(node).dtype).split(".")[1]
+        site.describe(value(node))
     views: list[Node] = []
     inner = {loss}
     softcap = None
@@ -112,9 +109,7 @@ def _find(loss: Node, site: Site) -> _Head:
     if product is None or product.out is not node:
         raise Left("its input comes from a product that is no Linear layer's")
     site.path = module_path(product.node) or site.path
-    tensor = value(start)
-    site.shape, site.dtype = tuple(map(str, tensor.shape)), str(tensor.dtype).split(".")[1]
-    site.linears = 1
+    site.describe(value(start)).linears = 1
     for each in sorted({product.node, *inner} - {loss}):
         outside = [user for user in each.users if user not in inner]
         if outside:
@@ -202,7 +197,7 @@ def _implementation(head: _Head) -> str:
     return "kernels" if has_kernels else "PyTorch's ops on chunks of rows"
 
 
-def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
+def _put(head: _Head, emitter: Emitter, site: Site) -> None:
     """Emit the call into the graph, and take out what it stands for."""
     loss, product = head.loss, head.product
     f = form(loss)
@@ -210,7 +205,7 @@ def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
     def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
         return emitter.emit(target, args, kwargs, loss)
 
-    with graph.inserting_before(loss):
+    with emitter.graph.inserting_before(loss):
         rows = head.x
         for view in head.views:
             v = form(view)
@@ -228,11 +223,5 @@ def _put(head: _Head, graph: Graph, emitter: Emitter, site: Site) -> None:
             result = emit("to", result, value(loss).dtype)
     if value(result).shape != value(loss).shape:
         raise Left("the loss has another shape")
-    site.implementation = _implementation(head)
-    loss.replace_all_uses_with(result)
-    gone = sorted(head.inner, reverse=True)
-    site.fused, site.calls = True, ["linear_cross_entropy"]
-    site.ops_before, site.ops_after = count_ops(gone), 1
-    site.bytes_saved = bytes_written(gone) - bytes_written([result])
-    for node in gone:
-        graph.erase_node(node)
+    site.calls, site.implementation = ["linear_cross_entropy"], _implementation(head)
+    emitter.replace(loss, result, head.inner, [result], site)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm.functional import linear_add
 from fused_norm.models.calls import CALLS, Left
@@ -96,16 +96,15 @@ def _take_value(new: Node, old: Node) -> None:
     new.meta.update({key: old.meta[key] for key in ("example_value", "val") if key in old.meta})
 
 
-def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
+def keep_dense(emitter: Emitter) -> None:
     """Have the calls of a graph hand rows to each other dense.
 
     Rows that take a gradient stay as they are: its layout would be another than the model's.
 
     Args:
-        graph: The graph, with calls of the op family in it.
-        flow: What is known of it.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph, with calls of the op family in it.
     """
+    graph = emitter.graph
     calls = [node for node in graph.nodes if node.target in CALLS]
     readers = Counter(above(t, casts=False) for call in calls for t in _rows(call) if is_turned(t))
     # Rows that lie densely, for those that do not.
@@ -115,7 +114,7 @@ def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
     moved: set[Node] = set()
     for call in calls:
         results = [node for node in _results(call) if is_turned(node)]
-        turned = _turned(call, flow)
+        turned = _turned(call, emitter.flow)
         # A call copies what it reads anyway: a copy of its own pays where another reads it, too.
         if not results:
             turned = [t for t in turned if (r := above(t, casts=False)) in copies or readers[r] > 1]
@@ -131,7 +130,7 @@ def keep_dense(graph: Graph, flow: Flow, emitter: Emitter) -> None:
                 emitter.trace(node, call)
             moved.update(results)
             for node, meta in before:
-                _lay_out_for_others(node, meta, flow, emitter)
+                _lay_out_for_others(node, meta, emitter)
     for node in laid:
         _erase_unread(node, laid[node])
 
@@ -144,14 +143,14 @@ def _turned(call: Node, flow: Flow) -> list[Node]:
     return [node for node, rows in found if not flow.is_written([node, rows], rows)]
 
 
-def _lay_out_for_others(rows: Node, meta: dict[str, Any], flow: Flow, emitter: Emitter) -> None:
+def _lay_out_for_others(rows: Node, meta: dict[str, Any], emitter: Emitter) -> None:
     """Have all readers of a result but our calls read a copy that lies as the result did."""
     like = meta.get("val", meta.get("example_value"))
     assert isinstance(like, Tensor)
     if have_same_strides(value(rows), like):
         return
     # Who writes the copy writes it for our calls as well.
-    is_written = flow.is_written([rows], rows)
+    is_written = emitter.flow.is_written([rows], rows)
     others = [user for user in rows.users if is_written or user.target not in CALLS]
     if not others:
         return

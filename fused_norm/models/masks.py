@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm.models.flow import Flow
 from fused_norm.models.values import is_tensor, value
@@ -35,15 +35,14 @@ _NAMES = ("query", "key", "value", "attn_mask")
 _MOST_ELEMENTS = 1 << 26
 
 
-def drop_idle_masks(graph: Graph, flow: Flow) -> None:
+def drop_idle_masks(flow: Flow) -> None:
     """Leave masks that mask nothing out of a graph's attention.
 
     Args:
-        graph: The graph.
-        flow: What is known of it.
+        flow: What is known of the graph.
     """
     found: dict[Node, Any] = {}
-    for node in graph.nodes:
+    for node in flow.graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
             continue
         given = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
@@ -60,7 +59,7 @@ def drop_idle_masks(graph: Graph, flow: Flow) -> None:
             node.update_arg(3, None)
     for node in sorted(found, reverse=True):
         if not node.users:
-            graph.erase_node(node)
+            flow.graph.erase_node(node)
 
 
 def _fits(mask: Node, query: Any, key: Any) -> bool:

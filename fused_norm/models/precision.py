@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm import recipes
 from fused_norm.models.emit import Emitter
@@ -100,34 +100,32 @@ class Precision:
                 return None, f"{dtype}: {module_path(product.node)}, {reason}"
         return self.recipe, f"FP8 {self.recipe}"
 
-    def rewrite_linears(self, graph: Graph, emitter: Emitter) -> list[Site]:
+    def rewrite_linears(self, emitter: Emitter) -> list[Site]:
         """Compute the Linear layers that are part of no call in FP8; return what became of each.
 
         Args:
-            graph: The graph, whose norms have been rewritten.
-            emitter: Adds nodes to it.
+            emitter: Adds nodes to the graph, whose norms have been rewritten.
         """
         if self.recipe is None:
             return []
         return [
-            self._rewrite(node, graph, emitter)
-            for node in list(graph.nodes)
+            self._rewrite(node, emitter)
+            for node in list(emitter.graph.nodes)
             if form(node).kind == "linear" and is_tensor(node)
         ]
 
-    def _rewrite(self, node: Node, graph: Graph, emitter: Emitter) -> Site:
+    def _rewrite(self, node: Node, emitter: Emitter) -> Site:
         f = form(node)
         x, weight, bias = f["input"], f["weight"], f["bias"]
         rows = value(x)
-        dtype = str(rows.dtype).removeprefix("torch.")
-        site = Site(module_path(node), LINEAR, tuple(map(str, rows.shape)), dtype, 1)
+        site = Site(module_path(node), LINEAR, linears=1).describe(rows)
         site.reason = self.why_not(node, weight)
         if not site.reason and not (is_plain(rows) and is_plain(value(weight))):
             site.reason = "a tensor of a kind of its own"
         if site.reason:
             return site
         count = len(emitter.made)
-        with graph.inserting_before(node):
+        with emitter.graph.inserting_before(node):
             new = emitter.emit(scaled_linear, (x, weight, bias), {"recipe": self.recipe}, node)
         if value(new).dtype is not value(node).dtype or not have_same_strides(
             value(node), value(new)
@@ -136,6 +134,6 @@ class Precision:
             site.reason = "a result with another memory layout"
             return site
         node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        emitter.graph.erase_node(node)
         assert self.recipe is not None
         return in_fp8(site, self.recipe)

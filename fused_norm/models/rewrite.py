@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm.models.activations import Activated, find_activated, with_second
 from fused_norm.models.calls import CALLS, FusedCall, Left, Rewritten
@@ -46,8 +46,7 @@ class Rewriter:
     """Rewrites the norms of one graph, one after another.
 
     Attributes:
-        graph: The graph.
-        flow: What is known of it.
+        emitter: Adds nodes to the graph.
         keeps_rounding: Whether rounding that a model does in between is kept.
         is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
         sums: Sums that the product before them is to add, and no norm.
@@ -55,17 +54,17 @@ class Rewriter:
         replaced: Receives copies of what ran and of what runs, to be timed; None for no copies.
     """
 
-    graph: Graph
-    flow: Flow
+    emitter: Emitter
     keeps_rounding: bool = False
     is_summed_by_norm: Callable[[Node], bool] = lambda total: False
     sums: AbstractSet[Node] = frozenset()
     precision: Precision = field(default_factory=Precision)
     replaced: list[Replaced] | None = None
-    emitter: Emitter = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.emitter = Emitter(self.graph, self.flow)
+    @property
+    def flow(self) -> Flow:
+        """What is known of the graph."""
+        return self.emitter.flow
 
     def rewrite(self, norm: Norm, readers: Readers) -> Rewritten:
         """Emit calls in the place of a norm and all that reads it, and return what changed.
@@ -259,7 +258,7 @@ class Rewriter:
         call.recipe, call.precision = self.precision.of_call(call.products())
         if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
             raise Left("rounded between the norm and its quantization")
-        with self.graph.inserting_before(place):
+        with self.emitter.graph.inserting_before(place):
             return emit_call(self.emitter, norm, call, x)
 
     def _swap(
@@ -285,7 +284,7 @@ class Rewriter:
         gone = []
         for node in sorted(dead, reverse=True):
             if not node.users:
-                self.graph.erase_node(node)
+                self.emitter.graph.erase_node(node)
                 gone.append(node)
         return gone
 
@@ -294,8 +293,8 @@ class Rewriter:
     ) -> None:
         """Have a reader of a shape look at a node like the norm, in the same views of it."""
         now = {norm.out: like}
-        with self.graph.inserting_before(user):
+        with self.emitter.graph.inserting_before(user):
             for node in between:
-                now[node] = self.graph.node_copy(node, lambda old: now.get(old, old))
+                now[node] = self.emitter.graph.node_copy(node, lambda old: now.get(old, old))
                 self.flow.add(now[node], user)
         user.replace_input_with(source, now[source])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm.chain.rotary import has_kernel
 from fused_norm.models.calls import Left
-from fused_norm.models.costs import bytes_written, count, count_ops
+from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow
 from fused_norm.models.forms import is_plain_sum
@@ -32,32 +32,26 @@ from fused_norm.ops.rotary import rotate_heads
 _LEAST_ELEMENTS = 1 << 17
 
 
-def fuse_rotations(
-    graph: Graph, flow: Flow, emitter: Emitter, small: bool | None, keeps_rounding: bool
-) -> list[Site]:
+def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -> list[Site]:
     """Emit a call in the place of each rotation; return what became of them.
 
     Args:
-        graph: The graph.
-        flow: What is known of it.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph.
         small: Whether to fuse rotations of few elements, too.
         keeps_rounding: Whether rounding that a model does in between is kept.
     """
     sites = []
-    for node in list(graph.nodes):
+    for node in list(emitter.graph.nodes):
         # One may rotate what another has: it is looked for when that is a call.
         rotation = find_rotary(node) if not node._erased and is_plain_sum(node) else None
         if rotation is None:
             continue
         emitter.made.clear()
-        x = value(rotation.x)
-        name = str(x.dtype).removeprefix("torch.")
-        site = Site(module_path(rotation.root), ROTARY, tuple(map(str, x.shape)), name)
+        site = Site(module_path(rotation.root), ROTARY).describe(value(rotation.x))
         try:
             climb(rotation)
-            _check(rotation, flow, small, keeps_rounding)
-            _put(rotation, graph, emitter, site)
+            _check(rotation, emitter.flow, small, keeps_rounding)
+            _put(rotation, emitter, site)
         except Left as left:
             emitter.forget()
             site.reason = str(left)
@@ -122,7 +116,7 @@ def _has_heads_first(r: Rotary) -> bool:
     return r.is_transposed or len(own) < 3 or not are_same(own[-2], 1)
 
 
-def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
+def _put(r: Rotary, emitter: Emitter, site: Site) -> None:
     """Emit the call into the graph, and take out what it stands for.
 
     Raises:
@@ -133,7 +127,7 @@ def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
     def emit(target: Any, *args: Any) -> Node:
         return emitter.emit(target, args, {}, root)
 
-    with graph.inserting_before(root):
+    with emitter.graph.inserting_before(root):
         cos, sin = (emit(torch.reshape, v, (-1, shape(v)[-1])) for v in (r.cos, r.sin))
         turns = _has_heads_first(r)
         x = emit(torch.transpose, r.base, 1, 2) if turns and not r.is_transposed else r.base
@@ -152,13 +146,5 @@ def _put(r: Rotary, graph: Graph, emitter: Emitter, site: Site) -> None:
     if not have_same_strides(one, two):
         raise Left("a result with another memory layout")
     one.requires_grad_(two.requires_grad)
-    root.replace_all_uses_with(y)
-    gone = sorted(r.inner, reverse=True)
-    made = [node for node in emitter.made if node is not y]
-    site.fused, site.implementation = True, "kernels"
-    site.calls = ["rotary" if norm is None else "rotary: rms_norm"]
-    site.ops_before, site.ops_after = count_ops(gone), 1
-    site.bytes_saved = bytes_written(gone) - bytes_written([y, *made])
-    for node in gone:
-        if not node.users:
-            graph.erase_node(node)
+    site.calls, site.implementation = ["rotary" if norm is None else "rotary: rms_norm"], "kernels"
+    emitter.replace(root, y, r.inner, emitter.made, site)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 RESIDUAL = "residual"
 HEAD = "head"
 LINEAR = "linear"
@@ -52,3 +54,9 @@ class Site:
     ops_after: int = 0
     seconds_before: float = 0.0
     seconds_after: float = 0.0
+
+    def describe(self, rows: Tensor) -> Site:
+        """Take the shape and the dtype from what is normalized or multiplied; return the site."""
+        self.shape = tuple(map(str, rows.shape))
+        self.dtype = str(rows.dtype).removeprefix("torch.")
+        return self

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fused_norm.models.emit import Emitter
-from fused_norm.models.flow import Flow
 from fused_norm.models.forms import form, is_noop, only_user
 from fused_norm.models.norms import candidates, find_norm
 from fused_norm.models.readers import find_product, find_readers
@@ -26,16 +25,14 @@ from fused_norm.models.writes import written
 _BY_ELEMENT = {"gelu", "silu", "relu", "tanh", "sigmoid"}
 
 
-def split_streams(graph: Graph, flow: Flow, emitter: Emitter) -> None:
+def split_streams(emitter: Emitter) -> None:
     """Split what reads the rows of several norms in one tensor, as far as nothing else does.
 
     Args:
-        graph: The graph.
-        flow: What is known of it.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph.
     """
     found: Counter[Node] = Counter()
-    for node in candidates(graph):
+    for node in candidates(emitter.graph):
         norm = find_norm(node)
         if norm is not None:
             beyond = find_readers(norm).beyond
@@ -43,10 +40,11 @@ def split_streams(graph: Graph, flow: Flow, emitter: Emitter) -> None:
     for whole, norms in found.items():
         parts = form(whole)["tensors"]
         if isinstance(parts, (list, tuple)) and norms == len(parts):
-            _split(whole, parts, graph, flow, emitter)
+            _split(whole, parts, emitter)
 
 
-def _split(whole: Node, parts: Sequence[Any], graph: Graph, flow: Flow, emitter: Emitter) -> None:
+def _split(whole: Node, parts: Sequence[Any], emitter: Emitter) -> None:
+    graph, flow = emitter.graph, emitter.flow
     dim = form(whole).args.get("dim", 0) % value(whole).dim()
     sizes = [shape(part)[dim] for part in parts]
     chain = _chain(whole)

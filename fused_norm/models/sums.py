@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fused_norm.functional import linear_add
 from fused_norm.models.calls import Left
-from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.emit import Emitter
 from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
@@ -41,15 +40,14 @@ class Sum:
     inner: set[Node]
 
 
-def find_sums(graph: Graph, flow: Flow, pays: Callable[[Any, Any], bool]) -> list[Sum]:
+def find_sums(flow: Flow, pays: Callable[[Any, Any], bool]) -> list[Sum]:
     """Return the sums of a graph that products are to add, in its order.
 
     Args:
-        graph: The graph.
-        flow: What is known of it.
+        flow: What is known of the graph.
         pays: Called with fake tensors, what a layer reads and its weight.
     """
-    found = [_find_sum(node, flow) for node in graph.nodes if form(node).kind == "add"]
+    found = [_find_sum(node, flow) for node in flow.graph.nodes if form(node).kind == "add"]
     return [s for s in found if s and pays(value(s.x), value(s.product.weight))]
 
 
@@ -86,21 +84,19 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
     return None
 
 
-def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> Site | None:
+def add_in_product(total: Node, emitter: Emitter) -> Site | None:
     """Have a product add; return what became of the sum, None where it stays.
 
     Args:
         total: The node of a sum that was found before others were rewritten.
-        graph: The graph.
-        flow: What is known of it.
-        emitter: Adds nodes to it.
+        emitter: Adds nodes to the graph.
     """
-    found = None if total._erased else _find_sum(total, flow)
+    found = None if total._erased else _find_sum(total, emitter.flow)
     if found is None:
         return None
     product = found.product
     emitter.made.clear()
-    with graph.inserting_before(total):
+    with emitter.graph.inserting_before(total):
         arguments = (found.x, product.weight, product.bias, found.residual)
         pair = emitter.emit(linear_add, arguments, {"normalization": None}, product.node)
         result = emitter.emit(operator.getitem, (pair, 0), {}, product.node)
@@ -109,15 +105,7 @@ def add_in_product(total: Node, graph: Graph, flow: Flow, emitter: Emitter) -> S
         except Left:
             emitter.forget()
             return None
-    x = value(found.x)
-    site = Site(
-        module_path(product.node), RESIDUAL, tuple(map(str, x.shape)), str(x.dtype).split(".")[1]
-    )
-    site.linears, site.fused, site.calls, site.implementation = 1, True, ["linear_add"], "kernels"
-    total.replace_all_uses_with(result)
-    gone = sorted(found.inner, reverse=True)
-    site.ops_before, site.ops_after = count_ops(gone), 1
-    site.bytes_saved = bytes_written(gone) - bytes_written([result])
-    for node in gone:
-        graph.erase_node(node)
+    site = Site(module_path(product.node), RESIDUAL).describe(value(found.x))
+    site.linears, site.calls, site.implementation = 1, ["linear_add"], "kernels"
+    emitter.replace(total, result, found.inner, [result], site)
     return site
