@@ -240,10 +240,10 @@ def test_the_hidden_rows_of_an_mlp_stay_in_8_bits(monkeypatch: pytest.MonkeyPatc
     plain = GatedMLP().bfloat16()
     model, x, calls = converted(plain, of_blocks), rows(), []
 
-    def hidden(*arguments: Any) -> list[Tensor]:
+    def hidden(*arguments: Any, **options: Any) -> list[Tensor]:
         # Tracing calls it, too.
         calls.append(type(arguments[0]) is Tensor)
-        return scaled_hidden.hidden(*arguments)
+        return scaled_hidden.hidden(*arguments, **options)
 
     monkeypatch.setattr(fp8, "hidden_rows", hidden)
     with torch.no_grad():
