@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,3 +77,8 @@ def test_table_compares_like_with_like(gpu_times: ModuleType) -> None:
     cells = "| layernorm_linear 16x8x16 | train | launched | 30.0 | 20.0 | 15.0 | 0.750 | 0.500 |"
     assert text.endswith(cells)
     assert "before is aaa, after bbb" in text
+
+
+def test_log_has_what_was_measured(gpu_times: ModuleType) -> None:
+    run = json.loads((ROOT / "benchmarks/results/h100-before-after.json").read_text())
+    assert gpu_times.table(run) in (ROOT / "docs/hopper-log.md").read_text()
