@@ -1,1 +1,1 @@
-"""The chain of a call in C++, once, on LibTorch's stable ABI; and what it asks of Python."""
+"""The C++ chain of a call, written once on LibTorch's stable ABI, and the Python that serves it."""

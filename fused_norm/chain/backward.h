@@ -1,5 +1,5 @@
-// The backward of a call of the op family: one native call where the kernels have it, else passes
-// over rows around products.
+// The backward of a call of the op family: one native call if there is a kernel for it, otherwise
+// passes over rows around products.
 
 #pragma once
 
@@ -7,22 +7,22 @@
 
 namespace fused_norm {
 
-// Which gradients are wanted, by place; that of x stands for the residual's, too.
+// Which gradients are wanted, by place; at X also that of the residual.
 using Wanted = std::vector<uint8_t>;
 
-// Gradients by place; none for a weight whose `main_grad` a kernel has added to, and of one that none
-// has, that of its product: to be multiplied with the normalized rows, which are there then.
+// Gradients by place. For a weight with a `main_grad`: none if a kernel has added to it, otherwise the
+// gradient of its product, to be multiplied by the normalized rows, which are then in z.
 struct Gradients {
   Tensors found;
   Tensor z;
 };
 
-// What is added to x, whose gradient is that of x.
+// Whether a tensor is added to x, so that its gradient is that of x.
 constexpr bool is_summand(size_t place) { return place == X || place == RESIDUAL; }
 
-// Which gradients to compute, by place, for tensors that need one: those that results with a gradient
-// depend on, as `reached` in composition.py. All summands get one, which stands at X, and what is added
-// at the end that of the output.
+// Which gradients to compute, by place, for tensors that require one: those on which results with a
+// gradient depend, like `reached` in composition.py. Summands of x share one gradient, at X; what is
+// added at the end has the output's.
 inline Wanted wanted_of(
     const Spec& spec, size_t count, const Wanted& needed, const Tensors& grads) {
   const size_t outputs = grads.size() - spec.returns_sum - spec.returns_norm;
@@ -43,12 +43,12 @@ inline Wanted wanted_of(
   return wanted;
 }
 
-// Computes gradients by place, once. Those of the residuals are those of x and of the output.
+// Computes gradients by place, once. The residuals' are those of x and of the output.
 class Backward {
  public:
-  // x is the sum where there was a residual. `grads` are those of the outputs, the sum and the
-  // normalized rows as far as these are results, in dense memory. Wanted are those that more than
-  // the sum's reaches. `main_grads` has one for each weight, or none.
+  // x is the sum if there was a residual. `grads` are dense gradients of the outputs, the sum and the
+  // normalized rows, if these are results. `wanted` has gradients that depend on more than the
+  // sum's. `main_grads` has one tensor for each weight, or is empty.
   Backward(
       const Spec& spec, const Operands& t, const Extent& extent, const Tensors& products,
       const Tensors& grads, const Wanted& wanted, const Tensors& main_grads,
@@ -92,7 +92,7 @@ class Backward {
     return fused_norm::sum_of_rows(dense(rows), kernels_.passes);
   }
 
-  // Puts the gradient of the activation in the place of the output's, and returns that.
+  // Replaces the output's gradient with that of the activation, and returns it.
   Tensor second_linear() {
     const Tensor dout = das_[0];
     das_[0] = Tensor();
@@ -156,20 +156,20 @@ class Backward {
     for (size_t i = 0; i < t_.count(); ++i) {
       const auto N = t_.weight(i).size(0);
       dhs_.push_back(dh.defined() ? dh.narrowed(first, N) : Tensor());
-      // Each has its own memory: whoever keeps one keeps no other.
+      // Each has its own memory, so that keeping one does not keep the others.
       dbiases_.push_back(dbias.defined() ? cloned(dbias.narrowed(first, N)) : Tensor());
       first += N;
     }
   }
 
-  // A gradient's place, its address in a record, and what it is like.
+  // A gradient's place, its address in a record, and the tensor that it is shaped like.
   struct Wish {
     size_t place;
     void*& address;
     const Tensor& like;
   };
 
-  // Runs the kernels that have both products; false where they decline.
+  // Runs the kernels that compute both products; false if they decline.
   bool by_product() {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
@@ -195,7 +195,7 @@ class Backward {
     const bool accumulates = is_added && !x.is_cpu();
     for (const auto& [place, address, like] : results) {
       if (!wanted_[place] || found(place).defined()) continue;
-      // A CPU's kernels round a weight's gradient to its dtype.
+      // CPU kernels round a weight's gradient to its dtype.
       if (place == NAMED && is_added && !accumulates) continue;
       address = WANTED;
       is_wanted = true;
@@ -228,7 +228,7 @@ class Backward {
       found(place) = empty(place == NAMED + 1 ? shape.first(1) : shape, like);
       address = found(place).data();
     }
-    // The kernel adds to both what it writes in float32.
+    // The kernel adds what it writes in float32 to both.
     Tensor dbias;
     if (accumulates && call.dbias) {
       dbias = empty(Shape{extent_.N}, x, FLOAT32);
@@ -248,11 +248,11 @@ class Backward {
     const bool is_passed = z.defined();
     Tensor dz = wants_norm_ && !is_passed ? gradient_of_norm() : Tensor();
     if (wants_weight_ && !is_passed) {
-      // The pass over x writes the normalized rows again, over dz: it is the last to need that.
+      // The pass over x recomputes the normalized rows into dz, which nothing else needs by then.
       const bool may_replace = dz.defined() && !dz.is_same(dnorm_) && !t_.is_narrow();
       z = may_replace ? dz : empty(Shape{extent_.M, extent_.K}, x, t_.product_dtype());
     }
-    // The products that compute the gradients of weights and, on the way, those of biases.
+    // The products that compute the gradients of weights and, along with them, of biases.
     std::vector<std::optional<Call>> by_kernel(count);
     for (size_t i = 0; i < count; ++i) {
       const bool is_ours = !spec_.invariant && !main_grad(i).defined();
@@ -261,7 +261,7 @@ class Backward {
       by_kernel[i] = planned_weight_gradient(
           dhs_[i], z, t_.weight(i), wanted_[bias] && !found(bias).defined(), kernels_.product);
     }
-    // Gradients of other biases that no activation has found: one on the way, several one by one.
+    // Gradients of biases that no activation has computed: one along with a product, several one by one.
     Tensor sum;
     for (size_t i = 0; i < count; ++i) {
       auto& dbias = found(NAMED + count + i);
@@ -289,8 +289,8 @@ class Backward {
     }
   }
 
-  // The normalized rows where one kernel adds up the gradients of several weights' rows and passes
-  // over them, and so computes those of the norm; undefined elsewhere.
+  // The normalized rows if one kernel computes the gradients of several weights and passes over their
+  // rows, and so computes the norm's gradients; otherwise undefined.
   Tensor passed_rows() {
     const auto& product = kernels_.product;
     const Tensor& x = t_[X];
@@ -313,7 +313,7 @@ class Backward {
     return z;
   }
 
-  // That of the normalized rows, in the dtype of x.
+  // The gradient of the normalized rows, in the dtype of x.
   Tensor gradient_of_norm() const {
     Tensor dz = dnorm_;
     if (!dz.defined() && !t_.is_narrow() && !spec_.invariant) {
@@ -339,7 +339,7 @@ class Backward {
         add(product, dz, kernels_.norm_passes);
         dz = product;
       } else {
-        // Not in place where that is what somebody else was given.
+        // Not in place if the caller holds this tensor.
         const auto sum = dz.is_same(dnorm_) ? empty_like(dz) : dz;
         addmm(sum, dz, dh, weight);
         dz = sum;
@@ -348,7 +348,7 @@ class Backward {
     return dz;
   }
 
-  // Gives a record memory for the gradients of x and of what comes with the norm.
+  // Gives a record memory for the gradients of x and of the norm's operands.
   void allocate_results(Call& call) {
     const auto allocate = [&](Place place, void* Call::*gradient) {
       if (!wanted_[place] || !t_[place].defined()) return;
@@ -390,7 +390,7 @@ class Backward {
   bool wants_norm_ = false, wants_weight_ = false, wants_bias_ = false;
 };
 
-// The gradients of a call by place. `given` are those of its results.
+// The gradients of a call by place. `given` are the gradients of its results.
 inline Gradients backward(
     const Spec& spec, const Operands& t, const Extent& extent, const Tensors& products,
     const Tensors& given, const Wanted& wanted, const Tensors& main_grads,

@@ -1,4 +1,4 @@
-// The record of a call, as kernels get it by address.
+// The record of a call, which kernels receive by address.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fused_norm {
 
-// `Part` and `Call` in op/call.mojo, which says what each field is.
+// `Part` and `Call` in op/call.mojo, which documents the fields.
 struct Part {
   int64_t N;
   void *weight, *bias, *y, *dy, *scale;
@@ -40,25 +40,25 @@ struct Call {
 // The strategies of op/norm_linear/plan.mojo.
 enum Strategy : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
 
-// What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
+// Limits of the kernels: elements of a row fit 32 bits, and groups of a grid's blocks 16 bits.
 constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
 // A thread on a CPU keeps a workspace of up to this many bytes for its next calls.
 constexpr int64_t MOST_KEPT = 33554432;
 // Most Linear layers whose products one launch computes.
 constexpr int64_t MOST_PARTS = 3;
-// Elements along each side of a block that has a scale of its own; and what `block_scales` says of them.
+// Elements along each side of a block with its own scale; and the values of `block_scales`.
 constexpr int64_t SCALE_BLOCK = 128, VECTORS = 1, SQUARES = 2;
 // An activation from this number on is a gate.
 constexpr int64_t GATED = 8;
-// The number of no norm at all: a product of rows as they are.
+// The number of "no norm": a product of rows that are not normalized.
 constexpr int64_t NO_NORM = 2;
 
-// Stands for the address of a result that a plan is asked about.
+// The address of a result in a record that is only planned.
 inline void* const WANTED = reinterpret_cast<void*>(1);
 
 using Function = int64_t (*)(Call*);
 
-// `RowCall` in op/rows/op.mojo, which says what each field is.
+// `RowCall` in op/rows/op.mojo, which documents the fields.
 struct RowCall {
   int64_t M, K, context, threads, accumulate;
   void* parameter;
@@ -66,7 +66,7 @@ struct RowCall {
   void *parameter_gradient, *workspace, *outputs[2], *inputs[3];
 };
 
-// Runs the op at a place of OPS there.
+// Runs the op at an index of OPS in that file.
 using RowFunction = int64_t (*)(int64_t op, RowCall*);
 
 }  // namespace fused_norm

@@ -1,5 +1,5 @@
-// The chain of a call: as C functions, which the node and Python call, and as PyTorch's ops. Built once,
-// it serves every version of PyTorch and Python.
+// The chain of a call: as C functions, which the node and Python call, and as PyTorch's ops. One build
+// serves every version of PyTorch and Python.
 
 #include <torch/csrc/stable/library.h>
 
@@ -93,7 +93,7 @@ int chain_backward(
       gradients[GAMMA] = found[1].released();
       return;
     }
-    // Tensors may have been given other memory since the forward, by an assignment to their `data`.
+    // Tensors may have new memory since the forward, from an assignment to their `data`.
     const auto extent = extent_of(*spec, t);
     for (const auto& g : given) {
       if (g.defined() && g.dtype() != t.product_dtype()) throw Declined();
@@ -130,7 +130,7 @@ EXPORTED void chain_tell(const Python* told) {
   fused_norm::python = *told;
 }
 
-// The faster strategy of a call on a CPU by what was measured: for tests.
+// The faster strategy of a call on a CPU according to its costs: for tests.
 EXPORTED int64_t chain_fastest(
     const double* costs, int64_t activation, int64_t M, int64_t K, int64_t N, int64_t threads,
     int follows) {

@@ -1,5 +1,5 @@
-// The chain of a call as C functions over PyTorch's stable tensor handles: what a node of autograd
-// or Python calls, whatever their versions.
+// The chain of a call as C functions on PyTorch's stable tensor handles. A node of autograd and Python
+// call it, whatever their versions.
 
 #pragma once
 
@@ -10,33 +10,33 @@
 
 namespace fused_norm {
 
-// As `Spec` in composition.py; a norm and an activation are their numbers in the record. Python gives it
-// to the node as bytes, which have no padding.
+// `Spec` in composition.py; a norm and an activation are their numbers in the record. Python passes it
+// to the node as bytes, without padding.
 struct Spec {
   int64_t normalization = 0, activation = 0;
   double eps = 0, weight_offset = 0;
   bool is_joined = false, returns_sum = false, returns_norm = false, recompute = false,
        invariant = false, unused[3] = {};
 
-  // An activation from 8 on is a gate.
+  // Activations from 8 on are gates.
   bool is_gated() const { return activation >= 8; }
 };
 
-// Where the tensors of a call stand, as in composition.py; weights and then biases follow.
+// The index of each tensor of a call, as in composition.py; weights and then biases follow.
 enum Place : size_t {
   X, RESIDUAL, GAMMA, BETA, SCALE, SHIFT, MEAN, RSTD, OUT_WEIGHT, OUT_BIAS, OUT_RESIDUAL, NAMED
 };
 
-// Where results stand: an output for each weight, or one; then these; then as many products, which
-// are kept before an activation.
+// The index of each result: an output for each weight, or one; then these; then as many products,
+// which are kept if an activation follows.
 enum Extra : size_t { SUM, NORM, KEPT_MEAN, KEPT_RSTD, EXTRAS };
 
-// Where a call is made, as far as that is known: -1 has Python asked. A CPU needs neither.
+// Where a call is made: -1 to ask Python. A CPU needs neither.
 struct Conditions {
   int32_t is_alone = -1, may_use_tf32 = -1;
 };
 
-// In place of a norm's number, that of `trainable_eps_layer_norm`: no Linear layer follows, x is at X, o
+// Instead of a norm's number, that of `trainable_eps_layer_norm`: no Linear layer follows, x is at X, o
 // at GAMMA, and the result is the normalized rows.
 constexpr int64_t TRAINABLE_EPS = -1;
 
@@ -47,48 +47,48 @@ struct Question {
   int32_t is_alone, may_use_tf32, invariant, is_eight_bits;
 };
 
-// Two files with C functions, loaded, each with the context of its calls (of row ops their own in place
-// of the passes, of matrices in 8 bits in place of the product); the strategy that calls are to take,
-// without and with parameters that are frozen, 0 for the fastest; and what was measured on such a CPU
-// (`Device.as_array` in devices/costs.py). No file where PyTorch's own product is to be taken.
+// Two files with C functions, loaded, each with the context of its calls (for row ops, theirs instead of
+// the passes'; for 8-bit matrices, theirs instead of the product's); the strategy that calls take,
+// without and with frozen parameters, 0 for the fastest; and the costs measured on such a CPU
+// (`Device.as_array` in devices/costs.py). No file if PyTorch's own product is to be used.
 struct Answer {
   const char *product, *passes;
   int64_t product_context, passes_context, strategy, kept_strategy;
   const double* costs;
 };
 
-// Python's functions, and what they know.
+// Functions and constants that Python provides.
 struct Python {
-  // Returns 0; or 1 where there are no kernels; or 2, and what is wrong.
+  // Returns 0; 1 if there are no kernels; or 2, with an error message.
   int (*find)(const Question*, Answer*, const char** error) = nullptr;
-  // Whether no collective is running (1), and whether float32 may be multiplied in tf32 (2).
+  // Bits: no collective is running (1); float32 may be multiplied in tf32 (2).
   int (*conditions)(int32_t device) = nullptr;
-  // Has PyTorch's products ready in this thread; 0 where that has to wait.
+  // Initializes PyTorch's products in this thread; 0 if that has to wait.
   int (*prepare)(int32_t device) = nullptr;
   // The numbers of norms and activations: "layer_norm=0 rms_norm=1 ...".
   const char* numbers = "";
-  // Of the norms whose rows have a mean, a bit at each number.
+  // The norms whose rows have a mean, as a bit at each norm's number.
   int with_mean = 0;
-  // Kernels are asked for anew, unless they were under the same number.
+  // Kernels are looked up again if this number has changed.
   int told = 0;
 };
 
-// 0; or 1 where the tensors are not such as kernels take as they stand; or 2 for an error.
+// Success; tensors that kernels do not take in this layout; an error.
 enum Status : int { DONE, LEFT, FAILED };
 
-// What the chain's `chain_functions` returns.
+// What `chain_functions` returns.
 struct Chain {
   // Writes 2 count + EXTRAS results, null for none, of NAMED + 2 count tensors.
   int (*forward)(
       const Spec*, Conditions, size_t count, const AtenTensorHandle* tensors, int keeps,
       AtenTensorHandle* results);
-  // Writes NAMED + 2 count gradients: of the tensors that need one those that depend on the results'
-  // gradients that are there, null for the others. The products follow the tensors.
+  // Writes NAMED + 2 count gradients: of tensors that require one and that a result with a gradient
+  // depends on; null for the others. The products follow the tensors.
   int (*backward)(
       const Spec*, Conditions, size_t count, size_t tensor_count, const AtenTensorHandle* tensors,
       size_t grad_count, const AtenTensorHandle* grads, const uint8_t* needed,
       AtenTensorHandle* gradients);
-  // What went wrong in this thread's last call.
+  // The error message of this thread's last call.
   const char* (*error)();
 };
 

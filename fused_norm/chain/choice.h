@@ -1,4 +1,4 @@
-// Chooses how a call on a CPU runs, by what was measured on such CPUs.
+// Chooses how a call on a CPU runs, from measurements on such CPUs.
 
 #pragma once
 
@@ -8,13 +8,13 @@
 
 namespace fused_norm {
 
-// `Device.as_array` in devices/costs.py, which has the model: how many exceptions there are, the bytes of
+// `Device.as_array` in devices/costs.py, which has the model: the number of exceptions, the bytes of
 // an element, costs, exceptions.
 class Costs {
  public:
   explicit Costs(const double* at) : at_(at) {}
 
-  // The faster of FUSED and AROUND_PRODUCTS. N are the outputs of the product: twice those of a gate.
+  // The faster of FUSED and AROUND_PRODUCTS. N counts the outputs of the product, twice a gate's.
   int64_t fastest(const Call& call, int64_t N, bool follows) const {
     if (!at_) return FUSED;
     const int64_t kind = !call.activation ? 0 : call.activation < GATED ? 1 : 2;
@@ -39,15 +39,15 @@ class Costs {
   static constexpr int64_t KINDS = 3, DIRECTIONS = 2, ROWS = 3, TERMS = 6, FIELDS = 6;
   static constexpr int64_t MOST_FEW_ROWS = 15;
   static constexpr int64_t STRATEGIES[] = {FUSED, AROUND_PRODUCTS};
-  // Sizes are alike whose ratios are at most this, each.
+  // Sizes are alike if the ratio of each is at most this.
   static constexpr double ALIKE = 1.25;
 
   static double real(int64_t value) { return static_cast<double>(value); }
 
-  // The elements of a result whose memory the C library takes from the system each time.
+  // The elements of a result whose memory the C library requests from the system each time.
   double fresh(double elements) const { return elements * at_[1] >= 33554432.0 ? elements : 0.0; }
 
-  // The place in STRATEGIES of the nearest exception among those alike, -1 without one.
+  // The index in STRATEGIES of the nearest exception among similar sizes, -1 without one.
   int64_t exception(int64_t kind, bool follows, const Call& call, int64_t N) const {
     const auto count = static_cast<int64_t>(*at_);
     const double* row = at_ + 2 + KINDS * DIRECTIONS * ROWS * 2 * TERMS;

@@ -1,5 +1,5 @@
-// Matrices of 8 bits: how they are made of bfloat16, plain and transposed, by Hopper's kernels. What these do
-// not take is declined, and left to PyTorch's ops.
+// Quantizes bfloat16 matrices to 8 bits, untransposed and transposed, with Hopper's kernels. What they
+// decline is left to PyTorch's ops.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fused_norm {
 
-// Operands start, and each of their rows, at a multiple of so many bytes.
+// The alignment of operands and of their rows, in bytes.
 constexpr int64_t MULTIPLE = 16;
 
 inline void require_kernels(bool holds) {
@@ -18,7 +18,7 @@ inline bool is_beside(const Tensor& v, const Tensor& other) {
   return v.device_type() == other.device_type() && (v.is_cpu() || v.device() == other.device());
 }
 
-// The same values where kernels read 16 bytes at a time.
+// The same values, aligned so that kernels can read 16 bytes at a time.
 inline Tensor readable(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_contiguous()) return dense(tensor);
   const bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data()) % MULTIPLE == 0;
@@ -29,12 +29,12 @@ inline bool is_multiple(int64_t size) {
   return size > 0 && size % MULTIPLE == 0;
 }
 
-// A size up to a multiple of that.
+// A size rounded up to a multiple of that.
 inline int64_t padded(int64_t size) {
   return (size + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
 }
 
-// What shares a scale of a matrix: a row, all of it, 128 elements of a row, or 128 by 128.
+// The elements that share a scale: a row, the whole matrix, 128 elements of a row, or 128 by 128.
 enum class Scaling { ROW, TENSOR, VECTORS, SQUARES };
 
 inline Scaling scaling_of(const std::string& name) {
@@ -68,7 +68,7 @@ inline const EightBits& eight_bits_of(const Tensor& x) {
   return found;
 }
 
-// How a matrix is quantized: to which type, what shares a scale, and whether scales are rounded up.
+// How a matrix is quantized: its type, which elements share a scale, and whether scales are rounded up.
 struct Cast {
   DType dtype;
   Scaling scaling;
@@ -81,13 +81,13 @@ struct Cast {
   bool by_block() const { return are_blocks(scaling); }
 };
 
-// The number of a type in a record, as op/rows/types.mojo has it.
+// The number of a type in a record, as in op/rows/types.mojo.
 inline int64_t number_of(DType dtype) {
   return dtype == E5M2 ? 5 : 4;
 }
 
-// A matrix of 8 bits, with a scale for each row [M, 1], which may all be one; with one [1, 1]; or with those
-// of blocks.
+// An 8-bit matrix, with a scale for each row [M, 1], which may all be one; with one scale [1, 1]; or with
+// a scale for each block.
 struct Scaled {
   Tensor q, scale;
   bool of_blocks = false;
@@ -99,16 +99,16 @@ struct Quantized {
   Scaled plain, transposed;
 };
 
-// Room for the maxima of a matrix's columns, and of its rows if it is wanted as it lies; or for the one.
+// Memory for the maxima of a matrix's columns, and of its rows for `plain`; or for the single maximum.
 inline Tensor room_for_maxima(
     const Tensor& v, int64_t K, const Cast& cast, bool plain, int64_t matrices = 1) {
   const int64_t count = cast.by_row() ? K + (plain ? v.size(0) : 0) : 1;
-  // Two elements have the bits of one maximum, and kernels read four of these together.
+  // A maximum takes the bits of two elements, and kernels read four maxima together.
   return zeros(Shape{matrices, 2 * ((count + 3) / 4 * 4)}, v);
 }
 
-// The gradient dh [M, N] before an activation, of da [M, N] and h; or of a gate, whose h is [M, 2 N],
-// [M, 2 N] of one layer, or [2, M, N] of two; and the maxima of these.
+// The gradient dh [M, N] before an activation, from da [M, N] and h; for a gate with h [M, 2 N], dh is
+// [M, 2 N] for one layer or [2, M, N] for two. Also the maxima of dh.
 struct BeforeActivation {
   Tensor dh, maxima;
 };
@@ -132,14 +132,14 @@ inline BeforeActivation before_activation(
   call.h = address(own);
   call.x = address(found.dh);
   call.one_scale = !cast.by_row();
-  // Its rows are quantized later, by their maxima.
+  // Its rows are quantized later, with their maxima.
   if (plain) call.z = address(found.dh);
   call.workspace = address(found.maxima);
   launch(kernels.maxima, call, da);
   return found;
 }
 
-// What a record says of a matrix v [M, K] and its cast, whatever is wanted of it.
+// The fields of a record for a matrix v [M, K] and its cast, whichever results are wanted.
 inline Call quantizing_call(const Tensor& v, const Cast& cast, const EightBits& kernels) {
   auto call = rows_call(v.size(0), 0, kernels.context);
   call.K = v.size(1);
@@ -149,13 +149,13 @@ inline Call quantizing_call(const Tensor& v, const Cast& cast, const EightBits& 
   return call;
 }
 
-// What `quantized` gives by blocks: of rows as they lie only, since nothing multiplies the columns' blocks.
+// `quantized` with scales of blocks: untransposed rows only, since nothing multiplies blocks of columns.
 inline Quantized quantized_by_blocks(
     const Tensor& v, const Cast& cast, bool plain, bool transposed, const EightBits& kernels) {
   const int64_t M = v.size(0), K = v.size(1);
   const bool is_square = cast.scaling == Scaling::SQUARES;
   require_kernels(is_multiple(K) && K <= LONGEST_ROW && (is_square ? cast.dtype == E4M3 : !transposed));
-  // A grid's blocks across the first dimension are as many as it takes, across the other 65535.
+  // A grid has any number of blocks along its first dimension, at most 65535 along the other.
   require_kernels(blocks_of(is_square ? M : K) <= MOST_GROUPS);
   const int64_t rows = is_square ? blocks_of(M) : M;
   Quantized found;
@@ -179,8 +179,8 @@ inline Quantized quantized_by_blocks(
   return found;
 }
 
-// A matrix [M, K] as it lies and transposed, [K, M] with zeros up to a multiple of 16, as far as these
-// are wanted; by maxima that are there, or are found here.
+// A matrix [M, K], untransposed and transposed to [K, M] padded with zeros to a multiple of 16, if wanted.
+// Maxima that are not given are computed here.
 inline Quantized quantized(
     const Tensor& given, const Cast& cast, bool plain, bool transposed, const EightBits& kernels,
     Tensor maxima = {}) {

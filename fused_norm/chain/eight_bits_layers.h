@@ -1,5 +1,5 @@
-// Linear layers in 8 bits and their gradients as PyTorch's ops, one for each; what kernels cannot take as it
-// stands, Python computes.
+// Linear layers in 8 bits and their gradients as PyTorch's ops. Layouts that the kernels do not take are
+// left to Python.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace fused_norm {
 
-// Several layers on the same rows, which are quantized here, or an activation of one or a gate of two.
-// Then what a backward wants: what the activation is of, and the rows and the weights transposed.
+// Several layers on the same rows, which are quantized here, or an activation of one layer or a gate of
+// two. Then what a backward needs: the input of the activation, and the transposed rows and weights.
 inline Handles fp8_layers(
     Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
     std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
@@ -48,27 +48,27 @@ inline Handles fp8_layers(
       keeps_weights);
 }
 
-// What the gradients of layers are computed of, and how.
+// What the gradients of layers are computed from, and how.
 struct Differentiated {
   Tensors dys, weights, scales;
   // Rows [M, K]; or transposed in 8 bits.
   Tensor z;
   Scaled transposed;
-  // What an activation is of; then dys is the gradient of its one result.
+  // The input of an activation; if it is set, dys is the gradient of the activation's result.
   Tensor h;
   int64_t activation;
   Cast grad, weight, input;
   bool has_fp8_wgrad, are_kept;
 };
 
-// One of several matrices in one tensor; all of it where there is one.
+// One of several matrices in one tensor; the whole tensor if there is one.
 inline Tensor part_of(const Tensor& all, size_t i, int64_t count) {
   if (count == 1) return all;
   const int64_t N = all.size(-1), part = all.numel() / count;
   return all.viewed(Shape{part / N, N}, Shape{N, 1}, static_cast<int64_t>(i) * part);
 }
 
-// The gradients of the rows, of each weight and of each bias, as far as these are wanted.
+// The gradients of the rows, of each weight and of each bias, if wanted.
 inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>& wanted) {
   const size_t count = of.weights.size();
   Tensors found(1 + 2 * count);
@@ -88,7 +88,7 @@ inline Tensors layer_gradients(const Differentiated& of, const std::vector<bool>
             eight_bits_of(dy));
       }
       dy = part_of(before.dh, i, static_cast<int64_t>(count));
-      // Those of rows or of all are of no use to blocks.
+      // Scales of blocks need no maxima of rows or of the whole matrix.
       if (!of.grad.by_block()) maxima = part_of(before.maxima, i, before.maxima.size(0));
     }
     const Tensor& rows = transposed.defined() ? transposed.q : of.z;

@@ -1,5 +1,5 @@
-// Norms, quantization and Linear layers in 8 bits as PyTorch's ops: what kernels cannot take as it stands,
-// Python computes by PyTorch's ops, or of frozen weights finds what was made of them before.
+// Norms, quantization and Linear layers in 8 bits as PyTorch's ops. Layouts that the kernels do not take
+// are left to Python, which uses PyTorch's ops or the 8-bit weights that it keeps for frozen ones.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fused_norm {
 
-// Runs kernels, or the op `..._by_python` where they decline.
+// Runs kernels, or the op `..._by_python` if they decline.
 template <class Result = Handles, class Body, class... Arguments>
 Result by_kernels(Body body, const char* otherwise, const Arguments&... arguments) {
   try {
@@ -32,7 +32,7 @@ inline Handles fp8_quantize(
     const OnDevice on_device(matrix);
     auto found = quantized(matrix, cast, plain, transposed, eight_bits_of(matrix));
     for (auto* const scale : {&found.plain.scale, &found.transposed.scale}) {
-      // All are one.
+      // All rows share one scale.
       const bool is_one = scale->defined() && cast.scaling == Scaling::TENSOR;
       if (is_one) *scale = scale->viewed(Shape{1, 1}, Shape{1, 1});
     }
@@ -46,14 +46,14 @@ inline Handles fp8_quantize(
       transposed);
 }
 
-// The sum of x and a residual, nothing without one, and the normalized rows in 8 bits.
+// The sum of x and a residual, undefined without one, and the normalized rows in 8 bits.
 inline Handles normalized_in_8_bits(
     const Tensor& x, const Tensor& residual, const Tensor& gamma, const Tensor& beta,
     const Spec& spec, Scaling scaling, bool power_of_two) {
   const bool of_blocks = scaling == Scaling::VECTORS;
   require_kernels(scaling == Scaling::ROW || of_blocks);
   require_kernels(x.dtype() == BFLOAT16 && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW);
-  // Rows that stay in registers, which parameters in float32 would take.
+  // Rows stay in registers; float32 parameters would take too many of them.
   require_kernels(
       !of_blocks || (x.size(-1) <= (residual.defined() ? 8192 : 16384) &&
                      (!gamma.defined() || gamma.dtype() == BFLOAT16) &&
@@ -115,15 +115,15 @@ inline Handles fp8_norm(
       weight_offset, scaling, power_of_two);
 }
 
-// Declines weights that only Python has in 8 bits, those made of frozen ones, before the first launch: it would
-// be in vain.
+// Declines frozen weights, whose 8-bit versions only Python has, before the first launch: its work would
+// be wasted.
 inline void require_weights(const Handles& weights, const Optionals& scales) {
   if (!frozen_level) return;
   for (size_t i = 0; i < weights.size(); ++i) require_kernels(scales.at(i).has_value());
 }
 
-// A layer's weight in 8 bits, as it lies or transposed, or both: as it was given with its scale, or
-// quantized here. Python knows what was made of those that are frozen.
+// A layer's weight in 8 bits, untransposed, transposed, or both: as given with its scale, or quantized
+// here. Frozen weights are left to Python, which keeps their 8-bit versions.
 inline Quantized weight_of(
     const Tensor& weight, const Tensor& scale, const Tensor& like, const Cast& cast, bool plain,
     bool transposed, const EightBits& kernels) {
@@ -136,7 +136,7 @@ inline Quantized weight_of(
   return quantized(weight, cast, plain, transposed, kernels);
 }
 
-// Layers, and their weights transposed if a backward wants those.
+// Layers, and their transposed weights if a backward needs them.
 inline std::vector<Layer> layers_of(
     const Handles& weights, const Optionals& scales, const Optionals& biases, const Tensor& like,
     const Cast& cast, const EightBits& kernels, std::vector<Scaled>* transposed = nullptr) {
@@ -155,7 +155,7 @@ inline bool is_bfloat16(torch::headeronly::ScalarType dtype) {
   return dtype == torch::headeronly::ScalarType::BFloat16;
 }
 
-// What a product in 8 bits multiplies: rows by a layer, and by another if that is gated.
+// The factors of an 8-bit product: rows and a layer, or two layers for a gate.
 struct Factors {
   Scaled rows;
   Layer layer, up;
@@ -172,8 +172,8 @@ inline Factors factors_of(
   return {rows, layers[0], other};
 }
 
-// From here on an H100 is faster where a product stores its activation in 8 bits (0.74 to 1.03 of the time of
-// passes that follow it); one tile of rows takes up to 1.19, since its tiles have 128 columns.
+// From this many rows on, an H100 is faster if a product stores its activation in 8 bits (0.74 to 1.03 of
+// the time with passes after it); one tile of rows takes up to 1.19, since its tiles have 128 columns.
 constexpr int64_t FEWEST_HIDDEN_ROWS = 129;
 
 // The activation of a product, or a gate of one or two, as rows in 8 bits.
@@ -204,7 +204,7 @@ inline Handles fp8_hidden(
           of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number, of.up);
       z = quantized(y, by, true, false, kernels).plain;
     }
-    // All are one.
+    // All rows share one scale.
     if (by.scaling == Scaling::TENSOR) z.scale = z.scale.viewed(Shape{1, 1}, Shape{1, 1});
     Handles all;
     append(all, z);

@@ -1,4 +1,4 @@
-// Products of matrices of 8 bits by Hopper's kernels, which decline what they do not take.
+// Products of 8-bit matrices by Hopper's kernels, which decline what they do not support.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fused_norm {
 
-// As many scales as rows.
+// One scale for each row.
 inline Tensor spread(const Tensor& scale, int64_t rows) {
   require_kernels(scale.dtype() == FLOAT32 && (scale.numel() == rows || scale.numel() == 1));
   if (scale.numel() == rows) return readable(scale);
@@ -16,7 +16,7 @@ inline Tensor spread(const Tensor& scale, int64_t rows) {
   return each;
 }
 
-// The scales of a matrix as kernels read them: for each row, or of blocks for as many rows.
+// The scales in the layout of the kernels: one for each row, or of blocks with this many rows.
 inline Tensor scales_of(const Scaled& given, int64_t rows_of_block) {
   const auto& [q, scale, of_blocks] = given;
   if (!of_blocks) return spread(scale, q.size(0));
@@ -35,7 +35,7 @@ struct Layer {
   int64_t outputs() const { return weight.q.size(0); }
 };
 
-// A layer as kernels read it beside rows.
+// A layer in the layout that kernels need to multiply these rows.
 inline Layer layer_of(const Layer& given, const Tensor& rows) {
   const auto& [weight, bias] = given;
   require_kernels(
@@ -50,7 +50,7 @@ inline Layer layer_of(const Layer& given, const Tensor& rows) {
       {readable(weight.q), scales_of(weight, SCALE_BLOCK), weight.of_blocks}, readable(bias)};
 }
 
-// Rows as kernels multiply them.
+// Rows in the layout that kernels multiply.
 inline Scaled rows_of(const Scaled& given) {
   const auto& [q, scale, of_blocks] = given;
   require_kernels(
@@ -66,13 +66,13 @@ inline Call product_call(const Scaled& rows, int64_t N, bool are_kept, const Eig
   call.z_scale = address(rows.scale);
   call.eight_bits = number_of(rows.q.dtype());
   call.block_scales = rows.of_blocks ? VECTORS : 0;
-  // Only then were weights there before the rows were.
+  // Only then were weights ready before the rows.
   call.strategy = are_kept ? FUSED : DECLINED;
   return call;
 }
 
-// Writes rows times the weight of a layer, both scaled by blocks, plus its bias, to y, whose rows are some
-// elements apart.
+// Writes rows times the weight of a layer, both with scales of blocks, plus its bias, to y, whose rows
+// may be strided.
 inline void block_product(
     const Scaled& rows, const Layer& layer, void* y, int64_t pitch, const Tensor& like,
     const EightBits& kernels) {
@@ -86,7 +86,7 @@ inline void block_product(
   launch(kernels.linear, call, like);
 }
 
-// `product` below of operands with scales of blocks; an activation is a pass of its own.
+// `product` below for operands with scales of blocks; an activation is a separate pass.
 inline Tensor block_product(
     const Scaled& rows, const Layer& layer, const Layer& up, Sizes sizes, int64_t activation,
     const EightBits& kernels, Tensor* h) {
@@ -116,13 +116,13 @@ inline Tensor block_product(
   return y;
 }
 
-// A layer before an activation, or the two of a gate, and the outputs of each.
+// A layer before an activation, or the two of a gate, and the number of outputs of each.
 struct Activated {
   Layer layer, up;
   int64_t N;
 };
 
-// Has a call multiply by layers: by one, or for a gate by two, which may be the halves of one.
+// Gives a call its layers: one, or for a gate two, which may be the halves of one.
 inline Activated add_layers(
     Call& call, const Scaled& rows, const Layer& given, const Layer& given_up, int64_t activation) {
   Activated found{layer_of(given, rows.q), {}, 0};
@@ -143,7 +143,7 @@ inline Activated add_layers(
     call.up_scale = address(up.weight.scale);
     call.up_bias = address(up.bias);
   } else if (is_gate) {
-    // The second half has scales of its own only where it starts with a block.
+    // The second half has its own scales only if it starts with a block.
     require_kernels(!rows.of_blocks || N % SCALE_BLOCK == 0);
     const int64_t scales = rows.of_blocks ? N / SCALE_BLOCK * blocks_of(call.K) : N;
     call.up = static_cast<char*>(call.weight) + N * call.K;
@@ -153,8 +153,8 @@ inline Activated add_layers(
   return found;
 }
 
-// The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits: the rows that a next
-// layer multiplies. They have scales of blocks, or all the one that is given, and then no gate.
+// The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits: the input rows
+// of the next layer. They have scales of blocks; or all share the given scale, which rules out a gate.
 inline Scaled hidden(
     const Scaled& given, const Layer& layer, const Layer& up, int64_t activation,
     bool power_of_two, double one_scale, bool is_kept, const EightBits& kernels) {
@@ -176,9 +176,9 @@ inline Scaled hidden(
   return z;
 }
 
-// Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows but for the last.
-// The activation may be a gate: on what a second layer gives, or on the second half. What it is of,
-// rows of one or two times as many elements, is written to h if that is asked for.
+// Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows except the last.
+// The activation may be a gate, with a second layer or the second half as the gating input. If h is
+// given, the activation's input, one or two times as wide, is written to it.
 inline Tensor product(
     const Scaled& given, const Layer& given_layer, Sizes sizes, bool is_kept,
     const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
@@ -202,7 +202,7 @@ inline Tensor product(
   return y;
 }
 
-// The products of the same rows with several layers, in one launch where that can be.
+// The products of the same rows with several layers, in one launch if possible.
 inline Tensors products(
     const Scaled& given, const std::vector<Layer>& given_layers, Sizes sizes, bool are_kept,
     const EightBits& kernels) {

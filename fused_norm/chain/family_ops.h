@@ -36,10 +36,10 @@ inline int64_t number_of(const std::string& name) {
   throw std::runtime_error("fused_norm: no norm or activation is called " + name);
 }
 
-// The message of what an op in Python raised last: PyTorch before 2.13 keeps none.
+// The message of the last exception of an op in Python: PyTorch before 2.13 keeps none.
 inline thread_local std::string python_error;
 
-// What an op does where Python has to: with parameters that are frozen, or with empty tensors.
+// Runs an op in Python, for parameters that are frozen or for empty tensors.
 template <class Result = Handles, class... Arguments>
 Result call_python(const char* op, const Arguments&... arguments) {
   std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
@@ -67,7 +67,7 @@ inline Tensor as_matrix(const Tensor& weight) {
   return !weight.defined() || weight.dim() != 2 || is_matrix(weight) ? weight : dense(weight);
 }
 
-// The tensors, dense but for transposed weights, which products take.
+// The tensors, dense except for transposed weights, which products take.
 inline Operands operands_of(TENSORS) {
   if (weights.size() != biases.size()) {
     throw std::runtime_error("fused_norm: as many biases as weights are needed, None for none");
@@ -107,7 +107,7 @@ inline Extent checked(const Spec& spec, const Operands& t) {
   return *extent;
 }
 
-// Returns the results in one list, without those that are not there.
+// Returns the defined results in one list.
 inline Handles flat(const Results& results) {
   Handles all;
   const auto append = [&](const Tensor& tensor) {
@@ -145,7 +145,7 @@ inline Handles norm_linear_forward(TENSORS, SPEC, bool keeps) {
   return call_python("fused_norm::norm_linear_forward_by_python", ARGUMENTS_OF_CALL, keeps);
 }
 
-// The same with the fold of frozen parameters, which is for an activation in the epilogue; -1 for none.
+// The same with the fold of frozen parameters for an activation in the epilogue; -1 for none.
 inline Handles norm_linear_forward_folded(
     TENSORS, SPEC, bool keeps, Optional fold_weight, Optional fold_sums, int64_t fold_activation,
     bool is_offloaded) {
@@ -163,7 +163,7 @@ inline int64_t norm_linear_wanted_fold(TENSORS, SPEC) {
 inline Handles norm_linear_fold(
     Optional gamma, Optional beta, Handles weights, Optionals biases, std::string normalization,
     double weight_offset, int64_t activation) {
-  // A weight stands for x, whose values nobody asks for.
+  // A weight replaces x, whose values are not read.
   const auto t = operands_of(
       weights[0], {}, gamma, beta, {}, {}, {}, {}, {}, {}, {}, weights, biases);
   Spec spec{number_of(normalization), activation};
@@ -215,8 +215,8 @@ inline Handles norm_linear_backward(
   return all;
 }
 
-// The same where weights have a `main_grad`: a tensor without elements stands for a gradient that was
-// added, and the normalized rows follow where a weight's is to be made of them.
+// The same for weights with a `main_grad`. An empty tensor means that a gradient has been added; the
+// normalized rows follow if a weight's gradient is still to be computed from them.
 inline Handles norm_linear_backward_into(
     TENSORS, SPEC, Handles products, Optionals grad_outputs, std::vector<int64_t> wanted,
     Optionals main_grads) {

@@ -1,5 +1,5 @@
-// Folds of frozen parameters: Python makes and owns them, and says when they end; here they are found
-// again without it.
+// Folds of frozen parameters. Python makes them, owns them and says when they end; the chain keeps them
+// here to look them up without Python.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace fused_norm {
 
-// 1 where any parameters are frozen, 2 where values of some have left their device.
+// 1 if any parameters are frozen, 2 if values of some have left their device.
 inline std::atomic<int> frozen_level{0};
 
 // A weight with gamma folded in, with its row sums and constants.
@@ -31,10 +31,10 @@ struct Fold {
   }
 };
 
-// Folds by the memory of their parameters, which whoever froze them holds.
+// Folds by the addresses of their parameters, which stay allocated while frozen.
 class Folds {
  public:
-  // Returns a fold, or what says that Python found none to be made; nothing where Python is to look.
+  // Returns a fold, or one that says there is none to be made; nothing if Python has to look.
   std::optional<Fold> find(const Spec& spec, const Operands& t, bool is_captured) {
     if (is_captured) return std::nullopt;
     const auto key = key_of(spec, t);
@@ -60,7 +60,7 @@ class Folds {
   }
 
  private:
-  // Addresses, sizes and what they are for, on a stream.
+  // Addresses, sizes, the purpose of the fold, and the stream.
   using Key = std::vector<int64_t>;
 
   static Key key_of(const Spec& spec, const Operands& t) {
@@ -82,7 +82,7 @@ class Folds {
 };
 inline Folds folds;
 
-// The fold of a call, if it has one; nothing where Python is to look, which knows what is frozen and
+// The fold of a call, if it has one; nothing if Python has to look, which knows what is frozen and
 // whose values are elsewhere.
 inline std::optional<Fold> fold_of(
     const Spec& spec, const Operands& t, bool keeps, bool is_captured) {

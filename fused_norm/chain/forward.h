@@ -1,5 +1,5 @@
-// The forward of a call of the op family: one native call on a CPU and for Hopper's products, else
-// passes over rows around products.
+// The forward of a call of the op family: one native call on a CPU and for Hopper's products,
+// otherwise passes over rows around products.
 
 #pragma once
 
@@ -16,8 +16,8 @@ struct Results {
   Tensors products;
 };
 
-// The activation of a product. On a CPU it may take the product's place: fresh memory costs a page
-// fault for every 4 KiB, and lines that are read anyway cost less to write.
+// The activation of a product. On a CPU it may overwrite the product: fresh memory costs a page
+// fault for every 4 KiB, and cache lines that are read anyway cost less to write.
 inline Tensor activated(
     const Spec& spec, const Tensor& h, const Kernels& kernels, bool may_replace = false) {
   if (!spec.activation) return h;
@@ -31,7 +31,7 @@ inline Tensor activated(
   return a;
 }
 
-// The products of rows just normalized and each weight, or all side by side in one tensor.
+// The products of newly normalized rows and each weight, or all concatenated in one tensor.
 inline Tensors products_of(
     const Spec& spec, const Tensor& z, const Operands& t, const Extent& extent,
     const Kernels& kernels) {
@@ -71,7 +71,7 @@ inline Tensors products_of(
   return products;
 }
 
-// Gives a record the weights, those of a gate's halves apart, and what becomes of their product.
+// Gives a record the weights, the halves of a gate separately, and where their product goes.
 inline void give_weights(
     Call& call, const Spec& spec, const Operands& t, const Extent& extent, bool activates) {
   call.N = activates && spec.is_gated() ? extent.N / 2 : extent.N;
@@ -88,8 +88,8 @@ inline void give_weights(
   call.up_bias = is_pair ? address(t.bias(1)) : after(call.bias, size);
 }
 
-// Computes the output by the product of rows just normalized, whose epilogue activates; false where a
-// pass is to follow.
+// Computes the output with a product of newly normalized rows that activates in its epilogue; false
+// if a pass has to follow.
 inline bool activated_by_product(
     const Spec& spec, const Tensor& z, const Operands& t, const Extent& extent, bool keeps_h,
     const Kernels& kernels, Results& results) {
@@ -138,7 +138,7 @@ inline bool has_own_outputs(const Spec& spec, const Operands& t) {
   return is_grouped(t) && !spec.is_joined && !spec.activation;
 }
 
-// Whether one native call may normalize and multiply. What modulates rows a GPU's has no place for.
+// Whether one native call may normalize and multiply. GPU kernels take no modulation of x.
 inline bool may_fuse(const Spec& spec, const Operands& t, const Kernels& kernels) {
   if (!kernels.product.forward || spec.returns_norm || t.is_narrow() || !t.are_weights_dense()) {
     return false;
@@ -149,7 +149,7 @@ inline bool may_fuse(const Spec& spec, const Operands& t, const Kernels& kernels
        (spec.is_gated() && spec.is_joined && t.is_pair()));
 }
 
-// The record of a native call up to the activation, or past it, after its plan. Results are at
+// The record of a native call up to the activation, or past it, with its plan made. Results have
 // their addresses, or WANTED.
 inline Call planned_forward(
     const Spec& spec, const Operands& t, const Extent& extent, const Results& results,
@@ -180,8 +180,8 @@ inline bool is_fused(const Call& call) {
   return call.strategy == FUSED || call.strategy == KEPT_FOLD || call.strategy == NEW_FOLD;
 }
 
-// The activation in the product's epilogue that a fold would be made for, were there one; -1 where
-// the plan wants none.
+// The activation in the product's epilogue that a fold would be made for; -1 if the plan wants
+// no fold.
 inline int64_t wanted_fold(
     const Spec& spec, const Operands& t, const Extent& extent, const Kernels& kernels) {
   if (!may_fuse(spec, t, kernels)) return -1;
@@ -201,18 +201,18 @@ inline int64_t wanted_fold(
   return -1;
 }
 
-// The fold of a call, if it has one; nothing where Python is to look. A call whose plan wants none
-// needs not ask: of a frozen model, most are such.
+// The fold of a call, if it has one; nothing if Python has to look. A call whose plan wants none,
+// like most calls of a frozen model, does not ask.
 inline std::optional<Fold> fold_for(
     const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Kernels& kernels) {
   auto fold = fold_of(spec, t, keeps, kernels.is_captured);
-  // Where values may have left the device, Python knows.
+  // Values may have left the device: Python knows.
   const bool may_skip = !fold && frozen_level == 1;
   if (may_skip && wanted_fold(spec, t, extent, kernels) < 0) return Fold();
   return fold;
 }
 
-// Computes up to the activation, or past it, in one native call; false where the plan declines.
+// Computes up to the activation, or past it, in one native call; false if the plan declines.
 inline bool forward_by_product(
     const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
     const Kernels& kernels, bool activates, Results& results) {
@@ -221,7 +221,7 @@ inline bool forward_by_product(
   Group parts;
   auto call =
       planned_forward(spec, t, extent, results, keeps_h, fold, kernels, activates, parts);
-  // Another strategy would read what stands for values that are elsewhere.
+  // Another strategy would read placeholders for values that are elsewhere.
   if (!is_fused(call) || (fold.is_needed && call.strategy != KEPT_FOLD)) return false;
   if (call.strategy == KEPT_FOLD) fold.give(call);
   Tensors outputs;
@@ -247,7 +247,7 @@ inline bool forward_by_product(
   return true;
 }
 
-// The same either way: the product may have no place for the activation.
+// With either strategy: the product may not support the activation in its epilogue.
 inline bool forward_by_product(
     const Spec& spec, const Operands& t, const Extent& extent, bool keeps, const Fold& fold,
     const Kernels& kernels, Results& results) {
@@ -260,7 +260,7 @@ inline bool forward_by_product(
   return !(spec.activation && t[X].is_cpu()) && is_separate && run(false);
 }
 
-// A call whose rows passes read in the one order in which they read aligned ones.
+// A call with aligned rows: passes read rows in another order otherwise.
 inline Operands with_aligned_rows(const Operands& t) {
   Operands ready = t;
   for (const Place place : {X, RESIDUAL}) ready.flat[place] = aligned(t[place]);
@@ -292,7 +292,7 @@ inline Results forward(
     if (spec.returns_norm) results.norm = z;
     if (!activated_by_product(spec, z, t, extent, keeps_h, kernels, results)) {
       auto products = products_of(spec, z, t, extent, kernels);
-      // The activation may have its memory.
+      // The activation may reuse its memory.
       z = Tensor();
       for (const auto& h : products) {
         results.outputs.push_back(activated(spec, h, kernels, !keeps_h));

@@ -1,4 +1,4 @@
-// Several Linear layers on the same rows, q, k and v or gate and up, by one launch for all of them.
+// Several Linear layers on the same rows (q, k and v, or gate and up) in one launch.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fused_norm {
 
-// Their halves of a record, which points to them.
+// The `Part`s of a record, which points to them.
 class Group {
  public:
   Group() = default;
@@ -34,8 +34,8 @@ inline bool is_grouped(const Operands& t) {
   return t.count() > 1 && static_cast<int64_t>(t.count()) <= MOST_PARTS && t.are_weights_dense();
 }
 
-// The products of dense rows and each weight, or all side by side in one tensor; none where the
-// plan declines.
+// The products of dense rows and each weight, or all concatenated in one tensor; none if the plan
+// declines.
 inline Tensors grouped_products(
     const Spec& spec, const Tensor& z, const Operands& t, const Extent& extent,
     const Kernels& kernels) {
@@ -49,7 +49,7 @@ inline Tensors grouped_products(
   Group parts;
   parts.give(call, t);
   if (product.plan_products(&call) != 0 || call.strategy == DECLINED) return {};
-  // The kernel adds a bias everywhere or nowhere.
+  // The kernel adds a bias to all products or to none.
   bool has_bias = false;
   for (size_t i = 0; i < t.count(); ++i) has_bias = has_bias || t.bias(i).defined();
   Tensors added, outputs;
@@ -72,8 +72,8 @@ inline Tensors grouped_products(
   return outputs;
 }
 
-// Gives a record what dz, the sum of dy weight over all pairs, is made of; false where there is no
-// kernel for that. Each dy is dense, or they are columns of one tensor.
+// Gives a record the factors of dz, the sum of dy weight over all pairs; false if there is no kernel
+// for it. Each dy is dense, or they are columns of one tensor.
 inline bool give_gradients(Call& call, Group& parts, const Tensors& dys, const Operands& t) {
   if (!is_grouped(t)) return false;
   bool are_dense = true;
@@ -92,7 +92,7 @@ inline bool give_gradients(Call& call, Group& parts, const Tensors& dys, const O
   return call.part_count > 1;
 }
 
-// That sum; none where the plan declines.
+// That sum; none if the plan declines.
 inline Tensor grouped_input_gradients(
     const Tensors& dys, const Operands& t, const Extent& extent, const Kernels& kernels) {
   const auto& product = kernels.product;

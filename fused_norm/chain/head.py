@@ -1,12 +1,12 @@
 """The head in chunks of rows, so that logits exist for one chunk at a time.
 
-Each chunk leaves exponentials `E` of its logits, whose label's entry makes `E` times a factor of
-the row the gradient of the logits. So both gradients are plain products of what was stored:
+A chunk stores the exponentials `E` of its logits, with the label's entry changed so that `E` times
+a factor for each row is the gradient of the logits. Both gradients are then plain products:
 
     dx = factor * (E W)      dW += E^T (factor * x)      db += E^T factor
 
-Hopper's product leaves them in bfloat16 without ever rounding a logit (`head_sm90.py`); elsewhere
-PyTorch's ops make them of logits.
+Hopper's product writes `E` in bfloat16 without ever rounding a logit (`head_sm90.py`); elsewhere
+PyTorch's ops compute it from the logits.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from fused_norm.cross_entropy import (
 
 # Rows of a chunk. On an H100, 4096 are within 4 % of all rows at once; a CPU's caches hold fewer.
 GPU_ROWS, CPU_ROWS = 4096, 1024
-# Elements of 16 bits that a load of 16 bytes has.
+# 16-bit elements in a load of 16 bytes.
 _ALIGNED = 8
-# On a CPU, chunks are at least so many where there are rows for them, and have so many rows.
+# On a CPU, there are at least this many chunks of at least this many rows, if M allows.
 _LEAST_CHUNKS, _LEAST_ROWS = 8, 128
-# Each chunk's product packs the whole weight: 128 rows take 1.15 of their share of more (Zen 5). Up
-# to so many logits (64 MiB), chunks have twice as many rows, as there is little memory to save.
+# Each chunk's product packs the whole weight: 128 rows take 1.15 of the time of longer chunks (Zen
+# 5). Up to this many logits (64 MiB), chunks have twice as many rows: they save little memory.
 _FEW_LOGITS = 1 << 24
 
 
 class Found(NamedTuple):
-    """What a call leaves.
+    """Results of a call.
 
     Attributes:
         loss: The reduced loss.
-        logsumexp: Of each row, in the shape of the target.
-        gradients: Of x, the weight and the bias, None where not wanted.
+        logsumexp: One for each row, in the shape of the target.
+        gradients: Of x, the weight and the bias, None if not wanted.
     """
 
     loss: Tensor
@@ -55,13 +55,13 @@ class Found(NamedTuple):
 
 
 def rows_of_chunk(M: int, V: int, chunk_rows: int, is_cpu: bool) -> int:
-    """Return how many rows a chunk has, so that all chunks have about as many.
+    """Return how many rows a chunk has, so that all chunks have about the same size.
 
     Args:
-        M: Rows of all.
+        M: All rows.
         V: Size of the vocabulary.
-        chunk_rows: The most that the user wants, 0 for what suits the device.
-        is_cpu: Whether a CPU computes.
+        chunk_rows: The user's limit, 0 for the device's default.
+        is_cpu: Whether it runs on a CPU.
     """
     most = chunk_rows or GPU_ROWS
     if is_cpu and not chunk_rows:
@@ -77,16 +77,16 @@ def compute(
     wanted: list[bool],
     grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Found:
-    """Compute the loss, and gradients as far as wanted.
+    """Compute the loss, and the gradients that are wanted.
 
     Args:
         t: The tensors.
         loss: What to compute.
         wanted: Which gradients: of x, the weight, the bias.
-        grads: Gradients of the loss, None for 1, and of the logarithms, None for 0.
+        grads: Gradients of the loss, None for 1, and of the logsumexps, None for 0.
 
     Raises:
-        IndexError: For labels out of range; on a GPU, a kernel asserts that there are none.
+        IndexError: For labels out of range; on a GPU, a kernel asserts the range instead.
     """
     M, K = t.target.numel(), t.weight.shape[1]
     x, wide = t.x.reshape(M, K), statistics_dtype(t.x.dtype)
@@ -97,7 +97,7 @@ def compute(
     most = loss.chunk_rows
     if has_kernels and not loss.group and not any(wanted):
         most = most or head_sm90.rows_of_sums(len(t.weight))
-    # Processes that share the vocabulary need the same chunks, whatever share of it they have.
+    # Processes that share the vocabulary need the same chunks, whatever the size of their shards.
     size = rows_of_chunk(M, loss.classes or len(t.weight), most, x.is_cpu)
     has_own_dx = has_kernels and wanted[0] and head_sm90.computes_dx(loss)
     if has_own_dx and not loss.group:
@@ -107,7 +107,7 @@ def compute(
     parts = [slice(start, min(start + size, M)) for start in range(0, M, size)]
     chunks = _chunks(flat, loss, size, any(wanted), has_kernels)
     if parts:
-        # On a GPU, what comes before the first product is a time in which it has little to do.
+        # Until the first product is queued, a GPU is nearly idle.
         chunks.begin(parts[0])
     scales = logsumexp_scales = divisor = None
     if any(wanted):
@@ -125,7 +125,7 @@ def compute(
         if found is not None:
             totals.add(part, found)
     if has_kernels:
-        # The kernels read nothing for a label that is out of range.
+        # The kernels skip labels that are out of range.
         are_in_range = chunks.are_in_range if isinstance(chunks, head_sm90.Chunks) else None
         if are_in_range is not None and x.is_cuda:
             torch._assert_async(are_in_range)
@@ -146,7 +146,7 @@ def check_labels(t: Head, loss: Loss) -> None:
         loss: What to compute.
 
     Raises:
-        IndexError: If there is one, as in PyTorch.
+        IndexError: If a label is out of range, as in PyTorch.
     """
     target = t.target
     outside = (target < 0) | (target >= (loss.classes or t.weight.shape[0]))
@@ -170,10 +170,10 @@ def _chunks(
 
 
 class _Totals:
-    """The gradients, of which each chunk has a share."""
+    """The gradients, summed over chunks."""
 
     def __init__(self, t: Head, wanted: list[bool], products: head_sm90.Chunks | None) -> None:
-        """Make room for those that are wanted; `products` computes that of x, if it can."""
+        """Allocate the gradients that are wanted; `products` computes that of x, if it can."""
         self.t, (self.wants_x, self.wants_weight, self.wants_bias) = t, wanted
         self.products = products
         dense = torch.contiguous_format
@@ -182,7 +182,7 @@ class _Totals:
         self.dbias: Tensor | None = None
 
     def add(self, part: slice, found: Rows) -> None:
-        """Add what a chunk leaves."""
+        """Add a chunk's contribution."""
         e, factors = found.exponentials, found.factors
         x, weight = self.t.x[part], self.t.weight
         if self.dx is not None and self.products is not None:
@@ -230,7 +230,7 @@ class _Totals:
 
 
 def _product(e: Tensor, weight: Tensor) -> Tensor:
-    """Return E W, unrounded where tensor cores can leave it so."""
+    """Return E W, unrounded if tensor cores can write float32."""
     is_wide = e.is_cuda and e.dtype in LOW_PRECISION
 
     def of(part: slice) -> Tensor:
@@ -245,10 +245,10 @@ def _product(e: Tensor, weight: Tensor) -> Tensor:
 
 
 def _aligned(e: Tensor) -> list[slice]:
-    """Return the columns of exponentials, the last few by themselves where they are no multiple.
+    """Return slices of a matrix's columns: a multiple of 8, then the rest if there is one.
 
-    With a number of classes that is no multiple of 8, cuBLAS takes kernels that load element by
-    element, five times slower, even where rows start at a multiple of 16 bytes.
+    If the number of classes is not a multiple of 8, cuBLAS chooses kernels that load element by
+    element, five times slower, even if rows start at a multiple of 16 bytes.
     """
     V, pitch = e.shape[1], e.stride(0)
     whole = V - V % _ALIGNED

@@ -1,4 +1,4 @@
-"""The exponentials, losses and factors of a chunk's rows, by PyTorch's ops."""
+"""The exponentials, losses and factors of a chunk's rows, computed with PyTorch's ops."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Chunk(NamedTuple):
     """Some rows of a call.
 
     Attributes:
-        rows: Which.
-        losses: Of each, written: 0 for those that are ignored.
-        logsumexp: Of each, written.
-        scales: Gradients of their losses, None where no gradient is wanted.
-        logsumexp_scales: Gradients of their logarithms, None for zeros.
+        rows: The slice of the rows.
+        losses: One for each row, written: 0 for ignored rows.
+        logsumexp: One for each row, written.
+        scales: Gradients of the losses, None if no gradient is wanted.
+        logsumexp_scales: Gradients of the logsumexps, None for zeros.
     """
 
     rows: slice
@@ -32,12 +32,12 @@ class Chunk(NamedTuple):
 
 
 class Others(NamedTuple):
-    """What label smoothing takes from the gradient of all classes: a matrix of rank one.
+    """What label smoothing subtracts from the gradient of all classes: a matrix of rank one.
 
     Attributes:
-        scales: Of each row, shape `[rows]`.
-        class_weight: Of each class, shape `[V]`.
-        mean_weight: Classes' weights times the weight, shape `[K]`.
+        scales: One for each row, shape `[rows]`.
+        class_weight: One for each class, shape `[V]`.
+        mean_weight: The class weights times the weight, shape `[K]`.
     """
 
     scales: Tensor
@@ -46,14 +46,14 @@ class Others(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a chunk leaves for its gradients.
+    """What a chunk computes for the gradients.
 
     Attributes:
-        exponentials: Shape `[rows, V]`; times the factors, the gradient of the logits but for
+        exponentials: Shape `[rows, V]`; times the factors, the gradient of the logits except for
             `others`.
-        factors: Of each row, None for 1.
-        scaled: The rows of x times their factors, None where these are 1.
-        others: What is taken from that gradient, None for nothing.
+        factors: One for each row, None for 1.
+        scaled: The rows of x times their factors, None if these are 1.
+        others: What is subtracted from that gradient, None for nothing.
     """
 
     exponentials: Tensor
@@ -63,10 +63,10 @@ class Rows(NamedTuple):
 
 
 class Composed(NamedTuple):
-    """Chunks by PyTorch's ops.
+    """Computes chunks with PyTorch's ops.
 
     Attributes:
-        t: The tensors of the call, rows in one dimension.
+        t: The tensors of the call, with rows in one dimension.
         loss: What to compute.
     """
 
@@ -74,22 +74,22 @@ class Composed(NamedTuple):
     loss: Loss
 
     def begin(self, part: slice) -> None:
-        """Queue nothing."""
+        """Do nothing: there is nothing to queue ahead."""
 
     def rows(self, chunk: Chunk) -> Rows | None:
-        """Compute a chunk as `by_pytorch`."""
+        """Compute a chunk with `by_pytorch`."""
         return by_pytorch(self.t, self.loss, chunk)
 
 
 def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
-    """Compute a chunk from its logits, less the largest of each row.
+    """Compute a chunk from its logits, minus the largest of each row.
 
-    Returns None where no gradients are wanted.
+    Returns None if no gradients are wanted.
 
     Args:
-        t: The tensors of the call, rows in one dimension.
+        t: The tensors of the call, with rows in one dimension.
         loss: What to compute.
-        chunk: Which rows.
+        chunk: Its rows.
     """
     x, target, wide = t.x[chunk.rows], t.target[chunk.rows], statistics_dtype(t.x.dtype)
     z = _logits(x, t, wide)
@@ -107,7 +107,7 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
         class_weight = _own_classes(terms.class_weight, t, loss)
         of_all = z.sum(1) if class_weight is None else z @ class_weight
     if chunk.scales is None and z.is_cpu and not loss.group and logit.isfinite().all():
-        # One pass on a CPU, where exponentials are not wanted.
+        # One pass on a CPU, if exponentials are not wanted.
         e = torch.log_softmax(z, 1)
         sums, lse = z, logit - label.entry(e)
     else:
@@ -122,7 +122,7 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
     scales = chunk.scales
     of_sum = terms.of_sum(lse, chunk)
     is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
-    # Float16 has not the range for a label's entry before its factor.
+    # Float16 lacks the range for a label's entry before its factor.
     if is_plain and x.dtype is not torch.float16:
         label.add(e, -(sums * counts))
         factors = of_sum / sums
@@ -139,15 +139,15 @@ def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
 
 
 class Terms(NamedTuple):
-    """What a loss makes of rows' logarithms and of their labels' logits.
+    """The terms of a loss that depend on labels and classes, not on logits.
 
     Attributes:
         counts: Which rows are not ignored, shape `[rows]`.
-        class_weight: Of each class of the whole vocabulary, shape `[V]`, or None.
-        hard: What of a row's loss its label has alone, shape `[rows]`, 0 where it is ignored.
-        smooth: What each class of weight 1 has.
-        total: What all classes weigh.
-        z_loss: Factor of the squared logarithm.
+        class_weight: One for each class of the whole vocabulary, shape `[V]`, or None.
+        hard: Weight of the label's term in a row's loss, shape `[rows]`, 0 for ignored rows.
+        smooth: Weight of the term of each class whose class weight is 1.
+        total: The sum of the class weights.
+        z_loss: Factor of the squared logsumexp.
     """
 
     counts: Tensor
@@ -159,7 +159,7 @@ class Terms(NamedTuple):
 
     @staticmethod
     def of(t: Head, loss: Loss, rows: slice, wide: torch.dtype) -> Terms:
-        """Find those of some rows, in a wide dtype."""
+        """Compute the terms of some rows, in a wide dtype."""
         target = t.target[rows]
         counts = target != loss.ignore_index
         if t.class_weight is None:
@@ -177,8 +177,8 @@ class Terms(NamedTuple):
         )
 
     def losses(self, lse: Tensor, logit: Tensor, of_all: Tensor | None) -> Tensor:
-        """Return the losses; `of_all` is the sum of all logits by their classes' weights."""
-        # An ignored row's logit stands for none, and may be infinite.
+        """Return the losses; `of_all` is the sum of all logits times their class weights."""
+        # An ignored row's label is a placeholder, whose logit may be infinite.
         losses = torch.where(self.counts, self.hard * (lse - logit), 0)
         if of_all is not None:
             losses = losses + torch.where(self.counts, self.smooth * (lse * self.total - of_all), 0)
@@ -187,19 +187,19 @@ class Terms(NamedTuple):
         return losses
 
     def of_sum(self, lse: Tensor, chunk: Chunk) -> Tensor:
-        """Return the gradients of the logarithms, those of the losses among them."""
-        # A number times a bool would be float32.
+        """Return the gradients of the logsumexps, including what the losses contribute."""
+        # A Python number times a bool tensor would be float32.
         smooth = self.smooth * self.total + 2 * self.z_loss * lse
         of_sum: Tensor = chunk.scales * (self.hard + smooth * self.counts)
         return of_sum if chunk.logsumexp_scales is None else of_sum + chunk.logsumexp_scales
 
 
 class _Label(NamedTuple):
-    """Where rows' labels are among the classes of a process.
+    """Where the labels of rows are among the classes of this process.
 
     Attributes:
-        column: Of each row's label, shape `[rows, 1]`; any for a label that another process has.
-        is_here: Whether this process has it, shape `[rows]`; None where it has all.
+        column: The label of each row, shape `[rows, 1]`; arbitrary if another process has it.
+        is_here: Whether this process has it, shape `[rows]`; None if it has all classes.
     """
 
     column: Tensor
@@ -207,7 +207,7 @@ class _Label(NamedTuple):
 
     @staticmethod
     def of(labels: Tensor, classes: int, loss: Loss) -> _Label:
-        """Find labels in range among so many classes, from `loss.first` on."""
+        """Locate labels among this many classes, which start at `loss.first`."""
         if not loss.group:
             return _Label(labels.unsqueeze(1), None)
         column = labels - loss.first
@@ -215,7 +215,7 @@ class _Label(NamedTuple):
         return _Label(torch.where(is_here, column, 0).unsqueeze(1), is_here)
 
     def entry(self, z: Tensor) -> Tensor:
-        """Return a row's entry for its label, 0 where that is elsewhere."""
+        """Return each row's entry for its label, 0 if another process has it."""
         if self.is_here is None:
             return z.gather(1, self.column)[:, 0]
         if not z.shape[1]:
@@ -223,7 +223,7 @@ class _Label(NamedTuple):
         return torch.where(self.is_here, z.gather(1, self.column)[:, 0], 0)
 
     def add(self, z: Tensor, values: Tensor) -> None:
-        """Add a value to each row's entry for its label, where that is here."""
+        """Add a value to each row's entry for its label, if this process has it."""
         if self.is_here is not None:
             values = torch.where(self.is_here, values, 0)
         if z.shape[1]:

@@ -1,13 +1,13 @@
-"""A chunk of a vocabulary that processes share, by Hopper's kernels.
+"""A chunk of a vocabulary that is sharded over processes, with Hopper's kernels.
 
-Each process has offsets of its own, and computes again those of its rows whose sums are not safe.
+Each process has its own offsets, and recomputes its rows whose sums are out of the safe range.
 With o the offset of a row, E its exponentials here and lse the logarithm of the sum over all
 processes, the gradient of the logits here is
 
     a exp(o - lse) E - b onehot(label)
 
-for the a and b of op/head/rows.mojo. So what processes tell each other of a row is their own
-logarithm, and the logit of its label.
+with a and b as in op/head/rows.mojo. So processes exchange only their own logsumexp of each row and
+the logit of its label.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from fused_norm.chain.head_rows import Chunk, Others, Rows, Terms
 from fused_norm.chain.head_sm90 import Chunks, run, weighted_rows
 from fused_norm.cross_entropy import Head, Loss
 
-# The least share of a row's sum that a process is taken to have, so that what stands before its
-# factor for the label stays finite; far below the roundings of bfloat16.
+# The least share of a row's sum that a process is assumed to have, so that the term that the factor
+# multiplies at the label stays finite; far below the roundings of bfloat16.
 _LEAST_SHARE = 1e-6
-# The least that a, the gradient of the sum, is to that of the label, as in op/head/rows.mojo.
+# The least ratio of a, the gradient of the sum, to the label's, as in op/head/rows.mojo.
 _LEAST_OF_SUM = 2.0**-20
-# What the kernels take for no label.
+# The kernels' number for "no label".
 _NO_LABEL = -1
 
 
 class ShardedChunks(Chunks):
-    """A call's memory for one chunk, and its record, used again by the next."""
+    """The memory and the record of one chunk, which all chunks of a call reuse."""
 
     def __init__(self, t: Head, loss: Loss, size: int, keeps: bool) -> None:
-        """Make room for chunks.
+        """Allocate the memory of a chunk.
 
         Args:
-            t: The tensors, rows in one dimension; the weight and the bias of this process alone.
+            t: The tensors, with rows in one dimension, and this process's weight and bias.
             loss: What to compute.
             size: Most rows of a chunk.
             keeps: Whether exponentials are wanted for gradients.
@@ -63,12 +63,12 @@ class ShardedChunks(Chunks):
         self.mean_bias = None if t.bias is None else (t.bias.float() @ each).reshape(1)
 
     def rows(self, chunk: Chunk) -> Rows | None:
-        """Compute what becomes of the exponentials of the rows that were begun.
+        """Compute losses and factors from the exponentials of the last rows passed to `begin`.
 
-        Returns None where no gradients are wanted.
+        Returns None if no gradients are wanted.
 
         Args:
-            chunk: Which rows.
+            chunk: Its rows.
         """
         if not self.has_terms:
             self._terms_of_classes()

@@ -1,10 +1,10 @@
-"""The exponentials, losses and factors of a chunk's rows, by Hopper's kernels in bfloat16.
+"""The exponentials, losses and factors of a chunk's rows, with Hopper's kernels in bfloat16.
 
-The product's epilogue stores exponentials of logits less an offset of the row, and their sums. The
-offset is some more than the largest of 256 of the row's logits, which a small product finds before.
-Where a call begins, the GPU waits for the host, which therefore queues the first product before
-anything that it does not need.
-A row whose sum leaves the safe range is computed again, by kernels that the host need not ask for.
+The product's epilogue stores the exponentials of logits minus an offset for each row, and their
+sums. The offset is a little more than the largest of 256 of the row's logits, which a small product
+computes first. A row whose sum leaves the safe range is recomputed by kernels that the host queues
+without checking. When a call begins, the GPU waits for the host, which therefore queues the first
+product before any work that the product does not need.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fused_norm.native import build, compiler
 
 # Whether our product computes the gradient of x; tests and measurements compare with PyTorch's.
 OWN_DX = True
-# Whether the kernel of losses checks the labels, in place of seven small ones.
+# Whether the kernel of losses checks the labels, instead of seven small kernels.
 CHECKS_LABELS = True
-# SMs of an H100: what the model of tiles takes where no GPU is.
+# SMs of an H100: the tile model's default without a GPU.
 _PROCESSORS = 132
-# Classes whose logits tell a row's offset.
+# Classes whose logits determine a row's offset.
 _SAMPLES = 256
-# Columns of a tile of the product; with a bias, those of its only kernel.
+# Columns of a tile of the product; with a bias, there is only the second tile.
 COLUMNS, COLUMNS_WITH_BIAS = 192, 128
-# Memory that a chunk may take where no exponentials are stored.
+# Memory limit of a chunk if no exponentials are stored.
 _SUMS_BYTES = 96 << 20
 
 
 def serves(t: Head, loss: Loss) -> bool:
     """Return whether the kernels compute a call.
 
-    Args:
+    t: The tensors, with rows in one dimension.
         t: The tensors, rows in one dimension.
         loss: What to compute.
     """
@@ -57,13 +57,13 @@ def serves(t: Head, loss: Loss) -> bool:
 def are_for(
     device: torch.device, dtype: torch.dtype, features: int, biases: int | None, loss: Loss
 ) -> bool:
-    """Return whether there are kernels for calls of a kind, wherever their tensors lie.
+    """Return whether there are kernels for such calls, whatever the layout of their tensors.
 
     Args:
-        device: Where they run.
+        device: The device.
         dtype: Of the product.
-        features: Of a row.
-        biases: How many numbers a bias has, None without one.
+        features: Length of a row.
+        biases: Length of the bias, None without one.
         loss: What to compute.
     """
     return (
@@ -72,19 +72,19 @@ def are_for(
         and can_do(loss)
         and kernels.is_hopper(device.index or 0)
         and features % 8 == 0
-        # A tile's part of a bias is copied in bulk: 16 bytes at a time.
+        # A tile of the bias is copied in bulk, 16 bytes at a time.
         and (biases is None or biases % 8 == 0)
         and is_built()
     )
 
 
 def can_do(loss: Loss) -> bool:
-    """Return whether the kernels know the options of a loss.
+    """Return whether the kernels support the options of a loss.
 
     Args:
         loss: What to compute.
     """
-    # What smoothing takes from the gradient is no matrix of rank one behind a softcap.
+    # Behind a softcap, what smoothing subtracts from the gradient is not a matrix of rank one.
     return not (loss.softcap and loss.label_smoothing)
 
 
@@ -94,13 +94,13 @@ def computes_dx(loss: Loss) -> bool:
     Args:
         loss: What to compute.
     """
-    # What smoothed labels take from it is of another matrix.
+    # With smoothed labels, part of it comes from another matrix.
     return OWN_DX and not loss.label_smoothing
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Return the SMs of a device."""
+    """Return the number of SMs of a device."""
     if device.type != "cuda":
         return _PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -117,17 +117,17 @@ def _extension() -> build.Extension:
 
 
 def rows_of_sums(V: int) -> int:
-    """Return how many rows a chunk has, at most, of which only the loss is wanted.
+    """Return the most rows of a chunk if only the loss is wanted.
 
     Args:
         V: Size of the vocabulary.
     """
-    # Each row leaves two numbers of each tile.
+    # Each row stores two numbers for each tile.
     return max(_SUMS_BYTES // (8 * -(-V // COLUMNS_WITH_BIAS)), 1)
 
 
 def scale_in_place(tensor: Tensor, scale: Tensor) -> None:
-    """Multiply a gradient by that of the loss; where this is 1, nothing is read.
+    """Multiply a gradient by that of the loss; if this is 1, the tensor is not read.
 
     Args:
         tensor: A dense tensor in bfloat16 or float32 on a Hopper GPU.
@@ -144,8 +144,8 @@ def run(function: str, call: HeadCall, device: torch.device) -> None:
 
     Args:
         function: Its name.
-        call: What it gets.
-        device: Where.
+        call: Its record.
+        device: The device.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -155,13 +155,13 @@ def run(function: str, call: HeadCall, device: torch.device) -> None:
 
 
 class Chunks:
-    """A call's memory for one chunk, and its record, used again by the next."""
+    """The memory and the record of one chunk, which all chunks of a call reuse."""
 
     def __init__(self, t: Head, loss: Loss, size: int, keeps: bool) -> None:
-        """Make room for chunks.
+        """Allocate the memory of a chunk.
 
         Args:
-            t: The tensors, rows in one dimension.
+            t: The tensors, with rows in one dimension.
             loss: What to compute.
             size: Most rows of a chunk.
             keeps: Whether exponentials are wanted for gradients.
@@ -179,14 +179,14 @@ class Chunks:
         pitch = -(-V // 8) * 8
         self.exponentials = self.x.new_empty((size, pitch)) if keeps else None
         self.scaled = self.x.new_empty((size, K)) if keeps else None
-        # Sums and largest logits of each tile of a row, and whether a sum is bad.
+        # The sum and the largest logit of each tile of a row, and whether any sum is out of range.
         self.of_tiles = wide(2 * size * tiles + 1)
-        # Of each row: its offset, its sum, its factor.
+        # For each row: its offset, its sum, its factor.
         self.of_rows = wide((3, M))
         step = max(V // _SAMPLES, 1)
         self.samples = torch.mm(self.x, t.weight[::step][:_SAMPLES].t())
         self.has_terms = False
-        # What the kernel of losses knows of the labels, if it checks them.
+        # Whether all labels are in range, if the kernel of losses checks that.
         self.are_in_range: Tensor | None = None
         self.class_weight: Tensor | None = None
         self.mean_weight: Tensor | None = None
@@ -201,16 +201,16 @@ class Chunks:
         call.sample_count, call.sample_step = self.samples.shape[1], step
         call.ignore_index, call.label_smoothing = loss.ignore_index, loss.label_smoothing
         call.z_loss, call.softcap = loss.z_loss, loss.softcap
-        # Of the first row.
+        # Addresses of the first row.
         self.first = (address(self.x), address(self.samples), address(self.of_rows))
 
     def begin(self, part: slice) -> None:
-        """Queue the exponentials of some rows; what they leave is valid until the next ones.
+        """Queue the exponentials of some rows; the results are valid until the next call.
 
         Args:
-            part: Which rows.
+            part: The slice of the rows.
         """
-        # Addresses by hand: where a call begins, the GPU waits for each slice of a tensor.
+        # Addresses are computed here: slicing tensors would delay the GPU when a call begins.
         call, (x, samples, of_rows) = self.call, self.first
         call.M = part.stop - part.start
         call.x = x + 2 * part.start * call.K
@@ -220,7 +220,7 @@ class Chunks:
         run("exponentials", call, self.x.device)
 
     def _terms_of_classes(self) -> None:
-        """Sum up what losses need of the classes' weights and of smoothed labels."""
+        """Sum what losses need of the class weights and of smoothed labels."""
         t, call, self.has_terms = self.t, self.call, True
         if CHECKS_LABELS:
             self.are_in_range = self.x.new_ones(1, dtype=torch.int32)
@@ -243,12 +243,12 @@ class Chunks:
         call.mean_weight, call.mean_bias = address(self.mean_weight), address(self.mean_bias)
 
     def rows(self, chunk: Chunk) -> Rows | None:
-        """Compute what becomes of the exponentials of the rows that were begun.
+        """Compute losses and factors from the exponentials of the last rows passed to `begin`.
 
-        Returns None where no gradients are wanted.
+        Returns None if no gradients are wanted.
 
         Args:
-            chunk: Which rows.
+            chunk: Its rows.
         """
         if not self.has_terms:
             self._terms_of_classes()
@@ -272,11 +272,11 @@ class Chunks:
         return Rows(e, factors, self.scaled[:count], others)
 
     def input_gradient(self, dx: Tensor, rows: Rows) -> None:
-        """Queue the gradient of the rows that were computed last, without others' share of it.
+        """Queue the gradient of the last rows of x, without the part in `Rows.others`.
 
         Args:
-            dx: Of the rows, written; dense.
-            rows: What they have left.
+            dx: The gradient of the rows, written; dense.
+            rows: The result of `rows`.
         """
         call = self.call
         tile = head_tiles.best_tile(len(dx), call.K, call.V, processors(dx.device))
@@ -286,7 +286,7 @@ class Chunks:
 
 
 def weighted_rows(weight: Tensor, factors: Tensor) -> Tensor:
-    """Return factors times the weight, in float32 without a copy of it in that dtype."""
+    """Return factors times the weight, in float32 without a float32 copy of the weight."""
     total = weight.new_zeros(weight.shape[1], dtype=torch.float32)
     for rows, own in zip(weight.split(8192), factors.split(8192), strict=True):
         total += own @ rows.float()

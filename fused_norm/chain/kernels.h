@@ -23,12 +23,12 @@ inline bool has_mean(const Spec& spec) {
   return python.with_mean >> spec.normalization & 1;
 }
 
-// Thrown where a call is left to others; an error where there are none.
+// Thrown if a call is left to Python or PyTorch; an error if there is no such fallback.
 struct Declined : std::runtime_error {
   Declined() : std::runtime_error("fused_norm: no kernels are at hand for such tensors") {}
 };
 
-// The functions of a file that Python has loaded; null where there is none.
+// The functions of a file that Python has loaded; null if there is none.
 class Library {
  public:
   explicit Library(const char* path)
@@ -44,7 +44,7 @@ class Library {
   void* handle_;
 };
 
-// A norm and a product in one, and products by themselves: an extension norm_linear_*.
+// Norm and product in one call, and products alone: an extension norm_linear_*.
 struct Product {
   Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
            plan_linear = nullptr, linear = nullptr, plan_input_gradient = nullptr,
@@ -99,7 +99,7 @@ struct Passes {
         context(context) {}
 };
 
-// Quantization and products in 8 bits, of bfloat16: the extension fp8_sm90.
+// Quantization of bfloat16 and products in 8 bits: the extension fp8_sm90.
 struct EightBits {
   Function quantize = nullptr, maxima = nullptr, quantize_by_maxima = nullptr, normalize = nullptr,
            linear = nullptr, linears = nullptr;
@@ -124,7 +124,7 @@ inline void* current_stream(int32_t device) {
   return stream;
 }
 
-// Whether a CUDA graph captures what is queued on a stream.
+// Whether a CUDA graph captures the work queued on a stream.
 inline bool is_captured(void* stream) {
   using Ask = int (*)(void*, int*);
   static const auto ask = [] {
@@ -135,14 +135,14 @@ inline bool is_captured(void* stream) {
   return ask && ask(stream, &status) == 0 && status == 1;
 }
 
-// Has PyTorch's products ready in this thread on a GPU, once: a captured graph may choose them later,
-// and they cannot begin within a capture.
+// Initializes PyTorch's products in this thread on a GPU, once: a captured graph may use them later,
+// and they cannot be initialized during a capture.
 inline void prepare_products(int32_t device) {
   thread_local std::bitset<std::numeric_limits<int8_t>::max() + 1> ready;
   if (!ready[device]) ready[device] = python.prepare(device) != 0;
 }
 
-// The kernels of a dtype; those of row ops and of 8 bits by themselves.
+// The kernels of a dtype; those of row ops and of 8 bits are separate.
 struct Loaded {
   Product product;
   Passes passes;
@@ -163,7 +163,7 @@ inline const Loaded& loaded(const Question& question) {
   for (const auto& [of, told, found] : known) {
     if (told == python.told && std::memcmp(&of, &question, sizeof of) == 0) return found;
   }
-  // Whoever waits here has let go of Python's lock, which Python takes to answer.
+  // A thread that waits here has released the GIL, which Python takes to answer.
   Answer answer{};
   const char* error = nullptr;
   switch (python.find(&question, &answer, &error)) {
@@ -178,8 +178,8 @@ inline const Loaded& loaded(const Question& question) {
   return known.emplace_back(Known{question, python.told, found}).loaded;
 }
 
-// The kernels of a call: of its products, of passes over them, and of passes over the rows of x, whose
-// dtype autocast leaves wider.
+// The kernels of a call: for its products, for passes over them, and for passes over the rows of x,
+// whose dtype may be wider under autocast.
 struct Kernels {
   const Product& product;
   const Passes& passes;
@@ -225,8 +225,8 @@ inline int64_t threads() {
   return count;
 }
 
-// Gives a call the workspace that its plan asks for. On a CPU it is that of the thread's calls
-// before, if it is large enough: fresh memory would cost a page fault for every 4 KiB.
+// Gives a call the workspace that its plan asks for. On a CPU, the thread reuses the one of its
+// earlier calls if it is large enough: fresh memory would cost a page fault for every 4 KiB.
 inline Tensor workspace_of(Call& call, const Tensor& like) {
   thread_local Tensor kept;
   Tensor workspace;

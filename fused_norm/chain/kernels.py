@@ -1,8 +1,8 @@
-"""Which kernels serve a dtype, a device and its stream: what the chain asks, and once each.
+"""Which kernels serve a dtype, a device and its stream: the chain asks this once for each.
 
-A CPU's product normalizes rows as it packs them, on PyTorch's threads. Hopper's are our own, for
-bfloat16 on a folded weight; elsewhere, passes run around PyTorch's products. The plans of the
-kernels choose between what is there.
+On a CPU, a product normalizes rows as it packs them, on PyTorch's threads. On Hopper, a product of
+our own in bfloat16 uses a folded weight. Elsewhere, passes run around PyTorch's products. The
+kernels' plans choose among what is available.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fused_norm.native.cache import BuildError
 from fused_norm.native.cpu_features import bfloat16_product
 from fused_norm.norms import NORMS, by_number
 
-# A box of TMA starts at a multiple of 16 bytes, and so does every row.
+# TMA boxes, and so all rows, start at a multiple of 16 bytes.
 ALIGNMENT = 16
 
 # PyTorch's numbers, which do not change.
@@ -35,25 +35,22 @@ NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 def left_to_pytorch(dtype: torch.dtype) -> str | None:
-    """Return the CPU's flags with which PyTorch's product is faster than ours at all sizes.
-
-    None where it is not.
-    """
+    """Return the CPU flags that make PyTorch's product always faster than ours, None without."""
     return bfloat16_product() if dtype is torch.bfloat16 else None
 
 
 def cpu_strategy() -> int:
-    """Return the strategy that calls take on a CPU: FUSED, AROUND_PRODUCTS, or 0 for the faster.
+    """Return the strategy of calls on a CPU: FUSED, AROUND_PRODUCTS, or 0 for the faster one.
 
-    Tests and measurements put others in its place.
+    Tests and measurements replace this function.
     """
     return 0
 
 
 def gpu_strategy(may_keep: bool) -> int:
-    """Return the strategy that a forward is to run on Hopper, 0 for what its plan finds fastest.
+    """Return the strategy of a forward on Hopper, 0 for the one that its plan finds fastest.
 
-    Tests and measurements put others in its place.
+    Tests and measurements replace this function.
 
     Args:
         may_keep: Whether a fold may be kept.
@@ -62,15 +59,15 @@ def gpu_strategy(may_keep: bool) -> int:
 
 
 def hopper_costs(device: int, dtype: torch.dtype) -> int:
-    """Return the address of what products cost on a Hopper, 0 where nobody has measured that.
+    """Return the address of the costs of products on a Hopper GPU, 0 if they were not measured.
 
-    Measurements put others in its place.
+    Measurements replace this function.
     """
     return choice.address(hopper_kind(device), build.DTYPES[dtype])
 
 
 def in_aligned_memory(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return tensors in dense memory from a multiple of ALIGNMENT on; None stays None."""
+    """Return tensors in dense memory, aligned to ALIGNMENT; None stays None."""
     return tuple(
         v.clone() if v is not None and v.data_ptr() % ALIGNMENT else v
         for v in dense(*in_memory(tensors))
@@ -78,13 +75,13 @@ def in_aligned_memory(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def is_alone() -> bool:
-    """Return whether no collective, which waits for other GPUs, runs beside our kernels."""
+    """Return whether no collective, which waits for other GPUs, is running."""
     return not torch.distributed.is_initialized()
 
 
 @functools.cache
 def is_hopper(device: int) -> bool:
-    """Return whether a device has Hopper's kernels, by its index; none that is not there has."""
+    """Return whether the device with an index exists and has Hopper's kernels."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) == (9, 0)
@@ -95,17 +92,17 @@ is_hopper.__wrapped__.__dict__["_dynamo_marked_constant"] = True
 
 
 def may_use_tf32() -> bool:
-    """Return whether PyTorch may multiply float32 in tf32, however it was told so.
+    """Return whether PyTorch may multiply float32 in tf32, through whichever of its settings.
 
-    It may be told otherwise before the next call. `allow_tf32` raises an error where both of
-    PyTorch's settings have been used.
+    The setting may change before the next call. `allow_tf32` raises an error if both of PyTorch's
+    APIs for it have been used.
     """
     precision: str = torch._C._get_fp32_precision_getter("cuda", "matmul")
     return precision == "tf32"
 
 
 def cpu_extension(name: str, dtype: torch.dtype) -> ModuleType:
-    """Return an extension of the CPU's, loaded."""
+    """Return a CPU extension, loaded."""
     return build.load(build.Extension(name, build.DTYPES[dtype]))
 
 
@@ -130,9 +127,9 @@ def launcher(
     Args:
         kernels: The extension.
         device: Index of the device.
-        stream: Of PyTorch's, raw.
-        alone: Whether no collective runs beside.
-        costs: Address of what calls cost on the device, which products choose by; 0 for none.
+        stream: PyTorch's raw stream.
+        alone: Whether no collective runs at the same time.
+        costs: Address of the device's costs, from which products choose; 0 for none.
     """
     module = build.load(kernels)
     context = runtime.new_launcher(module, device, stream, alone)
@@ -142,12 +139,12 @@ def launcher(
 
 
 def may_multiply(x: Tensor, N: int, K: int) -> bool:
-    """Return whether a product of x may be Hopper's own, and add a residual.
+    """Return whether a product of x may be one of Hopper's, which adds a residual.
 
     Args:
         x: Of shape `[..., K]`.
         N: Outputs of the product.
-        K: Length of its sums.
+        K: Length of the sums.
     """
     if not x.is_cuda or x.dtype not in LOW_PRECISION or not is_hopper(x.device.index or 0):
         return False
@@ -194,7 +191,7 @@ class _Told(ctypes.Structure):
 
 
 def find(question: Any, answer: Any) -> None:
-    """Write which kernels serve a question.
+    """Write the kernels that answer a question.
 
     Args:
         question: A `Question`.
@@ -224,7 +221,7 @@ def find(question: Any, answer: Any) -> None:
     device, stream, norm = question.device, question.stream, question.normalization
     build.check_at_hand(torch.device("cuda", device), dtype)
     passes = gpu_extension("passes_gpu", dtype, device)
-    # Blocks of a pass wait for no others, so they may run beside a collective.
+    # Blocks of a pass do not wait for each other, so they may run along with a collective.
     context = launcher(passes, device, stream, True)[1]
     is_served = dtype in LOW_PRECISION or question.may_use_tf32
     product, own = b"", 0
@@ -253,21 +250,21 @@ def _find_rows(question: Any, answer: Any, dtype: torch.dtype) -> None:
         return
     build.check_at_hand(torch.device("cuda", question.device), dtype)
     rows = gpu_extension("rows_gpu", dtype, question.device)
-    # Blocks of a row op wait for no others, so they may run beside a collective.
+    # Blocks of a row op do not wait for each other, so they may run along with a collective.
     context = launcher(rows, question.device, question.stream, True)[1]
     _fill(answer, b"", 0, _file(str(rows.path)), context)
 
 
 @functools.cache
 def cpu_path(name: str, dtype: torch.dtype) -> str:
-    """Return the file of an extension of the CPU's, loaded."""
+    """Return the file of a CPU extension, loaded."""
     cpu_extension(name, dtype)
     return str(build.Extension(name, build.DTYPES[dtype]).path)
 
 
 @functools.cache
 def _file(path: str) -> bytes:
-    # Kept, as C++ reads it by its address.
+    # Cached, because C++ keeps the address.
     return path.encode()
 
 
@@ -288,9 +285,9 @@ def _find(question: Any, answer: Any, error: Any) -> int:
         find(question[0], answer[0])
     except Exception as fault:
         if isinstance(fault, BuildError) and compiler.version() is None:
-            # PyTorch's ops take the call, and it is said once what is missing.
+            # PyTorch's ops compute the call, and a notice says once what is missing.
             return 1
-        # C++ raises it again, where the call was made.
+        # C++ raises it again in the caller.
         _thread.error = str(fault).encode()
         error[0] = _thread.error
         return 2
@@ -302,9 +299,9 @@ def _conditions(device: int) -> int:
 
 
 def _prepare(device: int) -> int:
-    """Have PyTorch's products ready in this thread, before a graph that chooses them needs them.
+    """Initialize PyTorch's products in this thread, before a captured graph needs them.
 
-    Their library cannot begin within a capture, and calls made to warm up may all choose ours.
+    Their library cannot be initialized in a capture, and warm-up calls may all choose our products.
     """
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
@@ -322,14 +319,14 @@ _TOLD = _Told(_Find(_find), _Ask(_conditions), _Ask(_prepare), _NUMBERS.encode()
 
 
 def tell(library: ctypes.CDLL, again: int = 0) -> int:
-    """Give the chain the functions that it calls; it asks anew for kernels that it knows.
+    """Give the chain the functions that it calls; it then looks all kernels up again.
 
     Args:
         library: The chain.
-        again: What an earlier call returned: the chain is to go by what it was told then.
+        again: A number from an earlier call, to restore the kernels that were known then.
 
     Returns:
-        A number for what it is told.
+        A number for this set of kernels.
     """
     _TOLD.told = again or next(_numbers)
     library.chain_tell(ctypes.byref(_TOLD))

@@ -1,9 +1,9 @@
 """Loads the chain and the node: from the wheel, or compiled on first use by the C++ compiler.
 
-One binary of the chain serves every PyTorch from 2.11 on. A node of autograd in C++ spares a
-training step some microseconds; a build of that serves one minor version of PyTorch. A wheel brings
-builds for some, and `python -m fused_norm build --autograd` compiles another. Without a wheel, what
-compiles the chain compiles the node too: at the same time, as it takes about 15 s.
+One binary of the chain serves every PyTorch from 2.11 on. The autograd node in C++ saves a training
+step some microseconds, and needs a build for each minor version of PyTorch. A wheel has builds for
+some, and `python -m fused_norm build --autograd` compiles another. Without a wheel, both are
+compiled at the same time on first use; the node takes about 15 s.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from fused_norm.chain import kernels
 from fused_norm.native import cache, prebuilt
 
 FOLDER = Path(__file__).resolve().parent
-# Of fused_norm's own C++: `python` leaves the node out, and `0` all of it.
+# For fused_norm's own C++: `python` disables the node, and `0` all of it.
 SWITCH = "FUSED_NORM_AUTOGRAD"
-# The stable ABI that the chain keeps to.
+# The stable ABI that the chain restricts itself to.
 OLDEST_PYTORCH = "0x020b000000000000"
 
 
 @dataclass(frozen=True)
 class Binary:
-    """A library of C++.
+    """A C++ library.
 
     Attributes:
-        name: What people call it.
-        source: The file that is compiled.
-        arguments: What the compiler is told of it.
-        libraries: PyTorch's that it is linked with.
+        name: What messages call it.
+        source: The source file.
+        arguments: Additional compiler arguments.
+        libraries: The PyTorch libraries that it links.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Binary:
     def sources(self) -> list[Path]:
         """Return the files that it is compiled from."""
         main = FOLDER / self.source
-        # The node knows of the chain what it calls: a build survives other changes of the chain.
+        # The node depends only on this header: its build survives other changes of the chain.
         return [main, FOLDER / "chain.h"] if self is NODE else [main, *sorted(FOLDER.glob("*.h"))]
 
     @property
     def path(self) -> Path:
-        """Where the compiled library is kept, for this PyTorch and this Python."""
+        """Path of the compiled library, for this PyTorch and this Python."""
         digest = hashlib.sha256(b"".join(each.read_bytes() for each in self.sources()))
         for part in (
             torch.__version__,
@@ -82,7 +82,7 @@ CHAIN = Binary(
     (f"-DTORCH_TARGET_VERSION={OLDEST_PYTORCH}",),
     ("torch_cpu",),
 )
-# Only the part of pybind11, which comes with PyTorch's headers, that Python's stable ABI covers.
+# Of pybind11, which comes with PyTorch's headers, only the part that the stable ABI covers.
 NODE = Binary(
     "the autograd node (C++)",
     "node.cpp",
@@ -92,7 +92,7 @@ NODE = Binary(
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler: `CXX`, or the system's; None where there is none."""
+    """Return the C++ compiler: `CXX` or the system's, None if there is none."""
     if chosen := os.environ.get("CXX"):
         return shutil.which(chosen)
     return shutil.which("c++") or shutil.which("g++")
@@ -119,7 +119,7 @@ def build(binary: Binary, *, force: bool = False) -> Path:
 
 
 def prebuilt_path(binary: Binary) -> Path | None:
-    """Return the library that came with the package for this PyTorch, None where there is none."""
+    """Return the library in the package for this PyTorch, None if there is none."""
     folder = prebuilt.folder()
     if folder is None or not torch.compiled_with_cxx11_abi() or (binary is NODE and _other_abi()):
         return None
@@ -128,16 +128,16 @@ def prebuilt_path(binary: Binary) -> Path | None:
 
 
 def _other_abi() -> bool:
-    # Without its lock, or with checks of its own, Python lays objects out in another way.
+    # Python without a GIL, or with debug checks, has another object layout.
     return any(map(sysconfig.get_config_var, ("Py_GIL_DISABLED", "Py_DEBUG")))
 
 
 def file_name(binary: Binary, version: str) -> str:
-    """Return what a wheel calls a library.
+    """Return a library's file name in a wheel.
 
     Args:
         binary: The library.
-        version: Of PyTorch, such as `2.15`.
+        version: PyTorch's, such as `2.15`.
     """
     return f"node-torch-{version}.so" if binary is NODE else "chain.so"
 
@@ -154,7 +154,7 @@ def is_at_hand() -> bool:
 # A compiler cannot trace this.
 is_at_hand.__dict__["_dynamo_marked_constant"] = True
 
-# What ends when the chain is loaded, and what has to know it from then on.
+# Called right before the chain is loaded, to end what it replaces; and right after.
 before_loading: list[Callable[[], None]] = []
 after_loading: list[Callable[[ctypes.CDLL], None]] = []
 _lock = threading.RLock()
@@ -162,7 +162,7 @@ _loaded: list[ctypes.CDLL | None] = []
 
 
 def load() -> ctypes.CDLL | None:
-    """Return the chain, whose ops are registered then; None where nothing can build it."""
+    """Return the chain, and register its ops; None if it cannot be built."""
     if not _loaded:
         with _lock:
             if not _loaded:
@@ -171,7 +171,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def path() -> Path | None:
-    """Return the file of the chain, compiled unless that has been done; None without a compiler."""
+    """Return the file of the chain, compiled if necessary; None without a compiler."""
     if os.environ.get(SWITCH) == "0":
         return None
     if found := prebuilt_path(CHAIN):
@@ -201,9 +201,9 @@ def _load() -> ctypes.CDLL | None:
 
 @functools.cache
 def load_node() -> ModuleType | None:
-    """Return the node, compiled here unless that has been done, or the wheel's.
+    """Return the node, compiled here if necessary, or the wheel's.
 
-    None where it cannot be compiled, where a wheel has none, or if it is switched off.
+    None if it cannot be compiled, if the wheel has none, or if it is disabled.
     """
     if os.environ.get(SWITCH) in ("0", "python") or load() is None:
         return None
@@ -215,19 +215,19 @@ def load_node() -> ModuleType | None:
     try:
         module = import_node(found)
     except ImportError:
-        # A PyTorch that somebody has modified.
+        # A modified PyTorch.
         return None
     return module if _minor_version(module.TORCH) == _minor_version() else None
 
 
 def is_node_compiled() -> bool:
-    """Return whether the first use of the chain compiles the node, unless that has failed."""
+    """Return whether the first use of the chain compiles the node: not after a failure."""
     is_off = os.environ.get(SWITCH) in ("0", "python") or prebuilt_path(CHAIN) is not None
     return not is_off and not _other_abi() and compiler() is not None
 
 
 def has_failed() -> bool:
-    """Return whether the node was to be compiled on first use and could not be."""
+    """Return whether compiling the node on first use has failed."""
     return _failure().exists()
 
 
@@ -236,7 +236,7 @@ def _failure() -> Path:
 
 
 def _has_node() -> bool:
-    """Return whether the node is built, which is tried once: calls work without."""
+    """Return whether the node is built, trying that once: calls work without it."""
     if not is_node_compiled() or has_failed():
         return False
     try:
@@ -252,13 +252,13 @@ def _has_node() -> bool:
 
 
 def _compile_once(output: Path) -> None:
-    # Of several processes that wait for the lock, the first has tried.
+    # Of the processes that wait for the lock, the first one has tried already.
     if has_failed():
         raise cache.BuildError("another process has failed")
     try:
         _compile(NODE, output)
     except cache.BuildError as error:
-        # A full disk may have been the reason, and keeps no mark: the next process tries again.
+        # A full disk may have been the reason, and leaves no mark: the next process tries again.
         with contextlib.suppress(OSError):
             _failure().write_text(str(error))
         raise
@@ -275,7 +275,7 @@ def import_node(library: Path) -> ModuleType:
 
 
 def command(binary: Binary, includes: Sequence[str], libraries: Sequence[str]) -> list[str]:
-    """Return what a C++ compiler is told, but for the output.
+    """Return the command of the C++ compiler, without the output.
 
     Args:
         binary: The library.
@@ -294,7 +294,7 @@ def command(binary: Binary, includes: Sequence[str], libraries: Sequence[str]) -
 
 
 def _concerns_us(record: logging.LogRecord) -> bool:
-    """Return False for the warning, at PyTorch's import, of a CUDA toolkit without a GPU."""
+    """Return False for the warning, at PyTorch's import, about a CUDA toolkit without a GPU."""
     return not str(record.msg).startswith("No CUDA runtime is found")
 
 
@@ -305,7 +305,7 @@ def _compile(binary: Binary, output: Path) -> None:
             f"{binary.name} needs a C++ compiler: install g++, or name one in CXX"
         )
     logging.getLogger("torch.utils.cpp_extension").addFilter(_concerns_us)
-    # It imports setuptools, and takes a second.
+    # This imports setuptools, which takes a second.
     from torch.utils.cpp_extension import include_paths, library_paths
 
     folders = [*include_paths(), sysconfig.get_paths()["include"]]

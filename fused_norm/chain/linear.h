@@ -1,5 +1,5 @@
-// A Linear layer by itself, on rows that a pass has normalized or on any: by our products where they
-// are faster, or where rows may not depend on each other, and else by PyTorch's.
+// A Linear layer alone, on normalized or other rows: with our products if they are faster or if rows
+// may not depend on each other, otherwise with PyTorch's.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline Call linear_call(
   return call;
 }
 
-// What a record says, of dense rows; none where PyTorch's product is faster, or what follows it.
+// Runs a record on dense rows; none if PyTorch's product, or what follows it, is faster.
 inline Tensor linear_by_kernel(
     Call& call, const Tensor& rows, const Tensor& weight, const Product& product) {
   if (!product.linear || !weight.is_contiguous() || product.plan_linear(&call) != 0 ||
@@ -42,7 +42,7 @@ inline Tensor linear_by_kernel(
   return y;
 }
 
-// Dense tensors; on a GPU copies of those that loads of 16 bytes cannot read.
+// Dense tensors; on a GPU, copied if loads of 16 bytes cannot read them.
 inline Tensor aligned(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.is_contiguous()) {
@@ -56,7 +56,7 @@ inline Tensor aligned(const Tensor& tensor) {
   throw std::runtime_error("fused_norm: batch_invariant() has no product for such sizes");
 }
 
-// x weight^T + bias + residual, none of whose rows depends on another.
+// x weight^T + bias + residual, where no row depends on another.
 inline Tensor invariant_linear(
     const Tensor& given, const Tensor& given_weight, const Tensor& given_bias,
     const Tensor& given_residual, const Kernels& kernels) {
@@ -82,7 +82,7 @@ inline Tensor invariant_linear(
   return y;
 }
 
-// dy weight, none of whose rows depends on another.
+// dy weight, where no row depends on another.
 inline Tensor invariant_input_gradient(
     const Tensor& given, const Tensor& given_weight, const Kernels& kernels) {
   const Tensor dy = aligned(given), weight = aligned(given_weight);
@@ -94,7 +94,7 @@ inline Tensor invariant_input_gradient(
   call.weight = address(weight);
   const auto dx = empty(Shape{call.M, call.K}, dy);
   if (dy.is_cpu()) {
-    // Without a norm nothing comes of x, but it is read.
+    // Without a norm, x is read but does not affect the result.
     call.normalization = NO_NORM;
     call.x = call.dx = address(dx);
     if (!product.backward || product.plan_backward(&call) != 0 || call.strategy != FUSED) {
@@ -112,7 +112,7 @@ inline Tensor invariant_input_gradient(
   return dx;
 }
 
-// Writes rows weight^T + bias by PyTorch's product.
+// Writes rows weight^T + bias with PyTorch's product.
 inline void linear_by_pytorch(
     const Tensor& y, const Tensor& rows, const Tensor& weight, const Tensor& bias) {
   const auto by = weight.transposed();
@@ -164,8 +164,8 @@ inline Tensor input_gradient(
   return dx;
 }
 
-// The product dW = dy^T z, which brings db along if that is wanted; nothing where its plan declines.
-// z may be written after this.
+// The product dW = dy^T z, which also computes db if wanted; nothing if its plan declines. z may be
+// overwritten after this.
 inline std::optional<Call> planned_weight_gradient(
     const Tensor& dy, const Tensor& z, const Tensor& weight, bool wants_bias,
     const Product& product) {
@@ -182,7 +182,7 @@ inline std::optional<Call> planned_weight_gradient(
   return call;
 }
 
-// Runs that product: dW, shaped as the weight, and db where the record has its address.
+// Runs that product: dW, shaped like the weight, and db if the record has its address.
 inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& product) {
   const auto dweight = empty_like(weight);
   call.dweight = address(dweight);
@@ -191,7 +191,7 @@ inline Tensor weight_gradient(Call& call, const Tensor& weight, const Product& p
   return dweight;
 }
 
-// dy^T z by PyTorch's product, laid out as the weight: autograd would copy another layout.
+// dy^T z with PyTorch's product, laid out like the weight: autograd would copy another layout.
 inline Tensor weight_gradient_by_pytorch(
     const Tensor& dy, const Tensor& z, const Tensor& weight) {
   if (is_transposed(weight)) {
@@ -214,7 +214,7 @@ inline Tensor sum_of_rows(const Tensor& rows, const Passes& passes) {
   return sum;
 }
 
-// dW, shaped as the weight, and db, if that is wanted.
+// dW, shaped like the weight, and db if wanted.
 inline Tensor parameter_gradients(
     const Tensor& dy, const Tensor& rows, const Tensor& weight, bool wants_weight, bool wants_bias,
     bool invariant, Tensor& dbias, const Kernels& kernels) {

@@ -1,7 +1,7 @@
-// A call and its backward as a node of PyTorch's graph, without Python: it spares a training step the
-// time that `torch.autograd.Function` takes. It keeps tensors and calls the chain, and is all that is
-// bound to a version of PyTorch. Second derivatives, compilers, modes and tensors of other layouts it
-// leaves to Python. Of Python it uses the stable ABI alone: one build serves every version.
+// A call and its backward as a node of PyTorch's graph, without Python, which saves a training step the
+// time of `torch.autograd.Function`. It keeps tensors and calls the chain, and is the only part bound to
+// a version of PyTorch. Second derivatives, compilers, modes and unsupported layouts are left to Python.
+// It uses only Python's stable ABI: one build serves every version.
 
 #include <algorithm>
 #include <cstring>
@@ -31,14 +31,14 @@ using Tensors = c10::SmallVector<Tensor, 16>;
 using Handles = c10::SmallVector<AtenTensorHandle, 24>;
 using Flags = c10::SmallVector<uint8_t, 16>;
 using torch::autograd::variable_list;
-// A std::shared_ptr where nodes do not count references themselves.
+// A std::shared_ptr if nodes do not count references themselves.
 using NodePointer = std::decay_t<decltype(std::declval<Tensor>().grad_fn())>;
 
 const Chain* chain;
 // gradients(spec, tensors, grad_outputs, needed), and whether no collective is running.
 PyObject *python_backward, *python_is_alone;
 
-// Raises in C++ what Python has raised.
+// Raises Python's exception in C++.
 THPObjectPtr checked(PyObject* object) {
   if (object) return THPObjectPtr(object);
   python_error error;
@@ -70,7 +70,7 @@ Handles handles_of(at::ArrayRef<Tensor> tensors) {
   return handles;
 }
 
-// The tensors that the chain made; none where it leaves the call to Python.
+// The tensors that the chain allocated; none if it leaves the call to Python.
 Tensors taken(int status, const Handles& made) {
   if (status == FAILED && std::strstr(chain->error(), "out of memory")) {
     C10_THROW_ERROR(OutOfMemoryError, chain->error());
@@ -85,7 +85,7 @@ Tensors taken(int status, const Handles& made) {
   return tensors;
 }
 
-// With Python's lock.
+// With the GIL held.
 Conditions conditions_of(const Tensor& x) {
   if (x.is_cpu()) return {1, 0};
   const auto precision =
@@ -94,7 +94,7 @@ Conditions conditions_of(const Tensor& x) {
           precision == at::Float32Precision::TF32};
 }
 
-// Whether tensors are ordinary ones of one device, and no transform, tracer or mode would see
+// Whether tensors are ordinary ones on one device, and no transform, tracer or mode would intercept
 // PyTorch's own ops: the chain checks the rest.
 bool are_ordinary(at::ArrayRef<Tensor> tensors, const Tensor& like) {
   const auto watching = c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set;
@@ -130,8 +130,8 @@ class NormLinearBackward : public torch::autograd::Node {
     set_next_edges(std::move(edges));
   }
 
-  // Keeps what the backward needs, once the results have this node: what Python's function keeps, in
-  // the same order, so that one of them may compute again what the other did in a checkpoint.
+  // Keeps what the backward needs, once the results have this node: the same tensors in the same order as
+  // Python's function, so that either may recompute what the other saved in a checkpoint.
   void save(Tensors t, at::ArrayRef<Tensor> results) {
     const auto extras = results.slice(count());
     const bool has_sum = extras[SUM].defined();
@@ -194,7 +194,7 @@ class NormLinearBackward : public torch::autograd::Node {
     Tensors found;
     const size_t sum = gradients.size() - 1 - spec_.returns_norm;
     if (defined == 1 && spec_.returns_sum && gradients[sum].defined()) {
-      // The sum's alone is that of its summands, even if what is saved has been overwritten.
+      // The gradient of the sum alone is its summands', even if saved tensors have been overwritten.
       found.resize(needed.size());
       found[X] = found[RESIDUAL] = gradients[sum];
     } else {
@@ -215,7 +215,7 @@ class NormLinearBackward : public torch::autograd::Node {
     return t;
   }
 
-  // The gradients by place, from the chain; none where Python has to compute them.
+  // The gradients by place, from the chain; none if Python has to compute them.
   Tensors computed(const Tensors& t, const variable_list& gradients, const Flags& needed) const {
     const Tensor& x = t[X];
     if (at::GradMode::is_enabled() || !are_ordinary(t, x) || !are_ordinary(gradients, x)) return {};
@@ -249,7 +249,7 @@ class NormLinearBackward : public torch::autograd::Node {
 };
 
 // Computes a call and gives its results their node: the outputs, the sum and the normalized rows,
-// undefined where they are not asked for. None where that is left to Python.
+// undefined if not wanted. None if the call is left to Python.
 Tensors call(Spec spec, const Tensors& t) {
   const Tensor& x = t[X];
   if (!(x.is_cpu() || x.is_cuda()) || !are_ordinary(t, x) ||
@@ -259,7 +259,7 @@ Tensors call(Spec spec, const Tensors& t) {
   const bool wants_sum = spec.returns_sum;
   const bool keeps = at::GradMode::is_enabled() &&
       std::any_of(t.begin(), t.end(), [](const Tensor& v) { return v.defined() && v.requires_grad(); });
-  // What is saved has to be an input or a result: second derivatives reach x through it.
+  // Saved tensors have to be inputs or results: second derivatives reach x through them.
   spec.returns_sum = t[RESIDUAL].defined() && (keeps || wants_sum);
   const auto conditions = conditions_of(x);
   const size_t count = (t.size() - NAMED) / 2, returned = count + KEPT_MEAN;
@@ -289,7 +289,7 @@ Tensors call(Spec spec, const Tensors& t) {
     torch::autograd::fire_node_creation_hooks(owner);
 #endif
   }
-  // The sum is x where nothing was added.
+  // The sum is x if nothing was added.
   Tensor& sum = results[count + SUM];
   if (!wants_sum) sum.reset();
   if (wants_sum && !sum.defined()) sum = x;
@@ -297,7 +297,7 @@ Tensors call(Spec spec, const Tensors& t) {
   return results;
 }
 
-// forward(spec, *tensors): one tensor, or a tuple of them. None where that is left to Python.
+// forward(spec, *tensors): one tensor, or a tuple of them. None if it is left to Python.
 PyObject* forward(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   const bool has_spec = count > NAMED && PyBytes_Size(arguments[0]) == sizeof(Spec);

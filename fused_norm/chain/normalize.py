@@ -1,6 +1,6 @@
-"""A norm by itself, by the passes that run around products: rows, then gradients in one reading.
+"""A norm alone, with the passes that run around products; one pass computes all its gradients.
 
-What is read again for a gradient is what the forward normalized, and its statistics.
+Gradients reread what the forward normalized, and its statistics.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 class Rows(NamedTuple):
-    """What a forward leaves.
+    """Results of a forward.
 
     Attributes:
         z: The normalized rows.
-        sum: What was normalized: x, or the sum of it and a residual.
-        mean: Of each row, None for a norm without one.
-        rstd: Of each row.
+        sum: What was normalized: x, or the sum of x and a residual.
+        mean: One for each row, None for a norm without a mean.
+        rstd: One for each row.
     """
 
     z: Tensor
@@ -43,7 +43,7 @@ def serves(t: Operands) -> bool:
     """Return whether the passes compute a norm: on Hopper, in 16 bits.
 
     Args:
-        t: Whatever a user gave for x, the residual, gamma and beta.
+        t: Whatever a user passed as x, the residual, gamma and beta.
     """
     given = (t.x, t.residual, t.gamma, t.beta)
     if not OWN_NORM or not _ORDINARY.issuperset(map(type, given)) or t.x is None:
@@ -71,7 +71,7 @@ def forward(spec: Spec, t: Operands) -> Rows:
     """Return the normalized rows, and what their gradients need.
 
     Args:
-        spec: Which norm.
+        spec: The norm.
         t: Tensors that `serves` takes.
     """
     x, residual, gamma, beta = kernels.in_aligned_memory(t.x, t.residual, t.gamma, t.beta)
@@ -94,9 +94,9 @@ def backward(
     """Return the gradients of the sum, gamma and beta, None for those that are not wanted.
 
     Args:
-        spec: Which norm.
-        dz: That of the normalized rows.
-        found: What the forward left; its rows are not needed.
+        spec: The norm.
+        dz: The gradient of the normalized rows.
+        found: The result of the forward; its normalized rows are not needed.
         t: Gamma and beta.
         wanted: Which gradients.
     """

@@ -9,11 +9,11 @@
 
 namespace fused_norm {
 
-// As FORMS in composition.py, which says what each is.
+// `FORMS` in composition.py, which documents each.
 enum class Form { ROWS, FEATURES, GROUPS, STATISTICS };
 
-// An operand that comes with the norm: its form, and where the record has it and its gradient.
-// That of a summand of x is that of x.
+// An operand of the norm: its form, and the fields of the record with its address and its gradient's.
+// The gradient of a summand of x is that of x.
 struct NormOperand {
   Place place;
   Form form;
@@ -53,27 +53,27 @@ struct Operands {
     }
     return flat[X].dtype();
   }
-  // That of the products: autocast makes it narrower than that of x.
+  // The dtype of the products: autocast makes it narrower than that of x.
   DType product_dtype() const { return weight(0).dtype(); }
   bool is_narrow() const { return product_dtype() != flat[X].dtype(); }
   bool are_weights_dense() const {
     return std::all_of(flat.begin() + NAMED, flat.begin() + NAMED + count(),
                        [](const Tensor& w) { return w.is_contiguous(); });
   }
-  // Whether there are two weights of a size, of which one may gate the other.
+  // Whether there are two weights of one size, so that one may gate the other.
   bool is_pair() const {
     return count() == 2 && are_equal(weight(0).sizes(), weight(1).sizes()) &&
         bias(0).defined() == bias(1).defined();
   }
 };
 
-// Rows, features, all outputs of the first product, and groups of rows with a modulation of their
-// own.
+// Rows, features, all outputs of the first product, and groups of rows that each have their own
+// modulation.
 struct Extent {
   int64_t M, K, N, groups;
 };
 
-// How many groups of neighboring rows share a modulation: 0 if it has another form.
+// How many groups of consecutive rows share a modulation: 0 if it has another form.
 inline int64_t groups_of(const Tensor& modulation, const Tensor& x) {
   const int64_t missing = x.dim() - modulation.dim();
   if (missing < 0 || !modulation.dim() || modulation.size(-1) != x.size(-1)) return 0;
@@ -87,8 +87,8 @@ inline int64_t groups_of(const Tensor& modulation, const Tensor& x) {
   return groups;
 }
 
-// Whether there are kernels for rows of a dtype, for parameters of a norm and for products in the
-// same or another.
+// Whether there are kernels for rows of a dtype, with a norm's parameters and products in the same
+// dtype or another.
 inline bool has_kernel(const Tensor& x, DType norm, DType product) {
   const auto dtype = x.dtype();
   const bool is_known = is_low_precision(dtype) || dtype == FLOAT32 ||
@@ -97,7 +97,7 @@ inline bool has_kernel(const Tensor& x, DType norm, DType product) {
       (product == dtype || (dtype == FLOAT32 && is_low_precision(product)));
 }
 
-// Whether a weight is stored by columns, as that of a Conv1D is when seen as a Linear layer's.
+// Whether a weight is stored by columns, like a Conv1D's when used as a Linear layer's.
 inline bool is_transposed(const Tensor& weight) {
   const auto strides = weight.strides();
   return !weight.is_contiguous() && strides[0] == 1 && strides[1] == weight.size(0);
@@ -108,8 +108,8 @@ inline bool is_matrix(const Tensor& weight) {
   return weight.is_contiguous() || is_transposed(weight);
 }
 
-// The extent of a call that kernels can take as it stands; nothing for others. Everything is dense
-// but for weights, which PyTorch's products take transposed, too.
+// The extent of a call whose layouts kernels can take; nothing for others. Everything is dense
+// except weights, which PyTorch's products also take transposed.
 inline std::optional<Extent> extent_of(const Spec& spec, const Operands& t) {
   const Tensor& x = t[X];
   if (!x.defined() || !x.dim() || !x.numel() || !t.count() || !t.weight(0).defined()) {
@@ -174,7 +174,7 @@ inline Kernels kernels_of(const Spec& spec, const Operands& t, Conditions condit
   return Kernels::find(t[X], t.product_dtype(), spec.normalization, spec.invariant, conditions);
 }
 
-// A record of a norm and what comes with it.
+// A record of a norm and its operands.
 inline Call norm_call(const Spec& spec, const Operands& t, const Extent& extent, int64_t context) {
   Call call{};
   call.M = extent.M;
@@ -196,7 +196,7 @@ inline Call norm_call(const Spec& spec, const Operands& t, const Extent& extent,
   return call;
 }
 
-// The record of rows of N elements that no norm is part of.
+// The record of rows of N elements without a norm.
 inline Call rows_call(int64_t M, int64_t N, int64_t context) {
   Call call{};
   call.M = M;

@@ -1,5 +1,5 @@
-// The operations of PyTorch that a call needs: the C functions that models exported by AOTInductor call,
-// which run below autograd, autocast and the dispatcher. Those of CUDA are looked up when needed.
+// The PyTorch operations that a call needs: the C functions that models exported by AOTInductor call,
+// below autograd, autocast and the dispatcher. Those of CUDA are looked up when needed.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline Tensor empty_strided(
   const auto error = aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
       has_values ? like.device_type() : meta, has_values ? like.device() : 0, &made);
-  // Nothing else is wrong with sizes that a tensor has.
+  // Sizes come from an existing tensor, so that nothing else can be wrong.
   check(error, "empty_strided: out of memory");
   return Tensor::owned(made);
 }
@@ -48,7 +48,7 @@ inline Tensor empty_like(const Tensor& like) {
   return empty(like.sizes(), like);
 }
 
-// A tensor like another, whose rows have another length.
+// A tensor like another, with rows of another length.
 inline Tensor empty_rows(const Tensor& x, int64_t last) {
   return empty(Shape(x.sizes(), last), x);
 }
@@ -82,7 +82,7 @@ inline void mm(const Tensor& out, const Tensor& a, const Tensor& b) {
   check(cuda(out.get(), a.get(), b.get()), "mm");
 }
 
-// out = self + a b; self may be a row that is added to all.
+// out = self + a b; self may be a row that is added to each row.
 inline void addmm(const Tensor& out, const Tensor& self, const Tensor& a, const Tensor& b) {
   using Addmm = decltype(&aoti_torch_cpu_addmm_out);
   if (out.is_cpu()) {
@@ -97,7 +97,7 @@ inline StableIValue argument(const Tensor& tensor) {
   return torch::stable::detail::from(tensor.released());
 }
 
-// a b, rounded once to a dtype that is wider than theirs.
+// a b, rounded once to a dtype wider than that of a and b.
 inline Tensor widened_product(const Tensor& a, const Tensor& b, DType dtype) {
   if (a.is_cpu()) {
     const auto narrow = empty(Shape{a.size(0), b.size(1)}, a), wide = empty(narrow.sizes(), a, dtype);
@@ -112,12 +112,12 @@ inline Tensor widened_product(const Tensor& a, const Tensor& b, DType dtype) {
   return Tensor::owned(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
 }
 
-// A dense tensor, laid out as PyTorch lays out the sum of tensors of its shape.
+// A dense tensor, in the layout of PyTorch's sum of tensors of its shape.
 inline Tensor laid_as_sum(const Tensor& tensor, std::initializer_list<Tensor> summands) {
   bool are_dense = true;
   for (const auto& v : summands) are_dense = are_dense && (!v.defined() || v.is_contiguous());
   if (are_dense) return tensor;
-  // Without values, an op of elements gives a layout alone; this one takes nothing but tensors.
+  // Run on tensors without values, an elementwise op computes only a layout; this one takes only tensors.
   Tensor total;
   for (const auto& v : summands) {
     if (!v.defined()) continue;
@@ -136,7 +136,7 @@ inline Tensor laid_as_sum(const Tensor& tensor, std::initializer_list<Tensor> su
   return laid;
 }
 
-// Products take the current device's cuBLAS handle, and allocations its memory.
+// Products use the current device's cuBLAS handle, and allocations its memory.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& of) {
@@ -151,7 +151,7 @@ class OnDevice {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-// PyTorch's products copy a bias by the dispatcher, where autograd would record it.
+// PyTorch's products copy a bias through the dispatcher, where autograd would record it.
 class NoGrad {
  public:
   NoGrad() : before_(aoti_torch_grad_mode_is_enabled()) {

@@ -1,4 +1,4 @@
-"""Heads by our kernels: which of them have one, and how it is called."""
+"""Normalizes and rotates heads with our kernels, if there is one for their layout and sizes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fused_norm.chain import kernels
 from fused_norm.native import build
 from fused_norm.rotation import Heads, Rotation
 
-# Elements of a head's pieces on a CPU; on a GPU, those of narrow numbers and of float64.
+# Elements of a head per vector on a CPU; on a GPU, for 16-bit and 32-bit numbers and for float64.
 _CPU_WIDTH, _GPU_WIDTHS = 8, (4, 2)
 _LANES = 32
-# What rows of a GPU's start at multiples of, in bytes.
+# Alignment of rows on a GPU, in bytes.
 _ALIGNMENT = 16
-# Heads whose gradients of gamma are added up one after another, and how many parts there are most;
-# on a GPU of each multiprocessor, as many as run on it at once, twice.
+# Heads whose gradients of gamma are summed sequentially, and the most partial sums there are; on a
+# GPU, partial sums per multiprocessor: twice the blocks that run on it at once.
 _PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 4
 # OpenMP's workers do not survive a fork, and waiting for them would hang.
 _PROCESS = os.getpid()
@@ -39,7 +39,7 @@ def serves(t: Heads, rotation: Rotation) -> bool:
     x = t.x
     if not x.numel() or any(v is not None and v.dtype not in (x.dtype, torch.float32) for v in t):
         return False
-    # The kernels check nothing: what reaches beyond a tensor is PyTorch's to refuse.
+    # The kernels check nothing: PyTorch raises the error if an index is out of bounds.
     if t.gamma is not None and t.gamma.shape != x.shape[-1:]:
         return False
     if t.cos is not None and not _go_with(t.cos, t.sin, x, rotation.size(t)):
@@ -48,7 +48,7 @@ def serves(t: Heads, rotation: Rotation) -> bool:
 
 
 def _go_with(cos: Tensor, sin: Tensor | None, x: Tensor, size: int) -> bool:
-    """Return whether angles are those of rows of heads."""
+    """Return whether angles have the shape of the rows of heads."""
     if sin is None or cos.shape != sin.shape or size > x.shape[-1] or not cos.shape[0]:
         return False
     return bool(x.shape[:-2].numel() % cos.shape[0] == 0)
@@ -58,10 +58,10 @@ def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool
     """Return whether there is a kernel for heads.
 
     Args:
-        device: Where they are.
+        device: Their device.
         dtype: Their dtype.
         D: Elements of a head.
-        R: How many of them are rotated.
+        R: How many of these are rotated.
     """
     if dtype not in build.DTYPES:
         return False
@@ -76,7 +76,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, D: int, R: int) -> bool
 
 
 def pitch_of(x: Tensor) -> int | None:
-    """Return the elements from one row of heads to the next, None where they lie otherwise.
+    """Return the elements from one row of heads to the next, None if that varies.
 
     Args:
         x: Heads, shape `[..., H, D]`.
@@ -85,7 +85,7 @@ def pitch_of(x: Tensor) -> int | None:
     *strides, of_heads, of_elements = x.stride()
     if of_elements != 1 or (heads > 1 and of_heads != D) or x.is_neg() or x._is_zerotensor():
         return None
-    # Dimensions of one row may have any stride.
+    # Dimensions of size 1 may have any stride.
     pairs = [(size, stride) for size, stride in zip(rows, strides, strict=True) if size != 1]
     for (_, outer), (size, inner) in itertools.pairwise(pairs):
         if outer != size * inner:
@@ -100,7 +100,7 @@ def forward(t: Heads, rotation: Rotation) -> Tensor:
     """Return the heads, normalized and rotated.
 
     Args:
-        t: The tensors; those of a GPU aligned, x with a pitch, the others dense.
+        t: The tensors; on a GPU aligned, x with a pitch, the others dense.
         rotation: How heads are rotated.
     """
     y = t.x.new_empty(t.x.shape)
@@ -111,11 +111,11 @@ def forward(t: Heads, rotation: Rotation) -> Tensor:
 def backward(
     dy: Tensor, t: Heads, rotation: Rotation, wants_gamma: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x, and of gamma where it is wanted.
+    """Return the gradients of x, and of gamma if wanted.
 
     Args:
         dy: The gradient of the result, dense.
-        t: The tensors; those of a GPU aligned, x with a pitch, the others dense.
+        t: The tensors; on a GPU aligned, x with a pitch, the others dense.
         rotation: How heads are rotated.
         wants_gamma: Whether the gradient of gamma is wanted.
     """

@@ -23,7 +23,7 @@ inline Given linear_add_op(
       batch_invariant, kernels_for(rows, batch_invariant)));
 }
 
-// Dense rows in the sizes of another tensor.
+// Dense rows in the shape of another tensor.
 inline Tensor shaped_as(const Tensor& rows, const Tensor& like) {
   return rows.viewed(like.sizes(), dense_strides(like.sizes()));
 }
@@ -46,7 +46,7 @@ inline Handles linear_add_backward(
   return all;
 }
 
-// The sum of x and a residual, the mean of its rows (of a LayerNorm) and their factor.
+// The sum of x and a residual, the mean of its rows (for a LayerNorm) and their rstd.
 inline Handles statistics_of(
     const Given& given, const Optional& residual, const std::string& normalization, double eps) {
   Operands t(0);
@@ -111,7 +111,7 @@ Given row_op_of_two(Given a, Given b) {
   return given_of(row_result(op, {one, two}));
 }
 
-// What a schema cannot promise to be None has no elements.
+// A gradient that the schema cannot declare as optional: an empty tensor for None.
 inline Given given_or_empty(const Tensor& gradient, const Tensor& like) {
   return given_of(gradient.defined() ? gradient : empty(Shape{0}, like));
 }

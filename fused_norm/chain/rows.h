@@ -7,7 +7,7 @@
 
 namespace fused_norm {
 
-// The places of OPS in op/rows/op.mojo.
+// The indices of OPS in op/rows/op.mojo.
 enum class RowOp : int64_t {
   TRAINABLE_EPS, TRAINABLE_EPS_BACKWARD, MEAN, NORM, NORM_BACKWARD, DIV, DIV_BACKWARD
 };
@@ -53,14 +53,14 @@ inline void run_rows(
   launch([&] { return kernels.rows(static_cast<int64_t>(op), &call); }, x);
 }
 
-// The result of an op that has one.
+// The result of an op that has one result.
 inline Tensor row_result(RowOp op, std::initializer_list<Tensor> inputs, const Tensor& o = {}) {
   const auto y = empty_like(*inputs.begin());
   if (y.numel()) run_rows(op, inputs, {y}, o);
   return y;
 }
 
-// Whether kernels can take x as it stands, as rows, and o as a scalar.
+// Whether kernels can take x, in its own layout, as rows and o as a scalar.
 inline bool are_rows_with_scalar(const Tensor& x, const Tensor& o) {
   return x.defined() && o.defined() && x.dim() && x.numel() && x.size(-1) <= LONGEST_ROW &&
       x.is_contiguous() && x.data() && o.numel() == 1 && o.data() &&
@@ -72,7 +72,7 @@ inline std::array<Tensor, 2> trainable_eps_gradients(
     const Tensor& dy, const Tensor& x, const Tensor& o, bool wants_x, bool wants_o) {
   std::array<Tensor, 2> found;
   if (wants_x) found[0] = empty_like(x);
-  // Rows without elements have no share in it.
+  // Rows without elements contribute nothing.
   if (wants_o) found[1] = x.numel() ? empty_like(o) : zeros(o.sizes(), o);
   if (x.numel()) {
     run_rows(RowOp::TRAINABLE_EPS_BACKWARD, {dy, x}, {found[0]}, o, found[1]);

@@ -1,4 +1,4 @@
-"""What the processes that share a vocabulary find together: the largest logits, and sums."""
+"""Collectives of processes that share a vocabulary: the largest logits, and sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def largest(z: Tensor, group: str) -> Tensor:
 
     Args:
         z: Shape `[rows, classes]`; a process may have no classes.
-        group: Name of the processes, "" for this one alone.
+        group: Name of the process group, "" for this process alone.
     """
     if not group:
         return z.amax(1)
@@ -27,7 +27,7 @@ def totals(summands: Sequence[Tensor | None], group: str) -> list[Any]:
 
     Args:
         summands: Tensors of one shape.
-        group: Name of the processes, "" for this one alone.
+        group: Name of the process group, "" for this process alone.
     """
     if not group:
         return list(summands)

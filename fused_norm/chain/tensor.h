@@ -1,4 +1,4 @@
-// PyTorch's tensors by the stable ABI alone: one binary serves every PyTorch from 2.11 on.
+// PyTorch's tensors through the stable ABI alone: one binary serves every PyTorch from 2.11 on.
 
 #pragma once
 
@@ -20,7 +20,7 @@
 
 namespace fused_norm {
 
-// PyTorch tells what went wrong from 2.13 on; before, it logs that.
+// PyTorch returns error messages from 2.13 on; before, it only logs them.
 [[noreturn]] inline void fail(const char* what) {
   using What = const char* (*)();
   static const auto said =
@@ -51,7 +51,7 @@ inline DType statistics_dtype(DType dtype) {
 
 using Sizes = std::span<const int64_t>;
 
-// The sizes of a tensor to be made.
+// The sizes of a tensor to be allocated.
 class Shape {
  public:
   Shape(std::initializer_list<int64_t> sizes) : Shape(Sizes(sizes.begin(), sizes.size())) {}
@@ -59,7 +59,7 @@ class Shape {
     if (count_ > sizes_.size()) throw std::runtime_error("fused_norm: too many dimensions");
     std::copy(sizes.begin(), sizes.end(), sizes_.begin());
   }
-  // The same with another last size.
+  // The same sizes with another last one.
   Shape(Sizes sizes, int64_t last) : Shape(sizes) {
     sizes_[count_ - 1] = last;
   }
@@ -87,12 +87,12 @@ inline bool are_equal(Sizes a, Sizes b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
-// A tensor, or none. What kernels ask of it is asked once.
+// A tensor, or none. What kernels ask about it is asked once.
 class Tensor {
  public:
   Tensor() = default;
 
-  // One that somebody else keeps meanwhile; null for none.
+  // A tensor that the caller owns; null for none.
   static Tensor borrowed(AtenTensorHandle handle) {
     return handle ? Tensor(handle) : Tensor();
   }
@@ -104,7 +104,7 @@ class Tensor {
 
   bool defined() const { return handle_ != nullptr; }
   AtenTensorHandle get() const { return handle_; }
-  // A handle for whoever takes a result over; null for none.
+  // A handle that the caller takes over; null for none.
   AtenTensorHandle released() const {
     AtenTensorHandle made = nullptr;
     if (handle_) check(aoti_torch_new_tensor_handle(handle_, &made), "a new handle");
@@ -140,7 +140,7 @@ class Tensor {
     return device_type_ == cpu;
   }
 
-  // The same memory with other sizes and strides; `skipped` elements are left out before.
+  // The same memory with other sizes and strides, starting `skipped` elements later.
   Tensor viewed(Sizes sizes, Sizes strides, int64_t skipped = 0) const {
     AtenTensorHandle made = nullptr;
     check(
@@ -161,7 +161,7 @@ class Tensor {
     const auto before = strides();
     return viewed(Shape{size(1), size(0)}, Shape{before[1], before[0]});
   }
-  // Neighboring columns of a matrix, or elements of a vector.
+  // Consecutive columns of a matrix, or elements of a vector.
   Tensor narrowed(int64_t first, int64_t count) const {
     return viewed(Shape(sizes(), count), strides(), first * strides()[dim_ - 1]);
   }
