@@ -1,1 +1,1 @@
-"""A call as kernels see it: its record, and parameters that are recognized."""
+"""What kernels receive: records of calls, and parameters that are known to be frozen."""

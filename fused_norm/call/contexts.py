@@ -1,4 +1,4 @@
-"""What froze a call's parameters; in contexts, calls freeze those that they meet twice."""
+"""Finds what froze a call's parameters; in contexts, calls freeze those that they see twice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Froze
     """Return what froze all of a call's parameters, and their keys; None if nothing did.
 
     Args:
-        tensors: The parameters, None for one that is not there.
-        meets: Whether this is a call that a context counts: a backward may meet what was made for
+        tensors: The parameters, None for an absent one.
+        meets: Whether a context counts this call: a backward may use parameters that were made for
             its forward alone.
     """
     if not is_any():
@@ -26,7 +26,7 @@ def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Froze
     if not all(t is None or is_ordinary(t) for t in given):
         return None
     before: Keys | None = None
-    # Another thread may move values meanwhile: then parameters are known by other keys.
+    # Another thread may move values at the same time: then parameters get other keys.
     while (keys := tuple(None if t is None else key_of(t) for t in given)) != before:
         if found := holding(keys):
             return found, keys
@@ -35,9 +35,9 @@ def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Froze
 
 
 class Context:
-    """Freezes the parameters that calls of this thread meet twice in it; the outermost one counts.
+    """Freezes the parameters that calls of this thread see twice in it; the outermost one counts.
 
-    What they meet once may be made for a call, and gone after it.
+    A parameter that is seen once may be made for one call, and gone after it.
 
     Args:
         parameters: Frozen from the start, for all threads.
@@ -63,7 +63,7 @@ class Context:
 
 
 class _Here(threading.local):
-    """The context of a thread, and the memory of tensors that it has met."""
+    """The context of a thread, and the keys of tensors that it has seen."""
 
     frozen: Frozen | None = None
     seen: dict[Key, StorageWeakRef]

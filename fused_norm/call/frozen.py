@@ -1,8 +1,8 @@
-"""Parameters that do not change for a while, and what kernels have prepared of them.
+"""Parameters that do not change for a while, and what kernels have prepared from them.
 
-Nothing that a call makes outlives it, unless its parameters are frozen: then a weight's fold is
-made by the first call that wants it, and kept. Parameters are known by their memory, which is held,
-so that nothing else can have its place; one that is given other memory is not frozen any more.
+Nothing that a call makes outlives it, unless its parameters are frozen: then the first call that
+wants a weight's fold makes it, and it is kept. Parameters are identified by their memory, which is
+held so that nothing else can reuse it; a parameter with new memory is not frozen any more.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Frozen:
     """Parameters that do not change until they are thawed.
 
     Attributes:
-        trains: Whether their gradients may be taken meanwhile, as for several micro-batches.
-        offload: Of values that may leave the device once nothing needs them there.
-        on_thaw: What else ends with it.
+        trains: Whether gradients may be computed meanwhile, as for several micro-batches.
+        offload: The values that may leave the device once nothing needs them there.
+        on_thaw: What else ends with this object.
     """
 
     trains: bool = False
@@ -40,7 +40,7 @@ class Frozen:
     _found: dict[Hashable, tuple[Prepared, float]] = field(default_factory=dict)
 
     def admit(self, tensors: Iterable[Tensor]) -> None:
-        """Freeze tensors, and have calls on them find this."""
+        """Freeze tensors, and let calls on them find this object."""
         with _lock:
             for tensor in tensors:
                 key = key_of(tensor)
@@ -51,7 +51,7 @@ class Frozen:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether it has not been thawed."""
+        """Return whether this has not been thawed."""
         return bool(self._memory)
 
     def holds(self, keys: Iterable[Key | None]) -> bool:
@@ -66,23 +66,23 @@ class Frozen:
         device: torch.device,
         activation: int = 0,
     ) -> Prepared | None:
-        """Return what was made of a call's parameters, for any stream to read; make it if need be.
+        """Return what was made from a call's parameters, for any stream to read; make it if needed.
 
-        Values that nothing but what was made of them needs leave the device, if they may.
+        Values leave the device, if they may, once only what was made from them is needed.
 
         Args:
             name: What it is.
-            keys: Of the parameters.
+            keys: The parameters' keys.
             make: Makes it.
-            device: Where the parameters are.
-            activation: The number of that in the epilogue that it is for.
+            device: The device of the parameters.
+            activation: The number of the activation in the epilogue that it is for.
 
         Returns:
-            What was made; None where it was not, and a CUDA graph captures the call, values of the
-            parameters have left the device, or they should leave it and cannot.
+            What was made. None if it has not been made and cannot be now: a CUDA graph captures the
+                call, values of the parameters have left the device, or should leave it and cannot.
         """
         with self.offload.turn():
-            # Another thread may have moved values since the caller asked for their keys.
+            # Another thread may have moved values since the caller computed the keys.
             keys = self.offload.current(keys)
             stream, in_graph = 0, False
             if device.type == "cuda":
@@ -95,11 +95,11 @@ class Frozen:
                     return None
                 tensors = allocate(make, device)
                 if device.type == "cuda":
-                    # Any stream may read it then.
+                    # After this, any stream may read it.
                     torch.cuda.current_stream(device).synchronize()
                 made = Prepared(tensors, stream, activation=activation)
                 with _lock:
-                    # Another thread may have made it meanwhile.
+                    # Another thread may have made it in the meantime.
                     found = self._prepared.setdefault((*name, keys), made)
             if device.type == "cuda":
                 found.read_on(stream, in_graph)
@@ -110,16 +110,16 @@ class Frozen:
     def found(
         self, name: Sequence[Hashable], keys: Keys, of: Prepared, find: Callable[[], float]
     ) -> float | None:
-        """Return a number of a call's parameters and of what was made of one; find it if need be.
+        """Return a number computed from a call's parameters and from what was made from one.
 
         Args:
             name: What it is.
-            keys: Of the parameters, which this holds.
+            keys: The parameters' keys, which this object holds.
             of: What was made; the number does not outlive it.
-            find: Finds it, and may wait for a device.
+            find: Computes the number, and may synchronize with a device.
 
         Returns:
-            The number; None where it was not found yet, and a CUDA graph captures the call.
+            The number; None if it has not been computed and a CUDA graph captures the call.
         """
         key = (*name, keys)
         with _lock:
@@ -130,26 +130,26 @@ class Frozen:
             return None
         number = find()
         with _lock:
-            # Not if it was thawed meanwhile.
+            # Not if it has been thawed in the meantime.
             if self.holds(keys):
                 self._found[key] = of, number
         return number
 
     def _offload(self, name: Sequence[Hashable], keys: Keys) -> None:
-        """Move values of which something was made to the host's memory.
+        """Move values from which something was made to the host's memory.
 
-        NaN stands in their place, in memory that all of them share.
+        NaN replaces them, in memory that all of them share.
         """
         leaving = self.offload.leaving(keys)
         if not leaving:
             return
         device = self.offload.candidates[leaving[0]].device
         if device.type == "cuda":
-            # Other streams may still read them.
+            # Other streams may still be reading them.
             torch.cuda.synchronize(device)
         with _lock:
             for key in leaving:
-                # Whatever other threads meet, the parameter or what stands for it, is frozen.
+                # Other threads may see the parameter or its placeholder: both are frozen.
                 self.admit([self.offload.stand_in(key)])
                 self.offload.move(key)
                 del self._memory[key]
@@ -159,14 +159,14 @@ class Frozen:
             self.offload.end(leaving)
 
     def thaw(self) -> None:
-        """End it: free what was made, and bring values back that left the device."""
+        """End this: free what was made, and move offloaded values back to the device."""
         self.offload.bring_back()
         self._forget()
         while self.on_thaw:
             self.on_thaw.pop()()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The interpreter's end takes the names of this module away first.
+        # At exit, the interpreter first clears the names of this module.
         if not is_finalizing():
             self._forget()
 
@@ -177,7 +177,7 @@ class Frozen:
             _captured[:] = [(of, made) for of, made in _captured if not of.expired()]
             for made in self._prepared.values():
                 if made.is_captured:
-                    # A graph that reads it reads other memory of the model as well.
+                    # A graph that reads it also reads other memory of the model.
                     memory = next(iter(self._memory.values()))
                     _captured.append((StorageWeakRef(memory), made))
             self._memory.clear()
@@ -194,7 +194,7 @@ class Frozen:
 
 
 def is_ordinary(tensor: Any) -> bool:
-    """Return whether a tensor has values of its own in memory, by which it can be known."""
+    """Return whether a tensor has its own values in memory, by which it can be identified."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -206,7 +206,7 @@ def holding(keys: Keys) -> Frozen | None:
     """Return what froze all of a call's parameters, None if nothing did.
 
     Args:
-        keys: Of the parameters, None for one that is not there.
+        keys: The parameters' keys, None for an absent one.
     """
     for key in keys:
         for reference in _frozen.get(key, ()) if key is not None else ():
@@ -217,7 +217,7 @@ def holding(keys: Keys) -> Frozen | None:
 
 
 def of(tensors: Iterable[Tensor]) -> list[Frozen]:
-    """Return everything that froze some of the tensors, each once."""
+    """Return everything that froze some of the tensors, without duplicates."""
     if not is_any():
         return []
     found: dict[int, Frozen] = {}
@@ -233,14 +233,14 @@ def require_values(tensors: Iterable[Tensor | None]) -> None:
     """Raise an error if values of a call's parameters have left the device.
 
     Args:
-        tensors: The parameters, None for one that is not there.
+        tensors: The parameters, None for an absent one.
 
     Raises:
-        RuntimeError: If they have: the call needs them, and not what was made of them.
+        RuntimeError: If they have: the call needs them, not only what was made from them.
     """
     if not has_offloaded():
         return
-    # Without a look at contexts, which freeze what they are asked for twice.
+    # Contexts are not asked, since they freeze what they are asked for twice.
     for tensor in (t for t in tensors if t is not None and is_ordinary(t)):
         if any(record.offload.has_any_of([key_of(tensor)]) for record in of([tensor])):
             raise RuntimeError(
@@ -261,14 +261,14 @@ def has_offloaded() -> bool:
 
 
 def tell_changes(listener: Callable[[int], None]) -> None:
-    """Have a listener know from now on whether anything is frozen (1), or also offloaded (2)."""
+    """Tell a listener from now on whether anything is frozen (1), or also offloaded (2)."""
     with _lock:
         _listeners.append(listener)
         _tell()
 
 
 def count_context(change: int) -> None:
-    """Count a context more (1) or one fewer (-1), in which calls may freeze what they meet."""
+    """Count contexts in which calls may freeze what they see: one more (1) or one fewer (-1)."""
     global _contexts
     with _lock:
         _contexts += change
@@ -288,9 +288,9 @@ def _tell() -> None:
 
 _lock = threading.RLock()
 _contexts = 0
-# 1 where anything is frozen, 2 where values have left a device.
+# 1 if anything is frozen, 2 if values have left a device.
 _level = 0
 _frozen: dict[Key, list[weakref.ref[Frozen]]] = {}
-# What CUDA graphs read, as long as the memory of the parameters that they read as well.
+# What CUDA graphs read is kept as long as the memory of the parameters that they also read.
 _captured: list[tuple[StorageWeakRef, Prepared]] = []
 _listeners: list[Callable[[int], None]] = []

@@ -23,7 +23,7 @@ NUMBERS = ("label_smoothing", "z_loss", "softcap")
 class HeadCall(ctypes.Structure):
     """A chunk of rows, or a tensor to scale: addresses, sizes and conditions.
 
-    Fields left alone are 0, which stands for what is not there or not wanted.
+    Fields that are not set are 0, which means absent or not wanted.
     """
 
     _fields_ = fields_of(FIELDS, NUMBERS)

@@ -1,4 +1,4 @@
-"""Tensors as kernels see them: addresses, dense memory, results and workspaces to write to."""
+"""Tensors as kernels need them: addresses, dense memory, and buffers for results."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def own_eps(dtype: torch.dtype) -> float:
-    """Return what PyTorch adds to the mean square of an RMSNorm whose eps is None.
+    """Return the eps that PyTorch adds in an RMSNorm whose eps is None.
 
-    It is that of the dtype of sums, on CPUs and GPUs alike, in every version that is supported.
+    It is that of the dtype of sums, on CPUs and GPUs alike, in every supported version.
     """
     return torch.finfo(statistics_dtype(dtype)).eps
 
 
 def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return the tensors, or their values, in contiguous memory; None stays None."""
+    """Return the tensors, or copies, in contiguous memory with their values; None stays None."""
     for tensor in tensors:
         if tensor is not None and (
             not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor()
@@ -41,14 +41,14 @@ def dense(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    # Autograd's zeros take no memory until they are cloned.
+    # Autograd's zero tensors take no memory until they are cloned.
     return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
 
 
 def in_memory(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return tensors whose values are those in their memory, wherever they lie there.
+    """Return tensors whose values are those in their memory, in any layout.
 
-    PyTorch's dispatcher sees to that, but not in lists that may have None among them.
+    PyTorch's dispatcher does this, but not for lists with optional tensors.
     """
     if any(t is not None and (t.is_neg() or t._is_zerotensor()) for t in tensors):
         return [t if t is None else _in_memory(t) for t in tensors]
@@ -56,11 +56,11 @@ def in_memory(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def laid_as_sum(tensor: Tensor, *summands: Tensor | None) -> Tensor:
-    """Return a dense tensor, laid out as PyTorch lays out the sum of some tensors of its shape."""
+    """Return a dense tensor in the layout of PyTorch's sum of some tensors of its shape."""
     given = [v for v in summands if v is not None]
     if all(v.is_contiguous() for v in given):
         return tensor
-    # Without values, an op gives a layout alone.
+    # Run on tensors without values, an op computes only a layout.
     bare = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta") for v in given]
     total = functools.reduce(torch.add, bare)
     if tensor.stride() == total.stride():
@@ -72,8 +72,8 @@ def laid_as_sum(tensor: Tensor, *summands: Tensor | None) -> Tensor:
 
 
 def is_transposed(weight: Tensor) -> bool:
-    """Return whether a weight lies column by column, as that of a Conv1D seen as a Linear layer's.
+    """Return whether a weight is stored by columns, like a Conv1D's used as a Linear layer's.
 
-    Its gradient does, too: autograd would copy it.
+    Its gradient is stored the same way: autograd would copy it otherwise.
     """
     return not weight.is_contiguous() and weight.t().is_contiguous()

@@ -1,4 +1,4 @@
-"""Values of parameters that leave the device: the host has them, and NaN stands in their place."""
+"""Parameters whose values have left the device: the host has them, and NaN replaces them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from fused_norm.call.prepared import allocate
 
-# More weights than a model has of a dtype.
+# More weights of one dtype than any model has.
 _STAND_INS = 4096
-# Of a tensor: where its memory is, and how it is read.
+# Identifies a tensor: its memory, and how it is read.
 Key = tuple[Any, ...]
-# What parameters of a call are known by, None for one that is not there.
+# Identifies the parameters of a call, None for an absent one.
 Keys = tuple["Key | None", ...]
 
 
 def key_of(tensor: Tensor) -> Key:
-    """Return what a tensor is known by, as long as its memory is held."""
+    """Return what identifies a tensor, as long as its memory is held."""
     memory = tensor.untyped_storage()._cdata
     return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -42,23 +42,23 @@ class Offload:
     """Parameters whose values may leave their device, and those whose values have left it.
 
     Attributes:
-        candidates: Those that may.
-        staying: Keys of weights that may not: what was made of them would come on top of them.
+        candidates: Parameters that may leave.
+        staying: Keys of weights that may not: what was made from them would take extra memory.
     """
 
     candidates: dict[Key | None, Tensor] = field(default_factory=dict)
     staying: set[Key] = field(default_factory=set)
     _away: dict[Key, _Away] = field(default_factory=dict)
-    # What parameters are known by since they left, by what they were known by.
+    # The current key of each parameter that has moved, by its earlier key.
     _moved: dict[Key | None, Key] = field(default_factory=dict)
     _stand_ins: dict[Key | None, Tensor] = field(default_factory=dict)
     _nan: dict[Any, tuple[Tensor, int]] = field(default_factory=dict)
     _turn: threading.RLock = field(default_factory=threading.RLock)
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return what has calls of several threads take turns, as long as values may leave.
+        """Return a lock that serializes calls of several threads, as long as values may leave.
 
-        Otherwise one could read what stands for a value that another has just moved.
+        Otherwise one thread could read the placeholder of a value that another has just moved.
         """
         return self._turn if self.candidates else contextlib.nullcontext()
 
@@ -75,7 +75,7 @@ class Offload:
         return not self.staying.isdisjoint(keys)
 
     def current(self, keys: Keys) -> Keys:
-        """Return what parameters are known by now, whenever their keys were asked for."""
+        """Return the current keys of parameters, whenever their keys were computed."""
         return tuple(self._moved.get(key, key) for key in keys)
 
     def leaving(self, keys: Keys) -> list[Key]:
@@ -83,10 +83,10 @@ class Offload:
         return [key for key in keys if key is not None and key in self.candidates]
 
     def stand_in(self, key: Key) -> Tensor:
-        """Return what will stand for a parameter's values, which are the host's from here on.
+        """Return a placeholder for a parameter, whose values are on the host from here on.
 
         Args:
-            key: Of one that may leave.
+            key: Of a parameter that may leave.
         """
         parameter = self.candidates[key]
         found = self._nan_like(parameter)
@@ -96,16 +96,16 @@ class Offload:
         return found
 
     def move(self, key: Key) -> None:
-        """Have that stand in the values' place, whose memory on the device is freed."""
+        """Replace the values with the placeholder, which frees their memory on the device."""
         self.candidates[key].data = self._stand_ins.pop(key)
 
     def end(self, keys: Iterable[Key]) -> None:
-        """Let calls of these parameters be at once again: until then, other threads wait."""
+        """Let calls of these parameters run concurrently again: until then, other threads wait."""
         for key in keys:
             del self.candidates[key]
 
     def bring_back(self) -> None:
-        """Bring all values back."""
+        """Move all values back."""
         for each in self._away.values():
             each.parameter.data = each.values.to(each.device)
         self._away.clear()
@@ -113,9 +113,9 @@ class Offload:
         self._nan.clear()
 
     def _nan_like(self, parameter: Tensor) -> Tensor:
-        """Return NaN that looks like a parameter, at an offset of its own in shared memory."""
+        """Return a NaN tensor shaped like a parameter, at its own offset in shared memory."""
         place, size = (parameter.device, parameter.dtype), parameter.numel()
-        # What a load of 16 bytes needs.
+        # The alignment of loads of 16 bytes.
         step = max(16 // parameter.element_size(), 1)
         memory, used = self._nan.get(place, (None, 0))
         if memory is None or memory.numel() < used + size:

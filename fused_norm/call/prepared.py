@@ -1,4 +1,4 @@
-"""What was made of a call's parameters, in memory that outlives the call."""
+"""What was made from a call's parameters, in memory that outlives the call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Prepared:
-    """What was made of a call's parameters, ready to be read on every stream.
+    """Tensors made from a call's parameters, ready to be read on every stream.
 
     Attributes:
-        tensors: What was made.
+        tensors: The tensors.
         stream: The raw stream on which their memory was allocated.
         is_captured: Whether a CUDA graph reads them.
-        activation: The number of that in the epilogue that they are for.
+        activation: The number of the activation in the epilogue that they are for.
     """
 
     tensors: tuple[Tensor, ...]
@@ -27,10 +27,10 @@ class Prepared:
     activation: int = 0
 
     def read_on(self, stream: int, in_graph: bool) -> None:
-        """Have the memory outlast what reads it.
+        """Keep the memory until its reader is done.
 
         Args:
-            stream: The raw stream that is about to.
+            stream: The raw stream that is about to read.
             in_graph: Whether a CUDA graph captures that.
         """
         if in_graph:
@@ -44,11 +44,11 @@ def allocate(make: Callable[[], tuple[Tensor, ...]], device: torch.device) -> tu
     """Return tensors from the allocator's general memory, not from a CUDA graph's.
 
     PyTorch's compiler has a thread allocate in a graph's memory before it captures the graph, and
-    what outlives the call is an error there.
+    reports an error if such memory outlives the call.
 
     Args:
         make: Allocates them.
-        device: Where.
+        device: The device.
     """
     if device.type != "cuda":
         return make()

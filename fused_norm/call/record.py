@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-# The call's half, written for each pass.
+# The fields of the call, written for each pass.
 CALL_FIELDS = (
     *("M", "eps", "context", "threads", "in_graph", "may_keep", "accumulate", "invariant"),
     *("x", "y", "mean", "rstd", "z", "dy", "dz", "dx", "dgamma", "dbeta", "dweight", "dbias"),
@@ -17,26 +17,26 @@ CALL_FIELDS = (
     *("z_scale", "y_scale", "y_one_scale", "zt", "zt_scale", "workspace", "strategy"),
     "workspace_bytes",
 )
-# The parameters' half, written once and kept.
+# The fields of the parameters, written once and kept.
 PARAMETER_FIELDS = (
     *("K", "N", "gamma", "beta", "weight", "bias", "up", "up_bias", "norm_is_float32", "narrow"),
     *("weight_scale", "up_scale", "fold_weight", "fold_sums", "fold_constants"),
 )
 
-# Stands for the address of a result, before there is one.
+# The address of a result that is wanted but not yet allocated.
 WANTED = 1
 
-# The number that stands for no norm, in a CPU's products.
+# The number of "no norm", in products of a CPU.
 NO_NORM = 2
 
 # The strategies of op/norm_linear/plan.mojo.
 DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS = range(5)
 
-# What kernels count: the elements of a row in 32 bits, a grid's blocks of a group each in 16.
+# Limits of the kernels: 32 bits for the elements of a row, 16 bits for a group's index in a grid.
 LONGEST_ROW, MOST_GROUPS = 2147483647, 65535
-# Most Linear layers whose products one launch makes.
+# Most Linear layers whose products one launch computes.
 MOST_PARTS = 3
-# On a CPU, a thread keeps up to so many bytes of memory for the next calls.
+# On a CPU, a thread keeps a workspace of up to this many bytes for its next calls.
 MOST_KEPT = 33554432
 
 
@@ -44,8 +44,8 @@ def fields_of(names: Sequence[str], numbers: Sequence[str]) -> tuple[tuple[str, 
     """Return the fields of a record, all of eight bytes.
 
     Args:
-        names: In their order.
-        numbers: Those of them that are floating-point; the others are integers and addresses.
+        names: The names in order.
+        numbers: The floating-point fields among them; the others are integers and addresses.
     """
     return tuple((name, ctypes.c_double if name in numbers else ctypes.c_int64) for name in names)
 
@@ -53,7 +53,7 @@ def fields_of(names: Sequence[str], numbers: Sequence[str]) -> tuple[tuple[str, 
 class Call(ctypes.Structure):
     """A forward or a backward, for the native extensions: addresses, sizes and conditions.
 
-    Fields left alone are 0, which stands for what is not there or not wanted.
+    Fields that are not set are 0, which means absent or not wanted.
     """
 
     _fields_ = fields_of((*CALL_FIELDS, *PARAMETER_FIELDS), ("eps", "weight_offset", "y_one_scale"))

@@ -12,15 +12,15 @@ from fused_norm.norms import NORMS
 
 
 class Results(NamedTuple):
-    """What a kernel returns of a call: its results, and what its backward needs.
+    """The results of a call, and what its backward needs.
 
     Attributes:
-        outputs: One for each weight, or one where they are joined or a second Linear follows.
-        sum: What is normalized, where it is not x, and it is a result or kept.
-        norm: The normalized rows, where they are a result.
-        mean: Of each row, where it is kept and was not given.
-        rstd: Of each row, likewise.
-        products: The products before their activation, where they are kept.
+        outputs: One for each weight; a single one if they are joined or a second Linear follows.
+        sum: What is normalized, if it is not x, and is a result or kept.
+        norm: The normalized rows, if they are a result.
+        mean: One for each row, if it is kept and was not given.
+        rstd: The same.
+        products: The products before their activation, if they are kept.
     """
 
     outputs: Sequence[Tensor]
@@ -31,7 +31,7 @@ class Results(NamedTuple):
     products: Sequence[Tensor]
 
     def flat(self) -> list[Tensor]:
-        """Return them in one list, without what is not there."""
+        """Return the fields in one list, without absent ones."""
         return [
             *self.outputs,
             *(t for t in self[1:5] if t is not None),
@@ -40,13 +40,13 @@ class Results(NamedTuple):
 
     @classmethod
     def unflat(cls, results: Sequence[Tensor], spec: Spec, t: Operands, keeps: bool) -> Results:
-        """Return what `flat` made a list of.
+        """Return the results that `flat` made a list of.
 
         Args:
             results: The list.
             spec: What was computed.
-            t: From which tensors.
-            keeps: Whether for a backward as well.
+            t: Its tensors.
+            keeps: Whether a backward follows.
         """
         products = 1 if spec.is_joined else len(t.weights)
         outputs = 1 if t.out_weight is not None else products

@@ -1,4 +1,4 @@
-"""The record of the heads of a tensor: `RotaryCall` in op/rotary/call.mojo, field by field."""
+"""The record of a tensor of heads: `RotaryCall` in op/rotary/call.mojo, field by field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBERS = ("eps", "weight_offset")
 class RotaryCall(ctypes.Structure):
     """Heads to normalize and rotate: addresses, sizes and conditions.
 
-    Fields left alone are 0, which stands for what is not there or not wanted.
+    Fields that are not set are 0, which means absent or not wanted.
     """
 
     _fields_ = fields_of(FIELDS, NUMBERS)

@@ -40,7 +40,7 @@ struct Call {
 // The strategies of op/norm_linear/plan.mojo.
 enum Strategy : int64_t { DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, AROUND_PRODUCTS };
 
-// Limits of the kernels: elements of a row fit 32 bits, and groups of a grid's blocks 16 bits.
+// Limits of the kernels: 32 bits for the elements of a row, 16 bits for a group's index in a grid.
 constexpr int64_t LONGEST_ROW = 2147483647, MOST_GROUPS = 65535;
 // A thread on a CPU keeps a workspace of up to this many bytes for its next calls.
 constexpr int64_t MOST_KEPT = 33554432;

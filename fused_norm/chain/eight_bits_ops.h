@@ -192,7 +192,7 @@ inline Handles fp8_hidden(
     const auto of = factors_of(
         given, scale, weight, weight_scale, bias, up, up_scale, up_bias, by, cast, kernels);
     const int64_t number = number_of(activation);
-    // One scale is given for as many rows as it is to serve (ops/hidden_scale.py).
+    // One scale is given only for enough rows (ops/hidden_scale.py).
     const bool stays =
         of.rows.of_blocks ? of.rows.q.size(0) >= FEWEST_HIDDEN_ROWS : one_scale != 0;
     Scaled z;

@@ -1,1 +1,1 @@
-"""The ops as PyTorch knows them: schemas, fakes, gradients, and which calls the kernels serve."""
+"""The ops registered with PyTorch: schemas, fakes, gradients, and which calls kernels serve."""

@@ -1,4 +1,4 @@
-"""What autocast makes of the operands of products: what it makes of those of `F.linear`."""
+"""Applies autocast to the operands of products, as PyTorch does to those of `F.linear`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from fused_norm.call.memory import LOW_PRECISION
 from fused_norm.composition import NAMES, Operands
 
-# As PyTorch, which leaves float64 and what is no floating point.
+# Like PyTorch, which leaves float64 and dtypes that are not floating point.
 _CASTABLE = LOW_PRECISION | {torch.float32}
 
 
 def dtype_of_products(x: Any) -> torch.dtype | None:
-    """Return the dtype that autocast has for products on a tensor's device, None without autocast.
+    """Return the dtype that autocast uses for products on a tensor's device, None without autocast.
 
     Args:
         x: Should be a tensor.
@@ -30,21 +30,21 @@ def dtype_of_products(x: Any) -> torch.dtype | None:
 
 
 def cast(dtype: torch.dtype, *values: Any) -> list[Any]:
-    """Return values in a dtype, where autocast casts them.
+    """Return values in a dtype, if autocast casts them.
 
     Args:
-        dtype: That of products.
-        values: Tensors, or what else a user gave.
+        dtype: The dtype of products.
+        values: Tensors, or whatever else a user passed.
     """
     return [v.to(dtype) if isinstance(v, Tensor) and v.dtype in _CASTABLE else v for v in values]
 
 
 def cast_call(t: Operands, dtype: torch.dtype) -> Operands:
-    """Return a call with its Linear layers in a dtype, and what is as wide as x in one dtype.
+    """Return a call with its Linear layers in a dtype, and all that is as wide as x in one dtype.
 
     Args:
         t: The tensors.
-        dtype: That of products.
+        dtype: The dtype of products.
     """
     x = t.x
     for other in (getattr(t, name) for name in NAMES["rows"]):

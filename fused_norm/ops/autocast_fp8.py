@@ -1,4 +1,4 @@
-"""The mode in which calls of this package are in FP8."""
+"""The mode in which this package's calls compute their Linear layers in FP8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fused_norm import recipes
 
 _mode: ContextVar[str | None] = ContextVar("fused_norm.autocast_fp8", default=None)
 _lock = threading.Lock()
-# What compilers guard on, of which not all know context variables: the recipe of who entered last.
+# The recipe entered last: compilers guard on it, as not all support context variables.
 _inside: list[str] = []
 _of_anyone: str | None = None
 
@@ -48,10 +48,10 @@ def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
 
 
 def chosen(recipe: str | None) -> str | None:
-    """Return the recipe of a call, None where it is in no FP8.
+    """Return the recipe of a call, None without FP8.
 
     Args:
-        recipe: What the call was given.
+        recipe: The call's own.
     """
     if recipe is not None:
         return recipe
@@ -59,7 +59,7 @@ def chosen(recipe: str | None) -> str | None:
 
 
 def state() -> tuple[str | None, str | None]:
-    """Return the recipes of calls of the caller, and of those that a compiler traces."""
+    """Return the recipe of the caller's calls, and that of calls traced by a compiler."""
     return _mode.get(), _of_anyone
 
 

@@ -1,4 +1,4 @@
-"""The ops in terms of PyTorch's, for programs that run where this package is not installed."""
+"""The ops in terms of PyTorch's, for programs that run without this package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decompositions() -> Any:
 
 def _norm_linear(*arguments: Any) -> Any:
     t, spec, keeps = unpacked(arguments)
-    # What is kept for a backward has no place in what is exported.
+    # An exported program cannot keep tensors for a backward.
     return NotImplemented if keeps else composition.compute(spec, t)
 
 

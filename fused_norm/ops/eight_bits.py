@@ -1,7 +1,7 @@
-"""Quantization as PyTorch knows it: matrices in 8 bits and their scales, also transposed.
+"""Quantization ops: matrices in 8 bits and their scales, untransposed and transposed.
 
-On Hopper the chain (chain/eight_bits.h) has kernels quantize bfloat16 with scales for rows, for
-columns and for a tensor; elsewhere PyTorch's ops do what `recipes.py` says.
+On Hopper, the chain (chain/eight_bits.h) quantizes bfloat16 with kernels, with scales for rows,
+columns or a tensor; elsewhere PyTorch's ops do what `recipes.py` specifies.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fused_norm.chain import kernels
 from fused_norm.ops.registration import define, unseen
 from fused_norm.recipes import E4M3, E5M2, Cast
 
-# Operands of 8 bits start, and each of their rows, at a multiple of 16 bytes.
+# 8-bit operands, and each of their rows, are aligned to 16 bytes.
 MULTIPLE = 16
 
 
 def serves(x: Tensor, *scalings: str) -> bool:
     """Return whether kernels compute on a tensor with such scales."""
-    # A kernel has scales of blocks for all of its operands, or for none.
+    # A kernel has scales of blocks for all of its operands or for none.
     kinds = {scaling in ("1x128", "128x128") for scaling in scalings}
     return x.is_cuda and len(kinds) < 2 and kernels.is_hopper(x.device.index or 0)
 
@@ -35,8 +35,8 @@ def scales_of(shape: Any, scaling: str) -> tuple[Any, Any]:
     """Return the shape of the scales of a matrix.
 
     Args:
-        shape: Its own.
-        scaling: What shares one.
+        shape: The matrix's shape.
+        scaling: Which elements share a scale.
     """
     M, K = shape
     blocks = (K + recipes.BLOCK - 1) // recipes.BLOCK
@@ -82,18 +82,17 @@ _op = define(
 def quantize(
     v: Tensor, cast: Cast, power_of_two: bool, *, plain: bool = True, transposed: bool = False
 ) -> list[Tensor]:
-    """Return a matrix in 8 bits and its scales, and the same of the matrix transposed.
+    """Return a matrix in 8 bits and its scales, and the same for its transpose.
 
     Args:
         v: Of shape `[M, K]`.
-        cast: How; rows are those of each result.
+        cast: The target type and scaling, with respect to the rows of each result.
         power_of_two: Whether scales are rounded up to powers of two.
-        plain: Whether the matrix is wanted as it lies.
-        transposed: Whether its transpose is wanted: rows are lengthened to a multiple of 16, with
-            zeros.
+        plain: Whether the untransposed matrix is wanted.
+        transposed: Whether its transpose is wanted, with rows zero-padded to a multiple of 16.
 
     Returns:
-        What is wanted, in this order, each with its scales as `recipes.quantize` returns them.
+        The wanted matrices, in this order, each with its scales as from `recipes.quantize`.
     """
     is_e5m2 = cast.dtype is E5M2
     found: list[Tensor] = _op(v, is_e5m2, cast.scaling, power_of_two, plain, transposed)
@@ -110,12 +109,12 @@ def in_8_bits(
 ) -> tuple[list[Tensor], list[Tensor | None], bool]:
     """Return weights in e4m3, their scales, and whether earlier calls made them, if any are frozen.
 
-    Elsewhere they are returned as they came: the ops that multiply by them quantize them.
+    Otherwise they are returned unchanged: the ops that multiply by them quantize them.
 
     Args:
         weights: Each of shape `[N, K]`.
-        scales: Of those that are in 8 bits already, None for others.
-        scaling: What shares a scale.
+        scales: The scales of weights that are in 8 bits already, None for others.
+        scaling: Which elements share a scale.
         power_of_two: Whether scales are rounded up to powers of two.
         transposed: Whether their transposes are wanted, for gradients.
     """
@@ -145,12 +144,12 @@ def kept_in_8_bits(
 
     Args:
         weight: Of shape `[N, K]`.
-        cast: How.
+        cast: The target type and scaling.
         power_of_two: Whether scales are rounded up to powers of two.
         transposed: Whether its transpose is wanted, for gradients.
 
     Returns:
-        None for the first where it is not frozen, or nothing is kept of it.
+        None for the first if it is not frozen, or if nothing is kept for it.
     """
     made: list[Tensor] = []
 

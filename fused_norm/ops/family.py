@@ -1,4 +1,4 @@
-"""A call of the family with its users' options: checked, and computed in C++ or in Python."""
+"""Checks the options of an op family call, and computes the call in C++ or in Python."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fused_norm.ops import norm_linear as norm_linear_ops
 from fused_norm.ops.autocast_fp8 import chosen
 from fused_norm.ops.invariance import is_batch_invariant
 
-# Weight and bias of a Linear layer after the activation, and what is added to it.
+# Weight and bias of a Linear layer after the activation, and its residual.
 Second = tuple[Tensor | None, Tensor | None, Tensor | None]
-# The Linear layers of a call, as `family_call` takes them one by one.
+# The Linear layers of a call, in the order of `family_call`'s arguments.
 Layers = tuple[list[Tensor], list[Tensor | None], Second, bool, bool]
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def named(options: Sequence[Any]) -> dict[str, Any]:
-    """Return options by their names."""
+    """Return options by name."""
     return dict(zip(OPTIONS, options, strict=True))
 
 
@@ -49,18 +49,18 @@ def family_call(
     recipe: str | None = None,
     **options: Any,
 ) -> list[Tensor]:
-    """Return the outputs, the sum and the normalized rows of a call, as far as asked for.
+    """Return the outputs, the sum and the normalized rows of a call, if wanted.
 
     Args:
         x: Input of shape `[..., K]`.
-        weights: Of the Linear layers on the norm.
+        weights: Those of the Linear layers on the norm.
         biases: One for each weight, or None.
-        second: Weight and bias of a Linear layer after the activation, and what is added to it.
-        joined: Whether the products of all weights are one output, side by side.
-        recompute: Whether the backward computes h again.
-        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
-        recipe: That of FP8, or None.
-        options: Those of `norm_linear` that are not as it has them if not given.
+        second: Weight and bias of a Linear layer after the activation, and its residual.
+        joined: Whether the products of all weights are concatenated in one output.
+        recompute: Whether the backward recomputes h.
+        owners: The Parameter whose `main_grad` gets each weight's gradient, or None.
+        recipe: The FP8 recipe, or None.
+        options: Options of `norm_linear` that differ from their defaults.
     """
     if is_traced(x, weights, options.get("residual")):
         return handle_torch_function(
@@ -92,12 +92,12 @@ def checked_call(
     Args:
         x: Input of shape `[..., K]`.
         layers: The Linear layers.
-        options: All of them, in the order of OPTIONS.
+        options: All options, in the order of OPTIONS.
         owners: Parameters that have a `main_grad`.
-        recipe: That of FP8, or None.
+        recipe: The FP8 recipe, or None.
 
     Raises:
-        ValueError: If an option is not known, does not go with the weights, or statistics are for
+        ValueError: If an option is unknown or does not fit the weights, or statistics belong to
             another norm.
     """
     weights, biases, second, joined, recompute = layers
@@ -147,7 +147,7 @@ def parameters_of(weight: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | N
 
 
 def checked_eps(normalization: str, activation: str | None, eps: float | None, x: Any) -> float:
-    """Return eps, PyTorch's own where it is None.
+    """Return eps, or PyTorch's default if it is None.
 
     Raises:
         ValueError: If the normalization or the activation is not known.
@@ -160,7 +160,7 @@ def checked_eps(normalization: str, activation: str | None, eps: float | None, x
             return own_eps(x.dtype)
     elif isinstance(eps, (float, int)):
         return float(eps)
-    # PyTorch's own words for what is wrong with it, if anything is.
+    # Raises PyTorch's own error if it is not a number.
     value: Any = eps
     torch.layer_norm(torch.ones(1), (1,), None, None, value)
     return float(value)
@@ -172,7 +172,7 @@ def tensors_of(x: Any, weight: Any) -> tuple[Any, ...]:
 
 
 def is_traced(x: Any, weight: Any, residual: Any) -> bool:
-    """Return whether a tracer of `torch.fx` stands behind an argument, and is to record the call.
+    """Return whether an argument is a proxy of `torch.fx`, whose tracer is to record the call.
 
     Args:
         x: The input.

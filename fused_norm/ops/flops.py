@@ -1,7 +1,7 @@
-"""Tells PyTorch's FlopCounterMode what the ops' products take.
+"""Tells PyTorch's FlopCounterMode how many operations the ops take.
 
-It asks a registry that it copies as it is made. Its module imports Triton, which takes a quarter of
-a second. Importing this package does not: formulas are registered once that module is there.
+It copies a registry whenever it is created. The registry's module imports Triton, which takes a
+quarter of a second, so formulas are registered only once something else has imported it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def count_flops(name: str, formula: Callable[..., int]) -> None:
     """Keep the formula of an op.
 
     Args:
-        name: Of the op.
+        name: The op.
         formula: Returns the floating-point operations of a call from its arguments.
     """
     _formulas[name] = formula
 
 
 def tell_counters() -> None:
-    """Register the formulas, also with the counters that are running."""
+    """Register the formulas, and add them to counters that are already running."""
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return

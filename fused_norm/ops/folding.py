@@ -1,4 +1,4 @@
-"""Calls on frozen parameters: a weight's fold is made when a plan first wants one, and kept."""
+"""Calls on frozen parameters: a weight's fold is made when a plan first wants it, and kept."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
         spec: What to compute.
         t: The tensors.
         keeps: Whether a backward follows.
-        arguments: Those of the op `norm_linear_forward`.
+        arguments: The arguments of the op `norm_linear_forward`.
 
     Raises:
         RuntimeError: If values that the call needs have left the device.
@@ -54,7 +54,7 @@ def folded(spec: Spec, t: Operands, keeps: bool, arguments: Sequence[Any]) -> li
     if found is None:
         return _computed(None, own, spec, t, arguments)
     with found[0].offload.turn():
-        # It may have been thawed, or its keys have changed, before it was this call's turn.
+        # It may have been thawed, or its keys changed, while this call waited for the lock.
         return _computed(contexts.find(own), own, spec, t, arguments)
 
 
@@ -67,7 +67,7 @@ def _computed(
 ) -> list[Tensor]:
     made = None
     if found is not None and found[0].offload.has_any_of(found[1]):
-        # Whatever the plan would choose: nothing else has the values.
+        # Whatever the plan would choose: only a fold has the values.
         for activation in (number_of(spec.activation), 0):
             made = made or _prepared(*found, spec, t, activation)
     elif found is not None:
@@ -76,11 +76,11 @@ def _computed(
             made = _prepared(*found, spec, t, activation)
     if made is None:
         if frozen.has_offloaded():
-            # Each by itself: others of the call may not be frozen.
+            # One by one: other parameters of the call may not be frozen.
             for weight in (*t.weights, t.out_weight):
                 frozen.require_values([weight])
         return list(_forward_folded(*arguments, None, None, -1, False))
-    # Making it may have moved them.
+    # Making it may have moved values.
     again = contexts.find(own)
     is_offloaded = again is not None and again[0].offload.has_any_of(again[1])
     return list(_forward_folded(*arguments, *made.tensors, made.activation, is_offloaded))
@@ -89,7 +89,7 @@ def _computed(
 def _prepared(
     record: Frozen, keys: Keys, spec: Spec, t: Operands, activation: int
 ) -> Prepared | None:
-    """Return the fold of frozen parameters, None where there is none and none can be made now."""
+    """Return the fold of frozen parameters, None if there is none and none can be made now."""
     name = ("fold", spec.normalization, spec.weight_offset, activation, spec.is_joined)
 
     def make() -> tuple[Tensor, ...]:

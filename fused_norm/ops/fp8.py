@@ -1,4 +1,4 @@
-"""The op family in FP8: which calls are, and how those in inference are computed."""
+"""The op family in FP8: which calls use it, and how inference is computed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _products(
     power_of_two: bool,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return the products of rows in 8 bits with all weights, in one launch where that pays."""
+    """Return the products of 8-bit rows with all weights, in one launch if that is faster."""
     how = (recipe.input.scaling, recipe.weight.scaling, power_of_two)
     numbers, scales = zip(*map(quantized.parts, weights), strict=True)
     if len(weights) == 1:
@@ -44,7 +44,7 @@ def _products(
 
 
 def _in_shape(y: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return `[M, N]` as `[*rows, N]`, and no view: as that of `F.linear` it may be written."""
+    """Return `[M, N]` as `[*rows, N]`, not as a view: like `F.linear`'s, it may be written."""
     found: Tensor = torch.ops.aten._unsafe_view(y, [*rows, y.shape[-1]])
     return found
 
@@ -58,11 +58,11 @@ def call(
         spec: What to compute.
         t: The tensors.
         recipe: One of RECIPES.
-        owners: Parameters whose `main_grad` gets the gradient of their weight, or None for each.
+        owners: The Parameter whose `main_grad` gets each weight's gradient, or None.
 
     Raises:
         ValueError: If the recipe is not known.
-        RuntimeError: If the device has no FP8, sizes are no multiples of 16, or rows are to be
+        RuntimeError: If the device has no FP8, sizes are not multiples of 16, or rows have to be
             batch invariant.
     """
     how = recipes.find(recipe)
@@ -72,7 +72,7 @@ def call(
     is_cast = dtype_of_products(t.x) is not None
     for weight in t.weights:
         if t.x.shape[-1:] != weight.shape[-1:] or not (is_cast or t.x.dtype is weight.dtype):
-            # In PyTorch's words.
+            # Raises PyTorch's error.
             return composition.compute(spec, t)
     scaled.require_fp8(t.x, weights)
     for weight in weights:
@@ -101,7 +101,7 @@ def call(
 
 
 def _is_fused(spec: Spec, t: Operands) -> bool:
-    """Return whether a call needs no gradient, and is a norm and what the ops have after it."""
+    """Return whether a call needs no gradient, and the ops support all of it after a norm."""
     tensors = [v for v in composition.flat(t) if v is not None]
     follows = torch.is_grad_enabled() and any(v.requires_grad for v in tensors)
     return (
@@ -113,7 +113,7 @@ def _is_fused(spec: Spec, t: Operands) -> bool:
 
 
 def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> list[Tensor]:
-    """Compute a call by a norm that quantizes its rows, and products with all that follows."""
+    """Compute a call with a norm that quantizes its rows, and products with fused epilogues."""
     x = t.x
     norm = (spec.normalization, spec.eps, spec.weight_offset, recipe.input.scaling, power_of_two)
     total, q, scale = scaled.norm(x, t.residual, t.gamma, t.beta, *norm)
@@ -121,14 +121,14 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
     rows = x.shape[:-1]
     layers = list(zip(map(quantized.parts, t.weights), t.biases, strict=True))
     is_one = not spec.is_joined or len(layers) == 1
-    # Of each product that activates: a weight, its scales and its bias, of a gate twice.
+    # Arguments of the product that activates: a weight, its scales and its bias, twice for a gate.
     activates: list[Any] = []
     if _is_gate_of_two(spec.activation, t.weights, t.biases):
         (gate, bias), (up, up_bias) = layers
         activates = [(*gate, bias, *up, up_bias)]
     elif is_one and spec.activation:
         activates = [(*weight, bias) for weight, bias in layers]
-    # A scale of 128 elements is known where these are computed, and one that a bound gives before.
+    # Scales of 128 elements are computed with them; a single scale from a bound is known before.
     is_bounded = _may_be_bounded(spec, t, recipe)
     stays = t.out_weight is not None and (recipe.input.scaling == "1x128" or is_bounded)
     hidden: list[Tensor] = []
@@ -163,10 +163,10 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
 
 
 def _may_be_bounded(spec: Spec, t: Operands, recipe: Recipe) -> bool:
-    """Return whether the hidden rows of an MLP may get a scale of their parameters' bound."""
+    """Return whether the hidden rows of an MLP may use a scale from their parameters' bound."""
     if not is_compiling() and not frozen.is_any():
         return False
-    # Weights that were quantized elsewhere give the numbers that they give there.
+    # Weights that were quantized elsewhere give the same numbers as there.
     return (
         t.out_weight is not None
         and len(t.weights) == 1
@@ -216,7 +216,7 @@ def _multiplied(
 ) -> list[Tensor]:
     dtype = dtype_of_products(z)
     if dtype is not None:
-        # As kernels need it: norms give float32 there.
+        # Kernels need this dtype: norms return float32 there.
         z = cast(dtype, z)[0]
     pairs = [
         (w, b) if quantized.is_quantized(w) else _as_in_linear(z, w, b, dtype, power_of_two)
@@ -224,7 +224,7 @@ def _multiplied(
     ]
     ws, bs = [w for w, _ in pairs], [b for _, b in pairs]
     if any(quantized.is_quantized(w) for w in ws):
-        # Which have no gradients.
+        # A quantized weight has no gradient.
         return linears(z, ws, bs, recipes.find(recipe), power_of_two)
     saves = torch.is_grad_enabled()
     return list(ScaledLinears.apply(z, recipe, power_of_two, saves, activation, *ws, *bs))
@@ -233,17 +233,17 @@ def _multiplied(
 def _as_in_linear(
     z: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, power_of_two: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias as `F.linear` multiplies and adds them, but for a weight's rounding.
+    """Return weight and bias as `F.linear` uses them, except for the rounding of the weight.
 
     Args:
         z: Of shape `[..., K]`.
         weight: Should be of shape `[N, K]`.
         bias: Should be None, or broadcast against `[N]`.
-        dtype: That of autocast, or None.
+        dtype: Autocast's, or None.
         power_of_two: Whether scales are powers of two.
 
     Raises:
-        RuntimeError: As `F.linear`, if shapes or dtypes disagree.
+        RuntimeError: Like `F.linear`, if shapes or dtypes disagree.
     """
     if dtype is torch.bfloat16 and weight.dtype is torch.float32 and power_of_two:
         weight, (bias,) = RoundedToOdd.apply(weight), cast(dtype, bias)
@@ -257,13 +257,13 @@ def _as_in_linear(
 
 
 def _scales_are_rounded(recipe: Recipe, weights: Sequence[Tensor]) -> bool:
-    """Return whether scales are rounded up to powers of two: where such weights train."""
+    """Return whether scales are rounded up to powers of two: if such weights are trained."""
     trains = any(w.requires_grad for w in weights)
     return recipe.power_of_two and trains and not _are_frozen(weights)
 
 
 def _are_frozen(weights: Sequence[Tensor]) -> bool:
-    """Return whether weights are frozen for good: those of a context may train meanwhile."""
+    """Return whether weights are frozen for good: those of a context may be trained meanwhile."""
     if is_compiling():
         return False
     found = contexts.find(weights, meets=False)

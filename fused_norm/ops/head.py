@@ -1,10 +1,10 @@
-"""The head as PyTorch knows it: an op for the loss, one for gradients, one autograd function.
+"""The head's ops: one for the loss, one for gradients, and one autograd function.
 
 With a mean or a sum, the forward computes the gradients while a chunk's exponentials exist, and the
-backward multiplies them by that of the loss. Where that is a gradient of each row, of the
-logarithms, a second one, or float16 that a loss scale is to keep from underflow, the backward
-computes the exponentials again. So that a compiled backward does not, the logarithms are a function
-of their own there.
+backward multiplies them by the loss's gradient. The backward recomputes the exponentials if that
+gradient has an element for each row, if the logsumexps have a gradient, for second derivatives, and
+for float16 under a loss scale that prevents underflow. A compiled backward avoids this, since there
+the logsumexps are a function of their own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPTIONS = (
     "int chunk_rows, str group, int first, int classes, bool[] wanted"
 )
 _COUNT = len(Head._fields)
-# Logits up to which PyTorch's ops finish sooner on a CPU, all of them at once (Zen 5): 16 MiB.
+# Up to this many logits, PyTorch's ops are faster on a CPU, on all at once (Zen 5): 16 MiB.
 FEW_LOGITS = 1 << 22
 
 
@@ -85,7 +85,7 @@ def _no_gradient(t: Head, loss: Loss) -> Tensor:
 
 
 def _is_zero(gradient: Tensor) -> bool:
-    """Return whether a compiler's gradient is zeros; a device that records is not asked."""
+    """Return whether a compiler's gradient is zeros; a stream under capture is not synchronized."""
     if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return not gradient.any()
@@ -123,16 +123,16 @@ count_flops(
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The loss, the logarithms of the rows' sums, and gradients that the backward is to scale."""
+    """The loss, the rows' logsumexps, and gradients that the backward has to scale."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        """Return the loss, the logarithms and the gradients."""
+        """Return the loss, the logsumexps and the gradients."""
         return tuple(_forward_op(*arguments[:-1]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep the tensors, and the gradients if there are."""
+        """Keep the tensors, and the gradients if computed."""
         *options, returns_logsumexp = inputs[_COUNT:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2 if returns_logsumexp else 1 :])
@@ -146,7 +146,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[:3])
         rest = (None,) * (_COUNT - 3 + len(ctx.options) + 1)
         if not ctx.returns_logsumexp:
-            # Compilers have zeros here, for which all would be computed again.
+            # Compilers pass zeros here, which would cause a recomputation of everything.
             grad_logsumexp = None
         if grad is None and grad_logsumexp is None:
             return (None, None, None, *rest)
@@ -177,15 +177,15 @@ _apply = differentiable(LinearCrossEntropyFunction, 2)
 
 
 class LogsumexpFunction(torch.autograd.Function):
-    """The logarithms once they are known; their gradients are computed anew.
+    """The logsumexps, already computed; their gradients are recomputed.
 
-    For compilers: a function of both results would have zeros for a gradient of the logarithms that
-    nobody asked for, and compute all again.
+    For compilers: a function of both results would get zeros for a gradient of the logsumexps that
+    is not wanted, and recompute everything.
     """
 
     @staticmethod
     def forward(logsumexp: Tensor, *_: Any) -> Tensor:
-        """Return the logarithms."""
+        """Return the logsumexps."""
         return logsumexp.clone()
 
     @staticmethod
@@ -205,10 +205,10 @@ class LogsumexpFunction(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, scale: Tensor, in_place: bool) -> Tensor:
-    """Return a gradient times that of the loss; on GPUs without asking the device."""
+    """Return a gradient times that of the loss; on GPUs without synchronizing."""
     if not in_place:
         return gradient * scale
-    # What is saved is left for good, and not told: another backward computes it again.
+    # Autograd must not see this write to a saved tensor: another backward recomputes it.
     gradient = gradient.data
     if gradient.is_cpu:
         return gradient if scale.item() == 1 else gradient.mul_(scale)
@@ -224,12 +224,12 @@ def _has_kernel(tensor: Tensor) -> bool:
 
 
 def call(t: Head, loss: Loss, returns_logsumexp: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the loss and the logarithms of the rows' sums.
+    """Return the loss and the rows' logsumexps.
 
     Args:
         t: Tensors that `fits` takes.
         loss: What to compute.
-        returns_logsumexp: Whether the logarithms may have a gradient.
+        returns_logsumexp: Whether the logsumexps may have a gradient.
     """
     in_forward = loss.reduction != "none" and t.x.dtype is not torch.float16
     computed = [
@@ -245,7 +245,7 @@ def call(t: Head, loss: Loss, returns_logsumexp: bool = True) -> tuple[Tensor, T
 
 
 def is_small(t: Head) -> bool:
-    """Return whether PyTorch's ops finish a call sooner, whose logits take little memory.
+    """Return whether PyTorch's ops are faster for a call, and its logits take little memory.
 
     Args:
         t: Tensors that `fits` takes.
@@ -254,10 +254,10 @@ def is_small(t: Head) -> bool:
 
 
 def fits(t: Head) -> bool:
-    """Return whether tensors go together, so that PyTorch's ops have nothing to object to.
+    """Return whether tensors fit together, so that PyTorch's ops would raise no error.
 
     Args:
-        t: Whatever a user gave.
+        t: Whatever a user passed.
     """
     if not all(isinstance(v, Tensor) or v is None for v in t):
         return False

@@ -1,9 +1,9 @@
 """Heads on DTensors whose vocabulary is sharded: each process has some of the classes.
 
-Along one dimension of the mesh the weight is sharded by its classes, and a bias with it; x is
-gathered if it is sharded. A process finds its classes' gradients, and a summand of that of x. Along
-the other dimensions all processes compute the same. What is placed in another way is left to
-DTensor and PyTorch's ops, and so are errors.
+Along one dimension of the mesh the weight is sharded by classes, and a bias with it; x is gathered
+if it is sharded. A process computes its classes' gradients and a partial sum of the gradient of x.
+Along the other dimensions all processes compute the same. Other placements, and errors, are left to
+DTensor and PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def has_dtensor(t: Head) -> bool:
 def over_shards(
     run: Callable[[Head, Loss], tuple[Tensor, Tensor]], t: Head, loss: Loss
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the results of a call on DTensors, None where it is left to PyTorch's ops.
+    """Return the results of a call on DTensors, None if it is left to PyTorch's ops.
 
-    The target and both weights of the loss may be ordinary tensors, which all processes have.
+    The target and the class weights may be ordinary tensors, replicated on all processes.
 
     Args:
         run: Computes a call on the local tensors.
-        t: Tensors that go together.
+        t: Tensors that fit together.
         loss: What to compute.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -72,7 +72,7 @@ def over_shards(
         *(local(v, replicated, replicated) for v in t[3:]),
     )
     classes = t.weight.shape[0]
-    # As torch.chunk divides them: the last processes may have fewer, or none.
+    # Like torch.chunk: the last processes may have fewer classes, or none.
     each = -(-classes // mesh.size(axis))
     shared = loss._replace(
         group=mesh.get_group(axis).group_name,

@@ -1,4 +1,4 @@
-"""The mode in which a row's bits depend on no other row: how it is entered, and who is in it."""
+"""The mode in which a row's bits do not depend on other rows: entering it, and asking for it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fused_norm.ops.registration import is_compiling
 
 _WHERE = "batch_invariant() needs a CPU, or a Hopper GPU with bfloat16 or float16"
 _mode = ContextVar("fused_norm.batch_invariant", default=False)
-# Whether a caller that nothing compiles is in the mode, found sooner than by `is_batch_invariant`.
+# Whether the caller is in the mode, if nothing compiles it: faster than `is_batch_invariant`.
 is_in_mode = _mode.get
 _lock = threading.Lock()
 _inside = 0
-# What compilers guard on, of which not all know context variables.
+# Compilers guard on it, as not all support context variables.
 _anyone_is_inside = False
 
 
@@ -60,7 +60,7 @@ def batch_invariant() -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether the caller is in the mode; of a function being compiled, whether anyone is."""
+    """Return whether the caller is in the mode; in a function being compiled, whether anyone is."""
     return _anyone_is_inside if is_compiling() else _mode.get()
 
 
@@ -81,8 +81,8 @@ def require_invariant(x: Tensor, dtype: torch.dtype, weights: Iterable[Tensor | 
 
     Args:
         x: Rows, on their device.
-        dtype: That of the products.
-        weights: All that they multiply, None for none.
+        dtype: The dtype of the products.
+        weights: All weights that they multiply, None for an absent one.
 
     Raises:
         RuntimeError: If there are none on this device, in this dtype or of such sizes.
@@ -106,5 +106,5 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-# For PyTorch's compiler, which traces no question to the driver.
+# For PyTorch's compiler, which cannot trace a query of the driver.
 _name.__dict__["_dynamo_marked_constant"] = True

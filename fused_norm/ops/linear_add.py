@@ -1,4 +1,4 @@
-"""A Linear layer and the residual sum after it, as PyTorch knows them: one product that adds."""
+"""The ops of a Linear layer and the residual sum after it: one product that adds."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ count_flops(
 
 
 class LinearAdd(torch.autograd.Function):
-    """Gradients of the sum. Saved for the backward: x and the weight, as a Linear layer does.
+    """Gradients of the sum. Saves x and the weight for the backward, like a Linear layer.
 
-    The last argument is whether a row may depend on no other.
+    The last argument is whether rows may not depend on each other.
     """
 
     @staticmethod
@@ -113,14 +113,14 @@ _apply = super(torch.autograd.Function, LinearAdd).apply
 
 
 def linear_add(t: Added, invariant: bool = False) -> Tensor:
-    """Return residual + x weight^T + bias: by one product where that is faster.
+    """Return residual + x weight^T + bias, with one product if that is faster.
 
     Args:
-        t: The tensors; there is no residual only where a row may depend on no other.
-        invariant: Whether a row may depend on no other.
+        t: The tensors; the residual may be absent only if `invariant`.
+        invariant: Whether rows may not depend on each other.
 
     Raises:
-        RuntimeError: If a row may depend on no other, and nothing can compute that.
+        RuntimeError: If `invariant`, and there is no product for it.
     """
     x, weight, bias, residual = t
     if invariant and (dtype := dtype_of_products(x)) is not None:
@@ -128,7 +128,7 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
     if not _fits(t):
         y = F.linear(x, weight, bias)
         if invariant and x.numel() and y.numel():
-            # PyTorch's ops had nothing to say against it.
+            # PyTorch's ops have raised no error.
             raise RuntimeError("batch_invariant() has no product for tensors that are not plain")
         return y if residual is None else residual + y
     if invariant:
@@ -143,10 +143,10 @@ def linear_add(t: Added, invariant: bool = False) -> Tensor:
 
 
 def adds_in_product(t: Added) -> bool:
-    """Return whether one product is to add, as far as sizes and layouts tell.
+    """Return whether one product should add, judging by sizes and layouts.
 
     Args:
-        t: The tensors, a residual among them.
+        t: The tensors, including a residual.
     """
     x, weight, _, residual = t
     if not isinstance(x, Tensor) or not x.is_cuda or residual is None:
@@ -162,7 +162,7 @@ def _invariant_in(dtype: torch.dtype, t: Added) -> Tensor:
 
 
 def _fits(t: Added) -> bool:
-    """Return whether kernels may take a call; what is wrong with others, PyTorch's ops say."""
+    """Return whether kernels may take a call; PyTorch's ops raise the errors of others."""
     x, weight, bias, residual = t
     if torch._C._are_functorch_transforms_active():
         return False
@@ -180,7 +180,7 @@ def _fits(t: Added) -> bool:
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Return whether one product is to add."""
+    """Return whether one product should add."""
     if not may_multiply(x, *weight.shape):
         return False
     follows = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -1,4 +1,4 @@
-"""Gradients of weights that are added to a `main_grad`, in place of those that autograd keeps."""
+"""Adds the gradients of weights to a `main_grad`, instead of returning them to autograd."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def add_product(owner: Any, dy: Tensor, z: Tensor) -> None:
     Args:
         owner: The Parameter, of shape `[N, K]`.
         dy: Gradient of its product, of shape `[M, N]`.
-        z: What it multiplied, of shape `[M, K]`.
+        z: The product's input, of shape `[M, K]`.
     """
     total = owner.main_grad
     if dy.is_cuda and dy.dtype in LOW_PRECISION:
-        # Tensor cores multiply what they are given and add up in float32.
+        # Tensor cores multiply 16-bit operands and accumulate in float32.
         torch.addmm(total, dy.t(), z, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(dy.t().to(total.dtype), z.to(total.dtype))
@@ -53,17 +53,17 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
-        """Add the gradient, and return what stands in for it."""
+        """Add the gradient, and return its placeholder."""
         add(ctx.owner, gradient)
         return stand_in(ctx.owner)
 
 
 def added(weights: Sequence[Tensor], owners: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return weights for PyTorch's ops, whose gradients go where the kernels would have added them.
+    """Return weights for PyTorch's ops, with gradients going where kernels would have added them.
 
     Args:
         weights: Of Linear layers.
-        owners: The Parameter that each is, None where its gradient is autograd's.
+        owners: The Parameter of each weight, None if its gradient is autograd's.
     """
     return [
         weight if owner is None else _Added.apply(weight)

@@ -1,4 +1,4 @@
-"""The op family by the C++ node, where there is one: one call from Python forward, none back."""
+"""Calls the op family through the C++ node, if there is one: its backward runs without Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fused_norm.ops.norm_linear import gradients
 from fused_norm.ops.rows import trainable_eps_gradients
 
 _NAMED = Operands._fields[:-2]
-# The tensors by name that LayerNorm + Linear and the trained eps's norm lack: all after beta.
+# The named tensors that LayerNorm + Linear and the trained eps's norm lack: all after beta.
 _ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
 _NUMBERS: dict[Any, int] = {None: 0, **{name: each.number for name, each in ACTIVATIONS.items()}}
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
@@ -40,7 +40,7 @@ class NodeSpec(ctypes.Structure):
 
 
 class _Specs(dict[tuple[Any, ...], bytes]):
-    """Specs as C++ reads them, by what users say: the fields but the last two, with names."""
+    """Specs as bytes for C++, by the user's options: all fields except the last two, and names."""
 
     def __missing__(self, options: tuple[Any, ...]) -> bytes:
         """Return a new one.
@@ -60,14 +60,14 @@ class _Specs(dict[tuple[Any, ...], bytes]):
 
 
 _specs = _Specs()
-# Of chain.h, in place of the number of a norm.
+# The constant in chain.h that replaces the number of a norm.
 _TRAINABLE_EPS = -1
 _TRAINABLE_EPS_SPEC = bytes(NodeSpec(normalization=_TRAINABLE_EPS, returns_norm=True))
 
 
 @functools.cache
 def module() -> Any:
-    """Return the compiled module, None where there is none."""
+    """Return the compiled module, None without one."""
     found = library.load_node()
     if found is not None:
         tell(found)
@@ -75,14 +75,14 @@ def module() -> Any:
 
 
 def tell(found: Any) -> None:
-    """Give the compiled module what it calls."""
+    """Tell the compiled module which functions to call."""
     chain = library.load()
     assert chain is not None
     found.set_chain(chain.chain_functions(), backward, kernels.is_alone)
 
 
 def trainable_eps(x: Any, o: Any) -> Tensor | None:
-    """Return what `trainable_eps_layer_norm` does; None where Python has to.
+    """Return the result of `trainable_eps_layer_norm`; None if it is left to Python.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -103,16 +103,16 @@ def forward(
     joined: bool = False,
     recompute: bool = False,
 ) -> Any:
-    """Return the results of a call, one tensor or a tuple of them; None where Python has to.
+    """Return the results of a call, one tensor or a tuple of them; None if it is left to Python.
 
     Args:
-        x: As `functional.norm_linear` takes it, like all that is not listed.
+        x: As in `functional.norm_linear`, like everything that is not listed.
         weight: A weight, or several.
-        bias: A bias or None, or as many.
-        options: Those of a norm, in the order of OPTIONS.
-        second: Weight and bias of a Linear layer after the activation, and what is added to it.
+        bias: A bias or None, or as many as weights.
+        options: Options of a norm, in the order of OPTIONS.
+        second: Weight and bias of a Linear layer after the activation, and its residual.
         joined: Whether the products of all weights are one output.
-        recompute: Whether the backward computes the product again.
+        recompute: Whether the backward recomputes the product.
     """
     if is_dynamo_compiling() or is_in_mode() or (found := module()) is None:
         return None
@@ -141,9 +141,9 @@ def forward(
 def layernorm_linear(
     x: Any, gamma: Any, beta: Any, weight: Any, bias: Any, eps: Any
 ) -> Tensor | None:
-    """Return the result of LayerNorm + Linear, with what OPTIONS has for all else.
+    """Return the result of LayerNorm + Linear, with the defaults of OPTIONS for the rest.
 
-    None where Python has to.
+    None if it is left to Python.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -173,9 +173,9 @@ def backward(
 
     Args:
         spec: What was computed, a `NodeSpec`.
-        tensors: Those saved, and then the products kept.
-        grad_outputs: Those of the results, of which one or more are there.
-        needed: Which tensors need one.
+        tensors: The saved tensors, and then the kept products.
+        grad_outputs: The gradients of the results, not all None.
+        needed: Which tensors require a gradient.
     """
     of = NodeSpec.from_buffer_copy(spec)
     saved, products = tensors[: len(needed)], [t for t in tensors[len(needed) :] if t is not None]

@@ -1,4 +1,4 @@
-"""A call of the op family: what takes it, and its gradients, by one autograd function."""
+"""A call of the op family: who computes it, and its gradients, in one autograd function."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _GAMMA = NAMED.index("gamma")
 class NormLinear(torch.autograd.Function):
     """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
 
-    The first two arguments are the spec, and the Parameters whose `main_grad` is added to in place
-    of a gradient, for each weight, or None. The others are tensors in the order of `flat`.
+    The first two arguments are the spec, and for each weight None or the Parameter whose `main_grad`
+    gets the gradient instead of autograd. The others are tensors in the order of `flat`.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class NormLinear(torch.autograd.Function):
             rstd=t.rstd if results.rstd is None else results.rstd,
             out_bias=None,
             out_residual=None,
-            # Only an activation's gradient depends on them.
+            # Only an activation's gradient depends on biases.
             biases=t.biases if spec.activation else [None] * len(t.biases),
             **_NO_SUMMANDS,
         )
@@ -93,18 +93,18 @@ def gradients(
     grad_outputs: Sequence[Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of a call's tensors in the order of `flat`, None where there is none.
+    """Return the gradients of a call's tensors in the order of `flat`, None for those without.
 
     Args:
         spec: What was computed.
-        owners: Parameters that have a `main_grad`, for each weight, or None.
-        saved: Returns the tensors saved, in the order of `flat`, and the kept products.
-        grad_outputs: Those of the results, of which one or more are there.
-        needed: Which tensors need one.
+        owners: For each weight the Parameter that has a `main_grad`, or None.
+        saved: Returns the saved tensors, in the order of `flat`, and the kept products.
+        grad_outputs: The gradients of the results, not all None.
+        needed: Which tensors require a gradient.
     """
     reaches = reached(spec, (len(needed) - len(NAMED)) // 2, grad_outputs)
     wanted = [n and r for n, r in zip(needed, reaches, strict=True)]
-    # All summands get the same gradient, and what is added at the end that of the output.
+    # All summands of x share a gradient, and what is added at the end has the output's.
     wanted[0] = any(wanted[place] for place in _SUMMANDS)
     wanted[_LAST] = False
     for place in _SUMMANDS[1:]:
@@ -112,7 +112,7 @@ def gradients(
     if reaches[_GAMMA]:
         found = _computed(spec, owners, *saved(), grad_outputs, wanted)
     else:
-        # The sum's alone.
+        # Only the sum has a gradient.
         found = [None] * len(needed)
         found[0] = grad_outputs[-1 - spec.returns_norm]
     dx = found[0]
@@ -130,7 +130,7 @@ def gradients(
     return found
 
 
-# What is added to a `main_grad` has no derivative.
+# A gradient that is added to a `main_grad` has no derivative.
 _accumulate = once_differentiable(_backward)
 
 
@@ -146,11 +146,11 @@ def _computed(
 
     Args:
         spec: What was computed.
-        owners: Parameters that have a `main_grad`, for each weight, or None.
-        tensors: Those saved, in the order of `flat`.
+        owners: For each weight the Parameter that has a `main_grad`, or None.
+        tensors: The saved tensors, in the order of `flat`.
         products: Kept products.
-        grad_outputs: Those of the results.
-        wanted: Which are.
+        grad_outputs: The gradients of the results.
+        wanted: Which gradients are wanted.
     """
     t = unflat(tensors)
     if not is_compiling() and (_may_be_derived(grad_outputs) or not fits(spec, t)):
@@ -171,7 +171,7 @@ def _computed(
 def _with_main_grads(
     spec: Spec, t: Operands, owners: Sequence[Any], arguments: tuple[Any, ...], count: int
 ) -> list[Tensor | None]:
-    """Return the gradients, None for what has been added to a `main_grad`."""
+    """Return the gradients, None for those that have been added to a `main_grad`."""
     main_grads = [o if o is None else o.main_grad for o in owners]
     places = arguments[-1]
     results = ops.backward_into(*arguments, main_grads)
@@ -183,7 +183,7 @@ def _with_main_grads(
         if owner is None or gradient is None:
             continue
         if gradient.numel():
-            # No kernel has added it: this is that of the product; what it multiplied is last.
+            # No kernel has added it: this is the product's gradient, and the last result its input.
             exact = gradient.is_cpu and gradient.dtype in LOW_PRECISION
             add_product(owner, gradient, _unrounded_rows(spec, t) if exact else results[-1])
         found[place] = None
@@ -191,13 +191,13 @@ def _with_main_grads(
 
 
 def _unrounded_rows(spec: Spec, t: Operands) -> Tensor:
-    """Return the normalized rows `[M, K]` in float32, as their product on a CPU is."""
+    """Return the normalized rows `[M, K]` in float32, like the operand of a CPU's product."""
     rows = unflat([None if v is None else v.float() for v in flat(t)])
     return composition.normalized(spec, rows.x, rows).reshape(-1, t.x.shape[-1])
 
 
 def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
-    """Return whether derivatives of gradients may be taken, or many at once, as kernels cannot."""
+    """Return whether gradients may be differentiated or batched, which kernels do not support."""
     return (
         torch.is_grad_enabled()
         or is_forward_mode()
@@ -209,28 +209,28 @@ def _may_be_derived(grad_outputs: Sequence[Tensor | None]) -> bool:
 
 
 def _is_left(t: Operands) -> bool:
-    """Return whether PyTorch's ops finish a call sooner, from which nothing else follows.
+    """Return whether PyTorch's ops are faster for a call, and its result is all that is wanted.
 
-    The compiled node leaves frozen parameters to Python until something is made of them, which it
-    then finds by itself.
+    The compiled node leaves frozen parameters to Python until a fold exists, which the node then
+    looks up itself.
     """
     if frozen.has_offloaded() or not is_host_bound(t):
         return False
     return not (frozen.of(t.weights) and library.load_node() is not None)
 
 
-# What `apply` comes down to where no transform is active, 3 us faster.
+# What `apply` does without an active transform, 3 us faster.
 _apply = super(torch.autograd.Function, NormLinear).apply
 
 
 def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False) -> list[Tensor]:
-    """Compute a call; PyTorch's ops take what no kernel serves, wrong calls included.
+    """Compute a call; PyTorch's ops take what no kernel serves, including invalid calls.
 
     Args:
         spec: What to compute.
         t: The tensors.
-        owners: Parameters whose `main_grad` gets the gradient of their weight, or None.
-        is_recorded: Whether a running profiler has been told.
+        owners: For each weight the Parameter whose `main_grad` gets its gradient, or None.
+        is_recorded: Whether a running profiler has recorded the call.
     """
     if not is_recorded and is_profiled():
         name = "norm_linear" if t.out_weight is None else "norm_mlp"
@@ -255,7 +255,7 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
             t = t._replace(weights=added(t.weights, owners))
         computed = composition.compute(spec, t)
         if spec.batch_invariant:
-            # PyTorch's ops had nothing to say against it.
+            # PyTorch's ops have raised no error.
             raise RuntimeError(
                 f"batch_invariant() has no kernel for this call on a tensor of {t.x.dtype}: "
                 "another layout, a transform, mixed dtypes, or one that no kernel is built for"
@@ -263,13 +263,13 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
         return computed
     if spec.batch_invariant:
         require_invariant(ready.x, ready.weights[0].dtype, (*ready.weights, ready.out_weight))
-        # Whoever gave statistics may have found them in any order.
+        # Given statistics may have been summed in any order.
         ready = ready._replace(mean=None, rstd=None)
     tensors = flat(ready) if is_watched() else in_memory(flat(ready))
     ready = unflat(tensors)
     if may_follow() and any(v is not None and v.requires_grad for v in tensors):
         apply = NormLinear.apply if is_watched() else _apply
-        # What is saved has to be an input or a result: second derivatives reach x through it.
+        # Saved tensors have to be inputs or results: second derivatives reach x through them.
         is_sum = has_sum(ready)
         found = list(apply(spec._replace(returns_sum=is_sum), owners, *each_once(tensors)))
         if is_sum and not spec.returns_sum:

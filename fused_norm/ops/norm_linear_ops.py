@@ -1,4 +1,4 @@
-"""The op family's ops: schemas, results without values, and what Python computes of them."""
+"""The op family's ops: schemas, fakes, and what is left to Python."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fused_norm.ops.flops import count_flops
 from fused_norm.ops.folding import folded
 from fused_norm.ops.registration import SPEC_SCHEMA, TENSORS_SCHEMA, define
 
-# The operands that an op's schema lists one by one: all but the weights and the biases.
+# The operands that an op's schema lists one by one: all except the weights and the biases.
 NAMED = Operands._fields[:-2]
 _OUT_BIAS = NAMED.index("out_bias")
 
@@ -36,12 +36,12 @@ def _laid_sum(t: Operands, total: Tensor) -> Tensor:
 
 
 def places_of(wanted: Sequence[bool]) -> list[int]:
-    """Return the places of what is wanted."""
+    """Return the indices of what is wanted."""
     return [place for place, w in enumerate(wanted) if w]
 
 
 def flags_of(places: Sequence[int], count: int) -> list[bool]:
-    """Return for each of `count` places whether it is among some."""
+    """Return for each of `count` places whether it is listed."""
     return [place in places for place in range(count)]
 
 
@@ -94,7 +94,7 @@ def _fake_backward(*arguments: Any) -> list[Tensor]:
 
 
 def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Spec, bool]:
-    """Return the tensors, the spec and whether a backward follows from an op's arguments."""
+    """Return the tensors, the spec and whether a backward follows, from an op's arguments."""
     count = len(Operands._fields)
     tensors, (normalization, activation, eps, offset, *flags, keeps) = (
         arguments[:count],
@@ -104,7 +104,7 @@ def unpacked(arguments: Sequence[Any]) -> tuple[Operands, Spec, bool]:
 
 
 def _empty_forward(spec: Spec, t: Operands, keeps: bool) -> list[Tensor]:
-    """Return the results of a call without rows, features or outputs, by PyTorch's ops."""
+    """Return the results of a call without rows, features or outputs, with PyTorch's ops."""
     outputs = composition.compute(spec, t)
     kept = _fake_forward(*t, *spec, keeps)
     given = len(outputs) - spec.returns_sum - spec.returns_norm
@@ -128,7 +128,7 @@ def is_empty(t: Operands) -> bool:
 
 
 def _forward_by_python(*arguments: Any) -> list[Tensor]:
-    """Compute what C++ leaves to Python: parameters that are frozen, empty tensors."""
+    """Compute what C++ leaves to Python: frozen parameters and empty tensors."""
     t, spec, keeps = unpacked(arguments)
     if is_empty(t):
         return _empty_forward(spec, t, keeps)
@@ -156,7 +156,7 @@ backward = define(
     _fake_backward,
     _backward_by_python,
 )
-# In eager mode alone: it adds to what it is given.
+# Only in eager mode: it adds to its arguments.
 backward_into = define(
     f"norm_linear_backward_into({TENSORS_SCHEMA}, {SPEC_SCHEMA}, Tensor[] products, "
     "Tensor?[] grad_outputs, int[] wanted, Tensor?[] main_grads) -> Tensor[]"

@@ -1,4 +1,4 @@
-"""A norm by itself as autograd knows it, where nothing but autograd sees the call."""
+"""A norm alone as an autograd function, for calls that only autograd sees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NormalizeFunction(torch.autograd.Function):
         gamma: Tensor | None,
         beta: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the rows, and the sum, which is a result so that it has derivatives in turn."""
+        """Return the rows, and the sum, which is a result to allow second derivatives."""
         found = normalize.forward(spec, Operands(x, residual, gamma, beta))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(found.sum, found.mean, found.rstd, gamma, beta)
@@ -53,7 +53,7 @@ class NormalizeFunction(torch.autograd.Function):
 
 
 def _derived(spec: Spec, dz: Tensor, t: Operands, wanted: tuple[bool, ...]) -> list[Tensor | None]:
-    """Return gradients that have derivatives in turn."""
+    """Return gradients that can be differentiated again."""
     names = [n for n, w in zip(("x", "gamma", "beta"), wanted, strict=True) if w]
 
     def run(*values: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ def _derived(spec: Spec, dz: Tensor, t: Operands, wanted: tuple[bool, ...]) -> l
 
 
 def normalized(spec: Spec, t: Operands) -> Tensor:
-    """Return the normalized rows of x and what is added to it, in the dtype of x.
+    """Return the normalized rows of x plus the residual, in the dtype of x.
 
     Args:
-        spec: Which norm.
-        t: Whatever a user gave for x, the residual, gamma, beta and the weight.
+        spec: The norm.
+        t: Whatever a user passed as x, the residual, gamma, beta and the weight.
     """
     if is_watched() or not normalize.serves(t):
         return composition.normalized(spec, composition.summed(t), t)

@@ -1,7 +1,7 @@
-"""Decides whether the kernels serve a call of the op family, and brings it into their form.
+"""Decides whether the kernels serve a call of the op family, and prepares its tensors for them.
 
-What they do not serve, a wrong call included, is handed to PyTorch's own ops, as
-`ops/validation.py` has it.
+What they do not serve, including invalid calls, is left to PyTorch's own ops, as in
+`ops/validation.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fused_norm.composition import NAMES, Operands, Spec, first
 from fused_norm.ops.autocast import cast_call, dtype_of_products
 from fused_norm.ops.validation import Wanted, agree, are_strided, serves_now
 
-# Products (M K N) from which a call pays, in inference and in training: half a millisecond of an
-# H200 in bfloat16, and a quarter of one of a thread of a Xeon in float32 (bench, "launch", "wall").
+# Products (M K N) from which a call pays, in inference and in training: half a millisecond on an
+# H200 in bfloat16, and a quarter of one on a Xeon thread in float32 (bench, "launch", "wall").
 _GPU_PRODUCTS = (2 * 10**10, 6 * 10**10)
 _CPU_PRODUCTS = (5 * 10**6, 10**7)
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -33,15 +33,14 @@ _every_size = ContextVar("fused_norm.every_size", default=False)
 
 
 def as_kernels_need(spec: Spec, t: Operands) -> Operands | None:
-    """Return the tensors of a call that the kernels serve, as they need them; None for others.
+    """Return the tensors of a call that the kernels serve, in their format; None for other calls.
 
-    Under autocast the Linear parameters come in its dtype, x and its summands in one dtype. A
-    modulation comes in one shape, with all K features, in which the sizes of x lead and ones
-    follow.
+    Under autocast, Linear parameters are cast to its dtype, and x and its summands to one dtype.
+    A modulation gets one shape: the leading sizes of x, then ones, then all K features.
 
     Args:
         spec: What to compute.
-        t: The tensors, which may be anything.
+        t: The tensors, unchecked.
     """
     if torch._C._are_functorch_transforms_active() or not _are_tensors(t):
         return None
@@ -65,13 +64,13 @@ def as_kernels_need(spec: Spec, t: Operands) -> Operands | None:
 
 
 def is_host_bound(t: Operands) -> bool:
-    """Return whether PyTorch's ops finish a call sooner: one whose time is mostly the host's.
+    """Return whether PyTorch's ops are faster for a call: one that is limited by the host.
 
-    A call of ours spends more time in Python than PyTorch's ops do, which are called from C++. That
-    is hidden where kernels take longer still, and in CUDA graphs, which cost the host nothing.
+    A call of ours spends more time in Python than PyTorch's ops, which are called from C++. Longer
+    kernels hide that, and so do CUDA graphs, which cost the host nothing.
 
     Args:
-        t: The tensors, which may be anything.
+        t: The tensors, unchecked.
     """
     x, last = t.x, t.out_weight
     products = 0
@@ -89,7 +88,7 @@ def is_host_bound(t: Operands) -> bool:
 
 @contextmanager
 def at_every_size() -> Iterator[None]:
-    """Run kernels for small calls, too, which PyTorch's ops would finish sooner."""
+    """Also run kernels for small calls, for which PyTorch's ops are faster."""
     before = _every_size.set(True)
     try:
         yield
@@ -98,12 +97,12 @@ def at_every_size() -> Iterator[None]:
 
 
 def is_small(products: int, device: torch.device, follows: bool) -> bool:
-    """Return whether a device finishes products sooner than Python starts them.
+    """Return whether a device finishes products before Python can start them.
 
     Args:
-        products: M K N, of all layers together.
-        device: Where it runs.
-        follows: Whether a backward does.
+        products: M K N, summed over all layers.
+        device: The device.
+        follows: Whether a backward follows.
     """
     if _every_size.get():
         return False
@@ -113,13 +112,13 @@ def is_small(products: int, device: torch.device, follows: bool) -> bool:
 
 
 def adds_in_product(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a Linear layer's product is to add a residual, rather than what follows it.
+    """Return whether a Linear layer's product should add a residual, rather than the op after it.
 
-    On Hopper it does so at no cost. Elsewhere PyTorch's products add nothing on their way, and a
-    norm that follows reads both summands sooner than a separate pass would.
+    On Hopper it does so at no cost. Elsewhere, PyTorch's products add it in a separate pass, and a
+    norm that follows reads both summands in less time.
 
     Args:
-        x: Of shape `[..., K]`, on its device; without values, sizes are those traced with.
+        x: Of shape `[..., K]`, on its device; for a fake tensor, the traced sizes count.
         weight: Of shape `[N, K]`.
     """
     if not x.is_cuda or not weight.is_contiguous():
@@ -136,12 +135,12 @@ def _adds(chain: Any, *arguments: int) -> bool:
     return bool(chain.chain_adds(*arguments))
 
 
-# For PyTorch's compiler, which traces no call of C.
+# For PyTorch's compiler, which cannot trace a call of C.
 _adds.__dict__["_dynamo_marked_constant"] = True
 
 
 def hint(size: Any) -> int:
-    """Return a size, of one that is dynamic the one traced with."""
+    """Return a size; for a dynamic one, the traced size."""
     if isinstance(size, int):
         return size
     found = getattr(size.node, "hint", None)
@@ -154,9 +153,9 @@ def _are_tensors(t: Operands) -> bool:
 
 
 def fits(spec: Spec, t: Operands) -> bool:
-    """Return whether shapes and dtypes agree, but for those that broadcast against groups of rows.
+    """Return whether shapes and dtypes agree, except those that broadcast against groups of rows.
 
-    They may have changed since the forward, by an assignment to a tensor's `data`.
+    They may have changed since the forward, through an assignment to a tensor's `data`.
 
     Args:
         spec: What to compute.
@@ -201,7 +200,7 @@ def fits(spec: Spec, t: Operands) -> bool:
 
 
 def _with_groups(t: Operands) -> Operands | None:
-    """Return the call with one modulation per group of neighboring rows, None for others."""
+    """Return the call with one modulation per group of consecutive rows, None if there is none."""
     x = t.x
     K = x.shape[-1]
     modulation = {name: getattr(t, name) for name in NAMES["groups"]}
@@ -212,7 +211,7 @@ def _with_groups(t: Operands) -> Operands | None:
     shape = (1,) * (x.dim() - len(shape)) + tuple(shape)
     if any(size not in (1, whole) for size, whole in zip(shape, x.shape, strict=True)):
         return None
-    # Rows of a group share a vector; where they are not neighbors, each row gets its own.
+    # Rows of a group share a vector; if they are not consecutive, each row gets its own.
     prefix = x.dim() - 1
     while prefix and shape[prefix - 1] == 1:
         prefix -= 1

@@ -1,9 +1,9 @@
-"""What others have in FP8: layers that train, and weights that are quantized, taken as they are.
+"""FP8 weights and layers of other libraries: torchao's and transformers', used directly.
 
 torchao's `quantize_` makes parameters of a tensor subclass, `convert_to_float8_training` layers
-that multiply by a function of their own. Both are known by their names here, so that torchao is
-never imported. Layers of transformers' keep numbers and scales in two parameters, which a
-`ScaledWeight` puts together.
+that multiply with their own function. Both are recognized by name here, so that torchao is never
+imported. Layers of transformers keep quantized values and scales in two parameters, which a
+`ScaledWeight` combines.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PRODUCT = "matmul_with_hp_or_float8_args"
 
 
 class ScaledWeight(Tensor):
-    """A weight's numbers of 8 bits and their scales as one tensor, which has no ops of its own.
+    """A weight's 8-bit values and their scales as one tensor, which supports no ops of its own.
 
     Args:
-        qdata: The numbers, e4m3 `[N, K]`.
-        scale: Their scales as `recipes.quantize` returns them.
-        recipe: The recipe whose forward it is multiplied by.
-        dtype: Of the layer's results.
+        qdata: The values, e4m3 `[N, K]`.
+        scale: Their scales in the format of `recipes.quantize`.
+        recipe: The recipe whose forward uses it.
+        dtype: The dtype of the layer's results.
     """
 
     qdata: Tensor
@@ -36,7 +36,7 @@ class ScaledWeight(Tensor):
 
     @staticmethod
     def __new__(cls, qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> ScaledWeight:
-        """Return a tensor of the shape of the numbers."""
+        """Return a tensor of the shape of the values."""
         make: Any = Tensor._make_wrapper_subclass
         made: ScaledWeight = make(cls, qdata.shape, dtype=dtype, device=qdata.device)
         return made
@@ -45,23 +45,23 @@ class ScaledWeight(Tensor):
         self.qdata, self.scale, self.recipe = qdata, scale, recipe
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a few words: the values are not for reading."""
+        """Return a short description: the values are not meant to be read."""
         return f"ScaledWeight({list(self.shape)}, {self.recipe!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the tensors within, and the rest."""
+        """Return the names of the inner tensors, and the rest."""
         return ["qdata", "scale"], (self.recipe, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], rest: Any, *_: Any) -> ScaledWeight:
-        """Return what `__tensor_flatten__` took apart."""
+        """Return the tensor that `__tensor_flatten__` flattened."""
         return ScaledWeight(inner["qdata"], inner["scale"], *rest)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse every op: a sum with numbers that lack their scales would be wrong.
+        """Refuse every op: a sum of values that lack their scales would be wrong.
 
         Raises:
             NotImplementedError: Always.
@@ -70,22 +70,22 @@ class ScaledWeight(Tensor):
 
 
 def scaled_weight(qdata: Tensor, scale: Tensor, recipe: str, dtype: torch.dtype) -> ScaledWeight:
-    """Return a weight of two parameters as one.
+    """Return a weight of two parameters as one tensor.
 
     Args:
-        qdata: The numbers, e4m3 `[N, K]`.
-        scale: Their scales: N of them for `"rowwise"`, in whatever shape, and those of blocks for
+        qdata: The values, e4m3 `[N, K]`.
+        scale: Their scales: N of them for `"rowwise"`, in any shape, and those of blocks for
             `"blockwise"`.
-        recipe: The recipe whose forward it is multiplied by.
-        dtype: Of the layer's results.
+        recipe: The recipe whose forward uses it.
+        dtype: The dtype of the layer's results.
     """
     scale = scale.reshape(-1, 1) if recipe == "rowwise" else scale
     return ScaledWeight(qdata, scale, recipe, dtype)
 
 
 def is_product(target: Any) -> bool:
-    """Return whether what a node of a graph calls is the product of torchao's `Float8Linear`."""
-    # Dynamo calls a function that closes over it.
+    """Return whether a graph's node calls the product of torchao's `Float8Linear`."""
+    # Dynamo calls a function with the product in its closure.
     for cell in getattr(target, "__closure__", None) or ():
         with suppress(ValueError):  # of a cell that is empty
             held = cell.cell_contents
@@ -95,26 +95,26 @@ def is_product(target: Any) -> bool:
 
 
 def is_configuration(target: Any) -> bool:
-    """Return whether what a node of a graph calls makes the configuration of such a product."""
+    """Return whether a graph's node calls the constructor of such a product's configuration."""
     return isinstance(target, type) and target.__module__.startswith("torchao.float8.")
 
 
 def is_quantized(weight: Any) -> bool:
-    """Return whether a tensor is a `ScaledWeight`, or torchao's `Float8Tensor` in whatever form."""
+    """Return whether a tensor is a `ScaledWeight`, or torchao's `Float8Tensor` in any form."""
     kind = type(weight)
     is_torchao = kind.__name__ == "Float8Tensor" and kind.__module__.startswith("torchao.")
     return is_torchao or kind is ScaledWeight
 
 
 def recipe_of(weight: Any) -> str:
-    """Return the recipe whose forward a quantized weight is multiplied by.
+    """Return the recipe whose forward uses a quantized weight.
 
     Args:
-        weight: A `ScaledWeight`, or a `Float8Tensor` as `quantize_` makes it by
+        weight: A `ScaledWeight`, or a `Float8Tensor` from `quantize_` with
             `Float8DynamicActivationFloat8WeightConfig` of `PerRow()` or `PerTensor()`.
 
     Raises:
-        NotImplementedError: If it is of another form, which it says.
+        NotImplementedError: If it has another form, which the message names.
     """
     if isinstance(weight, ScaledWeight):
         return weight.recipe
@@ -139,7 +139,7 @@ def recipe_of(weight: Any) -> str:
 
 
 def parts(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a weight's numbers of 8 bits and their scales; one not quantized, and None.
+    """Return a weight's 8-bit values and their scales; for others, the weight and None.
 
     Args:
         weight: Of shape `[N, K]`.
@@ -154,16 +154,16 @@ def parts(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def require_inference(weight: Tensor, recipe: str, operands: Iterable[Tensor | None]) -> None:
-    """Raise an error if a quantized weight is to have another recipe, or a gradient to flow.
+    """Raise an error if a quantized weight is used with another recipe, or needs a gradient.
 
     Args:
         weight: Any weight.
         recipe: The call's.
-        operands: What it multiplies and is added.
+        operands: The tensors that it multiplies or that are added.
 
     Raises:
         ValueError: If the weight was quantized for another recipe.
-        NotImplementedError: If a gradient is, or the weight is in a form that is not taken.
+        NotImplementedError: If a gradient is needed, or the weight's form is not supported.
     """
     if not is_quantized(weight):
         return

@@ -1,8 +1,7 @@
-"""Registers ops with PyTorch, and calls them at the least cost.
+"""Registers ops with PyTorch, and calls them at minimal cost.
 
-The registered ops are functional and know nothing of gradients; a `torch.autograd.Function` ties
-a forward and a backward together. A call crosses PyTorch's dispatcher once; below it only kernels
-run.
+The registered ops are functional and have no gradients; a `torch.autograd.Function` ties a forward
+and a backward together. A call crosses PyTorch's dispatcher once; below it only kernels run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fused_norm.chain import library
 from fused_norm.composition import Operands
 from fused_norm.ops.flops import tell_counters
 
-# The operands that schemas list one by one: all but the weights and the biases.
+# The operands that schemas list one by one: all except the weights and the biases.
 TENSORS_SCHEMA = (
     "Tensor x, "
     + "".join(f"Tensor? {name}, " for name in Operands._fields[1:-2])
@@ -29,7 +28,7 @@ SPEC_SCHEMA = (
     "bool returns_sum, bool returns_norm, bool recompute, bool batch_invariant"
 )
 _library = torch.library.Library("fused_norm", "DEF")
-# Stands in until the chain is loaded, which registers its own.
+# Used until the chain is loaded, which registers its own.
 _first = torch.library.Library("fused_norm", "IMPL")
 library.before_loading.append(_first._destroy)
 
@@ -40,16 +39,16 @@ def define(
     by_python: Callable[..., Any] | None = None,
     rows: int = 0,
 ) -> Callable[..., Any]:
-    """Define an op that the chain computes, and return what calls it.
+    """Define an op that the chain computes, and return a function that calls it.
 
     Args:
         schema: The op's name, arguments and results.
-        fake: Returns results of the right shape and dtype from arguments without values; None for
-            an op that is never traced.
-        by_python: Computes what the chain leaves to Python, as the op `..._by_python`; None for
-            nothing.
-        rows: How many of the first arguments, and all results, have a row for each row of the
-            first one: a batch of them is more rows. 0 where results are sums over the rows.
+        fake: Returns results of the right shape and dtype from fake arguments; None for an op that
+            is never traced.
+        by_python: Computes what the chain leaves to Python, as the op `..._by_python`; None if it
+            leaves nothing.
+        rows: How many of the first arguments (and all results) have a row for each row of the first
+            one, so that a batch of them is more rows. 0 if results are sums over the rows.
     """
     name = schema[: schema.index("(")]
     _define(schema, fake, rows)
@@ -74,15 +73,15 @@ def define(
 def define_in_python(
     schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Define an op that Python computes, and return what calls it.
+    """Define an op that Python computes, and return a function that calls it.
 
-    A call that nothing watches runs the kernel itself: PyTorch's dispatcher costs as much as a
+    A call that nothing watches runs the kernel directly: PyTorch's dispatcher costs as much as a
     small kernel, and more for each argument.
 
     Args:
         schema: The op's name, arguments and results.
         kernel: Computes the results.
-        fake: Returns results of the right shape and dtype from arguments without values.
+        fake: Returns results of the right shape and dtype from fake arguments.
     """
     name = schema[: schema.index("(")]
     _define(schema, fake, 0)
@@ -100,7 +99,7 @@ def define_in_python(
 
 
 def _is_plain(argument: Any) -> bool:
-    """Return whether an argument needs nothing of what the dispatcher does before a kernel."""
+    """Return whether the dispatcher need not process an argument before a kernel."""
     if not isinstance(argument, Tensor):
         return True
     return (
@@ -128,13 +127,13 @@ def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _telling(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that tells the chain, which calls it, what it raises."""
+    """Return a kernel that reports its exceptions to the chain, which calls it."""
 
     def call(*arguments: Any) -> Any:
         try:
             return kernel(*arguments)
         except Exception as error:
-            # Raised again: PyTorch before 2.13 loses the message on its way through C++.
+            # Kept for the chain to raise again: PyTorch before 2.13 loses messages in C++.
             if (chain := library.load()) is not None:
                 chain.chain_python_failed(str(error).encode())
             raise
@@ -158,7 +157,7 @@ def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return overload(*arguments)
         except RuntimeError as error:
-            # The stable ABI lets no type of PyTorch's through.
+            # The stable ABI cannot pass on PyTorch's exception types.
             if type(error) is RuntimeError and "out of memory" in str(error):
                 raise torch.OutOfMemoryError(str(error)) from None
             raise
@@ -167,20 +166,20 @@ def _called(overload: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def differentiable(function: type[torch.autograd.Function], count: int = 1) -> Callable[..., Any]:
-    """Return what applies an autograd function and gives its first results.
+    """Return a function that applies an autograd function and returns its first results.
 
     PyTorch looks up the signature of a `forward` that is split from `setup_context` on every call,
-    which takes 20 us. Only transforms and compilers need the split, so others are spared it.
+    which takes 20 us. Only transforms and compilers need the split, so other calls avoid it.
 
     Args:
-        function: A function that has `setup_context`, and whose `forward` returns a tuple. All of
-            its gradients are those of the first results.
-        count: How many there are; one is given alone, more are a tuple.
+        function: A function that has `setup_context`, and whose `forward` returns a tuple. Only the
+            first results have gradients.
+        count: The number of these; a single one is returned alone, several as a tuple.
     """
     which: Any = 0 if count == 1 else slice(count)
 
     class Eager(torch.autograd.Function):
-        """The same function in one piece."""
+        """The same function with setup in its forward."""
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -191,7 +190,7 @@ def differentiable(function: type[torch.autograd.Function], count: int = 1) -> C
         backward = function.backward
 
     Eager.__name__ = Eager.__qualname__ = f"Eager{function.__name__}"
-    # What `Eager.apply` comes down to where no transform is active, 3 us faster.
+    # What `Eager.apply` does without an active transform, 3 us faster.
     eager = super(torch.autograd.Function, Eager).apply
 
     def apply(*arguments: Any) -> Any:
@@ -203,24 +202,24 @@ def differentiable(function: type[torch.autograd.Function], count: int = 1) -> C
 
 
 def may_follow() -> bool:
-    """Return whether a backward may follow: a program that is exported holds none."""
+    """Return whether a backward may follow: an exported program has none."""
     return torch.is_grad_enabled() and not is_exporting()
 
 
 def is_exporting() -> bool:
     """Return whether a program is being exported.
 
-    By the flag behind `torch.compiler.is_exporting`, which Dynamo of PyTorch 2.11 takes to be true
-    of whatever it compiles.
+    It reads the flag behind `torch.compiler.is_exporting`, which Dynamo of PyTorch 2.11 takes to be
+    true in everything it compiles.
     """
     return torch.compiler._is_exporting_flag
 
 
 def each_once(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Return an autograd function's tensors; while compiling, views for those that come again.
+    """Return an autograd function's tensors; when compiling, views of those that repeat.
 
-    PyTorch's compiler gives an autograd function each tensor once: it breaks the graph where one
-    comes twice, as the residual of an MLP does, and 2.11 loses one of the gradients.
+    PyTorch's compiler gives an autograd function each tensor once: it breaks the graph if one
+    comes twice, like the residual of an MLP, and 2.11 loses one of the gradients.
     """
     if not is_compiling():
         return tensors
@@ -232,17 +231,17 @@ def each_once(tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
 
 
 def is_forward_mode() -> bool:
-    """Return whether tensors may carry tangents: derivatives taken along with the values."""
+    """Return whether tensors may carry tangents, for forward-mode derivatives."""
     return forward_ad._current_level >= 0
 
 
 def without_none(gradients: list[Tensor | None], like: Tensor) -> list[Tensor]:
-    """Return the gradients with an empty tensor for None, which a schema cannot promise."""
+    """Return the gradients with empty tensors instead of None, which a schema does not allow."""
     return [like.new_empty(0) if g is None else g for g in gradients]
 
 
 def _batched(name: str, rows: int) -> Callable[..., Any]:
-    """Return a vmap rule: a batch of rows is more rows, other batches are calls in turn."""
+    """Return a vmap rule: a batch of rows becomes more rows, other batches separate calls."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         op = getattr(torch.ops.fused_norm, name).default
@@ -278,8 +277,8 @@ def _is_compiling() -> bool:
     return torch.compiler.is_compiling() or torch._guards.CompileContext.try_get() is not None
 
 
-# Older releases of PyTorch say so of what Dynamo traces, but not of what AOTAutograd calls later,
-# with tensors that have no values.
+# Older releases of PyTorch report what Dynamo traces, but not what AOTAutograd calls later with
+# fake tensors.
 is_compiling: Callable[[], bool] = (
     torch.compiler.is_compiling
     if hasattr(torch.compiler, "_compile_session_context")
@@ -290,8 +289,8 @@ is_compiling: Callable[[], bool] = (
 def is_watched() -> bool:
     """Return whether a compiler, a tracer, a transform or a mode would see PyTorch's own ops.
 
-    PyTorch's dispatcher lets them see ours, too. It costs as much as a small kernel, so a call that
-    nothing watches bypasses it.
+    PyTorch's dispatcher lets them see ours as well. It costs as much as a small kernel, so a call
+    that nothing watches bypasses it.
     """
     return bool(
         is_compiling()

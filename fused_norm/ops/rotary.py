@@ -1,4 +1,4 @@
-"""Norm and rotation of heads as PyTorch knows them: two ops and an autograd function."""
+"""Norm and rotation of heads: two ops and an autograd function."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         dx, dgamma = kernels.backward(dy, t, rotation, wants_gamma)
     else:
         dx, dgamma = _gradients(dy, t, rotation, wants_gamma)
-    # Laid out as x is, which is what PyTorch's ops on each element do.
+    # In the layout of x, like PyTorch's elementwise ops.
     like = torch.empty_like(arguments[0], device="meta")
     if dx.stride() != like.stride():
         dx = dx.new_empty_strided(like.shape, like.stride()).copy_(dx)
@@ -59,7 +59,7 @@ def _backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _gradients(dy: Tensor, t: Heads, rotation: Rotation, wants_gamma: bool) -> list[Any]:
-    """Return the gradients by PyTorch's ops, of x and of gamma."""
+    """Return the gradients of x and of gamma, with PyTorch's ops."""
 
     def run(x: Tensor, gamma: Tensor | None) -> Tensor:
         return formulas.by_pytorch(t._replace(x=x, gamma=gamma), rotation)
@@ -87,7 +87,7 @@ _backward_op = define_in_python(
 
 
 class RotaryFunction(torch.autograd.Function):
-    """The heads, and gradients of x and gamma; saved for the backward are the tensors given."""
+    """The heads, and gradients of x and gamma; saves its arguments for the backward."""
 
     generate_vmap_rule = True
 
@@ -148,7 +148,7 @@ def rotate_heads(
     weight_offset: float,
     is_interleaved: bool,
 ) -> Tensor:
-    """Return the same of arguments one by one, as a graph has them: `Heads` and `Rotation`."""
+    """Return `call` on separate arguments, as in a graph: the fields of `Heads` and `Rotation`."""
     rotation = Rotation(is_normalized, eps, weight_offset, is_interleaved)
     return call(Heads(x, gamma, cos, sin), rotation)
 

@@ -1,7 +1,7 @@
-"""The row ops as PyTorch knows them: schemas, fakes, gradients.
+"""The row ops registered with PyTorch: schemas, fakes, gradients.
 
-An entry at the end of this file is an op and its gradient, `..._backward`, which the chain runs
-(chain/rows.h) by the kernels of those names in op/rows/op.mojo. Outputs are new, dense tensors.
+Each entry at the end of this file is an op and its gradient, `..._backward`. The chain runs them
+(chain/rows.h) with the kernels of those names in op/rows/op.mojo. Outputs are new, dense tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def _row_op(
     has_o: bool = False,
     own_gradient: bool = False,
 ) -> tuple[Function, Function, Function]:
-    """Register an op, and its gradient if that is another one.
+    """Register an op, and its gradient unless it is the same op.
 
     Args:
-        name: Of the op.
-        inputs: The names of the tensors that it takes row by row.
-        derivative: Returns the gradients from that of the output and the inputs, for second
-            derivatives and beside tangents: PyTorch's ops have those, the kernels do not.
+        name: The op.
+        inputs: The names of the tensors that it reads row by row.
+        derivative: Returns the gradients from the output's and the inputs, for second derivatives
+            and with tangents: PyTorch's ops support these, the kernels do not.
         has_o: Whether a scalar follows the inputs.
         own_gradient: Whether the op is its own gradient, and needs no inputs for it.
 
     Returns:
-        The op, the op with gradients, and what computes these from that of the output, the inputs
-        and which are wanted.
+        The op, the op with gradients, and a function that computes the gradients from the
+            output's, the inputs and which are wanted.
     """
     arguments = [f"Tensor {each}" for each in (*inputs, *("o" * has_o))]
     op = gradient = define(f"{name}({', '.join(arguments)}) -> Tensor", _fake, rows=len(inputs))

@@ -1,7 +1,7 @@
-"""What FP8 calls are made of, as PyTorch knows it: norm + quantization, and products.
+"""The ops of FP8 calls: norm + quantization, and products.
 
-On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_ops.h) has
-kernels compute them; elsewhere PyTorch's ops do what `recipes.py` says.
+On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_ops.h) runs
+kernels; elsewhere PyTorch's ops do what `recipes.py` specifies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fused_norm.ops.registration import define, is_compiling, unseen
 from fused_norm.recipes import E4M3, Cast
 from fused_norm.reference import widened
 
-# The least of NVIDIA's that multiplies FP8.
+# NVIDIA's lowest compute capability with FP8 products.
 _CAPABILITY = (8, 9)
 
 
@@ -31,11 +31,11 @@ def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
 
     Args:
         x: Rows, on their device.
-        weights: All that they multiply.
+        weights: All weights that they multiply.
 
     Raises:
         RuntimeError: If there are none.
-        NotImplementedError: If a weight is no matrix of a floating-point type.
+        NotImplementedError: If a weight is not a floating-point matrix.
     """
     if x.is_cuda and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(x.device)
@@ -70,7 +70,7 @@ def _norm(
     is_served = x.dtype is torch.bfloat16 and serves(x, scaling) and x.numel() > 0
     total = summed(t)
     spec, rows = Spec(normalization, eps=eps, weight_offset=weight_offset), total
-    # PyTorch's norms take no parameters of another dtype on GPUs.
+    # PyTorch's norms on GPUs take no parameters of another dtype.
     if not is_served or any(v is not None and v.dtype is not x.dtype for v in (gamma, beta)):
         rows = widened(total)
         gamma, beta = (None if v is None else widened(v) for v in (gamma, beta))
@@ -110,15 +110,15 @@ def linear(
         q: Rows in 8 bits, `[M, K]`.
         scale: Their scales.
         weight: `[N, K]`, in 8 bits if it has scales.
-        weight_scale: Those, or None.
-        scaling: What shares a scale of rows.
-        weight_scaling: What shares a scale of weights.
+        weight_scale: Its scales, or None.
+        scaling: Which elements of rows share a scale.
+        weight_scaling: Which elements of weights share a scale.
         power_of_two: Whether scales are rounded up to powers of two.
         bias: `[N]`, or None.
-        residual: `[M, N]`, or None; without an activation only.
+        residual: `[M, N]`, or None; only without an activation.
         activation: One of ACTIVATIONS, or `""` for none.
-        dtype: Of the result.
-        up: What a gate multiplies if it is a weight of its own, `[N, K]`.
+        dtype: The dtype of the result.
+        up: The weight of what a gate multiplies if it is separate, `[N, K]`.
         up_scale: Its scales, or None.
         up_bias: Its bias, or None.
     """
@@ -138,18 +138,18 @@ def of_frozen(
     weight_scaling: str,
     power_of_two: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, bool]:
-    """Return a weight and what it gates, if anything, with their scales, as `in_8_bits` does.
+    """Return a weight and the one it gates, if any, with their scales, like `in_8_bits`.
 
     Args:
         weight: `[N, K]`, in 8 bits if it has scales.
-        weight_scale: Those, or None.
-        up: What it gates, or None.
-        up_scale: The scales of that, or None.
-        weight_scaling: What shares a scale.
+        weight_scale: Its scales, or None.
+        up: The weight that it gates, or None.
+        up_scale: The scales of `up`, or None.
+        weight_scaling: Which elements share a scale.
         power_of_two: Whether scales are rounded up to powers of two.
 
     Returns:
-        The four, and whether earlier calls made all that are in 8 bits.
+        These four, and whether earlier calls made everything that is in 8 bits.
     """
     if is_compiling() or not frozen.is_any():
         return weight, weight_scale, up, up_scale, False
@@ -189,18 +189,18 @@ def multiply(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return rows W^T + b by PyTorch's ops, in float32.
+    """Return rows W^T + b with PyTorch's ops, in float32.
 
     Args:
         q: Rows in 8 bits, `[M, K]`.
         scale: Their scales.
         weight: `[N, K]`, in 8 bits if it has scales.
-        weight_scale: Those, or None.
-        scaling: What shares a scale of rows.
-        weight_scaling: What shares a scale of the weight.
+        weight_scale: Its scales, or None.
+        scaling: Which elements of rows share a scale.
+        weight_scaling: Which elements of the weight share a scale.
         power_of_two: Whether scales are rounded up to powers of two.
         bias: `[N]`, or None.
-        dtype: In which a GPU multiplies.
+        dtype: The dtype of a GPU's product.
     """
     if weight_scale is None:
         weight, weight_scale = quantize(weight, Cast(E4M3, weight_scaling), power_of_two)
@@ -220,18 +220,18 @@ def linears(
     biases: Sequence[Tensor | None],
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return rows W^T + b, `[M, N]`, for each W of several: as `linear`, in one launch if it pays.
+    """Return rows W^T + b, `[M, N]`, for each of several W: like `linear`, in one launch if faster.
 
     Args:
         q: Rows in 8 bits, `[M, K]`.
         scale: Their scales.
         weights: Each of shape `[N, K]`, in 8 bits if it has scales.
         weight_scales: For each its scales, or None.
-        scaling: What shares a scale of rows.
-        weight_scaling: What shares a scale of weights.
+        scaling: Which elements of rows share a scale.
+        weight_scaling: Which elements of weights share a scale.
         power_of_two: Whether scales are rounded up to powers of two.
         biases: For each one of shape `[N]`, or None.
-        dtype: Of the results.
+        dtype: The dtype of the results.
     """
     are_kept = False
     if not is_compiling() and frozen.is_any():
@@ -265,7 +265,7 @@ def _fake_linears(q: Tensor, _: Tensor, weights: Sequence[Tensor], *rest: Any) -
 
 
 def fake_linear(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    """Return a result without values, of what the op of `linear` is called with."""
+    """Return a fake result of the op of `linear`, from its arguments."""
     activation, dtype, up = rest[6:9]
     N = len(weight) // (2 if is_gate(activation) and up is None else 1)
     return q.new_empty((q.shape[0], N), dtype=dtype)
@@ -294,7 +294,7 @@ _linears_op = define(
 
 
 def linear_flops(q: Tensor, _: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Return what the products take: of one layer, or of two, as the last arguments say."""
+    """Return the operations of the products: of one layer, or two if `up` is given."""
     up = rest[-4]
     return 2 * q.numel() * (len(weight) + (0 if up is None else len(up)))
 

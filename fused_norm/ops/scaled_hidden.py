@@ -1,7 +1,7 @@
-"""Activated products that stay in FP8, as PyTorch knows them: an MLP's hidden rows.
+"""Activated products that stay in FP8: the ops of an MLP's hidden rows.
 
-On Hopper in bfloat16, with scales of blocks or with one scale that is known before, a product
-(chain/eight_bits_ops.h) stores nothing else; elsewhere a quantization follows it.
+On Hopper in bfloat16, with scales of blocks or with one scale that is known beforehand, a product
+(chain/eight_bits_ops.h) writes only 8-bit rows; elsewhere a quantization follows it.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ def hidden(
     has_bound: bool = False,
     weight_offset: float = 0.0,
 ) -> list[Tensor]:
-    """Return what `linear` with an activation returns, in 8 bits `[M, N]`, and its scales.
+    """Return the result of `linear` with an activation, in 8 bits `[M, N]`, and its scales.
 
     With scales of blocks, or with one scale that a bound gives for all rows, a kernel may write no
-    more than that. It activates in float32 and rounds to `dtype` before it quantizes, as elsewhere
-    the pass does that reads what `linear` wrote.
+    more. It activates in float32 and rounds to `dtype` before it quantizes, just like the separate
+    pass elsewhere, which reads the result of `linear`.
 
     Args:
-        q: As of `linear`.
-        scale: As of `linear`.
-        weight: As of `linear`.
-        weight_scale: As of `linear`.
-        scaling: What shares a scale of rows, and of the results.
-        weight_scaling: As of `linear`.
-        power_of_two: Whether scales are rounded up to powers of two, those of the results too.
-        bias: As of `linear`.
+        q: As in `linear`.
+        scale: As in `linear`.
+        weight: As in `linear`.
+        weight_scale: As in `linear`.
+        scaling: Which elements of rows, and of the results, share a scale.
+        weight_scaling: As in `linear`.
+        power_of_two: Whether scales are rounded up to powers of two, including the results'.
+        bias: As in `linear`.
         activation: One of ACTIVATIONS.
-        dtype: To which results are rounded first.
-        up: As of `linear`.
-        up_scale: As of `linear`.
-        up_bias: As of `linear`.
-        gamma: Weight of the norm that gave the rows, `[K]`, or None.
+        dtype: The dtype to which results are rounded first.
+        up: As in `linear`.
+        up_scale: As in `linear`.
+        up_bias: As in `linear`.
+        gamma: Weight of the norm that computed the rows, `[K]`, or None.
         beta: Its bias `[K]`, or None.
-        has_bound: Whether `hidden_scale` may give results one scale: those of normalized rows.
+        has_bound: Whether `hidden_scale` may give results one scale: only for normalized rows.
         weight_offset: Added to gamma.
     """
     by = (weight, weight_scale, up, up_scale, weight_scaling, power_of_two)

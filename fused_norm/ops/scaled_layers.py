@@ -1,7 +1,7 @@
-"""Linear layers in FP8 on the same rows, and their gradients, as ops: one for each.
+"""FP8 Linear layers on the same rows and their gradients: one op for each.
 
-On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_ops.h) has
-kernels compute them; elsewhere PyTorch's ops do what `recipes.py` says.
+On Hopper in bfloat16, with scales for rows or for a tensor, the chain (chain/eight_bits_ops.h) runs
+kernels; elsewhere PyTorch's ops do what `recipes.py` specifies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _layers(
         keeps = (keeps_h, keeps_rows, False)
         found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
         if keeps_weights:
-            # Which the results of an op may not share.
+            # Results of an op may not share memory.
             shared: Any = in_8_bits(*by, transposed=True)
             for q, scale in zip(*shared[:2], strict=True):
                 found += _spread(q.clone(), scale.clone(), weight_scaling)
@@ -57,7 +57,7 @@ def _layers(
     if rows:
         rows = _spread(rows[0], rows[1], scaling)
     kind, cast = (scaling, weight_scaling, power_of_two), Cast(E4M3, weight_scaling)
-    # No views: as results of `F.linear` they may be written.
+    # Not views: like `F.linear`'s, results may be written.
     unsafe_view = torch.ops.aten._unsafe_view
     ys, transposed = list[Tensor](), list[Tensor]()
     for w, s, b in zip(weights, weight_scales, biases, strict=True):
@@ -77,7 +77,7 @@ def _layers(
 
 
 def _spread(q: Tensor, scale: Tensor, scaling: str) -> list[Tensor]:
-    """Return a matrix and a scale for each row, as kernels read them, where all share one."""
+    """Return a matrix and a scale for each row, in the kernels' format, even if all share one."""
     return [q, scale.repeat(len(q), 1) if scaling == "tensor" else scale]
 
 
@@ -216,7 +216,7 @@ def _fake_layers_backward(
 
 
 def _outputs(h: Tensor | None, dys: Sequence[Tensor | None], count: int) -> list[Any]:
-    """Return how many each layer has, None where it has no gradient."""
+    """Return the outputs of each layer, None for one without a gradient."""
     if h is not None:
         return [None if dys[0] is None else h.shape[-1] // count] * count
     return [None if dy is None else dy.shape[-1] for dy in dys]

@@ -1,4 +1,4 @@
-"""Linear layers in FP8 on the same rows, and their gradients, as PyTorch's autograd knows them."""
+"""FP8 Linear layers on the same rows and their gradients as an autograd function."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fused_norm.recipes import E5M2, Recipe
 
 
 class ScaledLinears(torch.autograd.Function):
-    """z W^T + b in FP8 for each W of several, or the activation of one, or a gate of one or two.
+    """z W^T + b in FP8 for each of several W, or the activation of one, or a gate of one or two.
 
-    The forward saves what the backward multiplies by: z and W in 8 bits, transposed, where the
-    recipe has them so, and else as they came; and what an activation is of. It saves W in either
-    case: PyTorch then raises its error if W is written before the backward.
+    The forward saves operands of the backward: z and W in 8 bits, transposed, if the recipe uses
+    these there, otherwise unchanged; and the activation's input. It saves W in either case: PyTorch
+    then raises its error if W is written before the backward.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class ScaledLinears(torch.autograd.Function):
         activation: str,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
-        """Return `[..., N]` for each of the weights, which come before as many biases."""
+        """Return `[..., N]` for each of the weights, which are followed by as many biases."""
         count, how = len(parameters) // 2, recipes.find(recipe)
         weights, biases = parameters[:count], parameters[count:]
         needs_z, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5 : 5 + count])
@@ -75,9 +75,9 @@ class ScaledLinears(torch.autograd.Function):
 
 
 def _is_held(weight: Tensor) -> bool:
-    """Return whether a weight's memory is held until the backward anyway: saving it takes none.
+    """Return whether a weight's memory is held until the backward anyway, so saving it is free.
 
-    What autocast made of it, or a graph, is held by nobody else.
+    Nothing else holds what autocast or a graph made from it.
     """
     if is_compiling():
         return False
@@ -97,8 +97,8 @@ def linears(
     Args:
         z: Of shape `[..., K]`.
         weights: Each of shape `[N, K]`.
-        biases: For each one of shape `[N]`, or None.
-        recipe: How.
+        biases: For each weight one of shape `[N]`, or None.
+        recipe: The FP8 recipe.
         power_of_two: Whether scales are rounded up to powers of two.
     """
     return _linears(z, weights, biases, recipe, power_of_two, "", False, False, False)[0]
@@ -115,17 +115,17 @@ def _linears(
     keeps_rows: bool,
     keeps_weights: bool,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the results, then what a backward needs, as far as it is kept.
+    """Return the results, then what a backward needs, if it is kept.
 
-    That is what an activation is of; z in 8 bits, transposed, and its scales; and the weights in 8
-    bits, transposed, and then theirs.
+    That is the activation's input; z in 8 bits, transposed, and its scales; and the weights in 8
+    bits, transposed, and then their scales.
     """
     parts = list(map(quantized.parts, weights))
     given, scales, are_kept = [q for q, _ in parts], [scale for _, scale in parts], False
     scaling = recipe.weight.scaling
     if not is_compiling() and frozen.is_any():
         given, scales, are_kept = in_8_bits(given, scales, scaling, power_of_two)
-        # Those of frozen weights are kept with the weights.
+        # 8-bit versions of frozen weights are kept with the weights.
         keeps_weights = False
     how = (recipe.input.scaling, scaling, power_of_two, weights[0].dtype, are_kept)
     keeps = (keeps_h, keeps_rows, keeps_weights)
@@ -146,7 +146,7 @@ def _gradients(
     power_of_two: bool,
     wanted: list[int],
 ) -> list[Tensor]:
-    """Return the gradients at the places that are wanted: of z, of each weight, of each bias."""
+    """Return the gradients that are wanted: of z, of each weight, of each bias."""
     given, are_kept = [*weights], False
     if not is_compiling():
         dys = in_memory(dys)

@@ -1,15 +1,15 @@
-"""Calls on DTensors: each process runs the kernels on its shards, and says what they are part of.
+"""Calls on DTensors: each process runs the kernels on its shards, and wraps the results.
 
 Along each dimension of a mesh a call takes one of three strategies:
 
-- rows: x is sharded by its rows, and so are the results; parameters are replicated, and what a
-  process finds of their gradients is a summand.
+- rows: x is sharded by its rows, and so are the results; parameters are replicated, and a process
+  computes a partial sum of their gradients.
 - columns: the weights are sharded by their outputs, and so are the products; x is gathered if it is
-  sharded, and what a process finds of the gradients of x and the norm's parameters is a summand.
-  A second weight is sharded by its inputs, and its product is a summand.
-- replicated: every process computes all of it.
+  sharded, and a process computes a partial sum of the gradients of x and the norm's parameters.
+  A second weight is sharded by its inputs, and its product is a partial sum.
+- replicated: every process computes everything.
 
-What fits none of them is left to DTensor and PyTorch's ops.
+Anything else is left to DTensor and PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def has_dtensor(t: Operands) -> bool:
 def over_shards(
     run: Callable[[Spec, Operands], list[Tensor]], spec: Spec, t: Operands
 ) -> list[Tensor] | None:
-    """Return the results of a call on DTensors, None where it is left to PyTorch's ops.
+    """Return the results of a call on DTensors, None if it is left to PyTorch's ops.
 
     Args:
         run: Computes a call on the local tensors.
@@ -60,7 +60,7 @@ def over_shards(
     if None in strategies or not t.x.dim() or any(w.dim() != 2 for w in t.weights):
         return None
     last = t.out_weight is not None and _COLUMNS in strategies
-    # What is added to a product waits until its summands have been added up.
+    # Bias and residual are added to a product after its partial sums have been reduced.
     inner = t._replace(out_bias=None, out_residual=None) if last else t
     results = run(spec, _local(strategies, inner))
     count = len(results) - spec.returns_sum - spec.returns_norm
@@ -78,7 +78,7 @@ def over_shards(
     )
     for extra in results[count:]:
         if _COLUMNS in strategies:
-            # All processes have it, and the gradient of x is the sum of what they find.
+            # It is replicated, and the gradient of x is the sum of those of all processes.
             extra = _GradientOnce.apply(extra, is_first)
         places = [_row_placement(strategy) for strategy in strategies]
         outputs.append(_of_shards(extra, t.x, t.x.shape[-1], places))
@@ -86,12 +86,12 @@ def over_shards(
 
 
 def cast_dtensor(tensor: Any) -> Any:
-    """Return a DTensor without a type, which would not know its attributes."""
+    """Return a DTensor typed as Any: its type lacks attributes for mypy."""
     return tensor
 
 
 def _strategy(spec: Spec, t: Operands, axis: int) -> Any:
-    """Return how a call goes along a dimension of the mesh: a dimension of x for rows, or None."""
+    """Return the strategy along a dimension of the mesh: a dimension of x for rows, or None."""
     tensors = [cast_dtensor(v) for v in flat(t) if v is not None]
     places = [v.placements[axis] for v in tensors]
     if not all(p.is_replicate() or p.is_partial() or p.is_shard() for p in places):
@@ -99,7 +99,7 @@ def _strategy(spec: Spec, t: Operands, axis: int) -> Any:
     weights = [cast_dtensor(w).placements[axis] for w in t.weights]
     last = None if t.out_weight is None else cast_dtensor(t.out_weight).placements[axis]
     if any(p.is_shard() for p in weights):
-        # Among weights side by side, only a gate's pair gives columns that belong together.
+        # Of concatenated weights, only those of a gate have columns that belong together.
         is_split = spec.is_joined and len(t.weights) > 1
         fits = (
             is_gate(spec.activation) == is_split
@@ -130,7 +130,7 @@ def _local(strategies: Sequence[Any], t: Operands) -> Operands:
 
 
 def _placements(strategy: Any, name: str, tensor: Tensor, x: Tensor) -> tuple[Any, Any]:
-    """Return where a tensor has to be, and where its gradient then is."""
+    """Return the placements of a tensor and of its gradient."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if strategy == _REPLICATED:
@@ -182,7 +182,7 @@ def _row_placement(strategy: Any) -> Any:
 
 
 def _of_shards(local: Tensor, x: Tensor, features: int, places: Sequence[Any]) -> Tensor:
-    """Return the DTensor of `[..., features]` that a shard is part of."""
+    """Return the DTensor of `[..., features]` that a shard belongs to."""
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size((*x.shape[:-1], features))
@@ -196,7 +196,7 @@ def _of_shards(local: Tensor, x: Tensor, features: int, places: Sequence[Any]) -
 
 
 class _GradientOnce(torch.autograd.Function):
-    """Changes nothing, and passes the gradient on in one process alone."""
+    """The identity, which passes the gradient on in one process alone."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, is_first: bool) -> Tensor:

@@ -1,6 +1,6 @@
-"""The sum before a norm and its statistics, as PyTorch knows it: what `linear_add` ends with.
+"""The ops of the sum before a norm and its statistics, which can end `linear_add`.
 
-Where a product has already added, the statistics are computed alone.
+If a product has added already, the statistics are computed alone.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _apply = super(torch.autograd.Function, AddStatistics).apply
 def add_statistics(
     x: Tensor, residual: Tensor, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return x + residual, and the mean (None for RMSNorm) and factor of its rows.
+    """Return x + residual, and the mean (None for RMSNorm) and rstd of its rows.
 
     Args:
         x: Of shape `[..., K]`.
@@ -91,10 +91,10 @@ def add_statistics(
 
 
 def row_statistics(x: Tensor, normalization: str, eps: float) -> tuple[Tensor | None, Tensor]:
-    """Return the mean (None for RMSNorm) and factor of rows, which carry no gradient.
+    """Return the mean (None for RMSNorm) and rstd of rows, which carry no gradient.
 
     Args:
-        x: Of shape `[..., K]`, of a dtype and on a device that have row kernels.
+        x: Of shape `[..., K]`, with a dtype and a device that have row kernels.
         normalization: The norm that follows.
         eps: Its eps.
     """
@@ -105,7 +105,7 @@ def row_statistics(x: Tensor, normalization: str, eps: float) -> tuple[Tensor | 
 def add_by_pytorch(
     x: Tensor, residual: Tensor, normalization: str, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the same by PyTorch's ops.
+    """Return the result of `add_statistics`, with PyTorch's ops.
 
     Args:
         x: Of shape `[..., K]`.

@@ -1,7 +1,7 @@
 """Decides whether the kernels serve a call.
 
-What they do not serve, a wrong call included, is handed to PyTorch's own ops: so an error has
-PyTorch's type and words, and whatever PyTorch accepts works.
+What they do not serve, including invalid calls, is left to PyTorch's own ops: so errors have
+PyTorch's types and messages, and whatever PyTorch accepts works.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fused_norm.chain import library
 from fused_norm.native import build, compiler
 from fused_norm.ops.registration import is_compiling, is_exporting, is_forward_mode
 
-# The tensors of PyTorch's compiler, and those that a collective is still to write.
+# The tensors of PyTorch's compiler, and those that a collective has yet to write.
 _TRACERS = ("torch._subclasses.", "torch.distributed._functional_collectives")
-# Tensor's own, and what a class without one has.
+# Tensor's own `__torch_function__`, and the one of a class that disables it.
 _TORCH_FUNCTIONS = (getattr(Tensor.__torch_function__, "__func__", None), None)
 
-# A tensor that is given or not, the shape it should have, and the dtype.
+# A tensor or None, the shape that it should have, and the dtype.
 Wanted = tuple[Tensor | None, Sequence[int], torch.dtype | None]
 GPU_DTYPES = LOW_PRECISION | {torch.float32}
 CPU_DTYPES = GPU_DTYPES | {torch.float64}
@@ -44,7 +44,7 @@ def serves(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def has_row_kernel(*tensors: Any) -> bool:
-    """Return whether the row programs serve tensors of one shape and dtype.
+    """Return whether row programs serve tensors of one shape and dtype.
 
     Args:
         tensors: Should be of shape `[..., K]` in a dtype that has kernels.
@@ -74,10 +74,10 @@ def has_trainable_eps_kernel(x: Any, o: Any) -> bool:
 
 
 def trainable_eps_by_pytorch(x: Any, o: Any) -> Tensor:
-    """Return what PyTorch's ops make of a call of `trainable_eps_layer_norm`, or raise as they do.
+    """Return the result of `trainable_eps_layer_norm` with PyTorch's ops, or raise as they do.
 
     Raises:
-        RuntimeError: If `o` has more or less than one element.
+        RuntimeError: If `o` does not have exactly one element.
     """
     if isinstance(o, Tensor) and not o.is_nested:
         if o.numel() != 1:
@@ -87,7 +87,7 @@ def trainable_eps_by_pytorch(x: Any, o: Any) -> Tensor:
 
 
 def div_by_pytorch(a: Any, b: Any) -> Tensor:
-    """Return what PyTorch makes of a call of `composed.div`, or raise as PyTorch does.
+    """Return PyTorch's result of a call of `composed.div`, or raise as PyTorch does.
 
     Raises:
         RuntimeError: If the operands have different shapes.
@@ -107,7 +107,7 @@ def div_by_pytorch(a: Any, b: Any) -> Tensor:
 
 
 def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> Tensor:
-    """Return what a formula gives, computed in float32 or wider, in the dtype of `x`.
+    """Return a formula's result, computed in float32 or wider, in the dtype of `x`.
 
     Args:
         formula: One of `reference`.
@@ -122,10 +122,10 @@ def by_pytorch_widened(formula: Callable[..., Tensor], x: Any, *others: Any) -> 
 
 
 def agree(wanted: Iterable[Wanted]) -> bool:
-    """Return whether tensors have the shapes and dtypes that they should.
+    """Return whether tensors have the expected shapes and dtypes.
 
     Args:
-        wanted: For each tensor, its shape and dtype, or None for any; none for None.
+        wanted: Each tensor with its shape and its dtype, or None for any; None always agrees.
     """
     for v, shape, dtype in wanted:
         if v is not None and (v.shape != shape or dtype not in (None, v.dtype)):
@@ -140,7 +140,7 @@ def are_strided(tensors: Iterable[Any], like: Any) -> bool:
         tensors: Should be tensors.
         like: Should be the other one.
     """
-    # Loops: a generator would take longer than all the rest.
+    # Loops: a generator would take longer than everything else here.
     if not isinstance(like, Tensor):
         return False
     for v in tensors:
@@ -157,9 +157,9 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def _is_known(kind: Any) -> bool:
-    """Return whether tensors of a type take any op, as far as their class says.
+    """Return whether tensors of a type accept any op, judging by their class.
 
-    Quantized and distributed tensors take only PyTorch's ops, which their classes define.
+    Quantized and distributed tensors accept only PyTorch's ops, which their classes define.
     """
     if kind is Tensor or kind is Parameter:
         return True
@@ -187,10 +187,10 @@ def serves_now(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _is_traced() -> bool:
-    """Return whether `torch.jit.trace` watches.
+    """Return whether `torch.jit.trace` is active.
 
-    It runs a call with gradients and without, and expects the same ops: PyTorch's, which a program
-    that is loaded without this library has, too, and which have derivatives.
+    It runs a call with gradients and without, and expects the same ops: PyTorch's, which also exist
+    without this library when a program is loaded, and which have derivatives.
     """
     return not is_compiling() and bool(torch._C._get_tracing_state())
 
@@ -202,7 +202,7 @@ def _say_no_kernel(device: torch.device, dtype: torch.dtype) -> None:
     if not library.is_at_hand():
         every = tuple(d for d in build.DTYPES if d in served)
         return _say_once(device.type, every, False, "a C++ compiler such as g++")
-    # All in one: a model that meets them one after another is told once.
+    # All at once: a model that uses them one after another gets one warning.
     missing = [d for d in build.DTYPES if d in served and not build.is_at_hand(device, d)]
     return _say_once(device.type, tuple(missing) or (dtype,), True)
 
