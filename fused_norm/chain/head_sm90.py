@@ -39,8 +39,8 @@ _SUMS_BYTES = 96 << 20
 def serves(t: Head, loss: Loss) -> bool:
     """Return whether the kernels compute a call.
 
-    t: The tensors, with rows in one dimension.
-        t: The tensors, rows in one dimension.
+    Args:
+        t: The tensors, with rows in one dimension.
         loss: What to compute.
     """
     x, bias = t.x, t.bias

@@ -35,13 +35,13 @@ class Activated:
 
     Attributes:
         name: One of ACTIVATIONS.
-        products: The layer; of a gate on two the gate's, then the other.
+        products: The layer; for a gate on two layers the gate's, then the other.
         out: The result.
         inner: All nodes of the activation.
         is_swapped: Whether the gate is the second half of a single layer.
         second: The Linear layer that reads the result, or None.
         residual: What is added to its result, or None.
-        simpler: The same without what comes last, None where that is the activation.
+        simpler: The same without the last step, None if that is the activation.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Activated:
 
 
 def find_activated(products: Sequence[Product]) -> Activated | None:
-    """Return the activation that all of some Linear layers end in; None where there is none.
+    """Return the activation at the end of all of some Linear layers; None if there is none.
 
     Args:
         products: One or two that read the same rows.
@@ -80,11 +80,11 @@ def find_activated(products: Sequence[Product]) -> Activated | None:
 
 
 def with_second(activated: Activated, may_add: Any) -> Activated:
-    """Return the same with the Linear layer that reads the activation alone, where there is one.
+    """Return an activation with the Linear layer that is its only reader, if there is one.
 
     Args:
         activated: The activation.
-        may_add: Called with a sum; says whether it may be taken in as well.
+        may_add: Called with a sum; returns whether it may be fused as well.
     """
     node = below(activated.out)
     reader = only_user(node)
@@ -107,7 +107,7 @@ def with_second(activated: Activated, may_add: Any) -> Activated:
 
 
 def _between(first: Node, last: Node) -> set[Node]:
-    """Return the nodes that leave values as they are from one to another, the first left out."""
+    """Return the nodes between two that leave values unchanged, without the first."""
     nodes = set()
     while last is not first:
         nodes.add(last)
@@ -123,7 +123,7 @@ def _is_product_of(node: Any, a: Node, b: Node) -> bool:
 
 
 def _leads_only_to(node: Node, end: Any) -> bool:
-    """Return whether all that reads a node, through what leaves it as it is, is one other node."""
+    """Return whether another node is the only reader of a node, through no-ops."""
     while (user := only_user(node)) is not end:
         if user is None or not is_noop(user):
             return False
@@ -132,7 +132,7 @@ def _leads_only_to(node: Node, end: Any) -> bool:
 
 
 def _plain(product: Product) -> Activated | None:
-    """Return the activation that is all that reads a Linear layer."""
+    """Return the activation that is the only reader of a Linear layer."""
     found = named_activation(product.out)
     if found is None:
         return None
@@ -171,10 +171,10 @@ def _halves(product: Product) -> Activated | None:
 
 
 def named_activation(node: Node) -> tuple[str, Node, set[Node]] | None:
-    """Return the name, the result and the nodes of an activation that is all that reads a node.
+    """Return the name, the result and the nodes of an activation that is a node's only reader.
 
     Args:
-        node: What is activated.
+        node: The input of the activation.
     """
     user = only_user(node)
     f = form(user)
@@ -189,7 +189,7 @@ def named_activation(node: Node) -> tuple[str, Node, set[Node]] | None:
 
 
 def _is_squared(node: Node) -> bool:
-    """Return whether a ReLU is squared, an activation that is not known here."""
+    """Return whether a ReLU is squared, which is not a known activation."""
     user = only_user(node)
     f = form(user)
     return f.kind == "square" or (f.kind == "pow" and is_number(f["exponent"], 2.0))
@@ -198,7 +198,7 @@ def _is_squared(node: Node) -> bool:
 def _formula(node: Node) -> tuple[str, Node, set[Node]] | None:
     """Return the activation that is written out in formulas of one node and numbers alone.
 
-    Its nodes are found by what reads what; which activation it is, by its values.
+    Its nodes are found by following readers, its name by evaluating it.
     """
     region: set[Node] = set()
     ahead = list(node.users)
@@ -216,7 +216,7 @@ def _formula(node: Node) -> tuple[str, Node, set[Node]] | None:
         ahead += list(user.users)
     if not any(form(each).kind in ("tanh", "erf", "sigmoid") for each in region):
         return None
-    # A formula whose operands were met in another order is met again from its other side.
+    # A formula whose operands are visited in another order is found again from its other end.
     ends = [each for each in region if any(user not in region for user in each.users)]
     if len(ends) != 1 or any(user not in region for user in node.users):
         return None
@@ -230,7 +230,7 @@ def _formula(node: Node) -> tuple[str, Node, set[Node]] | None:
 
 
 def _values(region: Sequence[Node], node: Node, points: Any, end: Node) -> Any:
-    """Return what the nodes of a formula make of some points, None where they cannot be run."""
+    """Return a formula's values at some points, None if its nodes cannot be run."""
     known: dict[Node, Any] = {node: points}
     for each in region:
         args, kwargs = map_arg((each.args, each.kwargs), lambda n: known.get(n, number(n)))

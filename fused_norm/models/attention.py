@@ -1,4 +1,4 @@
-"""Writes PyTorch's multi-head attention out, so that its packed projection is a Linear layer."""
+"""Decomposes PyTorch's multi-head attention, so that its packed projection is a Linear layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fused_norm.models.values import dtype, shape, value
 
 
 def write_out_attention(emitter: Emitter) -> None:
-    """Write self-attention that returns no weights out, as `F.multi_head_attention_forward` has it.
+    """Decompose self-attention that returns no weights, like `F.multi_head_attention_forward`.
 
     Args:
         emitter: Adds nodes to the graph.
@@ -56,11 +56,11 @@ def _reads_output_alone(node: Node) -> bool:
 
 
 def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
-    """Return the result of attention, whose nodes are put where the graph inserts."""
+    """Return the result of attention, whose nodes are added at the graph's insertion point."""
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
         node = emitter.emit(target, args, kwargs, like)
-        # Nodes are put without gradients, which the model's own have.
+        # New nodes are traced without gradients, but the model's have them.
         for each in tree_leaves(value(node)):
             if each.is_floating_point():
                 each.requires_grad_(value(like)[0].requires_grad)
@@ -76,10 +76,10 @@ def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
         # [length, batch, heads, size] -> [batch, heads, length, size]
         split.append(emit("permute", rows, 1, 2, 0, 3))
     is_causal = bool(p["is_causal"])
-    # Told that attention is causal, PyTorch does not look at the mask.
+    # If attention is said to be causal, PyTorch ignores the mask.
     mask = None if is_causal else p["attn_mask"]
     if isinstance(mask, Node) and not value(mask).is_floating_point():
-        # True is what is left out.
+        # True masks an element out.
         zeros = emit(torch.zeros_like, mask, dtype=dtype(split[0]))
         mask = emit("masked_fill", zeros, mask, float("-inf"))
     if isinstance(mask, Node) and value(mask).dim() == 3:

@@ -1,4 +1,4 @@
-"""The backend of torch.compile: it rewrites the graph and passes it on to another backend."""
+"""The backend of torch.compile: it rewrites a graph and passes it on to another backend."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def backend(
             "%s %s: %s", site.kind, site.path, "; ".join(site.calls) if site.fused else site.reason
         )
     run = compiled_next(module, example_inputs, chosen)
-    # Nodes, those taken out among them, hold what they were traced with; that refers weakly to the
-    # parameters, with which PyTorch swaps none.
+    # Nodes, including removed ones, hold their traced values, which refer weakly to the parameters;
+    # PyTorch cannot swap parameters that have weak references.
     for node in (*nodes, *nodes_of(module)):
         node.meta.pop("example_value", None)
     if chosen.freezes:
@@ -79,12 +79,12 @@ def backend(
 def compiled_next(
     module: GraphModule, example_inputs: list[Any], chosen: Settings
 ) -> Callable[..., Any]:
-    """Return what runs a graph, compiled by the backend that follows.
+    """Return a function that runs a graph, compiled by the next backend.
 
     Args:
         module: The graph.
         example_inputs: Its inputs.
-        chosen: What to do with it.
+        chosen: The settings.
     """
     if chosen.then == "eager":
         return at_every_size()(module.forward) if chosen.fusing.small else module.forward
@@ -101,16 +101,16 @@ def compiled_next(
 
 
 def nodes_of(module: GraphModule) -> list[Node]:
-    """Return the nodes of a graph, and of those that it holds for checkpoints."""
+    """Return the nodes of a graph and of its checkpoints' graphs."""
     graphs = [each.graph for each in module.modules() if isinstance(each, GraphModule)]
     return [node for graph in graphs for node in graph.nodes]
 
 
 def _in_its_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a graph, but not in batch_invariant() if it was compiled outside.
+    """Return a graph's function, kept out of batch_invariant() if it was compiled outside.
 
-    Whether its calls are in that mode was decided when they were traced, and no guard asks again: a
-    model does not name the mode.
+    Tracing decided whether calls are in that mode, and no guard checks it again: a model does not
+    refer to the mode.
     """
     if is_batch_invariant():
         return run

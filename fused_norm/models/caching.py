@@ -1,8 +1,8 @@
-"""Has PyTorch keep what it compiled of graphs with calls of ours from one process to the next.
+"""Lets PyTorch keep compiled graphs that contain our calls from one process to the next.
 
-PyTorch keeps compiled forwards and backwards of graphs that call its own functions alone, and those
-of others that are named to it, each with a key of all that decides what its trace leaves beside its
-arguments. It does not look into the bodies of checkpoints, so that theirs have to have one, too.
+PyTorch caches the compiled forward and backward of graphs that call only its own functions, or
+functions that are named to it, each with a key of everything besides the arguments that decides how
+it is traced. It does not look into the bodies of checkpoints, so their functions need keys, too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fused_norm.chain import library
 from fused_norm.native import build
 from fused_norm.ops import autocast_fp8, invariance
 
-# The option of Inductor that names functions, each with its key.
+# Inductor's option that names functions, each with its key.
 OPTION = "unsafe_marked_cacheable_functions"
 
 
 def with_keys(
     options: Mapping[str, Any], nodes: Iterable[Node], example_inputs: Iterable[Any]
 ) -> dict[str, Any]:
-    """Return Inductor's options, which name the functions of ours that a graph calls.
+    """Return Inductor's options, extended by the names of our functions in a graph.
 
     Args:
-        options: Those that a user gave.
-        nodes: All nodes of the graph and of the bodies that it holds.
+        options: The user's.
+        nodes: All nodes of the graph and of its checkpoints' graphs.
         example_inputs: Its inputs.
     """
     from torch._inductor import config
@@ -48,7 +48,7 @@ def with_keys(
 
 
 def _name(node: Node) -> str:
-    """Return the name of a function of ours, of the package where it has none, `""` for others."""
+    """Return the name of our function, or of our package if it has none; `""` for others."""
     target: Any = node.target
     module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
     if node.op != "call_function" or str(module).split(".")[0] != build.PACKAGE.name:
@@ -58,14 +58,14 @@ def _name(node: Node) -> str:
 
 
 def _key(devices: Collection[str]) -> str:
-    """Return what decides beside a call's arguments what its trace leaves: sources, modes, kernels.
+    """Return what decides how a call is traced besides its arguments: sources, modes, kernels.
 
     Args:
-        devices: Where a graph runs.
+        devices: The devices of a graph.
     """
     modes: list[Any] = [invariance.state(), autocast_fp8.state()]
     for kind in sorted({torch.device(device).type for device in devices}):
-        # Of which PyTorch's own key says no more than whether there is any, in some releases.
+        # In some releases, PyTorch's own key only says whether there is any.
         modes.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
     built = [
         (device, name, build.is_at_hand(torch.device(device), dtype))
@@ -78,7 +78,7 @@ def _key(devices: Collection[str]) -> str:
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the package's Python."""
+    """Return a digest of the package's Python sources."""
     digest = hashlib.sha256()
     for path in sorted(build.PACKAGE.rglob("*.py")):
         digest.update(

@@ -1,4 +1,4 @@
-"""What stands in the place of a norm and all that reads it, before it is put there."""
+"""The call that replaces a norm and its readers, before it is added to a graph."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fused_norm.models.readers import Product, Reading
 from fused_norm.models.timing import Replaced
 
 CALLS = (norm_linear, norm_mlp, linear_add)
-"""What is put into graphs."""
+"""The functions that are added to graphs."""
 
 
 class Left(Exception):
-    """A norm, a head or a rotation stays as it is; says why."""
+    """A norm, a head or a rotation stays as it is; the message says why."""
 
 
 @dataclass
 class FusedCall:
-    """A call that stands for what reads a norm in one way.
+    """A call that replaces a norm and some of its readers.
 
     Attributes:
-        reading: What it stands for.
+        reading: The readers that it replaces.
         activated: The activation and what follows, or None.
-        total: The node of the sum that is normalized, where the call adds, and what it adds.
+        total: The node of the sum that is normalized, if the call adds, and its summands.
         returns_sum: Whether the sum is read elsewhere.
-        norm: The node whose place the normalized rows take that others read, or None.
-        recipe: That of FP8, or None.
-        precision: In words what that is and why, `""` where nobody asked for FP8.
+        norm: The node that its normalized rows replace for other readers, or None.
+        recipe: The FP8 recipe, or None.
+        precision: Its precision and the reason in words, `""` if FP8 was not requested.
     """
 
     reading: Reading
@@ -43,7 +43,7 @@ class FusedCall:
     precision: str = ""
 
     def inner(self) -> set[Node]:
-        """Return the nodes that the call stands for, the norm left out."""
+        """Return the nodes that the call replaces, except the norm's."""
         nodes = set(self.reading.inner)
         for product in self.reading.products:
             nodes |= product.inner
@@ -54,7 +54,7 @@ class FusedCall:
         return nodes
 
     def results(self) -> list[Node]:
-        """Return the nodes whose place its outputs take."""
+        """Return the nodes that its outputs replace."""
         if self.activated is not None:
             return [self.activated.out]
         return [product.out for product in self.reading.products]
@@ -67,11 +67,11 @@ class FusedCall:
         return self.activated.products + ([] if second is None else [second])
 
     def launches(self) -> int:
-        """Return how many kernels and products the call is where rows get a pass of their own."""
+        """Return how many kernels and products the call launches if a separate pass normalizes."""
         return 1 + len(self.products()) + (self.activated is not None)
 
     def words(self) -> str:
-        """Return what it is in a few words."""
+        """Return a short description."""
         is_mlp = self.activated is not None and self.activated.second is not None
         parts = ["modulation"] * (self.reading.modulation is not None)
         parts += ["residual"] * (self.total is not None)
@@ -87,11 +87,11 @@ class Rewritten(NamedTuple):
     """What became of a norm.
 
     Attributes:
-        calls: What stands in its place.
-        bytes_saved: Of tensors that a forward does not write any more.
+        calls: The calls that replace it.
+        bytes_saved: Bytes of tensors that a forward no longer writes.
         ops_before: Ops that ran before.
         ops_after: Kernels and products that run now.
-        replaced: Copies of what ran and of what runs, where they are to be timed.
+        replaced: Copies of the old and the new nodes, if they are to be timed.
     """
 
     calls: list[FusedCall]

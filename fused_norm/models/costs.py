@@ -1,4 +1,4 @@
-"""What ops of a graph cost: counted by the sizes that a graph was traced with."""
+"""Costs of the ops of a graph, counted with the sizes that it was traced with."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def count(tensor: Tensor) -> int:
 
 
 def computes(node: Node) -> bool:
-    """Return whether a node runs something, rather than look at memory in another way."""
+    """Return whether a node computes something, rather than only changing the view of memory."""
     is_call = node.op in ("call_function", "call_method")
     return is_call and form(node).kind not in _VIEWS and not is_noop(node)
 
 
 def count_ops(nodes: Iterable[Node]) -> int:
-    """Return how many of some nodes run something."""
+    """Return how many of some nodes compute something."""
     return sum(map(computes, nodes))
 
 

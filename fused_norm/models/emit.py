@@ -1,4 +1,4 @@
-"""Adds nodes to a graph, and finds what they stand for: fake tensors, by running them."""
+"""Adds nodes to a graph, and computes their fake tensors by running them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
 
 class Emitter:
-    """Adds nodes to a graph where the graph inserts.
+    """Adds nodes at a graph's insertion point.
 
     Args:
         graph: The graph.
 
     Attributes:
         graph: The graph.
-        flow: What is known of it, which takes the new nodes up.
+        flow: What is known of the graph, including the new nodes.
         made: The new nodes, in the order in which they were added.
     """
 
@@ -47,10 +47,10 @@ class Emitter:
             target: A function, or the name of a method.
             args: Its arguments.
             kwargs: Its arguments by name.
-            like: A node under the same modes, of whose module the new one is taken to be.
+            like: A node under the same modes, whose module the new one is attributed to.
 
         Raises:
-            RuntimeError: As the target does for such arguments; so with other errors.
+            RuntimeError: Like the target for such arguments; so are other errors.
         """
         if isinstance(target, str):
             node = self.graph.call_method(target, args, kwargs)
@@ -63,14 +63,14 @@ class Emitter:
         return node
 
     def trace(self, node: Node, like: Node) -> None:
-        """Run a node on what its arguments stand for, which is what it stands for from then on.
+        """Run a node on the fake values of its arguments, and keep its own.
 
         Args:
             node: The node.
             like: A node under the same modes that was traced.
 
         Raises:
-            RuntimeError: As the target does for such arguments; so with other errors.
+            RuntimeError: Like the target for such arguments; so are other errors.
         """
         key = "val" if "val" in like.meta else "example_value"
         args, kwargs = map_arg((node.args, node.kwargs), value)
@@ -85,13 +85,13 @@ class Emitter:
     def replace(
         self, old: Node, new: Node, inner: Iterable[Node], written: Iterable[Node], site: Site
     ) -> None:
-        """Have a call take the place of what it stands for, and say in the site what that saves.
+        """Replace nodes by a call, and note in the site what that saves.
 
         Args:
-            old: The result that goes.
-            new: That of the call.
-            inner: All nodes that the call stands for.
-            written: The tensors that are written in their place.
+            old: The result that is replaced.
+            new: The call's result.
+            inner: All nodes that the call replaces.
+            written: The tensors that the call writes instead.
             site: What became of them.
         """
         old.replace_all_uses_with(new)
@@ -103,7 +103,7 @@ class Emitter:
                 self.graph.erase_node(node)
 
     def forget(self, count: int = 0) -> None:
-        """Take new nodes out of the graph again.
+        """Remove new nodes from the graph.
 
         Args:
             count: How many of them stay.

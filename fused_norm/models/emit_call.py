@@ -22,16 +22,16 @@ from fused_norm.norms import LAYER_NORM
 
 
 def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tuple[Node, Node]]:
-    """Emit a call into a graph where it inserts; return what it stands for, each with its result.
+    """Emit a call at a graph's insertion point; return what it replaces, each with its result.
 
     Args:
         emitter: Adds nodes to the graph.
         norm: The norm.
-        call: What stands for it and what reads it.
-        x: What is normalized.
+        call: The call.
+        x: The input of the norm.
 
     Raises:
-        Left: If a result is another than what it is to replace.
+        Left: If a result differs from what it replaces.
     """
     reading, activated = call.reading, call.activated
     like = norm.anchor
@@ -109,7 +109,7 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
         new = [emit(operator.getitem, result, i) for i in range(len(old))]
     pairs = list(zip([*old, *extras], [*new, *rest], strict=True))
     if any(value(node).requires_grad for node, _ in pairs):
-        # One result of a call takes gradients where another does, and not where the model's does.
+        # If one result of a call requires a gradient, all do; the model's may not.
         pairs = [
             (node, by if value(node).requires_grad else emit(torch.detach, by))
             for node, by in pairs
@@ -118,21 +118,21 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
 
 
 def _affine(norm: Norm, emit: Callable[..., Node]) -> tuple[Any, Any, float]:
-    """Return gamma, beta and offset with the norm's factor in them."""
+    """Return gamma, beta and offset, multiplied by the norm's factor."""
     gamma, beta = norm.gamma, norm.beta
     features = shape(norm.x)[-1]
     if is_single(gamma):
         gamma = emit(torch.broadcast_to, gamma, (features,))
     if is_single(beta):
         beta = emit(torch.broadcast_to, beta, (features,))
-    # As the numbers of a model are written, sqrt(K) / sqrt(K) is one to a few bits.
+    # With the model's constants, sqrt(K) / sqrt(K) is one except for the last bits.
     if abs(norm.factor - 1.0) < 1e-12:
         return gamma, beta, norm.offset
     if gamma is None:
         dtype = torch.promote_types(value(norm.x).dtype, torch.float32)
         gamma = emit(torch.Tensor.new_full, norm.x, (features,), norm.factor, dtype=dtype)
     else:
-        # Rounded once, as the norm is.
+        # Rounded once, like the norm.
         if value(gamma).itemsize < 4:
             gamma = emit(torch.Tensor.float, gamma)
         gamma = emit(torch.mul, gamma, norm.factor)

@@ -1,9 +1,9 @@
-"""Linear layers that others have in FP8, put in one form: calls of ours in the same recipe.
+"""Other libraries' FP8 Linear layers, normalized to one form: our calls in the same recipe.
 
-torchao's `convert_to_float8_training` leaves a node of its own in a graph, with its configuration
-spelled out as nodes; its `quantize_` leaves `F.linear` and a weight that is a tensor subclass.
-torchao is never imported: its functions, configurations and weights are known by their names.
-`float8_transformers` has the layers of transformers.
+torchao's `convert_to_float8_training` leaves a node of its own in a graph, its configuration
+written out as nodes; its `quantize_` leaves `F.linear` and a weight that is a tensor subclass.
+torchao is never imported: its functions, configurations and weights are recognized by name.
+`float8_transformers` handles the layers of transformers.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _Layer(NamedTuple):
 
     Attributes:
         node: The node that multiplies.
-        out: That of its result, which a bias may have been added to.
-        x: What it reads.
+        out: The node of its result, after a bias if there is one.
+        x: Its input.
         weight: Of shape `[N, K]`.
         bias: Of shape `[N]`, or None.
         recipe: One of RECIPES.
-        inner: Nodes before it that nothing needs once it is gone.
+        inner: Nodes before it that nothing needs after its removal.
     """
 
     node: Node
@@ -65,7 +65,7 @@ class _Layer(NamedTuple):
 
 
 def as_scaled_linears(emitter: Emitter, keeps_rounding: bool) -> list[Site]:
-    """Emit a call of `scaled_linear` in the place of each layer; return the layers that stay.
+    """Emit a call of `scaled_linear` for each layer that it can replace; return the other layers.
 
     Args:
         emitter: Adds nodes to the graph.
@@ -99,7 +99,7 @@ def as_scaled_linears(emitter: Emitter, keeps_rounding: bool) -> list[Site]:
 
 
 def lone_layers(graph: Graph) -> list[Site]:
-    """Return what became of the layers that are part of no other call.
+    """Return the sites of the layers that are not part of another call.
 
     Args:
         graph: A graph whose norms have been rewritten.
@@ -119,10 +119,10 @@ def _is_trained(node: Node) -> bool:
 
 
 def _trained(node: Node, flow: Flow, keeps_rounding: bool) -> _Layer:
-    """Return what a product of `Float8Linear` is, with the bias that is added behind it.
+    """Return the layer of a product of `Float8Linear`, with the bias that is added after it.
 
     Raises:
-        Left: If no recipe of ours is its, or a call in its place would not do the same.
+        Left: If we have no such recipe, or a call would not compute the same.
     """
     x, turned, _, config = node.args
     try:
@@ -155,11 +155,11 @@ def _trained(node: Node, flow: Flow, keeps_rounding: bool) -> _Layer:
 
 
 def _inference(node: Node, flow: Flow) -> _Layer:
-    """Return what a Linear layer is whose weight `quantize_` made.
+    """Return the layer whose weight `quantize_` made.
 
     Raises:
-        Left: If a call in its place would not do the same.
-        NotImplementedError: If the weight is of a form that is not taken.
+        Left: If a call would not compute the same.
+        NotImplementedError: If the weight's form is not supported.
     """
     f = form(node)
     x, weight, bias = f["input"], f["weight"], f["bias"]
@@ -173,10 +173,10 @@ def _inference(node: Node, flow: Flow) -> _Layer:
 
 
 def _of_transformers(node: Node, emitter: Emitter) -> _Layer:
-    """Return what a Linear layer of transformers' is, its weight put together beside its inputs.
+    """Return an FP8 Linear layer of transformers; emit its combined weight next to its inputs.
 
     Raises:
-        Left: If a call in its place would not do the same.
+        Left: If a call would not compute the same.
     """
     graph, flow = emitter.graph, emitter.flow
     found = float8_transformers.parts(node)
@@ -228,13 +228,13 @@ def _put(layer: _Layer, emitter: Emitter) -> None:
         try:
             new = emitter.emit(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
         except Exception as error:
-            # On fake tensors any op may raise whatever it likes.
+            # On fake tensors, an op may raise any error.
             emitter.forget(count)
             raise Left(f"{type(error).__name__}: {error}") from error
     if not are_laid_out_alike(new, out):
         emitter.forget(count)
         raise Left("a result with another memory layout")
-    # Whether a gradient flows is seen by what the model traced.
+    # The traced tensors tell whether a gradient flows.
     key = "val" if "val" in out.meta else "example_value"
     new.meta[key] = value(out)
     out.replace_all_uses_with(new)
@@ -244,7 +244,7 @@ def _put(layer: _Layer, emitter: Emitter) -> None:
 
 
 def _erase(node: Node, graph: Graph, inner: Collection[Node]) -> None:
-    """Take a node out, and the configuration or what else is of the layer that nobody reads."""
+    """Remove a node, and its configuration or whatever else of the layer is not read any more."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for each in inputs:
@@ -254,10 +254,10 @@ def _erase(node: Node, graph: Graph, inner: Collection[Node]) -> None:
 
 
 def _constant(argument: Any) -> Any:
-    """Return what an argument of torchao's stands for: its configuration is spelled out as nodes.
+    """Return the value of an argument of torchao's, whose configuration is written out as nodes.
 
     Raises:
-        Left: If it is computed otherwise.
+        Left: If it is computed in another way.
     """
     if not isinstance(argument, Node):
         return argument
@@ -269,10 +269,10 @@ def _constant(argument: Any) -> Any:
 
 
 def _recipe(config: Any) -> Recipe:
-    """Return the recipe of ours that a `Float8LinearConfig` is.
+    """Return the recipe that corresponds to a `Float8LinearConfig`.
 
     Raises:
-        Left: If none is.
+        Left: If there is none.
     """
     x, grad = _cast(config.cast_config_input), _cast(config.cast_config_grad_output)
     of_wgrad = (
@@ -293,7 +293,7 @@ def _recipe(config: Any) -> Recipe:
 
 
 def _cast(config: Any) -> Cast | None:
-    """Return how an operand is cast, None where it is not."""
+    """Return how an operand is cast, None if it is not."""
     if config.scaling_type.value == "disabled":
         return None
     return Cast(config.target_dtype, _SCALINGS[config.scaling_granularity.value])

@@ -1,9 +1,9 @@
-"""Linear layers that transformers has in FP8, as they stand in a graph.
+"""FP8 Linear layers of transformers, as they appear in a graph.
 
-Two kinds, which keep a weight's numbers and its scales in two parameters. Those of compressed
-tensors (`CompressedTensorsFP8Linear`) are PyTorch's ops: rows are quantized, and `scaled_mm` ends
-them. Those of FineGrainedFP8 (`FP8Linear`) are one op of a Triton kernel, which quantizes its rows
-itself. transformers is never imported.
+There are two kinds, which keep a weight's 8-bit values and its scales in two parameters. Those of
+compressed tensors (`CompressedTensorsFP8Linear`) are PyTorch's ops: rows are quantized, and
+`scaled_mm` multiplies. Those of FineGrainedFP8 (`FP8Linear`) are one op of a Triton kernel, which
+quantizes its rows itself. transformers is never imported.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LARGEST = 448.0
 
 
 class Parts(NamedTuple):
-    """What a layer is made of.
+    """The parts of a layer.
 
     Attributes:
-        x: What it reads.
-        qdata: The weight's numbers, `[N, K]`.
+        x: Its input.
+        qdata: The weight's 8-bit values, `[N, K]`.
         scale: The weight's scales.
         bias: Of shape `[N]`, or None.
         recipe: One of RECIPES.
@@ -53,7 +53,7 @@ def is_product(node: Node) -> bool:
 
 
 def _is_of_blocks(target: Any) -> bool:
-    # The Hub puts a digest of the kernel's sources into the namespace.
+    # The Hub adds a digest of the kernel's sources to the namespace.
     if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return False
     namespace, name = str(target).split(".")[:2]
@@ -61,13 +61,13 @@ def _is_of_blocks(target: Any) -> bool:
 
 
 def parts(node: Node) -> Parts:
-    """Return what a layer is made of.
+    """Return the parts of a layer.
 
     Args:
         node: Its product.
 
     Raises:
-        Left: If no recipe of ours is its.
+        Left: If we have no such recipe.
     """
     found = _of_rows(node) if node.target is torch._scaled_mm_v2 else _of_blocks(node)
     for each in (found.qdata, found.scale):
@@ -79,7 +79,7 @@ def parts(node: Node) -> Parts:
 
 
 def _of_rows(node: Node) -> Parts:
-    """Return the parts of a layer whose rows PyTorch's ops quantize, a scale for each."""
+    """Return the parts of a layer whose rows PyTorch's ops quantize, with a scale for each."""
     names = "q weight scale_a kind_a swizzle_a scale_b kind_b swizzle_b bias out_dtype dims fast"
     given: dict[str, Any] = dict(zip(names.split(), node.args, strict=False))
     kinds, swizzles = ((given.get(f"{n}_a"), given.get(f"{n}_b")) for n in ("kind", "swizzle"))
@@ -101,10 +101,10 @@ def _of_rows(node: Node) -> Parts:
 
 
 def _quantized_rows(q: Node) -> tuple[Node, Node, set[Node]]:
-    """Return what `quantize_fp8_per_row` was given, its scales, and its nodes.
+    """Return the input of `quantize_fp8_per_row`, its scales, and its nodes.
 
     Raises:
-        Left: If these are other ops.
+        Left: If the nodes are other ops.
     """
     clamped = form(q)["input"]
     divided = form(clamped)["input"]
@@ -154,7 +154,7 @@ def _is_column(node: Any, scales: Node) -> bool:
 
 
 def _of_blocks(node: Node) -> Parts:
-    """Return the parts of a layer whose kernel quantizes rows, a scale for each 128 elements."""
+    """Return the parts of a layer whose kernel quantizes rows, with scales of 128 elements."""
     names = ("A", "B", "Bs", "block_size", "output_dtype")
     given: dict[str, Any] = dict(zip(names, node.args, strict=False))
     given |= node.kwargs

@@ -1,4 +1,4 @@
-"""The order of a graph: what writes where, which modes hold, what shares memory."""
+"""The order of a graph: who writes where, which modes are active, what shares memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fused_norm.models.writes import storages, written
 
 
 class Flow:
-    """What is known of a graph beside its nodes.
+    """Facts about a graph that its nodes do not show.
 
-    Nodes that are put into the graph later write nowhere, and run under the modes of the place
-    that they are put at.
+    Nodes that are added later write nothing, and run under the modes of the place where they are
+    added.
 
     Args:
         graph: The graph.
@@ -32,10 +32,10 @@ class Flow:
         self._nodes_in: defaultdict[int, list[Node]] = defaultdict(list)
         self._autocasts: dict[Node, tuple[Node, ...]] = {}
         self._grad_modes: dict[Node, Any] = {}
-        # Writes in the order of the graph, by the memory that they write; None where not known.
+        # Writes in the order of the graph, by the memory that they write; None if that is unknown.
         self._writes: defaultdict[int | None, list[Node]] = defaultdict(list)
         entered: tuple[Node, ...] = ()
-        # What holds around the graph holds at its start.
+        # The modes around the graph are active at its start.
         grad_mode: Any = torch.is_grad_enabled()
         for node in graph.nodes:
             name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -62,11 +62,11 @@ class Flow:
         return self._storages[node]
 
     def reach(self, nodes: Iterable[Node]) -> frozenset[int]:
-        """Return the memory that the results of nodes lie in."""
+        """Return the memory of the results of nodes."""
         return frozenset[int]().union(*map(self._remember, nodes))
 
     def add(self, node: Node, like: Node) -> None:
-        """Take up a node that was put into the graph.
+        """Register a node that was added to the graph.
 
         Args:
             node: The new node.
@@ -85,7 +85,7 @@ class Flow:
 
     @contextmanager
     def autocast(self, node: Node) -> Iterator[None]:
-        """Run under the autocast that the graph enters before a node."""
+        """Run under the autocast that is active at a node."""
         with ExitStack() as stack:
             for entered in self._autocasts[node]:
                 arguments: tuple[Any, ...] = entered.args
@@ -99,7 +99,7 @@ class Flow:
         last: Node | None = None,
         but: Iterable[Node] = (),
     ) -> bool:
-        """Return whether memory of an operand is written between two nodes.
+        """Return whether the memory of an operand is written between two nodes.
 
         Args:
             operands: Nodes whose results are read.
@@ -118,10 +118,10 @@ class Flow:
         return False
 
     def is_write_seen(self, write: Node) -> bool:
-        """Return whether a tensor that a node writes in place is read later, but for its result.
+        """Return whether a tensor that a node writes in place is read later, except as its result.
 
         Args:
-            write: The node; one that writes nothing is not seen.
+            write: The node; if it writes nothing, the answer is no.
         """
         targets = written(write)
         if any(value(target) is None for target in targets):

@@ -1,8 +1,8 @@
-"""The normal form of a graph's nodes: one name and named arguments, however a model wrote an op.
+"""The normal form of a graph's nodes: one name and named arguments for all spellings of an op.
 
-Dynamo's graphs hold functions (`torch.add`, `operator.add`) and methods (`x.add`), exported ones
-ATen's overloads (`aten.add.Tensor`). What reads a graph here asks for the form and sees `add` with
-`input` and `other`. Nothing is rewritten for it: a site that is left stays as it was.
+Dynamo's graphs hold functions (`torch.add`, `operator.add`) and methods (`x.add`), exported graphs
+ATen's overloads (`aten.add.Tensor`). Readers of a graph ask for the form, which is `add` with
+`input` and `other`. The graph is not rewritten for this: a site that is left stays as it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fused_norm.models.writes import written
 from fused_norm.norms import NORMS
 from fused_norm.ops.fp8 import scaled_linear
 
-# Names of arguments in the order of positions, with defaults where callers leave them out.
+# Names of arguments by position, with the defaults that callers may omit.
 _SIGNATURES: dict[str, str] = {
     "linear": "input weight bias",
     "scaled_linear": "input weight bias recipe",
@@ -133,7 +133,7 @@ _NAMES: dict[str, str] = {
     **{"split_with_sizes": "split", "split_tensor": "split", "expand_as": "expand"},
     **{"norm": "vector_norm", "linalg_vector_norm": "vector_norm", "clamp_min": "clamp"},
 }
-# Arguments that go by two names.
+# Arguments that have two names.
 _RENAMED = {"self": "input", "train": "training"}
 _KINDS = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
 
@@ -143,15 +143,15 @@ class Form:
     """What a node computes.
 
     Attributes:
-        kind: One name for all ways to write an op, `""` for a node that has no form here.
-        args: Arguments by name, those left out absent.
+        kind: One name for all spellings of an op, `""` for a node without a form here.
+        args: Arguments by name, without omitted ones.
     """
 
     kind: str
     args: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """Return an argument, None where it is left out."""
+        """Return an argument, None if it is omitted."""
         return self.args.get(name)
 
 
@@ -159,10 +159,10 @@ _NOTHING = Form("", {})
 
 
 def form(node: Any) -> Form:
-    """Return the form of a node, without a kind where it has none or is no node.
+    """Return the form of a node, without a kind if it has none or is not a node.
 
     Args:
-        node: What stands in a graph, or among a node's arguments.
+        node: A node, or one of its arguments.
     """
     kind = _kind(node)
     if not kind:
@@ -191,11 +191,11 @@ def _kind(node: Any) -> str:
 
 
 def _kind_of_sharding(target: Any) -> str:
-    """Return the kind of a function on DTensors: as itself, or closed over where tensors lie."""
+    """Return the kind of a function on DTensors: itself, or a closure over placements."""
     name = str(getattr(target, "__qualname__", "")).rpartition(".")
     if name[2] == "from_local" and name[0].endswith("DTensor"):
         return "from_local"
-    # PyTorch 2.11 names the closure itself, not what qualifies it: "prim from_local".
+    # PyTorch 2.11 names only the closure, without a qualifier: "prim from_local".
     own = name[2] if name[2].startswith("prim_") else str(getattr(target, "__name__", ""))
     kind = own[5:] if own.startswith(("prim_", "prim ")) else ""
     return kind if kind in ("from_local", "redistribute", "to_local") else ""
@@ -209,19 +209,19 @@ def pair(node: Any) -> tuple[Any, Any]:
 
 
 def other(node: Node, one: Node) -> Any:
-    """Return the operand of a sum or a product beside one of them."""
+    """Return the other operand of a sum or a product."""
     f = form(node)
     return f["other"] if f["input"] is one else f["input"]
 
 
 def is_plain_sum(node: Any) -> bool:
-    """Return whether a node is a + b, written nowhere in place."""
+    """Return whether a node is a + b, not written in place."""
     f = form(node)
     return f.kind == "add" and f.args.get("alpha", 1) == 1 and not written(node)
 
 
 def is_noop(node: Any) -> bool:
-    """Return whether a node leaves values, dtype and shape as they are."""
+    """Return whether a node leaves values, dtype and shape unchanged."""
     f = form(node)
     kind, x = f.kind, f["input"]
     if kind == "dropout":
@@ -246,14 +246,14 @@ def is_noop(node: Any) -> bool:
         return whole and are_same(a.shape, b.shape)
     if kind == "slice":
         return f.args.get("step", 1) == 1 and are_same(a.shape, b.shape)
-    # A view as another dtype leaves no value as it is.
+    # A view as another dtype changes all values.
     return kind in ("view", "expand") and a.dtype is b.dtype and are_same(a.shape, b.shape)
 
 
 def is_cast(node: Any) -> bool:
     """Return whether a node changes one floating dtype to another, on the same device.
 
-    Rounding to 8 bits is what a model is made for, and no cast that may be left out.
+    Rounding to 8 bits is what a model is designed for, so it is not a cast that may be dropped.
     """
     f = form(node)
     if f.kind != "cast" or not is_tensor(node) or not is_tensor(f["input"]):
@@ -264,7 +264,7 @@ def is_cast(node: Any) -> bool:
 
 
 def is_narrowing(node: Any) -> bool:
-    """Return whether a node is a cast that rounds, as from float32 or float16 to bfloat16."""
+    """Return whether a node is a cast that rounds, such as float32 or float16 to bfloat16."""
     if not is_cast(node):
         return False
     a, b = value(node).dtype, value(form(node)["input"]).dtype
@@ -272,7 +272,7 @@ def is_narrowing(node: Any) -> bool:
 
 
 def is_narrowed(node: Any) -> bool:
-    """Return whether casts that `above` goes up through round."""
+    """Return whether any of the casts that `above` goes through rounds."""
     while is_noop(node) or is_cast(node):
         if is_narrowing(node):
             return True
@@ -281,10 +281,10 @@ def is_narrowed(node: Any) -> bool:
 
 
 def above(node: Any, casts: bool = True) -> Any:
-    """Return what a node takes its values from, up through all that leaves them as they are.
+    """Return the source of a node's values, above all nodes that leave them unchanged.
 
     Args:
-        node: A node, or another argument, which is returned as it is.
+        node: A node, or another argument, which is returned unchanged.
         casts: Whether dtypes may change on the way.
     """
     while is_noop(node) or (casts and is_cast(node)):
@@ -293,12 +293,12 @@ def above(node: Any, casts: bool = True) -> Any:
 
 
 def only_user(node: Node) -> Node | None:
-    """Return the one node that reads another, None where there are more or none."""
+    """Return the only reader of a node, None if there are more or none."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def below(node: Node, casts: bool = False) -> Node:
-    """Return the end of a chain of single readers that leave a node's values as they are."""
+    """Return the end of a chain of single readers that leave a node's values unchanged."""
     while (user := only_user(node)) is not None and not written(user):
         if not is_noop(user) and not (casts and is_cast(user)):
             break
@@ -307,7 +307,7 @@ def below(node: Node, casts: bool = False) -> Node:
 
 
 def is_last(node: Node, x: Any) -> bool:
-    """Return whether a mean or a variance goes over the last dimension of x alone, and keeps it."""
+    """Return whether a mean or a variance is over the last dimension of x alone, and keeps it."""
     f = form(node)
     dim = f["dim"]
     if isinstance(dim, (tuple, list)):
@@ -316,7 +316,7 @@ def is_last(node: Node, x: Any) -> bool:
 
 
 def name(node: Node) -> str:
-    """Return what a node is called in a sentence."""
+    """Return what messages call a node."""
     if node.op == "call_function":
         target: Any = node.target
         return form(node).kind or str(getattr(target, "__name__", target))

@@ -1,4 +1,4 @@
-"""Freezes the parameters of a compiled graph in inference: the backend's option of that name."""
+"""Freezes the parameters of a compiled graph in inference: the backend's option `freeze`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fused_norm.freeze import freeze_parameters
 
 
 class FrozenRun:
-    """Runs a graph whose parameters are frozen from its first run without gradients on.
+    """Runs a graph, with its parameters frozen from the first run without gradients on.
 
     A run with gradients thaws them, wherever they were frozen, and so does `train()` of a module
-    that owns one. The run after that freezes them anew.
+    that owns one. The next run without gradients freezes them again.
     """
 
     def __init__(self, run: Callable[..., Any], module: GraphModule) -> None:
         self._run = run
-        # Where Inductor freezes, Dynamo gives the graph its parameters as attributes.
+        # If Inductor freezes, Dynamo gives the graph its parameters as attributes.
         self._own = list(module.parameters())
         self._places: list[int] | None = None
-        # By the first of the parameters: the graphs of one class serve all of its instances.
+        # By the first parameter: all instances of a class share its graphs.
         self._records: dict[int, Frozen] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return what the graph returns."""
+        """Return the graph's results."""
         if self._places is None:
             self._places = [i for i, a in enumerate(arguments) if isinstance(a, nn.Parameter)]
         parameters = [arguments[place] for place in self._places] or self._own
@@ -47,12 +47,12 @@ class FrozenRun:
 
 
 def _owners(parameters: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Return the modules that parameters belong to: a graph knows only their names."""
+    """Return the modules that own parameters: a graph only knows their names."""
     tables = [table for table in gc.get_referrers(*parameters) if type(table) is dict]
     held = {id(table) for table in tables}
     found = {}
     for holder in gc.get_referrers(*tables) if tables else ():
-        # An instance's attributes may be a dictionary, or lie in the instance.
+        # An instance's attributes may be in a dictionary or inline.
         for each in (holder, *(gc.get_referrers(holder) if type(holder) is dict else ())):
             if isinstance(each, nn.Module) and id(vars(each).get("_parameters")) in held:
                 found[id(each)] = each

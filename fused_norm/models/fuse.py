@@ -1,4 +1,4 @@
-"""The pass: every norm of a graph, found, and fused with what reads it where that can be."""
+"""The pass: finds every norm of a graph, and fuses it with its readers if possible."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from fused_norm.ops.validation import serves
 
 log = logging.getLogger("fused_norm.models")
 
-# Products (M K N) behind each norm from which fusing all norms of a training takes no longer, and
-# less memory: of Qwen3 0.6B 8.7e10, BERT and LLaMA more; a DiT's block, 6.5e10, is faster unfused.
+# Products (M K N) after each norm from which fusing all norms in training takes no longer, and less
+# memory: of Qwen3 0.6B 8.7e10, BERT and LLaMA more; a DiT's block, 6.5e10, is faster unfused.
 _BUSY_IN_TRAINING = 8 * 10**10
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a pass may do.
+    """Options of a pass.
 
     Attributes:
-        rounding: `"once"`, or `"model"` to keep rounding that a model does in between.
-        small: Whether to fuse calls, too, that PyTorch's ops finish sooner. None puts them in,
-            and each call decides anew what computes it.
+        rounding: `"once"`, or `"model"` to keep the model's intermediate rounding.
+        small: Whether to fuse even calls for which PyTorch's ops are faster. None adds them, and
+            each call decides again which code computes it.
         fp8: The recipe of products in FP8, or None.
-        skip: Layers that are not, as `Precision` takes them.
+        skip: Layers that stay out of FP8, as for `Precision`.
     """
 
     rounding: str = "once"
@@ -71,15 +71,15 @@ def fuse(
     failures: list[str] | None = None,
     replaced: list[Replaced] | None = None,
 ) -> list[Site]:
-    """Rewrite the graph of a module, and those that it holds for checkpoints; return its norms.
+    """Rewrite the graph of a module, and those of its checkpoints; return its norms.
 
-    A pass that fails leaves the graph as it was, and says so once.
+    A pass that fails restores the graph, and says so once.
 
     Args:
-        module: The module, recompiled where its graph changed.
-        options: What may be done.
-        failures: Receives what kept the pass from a graph.
-        replaced: Receives norms as they were and as they are now, to be timed.
+        module: The module, recompiled if its graph changed.
+        options: The options.
+        failures: Receives the reasons why the pass failed on a graph.
+        replaced: Receives norms before and after, to be timed.
     """
     sites = []
     for node in module.graph.nodes:
@@ -91,8 +91,7 @@ def fuse(
         sites += fuse_graph(module.graph, options, replaced)
         module.graph.lint()
     except Exception as error:
-        # A model that was not foreseen may break a rewrite in any way: it runs as it was, and a
-        # warning says so.
+        # An unforeseen model may break a rewrite in any way: it runs unchanged, with a warning.
         module.graph = before
         fault = f"{type(error).__name__}: {error}"
         _say_failed(fault)
@@ -148,7 +147,7 @@ def fuse_graph(
     inputs, layers = _fused_inputs(graph)
     precision = Precision(options.fp8, options.skip)
     found = find_sums(emitter.flow, functools.partial(_adds, options))
-    # Layers on norms become part of other calls, and no product in FP8 adds.
+    # Layers on norms become part of other calls, and no FP8 product adds.
     sums = {
         s.total
         for s in found
@@ -179,7 +178,7 @@ def fuse_graph(
 
 
 def _fused_inputs(graph: Graph) -> tuple[set[Node], set[Node]]:
-    """Return what the norms read that Linear layers read, and those layers."""
+    """Return the norms' inputs that Linear layers compute, and those layers."""
     inputs, layers = set(), set()
     for node in candidates(graph):
         norm = find_norm(node)
@@ -196,8 +195,8 @@ def _leads_to(node: Node, total: Node, inputs: set[Node]) -> bool:
 def _keeps_a_gpu_busy(graph: Graph) -> bool:
     """Return whether a graph keeps a GPU busy for longer than Python needs for its norms.
 
-    Kernels wait in a queue, so that one call's time on the host is hidden behind the kernels of
-    others: what counts is the graph, not the call.
+    Kernels are queued, so that one call's time on the host is hidden behind the kernels of others:
+    what counts is the graph, not the call.
     """
     products, last = 0, None
     for node in graph.nodes:
@@ -216,7 +215,7 @@ def _keeps_a_gpu_busy(graph: Graph) -> bool:
 
 
 def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Site:
-    """Rewrite one norm, if that can be; return what became of it."""
+    """Rewrite one norm, if possible; return its site."""
     site = Site(norm.path, norm.kind).describe(value(norm.x))
     try:
         readers = find_readers(norm)
@@ -242,7 +241,7 @@ def _site(norm: Norm, rewriter: Rewriter, options: Options, is_busy: bool) -> Si
 
 
 def _refuse(norm: Norm, readers: Readers) -> None:
-    """Raise what speaks against a norm before anything else.
+    """Raise the first reason against rewriting a norm.
 
     Raises:
         Left: If no Linear layer reads it, it is another norm, or there is no kernel.
@@ -262,7 +261,7 @@ def _refuse(norm: Norm, readers: Readers) -> None:
 
 
 def _adds(options: Options, x: Any, weight: Any) -> bool:
-    """Return whether a Linear layer's product is to add a residual."""
+    """Return whether a Linear layer's product should add a residual."""
     if options.rounding == "model" and x.dtype.itemsize < 4:
         return False
     if not serves(x, weight.dtype) or not adds_in_product(x, weight):
@@ -274,7 +273,7 @@ def _adds(options: Options, x: Any, weight: Any) -> bool:
 
 
 def _faster_elsewhere(norm: Norm, readers: Readers, options: Options, is_busy: bool) -> str:
-    """Return why PyTorch's ops compute a call sooner than ours, `""` where ours does."""
+    """Return why PyTorch's ops are faster for a call than ours, `""` if they are not."""
     x = value(norm.x)
     instructions = left_to_pytorch(x.dtype) if x.device.type == "cpu" else None
     if instructions and not is_batch_invariant():
@@ -289,16 +288,16 @@ def _faster_elsewhere(norm: Norm, readers: Readers, options: Options, is_busy: b
 def _would_copy(rows: Node, options: Options) -> bool:
     """Return whether calls before Inductor would copy rows in and out, which its loops need not.
 
-    In inference `keep_dense` leaves such copies out; in training it has to leave gradients as they
-    are. Inductor lays out what a graph makes as the calls read it, so only rows that come into it
-    are copied: fused, Whisper's training, a graph for each layer, took 1.07 of its time on an H100,
-    and SigLIP's, one graph behind a convolution, 0.95 on an H200.
+    In inference `keep_dense` avoids such copies; in training it may not change gradients' layouts.
+    Inductor lays out what a graph computes as its calls read it, so only rows that enter the graph
+    are copied: fused, Whisper's training, with a graph for each layer, took 1.07 of its time on an
+    H100, and SigLIP's, with one graph after a convolution, 0.95 on an H200.
     """
     return options.small is False and torch.is_grad_enabled() and come_turned(rows)
 
 
 def _is_small(norm: Norm, readers: Readers) -> bool:
-    """Return whether PyTorch's ops are done before a call of ours starts."""
+    """Return whether PyTorch's ops finish before a call of ours starts."""
     x = value(norm.x)
     weights = [value(p.weight) for reading in readers.readings for p in reading.products]
     rows = count(x) // max(hint(x.shape[-1]), 1)

@@ -1,4 +1,4 @@
-"""Heads: a Linear layer whose logits nothing but a cross entropy reads, as one call."""
+"""Heads: a Linear layer whose logits are only read by a cross entropy, fused into one call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fused_norm.models.values import are_same, is_number, is_plain, is_tensor, n
 from fused_norm.models.writes import written
 from fused_norm.ops.operands import hint
 
-# Fewer bytes of logits are not worth a call: PyTorch's compiler makes one kernel of what follows.
+# Below this many bytes of logits a call does not pay: PyTorch's compiler fuses what follows.
 _LEAST_BYTES = 1 << 25
 
 
@@ -34,10 +34,10 @@ class _Head:
     Attributes:
         loss: The cross entropy.
         product: The layer.
-        x: What it reads.
-        views: What leaves its rows whole on the way, from the layer on.
-        softcap: What logits are limited to by tanh, or None.
-        inner: All nodes that are the head.
+        x: Its input.
+        views: Views on the way that keep its rows whole, starting at the layer.
+        softcap: The bound that tanh applies to logits, or None.
+        inner: All nodes of the head.
     """
 
     loss: Node
@@ -49,11 +49,11 @@ class _Head:
 
 
 def fuse_heads(emitter: Emitter, small: bool | None) -> list[Site]:
-    """Emit a call in the place of each head; return what became of the cross entropies of layers.
+    """Emit a call for each head; return the sites of the cross entropies of Linear layers.
 
     Args:
         emitter: Adds nodes to the graph.
-        small: Whether to fuse heads of few logits, too.
+        small: Whether to fuse even heads of few logits.
     """
     sites = []
     for loss in [node for node in emitter.graph.nodes if form(node).kind == "cross_entropy"]:
@@ -78,7 +78,7 @@ def _find(loss: Node, site: Site) -> _Head:
     """Return the head that ends in a cross entropy.
 
     Raises:
-        Left: If none does, or a call could not do the same.
+        Left: If there is none, or a call could not compute the same.
     """
     node: Any = form(loss)["input"]
     if is_tensor(node):
@@ -121,7 +121,7 @@ def _find(loss: Node, site: Site) -> _Head:
 
 
 def _softcap(node: Node) -> tuple[float, set[Node], Any] | None:
-    """Return what limits logits, its nodes and what is limited: c tanh(z / c)."""
+    """Return the bound of a softcap, its nodes and its input: c tanh(z / c)."""
     f = form(node)
     if f.kind != "mul":
         return None
@@ -138,7 +138,7 @@ def _softcap(node: Node) -> tuple[float, set[Node], Any] | None:
 
 
 def _is_view(node: Node) -> bool:
-    """Return whether a node leaves rows of logits whole, and can be had of the rows of x."""
+    """Return whether a node keeps rows of logits whole, and can be applied to the rows of x."""
     f = form(node)
     if f.kind not in ("view", "getitem", "slice", "contiguous"):
         return False
@@ -157,10 +157,10 @@ def _is_view(node: Node) -> bool:
 
 
 def _check(head: _Head, flow: Flow, small: bool | None) -> None:
-    """Raise what speaks against a head.
+    """Raise the first reason against fusing a head.
 
     Raises:
-        Left: If something does.
+        Left: If there is one.
     """
     loss, f = head.loss, form(head.loss)
     target, product = f["target"], head.product
@@ -187,7 +187,7 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
 
 
 def _implementation(head: _Head) -> str:
-    """Return in words what computes a head."""
+    """Return in words which code computes a head."""
     f, bias = form(head.loss), head.product.bias
     logits = value(head.product.node)
     loss = Loss(label_smoothing=f["label_smoothing"] or 0.0, softcap=head.softcap or 0.0)
@@ -198,7 +198,7 @@ def _implementation(head: _Head) -> str:
 
 
 def _put(head: _Head, emitter: Emitter, site: Site) -> None:
-    """Emit the call into the graph, and take out what it stands for."""
+    """Emit the call into the graph, and remove the nodes that it replaces."""
     loss, product = head.loss, head.product
     f = form(loss)
 

@@ -1,8 +1,8 @@
-"""How results lie in memory: as the model's do wherever something other than our calls reads them.
+"""Layouts of results: the model's own wherever something other than our calls reads them.
 
-A model whose rows begin transposed, as those behind a convolution do, keeps its residual sums
-transposed throughout. Kernels read and write dense rows, so each call would copy its sum in and
-out. Between calls the rows stay dense instead, and are laid out as the model's for other readers.
+A model whose rows are transposed at first, as after a convolution, keeps its residual sums so
+throughout. Kernels read and write dense rows, so each call would copy its sum in and out. Instead,
+rows stay dense between calls, and are copied to the model's layout for other readers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Emit = Callable[..., Node]
 
 
 def fitted(old: Node, new: Node, emit: Emit) -> Node:
-    """Return what takes the place of a node: the same shape, dtype and layout in memory.
+    """Return the replacement of a node: of the same shape, dtype and layout in memory.
 
     Args:
         old: The node.
         new: The result that is to replace it.
-        emit: Adds a node into the graph.
+        emit: Adds a node to the graph.
 
     Raises:
-        Left: If the result is another than the model's.
+        Left: If the result differs from the model's.
     """
     if not is_tensor(new) or dtype(new) is not dtype(old):
         raise Left(f"would return {dtype(new)} where the model has {dtype(old)}")
@@ -62,7 +62,7 @@ def fitted(old: Node, new: Node, emit: Emit) -> Node:
 
 
 def _laid_out(rows: Node, like: Tensor, emit: Emit) -> Node:
-    """Return a copy of rows whose dimensions are ordered in memory as those of another tensor."""
+    """Return a copy of rows whose dimensions have the memory order of another tensor's."""
     strides = like.stride()
     order = sorted(range(len(strides)), key=lambda dim: -hint(strides[dim]))
     laid = emit(torch.permute, rows, order)
@@ -74,7 +74,7 @@ def _laid_out(rows: Node, like: Tensor, emit: Emit) -> Node:
 
 
 def _rows_of_laid(node: Node) -> Node | None:
-    """Return the rows that `_laid_out` made a node of, None if it is no such node."""
+    """Return the rows that `_laid_out` copied to a node, None for other nodes."""
     chain = [node]
     for target in (torch.permute, torch.clone, torch.permute):
         if chain[-1].target is not target or not isinstance(chain[-1].args[0], Node):
@@ -97,9 +97,9 @@ def _take_value(new: Node, old: Node) -> None:
 
 
 def keep_dense(emitter: Emitter) -> None:
-    """Have the calls of a graph hand rows to each other dense.
+    """Let the calls of a graph pass rows to each other in dense memory.
 
-    Rows that take a gradient stay as they are: its layout would be another than the model's.
+    Rows that require a gradient keep their layout: the gradient's would differ from the model's.
 
     Args:
         emitter: Adds nodes to the graph, with calls of the op family in it.
@@ -107,15 +107,15 @@ def keep_dense(emitter: Emitter) -> None:
     graph = emitter.graph
     calls = [node for node in graph.nodes if node.target in CALLS]
     readers = Counter(above(t, casts=False) for call in calls for t in _rows(call) if is_turned(t))
-    # Rows that lie densely, for those that do not.
+    # Dense rows, by the copies of them that are not dense.
     laid = {node: rows for node in graph.nodes if (rows := _rows_of_laid(node)) is not None}
     copies = dict(laid)
-    # Results that lie otherwise than they did when the model was traced.
+    # Results whose layout differs from the traced one.
     moved: set[Node] = set()
     for call in calls:
         results = [node for node in _results(call) if is_turned(node)]
         turned = _turned(call, emitter.flow)
-        # A call copies what it reads anyway: a copy of its own pays where another reads it, too.
+        # A call copies its operand anyway: a separate copy pays if another reader shares it.
         if not results:
             turned = [t for t in turned if (r := above(t, casts=False)) in copies or readers[r] > 1]
         for node in turned:
@@ -136,7 +136,7 @@ def keep_dense(emitter: Emitter) -> None:
 
 
 def _turned(call: Node, flow: Flow) -> list[Node]:
-    """Return the operands of a call that do not lie densely and that nothing writes."""
+    """Return the operands of a call that are not dense and that nothing writes."""
     if any(value(node).requires_grad for node in _results(call)):
         return []
     found = [(node, above(node, casts=False)) for node in _rows(call) if is_turned(node)]
@@ -144,12 +144,12 @@ def _turned(call: Node, flow: Flow) -> list[Node]:
 
 
 def _lay_out_for_others(rows: Node, meta: dict[str, Any], emitter: Emitter) -> None:
-    """Have all readers of a result but our calls read a copy that lies as the result did."""
+    """Let all readers of a result except our calls read a copy in its original layout."""
     like = meta.get("val", meta.get("example_value"))
     assert isinstance(like, Tensor)
     if have_same_strides(value(rows), like):
         return
-    # Who writes the copy writes it for our calls as well.
+    # A write to the copy has to reach our calls as well.
     is_written = emitter.flow.is_written([rows], rows)
     others = [user for user in rows.users if is_written or user.target not in CALLS]
     if not others:
@@ -169,7 +169,7 @@ def _rows(call: Node) -> list[Node]:
 
 
 def is_turned(node: Node) -> bool:
-    """Return whether a node's rows do not lie densely in memory, each by itself.
+    """Return whether a node's rows are not dense in memory.
 
     Args:
         node: A node.
@@ -181,7 +181,7 @@ def is_turned(node: Node) -> bool:
 
 
 def come_turned(node: Node) -> bool:
-    """Return whether rows have the layout of an input of the graph that does not lie densely.
+    """Return whether rows have the layout of a graph input that is not dense.
 
     Args:
         node: A node.

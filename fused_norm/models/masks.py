@@ -1,9 +1,8 @@
-"""Attention masks that mask nothing, which a model makes while it is traced.
+"""Removes attention masks that mask nothing, which models create while they are traced.
 
-transformers asks whether a mask masks anything, and leaves it out if not. While it is traced it
-cannot ask, and makes a mask of constants. Of its strides, PyTorch writes attention out in float32,
-which took twice the time of all of BERT. What a graph computes of constants alone is known, so the
-question is asked here.
+transformers omits a mask that masks nothing. While traced it cannot check that, and creates a mask
+of constants. Because of its strides, PyTorch decomposes attention in float32, which took twice the
+time of all of BERT. What a graph computes from constants alone is known, so it is checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.fx import Node
 from fused_norm.models.flow import Flow
 from fused_norm.models.values import is_tensor, value
 
-# What masks are made of: functions of their arguments alone.
+# Functions that masks are made with: their results depend on their arguments alone.
 _FUNCTIONS = {
     *(torch.arange, torch.ones, torch.zeros, torch.full, torch.where, torch.unsqueeze),
     *(operator.add, operator.sub, operator.mul, operator.getitem, operator.and_, operator.or_),
@@ -31,12 +30,12 @@ _FUNCTIONS = {
 _METHODS = {"expand", "view", "unsqueeze", "to", "bool", "logical_and", "logical_not", "new_ones"}
 # Attention's first arguments.
 _NAMES = ("query", "key", "value", "attn_mask")
-# Elements of a tensor that are computed to find out; longer masks stay.
+# Most elements of a tensor that is computed for the check; larger masks stay.
 _MOST_ELEMENTS = 1 << 26
 
 
 def drop_idle_masks(flow: Flow) -> None:
-    """Leave masks that mask nothing out of a graph's attention.
+    """Remove masks that mask nothing from a graph's attention.
 
     Args:
         flow: What is known of the graph.
@@ -76,7 +75,7 @@ def _fits(mask: Node, query: Any, key: Any) -> bool:
 
 
 def _constants(mask: Node, flow: Flow) -> set[Node]:
-    """Return what a mask is computed by if that is of numbers alone, by functions known here."""
+    """Return the nodes that compute a mask, if only from numbers and with functions known here."""
     ahead, seen = [mask], set[Node]()
     while ahead:
         node = ahead.pop()
@@ -93,7 +92,7 @@ def _constants(mask: Node, flow: Flow) -> set[Node]:
 
 
 def _is_short(t: Tensor) -> bool:
-    """Return whether sizes are known, and few elements in memory of their own."""
+    """Return whether a tensor's sizes are known, and it has few elements in its own memory."""
     if not all(isinstance(size, int) for size in (*t.shape, *t.stride())):
         return False
     count = 1
@@ -103,7 +102,7 @@ def _is_short(t: Tensor) -> bool:
 
 
 def _computed(node: Node, found: dict[Node, Any]) -> Any:
-    """Return a node's value; those known before are kept."""
+    """Return a node's value; known values are reused."""
     if node not in found:
         for source in node.all_input_nodes:
             _computed(source, found)

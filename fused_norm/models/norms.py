@@ -1,4 +1,4 @@
-"""Finds norms in a graph: called as one op, or written out, with what multiplies and is added."""
+"""Finds norms in a graph, as one op or decomposed, with their factors and summands."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Norm:
 
     Attributes:
         kind: One of NORMS.
-        x: What is normalized.
+        x: Its input.
         eps: Added to the variance, or to the mean square.
         out: The result, with gamma and beta.
-        anchor: The node that says which module the norm is in.
-        inner: All nodes that are the norm.
+        anchor: The node whose module path is the norm's.
+        inner: All nodes of the norm.
         gamma: The weight, or None for ones.
         offset: Added to gamma.
         beta: The bias, or None for zeros.
-        factor: A number that gamma and offset are multiplied with.
-        unlike: What keeps it from being one of NORMS, `""` for those that are.
-        is_rounded: Whether the model rounds in the midst of it: before gamma or beta, or to a dtype
-            that it leaves again.
+        factor: A number that multiplies gamma and offset.
+        unlike: Why it is not one of NORMS, `""` if it is.
+        is_rounded: Whether the model rounds within it: before gamma or beta, or to an intermediate
+            dtype.
     """
 
     kind: str
@@ -71,12 +71,12 @@ class Norm:
 
     @property
     def path(self) -> str:
-        """Path of the module that the norm is, or is written in."""
+        """Path of the module that the norm is, or that contains its code."""
         return module_path(self.anchor)
 
 
 def find_norm(node: Node) -> Norm | None:
-    """Return the norm that a node stands for: the op, or the product with the reciprocal root.
+    """Return the norm of a node: an op, or the product with the reciprocal root.
 
     Args:
         node: Any node of a graph.
@@ -100,7 +100,7 @@ def find_norm(node: Node) -> Norm | None:
 
 
 def candidates(graph: Graph) -> list[Node]:
-    """Return the nodes of a graph that may stand for norms."""
+    """Return the nodes of a graph that may be norms."""
     kinds = {*NORMS, "group_norm", "normalize", "mul", "div"}
     return [node for node in graph.nodes if form(node).kind in kinds]
 
@@ -111,7 +111,7 @@ def _called(node: Node) -> Norm | None:
     if not isinstance(features, (tuple, list)) or len(features) != 1 or not is_tensor(f["input"]):
         return None
     eps = f.args.get("eps", NORMS[f.kind].eps)
-    # Said once and for all: the rows that a call takes may be narrower than those here.
+    # The same for every input dtype: the rows that a call reads may be narrower than these.
     exact = own_eps(dtype(f["input"])) if eps is None else number(eps)
     if exact is None:
         return None
@@ -123,7 +123,7 @@ def _called(node: Node) -> Norm | None:
 
 
 def _grouped(node: Node) -> Norm | None:
-    """Return the LayerNorm that a GroupNorm of one group is on a matrix: `[M, K]`, no positions."""
+    """Return the LayerNorm that equals a GroupNorm of one group on a matrix `[M, K]`."""
     f = form(node)
     x, eps = f["input"], number(f.args.get("eps", 1e-5))
     if not is_tensor(x) or value(x).dim() != 2 or f["num_groups"] != 1 or eps is None:
@@ -134,7 +134,7 @@ def _grouped(node: Node) -> Norm | None:
 
 
 def _written_out(product: Node) -> Norm | None:
-    """Return the norm that a product of rows and a reciprocal root is, or a quotient by a root."""
+    """Return the norm that is a product of rows and a reciprocal root, or a quotient by a root."""
     for root in (form(product)["other"], form(product)["input"]):
         found = find_root(root, product)
         if found is None:
@@ -157,7 +157,7 @@ def _written_out(product: Node) -> Norm | None:
             inner |= centered[1]
         elif above(rows) is not above(x):
             return None
-        # The rows as they are multiplied: a model may square a wider copy of them.
+        # The rows that are multiplied: a model may square a wider copy of them.
         x = rows if is_tensor(rows) and not found.is_centered else x
         name = LAYER_NORM if found.is_centered else RMS_NORM
         norm = Norm(name, x, found.eps, product, product, inner)
@@ -172,10 +172,10 @@ def _written_out(product: Node) -> Norm | None:
 
 
 def _normalized(node: Node) -> Norm | None:
-    """Return the RMSNorm that `F.normalize` is: x / ||x|| = x / (sqrt(K) rms(x)).
+    """Return the RMSNorm that equals `F.normalize`: x / ||x|| = x / (sqrt(K) rms(x)).
 
-    It divides by the larger one of the length and eps, where the norm adds eps to a mean square:
-    they differ for rows that are about as short as eps.
+    It divides by the maximum of the length and eps, while the norm adds eps to a mean square: they
+    differ for rows about as short as eps.
     """
     f = form(node)
     x, least = f["input"], number(f.args.get("eps", 1e-12))
@@ -193,7 +193,7 @@ def _normalized(node: Node) -> Norm | None:
 
 
 def _gamma(node: Any, features: Any) -> tuple[Node, float] | None:
-    """Return the vector and the offset of w, or of 1 + w; None where it is no vector."""
+    """Return the vector and the offset of w or 1 + w; None if it is not a vector."""
     if not is_vector(node, features) and not is_single(node):
         return None
     vector = above(node)
@@ -205,13 +205,13 @@ def _gamma(node: Any, features: Any) -> tuple[Node, float] | None:
 
 
 def _take_in_affine(norm: Norm) -> None:
-    """Take in the casts, gamma and beta that follow."""
+    """Include the casts, gamma and beta that follow."""
     features = shape(norm.out)[-1]
     widest, is_narrow = dtype(norm.out).itemsize, False
     while (user := only_user(norm.out)) is not None and not written(user):
         f = form(user)
         if is_noop(user) or is_cast(user):
-            # What was rounded to is wide again: the rounding would be seen.
+            # The result is widened after rounding, so that the rounding is visible.
             norm.is_rounded |= is_narrow and not is_noop(user)
             is_narrow |= is_narrowing(user)
             norm.out = user
@@ -235,7 +235,7 @@ def _take_in_affine(norm: Norm) -> None:
 
 
 def _take_in_number(norm: Norm, user: Node, operand: Any) -> bool:
-    """Take in a product with a number, if a node is one; return whether it is."""
+    """Include a product with a number, if a node is one; return whether it is."""
     f, by = form(user), number(operand)
     is_one = f.kind == "mul" or (f.kind == "div" and f["input"] is norm.out)
     is_plain = is_one and not f["rounding_mode"] and dtype(user) is dtype(norm.out)
@@ -249,7 +249,7 @@ def _take_in_number(norm: Norm, user: Node, operand: Any) -> bool:
 
 
 def _take_in_casts(norm: Norm) -> None:
-    """Let x be what the casts before a norm widen, if that has the dtype of the result."""
+    """Let x be the input of widening casts before a norm, if it has the dtype of the result."""
     best = node = norm.x
     passed: set[Node] = set()
     while is_noop(node) or (

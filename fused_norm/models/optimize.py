@@ -17,7 +17,7 @@ from fused_norm.models.values import value
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# What exported programs hold.
+# The targets that exported programs may have.
 _OF_PROGRAMS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
@@ -41,16 +41,16 @@ def optimize(program: ExportedProgram, *, rounding: str = "once") -> ExportedPro
     options = Options(rounding=rounding)
     module = copy.deepcopy(program.graph_module)
     for node, original in zip(module.graph.nodes, program.graph.nodes, strict=True):
-        # A copy renames what is called like a builtin, as `input` is; the signature has the name.
+        # Copying renames nodes named like a builtin, such as `input`; the signature has the name.
         node.name = original.name
     before, own = _outputs(module.graph), set(module.graph.nodes)
     for node in list(module.graph.nodes):
-        # These checks read every tensor, including those that are about to vanish.
+        # These checks read every tensor, including those that are about to be removed.
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
     if fuse_graph(module.graph, options):
         for node in list(module.graph.nodes):
-            # A program holds registered ops, whatever a pass put into its graph.
+            # A program holds only registered ops, whatever a pass added to its graph.
             if node not in own and not _is_of_programs(node):
                 _lower(module.graph, node)
         module.graph.eliminate_dead_code()
@@ -70,7 +70,7 @@ def _is_of_programs(node: Node) -> bool:
 
 
 def _outputs(graph: Graph) -> list[str]:
-    """Return the names of what a graph returns, which the signature of a program repeats."""
+    """Return the names of a graph's results, which a program's signature repeats."""
     results: Any = graph.output_node().args[0]
     return [getattr(each, "name", "") for each in results]
 
@@ -105,7 +105,7 @@ def _lower(graph: Graph, node: Node) -> None:
 
 
 def _give(node: Node, results: Any, graph: Graph) -> None:
-    """Replace a node, and the parts that are taken of it, by results."""
+    """Replace a node, and the items that are read from it, by results."""
     if isinstance(results, Node):
         node.replace_all_uses_with(results)
     else:

@@ -1,4 +1,4 @@
-"""Where a call can stand in a graph: after all that it reads, before all that reads its results."""
+"""Where a call can be in a graph: after all its operands, before all readers of its results."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fused_norm.models.values import value
 
 
 def place_of(flow: Flow, norm: Norm, call: FusedCall, x: Node, dead: set[Node]) -> Node:
-    """Return the node before which a call can stand.
+    """Return the node before which a call can be inserted.
 
     Args:
         flow: What is known of the graph.
         norm: The norm.
-        call: What stands for it and what reads it.
-        x: What the call normalizes.
-        dead: What all calls of the norm stand for.
+        call: The call.
+        x: The input of the norm.
+        dead: The nodes that all calls of the norm replace.
 
     Raises:
-        Left: If it can stand nowhere.
+        Left: If there is no such place.
     """
     nodes = _operands(norm, call, x)
     replaced = call.results()
@@ -32,7 +32,7 @@ def place_of(flow: Flow, norm: Norm, call: FusedCall, x: Node, dead: set[Node]) 
     first = min(layers)
     readers = {u for r in replaced for u in r.users if u not in dead}
     if call.norm is not None:
-        # The rows go by the names of all that leaves them as they are.
+        # The rows are known under the names of all nodes that leave them unchanged.
         rows = above(call.norm, casts=False)
         names = [node for node in {*dead, rows, call.norm} if above(node, casts=False) is rows]
         readers |= {u for node in names for u in node.users if u not in dead}
@@ -46,7 +46,7 @@ def place_of(flow: Flow, norm: Norm, call: FusedCall, x: Node, dead: set[Node]) 
     read = reads(norm.inner | call.inner(), nodes)
     results = activation.union(*(product.inner for product in call.reading.products))
     begin = min(read)
-    # What lies between an operand and the call may be a copy that is written.
+    # A node between an operand and the call may be a copy that is written.
     nodes = [*nodes, *(read - results)]
     if flow.is_written(
         nodes, min(begin, earliest), max(layers | activation | {earliest}), but=dead

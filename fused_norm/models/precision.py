@@ -1,4 +1,4 @@
-"""Which Linear layers of a graph are computed in FP8, and why the others are not."""
+"""Decides which Linear layers of a graph are computed in FP8, and why others are not."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fused_norm.ops.eight_bits import MULTIPLE
 from fused_norm.ops.fp8 import scaled_linear
 from fused_norm.ops.operands import hint
 
-# Below this, a product is too short to win back what quantization costs.
+# With fewer features or outputs, a product is too short to win back the cost of quantization.
 SMALLEST = 1024
 
 
 def unsuited(weight: Any) -> str:
-    """Return why a layer with some weight is not to be in FP8, `""` where it may be.
+    """Return why a layer should not be in FP8, judging by its weight; `""` if it may be.
 
     Args:
         weight: The weight, of shape `[N, K]` or transposed.
@@ -40,10 +40,10 @@ def unsuited(weight: Any) -> str:
 
 
 def in_fp8(site: Site, recipe: str) -> Site:
-    """Return a Linear layer's site, which says from now on that it is in FP8.
+    """Return a Linear layer's site, marked as FP8.
 
     Args:
-        site: What is known of it.
+        site: The layer's site.
         recipe: One of RECIPES.
     """
     site.fused, site.calls, site.implementation = True, ["linear"], f"FP8 {recipe}"
@@ -52,11 +52,11 @@ def in_fp8(site: Site, recipe: str) -> Site:
 
 
 class Precision:
-    """What a pass does about FP8.
+    """The FP8 settings of a pass.
 
     Args:
         recipe: One of `recipes.RECIPES`, or None for no FP8.
-        skip: Layers to leave alone, by the end of their paths or a pattern: `"lm_head"`,
+        skip: Layers to leave out, by the end of their paths or a pattern: `"lm_head"`,
             `"layers.0.*"`.
     """
 
@@ -68,7 +68,7 @@ class Precision:
         self.recipe, self.skip = recipe, tuple(skip)
 
     def why_not(self, node: Node, weight: Any) -> str:
-        """Return why a layer is not in FP8, `""` where it is.
+        """Return why a layer is not in FP8, `""` if it is.
 
         Args:
             node: The node that multiplies.
@@ -83,11 +83,11 @@ class Precision:
         return unsuited(value(weight))
 
     def of_call(self, products: Sequence[Any]) -> tuple[str | None, str]:
-        """Return the recipe of a call, and in words what its precision is and why.
+        """Return the recipe of a call, and its precision and the reason in words.
 
         Args:
-            products: All of its Linear layers, which are in FP8 together or not at all; of one
-                recipe where the model has them in FP8.
+            products: All its Linear layers, which are in FP8 together or not at all; of one recipe
+                if the model has them in FP8.
         """
         own = products[0].recipe
         if own is not None:
@@ -101,7 +101,7 @@ class Precision:
         return self.recipe, f"FP8 {self.recipe}"
 
     def rewrite_linears(self, emitter: Emitter) -> list[Site]:
-        """Compute the Linear layers that are part of no call in FP8; return what became of each.
+        """Compute Linear layers outside of other calls in FP8; return all their sites.
 
         Args:
             emitter: Adds nodes to the graph, whose norms have been rewritten.

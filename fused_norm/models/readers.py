@@ -1,4 +1,4 @@
-"""Where a norm's rows go: through casts, views and modulation to Linear layers, or elsewhere."""
+"""Readers of a norm's rows: Linear layers, through casts, views and modulation, and others."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Product:
 
     Attributes:
         node: The node that multiplies.
-        weight: Shape `[N, K]`, or `[K, N]` where it is transposed.
+        weight: Shape `[N, K]`, or `[K, N]` if it is transposed.
         bias: Shape `[N]`, or None.
         is_transposed: Whether the weight is.
         out: The result, in the shape of the rows.
-        inner: All nodes that are the layer.
-        recipe: The recipe that the model has it in FP8 by, or None.
+        inner: All nodes of the layer.
+        recipe: The FP8 recipe in which the model has it, or None.
     """
 
     node: Node
@@ -57,7 +57,7 @@ class Modulation(NamedTuple):
         scale: Before one is added, and before the views below.
         scale_views: Views between scale + 1 and the product.
         shift: Or None.
-        start: The first node of it.
+        start: Its first node.
     """
 
     scale: Any
@@ -68,15 +68,15 @@ class Modulation(NamedTuple):
 
 @dataclass
 class Reading:
-    """Linear layers that read a norm in one way.
+    """Linear layers that read a norm through the same nodes.
 
     Attributes:
-        source: What they read.
-        views: Views between the norm and them, from the norm on.
-        modulation: Between the norm and them, or None.
+        source: Their input.
+        views: Views between the norm and the layers, in order.
+        modulation: The one between the norm and the layers, or None.
         inner: All nodes between.
         products: The layers.
-        is_rounded: Whether a cast between rounds.
+        is_rounded: Whether a cast between them rounds.
     """
 
     source: Node
@@ -88,13 +88,13 @@ class Reading:
 
 
 class Readers(NamedTuple):
-    """All that reads a norm.
+    """All readers of a norm.
 
     Attributes:
-        readings: By Linear layers.
-        others: Nodes that read it otherwise, each with what it reads, a node between included.
-        shapes: Nodes that need its shape, dtype and layout alone, likewise, with what lies between.
-        beyond: Linear layers that read it as a part of a concatenation, and whether of rows.
+        readings: Linear layers.
+        others: Other readers, each with its input, including a node between.
+        shapes: Nodes that need only its shape, dtype and layout, each with its input and the path.
+        beyond: Linear layers that read it as part of a concatenation, and whether that is of rows.
     """
 
     readings: list[Reading]
@@ -104,7 +104,7 @@ class Readers(NamedTuple):
 
 
 def find_readers(norm: Norm) -> Readers:
-    """Return all that reads a norm.
+    """Return all readers of a norm.
 
     Args:
         norm: The norm.
@@ -117,7 +117,7 @@ def find_readers(norm: Norm) -> Readers:
     def walk(reading: Reading, key: tuple[Any, ...], column: int) -> bool:
         """Follow the readers of one node; features are at `column` of its dimensions.
 
-        Returns whether a Linear layer is among them; a node that leads to none is read otherwise.
+        Returns whether a Linear layer is among them; otherwise the node is a reader itself.
         """
         source = reading.source
         is_row = column == value(source).dim() - 1
@@ -175,7 +175,7 @@ def _how(view: Node) -> tuple[Any, ...]:
     closed_over = getattr(view.target, "__closure__", None)
     if closed_over is None:
         return view.target, str(view.args[1:]), str(view.kwargs)
-    # A closure of its own in each call, by PyTorch 2.11.
+    # In PyTorch 2.11, each call has its own closure.
     return form(view).kind, *(repr(cell.cell_contents) for cell in closed_over)
 
 
@@ -190,7 +190,7 @@ def _beyond(reading: Reading, source: Node, inner: set[Node]) -> Reading:
 
 
 def find_product(node: Node, source: Node) -> Product | None:
-    """Return the Linear layer that a node is, on rows that a node gives; None for others.
+    """Return the Linear layer of a node that reads some rows; None if it is not one.
 
     Args:
         node: A reader of the rows.
@@ -210,7 +210,7 @@ def find_product(node: Node, source: Node) -> Product | None:
             return _upright(Product(node, weight, bias, True, node, {node}))
     if f.kind == "matmul" and f["input"] is source and _is_parameter(f["other"]):
         return _upright(Product(node, f["other"], None, True, node, {node}))
-    # Conv1D: rows are laid out in a matrix, multiplied, and the result is put in shape again.
+    # Conv1D: rows are reshaped to a matrix, multiplied, and the result is reshaped back.
     if f.kind == "view" and value(node).dim() == 2 and value(source).dim() > 2:
         flat = only_user(node)
         product = None if flat is None else find_product(flat, node)
@@ -225,7 +225,7 @@ def find_product(node: Node, source: Node) -> Product | None:
 
 
 def _upright(product: Product) -> Product:
-    """Return the same with the weight itself where the model transposed it."""
+    """Return the same with the original weight, if the model transposed it."""
     f = form(product.weight)
     is_turned = f.kind in ("t", "transpose") and is_tensor(f["input"])
     if is_turned and value(f["input"]).dim() == 2:
@@ -238,7 +238,7 @@ def _is_matrix(node: Any) -> bool:
 
 
 def _is_parameter(node: Any) -> bool:
-    """Return whether a matrix comes from the graph's inputs alone."""
+    """Return whether a matrix is computed from the graph's inputs alone."""
     if not _is_matrix(node):
         return False
     while form(node).kind in ("t", "transpose", "cast", "permute"):
@@ -247,7 +247,7 @@ def _is_parameter(node: Any) -> bool:
 
 
 def find_modulation(node: Node, source: Node) -> tuple[Modulation, Node, set[Node]] | None:
-    """Return the modulation that begins at a node, its last node, and its nodes; None for others.
+    """Return the modulation that begins at a node, its last node, and all its nodes, or None.
 
     Args:
         node: A reader of the rows.
@@ -274,7 +274,7 @@ def find_modulation(node: Node, source: Node) -> tuple[Modulation, Node, set[Nod
 
 
 def _spreads(node: Any, source: Node) -> bool:
-    """Return whether a tensor broadcasts against rows, each feature to its own."""
+    """Return whether a tensor broadcasts against rows, feature by feature."""
     if not is_tensor(node):
         return False
     own, rows = shape(node), shape(source)
@@ -285,10 +285,10 @@ def _spreads(node: Any, source: Node) -> bool:
 
 
 def residual_of(x: Node) -> tuple[Node, Node, Node] | None:
-    """Return a, b and the node of their sum where rows are a + b of one shape and dtype.
+    """Return a, b and the node of their sum if rows are a + b of one shape and dtype.
 
     Args:
-        x: What a norm normalizes.
+        x: The input of a norm.
     """
     total = x
     while is_noop(total) and form(total).kind != "clone":

@@ -1,4 +1,4 @@
-"""Lists a model's norms, each with what it was fused with, or why it was not."""
+"""Lists a model's norms, each with what it was fused with, or why it was not fused."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fused_norm.models.settings import Settings, settings
 from fused_norm.models.sites import HEAD, OTHERS, RESIDUAL, ROTARY, Site
 from fused_norm.models.timing import Replaced, measure
 
-# Of a table that no terminal limits.
+# The width of a table without a terminal.
 WIDEST = 160
 _FAST_PATH = torch._transformer_encoder_layer_fwd
 
 
 @dataclass
 class Report:
-    """What became of a model's norms, printed as a table.
+    """What became of a model's norms; prints as a table.
 
     Attributes:
-        sites: In this order: heads; norms, as in the graph; sums that products before them add;
+        sites: In this order: heads; norms, as in the graph; sums that the products before them add;
             with FP8, Linear layers outside of calls on a norm; rotary embeddings.
         graphs: How many graphs Dynamo made from the model.
         failures: Why the pass failed on a graph, if it did.
@@ -69,8 +69,8 @@ class Report:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """Return a table, as wide as the terminal, in which layers that are alike share a line."""
-        # Imported late: it takes as long as all of this package.
+        """Return a table as wide as the terminal, in which similar layers share a line."""
+        # Imported late: it takes as long as this whole package.
         from rich.console import Console
         from rich.table import Table
 
@@ -146,13 +146,13 @@ def _columns() -> int | None:
 
 
 def _leaves(site: Site) -> bool:
-    """Return whether a norm that no Linear layer of its graph reads is a result of the graph."""
+    """Return whether a norm without Linear readers is a result of the graph."""
     readers = site.reason.removeprefix("output read by no Linear: ")
     return readers != site.reason and "output" in readers.split(", ")
 
 
 def _timed(site: Site) -> str:
-    """Return what a site took and takes, in microseconds."""
+    """Return the times of a site before and after, in microseconds."""
     if not site.seconds_after:
         return ""
     before, after = site.seconds_before, site.seconds_after
@@ -212,7 +212,7 @@ def explain(
         report.sites += fuse(module, chosen.fusing, report.failures, replaced)
         return module.forward
 
-    # Its own entries where PyTorch keeps such: what the user compiled is not thrown away for them.
+    # In isolation, if PyTorch supports that: the user's compiled graphs are not evicted.
     name = "isolate_recompiles"
     apart: Any = {name: True} if name in inspect.signature(torch.compile).parameters else {}
     recorded = torch.is_grad_enabled() if training is None else training
@@ -226,7 +226,7 @@ def explain(
 
 
 def _time(replaced: list[Replaced], chosen: Settings) -> None:
-    """Time parts of graphs against what took their place, those that are alike once."""
+    """Time parts of graphs against their replacements, similar ones once."""
     alike = _alike([each.site for each in replaced])
     own = {id(each.site): each for each in replaced}
     for sites in alike.values():
@@ -237,7 +237,7 @@ def _time(replaced: list[Replaced], chosen: Settings) -> None:
 
 
 def _alike(sites: list[Site]) -> dict[tuple[Any, ...], list[Site]]:
-    """Return sites by what they have in common, numbers in paths left out."""
+    """Return sites grouped by what they have in common, ignoring numbers in paths."""
     found: dict[tuple[Any, ...], list[Site]] = {}
     for site in sites:
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", site.path)

@@ -1,7 +1,7 @@
-"""Puts the op family's calls where a graph has norms and Linear layers.
+"""Replaces a graph's norms and Linear layers by calls of the op family.
 
-A norm is rewritten as a whole or not at all: all calls are put into the graph beside what they
-stand for, their results are held against it, and only then take its place.
+A norm is rewritten as a whole or not at all: all calls are added to the graph in addition to the
+nodes that they replace, their results are compared with these, and only then replace them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fused_norm.models.values import (
 )
 from fused_norm.models.views import is_permutation
 
-# More layers than this normalize once and multiply by themselves as well.
+# Above this many layers, the norm runs alone and its layers multiply separately.
 _MOST_PRODUCTS = 8
-# What comes after the norm can be left out in so many steps, and what comes before it in the last.
+# Steps that can be left out: at most this many after the norm, those before it in the last one.
 _MOST_SIMPLER = 4
 
 
@@ -47,11 +47,11 @@ class Rewriter:
 
     Attributes:
         emitter: Adds nodes to the graph.
-        keeps_rounding: Whether rounding that a model does in between is kept.
-        is_summed_by_norm: Called with a sum; says whether a norm that is to be fused reads it.
-        sums: Sums that the product before them is to add, and no norm.
+        keeps_rounding: Whether the model's intermediate rounding is kept.
+        is_summed_by_norm: Called with a sum; returns whether a norm that is to be fused reads it.
+        sums: Sums that the product before them should add, rather than a norm.
         precision: Which Linear layers are in FP8.
-        replaced: Receives copies of what ran and of what runs, to be timed; None for no copies.
+        replaced: Receives copies of the old and the new nodes, to be timed; None for no copies.
     """
 
     emitter: Emitter
@@ -67,21 +67,21 @@ class Rewriter:
         return self.emitter.flow
 
     def rewrite(self, norm: Norm, readers: Readers) -> Rewritten:
-        """Emit calls in the place of a norm and all that reads it, and return what changed.
+        """Emit calls that replace a norm and all its readers, and return what changed.
 
         Args:
             norm: The norm.
-            readers: What reads it.
+            readers: Its readers.
 
         Raises:
-            Left: If it cannot be rewritten, or should not. The graph is as it was.
+            Left: If it cannot be rewritten, or should not be. The graph is unchanged.
         """
         for less in range(_MOST_SIMPLER + 1):
             try:
                 calls, dead, swaps = self._try(norm, readers, less)
                 break
             except Left:
-                # Where a whole call fits nowhere, a part of it may fit.
+                # If a whole call fits nowhere, a part of it may fit.
                 if less == _MOST_SIMPLER:
                     raise
         copies = None
@@ -98,7 +98,7 @@ class Rewriter:
     def _try(
         self, norm: Norm, readers: Readers, less: int
     ) -> tuple[list[FusedCall], set[Node], list[tuple[Node, Node]]]:
-        """Emit calls into the graph; return them, what they stand for, and what replaces what."""
+        """Emit calls into the graph; return them, the replaced nodes, and the result for each."""
         calls = self._calls(norm, readers, less)
         dead = set(norm.inner).union(*(call.inner() for call in calls))
         self.emitter.made.clear()
@@ -114,14 +114,14 @@ class Rewriter:
             self.emitter.forget()
             raise
         except Exception as error:
-            # The calls run on fake tensors, where any op may raise whatever it likes: this norm
-            # stays as it is.
+            # The calls run on fake tensors, where an op may raise any error: then this norm stays
+            # unchanged.
             self.emitter.forget()
             raise Left(f"{type(error).__name__}: {error}") from error
         return calls, dead, swaps
 
     def _calls(self, norm: Norm, readers: Readers, less: int) -> list[FusedCall]:
-        """Return the calls that a norm and its readers become, with less and less taken in."""
+        """Return the calls for a norm and its readers; `less` is the number of omitted steps."""
         low = dtype(norm.out).itemsize < 4
         if self.keeps_rounding and norm.is_rounded:
             raise Left("rounded between the norm and its weight, or within it")
@@ -142,7 +142,7 @@ class Rewriter:
         activated = first.activated
         own = None if first.total is None else first.total[2]
         if activated is not None and own is not None and above(activated.residual) is own:
-            # A call cannot add at its end the sum that it makes itself.
+            # A call cannot add the sum that it computes itself.
             first.activated = activated.simpler
         for call in calls:
             for _ in range(less):
@@ -156,7 +156,7 @@ class Rewriter:
 
     @staticmethod
     def _like(norm: Norm, calls: Iterable[FusedCall]) -> Node | None:
-        """Return a node that looks as the normalized rows do and stays in the graph, or None."""
+        """Return a node shaped like the normalized rows that stays in the graph, or None."""
         totals = [call.total for call in calls if call.total is not None]
         candidates = totals[0][:2] if totals else (norm.x,)
         return next((node for node in candidates if are_laid_out_alike(node, norm.out)), None)
@@ -164,7 +164,7 @@ class Rewriter:
     def _others(
         self, norm: Norm, readers: Readers, calls: Iterable[FusedCall]
     ) -> list[tuple[Node, Node]]:
-        """Return what reads the normalized rows themselves, each with the rows that it reads."""
+        """Return the readers of the normalized rows themselves, each with its rows."""
         if self._like(norm, calls) is not None:
             return readers.others
         return readers.others + [(user, source) for user, source, _ in readers.shapes]
@@ -183,11 +183,11 @@ class Rewriter:
 
     @staticmethod
     def _check_types(norm: Norm, reading: Reading) -> None:
-        """Refuse subclasses of tensors, but for DTensors that belong together."""
+        """Refuse subclasses of tensors, except DTensors that belong together."""
         m = reading.modulation
         norms = [norm.x, norm.gamma, norm.beta, *((m.scale, m.shift) if m else ())]
         linears = [v for p in reading.products for v in (p.weight, p.bias)]
-        # What kind a weight in FP8 is of was looked at when its layer was recognized.
+        # An FP8 weight was checked when its layer was recognized.
         taken = {p.weight for p in reading.products if p.recipe is not None}
         for node in {*norms, *linears} - taken:
             if not (is_plain(value(node)) or is_sharded(value(node))):
@@ -213,11 +213,11 @@ class Rewriter:
         return more if is_same else found
 
     def _adds(self, total: Node) -> bool:
-        """Return whether a call may end in a sum: where no norm is better off with adding it."""
+        """Return whether a call may end in a sum: if no norm would benefit more from adding it."""
         return total in self.sums or not self.is_summed_by_norm(total)
 
     def _expose(self, norm: Norm, others: list[tuple[Node, Node]], calls: list[FusedCall]) -> None:
-        """Have one call return the normalized rows, which others read, too."""
+        """Let one call also return the normalized rows for other readers."""
         rows = {source for _, source in others}
         if self.flow.is_written(rows, norm.anchor, but=norm.inner):
             raise Left("the normalized rows are written in place")
@@ -253,7 +253,7 @@ class Rewriter:
     def _put(
         self, norm: Norm, call: FusedCall, x: Node, dead: set[Node]
     ) -> list[tuple[Node, Node]]:
-        """Emit a call into the graph; return what it replaces, and by what."""
+        """Emit a call into the graph; return the nodes that it replaces, each with its result."""
         place = place_of(self.flow, norm, call, x, dead)
         call.recipe, call.precision = self.precision.of_call(call.products())
         if call.recipe is not None and self.keeps_rounding and dtype(norm.out).itemsize < 4:
@@ -269,7 +269,7 @@ class Rewriter:
         swaps: list[tuple[Node, Node]],
         dead: set[Node],
     ) -> list[Node]:
-        """Have the results of calls take the place of what they stand for; return what goes."""
+        """Replace nodes by the results of calls; return the nodes to remove."""
         sources = {call.norm for call in calls if call.norm is not None}
         others = self._others(norm, readers, calls)
         if (like := self._like(norm, calls)) is not None:
@@ -291,7 +291,7 @@ class Rewriter:
     def _read_shape_of(
         self, like: Node, norm: Norm, user: Node, source: Node, between: list[Node]
     ) -> None:
-        """Have a reader of a shape look at a node like the norm, in the same views of it."""
+        """Let a reader of a shape use a node shaped like the norm, through the same views."""
         now = {norm.out: like}
         with self.emitter.graph.inserting_before(user):
             for node in between:

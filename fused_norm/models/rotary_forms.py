@@ -16,7 +16,7 @@ from fused_norm.models.values import are_same, dtype, is_tensor, shape, value
 from fused_norm.models.writes import written
 from fused_norm.norms import RMS_NORM
 
-# Nodes to look at above a norm's result: gamma, its offset, and casts come after the norm itself.
+# Nodes to check above a norm's result: gamma, its offset, and casts come after the norm itself.
 _MOST_STEPS = 8
 
 
@@ -26,13 +26,13 @@ class Rotary:
 
     Attributes:
         root: The result.
-        x: What is rotated, of the shape of the root, or its first elements.
-        cos: Cosines, to broadcast against x.
-        sin: Sines, likewise.
+        x: The rotated tensor, of the shape of the root, or its first elements.
+        cos: Cosines, which broadcast against x.
+        sin: Sines, which broadcast against x.
         is_interleaved: Whether neighbors are rotated into each other.
-        inner: All nodes that are the rotation.
+        inner: All nodes of the rotation.
         base: The heads before their norm.
-        is_transposed: Whether heads and rows change places between base and root.
+        is_transposed: Whether heads and rows are transposed between base and root.
         norm: The norm of each head, or None.
     """
 
@@ -48,7 +48,7 @@ class Rotary:
 
 
 def find_rotary(total: Node) -> Rotary | None:
-    """Return the rotation that a sum ends, None for any other sum.
+    """Return the rotation that ends in a sum, None for other sums.
 
     Args:
         total: A sum of two nodes.
@@ -74,7 +74,7 @@ def find_rotary(total: Node) -> Rotary | None:
 
 
 def _between(node: Any) -> set[Node]:
-    """Return the nodes that `above` goes up through."""
+    """Return the nodes that `above` goes through."""
     found = set()
     while node is not above(node):
         found.add(node)
@@ -92,7 +92,7 @@ def _orders(product: Node) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def _turned(node: Any) -> tuple[Node, bool, set[Node]] | None:
-    """Return what is turned by 90 degrees, whether by neighbors, and the nodes that do so."""
+    """Return the tensor turned by 90 degrees, whether as neighbors, and the nodes of that."""
     f = form(node)
     inner = {node}
     is_interleaved = f.kind == "view" and form(f["input"]).kind == "stack"
@@ -124,7 +124,7 @@ def _turned(node: Any) -> tuple[Node, bool, set[Node]] | None:
 
 
 def _part(node: Any) -> tuple[Node, range, set[Node]] | None:
-    """Return of which tensor a node is which elements of the last dimension, and its nodes."""
+    """Return the tensor and the range of last-dimension elements that a node is, and its nodes."""
     f = form(node)
     x = f["input"]
     if not isinstance(x, Node) or written(node):
@@ -152,7 +152,7 @@ def _part(node: Any) -> tuple[Node, range, set[Node]] | None:
 
 
 def _chunk(node: Node) -> tuple[Node, range, set[Node]] | None:
-    """Return the same of a half that `chunk` or `split` made."""
+    """Return the same for a half from `chunk` or `split`."""
     f = form(node)
     parts = f["input"]
     x = form(parts)["input"]
@@ -165,7 +165,7 @@ def _chunk(node: Node) -> tuple[Node, range, set[Node]] | None:
 
 
 def _of_pairs(node: Node) -> tuple[Node, range, set[Node]] | None:
-    """Return the same of one of each two neighbors, which a view and `unbind` part."""
+    """Return the same for one of each pair of neighbors, from a view and `unbind`."""
     f = form(node)
     parts = f["input"]
     pairs = form(parts)["input"]
@@ -181,16 +181,16 @@ def _of_pairs(node: Node) -> tuple[Node, range, set[Node]] | None:
 
 
 def climb(r: Rotary) -> None:
-    """Go from what is rotated up to the heads before their norm, and down to the result.
+    """Extend a rotation up to the heads before their norm, and down to the result.
 
     Args:
-        r: A rotation, whose base is filled in.
+        r: A rotation, whose base is set here.
     """
     _take_in_rest(r)
     cast = only_user(r.root)
     kept = dtype(r.root if cast is None or not is_cast(cast) else cast)
     node: Any = r.x
-    # What others read as well is the base: it is computed in any case.
+    # If others also read a node, it is the base: it is computed in any case.
     while node.users.keys() <= r.inner and not written(node):
         f = form(node)
         norm = _norm_to(node) if r.norm is None else None
@@ -216,7 +216,7 @@ def climb(r: Rotary) -> None:
 
 
 def _take_in_rest(r: Rotary) -> None:
-    """Take in the elements that are not rotated, where the rotation is of the first ones alone."""
+    """Include the elements that are not rotated, if only the first ones are."""
     part = _part(r.x)
     user = only_user(r.root)
     f = form(user)
@@ -233,7 +233,7 @@ def _take_in_rest(r: Rotary) -> None:
 
 
 def _norm_to(end: Node) -> Norm | None:
-    """Return the norm whose result a node is: the op, or what multiplies and casts after it."""
+    """Return the norm with this result: the op, or what multiplies and casts after it."""
     ahead = [end]
     for _ in range(_MOST_STEPS):
         if not ahead:

@@ -1,4 +1,4 @@
-"""Puts a call in the place of each rotary embedding, with the norm of its heads."""
+"""Replaces each rotary embedding, with the norm of its heads, by a call."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from fused_norm.models.values import (
 from fused_norm.ops.operands import hint
 from fused_norm.ops.rotary import rotate_heads
 
-# With fewer elements, what PyTorch's compiler makes of them is done before a call of ours starts.
+# Below this many elements, code from PyTorch's compiler finishes before a call of ours starts.
 _LEAST_ELEMENTS = 1 << 17
 
 
 def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -> list[Site]:
-    """Emit a call in the place of each rotation; return what became of them.
+    """Emit a call for each rotation; return their sites.
 
     Args:
         emitter: Adds nodes to the graph.
-        small: Whether to fuse rotations of few elements, too.
-        keeps_rounding: Whether rounding that a model does in between is kept.
+        small: Whether to fuse even rotations of few elements.
+        keeps_rounding: Whether the model's intermediate rounding is kept.
     """
     sites = []
     for node in list(emitter.graph.nodes):
-        # One may rotate what another has: it is looked for when that is a call.
+        # A rotation's input may be another's result: it is found once that is a call.
         rotation = find_rotary(node) if not node._erased and is_plain_sum(node) else None
         if rotation is None:
             continue
@@ -60,10 +60,10 @@ def fuse_rotations(emitter: Emitter, small: bool | None, keeps_rounding: bool) -
 
 
 def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> None:
-    """Raise what speaks against a rotation.
+    """Raise the first reason against fusing a rotation.
 
     Raises:
-        Left: If something does.
+        Left: If there is one.
     """
     base, gamma = r.base, None if r.norm is None else r.norm.gamma
     operands = [v for v in (base, r.cos, r.sin, gamma) if v is not None]
@@ -95,10 +95,10 @@ def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> N
 
 
 def _check_angles(r: Rotary) -> None:
-    """Raise unless cosines and sines are those of each row.
+    """Raise unless cosines and sines belong to rows.
 
     Raises:
-        Left: If they are not, as where each head has its own.
+        Left: If they do not, for instance if each head has its own.
     """
     own, other = ((1,) * (4 - len(shape(v))) + tuple(shape(v)) for v in (r.cos, r.sin))
     if not are_same(own, other):
@@ -111,16 +111,16 @@ def _check_angles(r: Rotary) -> None:
 
 
 def _has_heads_first(r: Rotary) -> bool:
-    """Return whether the root is of shape [batch, heads, rows, elements], by its cosines."""
+    """Return whether the root has shape [batch, heads, rows, elements], judging by its cosines."""
     own = tuple(shape(r.cos))
     return r.is_transposed or len(own) < 3 or not are_same(own[-2], 1)
 
 
 def _put(r: Rotary, emitter: Emitter, site: Site) -> None:
-    """Emit the call into the graph, and take out what it stands for.
+    """Emit the call into the graph, and remove the nodes that it replaces.
 
     Raises:
-        Left: If its result would lie in memory in another way.
+        Left: If its result would have another memory layout.
     """
     norm, root = r.norm, r.root
 

@@ -1,4 +1,4 @@
-"""What a user asks of the backend: `options` and `mode` of `torch.compile`, checked and sorted."""
+"""The user's settings of the backend: `options` and `mode` of `torch.compile`, validated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OWN = ("then", "rounding", "small", "freeze", "fp8", "skip")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is done with a graph.
+    """What to do with a graph.
 
     Attributes:
-        then: Name of the backend that follows.
-        fusing: What the pass may do.
+        then: Name of the next backend.
+        fusing: The options of the pass.
         freezes: Whether the parameters of runs without gradients are frozen.
-        following: Options of the backend that follows.
+        following: Options of the next backend.
     """
 
     then: str
@@ -32,14 +32,14 @@ class Settings:
 
 
 def settings(options: Mapping[str, Any] | None, mode: str | None) -> Settings:
-    """Return what `options` and `mode` ask for.
+    """Return the settings in `options` and `mode`.
 
     Args:
         options: As `torch.compile` takes them for this backend.
         mode: A mode of `torch.compile`.
 
     Raises:
-        ValueError: If nobody knows an option, or its value is wrong.
+        ValueError: If an option is unknown, or its value is wrong.
         RuntimeError: If both are given, or the mode is unknown.
     """
     if options and mode:
@@ -69,7 +69,7 @@ def settings(options: Mapping[str, Any] | None, mode: str | None) -> Settings:
 
 
 def _known(then: str) -> Iterable[str] | None:
-    """Return the names of a backend's own options, None if it takes any."""
+    """Return the names of a backend's own options, None if it accepts any."""
     if then == "eager":
         return ()
     if then == "inductor":
@@ -88,7 +88,7 @@ def _known(then: str) -> Iterable[str] | None:
 def _check(name: str, known: Iterable[str] | None, then: str) -> None:
     plain = {each.replace("-", "_") for each in known or ()}
     near = difflib.get_close_matches(name, [*_OWN, *sorted(plain)], n=1)
-    # A backend that takes any option is not given what only a slip can have meant.
+    # Misspelled options of ours are not passed on to a backend that accepts any option.
     if name.replace("-", "_") in plain or (known is None and not near):
         return
     meant = f"; did you mean {near[0]!r}?" if near else "."

@@ -1,4 +1,4 @@
-"""What became of each norm, sum, head and layer of a model: the record that `explain` prints."""
+"""What became of each norm, sum, head and layer of a model: the records that `explain` prints."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ RESIDUAL = "residual"
 HEAD = "head"
 LINEAR = "linear"
 ROTARY = "rotary"
-# Kinds that are no norms.
+# Kinds that are not norms.
 OTHERS = (RESIDUAL, HEAD, LINEAR, ROTARY)
 
 
 @dataclass
 class Site:
-    """A norm of a model, or what else may become a call: a sum, a head, a rotation, a Linear layer.
+    """A norm of a model, or another part that may become a call: a sum, head, rotation or layer.
 
     A head is a Linear layer and the cross entropy of its logits. A rotary embedding is one of
-    queries or of keys, with the norm of their heads. Linear layers of their own are
-    listed where some are to be in FP8.
+    queries or of keys, with the norm of their heads. Separate Linear layers are listed if some are
+    to be in FP8.
 
     Attributes:
-        path: Path of the module that it is, or is written in; of others that of the Linear layer.
-        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"`, `"rotary"` or
-            `"linear"`.
-        shape: Of what is normalized or multiplied; sizes that are dynamic by their names.
+        path: Path of the module that it is, or that has its code; for others, the Linear layer's.
+        kind: `"layer_norm"`, `"rms_norm"`, `"residual"`, `"head"`, `"rotary"` or `"linear"`.
+        shape: The input's shape; dynamic sizes by name.
         dtype: Its dtype.
-        linears: How many Linear layers read it; of others 1, the layer's own.
+        linears: How many Linear layers read it; for other kinds 1, the layer itself.
         fused: Whether it is part of calls of ours.
-        calls: Those in words, as `"norm_mlp: residual, swiglu"`.
-        implementation: What computes them.
-        reason: Why it is not fused; `""` where it is.
-        bytes_saved: Of tensors that a forward does not write any more.
-        ops_before: Ops that the calls stand for.
+        calls: Their descriptions, such as `"norm_mlp: residual, swiglu"`.
+        implementation: Which code computes them.
+        reason: Why it is not fused; `""` if it is.
+        bytes_saved: Bytes of tensors that a forward no longer writes.
+        ops_before: Ops that the calls replace.
         ops_after: Kernels and products that the calls launch.
-        seconds_before: What those ops take, 0 where nobody measured.
-        seconds_after: What the calls take.
+        seconds_before: The time of those ops, 0 if not measured.
+        seconds_after: The time of the calls.
     """
 
     path: str
@@ -56,7 +55,7 @@ class Site:
     seconds_after: float = 0.0
 
     def describe(self, rows: Tensor) -> Site:
-        """Take the shape and the dtype from what is normalized or multiplied; return the site."""
+        """Set the shape and the dtype from those of the input; return the site."""
         self.shape = tuple(map(str, rows.shape))
         self.dtype = str(rows.dtype).removeprefix("torch.")
         return self

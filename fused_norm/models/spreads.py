@@ -1,4 +1,4 @@
-"""How wide rows spread, in all ways that models write it: what a norm written out divides by."""
+"""The spread of rows, however a model computes it: what a decomposed norm divides by."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Spread:
     Attributes:
         x: The rows.
         is_centered: Whether it is the variance.
-        inner: All nodes that it is.
-        times: The factor: K of a sum of squares, K / (K - 1) of the unbiased variance.
+        inner: All its nodes.
+        times: The factor: K for a sum of squares, K / (K - 1) for the unbiased variance.
         added: What is added to it.
-        unlike: What keeps it from being a sum like that, `""` for one that is.
+        unlike: Why it is not a sum like that, `""` if it is.
     """
 
     x: Node
@@ -35,7 +35,7 @@ class Spread:
 
     @property
     def factor(self) -> float:
-        """What the reciprocal root is, divided by that of the spread itself."""
+        """The ratio of the reciprocal root to that of the spread itself."""
         return 1.0 / math.sqrt(self.times)
 
     @property
@@ -44,12 +44,12 @@ class Spread:
         return self.added / self.times
 
     def within(self, *nodes: Node) -> Spread:
-        """Return the same with more nodes that it is."""
+        """Return the same with more nodes."""
         return replace(self, inner=self.inner.union(nodes))
 
 
 def find_root(node: Any, product: Node) -> Spread | None:
-    """Return the spread whose root rows are divided by, None where they are not.
+    """Return the spread whose root divides rows, None if there is none.
 
     Args:
         node: An operand of the product.
@@ -130,7 +130,7 @@ def _length(node: Any) -> Spread | None:
 
 
 def squared(node: Any) -> Node | None:
-    """Return the node whose square a node is, None where it is none."""
+    """Return the node whose square a node is, None if it is not a square."""
     f = form(node)
     is_square = (
         f.kind == "square"
@@ -176,10 +176,10 @@ def _variance(node: Any) -> Spread | None:
 
 
 def find_centered(node: Any) -> tuple[Node, set[Node]] | None:
-    """Return x and the nodes of x - x.mean(-1, keepdim=True), None where a node is none.
+    """Return x and the nodes of x - x.mean(-1, keepdim=True), None for other nodes.
 
     Args:
-        node: What may be that.
+        node: Any node.
     """
     node = above(node)
     f = form(node)

@@ -1,8 +1,8 @@
-"""Takes an MLP on concatenated rows apart where its result is taken apart again.
+"""Splits an MLP on concatenated rows if its result is split again.
 
-Models that mix two streams of tokens norm each and concatenate them for the MLP that they share
-(CogVideoX). Each row goes its own way through it, so that each stream can go by itself: nothing is
-concatenated, and each norm meets its Linear layers.
+Models that mix two streams of tokens normalize each, and concatenate them for a shared MLP
+(CogVideoX). Each row goes through it separately, so each stream can, too: nothing is concatenated,
+and each norm is followed by its Linear layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BY_ELEMENT = {"gelu", "silu", "relu", "tanh", "sigmoid"}
 
 
 def split_streams(emitter: Emitter) -> None:
-    """Split what reads the rows of several norms in one tensor, as far as nothing else does.
+    """Split readers of several norms' concatenated rows, as long as nothing else reads these.
 
     Args:
         emitter: Adds nodes to the graph.
@@ -77,7 +77,7 @@ def _now(now: dict[Node, Node], node: Node) -> Node:
 
 
 def _chain(node: Node) -> list[Node]:
-    """Return the nodes after one, each its only reader, that see each row by itself."""
+    """Return the nodes after one, each its only reader, that process each row separately."""
     chain: list[Node] = []
     while (user := only_user(node)) is not None and not written(user) and is_tensor(user):
         product = find_product(user, node)
@@ -91,7 +91,7 @@ def _chain(node: Node) -> list[Node]:
 
 
 def _pieces(node: Node, dim: int, sizes: Sequence[Any]) -> dict[Node, int] | None:
-    """Return the readers of concatenated rows that each take one part, and which; or None."""
+    """Return the readers of concatenated rows that each read one part, and which; or None."""
     if not all(isinstance(size, int) for size in sizes):
         return None
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -1,4 +1,4 @@
-"""Residual sums right behind Linear layers, which the layers' own products can add."""
+"""Residual sums right after Linear layers, which the layers' own products can add."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Sum:
 
     Attributes:
         total: Its node.
-        x: What the layer reads.
+        x: The layer's input.
         product: The layer.
         residual: What is added.
-        inner: All nodes that are the layer and the sum.
+        inner: All nodes of the layer and the sum.
     """
 
     total: Node
@@ -41,18 +41,18 @@ class Sum:
 
 
 def find_sums(flow: Flow, pays: Callable[[Any, Any], bool]) -> list[Sum]:
-    """Return the sums of a graph that products are to add, in its order.
+    """Return the sums of a graph that products should add, in its order.
 
     Args:
         flow: What is known of the graph.
-        pays: Called with fake tensors, what a layer reads and its weight.
+        pays: Called with two fake tensors, a layer's input and its weight.
     """
     found = [_find_sum(node, flow) for node in flow.graph.nodes if form(node).kind == "add"]
     return [s for s in found if s and pays(value(s.x), value(s.product.weight))]
 
 
 def _find_sum(total: Node, flow: Flow) -> Sum | None:
-    """Return the sum that a node is, None where a call in its place would not do the same."""
+    """Return the sum of a node, None if a call would not compute the same."""
     summands = residual_of(total)
     if summands is None or summands[2] is not total:
         return None
@@ -85,7 +85,7 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
 
 
 def add_in_product(total: Node, emitter: Emitter) -> Site | None:
-    """Have a product add; return what became of the sum, None where it stays.
+    """Let a product add; return the sum's site, None if it stays.
 
     Args:
         total: The node of a sum that was found before others were rewritten.

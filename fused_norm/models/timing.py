@@ -1,4 +1,4 @@
-"""Times what a pass put into a graph against what it replaced, with inputs of the same sizes."""
+"""Times what a pass added to a graph against what it replaced, on inputs of the same sizes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fused_norm.models.sites import Site
 from fused_norm.models.values import value
 from fused_norm.ops.operands import hint
 
-# Each sample is of so many seconds at least, so that the clock's own time does not count.
+# Each sample takes at least this many seconds, so that the clock's overhead does not matter.
 _SAMPLE = 1e-3
 _ROUNDS = 9
 
 
 @dataclass
 class Replaced:
-    """A part of a graph, and what took its place.
+    """A part of a graph, and its replacement.
 
     Attributes:
         site: What became of it.
         before: The part, with its inputs as arguments.
-        after: What took its place, with the same inputs.
-        inputs: What those are: fake tensors, numbers.
-        autocast: Enters the autocast that the graph enters before.
+        after: The replacement, with the same inputs.
+        inputs: The values of those inputs: fake tensors, numbers.
+        autocast: Enters the autocast that is active in the graph.
     """
 
     site: Site
@@ -46,13 +46,13 @@ class Replaced:
 def cut_out(
     flow: Flow, dead: Iterable[Node], made: Sequence[Node], swaps: Sequence[tuple[Node, Node]]
 ) -> Replaced:
-    """Return copies of what nodes compute and of what takes their place, before they are swapped.
+    """Return copies of nodes and of their replacements, before they are swapped.
 
     Args:
         flow: What is known of their graph.
-        dead: Nodes that go if nobody else reads them.
-        made: Nodes that take their place, in the order of the graph.
-        swaps: Results of the first, each with the one that takes its place.
+        dead: Nodes that are removed if nothing else reads them.
+        made: Their replacements, in the order of the graph.
+        swaps: Results of the first, each with its replacement.
     """
     results = {old for old, _ in swaps}
     gone: set[Node] = set()
@@ -81,13 +81,13 @@ def _copied(nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Nod
 def measure(
     replaced: Replaced, compile_: Callable[[GraphModule, list[Any]], Callable[..., Any]]
 ) -> None:
-    """Time both in turns, and note the medians in seconds at their site.
+    """Time both, alternating, and store the medians in seconds in their site.
 
-    With the recording of gradients on, a sample is a forward and a backward.
+    If gradients are recorded, a sample is a forward and a backward.
 
     Args:
         replaced: What to time.
-        compile_: Returns what runs a graph on some inputs.
+        compile_: Returns a function that runs a graph on some inputs.
     """
     inputs = [_made(each) for each in replaced.inputs]
     leaves = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
@@ -102,7 +102,7 @@ def measure(
 
 
 def _made(like: Any) -> Any:
-    """Return what a fake input stands for: a tensor of random numbers, or zeros for indices."""
+    """Return a value for a fake input: a tensor of random numbers, or zeros for indices."""
     if not isinstance(like, Tensor):
         return hint(like) if isinstance(like, torch.SymInt) else like
     sizes = [hint(size) for size in like.shape]
@@ -127,11 +127,11 @@ def _run(
 
 
 def in_turns(runs: Sequence[Callable[[], Any]], device: torch.device | None) -> list[float]:
-    """Return the median seconds of a call of each, measured in turns.
+    """Return the median seconds of a call of each, alternating between them.
 
     Args:
-        runs: What to call.
-        device: That of the work, None for the host.
+        runs: The functions to time.
+        device: The device of the work, None for the host.
     """
 
     def sample(run: Callable[[], Any], calls: int) -> float:

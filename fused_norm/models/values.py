@@ -1,4 +1,4 @@
-"""What a graph's nodes stand for while it is traced: tensors, their shapes and dtypes, numbers."""
+"""The traced values of a graph's nodes: tensors, their shapes and dtypes, numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.fx import Node
 
 
 def value(node: Any) -> Any:
-    """Return what a node stood for while the graph was traced; tensors are fake ones."""
+    """Return the value of a node while the graph was traced; tensors are fake ones."""
     if not isinstance(node, Node):
         return None
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return whether a tensor, or None, is no subclass with ops of its own."""
+    """Return whether a tensor, or None, is not a subclass with its own ops."""
     return type(tensor).__name__ in ("FakeTensor", "Tensor", "Parameter", "NoneType")
 
 
@@ -27,7 +27,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def is_tensor(node: Any) -> bool:
-    """Return whether a node stands for a tensor."""
+    """Return whether a node's value is a tensor."""
     return isinstance(value(node), Tensor)
 
 
@@ -55,7 +55,7 @@ def are_same(a: Any, b: Any) -> bool:
 
 
 def are_laid_out_alike(a: Any, b: Any) -> bool:
-    """Return whether two nodes are surely tensors of one shape, dtype, device and memory layout."""
+    """Return whether two nodes surely are tensors of one shape, dtype, device and memory layout."""
     one, two = value(a), value(b)
     return (
         (one.dtype, one.device) == (two.dtype, two.device)
@@ -66,15 +66,15 @@ def are_laid_out_alike(a: Any, b: Any) -> bool:
 
 
 def have_same_strides(a: Any, b: Any) -> bool:
-    """Return whether tensors of one shape surely lie in memory alike; lone rows lie anywhere."""
+    """Return whether tensors of one shape surely have the same layout; that of one row is any."""
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(are_same(size, 1) or are_same(one, two) for size, one, two in strides)
 
 
 def number(argument: Any) -> float | None:
-    """Return the number that an argument is, or that an input stands for, guarded then.
+    """Return the number that an argument is, or that an input has, then with a guard.
 
-    Where shapes are dynamic Dynamo makes inputs of a module's numbers, as of its eps.
+    With dynamic shapes, Dynamo turns a module's numbers, such as its eps, into inputs.
 
     Args:
         argument: Of a node.
@@ -89,7 +89,7 @@ def number(argument: Any) -> float | None:
 
 
 def is_number(argument: Any, wanted: float) -> bool:
-    """Return whether an argument is a number, to six digits."""
+    """Return whether an argument is a given number, to six digits."""
     found = number(argument)
     return found is not None and abs(found - wanted) <= 1e-6 * max(1.0, abs(wanted))
 

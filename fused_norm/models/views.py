@@ -1,4 +1,4 @@
-"""Views of rows: what leaves each row whole, wherever it puts it."""
+"""Views of rows: nodes that keep each row whole, wherever they move it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ VIEWS = (
     *("view", "permute", "transpose", "getitem", "select", "slice", "roll", "expand"),
     *("from_local", "redistribute"),
 )
-"""Kinds of nodes that may be such."""
+"""Kinds of nodes that may be views."""
 
 
 def column_after(node: Node, source: Node, column: int) -> int | None:
-    """Return where a view puts the features; None where it is none, or rows do not stay rows.
+    """Return the dimension of the features after a view; None if rows do not stay whole.
 
     Args:
         node: A reader of rows.
         source: The rows.
-        column: The dimension of theirs that features are along.
+        column: The dimension of the features in these rows.
     """
     f = form(node)
     if f.kind not in VIEWS or f["input"] is not source or not is_tensor(node):
@@ -48,12 +48,12 @@ def column_after(node: Node, source: Node, column: int) -> int | None:
 
 
 def is_permutation(node: Node) -> bool:
-    """Return whether a node changes the order of dimensions alone."""
+    """Return whether a node only changes the order of dimensions."""
     return form(node).kind in ("permute", "transpose")
 
 
 def inverse(node: Node) -> list[int]:
-    """Return the order of dimensions that takes a permutation back."""
+    """Return the order of dimensions that reverts a permutation."""
     order = _order(node, value(node).dim())
     return [order.index(dim) for dim in range(len(order))]
 
@@ -71,7 +71,7 @@ def _order(node: Node, rank: int) -> list[int]:
 
 
 def _keeps_features(index: Any, column: int) -> bool:
-    """Return whether an index picks rows, whole ones."""
+    """Return whether an index selects whole rows."""
     index = index if isinstance(index, tuple) else (index,)
     picked = [i for i in index if i is not None]
     if len(picked) == column + 1 and picked[-1] == slice(None):

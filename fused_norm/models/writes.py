@@ -1,8 +1,8 @@
-"""What a node of a graph writes in place, and the memory that its result lies in.
+"""What a node of a graph writes in place, and the memory of its result.
 
-Memory is known by the storages of the fake tensors that nodes stood for while the graph was traced.
-Writes are known by the schemas of ops and the signatures of PyTorch's functions; a call that is
-neither is taken to write all tensors that it is given.
+Memory is identified by the storages of the fake tensors in the traced graph. Writes are known from
+the schemas of ops and the signatures of PyTorch's functions; any other call is assumed to write all
+tensors that it is given.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _OPERATORS = {
     *(operator.imatmul, operator.ilshift, operator.irshift, operator.setitem),
 }
 _METHODS = {"__setitem__", *(f"__{each.__name__}__" for each in _OPERATORS)}
-# In training they update these, which their schemas do not say.
+# Training updates these, which schemas do not say.
 _RUNNING = ("running_mean", "running_var")
-# Ends in an underscore, and writes no values.
+# Ends in an underscore, but writes no values.
 _METADATA_ONLY = {"requires_grad_"}
-# Modules whose functions write what is known of them by name and signature alone.
+# Modules whose functions write only what their names and signatures say.
 _KNOWN = ("torch", "_operator", "math", "fused_norm")
 
 
 def storages(node: Any) -> frozenset[int]:
-    """Return which memory the tensors that a node stands for lie in; nodes that share any alias."""
+    """Return the memory of the tensors that are a node's value; nodes that share any alias."""
     found = set()
     for tensor in tree_leaves(value(node)):
         if isinstance(tensor, Tensor):
@@ -51,9 +51,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _inner(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the tensors that a tensor holds, itself where it is of no subclass that wraps others."""
+    """Yield the tensors that a tensor wraps, or itself if its class wraps none."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        # A batch of vmap's, which has no storage of its own.
+        # A batched tensor of vmap, which has no storage of its own.
         yield from _inner(torch._C._functorch.get_unwrapped(tensor))
         return
     if not is_traceable_wrapper_subclass(tensor):
@@ -61,13 +61,13 @@ def _inner(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in tensor.__tensor_flatten__()[0]:
         held = getattr(tensor, name)
-        # A DTensor names its mesh as well.
+        # A DTensor also lists its mesh.
         if isinstance(held, Tensor):
             yield from _inner(held)
 
 
 def written(node: Any) -> list[Node]:
-    """Return the nodes among the arguments of a node that it writes in place.
+    """Return the nodes among a node's arguments that it writes in place.
 
     Args:
         node: A node of a graph, or another argument, which writes nothing.
@@ -111,9 +111,9 @@ def _writes_self(name: str) -> bool:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a function is PyTorch's, Python's or ours, and none that runs a user's."""
+    """Return whether a function is PyTorch's, Python's or ours, and does not run a user's."""
     module = getattr(function, "__module__", None)
-    # Methods of classes that are written in C++ name the class alone.
+    # Methods of classes in C++ only name the class.
     module = module or getattr(getattr(function, "__objclass__", None), "__module__", None)
     name = getattr(function, "__name__", "")
     is_known = function is getattr or str(module).split(".")[0] in _KNOWN
@@ -122,7 +122,7 @@ def _is_of_torch(function: Any) -> bool:
 
 @functools.cache
 def _schema(target: Any) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """Return the names of arguments of each overload of an op, and of those that it writes."""
+    """Return the names of each overload's arguments, and of those that it writes."""
     overloads = [target]
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]
@@ -154,18 +154,18 @@ def _signature(target: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(target)
     except (TypeError, ValueError):
-        # Functions that are written in C++ have none.
+        # Functions in C++ have none.
         return None
 
 
 def _by_signature(target: Any, node: Node) -> list[Any]:
-    """Return what one of PyTorch's functions in Python writes, and its normalizations' averages."""
+    """Return what one of PyTorch's Python functions writes, including running statistics."""
     signature = _signature(target)
     if signature is None:
         return []
     given = signature.bind(*node.args, **node.kwargs).arguments
     found = [given.get(name) for name in ("out", *_RUNNING)]
-    # What drops nothing out writes nothing.
+    # If nothing is dropped out, nothing is written.
     drops = given.get("training") is not False and given.get("p") != 0.0
     if given.get("inplace") and (drops or "dropout" not in target.__name__):
         found.append(next(iter(given.values())))
@@ -176,7 +176,7 @@ def _by_signature(target: Any, node: Node) -> list[Any]:
 
 
 def _written_by_bodies(node: Node) -> list[Node]:
-    """Return what an op that is given graphs writes: all or nothing, and all where it has none."""
+    """Return what an op with graph arguments writes: all tensors unless no graph writes any."""
     root: Any = node.graph.owning_module
     bodies = [
         getattr(root, str(each.target), None)

@@ -40,8 +40,8 @@ _GAMMA = NAMED.index("gamma")
 class NormLinear(torch.autograd.Function):
     """Gradients of the family. The forward saves x or the sum, parameters, statistics and h.
 
-    The first two arguments are the spec, and for each weight None or the Parameter whose `main_grad`
-    gets the gradient instead of autograd. The others are tensors in the order of `flat`.
+    The first two arguments are the spec, and for each weight None or a Parameter whose `main_grad`
+    gets the gradient instead. The others are tensors in the order of `flat`.
     """
 
     @staticmethod
