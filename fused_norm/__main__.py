@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "bench":
         return bench.main(rest)
     if options.command == "tune":
-        # Imported late, as it brings what rewrites models.
+        # Imported late, since it imports the model passes.
         from fused_norm.tuning import command
 
         return command.main(rest)
@@ -84,7 +84,7 @@ def _versions() -> str:
 
 
 def _unknown(target: str) -> str | None:
-    """Return what is wrong with the name of a target, None if nothing is or nobody can tell."""
+    """Return what is wrong with the name of a target, None if nothing is or nothing can tell."""
     name = target.split(":")[-1]
     if target == "cpu" or compiler.version() is None:
         return None

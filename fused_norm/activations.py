@@ -1,7 +1,7 @@
-"""The activations and gates: what all the library knows of one, in a table.
+"""The activations and gates: all that the library knows of each, in a table.
 
-Functions, modules, models and MAX graphs read it. How kernels compute one is in
-op/gemm/activation.mojo, under the numbers that it has here.
+Functions, modules, models and MAX graphs read it. The kernels are in op/gemm/activation.mojo, under
+the same numbers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from fused_norm.reference import widened
 
-# The number of a gate is that of its activation and this.
+# The number of a gate is that of its activation plus this.
 GATED = 8
 
 
 class Activation(NamedTuple):
-    """An activation, or the gate `activation(h[..., :N]) * h[..., N:]` that is made of one.
+    """An activation, or the gate `activation(h[..., :N]) * h[..., N:]` that uses it.
 
     Attributes:
         number: Its number in the record of a call.
         function: The activation.
-        gradient: That of its argument, from that of its result and its argument.
-        gate: The name of the gate that it makes, `""` for a gate, or if it makes none.
-        targets: PyTorch's functions that compute it in a graph; it may be written out, too.
+        gradient: Returns the gradient of the argument from the result's and the argument.
+        gate: The name of the gate that uses it, `""` for a gate, or if there is none.
+        targets: PyTorch's functions that compute it in a graph; it may also be decomposed.
         arguments: The names of their arguments.
     """
 
@@ -72,7 +72,7 @@ PLAIN: dict[str, Activation] = {
     "silu": Activation(5, F.silu, _silu_gradient, "swiglu", (F.silu,)),
 }
 GATES: dict[str, str] = {name: each.gate for name, each in PLAIN.items() if each.gate}
-"""The gate that each activation makes."""
+"""The gate that uses each activation."""
 ACTIVATIONS: dict[str, Activation] = PLAIN | {
     gate: Activation(PLAIN[name].number + GATED, PLAIN[name].function, PLAIN[name].gradient)
     for name, gate in GATES.items()
@@ -89,7 +89,7 @@ def number_of(activation: str) -> int:
 
 
 def is_gate(activation: str) -> bool:
-    """Return whether an activation takes two halves, of which one gates the other."""
+    """Return whether an activation takes two halves, one of which gates the other."""
     return number_of(activation) >= GATED
 
 
@@ -104,7 +104,7 @@ def require_activation(name: Any) -> None:
 
 
 def activated(activation: str, h: Tensor) -> Tensor:
-    """Return an activation of h, in its dtype: of a gate half as wide as h.
+    """Return an activation of h, in its dtype; a gate's result is half as wide as h.
 
     Args:
         activation: One of ACTIVATIONS, or `""` for none.
@@ -120,7 +120,7 @@ def activated(activation: str, h: Tensor) -> Tensor:
 
 
 def activation_gradient(activation: str, da: Tensor, h: Tensor) -> Tensor:
-    """Return the gradient of h from that of its activation, in the dtype of h.
+    """Return the gradient of h from its activation's, in the dtype of h.
 
     Args:
         activation: One of ACTIVATIONS.
@@ -136,7 +136,7 @@ def activation_gradient(activation: str, da: Tensor, h: Tensor) -> Tensor:
 
 
 def after_products(products: list[Tensor], activation: str, is_joined: bool) -> list[Tensor]:
-    """Return the activation of each product, or of all side by side.
+    """Return the activation of each product, or of their concatenation.
 
     Args:
         products: Of shape `[..., N]` each.

@@ -31,11 +31,11 @@ SHAPES = {
     "cpu": [(1, 768, 3072), (128, 768, 3072), (1024, 1024, 1024)],
     "cuda": [(16, 1024, 4096), (2048, 1024, 4096), (8192, 4096, 4096)],
 }
-# How far off a result may be, as a multiple of eager's own error, and in roundings of the dtype.
+# The largest error of a result, as a multiple of eager's own, and in roundings of the dtype.
 WORST = 3.0
 ROUNDINGS = 2.0
 ROUNDS = 9
-# A sample of this many seconds hides the clock's own time, and a GPU's launches in each other.
+# A sample of this many seconds hides the clock's overhead, and lets a GPU's launches overlap.
 SAMPLE = 2e-3
 WIDTH = 80
 UNITS = {"s": 1, "ms": 1e-3, "us": 1e-6}
@@ -45,7 +45,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Op:
-    """A call and its composition in PyTorch, of x, the weight, its bias and gamma.
+    """A call and its composition in PyTorch, on x, the weight, its bias and gamma.
 
     Attributes:
         name: What the table calls it.
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     console = Console(width=WIDTH)
     console.print(_machine(device), highlight=False)
-    # No thread draws it: what is measured should have the cores.
+    # Not drawn by a thread, which would take time from what is measured.
     column, terminal = TextColumn("{task.description}"), Console(stderr=True)
     with Progress(column, console=terminal, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("")
@@ -194,7 +194,7 @@ def _inputs(op: Op, shape: tuple[int, int, int], dtype: torch.dtype, device: str
 
 
 def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the output and all gradients, of a gradient of ones."""
+    """Return the output and all gradients, for an output gradient of ones."""
     output = function(*inputs)
     return [output, *torch.autograd.grad(output, inputs, torch.ones_like(output))]
 

@@ -1,12 +1,12 @@
 """The op family as a composition of PyTorch's ops: what every implementation computes.
 
     s = x + residual;  z = norm(s) (gamma + offset) + beta;  z = z (1 + scale) + shift
-    h = z W^T + b;  a = activation(h), of a gate activation(h[:, :N]) h[:, N:]
+    h = z W^T + b;  a = activation(h), for a gate activation(h[:, :N]) h[:, N:]
     norm_mlp: y = a W2^T + b2 + residual_out
 
-Every tensor is rounded to its dtype once, where it leaves: sums, norms, modulation and activations
-are those of float32 (float64's of float64). All of it is differentiable, so it serves derivatives
-that have no kernel, too.
+Every tensor is rounded to its dtype once, when it is a result: sums, norms, modulation and
+activations are computed in float32 (float64 for float64). Everything is differentiable, so it also
+serves derivatives that have no kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fused_norm.reference import widened
 
 
 class Spec(NamedTuple):
-    """What a call computes, apart from its tensors.
+    """What a call computes, without its tensors.
 
     Attributes:
         normalization: One of NORMS.
@@ -33,9 +33,9 @@ class Spec(NamedTuple):
         weight_offset: Added to gamma.
         is_joined: Whether the products of all weights are columns of one tensor.
         returns_sum: Whether x + residual is a result.
-        returns_norm: Whether the normalized rows are.
-        recompute: Whether the backward computes h again instead of keeping it.
-        batch_invariant: Whether the bits of a row may not depend on the others.
+        returns_norm: Whether the normalized rows are a result.
+        recompute: Whether the backward recomputes h instead of keeping it.
+        batch_invariant: Whether the bits of a row may not depend on other rows.
     """
 
     normalization: str = LAYER_NORM
@@ -50,7 +50,7 @@ class Spec(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The tensors of a call, None for those that are not there.
+    """The tensors of a call, None for absent ones.
 
     Attributes:
         x: Input of shape `[..., K]`.
@@ -58,13 +58,13 @@ class Operands(NamedTuple):
         gamma: Weight of the norm, shape `[K]`.
         beta: Bias of the norm, shape `[K]`.
         scale: Modulation that broadcasts against x.
-        shift: The other half of it.
-        mean: Mean of each row of `x + residual`, shape `[...]`, where statistics are given.
+        shift: The shift of the modulation.
+        mean: Mean of each row of `x + residual`, shape `[...]`, if statistics are given.
         rstd: Reciprocal deviation of each row, or 1 / root mean square.
         out_weight: Weight of a second Linear layer, shape `[K2, N]`.
         out_bias: Its bias.
-        out_residual: Added to what it returns.
-        weights: Of the Linear layers on the norm, each of shape `[N, K]`.
+        out_residual: Added to the second layer's result.
+        weights: Weights of the Linear layers on the norm, each of shape `[N, K]`.
         biases: One for each weight, or None.
     """
 
@@ -83,9 +83,9 @@ class Operands(NamedTuple):
     biases: Sequence[Tensor | None] = ()
 
 
-# The form of each operand that comes with the norm: that of x, a number for each feature, such a
-# row for each group of rows, or a number for each row. Checks, options, shards, the record and its
-# gradients follow from this; chain/operands.h has the same for C++.
+# The form of each operand of the norm: that of x, a number for each feature, features for each
+# group of rows, or a number for each row. Checks, options, shards, the record and its gradients
+# follow from this; chain/operands.h has the same for C++.
 FORMS = {
     **{"residual": "rows", "gamma": "features", "beta": "features"},
     **{"scale": "groups", "shift": "groups", "mean": "statistics", "rstd": "statistics"},
@@ -93,9 +93,9 @@ FORMS = {
 NAMES: dict[str, tuple[str, ...]] = {
     form: tuple(name for name in FORMS if FORMS[name] == form) for form in FORMS.values()
 }
-# x and those that may have a gradient, which come before the statistics.
+# x and the operands that may have a gradient, which come before the statistics.
 WITH_GRADIENT = Operands._fields[: 1 + len(FORMS) - len(NAMES["statistics"])]
-# What users say of a norm, and what holds if they do not: the operands first, as users name them.
+# The options of a norm with their defaults: the operands first, as users name them.
 OPTIONS: dict[str, Any] = {
     **dict.fromkeys(
         {"gamma": "norm_weight", "beta": "norm_bias"}.get(name, name) for name in WITH_GRADIENT[1:]
@@ -106,7 +106,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Added(NamedTuple):
-    """The tensors of a Linear layer whose result something is added to.
+    """The tensors of a Linear layer with a residual after it.
 
     Attributes:
         x: Input of shape `[..., K]`.
@@ -122,16 +122,16 @@ class Added(NamedTuple):
 
 
 def has_sum(t: Operands) -> bool:
-    """Return whether anything is added to x before the norm."""
+    """Return whether a residual is added to x before the norm."""
     return first(t, "rows") is not None
 
 
 def first(t: Operands, *forms: str) -> Tensor | None:
-    """Return the first operand of some forms that is there.
+    """Return the first operand with one of some forms that is not None.
 
     Args:
         t: The tensors.
-        forms: Those of FORMS to look for.
+        forms: The forms to look for, of FORMS.
     """
     for form in forms:
         for name in NAMES[form]:
@@ -153,12 +153,12 @@ def _layers(
 
 
 def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _layers) -> list[Tensor]:
-    """Return what a call returns: its outputs, then the sum and the normalized rows if asked for.
+    """Return the results of a call: its outputs, then the sum and the normalized rows if wanted.
 
     Args:
         spec: What to compute.
-        t: The tensors. Statistics are computed again, so that gradients reach x through them.
-        layers: Computes Linear layers of the same rows and their activation, given these, the
+        t: The tensors. Statistics are recomputed, so that gradients reach x through them.
+        layers: Computes Linear layers of the same rows and their activation from the rows, the
             weights and the biases, the activation, and whether products are joined.
     """
     x = summed(t)
@@ -175,7 +175,7 @@ def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _laye
 
 
 def summed(t: Operands) -> Tensor:
-    """Return what is normalized: x, and what is added to it."""
+    """Return the input of the norm: x plus the residual."""
     return t.x if t.residual is None else t.x + t.residual
 
 
@@ -183,7 +183,7 @@ def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
     """Return the normalized and modulated rows of x, in its dtype.
 
     Args:
-        spec: Which norm.
+        spec: The norm.
         x: The sum that is normalized.
         t: Gamma, beta, scale and shift.
     """
@@ -193,9 +193,9 @@ def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
         return F.layer_norm(x, features, gamma, beta, spec.eps)
     norm = NORMS[spec.normalization]
     if norm.has_bias and not spec.weight_offset and scale is shift is None:
-        # PyTorch's own op, whatever the dtypes: it says which do not go together.
+        # PyTorch's own op, whatever the dtypes: it raises the error if they do not match.
         return norm.function(x, features, gamma, beta, spec.eps)
-    # PyTorch's norms compute in float32, too, and round once.
+    # PyTorch's norms also compute in float32, and round once.
     if not _is_rounded_once(spec, x, t):
         rows = widened(x)
         gamma, beta, scale, shift = (
@@ -212,7 +212,7 @@ def normalized(spec: Spec, x: Tensor, t: Operands) -> Tensor:
 
 
 def _is_rounded_once(spec: Spec, x: Tensor, t: Operands) -> bool:
-    """Return whether a norm is one op of PyTorch's, whose parameters have the dtype of x."""
+    """Return whether a norm is one op of PyTorch, with parameters in the dtype of x."""
     gamma, beta = t.gamma, t.beta
     return (
         t.scale is None
@@ -223,7 +223,7 @@ def _is_rounded_once(spec: Spec, x: Tensor, t: Operands) -> bool:
 
 
 def _features(x: Tensor, *others: Tensor | None) -> torch.Size:
-    """Return the size of a row; of a row that fits no parameter, what the parameters ask for."""
+    """Return the size of a row, or the size that parameters require if it fits none."""
     sizes = [size for size in map(_last_size, others) if size]
     features = _last_size(x)
     return features if features in sizes or not sizes else sizes[-1]
@@ -238,13 +238,13 @@ def _last_size(tensor: Any) -> torch.Size:
 def gradients(
     spec: Spec, t: Operands, grad_outputs: Sequence[Tensor | None], wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of a call's tensors, differentiable in turn, None where not wanted.
+    """Return the gradients of a call's tensors, differentiable themselves, None if not wanted.
 
     Args:
         spec: What was computed.
-        t: The tensors, of which statistics get no gradient.
-        grad_outputs: Those of the results of `compute`, None for zeros.
-        wanted: Which are, in the order of `flat`.
+        t: The tensors; statistics get no gradient.
+        grad_outputs: The gradients of the results of `compute`, None for zeros.
+        wanted: Which gradients are wanted, in the order of `flat`.
     """
     tensors = _with_biases(flat(t), wanted)
     chosen = [i for i, w in enumerate(wanted) if w]
@@ -257,14 +257,14 @@ def gradients(
         return tuple(r for r, g in zip(results, grad_outputs, strict=True) if g is not None)
 
     values = [tensors[i] for i in chosen]
-    # Not unpacked: PyTorch's annotations have a third result, which is there only if asked for.
+    # Not unpacked: PyTorch's annotations have a third result, which is optional.
     pull = torch.func.vjp(function, *values)[1]
     found = iter(pull(tuple(g for g in grad_outputs if g is not None)))
     return [next(found) if w else None for w in wanted]
 
 
 def _with_biases(tensors: list[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Return the tensors with zeros for the biases that no gradient depends on, nor anyone kept."""
+    """Return the tensors with zeros for biases that were not kept, as no gradient needs them."""
     named = Operands._fields[:-2]
     count = (len(tensors) - len(named)) // 2
     out_weight = named.index("out_weight")
@@ -283,7 +283,7 @@ def reached(spec: Spec, count: int, grad_outputs: Sequence[Tensor | None]) -> li
     Args:
         spec: What was computed.
         count: How many weights there are.
-        grad_outputs: Those of the results of `compute`, None where nothing depends on one.
+        grad_outputs: The gradients of the results of `compute`, None if nothing depends on one.
     """
     there = [g is not None for g in grad_outputs]
     last = len(there) - spec.returns_norm
@@ -299,7 +299,7 @@ def reached(spec: Spec, count: int, grad_outputs: Sequence[Tensor | None]) -> li
 
 
 def flat(t: Operands) -> list[Tensor | None]:
-    """Return the tensors of a call in one list, weights and then biases at the end."""
+    """Return the tensors of a call in one list, with weights and then biases at the end."""
     return [*t[:-2], *t.weights, *t.biases]
 
 

@@ -20,18 +20,18 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 class Loss(NamedTuple):
-    """What a call computes, apart from its tensors.
+    """What a call computes, without its tensors.
 
     Attributes:
         reduction: One of REDUCTIONS.
-        ignore_index: Label of rows that have no loss.
-        label_smoothing: Share of the label that all classes have alike.
-        z_loss: Factor of the squared logarithm of the sum of exponentials.
-        softcap: What logits are limited to by tanh, 0 for nothing.
-        chunk_rows: Rows whose logits exist at once, 0 for what suits the device.
-        group: Name of the processes that share the vocabulary, "" if one has all of it.
-        first: The first class that this process has of it.
-        classes: Classes of the whole vocabulary where processes share it.
+        ignore_index: Label of rows without a loss.
+        label_smoothing: Fraction of the label that is spread evenly over all classes.
+        z_loss: Factor of the squared logsumexp.
+        softcap: Bound that tanh applies to logits, 0 for none.
+        chunk_rows: Rows whose logits exist at once, 0 for the device's default.
+        group: Name of the process group that shares the vocabulary, "" if one process has it all.
+        first: The first class of this process.
+        classes: Classes of the whole vocabulary if processes share it.
     """
 
     reduction: str = "mean"
@@ -46,14 +46,14 @@ class Loss(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The tensors of a call, None for those that are not there.
+    """The tensors of a call, None for absent ones.
 
     Attributes:
         x: Rows of shape `[..., K]`.
-        weight: Of shape `[V, K]`, or the rows that a process has of it.
-        bias: Of shape `[V]`, or what a process has of it.
+        weight: Of shape `[V, K]`, or this process's rows of it.
+        bias: Of shape `[V]`, or this process's part of it.
         target: Labels of shape `[...]`, int64.
-        class_weight: Of shape `[V]`, of the whole vocabulary.
+        class_weight: Of shape `[V]`, for the whole vocabulary.
         token_weight: Of the shape of `target`.
     """
 
@@ -66,7 +66,7 @@ class Head(NamedTuple):
 
 
 def _logits(t: Head, loss: Loss) -> Tensor:
-    """Return all logits in float32 or float64, a row each."""
+    """Return all logits in float32 or float64, one row each."""
     z = widened(F.linear(t.x, t.weight, t.bias))
     if loss.softcap:
         z = loss.softcap * torch.tanh(z / loss.softcap)
@@ -74,7 +74,7 @@ def _logits(t: Head, loss: Loss) -> Tensor:
 
 
 def is_plain(t: Head, loss: Loss) -> bool:
-    """Return whether PyTorch's cross entropy has all options of a loss.
+    """Return whether PyTorch's cross entropy supports all options of a loss.
 
     Args:
         t: The tensors.
@@ -84,10 +84,10 @@ def is_plain(t: Head, loss: Loss) -> bool:
 
 
 def plain(t: Head, loss: Loss) -> Tensor:
-    """Return a plain loss by PyTorch's cross entropy of all logits, in float32 or float64.
+    """Return a plain loss with PyTorch's cross entropy of all logits, in float32 or float64.
 
     Args:
-        t: Tensors that go together.
+        t: Tensors that fit together.
         loss: What to compute.
     """
     z = _logits(t, loss)
@@ -103,10 +103,10 @@ def plain(t: Head, loss: Loss) -> Tensor:
 
 
 def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Return the loss and the logarithm of each row's sum of exponentials, in float32 or float64.
+    """Return the loss and the logsumexp of each row, in float32 or float64.
 
-    All logits exist at once. It is differentiable any number of times, and raises as PyTorch's
-    ops do.
+    All logits exist at once. It is differentiable any number of times, and raises the errors of
+    PyTorch's ops.
 
     Args:
         t: The tensors.
@@ -134,17 +134,17 @@ def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
 
 
 def token_weights(t: Head, dtype: torch.dtype) -> Tensor | None:
-    """Return the rows' own weights, of shape `[M]`."""
+    """Return the rows' token weights, of shape `[M]`."""
     return None if t.token_weight is None else t.token_weight.detach().reshape(-1).to(dtype)
 
 
 def denominator(t: Head, loss: Loss, dtype: torch.dtype) -> Tensor:
-    """Return what a mean divides by: the sum of the weights of the rows that are not ignored.
+    """Return the divisor of a mean: the sum of the weights of the rows that are not ignored.
 
     Args:
         t: The tensors.
         loss: Which rows are ignored.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
     target = t.target.reshape(-1)
     counts = target != loss.ignore_index
@@ -162,8 +162,8 @@ def reduced(losses: Tensor, t: Head, loss: Loss, divisor: Tensor | None = None) 
     Args:
         losses: Of shape `[M]`.
         t: The tensors.
-        loss: Which reduction.
-        divisor: That of a mean, where it is known.
+        loss: The reduction.
+        divisor: The divisor of a mean, if known.
     """
     if loss.reduction == "none":
         return losses.reshape(t.target.shape)
@@ -182,8 +182,8 @@ def row_scales(
         t: The tensors.
         loss: What was computed.
         grad: Gradient of the loss, None for 1.
-        dtype: Of the result.
-        divisor: That of a mean, None for other reductions.
+        dtype: The dtype of the result.
+        divisor: The divisor of a mean, None for other reductions.
     """
     counts = t.target.reshape(-1) != loss.ignore_index
     scales = token_weights(t, dtype)
@@ -198,12 +198,12 @@ def row_scales(
 def gradients(
     t: Head, loss: Loss, grads: tuple[Tensor | None, Tensor | None], wanted: list[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of x, the weight and the bias, differentiable in turn.
+    """Return the gradients of x, the weight and the bias, differentiable themselves.
 
     Args:
         t: The tensors.
         loss: What was computed.
-        grads: Gradients of the loss and of the logarithms, None for zeros.
+        grads: Gradients of the loss and of the logsumexps, None for zeros.
         wanted: Which of the three are wanted.
     """
 

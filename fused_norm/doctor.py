@@ -1,4 +1,4 @@
-"""Says in one screen what this machine has for the kernels, and what to do where it lacks."""
+"""Shows on one screen what this machine has for the kernels, and how to get what it lacks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fused_norm.devices.machine import cpu_kind, hopper_kind
 from fused_norm.native import build, cache, compiler, prebuilt
 from fused_norm.native.cpu_features import bfloat16_product, has_tiles, without_tiles
 
-# The versions that the kernels are written for; pyproject.toml asks for these.
+# The versions that the kernels are written for; pyproject.toml requires these.
 COMPILERS = ("1.1", "1.2")
-# CUDA 12.3's first, which the kernels need. MAX itself refuses drivers before 580.
+# The first of CUDA 12.3, which the kernels need. MAX itself refuses drivers before 580.
 OLDEST_NVIDIA_DRIVER = 545
 OLDEST_OF_MAX = 580
 TUNE = "`python -m fused_norm tune`"
@@ -80,7 +80,7 @@ def _facts(advice: Advice) -> dict[str, str]:
 
 
 def _print(facts: dict[str, str], advice: Advice) -> None:
-    # Imported late: it takes as long as all of this package.
+    # Imported late: it takes as long as this whole package.
     from rich.console import Console
     from rich.table import Table
 
@@ -95,7 +95,7 @@ def _print(facts: dict[str, str], advice: Advice) -> None:
     todo = [*advice.must, *(f"(optional) {line}" for line in advice.may)]
     print(f"\n{said}. {'What to do:' if todo else 'There is nothing to do.'}")
     for line in todo:
-        # Commands stay in one piece, to be copied.
+        # Commands are not broken, so that they can be copied.
         whole = re.sub("`[^`]*`", lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), line)
         wrapped = textwrap.fill(
             whole,
@@ -143,7 +143,7 @@ def _threads() -> str:
 
 
 def _cpu_dtypes() -> str:
-    """Return which strategy calls take in each dtype, and why."""
+    """Return the strategy of calls in each dtype, and why."""
     chosen = "our product"
     if choice.path(cpu_kind()):
         chosen += ", or PyTorch's where that is faster"
@@ -161,7 +161,7 @@ def _cpu_dtypes() -> str:
 
 
 def _choices(advice: Advice) -> str:
-    """Return by which measurements calls are chosen, and how old they are."""
+    """Return the measurements by which strategies are chosen, and their age."""
     kinds = [cpu_kind()]
     if torch.cuda.is_available():
         gpus = filter(is_hopper, range(torch.cuda.device_count()))
@@ -213,7 +213,7 @@ def _gpus(advice: Advice) -> str:
 
 
 def _batch_invariant() -> str:
-    """Return where calls in that mode are served."""
+    """Return where batch-invariant calls are served."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     served = [torch.cuda.get_device_name(i) for i in range(count) if is_hopper(i)]
     return "; ".join(["cpu, in every dtype", *(f"{name}, 16 bits" for name in served)])
@@ -262,7 +262,7 @@ def _built(advice: Advice) -> str:
 
 
 def _chain(advice: Advice) -> str:
-    """Return where the C++ comes from that calls kernels, and what to do if there is none."""
+    """Return the origin of the C++ that calls kernels, and what to do if there is none."""
     if library.prebuilt_path(library.CHAIN):
         return "prebuilt"
     if library.is_built(library.CHAIN):

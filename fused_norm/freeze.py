@@ -1,4 +1,4 @@
-"""Freezing: the one way in which anything that is made of parameters outlives a call."""
+"""Freezing: the only way in which something made from parameters outlives a call."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
     if offload:
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         matrices = [p for p in parameters if p.dim() == 2]
-        # What stands for all that leave is as large as the largest of them.
+        # The placeholder of all offloaded weights is as large as the largest of them.
         most = max(_SMALL_BYTES, sum(p.nbytes for p in matrices) // _PARTS)
         for p in matrices:
             if uses[id(p)] == 1 and p.nbytes <= most:
@@ -66,11 +66,11 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
 
 
 def freeze_parameters(parameters: Iterable[Tensor], modules: Iterable[nn.Module] = ()) -> Frozen:
-    """Freeze parameters for as long as what is returned is held.
+    """Freeze parameters for as long as the returned object is held.
 
     Args:
-        parameters: Those of a compiled graph.
-        modules: Those that own them, as far as known: their `train()` ends it.
+        parameters: The parameters of a compiled graph.
+        modules: Their owners, if known: their `train()` ends the freezing.
     """
     record = Frozen()
     _freeze(record, list(parameters), modules)
@@ -114,7 +114,7 @@ def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.M
         if parameter.requires_grad and not parameter.is_inference():
             record.on_thaw.append(parameter.register_hook(_refuse).remove)
     for module in modules:
-        # They stay: what runs them could not have them removed meanwhile. The others do no harm.
+        # The hooks stay: they could not be removed while they run. The others do no harm.
         if not any(hook is _thaw_offloaded for hook in module._state_dict_pre_hooks.values()):
             module.register_load_state_dict_pre_hook(_thaw)
             module.register_state_dict_pre_hook(_thaw_offloaded)
@@ -124,13 +124,13 @@ def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.M
 
 
 class _Train:
-    """Replaces `train` of a module, and ends freezing first. It owns what was frozen.
+    """Replaces `train` of a module, and ends freezing first. It owns the frozen parameters.
 
-    Copies and pickled modules have one that does no more than `train`.
+    Copies and pickled modules have one that only calls `train`.
     """
 
     def __init__(self, module: nn.Module, record: Frozen | None) -> None:
-        # Not the module itself: a circle would keep its memory until Python looks for circles.
+        # Not the module itself: a reference cycle would keep its memory until garbage collection.
         self._module, self._record = weakref.ref(module), record
 
     def __call__(self, mode: bool = True) -> nn.Module:
@@ -148,7 +148,7 @@ class _Train:
 
 
 class _WithoutTrain:
-    """Gives a module its own `train` back."""
+    """Restores a module's own `train`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)

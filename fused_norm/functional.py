@@ -94,7 +94,7 @@ def fused_layernorm_linear(
             eps,
         )
     if not isinstance(eps, (float, int)):
-        # PyTorch's ops say what is wrong with it, if anything is.
+        # PyTorch's ops raise the error, if there is one.
         parameters = [linear_weight], [linear_bias]
         t = Operands(x, None, ln_weight, ln_bias, *[None] * 7, *parameters)
         return composition.compute(Spec(eps=eps), t)[0]
@@ -189,7 +189,7 @@ def norm_linear(
 
 
 def _grouped(results: Any, weight: Sequence[Tensor]) -> Any:
-    """Return the outputs of several weights in a tuple, and what else there is after that."""
+    """Return the outputs of several weights in a tuple, followed by the other results."""
     if isinstance(results, Tensor):
         return (results,)
     ys, extras = results[: len(weight)], results[len(weight) :]
@@ -257,8 +257,8 @@ def norm_mlp(
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
     if residual_out is x and type(x) is Tensor and x.requires_grad and not x.is_contiguous():
-        # Autograd lays the sum of two gradients out as the one that comes first. Of x + mlp(x) that
-        # is the residual's: the other one is to come by way of a view.
+        # Autograd lays out the sum of two gradients like the first one. For x + mlp(x) that is the
+        # residual's if the other one comes through a view.
         x = x.view_as(x)
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (residual, norm_weight, norm_bias, scale, shift, normalization, eps, weight_offset)

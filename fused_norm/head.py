@@ -16,7 +16,7 @@ from fused_norm.ops.family import checked_eps
 from fused_norm.ops.head_shards import has_dtensor, over_shards
 from fused_norm.ops.normalize import normalized
 
-# Rows of a chunk where memory is short: an H100 takes 2 to 8 % longer.
+# Rows of a chunk if memory is scarce: an H100 takes 2 to 8 % longer.
 SMALL_ROWS = 2048
 
 

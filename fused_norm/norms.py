@@ -1,7 +1,7 @@
-"""The norms: what all the library knows of one, in a table.
+"""The norms: all that the library knows of each, in a table.
 
-Functions, modules, models, MAX graphs, builds and the record of a call read it. How a norm is
-computed is in op/norms/ for kernels and in `function` here for PyTorch's ops.
+Functions, modules, models, MAX graphs, builds and the record of a call read it. The kernels are in
+op/norms/, and `function` computes a norm with PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Normalization(NamedTuple):
         has_mean: Whether its statistics are mean and rstd of each row, not rstd alone.
         function: Returns the norm of rows `[..., K]` from the rows, `(K,)`, gamma, beta and eps.
         statistics: Returns mean, or None, and rstd of rows from the rows and eps.
-        module: PyTorch's module, by whose name modules here call the norm.
+        module: PyTorch's module, whose name is the norm's in our modules.
         has_bias: Whether that module has a beta.
-        eps: That module's eps unless it is given: None for one that depends on the dtype.
+        eps: That module's default eps: None if it depends on the dtype.
         targets: PyTorch's functions that compute it in a graph.
         arguments: The names of their arguments.
     """

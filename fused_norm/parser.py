@@ -14,10 +14,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that breaks the first line of an error between words; later lines stay."""
 
     def error(self, message: str) -> NoReturn:
-        """Print how the command is used and what is wrong, and exit with 2.
+        """Print the usage and the error, and exit with status 2.
 
         Args:
-            message: What is wrong.
+            message: The error.
         """
         first, *rest = message.split("\n")
         text = f"{self.prog}: error: {first}"

@@ -1,4 +1,4 @@
-"""Between a norm and attention: queries, keys and values of heads."""
+"""What comes between a norm and attention: queries, keys and values of heads."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def norm_qkv(
 ) -> Any:
     """Apply a norm, the Linear layers of queries, keys and values, and what precedes attention.
 
-        z = norm(x + residual);  q, k, v = z Wq^T, z Wk^T, z Wv^T, parted into heads
+        z = norm(x + residual);  q, k, v = z Wq^T, z Wk^T, z Wv^T, split into heads
         q, k = rotated(rms_norm(q) q_norm), rotated(rms_norm(k) k_norm)
 
     Heads are normalized and rotated in one pass, in float32, and rounded once; PyTorch's ops round
     bfloat16 five times. The backward saves what `norm_linear` saves, and the products of queries
     and keys. Sums run in a fixed order, so every run gives the same bits.
 
-    Kernels do so on CPUs if `head_dim` and the elements that are rotated are multiples of 16, and
-    on GPUs if they are multiples of 8 up to 256. Otherwise, PyTorch's ops do.
+    Kernels do this on CPUs if `head_dim` and the number of rotated elements are multiples of 16,
+    and on GPUs if they are multiples of 8 up to 256. Otherwise, PyTorch's ops do.
 
     Args:
         x: Input of shape `[..., S, K]`.
@@ -55,8 +55,8 @@ def norm_qkv(
         rotary_dim: How many elements of a head are rotated, from the first; None for R. If it is
             2 R, there is one angle for each pair.
         interleaved: Whether neighbors are rotated into each other (GPT-J, Flux), instead of
-            elements half of `rotary_dim` apart (LLaMA).
-        norm: What `norm_linear` takes of the norm before: `normalization`, `norm_weight`,
+            elements at a distance of half of `rotary_dim` (LLaMA).
+        norm: The options of `norm_linear` for the norm before: `normalization`, `norm_weight`,
             `norm_bias`, `eps`, `weight_offset`, `scale`, `shift`, `residual`, `statistics`,
             `return_sum`, `return_norm` and `recipe`.
 
@@ -107,7 +107,7 @@ def _check_weights(weights: Sequence[Tensor], head_dim: int) -> None:
 
 
 def _parted(results: Any, norm: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the three outputs, and what else there is after them."""
+    """Return the three outputs, followed by the other results."""
     if norm.get("return_sum") or norm.get("return_norm"):
         return tuple(results)
     return (results,)
@@ -119,7 +119,7 @@ def _angles(
     """Return cosines and sines in two dimensions, and whether there is one for each pair.
 
     Raises:
-        ValueError: If they are not those of the rows, or of other elements than those of a head.
+        ValueError: If they do not belong to the rows, or to the elements of a head.
     """
     if rotary is None:
         return (None, None), False

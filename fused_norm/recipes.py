@@ -2,10 +2,10 @@
 
     q = round(v / scale),  scale = max(max |v|, 1e-12) / largest number of the type
 
-The maximum is one for each row of an operand, each tensor, each 128 elements of a row or each block
-of 128 by 128. Names and numerics are torchao's: `torchao.float8.Float8LinearRecipeName`, and for
+Elements that share a scale are a row of an operand, a tensor, 128 elements of a row or a block of
+128 by 128. Names and numerics are torchao's: `torchao.float8.Float8LinearRecipeName`, and for
 blocks DeepSeek's, as in transformers' FineGrainedFP8 and TransformerEngine's Float8BlockScaling.
-Everything here is of PyTorch's ops, on any device: the reference of what kernels compute.
+Everything here uses PyTorch's ops, on any device: the reference for the kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# What is smaller than this everywhere has the scale of this, as torchao has it.
+# If all magnitudes are smaller than this, the scale is computed from this, as in torchao.
 LEAST = 1e-12
 # Elements along each side of a block.
 BLOCK = 128
@@ -27,7 +27,7 @@ class Cast(NamedTuple):
 
     Attributes:
         dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        scaling: What shares a scale: `"row"`, `"tensor"`, `"1x128"` or `"128x128"`.
+        scaling: Which elements share a scale: `"row"`, `"tensor"`, `"1x128"` or `"128x128"`.
     """
 
     dtype: torch.dtype
@@ -38,12 +38,12 @@ class Recipe(NamedTuple):
     """Which operands of the three products have 8 bits.
 
     Attributes:
-        name: As users know it.
-        input: Of x, in the forward and in the weight's gradient.
-        weight: Of the weight in the forward.
-        weight_for_dgrad: Of the weight in the gradient of x.
-        grad: Of the gradient of y.
-        has_fp8_wgrad: Whether the weight's gradient is a product of FP8.
+        name: Its name for users.
+        input: The cast of x, in the forward and in the weight's gradient.
+        weight: The cast of the weight in the forward.
+        weight_for_dgrad: The cast of the weight in the gradient of x.
+        grad: The cast of the gradient of y.
+        has_fp8_wgrad: Whether the weight's gradient is an FP8 product.
         power_of_two: Whether training rounds scales up to powers of two.
     """
 
@@ -81,14 +81,14 @@ def find(recipe: str) -> Recipe:
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """Return the scale of numbers up to amax, in float32; infinite or NaN where amax is.
+    """Return the scale of numbers up to amax, in float32; infinite or NaN like amax.
 
     Args:
         amax: The largest magnitudes.
         dtype: Type of the quantized numbers.
         power_of_two: Whether scales are rounded up to powers of two.
     """
-    # A tensor: a GPU multiplies by the reciprocal of a number, which rounds once more.
+    # A tensor: a GPU divides by a number as a product with its reciprocal, which rounds once more.
     largest = torch.full((), torch.finfo(dtype).max, dtype=torch.float32, device=amax.device)
     scale = amax.float().clamp_min(LEAST) / largest
     if not power_of_two:
@@ -100,11 +100,11 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
 
 
 def quantize(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return a matrix in FP8, and the scales that its elements have to be multiplied by.
+    """Return a matrix in FP8, and the scales by which its elements have to be multiplied.
 
     Args:
         v: Of shape `[M, K]`.
-        cast: How.
+        cast: The target type and scaling.
         power_of_two: Whether scales are rounded up to powers of two.
 
     Returns:
@@ -115,23 +115,23 @@ def quantize(v: Tensor, cast: Cast, power_of_two: bool) -> tuple[Tensor, Tensor]
     amax = _amax(rows, cast.scaling)
     largest = torch.finfo(cast.dtype).max
     if cast.scaling == "tensor" and not power_of_two:
-        # As torchao rounds: by the reciprocal scale, found in float64.
+        # Rounded like torchao: with the reciprocal scale, computed in float64.
         factor = (largest / amax.double().clamp_min(LEAST)).float()
         scale, q = factor.reciprocal(), rows * factor
     else:
         scale = scale_of(amax, cast.dtype, power_of_two)
         q = rows / spread(scale, cast.scaling, v.shape)
-    # Older casts of PyTorch's do not saturate; what is not a number stays so.
+    # Older casts of PyTorch do not saturate; NaN stays NaN.
     return q.clamp(-largest, largest).to(cast.dtype), scale
 
 
 def quantize_within(v: Tensor, cast: Cast, scale: float) -> tuple[Tensor, Tensor]:
-    """Return what `quantize` does by a scale that is known before the numbers are.
+    """Return the result of `quantize` with a scale that is known before the numbers.
 
     Args:
         v: Of shape `[M, K]`.
-        cast: How, by rows or as a tensor.
-        scale: A power of two. Numbers that it brings beyond those of the type become NaN.
+        cast: The target type; scales are of rows or of the tensor.
+        scale: A power of two. Numbers that it scales beyond the type's range become NaN.
     """
     q = v.float() / scale
     q = q.where(q.abs() <= torch.finfo(cast.dtype).max, torch.nan).to(cast.dtype)
@@ -145,8 +145,8 @@ def dequantize(q: Tensor, scale: Tensor, scaling: str, dtype: torch.dtype) -> Te
     Args:
         q: Of shape `[M, K]`.
         scale: Its scales.
-        scaling: What shares one.
-        dtype: Of the result.
+        scaling: Which elements share a scale.
+        dtype: The dtype of the result.
     """
     return q.to(dtype) * spread(scale, scaling, q.shape).to(dtype)
 
@@ -168,8 +168,8 @@ def spread(scale: Tensor, scaling: str, shape: torch.Size) -> Tensor:
 
     Args:
         scale: The scales.
-        scaling: What shares one.
-        shape: Of the matrix.
+        scaling: Which elements share a scale.
+        shape: The shape of the matrix.
     """
     if scaling in ("row", "tensor"):
         return scale
@@ -185,13 +185,13 @@ def product(
     b_scaling: str,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return a b^T of the values of two matrices in FP8.
+    """Return a b^T for the values of two matrices in FP8.
 
     Args:
         a: A matrix `[M, K]` and its scales.
-        a_scaling: What shares a scale of it.
+        a_scaling: Which of its elements share a scale.
         b: A matrix `[N, K]` and its scales.
-        b_scaling: What shares a scale of it.
-        dtype: In which they are multiplied.
+        b_scaling: Which of its elements share a scale.
+        dtype: The dtype of the product.
     """
     return dequantize(*a, a_scaling, dtype) @ dequantize(*b, b_scaling, dtype).t()

@@ -1,6 +1,6 @@
-"""The same mathematics in plain PyTorch, a screen for each op.
+"""The same math in plain PyTorch, about a screen for each op.
 
-M rows of K features, N outputs; `x_hat` is the row without its mean and scale:
+M rows of K features, N outputs; `x_hat` is the row, centered and scaled:
 
     mean = sum(x) / K            rstd = 1 / sqrt(sum((x - mean)^2) / K + eps)
     x_hat = (x - mean) * rstd    z = x_hat * gamma + beta    y = z W^T + b
@@ -16,13 +16,13 @@ The LayerNorm whose eps is o^2 with a trained o, forward and backward:
     v = x - sum(x) / K           s = sqrt(o^2 + sum(v^2) / K)           y = v / s
     dx = (dy - mean(dy) - v * mean(dy * v) / s^2) / s     do = -o * sum_M sum_K(dy * v) / s^3
 
-and in three ops of which `div(mean(x), norm(mean(x)))` is a LayerNorm:
+and three ops, of which `div(mean(x), norm(mean(x)))` is a LayerNorm:
 
     mean(x) = x - sum(x) / K       dx = dy - sum(dy) / K
     norm(v) = sqrt(sum(v^2) / K)   dv = v * sum(dy) / (K * norm(v))     one value for all elements
     div(a, b) = a / b              da = dy / b    db = -dy * a / b^2
 
-Everything here is differentiable in turn, so it also serves the derivatives that have no kernel.
+Everything here is differentiable, so it also serves derivatives that have no kernel.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def layernorm_linear_backward(
 
 
 def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
-    """Apply LayerNorm over the last dimension with o^2 for eps.
+    """Apply LayerNorm over the last dimension with eps = o^2.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -142,7 +142,7 @@ def mean(x: Tensor) -> Tensor:
 
 
 def norm(v: Tensor) -> Tensor:
-    """Return the root of the mean square of the last dimension, for each of its elements."""
+    """Return the root mean square of the last dimension, for each of its elements."""
     return torch.sqrt(torch.mean(torch.square(v), -1, keepdim=True)).expand_as(v).contiguous()
 
 
@@ -183,5 +183,5 @@ def composed_layer_norm(x: Tensor) -> Tensor:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in float32 where its dtype is narrower, and itself where it is not."""
+    """Return a tensor in float32 if its dtype is narrower, otherwise itself."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -2,9 +2,9 @@
 
     z = x / sqrt(mean(x^2) + eps) (gamma + offset);  y = z cos + J(z) sin
 
-J turns pairs of elements by 90 degrees: those `rotary / 2` apart, (a, b) -> (-b, a), or neighbors
-(Su et al., RoFormer, arXiv 2104.09864). Elements beyond the first `rotary` are not rotated. Both
-steps are computed in float32 (float64 for float64) and rounded once.
+J rotates pairs of elements by 90 degrees: (a, b) -> (-b, a), where a and b are neighbors or at a
+distance of `rotary / 2` (Su et al., RoFormer, arXiv 2104.09864). Elements beyond the first `rotary`
+are not rotated. Both steps are computed in float32 (float64 for float64) and rounded once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fused_norm.reference import widened
 
 
 class Heads(NamedTuple):
-    """The tensors of a call, None for those that are not there.
+    """The tensors of a call, None for absent ones.
 
     Attributes:
         x: Heads, shape `[..., H, D]`.
         gamma: Weight of their norm, shape `[D]`.
-        cos: Cosines, shape `[P, A]`: of the rows `[...]`, counted through, row m has those of
-            m % P. A is the number of elements that are rotated, or half of it.
+        cos: Cosines, shape `[P, A]`: row m of the flattened rows `[...]` uses those of m % P. A is
+            the number of elements that are rotated, or half of it.
         sin: Sines, shape `[P, A]`.
     """
 
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What a call computes, apart from its tensors.
+    """What a call computes, without its tensors.
 
     Attributes:
         is_normalized: Whether heads are divided by their root mean square.
@@ -78,7 +78,7 @@ def by_pytorch(t: Heads, rotation: Rotation) -> Tensor:
 
 
 def _for_each(angles: Tensor, x: Tensor, rotation: Rotation) -> Tensor:
-    """Return the angles of each element of the rows, to broadcast against the heads."""
+    """Return the angles of each element of the rows, which broadcast against the heads."""
     if rotation.is_half:
         angles = (
             angles.repeat_interleave(2, -1)

@@ -1,1 +1,1 @@
-"""What was measured on a kind of device, and the model that chooses by it how a call runs."""
+"""Measurements of kinds of devices, and the models that choose how a call runs from them."""

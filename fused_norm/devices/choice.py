@@ -1,4 +1,4 @@
-"""Which measurements a device's calls are chosen by: its own, or those of its kind."""
+"""The measurements that decide for a device's calls: its own, or those of its kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fused_norm.devices.machine import HOPPER
 from fused_norm.native import cache
 
 SHIPPED = Path(__file__).parent / "data"
-# Whether this machine's own measurements are used, where there are some: 0 or 1.
+# Whether this machine's own measurements are used, if there are any: 0 or 1.
 SWITCH = "FUSED_NORM_TUNE"
 
 Device = costs.Device | hopper.Hopper
@@ -26,7 +26,7 @@ def tuned_path(kind: str | None) -> Path:
 
 @functools.cache
 def path(kind: str | None) -> Path | None:
-    """Return the file that is in use; None where nothing like the device was measured."""
+    """Return the file that is in use; None if nothing like the device was measured."""
     tuned = tuned_path(kind)
     if os.environ.get(SWITCH, "1") != "0" and tuned.is_file() and _is_whole(tuned):
         return tuned
@@ -36,7 +36,7 @@ def path(kind: str | None) -> Path | None:
 
 @functools.cache
 def device(kind: str | None) -> Device | None:
-    """Return what is in use; None where nothing like the device was measured."""
+    """Return the measurements in use; None if nothing like the device was measured."""
     found = path(kind)
     return None if found is None else load(found)
 
@@ -51,7 +51,7 @@ def load(found: Path) -> Device:
 
 
 def _is_whole(tuned: Path) -> bool:
-    """Return whether `tune` of this version has written a file; else say what is the matter."""
+    """Return whether `tune` of this version has written a file; otherwise say what is wrong."""
     try:
         load(tuned)
     except (OSError, ValueError) as error:
@@ -64,19 +64,19 @@ def _is_whole(tuned: Path) -> bool:
     return True
 
 
-# Kept for good: a call may still read what it was given before `forget`.
+# Never freed: a call may still read what it was given before `forget`.
 _arrays: list[array[float]] = []
 
 
 @functools.cache
 def address(kind: str | None, dtype: str) -> int:
-    """Return the address of what a device's kernels read of a dtype, 0 without measurements."""
+    """Return the address of a dtype's costs for a device's kernels, 0 without measurements."""
     found = device(kind)
     _arrays.append(array("d") if found is None else found.as_array(dtype))
     return _arrays[-1].buffer_info()[0] if _arrays[-1] else 0
 
 
 def forget() -> None:
-    """Read the files anew when calls ask next."""
+    """Read the files again when the next call asks."""
     for each in (path, device, address):
         each.cache_clear()

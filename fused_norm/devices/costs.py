@@ -4,12 +4,12 @@ A call of M rows, K features and N outputs of its products takes
 
     a + (b M K N + c K N + d M K + e M N + f F) / threads
 
-microseconds: for being called, for products, for reading and packing the weight, for the rows, for
-the outputs, and for pages that the system has yet to clear. F are the elements of results whose
-memory the C library takes from the system each time, those of 32 MiB and more. The costs are not
-negative. They are fitted to the ratios of model and measurement by least squares, for each dtype,
-direction and strategy, and for one row, few rows and many apart: PyTorch and we have code of its
-own for each. An activation changes a and e. Where the model would choose a strategy that was
+microseconds: for the call itself, for products, for reading and packing the weight, for the rows,
+for the outputs, and for pages that the system has yet to clear. F counts the elements of results
+whose memory the C library takes from the system each time, those of 32 MiB and more. The costs are
+not negative. They are fitted to the ratios of model and measurement by least squares, for each
+dtype, direction and strategy, and separately for one row, few rows and many: PyTorch and we have
+separate code for each. An activation changes a and e. If the model would choose a strategy that was
 measured to be slower by more than 3 %, the measured size is an exception: sizes near it take the
 strategy that was faster there.
 """
@@ -25,36 +25,36 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# As chain/choice.h counts them. `around` is our passes around PyTorch's products.
+# In the order of chain/choice.h. `around` is our passes around PyTorch's products.
 STRATEGIES = ("fused", "around")
 KINDS = ("", "activation", "gate")
 DIRECTIONS = ("forward", "training")
-# Up to how many rows each set of costs is for, and by which rows it is fitted: those next to a
+# The most rows that each set of costs is for; it is fitted to these, and measurements next to a
 # border count on both sides.
 ROWS = (1, 15, math.inf)
 FITTED = ((1, 1), (2, 32), (8, math.inf))
 TERMS = 6
-# Those that an activation changes.
+# The terms that an activation changes.
 ACTIVATED = (0, 4)
-# For this many bytes or more, the C library takes memory from the system each time.
+# From this many bytes on, the C library takes memory from the system each time.
 FRESH = 2**25
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# A strategy that is faster by less is as good as the other.
+# Smaller differences between strategies do not count.
 TOLERATED = 0.03
 SWEEPS = 2000
 
 
 class Measured(NamedTuple):
-    """What a call took.
+    """The times of a call.
 
     Attributes:
         dtype: Name of the tensors' dtype.
         kind: What follows the product: one of KINDS.
         direction: One of DIRECTIONS; with an activation, training is a forward before a backward.
-        threads: How many.
+        threads: The number of threads.
         M: Rows.
         K: Features.
-        N: Outputs of the product: twice those of a gate.
+        N: Outputs of the product, twice a gate's.
         us: Microseconds by STRATEGIES, and of PyTorch's ops as "eager".
     """
 
@@ -68,7 +68,7 @@ class Measured(NamedTuple):
     us: dict[str, float]
 
     def terms(self) -> tuple[float, ...]:
-        """Return what its costs are multiplied by."""
+        """Return the factors of its costs."""
         M, K, N = self.M, self.K, self.N
         results = [M * N]
         if self.direction == "training" and not self.kind:
@@ -79,11 +79,11 @@ class Measured(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What is known of a kind of device.
+    """The model of a kind of device.
 
     Attributes:
         name: The kind.
-        about: Where it was measured, with what and when, or how it was estimated.
+        about: Where, with what and when it was measured, or how it was estimated.
         costs: By "dtype kind direction strategy", for each of ROWS, the costs a to f.
         exceptions: [dtype, kind, direction, M, K, N, strategy], by STRATEGIES.
     """
@@ -94,16 +94,16 @@ class Device(NamedTuple):
     exceptions: list[list[Any]]
 
     def us(self, call: Measured, strategy: str) -> float | None:
-        """Return what a call takes by the model, None where nothing like it was measured."""
+        """Return the time of a call by the model, None if nothing like it was measured."""
         costs = self.costs.get(f"{call.dtype} {call.kind} {call.direction} {strategy}")
         if costs is None:
             return None
         return sum(c * t for c, t in zip(costs[_rows_place(call.M)], call.terms(), strict=True))
 
     def as_array(self, dtype: str) -> array[float]:
-        """Return what the chain reads of a dtype, empty where nothing was measured.
+        """Return what the chain reads for a dtype, empty if nothing was measured.
 
-        First how many exceptions there are, and the bytes of an element; then the costs by kind,
+        First the number of exceptions, and the bytes of an element; then the costs by kind,
         direction, rows and strategy; then the exceptions.
         """
         found = array("d")
@@ -134,7 +134,7 @@ class Device(NamedTuple):
 
 
 def write(device: Any, path: Path) -> None:
-    """Write a device, a named tuple, to a file: what its costs and exceptions are in lines."""
+    """Write a device, a named tuple, to a file, with each cost and exception on its own line."""
     lines = []
     for name, value in device._asdict().items():
         if name == "costs":
@@ -145,7 +145,7 @@ def write(device: Any, path: Path) -> None:
             lines.append(f' "{name}": [\n' + ",\n".join(each) + "\n ]")
         else:
             lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
-    # Whole or not at all: another process may read it, and this one may be interrupted.
+    # Atomically: another process may read the file, and this one may be interrupted.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     unfinished.replace(path)
@@ -157,7 +157,7 @@ def read(path: Path, kind: Any, check: Callable[[Any], None]) -> Any:
     Args:
         path: The file.
         kind: The named tuple's class.
-        check: Raises unless a device has all that is read of it.
+        check: Raises unless a device has everything that is read.
 
     Raises:
         ValueError: If the file has other contents.
@@ -172,13 +172,13 @@ def read(path: Path, kind: Any, check: Callable[[Any], None]) -> Any:
 
 
 def load(path: Path) -> Device:
-    """Read a device from its file, as `read` does."""
+    """Read a device from its file with `read`."""
     device: Device = read(path, Device, _check)
     return device
 
 
 def _check(device: Device) -> None:
-    """Raise unless a device has all that the chain reads, which checks nothing.
+    """Raise unless a device has everything that the chain reads unchecked.
 
     Raises:
         ValueError: If it is of another version of the model, or damaged.
@@ -201,10 +201,10 @@ def check_costs(
     """Raise unless costs have the shape of a model, and all are finite and not negative.
 
     Args:
-        costs: By what they are of.
+        costs: The costs by name.
         rows: How many sets of terms each has.
-        terms: Of a set.
-        host: Costs that the host has.
+        terms: The terms of a set.
+        host: Costs of the host.
 
     Raises:
         ValueError: If they are of another model, or damaged.
@@ -218,11 +218,11 @@ def check_costs(
 
 
 def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
-    """Return a device by what was measured on it.
+    """Return a device fitted to measurements.
 
     Args:
         name: Its kind.
-        about: Where, with what and when.
+        about: Where, with what and when it was measured.
         calls: The measurements.
     """
     groups: dict[tuple[str, str, str], list[Measured]] = {}
@@ -236,7 +236,7 @@ def fit(name: str, about: dict[str, Any], calls: Sequence[Measured]) -> Device:
             if not kind:
                 found = [_fitted(part, strategy, range(TERMS), [0.0] * TERMS) for part in parts]
             else:
-                # What follows a forward is not of the product.
+                # What follows a forward is not part of the product.
                 bare = costs[f"{dtype}  forward {strategy}"]
                 both = zip(parts, bare, strict=True)
                 found = [_fitted(part, strategy, ACTIVATED, base) for part, base in both]
@@ -259,7 +259,7 @@ def _rows_place(rows: int) -> int:
 def _fitted(
     calls: Sequence[Measured], strategy: str, changed: Sequence[int], base: Sequence[float]
 ) -> list[float]:
-    """Return a strategy's costs, of which some are fitted and the others stay."""
+    """Return a strategy's costs, some of which are fitted while the others stay."""
     if not calls:
         return list(base)
     terms = [call.terms() for call in calls]
@@ -275,12 +275,12 @@ def _fitted(
 def fitted(
     terms: Sequence[Sequence[float]], times: Sequence[float], rest: Sequence[float] = ()
 ) -> list[float]:
-    """Return costs that are not negative, by coordinate descent on squares of relative errors.
+    """Return nonnegative costs, by coordinate descent on squares of relative errors.
 
     Args:
-        terms: What costs are multiplied by, for each call.
-        times: What calls took.
-        rest: What of that is known already.
+        terms: The factors of the costs, for each call.
+        times: The time of each call.
+        rest: The part of each time that is already known.
     """
     rows = [[term / us for term in each] for each, us in zip(terms, times, strict=True)]
     right = [1 - known / us for known, us in zip(rest or [0.0] * len(times), times, strict=True)]

@@ -5,13 +5,13 @@ A forward of M rows, K features and N outputs takes, on the device,
     a + b M K + c K N + d M N + e tiles + f rest
 
 microseconds: for its launches, the rows, the weight, the outputs, and for the tiles of the product,
-which come in waves over the SMs: the cycles of op/norm_linear/sm90/costs.mojo, of our tiles or of
-cuBLAS's. The rest is K for cuBLAS, whose sums may be shared by several tiles, and for us M K N
-where K is no multiple of 64: rows that start between two lines of the cache take longer to load.
-Up to 64 rows there are other kernels, whose last two terms are K and N. Launched, a forward takes
-at least what the host does. Costs are fitted as those of a CPU (costs.py). Where the model would
-choose a strategy that was measured to be slower by more than 3 %, the measured size is an
-exception: sizes near it take the strategies that were fastest there.
+which come in waves over the SMs: the cycles of op/norm_linear/sm90/costs.mojo, for our tiles or for
+cuBLAS's. The rest is K for cuBLAS, whose sums may be split between several tiles, and for us M K N
+if K is not a multiple of 64: rows that start inside a cache line take longer to load. Up to 64 rows
+there are other kernels, whose last two terms are K and N. Launched, a forward takes at least the
+host's time. Costs are fitted like those of a CPU (costs.py). If the model would choose a strategy
+that was measured to be slower by more than 3 %, the measured size is an exception: sizes near it
+take the strategies that were fastest there.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from fused_norm.devices.costs import TOLERATED, check_costs, fitted, read, write
 # In the order of costs.mojo. Only bfloat16 is folded.
 STRATEGIES = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
 UNFOLDED = ("composed", "around")
-# Up to how many rows each set of costs is for: most rows of the kernel for few.
+# The most rows that each set of costs is for: 64 is the limit of the kernel for few rows.
 ROWS = (64, math.inf)
 FITTED = ((1, 64), (65, math.inf))
 TERMS = 6
-# Elements of a line of the cache, and of a step of our product's sums.
+# Elements of a cache line, and of a step of our product's sums.
 LINE = 64
-# What is chosen between, of all strategies that a dtype has: launched, then in a graph, with folds
-# kept and without; then the product behind a pass.
+# The choices, each among a dtype's strategies: launched, then in a graph, with folds kept and
+# without; then the product after a pass.
 _ANY, _NOTHING_KEPT = tuple(STRATEGIES), tuple(STRATEGIES)[1:]
 CHOICES = ((_ANY, True), (_NOTHING_KEPT, True), (_ANY, False), (_NOTHING_KEPT, False))
 DTYPES = ("bfloat16", "float16", "float32")
-# Of M, K, N: the cycles of our product and of PyTorch's.
+# For M, K, N: the cycles of our product and of PyTorch's.
 Cycles = Callable[[int, int, int], tuple[int, int]]
 
 
 class GpuCall(NamedTuple):
-    """What a forward took.
+    """The times of a forward.
 
     Attributes:
         dtype: Name of the tensors' dtype.
@@ -65,7 +65,7 @@ class GpuCall(NamedTuple):
     launched: dict[str, float]
 
     def terms(self, strategy: str, cycles: Cycles) -> tuple[float, ...]:
-        """Return what a strategy's costs are multiplied by."""
+        """Return the factors of a strategy's costs."""
         M, K, N = self.M, self.K, self.N
         common = (1.0, M * K, K * N, M * N)
         if ROWS[0] >= M:
@@ -81,11 +81,11 @@ class GpuCall(NamedTuple):
 
 
 class Hopper(NamedTuple):
-    """What is known of a kind of Hopper's devices.
+    """The model of a kind of Hopper GPU.
 
     Attributes:
         name: The kind.
-        about: Where it was measured, with what and when.
+        about: Where, with what and when it was measured.
         costs: By "dtype strategy", for each of ROWS, the costs a to e.
         host: Microseconds that the host takes to launch a forward, by strategy.
         exceptions: [dtype, M, K, N, a strategy for each choice, the faster product], by STRATEGIES.
@@ -98,7 +98,7 @@ class Hopper(NamedTuple):
     exceptions: list[list[Any]]
 
     def us(self, call: GpuCall, strategy: str, cycles: Cycles) -> float:
-        """Return what a forward takes in a graph by the model, infinity without such a strategy."""
+        """Return the modeled time of a forward in a graph, infinity without such a strategy."""
         costs = self.costs.get(f"{call.dtype} {strategy}")
         if costs is None:
             return math.inf
@@ -106,15 +106,15 @@ class Hopper(NamedTuple):
         return sum(c * t for c, t in zip(costs[place], call.terms(strategy, cycles), strict=True))
 
     def chosen(self, call: GpuCall, cycles: Cycles) -> list[str]:
-        """Return the strategy of each choice by the model, and the faster product behind a pass."""
+        """Return the strategy of each choice by the model, and the faster product after a pass."""
         us = {strategy: self.us(call, strategy, cycles) for strategy in STRATEGIES}
         return [min(strategies, key=us.__getitem__) for strategies, us in _choices(us, self.host)]
 
     def as_array(self, dtype: str) -> array[float]:
-        """Return what kernels read of a dtype, empty where nothing was measured.
+        """Return what kernels read for a dtype, empty if nothing was measured.
 
-        First how many exceptions there are, then the host's costs, the device's by rows and
-        strategy, and the exceptions.
+        First the number of exceptions, then the host's costs, the device's by rows and strategy,
+        and the exceptions.
         """
         exceptions = [e for e in self.exceptions if e[0] == dtype]
         if f"{dtype} composed" not in self.costs:
@@ -133,13 +133,13 @@ class Hopper(NamedTuple):
 
 
 def load(path: Path) -> Hopper:
-    """Read a device from its file, as `costs.read` does."""
+    """Read a device from its file with `costs.read`."""
     device: Hopper = read(path, Hopper, _check)
     return device
 
 
 def _check(device: Hopper) -> None:
-    """Raise unless a device has all that kernels read, which check nothing.
+    """Raise unless a device has everything that kernels read unchecked.
 
     Raises:
         ValueError: If it is of another version of the model, or damaged.
@@ -166,13 +166,13 @@ def fit(
     cycles: Cycles,
     host: dict[str, float] | None = None,
 ) -> Hopper:
-    """Return a device by what was measured on it.
+    """Return a device fitted to measurements.
 
     Args:
         name: Its kind.
-        about: Where, with what and when.
+        about: Where, with what and when it was measured.
         calls: The measurements.
-        cycles: Of the tiles of products.
+        cycles: Cycles of the products' tiles.
         host: Microseconds that the host takes, by strategy; None for the least that was measured.
     """
     costs = {}
@@ -205,11 +205,11 @@ def fit(
 def _choices(
     us: dict[str, float], host: dict[str, float]
 ) -> list[tuple[list[str], dict[str, float]]]:
-    """Return the strategies of each choice, and the microseconds that each takes then.
+    """Return the strategies of each choice, and the microseconds of each.
 
     Args:
-        us: Of the strategies that there are, in a graph.
-        host: What the host takes.
+        us: The times of the available strategies, in a graph.
+        host: The host's times.
     """
     launched = {
         strategy: max(us[strategy], host[strategy]) for strategy in STRATEGIES if strategy in us

@@ -1,4 +1,4 @@
-"""Which kind of device this is: what its measurements are filed under."""
+"""The kind of a device, under which its measurements are filed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from fused_norm.native.cpu_features import CPU_VARIABLE, flags, has_tiles
 
-# AMD's numbers of a family of CPUs.
+# AMD's numbers of CPU families.
 _ZEN_3_AND_4, _ZEN_5 = 25, 26
 
-# How the kinds of Hopper begin; those that are neither are taken for the first.
+# Hopper's kinds begin with this; unknown ones are taken for the first.
 HOPPER = "nvidia-h"
 _HOPPERS = ("nvidia-h100", "nvidia-h200")
 
 
 @functools.cache
 def cpu_kind() -> str | None:
-    """Return the kind of this CPU, as files in `data` are named; None for one that none is like."""
+    """Return the kind of this CPU, which names files in `data`; None if it is like none of them."""
     if platform.machine() in ("aarch64", "arm64"):
         return "arm-neon"
     found = flags()
@@ -37,7 +37,7 @@ def cpu_kind() -> str | None:
 
 @functools.cache
 def hopper_kind(device: int) -> str:
-    """Return the kind of one of Hopper's GPUs, by its index."""
+    """Return the kind of a Hopper GPU, by its index."""
     name = torch.cuda.get_device_name(device)
     return next((kind for kind in _HOPPERS if kind[-4:].upper() in name), _HOPPERS[0])
 

@@ -1,7 +1,7 @@
-"""The op family in MAX graphs: from a graph's values to values, around the ops of op/max.
+"""The op family in MAX graphs: functions on a graph's values, around the ops of op/max.
 
-A graph loads those from the folder `sources()`. Its tensors are matrices of M rows; what is None is
-not there. Dimensions may be symbolic, so that a graph compiles once for all sizes.
+A graph loads the ops from the folder `sources()`. Its tensors are matrices of M rows; None means
+absent. Dimensions may be symbolic, so that a graph compiles once for all sizes.
 """
 
 from __future__ import annotations

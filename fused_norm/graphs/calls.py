@@ -1,4 +1,4 @@
-"""How an op of op/max is called: what it takes in place of what is not there, what it returns."""
+"""Calls of the ops of op/max: what replaces absent operands, and the types of results."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def call(
     norm: Norm,
     parameters: Sequence[str] = ("normalization", "activation"),
 ) -> list[Value]:
-    """Put an op into the graph and return its results.
+    """Add an op to the graph and return its results.
 
     Args:
-        name: Of the op, without its prefix.
+        name: The op, without its prefix.
         like: A tensor on the device to run on.
         tensors: Its operands.
-        numbers: Its operands that are numbers.
+        numbers: Its scalar operands.
         results: The types of its results.
-        norm: Has what the op is compiled for.
-        parameters: The fields of the norm that are, of these two.
+        norm: Has the parameters that the op is compiled for.
+        parameters: The fields of the norm that are among these.
     """
     cpu = DeviceRef.CPU()
     chosen = {"normalization": norm.normalization, "activation": norm.activation or "none"}
@@ -46,7 +46,7 @@ def call(
 
 
 def of_norm(norm: Norm, x: Value) -> list[Value]:
-    """Return gamma, beta, the scale and the shift, of a norm over x."""
+    """Return gamma, beta, the scale and the shift of a norm over x."""
     affine = next((v for v in (norm.weight, norm.bias) if v is not None), x)
     modulation = optional([norm.scale, norm.shift], x, rank=2)
     return [*optional([norm.weight, norm.bias], x, affine.dtype), *modulation]
@@ -55,7 +55,7 @@ def of_norm(norm: Norm, x: Value) -> list[Value]:
 def optional(
     values: Sequence[Value], like: Value, dtype: DType | None = None, rank: int = 1
 ) -> list[Value]:
-    """Return values, those that are None as tensors without elements."""
+    """Return values, with empty tensors for None."""
     zero = ops.constant(0, dtype or like.dtype, like.device)
     return [ops.broadcast_to(zero, [0] * rank) if v is None else v for v in values]
 
@@ -66,13 +66,13 @@ def has_mean(norm: Norm) -> bool:
 
 
 def statistics_of(norm: Norm, x: Value, rows: Any) -> list[TensorType]:
-    """Return the types of the mean and the factor of so many rows."""
+    """Return the types of the mean and the rstd of this many rows."""
     mean = rows if has_mean(norm) else 0
     return [type_of(x, mean, dtype=wide(x)), type_of(x, rows, dtype=wide(x))]
 
 
 def outputs_of(norm: Norm, weight: Value) -> Any:
-    """Return the columns of the result: before a gate, half of the rows of the weight."""
+    """Return the columns of the result: for a gate, half of the rows of the weight."""
     columns = weight.shape[0]
     return columns // 2 if is_gate(norm.activation or "") else columns
 
@@ -83,5 +83,5 @@ def wide(x: Value) -> DType:
 
 
 def type_of(like: Value, *shape: Any, dtype: DType | None = None) -> TensorType:
-    """Return the type of a tensor on the same device, of the same dtype unless another is given."""
+    """Return the type of a tensor on the same device, of the same dtype unless one is given."""
     return TensorType(dtype or like.dtype, shape, like.device)

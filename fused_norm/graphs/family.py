@@ -28,19 +28,19 @@ def norm_linear(
     residual: Value = None,
     statistics: tuple[Value, Value] | None = None,
 ) -> tuple[Value, Saved]:
-    """Apply a norm, a Linear layer and an activation, as `fused_norm.norm_linear` does.
+    """Apply a norm, a Linear layer and an activation, like `fused_norm.norm_linear`.
 
     Args:
         x: Shape `[M, K]`.
         norm: The norm, and what surrounds it.
-        weight: Shape `[N, K]`, before a gate `[2N, K]`, the gate first; several on one norm are
-            one, below one another.
-        bias: Of as many elements as the weight has rows, or None.
+        weight: Shape `[N, K]`, before a gate `[2N, K]`, the gate first; several weights on one norm
+            are concatenated by rows.
+        bias: One element for each row of the weight, or None.
         residual: Added to x, shape `[M, K]`, or None.
-        statistics: The mean and factor of the rows of x, as `linear_add` leaves them, or None.
+        statistics: The mean and rstd of the rows of x, as from `linear_add`, or None.
 
     Returns:
-        y of shape `[M, N]`, and what a backward takes.
+        y of shape `[M, N]`, and what a backward needs.
     """
     rows, columns = x.shape[0], weight.shape[0]
     y = type_of(x, rows, outputs_of(norm, weight))
@@ -93,13 +93,13 @@ def norm_linear_backward(
     """Return the gradients of `norm_linear`.
 
     Args:
-        grad_output: That of y.
+        grad_output: The gradient of y.
         x: As in `norm_linear`, like the arguments after it.
         norm: The norm.
         weight: The weight.
         bias: The bias.
-        saved: What the forward left.
-        grad_sum: The gradient that reaches `saved.sum` besides, or None.
+        saved: What the forward saved.
+        grad_sum: The gradient that reaches `saved.sum` as well, or None.
     """
     return _backward(grad_output, x, norm, weight, bias, saved, grad_sum, False)[0]
 
@@ -128,7 +128,7 @@ def norm_mlp(
         residual_out: Added to the result, shape `[M, K2]`, or None.
 
     Returns:
-        A matrix of shape `[M, K2]`, and what a backward takes.
+        A matrix of shape `[M, K2]`, and what a backward needs.
 
     Raises:
         ValueError: Without an activation.
@@ -154,15 +154,15 @@ def norm_mlp_backward(
     """Return the gradients of `norm_mlp`.
 
     Args:
-        grad_output: That of the result.
+        grad_output: The gradient of the result.
         x: As in `norm_mlp`, like the arguments after it.
         norm: The norm.
         weight: The first weight.
         bias: The first bias.
         out_weight: The second weight.
         out_bias: The second bias.
-        saved: What the forward left.
-        grad_sum: The gradient that reaches `saved.sum` besides, or None.
+        saved: What the forward saved.
+        grad_sum: The gradient that reaches `saved.sum` as well, or None.
     """
     rows, outputs = grad_output.shape[0], outputs_of(norm, weight)
     da, *_ = _linear_backward(
@@ -181,7 +181,7 @@ def norm_mlp_backward(
 def linear_add(
     x: Value, weight: Value, bias: Value, residual: Value, norm: Norm
 ) -> tuple[Value, tuple[Value, Value]]:
-    """Apply a Linear layer, add a residual, and find the statistics for the norm that follows.
+    """Apply a Linear layer, add a residual, and compute the statistics for the norm that follows.
 
     Args:
         x: Shape `[M, K]`.
@@ -191,7 +191,7 @@ def linear_add(
         norm: The norm that follows.
 
     Returns:
-        The sum, shape `[M, N]`, and the mean (None for RMSNorm) and factor of its rows.
+        The sum, shape `[M, N]`, and the mean (None for RMSNorm) and rstd of its rows.
     """
     total, mean, rstd = _linear_add(x, weight, bias, residual, norm, True)
     return total, (mean if has_mean(norm) else None, rstd)
@@ -203,7 +203,7 @@ def linear_add_backward(
     """Return the gradients of x, the weight and the bias; the residual's is that of the sum.
 
     Args:
-        grad_output: That of the sum.
+        grad_output: The gradient of the sum.
         x: As in `linear_add`, like the arguments after it.
         weight: The weight.
         bias: The bias, or None.

@@ -1,15 +1,15 @@
-"""What the functions on a MAX graph take and return."""
+"""Arguments and results of the functions on a MAX graph."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# A graph's tensor: MAX brings no types that a checker could read.
+# A graph's tensor: MAX has no types that mypy could read.
 Value = Any
 
 
 class Norm(NamedTuple):
-    """A norm, what comes before it and what it is followed by.
+    """A norm, and what comes before and after it.
 
     Attributes:
         normalization: `"layer_norm"` or `"rms_norm"`.
@@ -17,8 +17,8 @@ class Norm(NamedTuple):
         bias: Beta, shape `[K]`, in the dtype of gamma.
         eps: Added to the variance, or to the mean square.
         weight_offset: Added to gamma.
-        scale: Of AdaLN, shape `[groups, K]`, for groups of neighboring rows.
-        shift: Of AdaLN, likewise.
+        scale: AdaLN's scale, shape `[groups, K]`, for groups of consecutive rows.
+        shift: AdaLN's shift, of the same shape.
         activation: One of those of `fused_norm.norm_linear`, or None.
     """
 
@@ -33,13 +33,13 @@ class Norm(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward leaves besides its result, None for what is not there.
+    """What a forward saves besides its result, None for absent tensors.
 
     Attributes:
         sum: x + residual, shape `[M, K]`.
-        mean: Of each row, shape `[M]`; None for RMSNorm.
+        mean: One for each row, shape `[M]`; None for RMSNorm.
         rstd: Reciprocal deviation of each row, or 1 / root mean square.
-        product: What the activation is taken of, shape `[M, N]`, before a gate `[M, 2N]`.
+        product: The input of the activation, shape `[M, N]`, before a gate `[M, 2N]`.
     """
 
     sum: Value
@@ -49,9 +49,9 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call's tensors, None for those that are not there.
+    """The gradients of a call's tensors, None for absent ones.
 
-    That of x is the residual's as well; that of what is added at the end is the result's own.
+    The gradient of x is also the residual's; what is added at the end has the result's.
     """
 
     x: Value

@@ -1,4 +1,4 @@
-"""What users put into models: a norm with the Linear layers on it, or a whole MLP, as one."""
+"""Modules for models: a norm with the Linear layers on it, or with a whole MLP, as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules have in common: the norm's half, shared Parameters, what may be taken over."""
+"""What modules share: the norm's half, shared Parameters, and checks of adopted modules."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NormModule(nn.Module):
             nn.init.zeros_(self.layer_norm_bias)
 
     def _norm_options(self) -> dict[str, Any]:
-        """Return what the norm is to the functions."""
+        """Return the norm's options for the functions."""
         return {
             "normalization": _NAMES[self.normalization],
             "norm_weight": self.layer_norm_weight,
@@ -62,7 +62,7 @@ class NormModule(nn.Module):
         }
 
     def _norm_module(self, features: int) -> nn.Module:
-        """Return the norm as a module of PyTorch's that shares its Parameters."""
+        """Return the norm as a PyTorch module that shares its Parameters."""
         require_shared(self, "to_modules")
         if self.zero_centered_gamma:
             raise ValueError("nn.LayerNorm and nn.RMSNorm have no gamma around zero")
@@ -77,7 +77,7 @@ class NormModule(nn.Module):
         return norm.train(self.training)
 
     def _take_norm(self, norm: nn.Module) -> None:
-        """Share the Parameters of a norm of PyTorch's."""
+        """Share the Parameters of a PyTorch norm."""
         self.layer_norm_weight = cast(Any, norm).weight
         self.layer_norm_bias = getattr(norm, "bias", None)
 
@@ -96,10 +96,10 @@ class NormModule(nn.Module):
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """What transformers asks before it initializes a module by its class's name.
+        """The flag that transformers reads before it initializes a module by its class's name.
 
-        By that name it takes this one for a LayerNorm, and would fill `weight` with ones. While it
-        asks, its own versions of `nn.init` are in place, which spare what a checkpoint brought.
+        Going by that name, transformers takes this for a LayerNorm, and would fill `weight` with ones.
+        Its versions of `nn.init`, active at that time, skip what a checkpoint has set.
         """
         if nn.init.ones_.__module__.startswith("transformers."):
             self.reset_parameters()
@@ -107,7 +107,7 @@ class NormModule(nn.Module):
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, _: bool) -> None:
-        """Nothing to keep: the answer is always the same."""
+        """Ignore the value: the answer is always the same."""
 
 
 def empty(*shape: int, **kind: Any) -> nn.Parameter:
@@ -140,19 +140,19 @@ def require_known(activation: str | None, out_features: int = 0) -> None:
 
 
 def require_recipe(recipe: str | None) -> None:
-    """Raise unless a recipe of FP8 is known."""
+    """Raise unless an FP8 recipe is known."""
     if recipe is not None:
         recipes.find(recipe)
 
 
 def require_norm(name: str, module: Any) -> str:
-    """Return the name of a norm's kind, or raise if it is none of PyTorch's."""
+    """Return the name of a norm's kind, or raise if it is not one of PyTorch's."""
     require_plain(name, module, *(norm.module for norm in NORMS.values()))
     return next(each for each, n in _NAMES.items() if isinstance(module, NORMS[n].module))
 
 
 def require_features(name: str, norm: Any, linear: str, features: int) -> None:
-    """Raise unless a norm normalizes rows of that many features."""
+    """Raise unless a norm normalizes rows of this many features."""
     if tuple(norm.normalized_shape) != (features,):
         raise ValueError(
             f"{name} must normalize the shape ({features},) that {linear} takes, "
@@ -169,7 +169,7 @@ def require_plain(name: str, module: Any, *kinds: type[nn.Module]) -> None:
     Args:
         name: The argument's name.
         module: The argument.
-        kinds: The classes, whose subclasses may not bring a `forward` of their own.
+        kinds: The classes, whose subclasses may not have their own `forward`.
     """
     plain = " or ".join(f"an nn.{kind.__name__}" for kind in kinds)
     if not isinstance(module, kinds):
@@ -186,8 +186,8 @@ def require_shared(module: nn.Module, function: str, name: str = "the module") -
     """Raise if a module does more with its Parameters than another that shares them would.
 
     Args:
-        module: Of which Parameters are to be shared.
-        function: That shares them.
+        module: The module whose Parameters would be shared.
+        function: The function that shares them.
         name: What to call the module.
     """
     if is_parametrized(module):

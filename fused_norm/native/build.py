@@ -1,10 +1,9 @@
 """Finds, builds, caches and loads the native extensions: the Mojo kernels behind every op.
 
-An extension is one file of this folder, compiled with `mojo build --emit shared-lib`
-for one dtype and one target. A wheel brings those for what most people have. Others are built where
-the compiler is installed, and kept under a key of everything that they depend on: the
-Mojo sources, the toolchain, the host CPU and the GPU architecture. The first process that needs a
-missing extension builds it.
+An extension is one file of this folder, compiled with `mojo build --emit shared-lib` for one dtype
+and one target. A wheel has builds for common machines. Others are built where the compiler is
+installed, and kept under a key of everything that they depend on: the Mojo sources, the toolchain,
+the host CPU and the GPU architecture. The first process that needs a missing extension builds it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ DTYPES = {
 CPU_EXTENSIONS = ("norm_linear_cpu", "passes_cpu", "rows_cpu")
 GPU_EXTENSIONS = ("passes_gpu", "rows_gpu")
 HOPPER_EXTENSION = "norm_linear_sm90"
-# In bfloat16 alone: products in 8 bits, and the head of a language model.
+# Only in bfloat16: products in 8 bits, and the head of a language model.
 FP8_EXTENSION = "fp8_sm90"
 HEAD_EXTENSION = "head_sm90"
 HEAD_DTYPE = "bfloat16"
@@ -51,10 +50,11 @@ class Extension:
 
     Attributes:
         name: Stem of a Mojo file in this folder.
-        dtype: Name of the dtype that its kernels work on, as in `DTYPES`.
-        accelerator: GPU architecture as Mojo names it (`nvidia:sm_90a`), or None for the host CPU.
+        dtype: Name of its kernels' dtype, as in `DTYPES`.
+        accelerator: GPU architecture in Mojo's notation (`nvidia:sm_90a`), or None for the host
+            CPU.
         folder: Where the source file is, if not in this one.
-        norm: The norm that it is built for, where each has a build of its own.
+        norm: The norm that it is built for, if each norm has its own build.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Extension:
 
     @property
     def stem(self) -> str:
-        """What its files' names begin with."""
+        """What the names of its files begin with."""
         return self.name if self.norm == LAYER_NORM else f"{self.name}-{self.norm}"
 
     @property
@@ -86,7 +86,7 @@ class Extension:
 
     @property
     def path(self) -> Path:
-        """Where the built extension is: with the package, or where it is kept."""
+        """Path of the built extension: in the package, or in the cache."""
         if found := self.prebuilt:
             return found
         target = (self.accelerator or "cpu").replace(":", "_")
@@ -95,7 +95,7 @@ class Extension:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Features of the CPU to compile for that its model may not tell."""
+        """CPU features to compile for that the name of the CPU model may not imply."""
         return () if self.accelerator else compiler_features(self.name)
 
 
@@ -105,7 +105,7 @@ def source_root() -> Path:
 
 
 def accelerator_of(device: torch.device) -> str:
-    """Return the architecture of a GPU as Mojo names it.
+    """Return the architecture of a GPU in Mojo's notation.
 
     Args:
         device: A CUDA (or ROCm) device.
@@ -126,7 +126,7 @@ def attached_targets() -> list[str]:
 
 
 def extensions(target: str, dtypes: list[str]) -> list[Extension]:
-    """Return all that the ops need on a target.
+    """Return all extensions that the ops need on a target.
 
     Args:
         target: `cpu`, or a GPU architecture such as `nvidia:sm_90a`, `sm_90a` or `gfx942`.
@@ -151,7 +151,7 @@ def hopper_extension(dtype: str, norm: str) -> Extension:
 
     Args:
         dtype: Name of the dtype.
-        norm: Name of the norm. In bfloat16, whose weights are folded, each has a build of its own.
+        norm: Name of the norm. In bfloat16, whose weights are folded, each has its own build.
     """
     own = norm if dtype == FOLDED_DTYPE else LAYER_NORM
     return Extension(HOPPER_EXTENSION, dtype, "nvidia:sm_90a", norm=own)
@@ -159,7 +159,7 @@ def hopper_extension(dtype: str, norm: str) -> Extension:
 
 @functools.cache
 def load(extension: Extension) -> ModuleType:
-    """Return the loaded extension, building it first where that has not been done.
+    """Return the loaded extension, built first if necessary.
 
     Args:
         extension: The extension to load.
@@ -169,7 +169,7 @@ def load(extension: Extension) -> ModuleType:
     """
     with _load_lock:
         if found := extension.prebuilt:
-            # It finds its runtime beside it.
+            # It finds its runtime in its own folder.
             return runtime.import_from(extension.name, found)
         if not is_built(extension):
             build(extension)
@@ -189,7 +189,7 @@ def build(extension: Extension, *, force: bool = False) -> Path:
     """
     path = extension.path
     if path != extension.prebuilt and (force or not cache.is_intact(path)):
-        # Before anything is said of building it, or a folder made for it.
+        # Before building is announced, or a folder is made for it.
         compiler.check(extension)
         cache.build(path, extension, lambda output: _compile(extension, output), force=force)
     return path
@@ -204,7 +204,7 @@ def is_at_hand(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernels for a dtype are built or can be.
 
     Args:
-        device: Where they run.
+        device: The device.
         dtype: One of `DTYPES`.
     """
     return _is_at_hand(device.type, device.index, dtype)
@@ -214,7 +214,7 @@ def check_at_hand(device: torch.device, dtype: torch.dtype) -> None:
     """Raise unless the kernels for a dtype are built or can be.
 
     Args:
-        device: Where they run.
+        device: The device.
         dtype: One of `DTYPES`.
 
     Raises:
@@ -224,13 +224,13 @@ def check_at_hand(device: torch.device, dtype: torch.dtype) -> None:
         compiler.check(f"the kernels for {dtype} on {device.type}")
 
 
-# The compiler would otherwise trace into the search for files. See cpu_features.py.
+# Otherwise the compiler would trace the search for files. See cpu_features.py.
 is_at_hand.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache
 def _is_at_hand(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
-    # Only a compiler asks about a device that is not there, and nothing runs on it.
+    # Only a compiler asks about an absent device, and nothing runs on it.
     if compiler.version() or (device_type == "cuda" and not torch.cuda.is_available()):
         return True
     target = (
@@ -243,7 +243,7 @@ _load_lock = threading.RLock()
 
 
 def compile_arguments(extension: Extension) -> list[str]:
-    """Return what the compiler is told of an extension, but for the CPU and the output.
+    """Return the arguments of the compiler, except the CPU and the output.
 
     Args:
         extension: The extension.
@@ -282,7 +282,7 @@ def _compile(extension: Extension, output: Path) -> None:
 def gomp_parallel() -> int:
     """Return the address of `GOMP_parallel` in the libgomp that PyTorch computes with, or 0.
 
-    0 stands for a PyTorch without libgomp (macOS); the kernels then use Mojo's own threads.
+    0 means a PyTorch without libgomp (macOS); the kernels then use Mojo's own threads.
     """
     name = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
     try:
@@ -299,11 +299,11 @@ def _key(accelerator: str | None, features: tuple[str, ...], folder: Path | None
     root = source_root()
     sources = [*(root / "op").rglob("*.mojo"), *(PACKAGE / "native").glob("*.mojo")]
     for source in sorted(sources):
-        # The puzzle and the MAX registrations are no part of any extension.
+        # The puzzle and the MAX registrations are not part of any extension.
         parts = set(source.relative_to(root).parts)
         if not {"puzzle", "max", "register.mojo"} & parts:
             digest.update(source.read_bytes())
-    # One outside of the package may import what lies beside it.
+    # An extension outside of the package may import other files in its folder.
     for source in sorted(folder.glob("*.mojo")) if folder else ():
         digest.update(source.read_bytes())
     digest.update((compiler.version() or "").encode())

@@ -1,10 +1,10 @@
-"""The folder of what is built on this machine: each file built once, and complete or absent.
+"""The folder of builds on this machine: each file is built once, and complete or absent.
 
-A process that builds holds a file lock, so that several build a file only once. A checksum beside
-the file tells an intact one from a damaged one, which counts as missing.
+A process that builds holds a file lock, so that each file is built once. A checksum next to it
+tells an intact file from a damaged one, which counts as missing.
 
-What is kept is code that runs, so only its user and root may write to it: a folder of another's is
-refused, and a link or a file of another's counts as missing and is replaced, never followed.
+The cache contains code that runs, so only its user and root may write to it: another user's folder
+is refused, and a link or another user's file counts as missing and is replaced, never followed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class BuildError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Return the folder of what is built.
+    """Return the folder of builds.
 
-    `FUSED_NORM_CACHE_DIR`, or one in the user's cache; of a user without a home, whom neither
-    `HOME` nor the system's list of users gives one, a folder among the temporary files.
+    It is `FUSED_NORM_CACHE_DIR`, or a folder in the user's cache; for a user without a home, in
+    `HOME` or in the system's list of users, a folder among the temporary files.
     """
     if explicit := os.environ.get(VARIABLE):
         return Path(explicit).absolute()
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 
 def check() -> Path:
-    """Find whether the folder can be written, and return what there is of its path.
+    """Check that the folder can be written, and return the existing part of its path.
 
     Raises:
         BuildError: If it cannot be written or made, or others own it or may write to it.
@@ -60,7 +60,7 @@ def check() -> Path:
 
 
 def is_intact(path: Path) -> bool:
-    """Return whether a file is there as it was built.
+    """Return whether a file exists as it was built.
 
     Args:
         path: The file.
@@ -81,7 +81,7 @@ def build(path: Path, name: object, make: Callable[[Path], None], *, force: bool
     Args:
         path: The file.
         name: What it is, for messages.
-        make: Writes it to the path that it is given, in a folder of its own.
+        make: Writes it to the given path, in a separate folder.
         force: Build even if an intact file is there.
 
     Raises:
@@ -98,7 +98,7 @@ def build(path: Path, name: object, make: Callable[[Path], None], *, force: bool
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone.
+    """Make a folder and its missing parents, for this user alone.
 
     Args:
         folder: The folder.
@@ -114,7 +114,7 @@ def make_folder(folder: Path) -> None:
 
 
 def _refuse_of_others(folder: Path) -> None:
-    # A link is its owner's to turn elsewhere.
+    # The owner of a link may redirect it.
     link, found = os.lstat(folder), os.stat(folder)
     if not _is_ours(link) or not _is_ours(found):
         owner = found.st_uid if _is_ours(link) else link.st_uid
@@ -145,7 +145,7 @@ def _replace(path: Path, make: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
         output = Path(folder) / "extension.so"
         make(output)
-        # Whatever the umask lets others do.
+        # Whatever the umask allows others.
         output.chmod(0o755)
         checksum = output.with_suffix(".sha256")
         checksum.write_text(_digest(output))
@@ -160,7 +160,7 @@ def _digest(path: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    # Opening a pipe would otherwise wait for its writer.
+    # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)

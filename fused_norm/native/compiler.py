@@ -19,7 +19,7 @@ INSTALL = "pip install fused-norm[compiler]"
 
 @functools.cache
 def version() -> str | None:
-    """Return the version of the compiler that is installed, None where there is none."""
+    """Return the version of the installed compiler, None if there is none."""
     if importlib.util.find_spec("mojo") is None:
         return None
     try:
@@ -47,7 +47,7 @@ def run(name: object, arguments: list[str], output: Path) -> None:
 
     Args:
         name: What is built, for messages.
-        arguments: What it is told.
+        arguments: Its arguments.
         output: The file to write.
 
     Raises:
@@ -73,7 +73,7 @@ def run(name: object, arguments: list[str], output: Path) -> None:
 
 @functools.cache
 def accelerators() -> list[str]:
-    """Return the architectures of NVIDIA's and AMD's GPUs that the compiler knows.
+    """Return the architectures of NVIDIA's and AMD's GPUs that the compiler supports.
 
     Raises:
         BuildError: If there is no compiler.
@@ -105,6 +105,6 @@ def _missing(name: object, why: object) -> BuildError:
 def portable_cpu() -> str:
     """Return the CPU that the host side of a GPU extension is compiled for.
 
-    It only launches kernels, so a build for a GPU serves every machine of one instruction set.
+    The host side only launches kernels, so a GPU build serves every machine of one instruction set.
     """
     return "x86-64-v2" if platform.machine() in ("x86_64", "AMD64") else "generic"

@@ -1,4 +1,4 @@
-"""What the CPU has instructions for: read from its flags, not from the name of a model."""
+"""The CPU's instruction sets, from its flags rather than the name of its model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import platform
 import sys
 from pathlib import Path
 
-# Names the CPU to compile for, such as x86-64-v3, instead of the one that compiles.
+# The CPU to compile for, such as x86-64-v3, instead of this one.
 CPU_VARIABLE = "FUSED_NORM_TARGET_CPU"
-# What tile products need, as Linux and LLVM name it; LLVM takes a masked CPU for an older one.
+# Features of tile products, as Linux and LLVM name them; LLVM takes a masked CPU for an older one.
 _TILE_FEATURES = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "avx512_bf16": "avx512bf16"}
-# PyTorch's own product (oneDNN) multiplies bfloat16 with these faster than ours, without tiles, as
-# float32: with tiles, and with Arm's. Not so with AVX-512's, of which Intel's sum pairs of bfloat16
-# at half the rate of float32.
+# With these, PyTorch's own product (oneDNN) multiplies bfloat16 faster than ours, which computes in
+# float32 without tiles: with tiles, and with Arm's instructions. AVX-512's do not help: Intel's sum
+# pairs of bfloat16 at half the rate of float32.
 _BFLOAT16_PRODUCTS = ({"amx_bf16"}, {"bf16"})
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): Linux grants tile registers on request.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
@@ -23,7 +23,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """Return the CPU's flags as Linux lists them, nothing where it does not."""
+    """Return the CPU's flags as Linux lists them, none on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -34,12 +34,12 @@ def flags() -> frozenset[str]:
 
 @functools.cache
 def has_tiles() -> bool:
-    """Return whether our products of bfloat16 can use tile registers (AMX)."""
+    """Return whether our bfloat16 products can use tile registers (AMX)."""
     return without_tiles() is None
 
 
 def without_tiles() -> str | None:
-    """Return why our products cannot use tile registers (AMX), None where they can."""
+    """Return why our products cannot use tile registers (AMX), None if they can."""
     if CPU_VARIABLE in os.environ:
         return f"{CPU_VARIABLE} names a CPU"
     missing = sorted(_TILE_FEATURES.keys() - flags())
@@ -61,9 +61,9 @@ def _permits_tiles() -> bool:
 
 
 def compiler_features(name: str) -> tuple[str, ...]:
-    """Return the features to compile an extension for, besides those of the model of the CPU.
+    """Return the features to compile an extension for, besides those of the CPU's model.
 
-    Those without products round as PyTorch does, subnormal numbers included.
+    Extensions without products round like PyTorch, including subnormal numbers.
 
     Args:
         name: The extension.
@@ -73,16 +73,16 @@ def compiler_features(name: str) -> tuple[str, ...]:
 
 
 def bfloat16_product() -> str | None:
-    """Return the flags of instructions with which PyTorch alone multiplies bfloat16, None for none.
+    """Return the flags with which PyTorch's bfloat16 products are faster than ours, None for none.
 
-    With them PyTorch's products take half the time of ours, so that calls in bfloat16 are left to
-    PyTorch's own ops. Not so where our product uses tiles as well.
+    With them, PyTorch's products take half the time of ours, so that calls in bfloat16 are left to
+    PyTorch's own ops, unless our product uses tiles as well.
     """
     return None if has_tiles() else _fast_products()
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler: otherwise that would
-# trace into the reading of the flags.
+# Like torch.compiler.assume_constant_result, which imports the compiler: otherwise the compiler
+# would trace the reading of the flags.
 bfloat16_product.__dict__["_dynamo_marked_constant"] = True
 
 

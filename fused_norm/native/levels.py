@@ -1,6 +1,6 @@
-"""Levels of CPUs that kernels are prebuilt for: the flags that each needs, how it is compiled.
+"""CPU levels that kernels are prebuilt for: their required flags, and how to compile for them.
 
-A machine takes the first level whose flags it has, whatever its model's name.
+A machine takes the first level whose flags it has, whatever the name of its model.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Level(NamedTuple):
     """A set of instructions.
 
     Attributes:
-        name: What its files are named after.
+        name: Its name in file names.
         machine: The architecture, as `platform.machine` names it.
-        flags: What Linux lists of a CPU that has it.
-        arguments: What the compiler is told.
-        dtypes: Names of the dtypes that it changes anything for.
-        extensions: Names of the extensions that it does so for, None for all.
+        flags: Linux's flags of a CPU that has it.
+        arguments: The compiler's arguments.
+        dtypes: Names of the dtypes for which it makes a difference.
+        extensions: Names of the extensions for which it does, None for all.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Level(NamedTuple):
     extensions: tuple[str, ...] | None = None
 
     def changes(self, extension: str, dtype: str) -> bool:
-        """Return whether an extension is built for it.
+        """Return whether an extension has a build for it.
 
         Args:
             extension: Its name.
@@ -51,8 +51,8 @@ def _features(cpu: str, *features: str) -> tuple[str, ...]:
     return ("--target-cpu", cpu, "--target-features", ",".join(f"+{name}" for name in features))
 
 
-# The best first. Instructions for bfloat16 are for products alone: with them, other kernels would
-# round subnormal numbers to zero, as PyTorch does not.
+# The best first. Instructions for bfloat16 are only for products: other kernels would round
+# subnormal numbers to zero with them, unlike PyTorch.
 LEVELS = (
     Level(
         "amx",

@@ -1,4 +1,4 @@
-"""What comes with a wheel: prebuilt kernels, C++ nodes, and the Mojo runtime that they load.
+"""The contents of a wheel: prebuilt kernels, C++ nodes, and the Mojo runtime that they load.
 
 `scripts/wheel/wheel.py` fills the folder; a checkout and an install from source have none. pip
 checks the files as it installs them.
@@ -13,22 +13,22 @@ from pathlib import Path
 from fused_norm.native import levels
 
 FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
-# 0 ignores prebuilt kernels, so that kernels are built for this very machine.
+# 0 ignores prebuilt kernels, so that kernels are built for this machine.
 SWITCH = "FUSED_NORM_PREBUILT"
 
 
 def folder() -> Path | None:
-    """Return the folder of what is prebuilt, None where there is none or it is not wanted."""
+    """Return the folder of prebuilt files, None if there is none or it is disabled."""
     return FOLDER if os.environ.get(SWITCH) != "0" and FOLDER.is_dir() else None
 
 
 def kernels(stem: str, dtype: str, accelerator: str | None) -> Path | None:
-    """Return the kernels that came for this machine, None where there are none.
+    """Return the prebuilt kernels for this machine, None if there are none.
 
     Args:
         stem: Name of the extension, and of its norm.
         dtype: Name of the dtype.
-        accelerator: GPU architecture as Mojo names it, or None for this CPU.
+        accelerator: GPU architecture in Mojo's notation, or None for this CPU.
     """
     found = folder()
     if found is None:
@@ -42,12 +42,12 @@ def kernels(stem: str, dtype: str, accelerator: str | None) -> Path | None:
 
 
 def file_name(stem: str, dtype: str, target: str) -> str:
-    """Return what a file of kernels is called.
+    """Return the file name of kernels.
 
     Args:
         stem: Name of the extension, and of its norm.
         dtype: Name of the dtype.
-        target: Name of the level, or the architecture as Mojo names it.
+        target: Name of the level, or the architecture in Mojo's notation.
     """
     return f"{stem}-{dtype}-{target.replace(':', '_')}.so"
 
@@ -55,11 +55,11 @@ def file_name(stem: str, dtype: str, target: str) -> str:
 def compatible(accelerator: str) -> list[str]:
     """Return the architectures whose code a GPU runs, its own first.
 
-    An NVIDIA GPU runs code for an earlier one of its generation (8.6 that for 8.0), unless that is
-    bound to its architecture, as the a of sm_90a says.
+    An NVIDIA GPU runs code for an earlier architecture of its generation (8.6 that for 8.0), unless
+    the code is specific to one, which the a of sm_90a means.
 
     Args:
-        accelerator: As Mojo names it.
+        accelerator: The architecture in Mojo's notation.
     """
     parts = re.fullmatch(r"nvidia:sm_(\d+)(\d)a?", accelerator)
     if parts is None:

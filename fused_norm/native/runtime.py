@@ -1,4 +1,4 @@
-"""Loading an extension into this process, and what Mojo's runtime has to be told for it."""
+"""Loads extensions into this process, and configures Mojo's runtime for that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-# Set to anything, it names a compiler of PTX, and Mojo's runtime accepts drivers before 580.
+# Any value names a compiler of PTX, with which Mojo's runtime accepts drivers before 580.
 _PTX_COMPILER = "MODULAR_NVPTX_COMPILER_PATH"
 _CUDA_13 = 13000
 
@@ -24,7 +24,7 @@ def import_from(name: str, library: Path) -> ModuleType:
     """Return the extension module of a file.
 
     Args:
-        name: Of the module.
+        name: The module's name.
         library: The file.
     """
     loader = importlib.machinery.ExtensionFileLoader(name, str(library))
@@ -56,8 +56,8 @@ def new_launcher(kernels: ModuleType, device: int, stream: int, alone: bool) -> 
     Args:
         kernels: A GPU extension.
         device: Index of the device.
-        stream: Of PyTorch's, raw.
-        alone: Whether no collective runs beside.
+        stream: PyTorch's raw stream.
+        alone: Whether no collective runs at the same time.
     """
     is_older = torch.version.cuda and _driver_version() < _CUDA_13
     if not is_older or _PTX_COMPILER in os.environ:
@@ -71,7 +71,7 @@ def new_launcher(kernels: ModuleType, device: int, stream: int, alone: bool) -> 
 
 @functools.cache
 def _driver_version() -> int:
-    """Return the version of CUDA that the driver serves, 13000 for 13.0, and 0 if it tells none."""
+    """Return the CUDA version that the driver supports, 13000 for 13.0, and 0 if unknown."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -82,13 +82,13 @@ def _driver_version() -> int:
 
 @contextmanager
 def _this_interpreter() -> Iterator[None]:
-    """Have Mojo's runtime use the Python that is running, and leave the environment as it was.
+    """Let Mojo's runtime use the running Python, and restore the environment.
 
-    Types made in Mojo have no `__module__`, which is a DeprecationWarning, and where warnings are
-    errors the end of the process.
+    Types made in Mojo have no `__module__`, which is a DeprecationWarning, and ends the process if
+    warnings are errors.
 
-    Left alone, the runtime asks the first python3 on PATH for its library, and sets variables that
-    would make Python subprocesses of this one start with another interpreter's packages.
+    Otherwise the runtime asks the first python3 on PATH for its library, and sets variables with
+    which subprocesses would start with another interpreter's packages.
     """
     os.putenv("MOJO_PYTHON_LIBRARY", "")
     try:

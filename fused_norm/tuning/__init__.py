@@ -39,7 +39,7 @@ def tune(
     Args:
         model: A model whose calls are measured as well.
         example: The model's arguments.
-        seconds: How long to measure. Random sizes take what the given ones leave.
+        seconds: How long to measure. Random sizes take the time that the given ones leave.
         sizes: (M, K, N) to measure as well, in every dtype.
         device: `"cpu"`, or `"cuda"` for the current GPU, which has to be a Hopper GPU: on others,
             products are PyTorch's.
@@ -92,7 +92,7 @@ def _of_gpu(wanted: list[Size], seconds: float) -> Hopper:
     device = _current()
 
     def all_strategies(size: Size) -> list[GpuCall]:
-        # A gate's product is one of as many outputs.
+        # A gate's product is a product with as many outputs.
         return [gpu.measure(size, 0.04)]
 
     found = _within(seconds, wanted, draw_for_gpu(10_000, SEED), all_strategies)
@@ -106,7 +106,7 @@ Call = TypeVar("Call")
 def _within(
     seconds: float, wanted: list[Size], drawn: Sequence[Size], call: Callable[[Size], list[Call]]
 ) -> list[Call]:
-    """Return the measurements of sizes wanted, and of as many drawn as there is time for."""
+    """Return measurements of the wanted sizes, and of as many random ones as there is time for."""
     began, found = time.perf_counter(), list[Call]()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=seconds)

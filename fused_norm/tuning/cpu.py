@@ -1,7 +1,7 @@
 """Measures a call on this CPU with each strategy.
 
-The strategies of a size are interleaved, on inputs that exceed the last cache together, as a
-model's weights do, and their medians count.
+The strategies of a size are interleaved, on inputs that together exceed the last-level cache, like
+a model's weights, and their medians count.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fused_norm.tuning.sizes import DTYPES, Size
 
 ACTIVATION = {"": None, "activation": "gelu", "gate": "swiglu"}
 FEWEST_ROUNDS = 4
-# An odd number, so that each strategy meets every set of inputs.
+# An odd number, so that each strategy uses every set of inputs.
 MOST_SETS = 41
 EPS = 1e-5
 
 
 @contextmanager
 def strategies() -> Iterator[Callable[[int], None]]:
-    """Give what has calls on a CPU take a strategy from now on; 0 is the one that is chosen."""
+    """Yield a function that sets the strategy of calls on a CPU from now on; 0 lets them choose."""
     chain = library.load()
     if chain is None:
         raise RuntimeError(
@@ -60,14 +60,14 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
 
     Args:
         size: The call.
-        direction: "forward", or "training": with a backward, before an activation only keeping
-            what a backward needs.
-        seconds: To take, at least as many as 4 calls with each strategy do.
+        direction: "forward", or "training": with a backward; before an activation, it only keeps
+        what a backward needs.
+        seconds: The time to take, at least that of 4 calls with each strategy.
         others: "chosen", to measure what users get as well.
     """
     dtype, K, outputs = DTYPES[size.dtype], size.K, size.N // (2 if size.kind == "gate" else 1)
     shapes = (size.M, K), (K,), (K,), (size.N, K), (size.N,)
-    # A model's weights: with larger ones, exponentials run out of normal numbers.
+    # Scaled like a model's weights: larger ones would give exponentials beyond normal numbers.
     scales = 1.0, 1.0, 1.0, K**-0.5, 1.0
     elements = sum(math.prod(shape) for shape in shapes) + size.M * size.N
     count = min(MOST_SETS, 2 * _cache_bytes() // (dtype.itemsize * elements)) | 1
@@ -126,14 +126,14 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
 
 
 def composed_activation(kind: str) -> Callable[[Tensor], Tensor]:
-    """Return what follows a product, by PyTorch's ops."""
+    """Return the op after a product, with PyTorch's ops."""
     if kind == "gate":
         return lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :]
     return F.gelu if kind else lambda h: h
 
 
 def _cache_bytes() -> int:
-    """Return the size of the last cache, or 32 MiB where Linux does not tell."""
+    """Return the size of the last-level cache, or 32 MiB if Linux does not report it."""
     found = [
         path.read_text().strip()
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

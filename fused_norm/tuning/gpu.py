@@ -1,7 +1,7 @@
 """Measures a call on a GPU with each strategy, replayed from a CUDA graph and launched.
 
-The strategies of a size are interleaved, in a new order each round, on inputs that exceed the cache
-together; medians count.
+The strategies of a size are interleaved, in a new order each round, on inputs that together exceed
+the cache; medians count.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from fused_norm.native import build
 from fused_norm.ops.operands import at_every_size
 from fused_norm.tuning.sizes import DTYPES, Size
 
-# What is measured, by the strategy that is asked for. Only bfloat16 is folded.
+# The measured strategies, by their numbers. Only bfloat16 is folded.
 STRATEGIES = {"eager": 0, "composed": FUSED, "around": AROUND_PRODUCTS}
 FOLDS = {"kept": KEPT_FOLD, "anew": NEW_FOLD}
 KEEPING = ("kept", "chosen frozen")
 EPS = 1e-5
-# Bytes that no cache of a GPU's holds, and how many sets of inputs they are given to.
+# More bytes than any GPU cache holds, and the most sets of inputs that share them.
 CACHE, MOST_SETS = 150e6, 32
-# Calls in a graph, by which the gaps between replays do not count, and calls launched in a row.
+# Calls in a graph, so that gaps between replays do not count, and calls launched in a row.
 CALLS, LAUNCHED = 16, 16
-# Device time of a sample, and of a wait ahead of it that lets the host get ahead.
+# Device time of a sample, and of a delay before it that lets the host get ahead.
 SAMPLE_US, BACKLOG_CYCLES = 500.0, 400_000
 FEWEST_ROUNDS = 9
 
-# For good: launchers keep its address.
+# Never freed: launchers keep the address.
 _held: list[array[float]] = []
 
 
 @contextmanager
 def strategies() -> Iterator[Callable[[int], None]]:
-    """Give what has forwards on Hopper take a strategy from now on; 0 is the one that is chosen."""
+    """Yield a function that sets the strategy of forwards on Hopper; 0 lets them choose."""
     chain = library.load()
     if chain is None:
         raise RuntimeError(
             "fused_norm has no kernels to measure here: see `python -m fused_norm doctor`"
         )
     before, told = (kernels.gpu_strategy, kernels.hopper_costs), dict[int, int]()
-    # By which PyTorch's product is the faster always, behind our passes.
+    # Costs with which PyTorch's product is always the faster one after our passes.
     theirs = array("d", [0.0] * (1 + len(hopper.STRATEGIES)))
     for strategy in (*hopper.STRATEGIES, *hopper.STRATEGIES):
         theirs.extend((float(strategy != "around"), *[0.0] * (hopper.TERMS - 1)))
 
     def go(strategy: int) -> None:
-        # Before there is a fold to keep, one is made in the call.
+        # Without a fold to keep, the call makes one.
         kernels.gpu_strategy = lambda may_keep: (
             NEW_FOLD if strategy == KEPT_FOLD and not may_keep else strategy
         )
@@ -91,16 +91,16 @@ def measure(
 
     Args:
         size: The call.
-        seconds: To take for each strategy, at least as many as 9 rounds do.
+        seconds: The time to take for each strategy, at least that of 9 rounds.
         others: "chosen" and "chosen frozen", to measure what users get as well.
-        trains: Whether a backward with all gradients follows, which no strategy that keeps
-            anything has.
-        normalization: Or `"rms_norm"`, without a bias of the norm or of the layer.
+        trains: Whether a backward with all gradients follows, which rules out strategies that keep
+            anything.
+        normalization: The norm; `"rms_norm"` has neither a beta nor a bias of the layer.
     """
     dtype, (M, K, N) = DTYPES[size.dtype], size[2:]
     count = max(2, min(MOST_SETS, int(CACHE / (dtype.itemsize * (M * K + K * N + M * N))) + 1))
     is_rms = normalization == "rms_norm"
-    # x, the weight and gamma alone.
+    # Only x, the weight and gamma.
     sets = [_inputs(M, K, N, dtype)[: 3 if is_rms else None] for _ in range(count)]
     eager: Callable[..., Tensor] = _rms_norm_linear if is_rms else _layer_norm_linear
     ours: Callable[..., Tensor] = _rms_norm_linear_by_us if is_rms else _layer_norm_linear_by_us
@@ -118,7 +118,7 @@ def measure(
         @contextmanager
         def going(name: str) -> Iterator[None]:
             go(wanted[name])
-            # While anything is frozen, all calls look for it: these are by themselves.
+            # While anything is frozen, all calls look it up: these are measured separately.
             held = freeze_parameters(t for s in sets for t in s[1:]) if name in KEEPING else None
             with at_every_size() if wanted[name] else nullcontext():
                 yield
@@ -181,13 +181,13 @@ def _rms_norm_linear_by_us(x: Tensor, weight: Tensor, gamma: Tensor) -> Tensor:
 
 
 def _trained(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a call and its backward, which gives the gradient of the rows."""
+    """Return a call and its backward, which returns the gradient of the rows."""
 
     def run(*tensors: Tensor) -> Tensor:
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in tensors]
             y = call(*leaves)
-            # Any gradient will do, as long as it costs nothing to make.
+            # Any gradient will do, as long as it takes no time to make.
             return torch.autograd.grad(y, leaves, y.detach())[0]
 
     return run
@@ -196,7 +196,7 @@ def _trained(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _captured(
     call: Callable[..., Tensor], sets: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream
 ) -> Callable[[], float]:
-    """Return what replays a graph of calls and returns the microseconds of one."""
+    """Return a function that replays a graph of calls and returns the microseconds of one."""
     # Twice: parameters are kept from their second call on.
     for tensors in (*sets, *sets):
         call(*tensors)
@@ -229,7 +229,7 @@ def _captured(
 def _launched(
     call: Callable[..., Tensor], sets: Sequence[Sequence[Tensor]], stream: torch.cuda.Stream
 ) -> float:
-    """Return the microseconds of a call among several, with what they take of the host."""
+    """Return the microseconds of a call among several, including the host's time."""
     stream.synchronize()
     start = time.perf_counter()
     count = max(LAUNCHED, len(sets))
@@ -240,7 +240,7 @@ def _launched(
 
 
 def tile_cycles(device: int) -> Cycles:
-    """Return what counts the cycles of products on a Hopper, by the kernels' own model."""
+    """Return a function that counts the cycles of products on Hopper, by the kernels' model."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     module = build.load(kernels.hopper_extension(torch.bfloat16, 0))
 

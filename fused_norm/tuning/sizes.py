@@ -1,4 +1,4 @@
-"""The calls that are measured: drawn by a seed, or those that a model makes."""
+"""The calls that are measured: random ones from a seed, or those of a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fused_norm.models.fuse import fuse
 from fused_norm.models.settings import settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of sizes drawn: products of a forward, above which all sizes are alike.
+# For random sizes: products of a forward, above which all sizes behave alike.
 MOST_PRODUCTS = 2**31
-# Elements of x and y: more memory than caches have, and not much of a small machine's.
+# Elements of x and y: more memory than caches have, but little of a small machine's.
 MOST_ELEMENTS = 2**24
-# The same on a GPU: some milliseconds, and 512 MiB of 16 bits.
+# The same on a GPU: some milliseconds, and 512 MiB of 16-bit numbers.
 MOST_GPU_PRODUCTS = 2**40
 MOST_GPU_ELEMENTS = 2**28
 COMMON = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 8192, 14336)
@@ -37,7 +37,7 @@ class Size(NamedTuple):
         kind: What follows the product: one of KINDS.
         M: Rows.
         K: Features.
-        N: Outputs of the product: twice those of a gate.
+        N: Outputs of the product, twice a gate's.
     """
 
     dtype: str
@@ -48,10 +48,10 @@ class Size(NamedTuple):
 
 
 def draw(count: int, seed: int, dtypes: Sequence[str] = tuple(DTYPES)) -> list[Size]:
-    """Return random sizes of calls on a CPU, the dtypes in turn.
+    """Return random sizes of calls on a CPU, alternating between dtypes.
 
-    M is 1 to 32768, K and N are 8 to 16384, even on a scale of logarithms; half of the widths are
-    common ones.
+    M is 1 to 32768, K and N are 8 to 16384, uniform on a log scale; half of the widths are common
+    ones.
     """
     dice = random.Random(seed)
     found: list[Size] = []
@@ -60,7 +60,7 @@ def draw(count: int, seed: int, dtypes: Sequence[str] = tuple(DTYPES)) -> list[S
         M, K, N = _rows(dice), _width(dice), _width(dice)
         kind = dice.choice(KINDS + KINDS[:1])
         N *= 2 if kind == "gate" else 1
-        # PyTorch's products of 16 bits take tens of times longer on many CPUs.
+        # PyTorch's 16-bit products take tens of times longer on many CPUs.
         most = MOST_PRODUCTS if dtype == "float32" else MOST_PRODUCTS // 8
         if max(M * K * N / most, M * max(K, N) / MOST_ELEMENTS) <= 1:
             found.append(Size(dtype, kind, M, K, N))
@@ -68,9 +68,9 @@ def draw(count: int, seed: int, dtypes: Sequence[str] = tuple(DTYPES)) -> list[S
 
 
 def draw_for_gpu(count: int, seed: int, dtypes: Sequence[str] = tuple(DTYPES)) -> list[Size]:
-    """Return random sizes of calls on a GPU, as `draw` does, of which its tensors can be read.
+    """Return random sizes of calls on a GPU like `draw`, whose tensors are aligned.
 
-    K and N are multiples of 8, without which products are PyTorch's.
+    K and N are multiples of 8: products of other sizes are PyTorch's.
     """
     dice = random.Random(seed)
     found: list[Size] = []
@@ -92,7 +92,7 @@ def _width(dice: random.Random) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the calls on a kind of device that a model makes."""
+    """Records the calls that a model makes on a kind of device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def calls_of(model: torch.nn.Module, example: Sequence[Any], device: str) -> list[Size]:
-    """Return the calls on a kind of device that a model makes, once the backend compiled it."""
+    """Return the calls that a model makes on a kind of device, once compiled by the backend."""
     recorder = _Recorder(device)
 
     def recording(module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
