@@ -32,7 +32,7 @@ class Kind:
         head: Features of a head.
         share: Heads of queries to one of keys and values.
         is_causal: Whether a token sees those before it only.
-        is_gated: RMSNorm, SwiGLU and no biases, in place of LayerNorm, GELU and biases.
+        is_gated: RMSNorm, SwiGLU and no biases, instead of LayerNorm, GELU and biases.
         is_modulated: Whether scale, shift and gate of each sequence modulate it (AdaLN).
         is_rotated: Whether queries and keys have rotary embeddings.
         has_head_norms: Whether each head of them has an RMSNorm before.

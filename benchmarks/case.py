@@ -1,7 +1,7 @@
 """What a measurement is made of: an op's inputs and outputs, and the work that it cannot avoid.
 
 FLOPs count the matrix products where there are any. Bytes count every input read once and every
-output written once, whatever an implementation moves besides, so the rates of two implementations
+output written once, whatever else an implementation moves, so the rates of two implementations
 compare as their times do.
 """
 

@@ -26,7 +26,7 @@ class Truth:
     Attributes:
         outputs: By name.
         gradients: Those of the inputs by name, None for an input that is not used.
-        sizes: What the errors of some gradients are measured by, in place of their own norm: for a
+        sizes: What the errors of some gradients are relative to, instead of their own norm: for a
             scalar, the norm of what each row adds to it.
     """
 

@@ -3,7 +3,7 @@
     poe bench --decode [--batch 1 --batch 16] [--json FILE] [--profile DIRECTORY]
 
 Eight blocks with a cache of 1024 positions, all of them in use; a step writes its keys and values
-into the last one. Times are of CUDA graphs, interleaved, the order drawn anew in each round.
+into the last one. Times are of CUDA graphs, interleaved, in a new random order in each round.
 `products` are the products alone, by PyTorch; `weights` is the time that the bytes of the weights
 take at the speed of a large copy.
 """

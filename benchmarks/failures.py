@@ -1,4 +1,4 @@
-"""What a result keeps of an exception, whoever raised it."""
+"""What a result keeps of an exception, of any origin."""
 
 from __future__ import annotations
 

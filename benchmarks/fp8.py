@@ -2,7 +2,7 @@
 
     poe bench --fp8 [--block NAME] [--mode forward] [--json FILE]
 
-Times are of CUDA graphs, interleaved, the order drawn anew in each round. `products` are
+Times are of CUDA graphs, interleaved, in a new random order in each round. `products` are
 `torch._scaled_mm` with scales of rows, of operands that have been quantized before, and attention:
 nothing else of the block. SQNR is that of y against eager bfloat16, in decibels.
 """
@@ -55,7 +55,7 @@ class Provider(NamedTuple):
 
 
 class _Products(torch.autograd.Function):
-    """The three products of a Linear layer in FP8, of operands that stand for the real ones."""
+    """The three products of a Linear layer in FP8, of operands that simulate the real ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, operands: dict[str, Any]) -> Tensor:
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         print("SKIPPED: needs a GPU that has FP8")
         return 0
-    # Dynamo counts compilations of one function, whoever compiles it, and would stop at eight.
+    # Dynamo counts all compilations of one function, and would stop at eight.
     torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda", torch.cuda.current_device())
     budget = Budget(options.seconds, options.seconds / 2, fewest=9)

@@ -30,7 +30,7 @@ MODES = {"forward": "Inference", "train": "Training step"}
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors that can be told apart on the page that they are for."""
+    """Colors that are distinct on the page that they are for."""
 
     background: str
     ink: str

@@ -41,7 +41,7 @@ RANDOM = {
 }
 MODES = ("forward", "train")
 PEER = "compile"
-# What stands for us where a block is measured in several ways.
+# The result that represents us if a block is measured in several ways.
 BACKEND = "fused_norm-compile-inductor"
 FROZEN = f"{BACKEND}-frozen"
 
@@ -52,7 +52,7 @@ def short(gpu: str) -> str:
 
 
 def of_role(run: Run, measurement: Measurement, role: str) -> Result | None:
-    """Return the result of a role: the backend's of ours, where there is one, or the first.
+    """Return the result of a role: for ours the backend's if it exists, otherwise the first.
 
     Args:
         run: A run.

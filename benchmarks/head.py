@@ -2,7 +2,7 @@
 
     python -m benchmarks.head --json head.json --plot head.svg
 
-Each round times every provider once, in an order drawn anew, behind a wait that lets the host get
+Each round times every provider once, in a new random order, after a wait that lets the host get
 ahead of the GPU, as it is in a training step. Memory is the peak of one call beyond
 what was there before, the gradients of all parameters included.
 """
@@ -79,7 +79,7 @@ def peers() -> dict[str, Provider]:
 
 
 def quack(chunk_rows: int) -> Provider:
-    """Return the loss by quack's kernels, in chunks of so many rows.
+    """Return the loss by quack's kernels, in chunks of that many rows.
 
     Raises:
         ImportError: If it is not installed.

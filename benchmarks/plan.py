@@ -20,7 +20,7 @@ class Plan:
         cases: In order.
         modes: Of each case.
         device: Where.
-        names: Providers to measure besides the baselines, or None for all that are installed.
+        names: Providers to measure along with the baselines, or None for all that are installed.
         budget: How long for each provider.
         seed: Seed of the random inputs.
         is_warm: Whether one set of inputs is used over and over, so that it stays in the cache.

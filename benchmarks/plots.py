@@ -19,7 +19,7 @@ from benchmarks.runs import Measurement, Result, Run
 
 INK, FAINT, GRID = "#222222", "#8a8a8a", "#e6e6e6"
 OURS = "#d1495b"
-# Distinct for color-blind eyes too; the marker tells apart what the color does not.
+# Distinct for color-blind eyes too; markers distinguish what colors do not.
 PEERS = {
     "linear": ("#5f6b76", "|"),
     "compile": ("#2e86ab", "s"),

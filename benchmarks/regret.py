@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen_by(kind: str | None) -> str | None:
-    """Return what calls are chosen by: a shipped file's name, or that the machine was tuned."""
+    """Return the measurements in use: a shipped file's name, or that the machine was tuned."""
     path = choice.path(kind)
     return None if path is None else path.name if path.parent == choice.SHIPPED else "tune"
 

@@ -105,7 +105,7 @@ class Runner:
         self._listener.skipped(len(self._plan.modes) - len(modes))
         if not modes:
             return
-        # The memory of the case before is free by now: nothing refers to it anymore.
+        # The memory of the previous case is free: nothing refers to it anymore.
         _forget_compiled()
         chosen = self._roster.of_case(case)
         admissions = admit(case, chosen, self._plan, self._listener)

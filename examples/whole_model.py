@@ -25,7 +25,7 @@ def output_of(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def step(model: nn.Module, run: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """Return the output and the gradients of the parameters, zeros where there is none."""
+    """Return the output and the gradients of the parameters, zeros for those without one."""
     y = output_of(run, inputs)
     dy = torch.linspace(-1, 1, y.numel()).view_as(y)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -7,7 +7,7 @@ A character-level GPT reads the sources of the installed PyTorch. Each of the fo
 NAME.json in the folder, and one that is there is not done again; the last one writes fp8-curve.json
 and fp8-curve.png of all. With `--seconds`, a training stops in time after a checkpoint, and the
 next call goes on. Exits with 130 where it stopped, and with 1 if the last losses of our FP8 are
-further above both of bfloat16's than these are apart.
+further above both of bfloat16's than these differ from each other.
 """
 
 from __future__ import annotations

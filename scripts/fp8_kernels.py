@@ -67,7 +67,7 @@ def rows_of(v: Tensor, dtype: torch.dtype = E4M3, power_of_two: bool = False) ->
 
 
 def operands(M: int, K: int, N: int, dtype: torch.dtype = E4M3) -> tuple[Any, Any, Tensor]:
-    """Return rows, a weight, and the float64 product of what they stand for."""
+    """Return rows, a weight, and the float64 product of their values."""
     a, a_scale = rows_of(torch.randn(M, K, device="cuda") * torch.rand(M, 1, device="cuda"), dtype)
     b, b_scale = rows_of(torch.randn(N, K, device="cuda") / K**0.5)
     exact = (a.double() * a_scale.double()) @ (b.double() * b_scale.double()).t()

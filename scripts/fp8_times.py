@@ -1,4 +1,4 @@
-"""Times of `fp8_gpu.py`: products, norms that quantize, and both, beside PyTorch's."""
+"""Times of `fp8_gpu.py`: products, norms that quantize, and both, compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def scaled_mm(a: Any, b: Any) -> Tensor:
 
 
 def time_product(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[str, Any]:
-    """Time products of one size beside PyTorch's, with what may follow them."""
+    """Time products of one size and PyTorch's, with the ops that may follow them."""
     M, K, N = size
     half = N // 2
     sets = sets_for(M * K + K * N + 2 * M * N)
@@ -93,7 +93,7 @@ def time_product(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[
 
 
 def time_norm(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[str, Any]:
-    """Time norm and quantization beside a copy of as many bytes."""
+    """Time norm and quantization, and a copy of as many bytes."""
     M, K = size
     sets = sets_for(3 * M * K)
     x = [torch.randn(M, K, device="cuda").to(BF16) for _ in range(sets)]

@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What a kernel needs beside PyTorch when it runs.
+# What a kernel needs in addition to PyTorch when it runs.
 LIBRARIES = (
     *("libKGENCompilerRTShared.so", "libAsyncRTMojoBindings.so", "libAsyncRTRuntimeGlobals.so"),
     *("libMSupportGlobals.so", "libMGPRT.so", "libNVPTX.so"),

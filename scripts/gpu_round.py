@@ -9,7 +9,7 @@ place: the ops of the family, a JSON each (`--only family`, of which `--op` choo
 steps of docs/worklog.md (`--only worklog`), a training on all GPUs (`--only train`), the head alone
 (`--only head`), wrong edits (`--only mutate`), or any program of the checkout (`--only script --
 PROGRAM ARGUMENT...`, OUT standing for the folder of results, COMMIT for the commit). Each ends in
-time (`--limit`). The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json where there is one,
+time (`--limit`). The benchmark goes on with OUT/NAME.json or FOLDER/NAME.json if it exists,
 that of the family with OUT/NAME-OP.json or FOLDER/NAME-OP.json.
 """
 
@@ -101,10 +101,10 @@ def run(options: argparse.Namespace) -> int:
     for wheel in (options.folder / "wheels").glob("*.whl"):
         with zipfile.ZipFile(wheel) as content:
             content.extractall(site)
-    # Stands for the compiler: where one is installed, its version is part of a kernel's key.
+    # A stub for the compiler: if one is installed, its version is part of a kernel's key.
     (site / "mojo").mkdir(exist_ok=True)
     (site / "mojo" / "__init__.py").touch()
-    # By which torch.compile finds the backend, as if the checkout were installed.
+    # Registers the backend with torch.compile, as if the checkout were installed.
     installed = site / "fused_norm-0.dist-info"
     installed.mkdir(exist_ok=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fused-norm\nVersion: 0\n")
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         if _train(options.out, environment, left, options.steps):
             failed.append("training")
     if options.only == "mutate":
-        # Finds the kernels that `mutate.py --build` has put beside those of `pack`.
+        # Uses the kernels that `mutate.py --build` has added to those of `pack`.
         command = [sys.executable, "scripts/mutate.py", "--prebuilt"]
         if _logged(command, environment, options.out / "mutate.log", options.limit - 30):
             failed.append("mutate")
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
         # Tests share the GPU; what they do on the host takes most of their time.
         if options.workers:
-            # Another plug-in of pytest's warns beside this one, and warnings are errors.
+            # Another pytest plugin warns if this one is active, and warnings are errors.
             command += ["-n", str(options.workers), "--dist", "loadfile", "-p", "no:benchmark"]
         command += options.test or []
         command += _tests_beyond_this_machine()

@@ -30,12 +30,12 @@ WARM_UP = 20  # steps in which the learning rate rises
 
 @dataclass
 class Curve:
-    """What a training leaves beside its model.
+    """What a training returns in addition to its model.
 
     Attributes:
         losses: Mean loss of each step, in nats per character.
         seconds: Time of each step.
-        memory: Bytes that a step held at most beside parameters and optimizer, None if unknown.
+        memory: Most bytes of a step without parameters and optimizer, None if unknown.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Write a checkpoint in place of the last one."""
+        """Write a checkpoint, which replaces the last one."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         if self.rank == 0:

@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Slow tests run if all are asked for, or `-m slow` or a node id names them.
     """
-    # A path makes its name anew whenever it is asked.
+    # A path rebuilds its name whenever it is asked.
     names = {item.path: item.path.name for item in items}
     items.sort(key=lambda item: LONGEST.get(names[item.path], len(LONGEST)))
     if not torch.cuda.is_available():
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is imported by now out of collections of garbage: it takes each half a second."""
+    """Exclude everything imported so far from garbage collections: each takes half a second."""
     gc.collect()
     gc.freeze()
 
@@ -188,7 +188,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], list[t
 
 @pytest.fixture(autouse=True)
 def _kernels_at_every_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have kernels run at sizes, too, at which PyTorch's ops finish sooner."""
+    """Also run kernels at sizes at which PyTorch's ops are faster."""
     is_dispatched = "as_dispatched" in request.keywords
     if not is_dispatched:
         monkeypatch.setattr(kernels, "cpu_strategy", lambda: FUSED)

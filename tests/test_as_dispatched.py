@@ -1,6 +1,6 @@
-"""Calls on a CPU as users have them dispatched: whoever computes them, values and gradients hold.
+"""Calls on a CPU as dispatched for users: their values and gradients, with kernels or PyTorch.
 
-All other tests have kernels run at sizes, too, at which PyTorch's ops finish sooner.
+All other tests also run kernels at sizes at which PyTorch's ops are faster.
 """
 
 from __future__ import annotations

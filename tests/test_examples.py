@@ -90,7 +90,7 @@ def test_a_wrong_version_is_named(
 @pytest.mark.parametrize("name", [pytest.param("minigpt_block", marks=pytest.mark.slow), "trimul"])
 def test_example_runs(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"]
-    # PYTHONPATH: Python looks beside the example alone, where no package is installed.
+    # PYTHONPATH: Python only searches the example's own folder if no package is installed.
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fused_norm" in done.stdout

@@ -201,7 +201,7 @@ def test_moved_parameters_are_not_frozen() -> None:
 
 
 def offloaded(model: nn.Sequential) -> frozen.Frozen:
-    """Freeze a model, and have its first weight stand for one of which a fold was made."""
+    """Freeze a model, and treat its first weight as one from which a fold was made."""
     fn.freeze(model, offload=True)
     (record,) = frozen.of([model[0].weight])
     weight = (model[0].weight,)
@@ -222,7 +222,7 @@ def test_offloaded_weights(device: str) -> None:
     assert weight.isnan().all()
     assert weight.is_contiguous()
     assert frozen.has_offloaded()
-    # What was made of it is found by what stands in its place.
+    # What was made of it is found by its placeholder.
     found = contexts.find([weight])
     assert found is not None
     assert record.offload.has_any_of(found[1])
@@ -250,7 +250,7 @@ def test_no_call_reads_what_stands_for_an_offloaded_weight(device: str) -> None:
         for call in (
             lambda: layer(rows),
             lambda: fn.norm_linear(rows, layer.weight, normalization="rms_norm"),
-            # Beside parameters that are not frozen.
+            # Along with parameters that are not frozen.
             lambda: fn.norm_linear(rows, layer.weight, norm_weight=others[1]),
             lambda: fn.norm_linear(rows, [others[3], layer.weight]),
         ):
@@ -286,7 +286,7 @@ def test_a_program_ends_quietly_with_a_frozen_model() -> None:
 
 @pytest.mark.parametrize("recipe", list(recipes.RECIPES))
 def test_weights_in_eight_bits(recipe: str, device: str) -> None:
-    """They take the place of the originals, where those may leave, bit for bit."""
+    """They replace the originals, if those may leave, bit for bit."""
     torch.manual_seed(0)
     options = {"normalization": "RMSNorm", "bias": False, "recipe": recipe}
     model = fn.LayerNormMLP(256, 512, activation="swiglu", **options).to(device).eval()
@@ -318,7 +318,7 @@ def test_weights_in_eight_bits(recipe: str, device: str) -> None:
 
 
 def test_threads_that_share_an_offloaded_model(device: str) -> None:
-    """None reads what stands for a weight that another has just moved."""
+    """None reads the placeholder of a weight that another has just moved."""
     torch.manual_seed(0)
     options = {"normalization": "RMSNorm", "bias": False, "recipe": "rowwise"}
     layers = (fn.LayerNormMLP(64, 128, activation="swiglu", **options) for _ in range(4))

@@ -1,5 +1,5 @@
 // The chain of a call as C functions on PyTorch's stable tensor handles. A node of autograd and Python
-// call it, whatever their versions.
+// of any version call it.
 
 #pragma once
 

@@ -33,7 +33,7 @@ class Norm(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward saves besides its result, None for absent tensors.
+    """What a forward saves for a backward, None for absent tensors.
 
     Attributes:
         sum: x + residual, shape `[M, K]`.

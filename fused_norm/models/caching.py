@@ -1,7 +1,7 @@
 """Lets PyTorch keep compiled graphs that contain our calls from one process to the next.
 
 PyTorch caches the compiled forward and backward of graphs that call only its own functions, or
-functions that are named to it, each with a key of everything besides the arguments that decides how
+functions that are named to it, each with a key of everything except the arguments that decides how
 it is traced. It does not look into the bodies of checkpoints, so their functions need keys, too.
 """
 
@@ -58,7 +58,7 @@ def _name(node: Node) -> str:
 
 
 def _key(devices: Collection[str]) -> str:
-    """Return what decides how a call is traced besides its arguments: sources, modes, kernels.
+    """Return what decides how a call is traced, except its arguments: sources, modes, kernels.
 
     Args:
         devices: The devices of a graph.

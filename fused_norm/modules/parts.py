@@ -98,7 +98,7 @@ class NormModule(nn.Module):
     def _is_hf_initialized(self) -> bool:
         """The flag that transformers reads before it initializes a module by its class's name.
 
-        Going by that name, transformers takes this for a LayerNorm, and would fill `weight` with ones.
+        By name, transformers takes this for a LayerNorm, and would fill `weight` with ones.
         Its versions of `nn.init`, active at that time, skip what a checkpoint has set.
         """
         if nn.init.ones_.__module__.startswith("transformers."):

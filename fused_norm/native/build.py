@@ -169,7 +169,7 @@ def load(extension: Extension) -> ModuleType:
     """
     with _load_lock:
         if found := extension.prebuilt:
-            # It finds its runtime in its own folder.
+            # Its runtime is in the same folder.
             return runtime.import_from(extension.name, found)
         if not is_built(extension):
             build(extension)

@@ -61,7 +61,7 @@ def _permits_tiles() -> bool:
 
 
 def compiler_features(name: str) -> tuple[str, ...]:
-    """Return the features to compile an extension for, besides those of the CPU's model.
+    """Return the features to compile an extension for that the CPU's model does not imply.
 
     Extensions without products round like PyTorch, including subnormal numbers.
 

@@ -61,7 +61,7 @@ def row(name: str) -> dict[str, Any]:
         found[mode]["fused"] = sum(site.fused for site in sites)
         found[mode]["read by Linear"] = sum(bool(site.linears) for site in sites)
         if name in WITH_INDUCTOR:
-            # Small calls too, which are not fused before Inductor where PyTorch finishes sooner;
+            # Small calls too, which are not fused before Inductor where PyTorch is faster;
             # and with PyTorch's own random numbers, which models draw that leave values out.
             options = {"small": True, "fallback_random": True}
             found[mode]["fused_norm, Inductor"] = trial.judge(

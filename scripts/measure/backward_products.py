@@ -1,9 +1,9 @@
-"""Measure the products of a backward on a Hopper GPU: ours beside PyTorch's, in bfloat16.
+"""Measure the products of a backward on a Hopper GPU: ours and PyTorch's, in bfloat16.
 
     python scripts/measure/backward_products.py --json FILE [--commit COMMIT]
 
 Of several Linear layers on the same rows, dz = sum of dy_i weight_i, by one launch and as `mm` and
-`addmm`s; of a layer, dW = dy^T z, with db and without, beside `mm` and our sum over rows. Device
+`addmm`s; of a layer, dW = dy^T z, with db and without, and `mm` with our sum over rows. Device
 time of one call in microseconds: medians of interleaved replays of CUDA graphs.
 """
 
@@ -126,7 +126,7 @@ def group(M: int, K: int, Ns: tuple[int, ...]) -> dict[str, Step]:
 
 
 def layer(M: int, K: int, N: int) -> dict[str, Step]:
-    """Return what computes dW, and db beside it.
+    """Return what computes dW, and db along with it.
 
     Args:
         M: Rows.

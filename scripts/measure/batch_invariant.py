@@ -3,7 +3,7 @@
     python scripts/measure/batch_invariant.py [--device cuda] [--dtype bfloat16] [--seconds 0.1]
 
 First a row's bits of y and dx are compared between batches of 1 to 16384 rows. Then calls in the
-mode are timed beside those without, in interleaved rounds: on a CPU by wall time, of which a fifth
+mode are timed against those without, in interleaved rounds: on a CPU by wall time, of which a fifth
 of the rounds is shorter, as others may use it meanwhile; on a GPU by replays of CUDA graphs and
 launched, medians. The ratios go to benchmarks/results/batch-invariant.json, from
 which scripts/pages/numerics_page.py makes its table.

@@ -1,4 +1,4 @@
-"""Measure calls on this CPU with each strategy, and fit what its kind's calls are chosen by.
+"""Measure calls on this CPU with each strategy, and fit the model that chooses for its kind.
 
     python scripts/measure/cpu_calls.py [--commit COMMIT]   measure, and write both files
     python scripts/measure/cpu_calls.py --fit               only fit again, every kind
@@ -30,13 +30,13 @@ from fused_norm.tuning.sizes import Size
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
-# Sizes of common models, beside random ones.
+# Sizes of common models, in addition to random ones.
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WEIGHTS = ((128, 128), (768, 768), (768, 3072), (1024, 1024), (4096, 4096))
 RANDOM = 300
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
-# Kinds without measurements, and the kind whose ratios of our times and PyTorch's stand for theirs.
+# Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use.
 ESTIMATED = {"arm-neon": "amd-zen3"}
 
 
@@ -100,7 +100,7 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
 
 
 def is_doubtful(call: Measured, device: costs.Device) -> bool:
-    """Return whether a measurement and the model are far apart, or choose otherwise."""
+    """Return whether a measurement and the model differ by much, or choose differently."""
     by_model = {strategy: device.us(call, strategy) or 0.0 for strategy in costs.STRATEGIES}
     is_far = any(
         not 1 / DOUBTFUL < call.us[strategy] / us < DOUBTFUL for strategy, us in by_model.items()

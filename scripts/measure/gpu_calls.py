@@ -1,4 +1,4 @@
-"""Measure forwards on this GPU with each strategy, and fit what its kind's calls are chosen by.
+"""Measure forwards on this GPU with each strategy, and fit the model that chooses for its kind.
 
     python scripts/measure/gpu_calls.py [--commit COMMIT] [--limit SECONDS] [--out FOLDER]
     python scripts/measure/gpu_calls.py --fit    fit again, every kind; this needs no GPU
@@ -30,7 +30,7 @@ from fused_norm.tuning.sizes import SEED, Size, draw_for_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
-# Sizes of common models, beside random ones.
+# Sizes of common models, in addition to random ones.
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 WEIGHTS = (
     *((4096, 4096), (1024, 1024), (768, 2304), (4096, 12288)),

@@ -4,7 +4,7 @@
     python scripts/measure/gpu_times.py --table FILE        print a file's table in Markdown
 
 Each process imports one checkout. In every round, each process times each of its providers in one
-turn, in an order drawn anew, and waits while the other works. Calls are timed as they are launched,
+turn, in a new random order, and waits while the other works. Calls are timed as they are launched,
 with the host's time, and in CUDA graphs. PyTorch's eager composition, timed in both processes, says
 how much the machine itself varied.
 """

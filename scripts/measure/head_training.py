@@ -7,9 +7,9 @@ GPT-2 124M, LLaMA 3.2 1B and Qwen3 0.6B of transformers with random weights. A s
 backward and AdamW, whose rate of 0 leaves the parameters that all providers share as they are. The
 loss is transformers' own; providers called `...-head` take `fn.linear_cross_entropy` in its place,
 on the rows before the vocabulary, and `fused_norm` is the backend, which finds the head itself.
-Providers take turns, in a new random order each round; one whose loss or gradients are far from
+Providers alternate, in a new random order each round; one whose loss or gradients are far from
 eager's is not timed. Memory is the peak of forward and backward beyond what was there before,
-gradients included; their own bytes stand beside it, so the difference is activations.
+gradients included; their own bytes are shown next to it, so the difference is activations.
 """
 
 from __future__ import annotations

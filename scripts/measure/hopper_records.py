@@ -12,7 +12,7 @@ from fused_norm.call.record import Call
 
 
 class Fold(NamedTuple):
-    """A folded weight, its row sums beside its constants, and their addresses in a record."""
+    """A folded weight, its row sums and its constants, and their addresses in a record."""
 
     weight: Tensor
     sums: Tensor

@@ -3,7 +3,7 @@
     python scripts/measure/kernel_resources.py LIBRARY [BEFORE]
 
 With the library of another commit as BEFORE, print only what differs, and fail where a kernel takes
-more than it did. Kernels are told apart by the names that they are given, less the hash at their
+more than it did. Kernels are distinguished by the names that they are given, less the hash at their
 end; those of row programs, whose names say little, by the order of what they take. Needs ptxas.
 """
 
@@ -85,7 +85,7 @@ def resources(library: Path, arch: str) -> dict[str, Resources]:
 
 
 def ptx(library: Path) -> Iterator[str]:
-    """Yield the modules of PTX that lie in a library as text, each with one kernel."""
+    """Yield the modules of PTX that are in a library as text, each with one kernel."""
     for match in re.finditer(rb"\.version \d[^\0]*", library.read_bytes()):
         text = match[0].decode()
         if ".entry" in text:

@@ -65,7 +65,7 @@ def provided(provider: str, model: nn.Module, mode: str, then: str, sites: list[
 
 
 def _convert(model: nn.Module, mode: str) -> None:
-    """Put torchao's layers in FP8 in the place of a model's, but for the last."""
+    """Replace a model's Linear layers by torchao's in FP8, except the last."""
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and not name.endswith(LAST)

@@ -1,4 +1,4 @@
-"""Measure the row kernels around PyTorch's products on a GPU, each beside PyTorch's.
+"""Measure the row kernels around PyTorch's products on a GPU, each against PyTorch's.
 
     python scripts/measure/row_kernels.py [--dtype float32]
 

@@ -173,7 +173,7 @@ def measure(
 def _results(
     model: nn.Module, inputs: dict[str, Tensor], mode: str, options: Any, sites: list[Site]
 ) -> dict[str, Any]:
-    """Return results by provider: those that are exact, timed in turns; add what was fused."""
+    """Return results by provider: those that are exact, timed alternately; add what was fused."""
     parameters = trained(model)
     output_of = importlib.import_module("whole_model").output_of
 
@@ -216,7 +216,7 @@ def _results(
         results[provider] = _checked(steps[provider], exact, _errors_of(provider, results))
         more[provider] = 0
         if has_own(provider, mode) and results[provider]["status"] == "ok":
-            # What is frozen is prepared in the second call. What it has in the place of the model's
+            # What is frozen is prepared in the second call. What it has instead of the model's
             # parameters is no more than those.
             steps[provider]()
             more[provider] = _allocated(device) - before - _size(model, device)

@@ -116,7 +116,7 @@ Frobenius norm of the difference from float64, computed from the same rounded in
 
 def main() -> int:
     """Write the page and return an exit status."""
-    # Calls that PyTorch's ops finish sooner would be left to them.
+    # Calls for which PyTorch's ops are faster would be left to them.
     kernels.cpu_strategy = lambda: FUSED
     PAGE.write_text(page())
     return 0

@@ -25,7 +25,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = "repository"
-# Stands for the list of a folder's files.
+# The placeholder of the list of a folder's files.
 FOLDER = "index.md"
 NOT_IN_NAV = InclusionLevel.NOT_IN_NAV
 HOME = PurePosixPath("README.md")

@@ -3,7 +3,7 @@
     python scripts/wheel/clean_trials.py WHEEL ... [--python 3.12 ...] [--torch 2.11 ...]
         [--emulator COMMAND] [--commit COMMIT] [--output TO]
 
-Each wheel is installed beside the newest PyTorch for every `--python`, and for this Python beside
+Each wheel is installed with the newest PyTorch for every `--python`, and for this Python with
 every `--torch` too. The commands see an empty `PATH`, so neither a C++ compiler nor Mojo, and an
 empty cache. A trial fails where a command does, or where an output or gradient differs from
 PyTorch's in float64. A wheel without kernels has to say so: `doctor` exits with 1 there. A wheel

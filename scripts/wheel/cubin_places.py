@@ -1,4 +1,4 @@
-"""Finds places in a library for machine code that takes the place of texts.
+"""Finds places in a library for machine code that replaces texts.
 
 What is longer than its text goes into a segment of its own behind the others, and the code that
 hands the text to Mojo's runtime gets the new address and length.
@@ -41,7 +41,7 @@ class Use(NamedTuple):
 
 
 def place(content: bytearray, cubins: dict[Span, bytes]) -> set[Span]:
-    """Write cubins into a library in the place of texts, and return the texts that have to stay.
+    """Write cubins into a library instead of texts, and return the texts that have to stay.
 
     Args:
         content: Of the library.

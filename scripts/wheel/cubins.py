@@ -1,4 +1,4 @@
-"""Puts machine code (cubins) in the place of the PTX texts of a GPU extension.
+"""Replaces the PTX texts of a GPU extension by machine code (cubins).
 
 Mojo's runtime hands the address of a kernel's text to the driver, which takes either: PTX it would
 compile when a kernel is first used, for tenths of a second. A text that cannot be replaced stays,
@@ -38,7 +38,7 @@ class Embedded(NamedTuple):
 
 
 def modules(content: bytes) -> Iterator[Module]:
-    """Yield the texts of PTX with a kernel that lie in a library.
+    """Yield the texts of PTX with a kernel that are in a library.
 
     Args:
         content: Of the library.
@@ -64,7 +64,7 @@ def count(content: bytes) -> Embedded:
 
 
 def assembler() -> Path | None:
-    """Return the ptxas that comes with PyTorch's Triton, None where there is none.
+    """Return the ptxas that comes with PyTorch's Triton, None without one.
 
     It is CUDA 12's, so that drivers of CUDA 12 load what it makes.
     """

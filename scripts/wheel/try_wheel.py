@@ -119,7 +119,7 @@ def try_dtype(
         compare("gradient", mine.grad, theirs.grad)
     fused = fn.LayerNormLinear.from_modules(norm, linear)
     compare("module", fused(x), expected)
-    torch.compiler.reset()  # Each dtype compiles anew, and there is a limit to that.
+    torch.compiler.reset()  # Each dtype is compiled again, and there is a limit.
     compiled = torch.compile(fn.fused_layernorm_linear, backend="aot_eager", fullgraph=True)
     compare("compiled", compiled(x.detach(), gamma, beta, weight, bias), expected)
     product = F.linear(F.rms_norm(x, (k,), gamma, 1e-5), weight, bias)

@@ -5,7 +5,7 @@
 
 Without flags it carries everything: kernels of all dtypes for every level of x86-64 CPUs and for
 NVIDIA's GPUs, and a node for each version of PyTorch. What is built is kept, so that a second run
-compiles only what has changed. Beside it goes a pure wheel, for machines that this one is not for.
+compiles only what has changed. It also writes a pure wheel, for machines that this one is not for.
 `--machine aarch64` makes one for Arm's CPUs, on any machine that has the C++ compiler for those.
 """
 
@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fused_norm.native.cache import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
-# As auditwheel finds: Mojo's runtime asks for GLIBC_2.34 and GLIBCXX_3.4.30.
+# According to auditwheel: Mojo's runtime needs GLIBC_2.34 and GLIBCXX_3.4.30.
 TAG = "py3-none-manylinux_2_35_{}"
 LICENSE = "Apache-2.0 WITH LLVM-exception AND LicenseRef-Modular-MAX-Community-License"
 LARGEST_BYTES = 14_000_000

@@ -154,7 +154,7 @@ def _compile(binary: Binary, version: str, machine: str, output: Path) -> None:
     includes.append(sysconfig.get_paths()["include"])
     linked = folder / "lib" if machine == platform.machine() else _stand_ins(found, output.parent)
     command = [found, *library.command(binary, includes, [str(linked)]), "-o", str(output)]
-    # An empty library gives nothing that is asked for, and has to be loaded all the same.
+    # An empty library gives nothing that is asked for, and has to be loaded anyway.
     command.insert(1, "-Wl,--no-as-needed")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:

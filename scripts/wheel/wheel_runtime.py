@@ -1,7 +1,7 @@
 """Brings Mojo's runtime into a wheel, and has the wheel's kernels load that and no other.
 
 The four libraries get names of their own, so that a process which has loaded another Mojo's, of an
-installed `max`, keeps the two apart.
+installed `max`, keeps the two separate.
 """
 
 from __future__ import annotations

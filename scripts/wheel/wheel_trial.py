@@ -1,4 +1,4 @@
-"""Install a wheel as users do, beside versions of PyTorch, try it, and write down what was found.
+"""Install a wheel as users do, with versions of PyTorch, try it, and record the results.
 
     python scripts/wheel/wheel_trial.py WHEEL [--torch VERSION ...] [--lowest] [--gpu FILE]
         [--commit COMMIT] [--output TO]
@@ -38,7 +38,7 @@ PAGE = ROOT / "docs" / "guide" / "install.md"
 MARKS = ("<!-- begin: wheel -->", "<!-- end: wheel -->")
 # Of this process' environment: the checkout's packages, and that modules are not to be compiled.
 LEFT_OUT = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
-# In place of a version of PyTorch: the oldest that the wheel allows of all that it requires.
+# Instead of a version of PyTorch: the oldest that the wheel allows of all that it requires.
 LOWEST = "lowest"
 
 

@@ -42,7 +42,7 @@ def test_repeated_blocks_are_compiled_once(sites: list[Any]) -> None:
         torch.testing.assert_close(
             ours(**inputs).sample, own(**inputs).sample, rtol=1e-4, atol=1e-5
         )
-    # Two kinds of blocks, whatever their number: of two streams with two norms each, and of one,
+    # Two kinds of blocks, however many: of two streams with two norms each, and of one,
     # which is compiled once more for streams of other sizes.
     assert 5 <= len(sites) <= 6
     assert all(site.fused for site in sites)

@@ -26,7 +26,7 @@ def model_of(kind: str, device: str) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(device).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Logits far enough apart that no rounding turns a choice.
+            # Logits that differ enough for rounding not to change a choice.
             parameter.mul_(3 if parameter.dim() == 2 else 1)
     return model
 

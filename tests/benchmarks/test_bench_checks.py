@@ -129,7 +129,7 @@ def test_a_scalar_is_measured_by_what_rows_add() -> None:
 
 
 def test_check_needs_finite_eager() -> None:
-    """Regression: beside an eager that is not finite, everything would count as right."""
+    """Regression: compared with an eager that is not finite, everything would pass."""
     inf = float("inf")
     assert check.verdict({"y": inf}, {"y": inf}, torch.float32)
     assert not check.verdict({"y": 1e-7}, {"y": 1e-7}, torch.float32)

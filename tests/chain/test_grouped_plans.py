@@ -44,7 +44,7 @@ def test_plan_and_the_walk_through_parts(tmp_path: Path) -> None:
         tiles, blocks = ([-(-n // step) for n in sizes] for step in (128, 64))
         assert found[:4] == [products, products, False, gradients], case
         assert found[4:6] == [launched, kept], case
-        # A bias at no multiple of 16 bytes cannot be copied to shared memory.
+        # A bias that is not aligned to 16 bytes cannot be copied to shared memory.
         assert found[6:] == [False, sum(tiles), sum(blocks)], case
         assert next(lines).strip() == places(sizes, 128)
         assert next(lines).strip() == places(sizes, 64)

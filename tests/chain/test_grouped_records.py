@@ -94,7 +94,7 @@ class StandIn:
 
 @pytest.fixture
 def kernels(tmp_path: Path) -> Iterator[StandIn]:
-    """Put the stand-in in the place of Hopper's kernels."""
+    """Replace Hopper's kernels by the stand-in."""
     stand_in = StandIn()
     with standing_in(tmp_path, lambda name, place: getattr(stand_in, name)(place)):
         yield stand_in

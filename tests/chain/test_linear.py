@@ -22,7 +22,7 @@ from fused_norm.call import record
 from fused_norm.ops import node
 
 SHAPES = {
-    # M 8400 and 16400, ragged tiles in both directions, K no multiple of a k block.
+    # M 8400 and 16400, ragged tiles in both directions, K not a multiple of a k block.
     "many rows": ((8, 1050), 1000, 1088),
     "wide": ((4, 4100), 768, 2304),
 }
@@ -59,7 +59,7 @@ def _check_values_and_gradients(case: dict[str, Any], shape: str) -> None:
         assert not any(name in launched for name in ("nvjet", "gemm")), launched
     total = sum(result.sum() for result in family.ours(case, tensors))
     launched = names(lambda: total.backward())
-    # PyTorch's product adds to what reaches the rows besides, and the longer sums over two layers.
+    # PyTorch's product adds to the rows' other gradients, and the longer sums over two layers.
     is_alone = case["weights"] == 1
     expected = (not case["return_norm"] and (is_alone or shape != "wide")) + is_alone
     assert launched.count("fused_norm_matrix") >= expected, launched
@@ -73,7 +73,7 @@ def _check_values_and_gradients(case: dict[str, Any], shape: str) -> None:
 def test_gradient_of_the_sum_in_the_product(
     weights: int, normalization: str, in_python: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel that makes dz adds what reaches the sum besides: whole blocks, and edges."""
+    """The kernel that computes dz adds the sum's other gradient: whole blocks, and edges."""
     if in_python:
         monkeypatch.setattr(node, "forward", lambda *_, **__: None)
     case = PLAIN | {"dtype": torch.bfloat16, "residual": True, "return_sum": True}

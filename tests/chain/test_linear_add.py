@@ -93,7 +93,7 @@ def test_what_is_wrong_pytorch_says(device: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_product_adds_on_hopper(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One product, rounded once, and the pass that goes by the same plan."""
+    """One product, rounded once, and the pass that uses the same plan."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper")
     from fused_norm.models.report import explain

@@ -28,7 +28,7 @@ PLANS = {
     (512, 1024, 1024): (True, False, False, False, False),
     # The last box of a gate's h would reach into its other half. dy weight has sums too long.
     (8192, 1024, 4136): (True, True, False, True, False),
-    # Rows at no multiple of 16 bytes.
+    # Rows that are not aligned to 16 bytes.
     (8192, 1024, 1028): (False, False, False, False, False),
 }
 

@@ -17,7 +17,7 @@ from fused_norm.ops import norm_linear_ops
 
 @pytest.fixture
 def python_forwards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """See the inputs whose forward goes by Python."""
+    """Record the inputs whose forward runs in Python."""
     calls: list[Tensor] = []
     run = norm_linear_ops.forward
 

@@ -238,7 +238,7 @@ def _sequence(t: dict[str, Any]) -> None:
 def test_options_of_other_types(
     options: dict[str, Any], python_calls: list[Tensor], python_forwards: list[Any]
 ) -> None:
-    """Options count alike whoever computes the call, and whatever calls came before."""
+    """Options mean the same in C++ and Python, whatever calls came before."""
     x, w, r = torch.randn(3, 8), torch.randn(4, 8), torch.randn(3, 8)
     fn.norm_linear(x, w, residual=r, eps=1.0)
     found = fn.norm_linear(x, w, residual=r, **options)
@@ -251,7 +251,7 @@ def test_options_of_other_types(
 
 
 def test_many_eps(python_calls: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the node is told of is kept for so many kinds of calls, and then told again."""
+    """The node caches specs of a limited number of calls, and then asks for them again."""
     monkeypatch.setattr(node, "_MOST_SPECS", 3)
     monkeypatch.setattr(node, "_specs", type(node._specs)())
     x, w = torch.randn(3, 8), torch.randn(4, 8)

@@ -1,4 +1,4 @@
-"""What a forward saves: the same tensors in the same order, whoever computes; and checkpoints."""
+"""What a forward saves: the same tensors in the same order in C++ and Python; and checkpoints."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def _damaged() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*_damaged(), "half a file"])
 def test_damaged_measurements_are_not_used(name: str, own_folder: Path) -> None:
-    """Calls go by the shipped ones and say so: the chain reads what it is given unchecked."""
+    """Calls use the shipped ones and say so: the chain reads its input unchecked."""
     shipped, tuned = choice.path(machine.cpu_kind()), own_folder / "tuned.json"
     text = '{"name": ' if name == "half a file" else json.dumps(_damaged()[name])
     tuned.write_text(text)

@@ -95,5 +95,5 @@ def test_a_tied_embedding_s_sum_takes_no_more_memory() -> None:
     _, codes = run_and_get_code(lambda: (compiled(weight) * 0.25).backward())
     exact = F.cross_entropy(F.linear(F.embedding(target, weight), weight), target)
     torch.testing.assert_close(weight.grad, torch.autograd.grad(0.25 * exact, weight)[0])
-    # Of the embedding's gradient alone: its sum with the head's takes the place of the latter.
+    # Of the embedding's gradient alone: its sum with the head's replaces the latter.
     assert codes[-1].count(NEW) == 1

@@ -47,7 +47,7 @@ def test_kernels_serve() -> None:
         assert head_sm90.serves(Head(x, weight, bias, target), loss)
 
 
-# Rows that fill no tile, one row, vocabularies that are no multiple of anything.
+# Rows that fill no tile, one row, vocabularies that are not a multiple of anything.
 @pytest.mark.parametrize(
     ("M", "K", "V"),
     [
@@ -105,7 +105,7 @@ def test_options(options: dict[str, Any], bias: bool) -> None:
 def test_rows_computed_again(bias: bool, softcap: float | None) -> None:
     """Rows whose largest logit is far above all of those that tell the offset."""
     x, weight, target, added = case(256, 128, 4000, 0.1, bias)
-    # No multiple of 15, and so none of those classes.
+    # Not a multiple of 15, and so none of those classes.
     weight[1001] = 0
     weight[1001, 0] = 100
     x[:, 0] = 0

@@ -103,7 +103,7 @@ def test_deviations(std: float, softcap: float | None, served: list[bool]) -> No
 def test_rows_computed_again(softcap: float | None, served: list[bool]) -> None:
     """Rows whose largest logit is far above all of those that tell the offset."""
     x, weight, target, _ = case(64, 128, 4000, 0.1, dtype=torch.bfloat16)
-    # No multiple of 15, and so none of those classes.
+    # Not a multiple of 15, and so none of those classes.
     weight[1001] = 0
     weight[1001, 0] = 100
     x[:, 0] = 0

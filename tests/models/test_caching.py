@@ -1,4 +1,4 @@
-"""PyTorch's cache of compiled graphs: a second start finds ours there, and no one else's."""
+"""PyTorch's cache of compiled graphs: a second start uses our entries, and no others."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> list[GraphModule]
 
 
 def copies(graphs: list[GraphModule]) -> int:
-    """Return how many copies the pass has put into graphs: the model itself has none."""
+    """Return how many copies the pass has added to graphs: the model itself has none."""
     nodes = [node for graph in graphs for node in graph.graph.nodes]
     return sum(getattr(node.target, "__name__", node.target) in COPIES for node in nodes)
 
 
 def reads_dense_rows(graphs: list[GraphModule]) -> bool:
-    """Return whether all rows lie densely that calls read."""
+    """Return whether all rows that calls read are dense."""
     calls = [n for graph in graphs for n in graph.graph.nodes if n.target in CALLS]
     read = [node for call in calls for node in layouts._rows(call)]
     assert read
@@ -141,7 +141,7 @@ def test_encoder_of_whisper() -> None:
 
 
 class Sum(torch.nn.Module):
-    """What TinyViT has after its convolutions: an MLP beside rows that lie by channels."""
+    """TinyViT after its convolutions: an MLP whose residual rows are stored by channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Sum(torch.nn.Module):
 
 
 def pooled(y: torch.Tensor) -> torch.Tensor:
-    """Return what TinyViT's head makes of rows: their gradient lies by channels."""
+    """Return the result of TinyViT's head: the gradient of its rows is stored by channels."""
     y = y.view(1, 14, 14, 32).permute(0, 3, 1, 2)
     return torch.nn.functional.adaptive_avg_pool2d(y, 1)
 

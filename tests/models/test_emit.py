@@ -1,4 +1,4 @@
-"""Nodes that take the place of others, and what a site says of it."""
+"""Nodes that replace others, and what a site says about it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ quant_api: Any = pytest.importorskip("torchao.quantization.quant_api")
 RECIPES = ("rowwise", "tensorwise", "rowwise_with_gw_hp")
 GRANULARITIES = {"rowwise": quantization.PerRow(), "tensorwise": quantization.PerTensor()}
 # dB of gradients in bfloat16: a rounding more or less turns some of the numbers of 8 bits into
-# their neighbors, and those of e5m2 are far apart.
+# their neighbors, and the spacing of e5m2 is wide.
 LEAST = {"rowwise": 28.0, "rowwise_with_gw_hp": 31.0, "tensorwise": 22.0}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_norm.models import Site, backend
 
-# So many programs a test.
+# Programs in each test.
 _BATCH = 50
 _IN_CI, _WITH_ALL = 300, 3000
 # Roundings, relative to a tensor's norm, that PyTorch makes where we make others.
@@ -74,7 +74,7 @@ def difference(program: Program, found: Outcome, expected: Outcome, exact: Outco
             a, b, c = (each.detach().double() for each in (a, b, c))
             error, bar = (a - b).norm().item(), (b - c).norm().item()
             floor = _FLOOR[dtype_of(program)] * b.norm().item() + 1e-12
-            # Casts that are kept round the same rows alike, but for the few beside a tie.
+            # Kept casts round the same rows alike, except for the few next to a tie.
             is_kept = program.rounds or program.is_narrow
             is_kept &= not program.is_narrow or keeps_rounding(program)
             bound = (0.25 if is_kept else 4.0) * bar + 4 * floor

@@ -207,7 +207,7 @@ def test_heads_of_transformers(kind: str) -> None:
 
 
 def test_contrastive_loss() -> None:
-    """open_clip's: the features of texts are the vocabulary of images, and the other way round."""
+    """open_clip's: the features of texts are the vocabulary of images, and vice versa."""
     open_clip = pytest.importorskip("open_clip", reason="uv sync --group models")
     torch.manual_seed(0)
     inputs = [F.normalize(torch.randn(64, K), dim=-1) for _ in range(2)] + [torch.tensor(10.0)]
@@ -273,7 +273,7 @@ ON_CHUNKS = "PyTorch's ops on chunks of rows"
         (Torchtitan, "float16", "cuda", ON_CHUNKS),
         (Torchtitan, "float32", "cuda", ON_CHUNKS),
         (Torchtitan, "bfloat16", "cpu", ON_CHUNKS),
-        # A vocabulary that is no multiple of 8.
+        # A vocabulary that is not a multiple of 8.
         (Biased, "bfloat16", "cuda", ON_CHUNKS),
         # Softcap and smoothed labels together.
         (Capped, "bfloat16", "cuda", ON_CHUNKS),

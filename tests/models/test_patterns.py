@@ -302,7 +302,7 @@ def test_two_modulations_of_one_norm() -> None:
 
 
 def test_two_streams_through_one_mlp() -> None:
-    """Concatenated for it and taken apart again: each goes by itself."""
+    """Rows that are concatenated for it and split again: each stream runs separately."""
 
     def function(x, r, g, b, w, c, o, e):
         z = torch.cat([normed(x, g, b), normed(r[:, :2], g, b)], 1)

@@ -1,4 +1,4 @@
-"""Rotary embeddings that the backend finds in models, and those that it leaves."""
+"""Rotary embeddings that the backend fuses in models, and those that it leaves."""
 
 from __future__ import annotations
 

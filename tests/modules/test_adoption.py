@@ -185,7 +185,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", make_layers())
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_weights_are_used_and_not_passed_on(name: str, change: str) -> None:
-    """Pruning and weight norm put another tensor in the Parameter's place."""
+    """Pruning and weight norm replace the Parameter with another tensor."""
     layer, weight = make_layers()[name]
     plain = copy.deepcopy(layer)
     CHANGES[change](layer, weight)

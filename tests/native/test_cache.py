@@ -59,7 +59,7 @@ def test_folder_is_the_users_alone_whatever_the_umask(folder: Path) -> None:
 def test_folder_that_others_may_write_to_is_refused(
     folder: Path, mode: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Regression: a library that anybody had put there was loaded, checksum and all."""
+    """Regression: a library from any other user was loaded if it had a checksum."""
     path = write()
     folder.chmod(mode)
     refused = rf"{folder}: others may write to it \(mode {mode:04o}\).*FUSED_NORM_CACHE_DIR"

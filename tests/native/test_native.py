@@ -230,7 +230,7 @@ def test_doctor_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_loading_is_quick() -> None:
-    """A process that finds its kernels built pays less than 0.1 s for them."""
+    """A process whose kernels are built already pays less than 0.1 s for them."""
     fn.fused_layernorm_linear(*make_inputs(4, 8, 16))
     script = """
     import time, torch

@@ -1,4 +1,4 @@
-"""The wheel with prebuilt kernels, installed beside PyTorch and nothing of Mojo, and what it does.
+"""The wheel with prebuilt kernels, installed with PyTorch but without Mojo, and what it does.
 
 Its kernels are those that the other tests have built for this machine, so that nothing is compiled
 here but what is missing.
@@ -234,7 +234,7 @@ def test_wheel_is_a_platforms(wheel_of_this_machine: Path) -> None:
     )
     recorded = {line.split(",")[0] for line in texts["RECORD"].splitlines()}
     assert recorded == members
-    # A pure wheel goes beside it; a resolver reads the metadata of one of them for both.
+    # There is also a pure wheel; a resolver reads the metadata of one of them for both.
     (pure,) = wheel_of_this_machine.parent.glob("*-none-any.whl")
     with zipfile.ZipFile(pure) as archive:
         name = next(n for n in archive.namelist() if n.endswith("/METADATA"))

@@ -69,7 +69,7 @@ def test_meta_tensors_under_autocast() -> None:
 
 
 def test_heads_of_two_dtypes_are_pytorchs() -> None:
-    """Regression: a weight in float64 was cast, which `F.linear` refuses beside narrower rows."""
+    """Regression: a weight in float64 was cast, which `F.linear` refuses with narrower rows."""
     x, target = torch.ones(3, 16), torch.zeros(3, dtype=torch.int64)
     weight = torch.ones(32, 16, dtype=torch.float64)
 

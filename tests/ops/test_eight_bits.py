@@ -60,7 +60,7 @@ def test_bits_are_those_of_the_recipes(cast: Cast, device: str) -> None:
         assert_same(
             eight_bits.quantize(v, cast, power_of_two, plain=False, transposed=True), truth[2:]
         )
-        # A view whose rows are apart, and one that starts at no multiple of 16 bytes.
+        # A view with strided rows, and one that does not start at a multiple of 16 bytes.
         wide = torch.cat([v, v], 1)[:, 1 : 1 + shape[1]]
         assert_same(
             eight_bits.quantize(wide, cast, power_of_two, transposed=True),

@@ -125,7 +125,7 @@ def test_opcheck(member: str, device: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_given_statistics_are_no_results() -> None:
-    """Regression: they came back in the place of h."""
+    """Regression: they were returned instead of h."""
     x, w, width = torch.randn(5, 8), torch.randn(6, 8), torch.ones(5)
     t = Operands(x, mean=width, rstd=width, weights=[w], biases=[None])
     spec = Spec(activation="gelu")

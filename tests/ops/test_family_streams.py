@@ -92,7 +92,7 @@ def step(layer: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("member", MEMBERS)
 def test_cuda_graph(member: str) -> None:
-    """A replay reads what is there now: to the bit what a graph captured anew computes.
+    """A replay reads what is there now: to the bit what a newly captured graph computes.
 
     A launch may take PyTorch's products, where a call is over before Python has begun it and a
     graph takes kernels, so it agrees to rounding.

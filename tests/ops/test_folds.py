@@ -1,4 +1,4 @@
-"""Folds on Hopper: made anew by every call, and kept for frozen parameters alone."""
+"""Folds on Hopper: made again by every call, and kept for frozen parameters alone."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_offloaded_model_takes_no_more_memory() -> None:
         torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
     torch.cuda.synchronize()
     gc.collect()
-    # What stands in for all weights is as large as one of them.
+    # The placeholder of all weights is as large as one of them.
     assert torch.cuda.memory_allocated() - before - expected.nbytes < plain * 1.15
 
 

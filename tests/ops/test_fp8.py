@@ -1,4 +1,4 @@
-"""FP8: every recipe against float64 and beside torchao, and what has to hold at its edges."""
+"""FP8: every recipe against float64 and torchao, and its edge cases."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_gate_of_two_layers(
         assert found.dtype is dtype
         # A gate multiplies two products, with the errors of both.
         assert decibels(found, exact) > LEAST - 3
-        # As where gradients follow, which goes by two products; but for a weight that trains.
+        # As with gradients, which take two products; except for a weight that is trained.
         follows = fn.norm_linear(x.clone().requires_grad_(), (w, v), layers, **options)
         assert decibels(found, follows) > (30 if dtype is torch.bfloat16 else 80)
 

@@ -46,7 +46,7 @@ def layers(activation: str, is_pair: bool, has_bias: bool) -> tuple[list[Tensor]
     count = 2 if is_pair else 1
     size = 2 * N // count if is_gate(activation) else N
     weights = [(matrix(size, K, seed=i) / 8).requires_grad_() for i in range(count)]
-    # At no multiple of 16 bytes.
+    # Not aligned to 16 bytes.
     biases = [matrix(size + 1, seed=i)[1:].requires_grad_() for i in range(count)]
     return weights, biases if has_bias else [None] * count
 
@@ -184,7 +184,7 @@ def test_products_of_kernels(recipe: str, activation: str, is_pair: bool, rows: 
     operands = [matrix(rows, K), given[0], none, given[1], *scalings, BF16, False, activation]
     operands += keeps
     found = torch.ops.fused_norm.fp8_layers(*on("cuda", operands))
-    # On a GPU it rounds what quantized numbers stand for to bfloat16, which kernels do not.
+    # On a GPU it rounds the values of quantized numbers to bfloat16, which kernels do not.
     expected = torch.ops.fused_norm.fp8_layers_by_python(*operands)
     for a, e in zip(found, expected, strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)

@@ -58,7 +58,7 @@ def assert_same(found: list[Tensor], truth: list[Tensor]) -> None:
 
 
 def in_blocks(v: Tensor, scaling: str, rounds: bool) -> list[Tensor]:
-    """Return a matrix quantized by PyTorch's ops, as it lies and transposed."""
+    """Return a matrix quantized by PyTorch's ops, untransposed and transposed."""
     transposed = F.pad(v, (0, 0, 0, -v.shape[0] % 16)).t()
     cast = Cast(E4M3, scaling)
     return [*recipes.quantize(v, cast, rounds), *recipes.quantize(transposed, cast, rounds)]

@@ -79,7 +79,7 @@ def test_no_row_exceeds_the_bound(
 def test_precision(
     normalization: str, activation: str, change: Any, is_tailed: bool, no_grad: None
 ) -> None:
-    """Hidden rows and results are as near to exact ones as where each row finds its scale.
+    """Hidden rows and results are as near to exact ones as with a scale for each row.
 
     A row's own power of two gives the same numbers; of its own largest number, that one is exact.
     """
@@ -133,7 +133,7 @@ def far_bias(mlp: fn.LayerNormMLP) -> None:
 
 @pytest.mark.parametrize("change", [outlier, pruned, infinite, not_a_number, far_bias])
 def test_bounds_that_are_of_no_use(change: Any, no_grad: None) -> None:
-    """What is typical would have too few bits: each row finds its scale, as ever."""
+    """Typical values would have too few bits: each row has its own scale, as usual."""
     mlp, x = frozen(change=change), matrix(M, K)
     with scales() as used:
         found = mlp(x)

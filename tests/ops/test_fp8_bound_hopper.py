@@ -41,7 +41,7 @@ from fused_norm.recipes import E4M3
 
 pytestmark = on_hopper
 OPS = torch.ops.fused_norm
-# Of one tile and a part of a second, odd ones, many; outputs that are no multiples of a tile's.
+# Of one tile and a part of a second, odd ones, many; outputs that are not a multiple of a tile's.
 SIZES = [(129, 1040, 1152), (300, 272, 384), (1001, 128, 272), (133, 4096, 16), (140, 16, 208)]
 SIZES += [(257, 144, 1552), (513, 2048, 4112), (4096, 256, 3072), (2049, 1024, 4096)]
 
@@ -250,7 +250,7 @@ def test_graphs_and_rows_written_just_before() -> None:
 
 
 def test_a_graph_that_captures_the_first_call() -> None:
-    """It may not wait for a bound, and each row finds its scale."""
+    """It may not wait for a bound, so each row has its own scale."""
     mlp, x = layer(device="cuda"), matrix(300, 256).cuda()
     expected = mlp(x)
     stream, held = torch.cuda.Stream(), torch.zeros_like(x)

@@ -1,6 +1,6 @@
 """The chain of FP8's kernels: which run, on what, and that results are those of PyTorch's ops.
 
-On a CPU `fp8_kernels` stands for the kernels, with the same bits.
+On a CPU `fp8_kernels` replaces the kernels, with the same bits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_quantization(
     cast = Cast(dtype, scaling)
     whole = matrix(2 * M, 2 * K + 8)
     views = [whole[:M, :K], whole[:, : K + 8].contiguous(), whole[:33, 1 : K + 1]]
-    # At no multiple of 16 bytes, and without elements of its own.
+    # Not aligned to 16 bytes, and without elements of its own.
     views += [whole.flatten()[1 : 1 + M * K].view(M, K), whole[:1].expand(M, -1)]
     for v in views:
         for plain, transposed in ((True, False), (False, True), (True, True)):
@@ -108,7 +108,7 @@ def operands(sizes: tuple[int, ...], has_bias: tuple[bool, ...], k: int = K) -> 
     x = matrix(2, M // 2, k).requires_grad_()
     weights = [(matrix(n, k, seed=n) / 8).requires_grad_() for n in sizes]
     pairs = zip(sizes, has_bias, strict=True)
-    # At no multiple of 16 bytes.
+    # Not aligned to 16 bytes.
     biases = [matrix(n + 1, seed=n)[1:].requires_grad_() if has else None for n, has in pairs]
     return [x, weights, biases]
 

@@ -95,7 +95,7 @@ def exact(given: list[Any]) -> Tensor:
 
 
 def whole(matrix: list[Tensor]) -> Tensor:
-    """Return what a matrix in 8 bits stands for."""
+    """Return the values of a matrix in 8 bits."""
     q, scale = (v.cpu() for v in matrix)
     return recipes.dequantize(q, scale, VECTORS, torch.float64)
 

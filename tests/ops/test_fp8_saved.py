@@ -30,7 +30,7 @@ def mlp(recipe: str, activation: str) -> fn.LayerNormMLP:
     return fn.LayerNormMLP(K, N, activation=activation, recipe=recipe, dtype=BF16)
 
 
-# Where columns or a tensor share a scale, a kernel finds maxima and another quantizes. The first
+# Where columns or a tensor share a scale, one kernel computes maxima, another quantizes. The first
 # computes the gradient before an activation as well, and a product the activation. In gw_hp, other
 # scales are those of weights in the backward, where the rows stay in bfloat16.
 LAUNCHES = {

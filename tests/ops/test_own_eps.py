@@ -18,7 +18,7 @@ K, N = 24, 16
 
 
 def pytorchs(dtype: torch.dtype, device: str) -> float:
-    """Return PyTorch's eps: of a row that is small beside it, the norm is the row over its root."""
+    """Return PyTorch's eps: the norm of a much smaller row is the row over its root."""
     row = torch.full((1, K), 2.0**-14 if dtype is torch.float16 else 2.0**-60)
     ratio = row.double() / F.rms_norm(row.to(device, dtype), (K,)).double().cpu()
     if dtype is torch.float16:

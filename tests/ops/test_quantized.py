@@ -1,4 +1,4 @@
-"""Weights that torchao has quantized: values beside its own, taken as they are, and errors."""
+"""Weights that torchao has quantized: used directly, with its own values, and errors."""
 
 from __future__ import annotations
 

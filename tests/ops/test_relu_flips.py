@@ -1,7 +1,7 @@
 """ReLU's gradient steps at zero: where h rounds to the other side, a whole term comes or goes.
 
-No kernel errs there more than another: the terms that flip are those whose h lies within its own
-rounding of zero, PyTorch's flip as often, and beside them gradients err no more than PyTorch's.
+No kernel errs there more than another: the terms that flip are those whose h is within its own
+rounding of zero, PyTorch's flip as often, and without them gradients err no more than PyTorch's.
 """
 
 from __future__ import annotations

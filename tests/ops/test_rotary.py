@@ -203,7 +203,7 @@ def test_empty_rows_and_rows_that_are_not_dense(device: str) -> None:
     x.requires_grad_()
     y = rotary.call(Heads(x, gamma), rotation)
     assert torch.equal(y, rotary.call(Heads(x.contiguous(), gamma), rotation))
-    # The gradient lies as x does: so it is with PyTorch's ops.
+    # The gradient has the layout of x, as with PyTorch's ops.
     assert torch.autograd.grad(y.sum(), x)[0].stride() == x.stride()
 
 
@@ -348,7 +348,7 @@ def test_norm_qkv_is_what_transformers_computes(device: str, dtype: torch.dtype)
     names = ["q", "k", "v", "dx", "dgamma", "dWq", "dWk", "dWv", "dq_norm", "dk_norm"]
     for name, mine, bar, truth in zip(names, *results, strict=True):
         assert_within_budget(name, mine, truth, bar)
-    # Attention's own kernels want heads beside each other in memory.
+    # Attention's own kernels want heads next to each other in memory.
     assert results[0][0].stride() == results[1][0].stride()
 
 

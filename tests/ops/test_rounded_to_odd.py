@@ -25,7 +25,7 @@ def bits_of(values: Tensor) -> list[int]:
 def test_have_the_bits_of_float32(scaling: str) -> None:
     torch.manual_seed(0)
     v = torch.randn(256, 512) * torch.logspace(-18, 18, 256)[:, None]
-    # At the middle of two numbers of 8 bits, and just beside it; scales at their limits.
+    # At the midpoint of two 8-bit numbers, and right next to it; scales at their limits.
     v[:64] = (torch.randint(8, 16, (64, 512)) + 0.5) * (1 + torch.randn(64, 512) * 1e-6)
     v[64, 0] = v[65].abs().max() * 448
     v[66:70, 3] = torch.tensor([448, 448 * (1 + 2**-23), 448 * (1 - 2**-24), 1e-12])

@@ -89,7 +89,7 @@ def test_gradient_of_o(
         o = scale.to(device, o_dtype or dtype).reshape(1).requires_grad_()
         # Not in the way of y, so that the sum is not one of noise.
         grad_output = torch.randn_like(x) + x
-        # PyTorch would compute all in float32 beside a float32 o.
+        # PyTorch would compute everything in float32 with a float32 o.
         narrow = o.detach().to(dtype).requires_grad_()
         exact = o.detach().double().requires_grad_()
         op.call(x, o).backward(grad_output)

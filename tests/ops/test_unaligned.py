@@ -131,7 +131,7 @@ def test_linear_add(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.usefixtures("own_kernels")
 def test_main_grad(dtype: torch.dtype, device: str) -> None:
-    """What is added to lies in a flat buffer of gradients, wherever its turn came."""
+    """The target is a part of a flat buffer of gradients, at any offset."""
     (leading, K, N) = SIZES[device]
     results = []
     for moves in (False, True):

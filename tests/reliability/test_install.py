@@ -1,6 +1,6 @@
 """A wheel's life in an environment of its own: installed, used, upgraded, uninstalled.
 
-What a wheel carries, and that it writes nothing beside its code, is in test_wheel.py; caches that
+What a wheel carries, and that it writes nothing next to its code, is in test_wheel.py; caches that
 are full, damaged or cannot be written, in test_native.py.
 """
 
@@ -101,7 +101,7 @@ def test_life_of_a_wheel(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         number, file = result.stdout.split()
         assert (number, Path(file).parent.parent) == (version, environment.site)
-        # Other kernels are built, the same ones found where the checkout has put them.
+        # Other kernels are built, and the same ones found where the checkout keeps them.
         assert ("building" in result.stderr) == (version == "0.2.0")
         assert ("fused_norm/new.py" in environment.content()) == (version == "0.2.0")
 

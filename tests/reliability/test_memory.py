@@ -1,4 +1,4 @@
-"""Memory: nothing read or written beside a tensor, nothing kept, nothing freed too early."""
+"""Memory: nothing read or written outside a tensor, nothing kept, nothing freed too early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ gpu = [
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BAND = 512
 
-# What runs beside compute-sanitizer, over `shapes`.
+# What runs under compute-sanitizer, over `shapes`.
 ONE_LINEAR = """
 import torch, fused_norm as fn
 for dtype in (torch.bfloat16, torch.float32):

@@ -154,7 +154,7 @@ def test_any_eps(rows: str, eps: float, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 def test_one_feature_is_the_bias(dtype: torch.dtype, device: str) -> None:
-    """A row of one has no deviation: zeros, so that dx is exactly 0 whatever its value."""
+    """A row of one has no deviation: zeros, so that dx is exactly 0 for any value."""
     inputs = make_inputs(9, 1, 5, dtype=dtype, device=device, mean=100.0, requires_grad=True)
     y = fn.fused_layernorm_linear(*inputs)
     y.backward(torch.randn_like(y))

@@ -70,7 +70,7 @@ def test_a_scale_of_x_changes_nothing_without_eps(
 def test_rows_do_not_know_each_other(
     shape: tuple[int, int, int], seed: int, dtype: torch.dtype
 ) -> None:
-    """Bit for bit: a permutation, a part, and parts put together. dx too."""
+    """Bit for bit: a permutation, a part, and concatenated parts. dx too."""
     x, *parameters = inputs_of(shape, seed, dtype=dtype)
     x.requires_grad_()
     y = fn.fused_layernorm_linear(x, *parameters)
@@ -166,7 +166,7 @@ def test_any_shape_and_parameters(
 def test_strides_change_no_bit(
     shape: tuple[int, int, int], seed: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """The same values wherever they lie in memory: order, steps, offset of every tensor."""
+    """The same values wherever they are in memory: order, steps, offset of every tensor."""
     inputs = inputs_of(shape, seed, dtype=dtype)
 
     def moved(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class TestBeyond32Bits:
 
     pytestmark = gpu
 
-    # The last row of x, of y or of both lies beyond the edge.
+    # The last row of x, of y or of both is beyond the edge.
     @pytest.mark.parametrize(
         ("rows", "features", "outputs"),
         [

@@ -97,7 +97,7 @@ def scaling(trained: Subject) -> Update:
 
 
 def averaging(trained: Subject) -> Update:
-    """A moving average, evaluated as a model of its own and in the place of the parameters."""
+    """A moving average, evaluated as a model of its own and instead of the parameters."""
     update = plain(trained)
     averaged = AveragedModel(trained.module, multi_avg_fn=get_ema_multi_avg_fn(0.8))
 

@@ -62,7 +62,7 @@ def data_assigned(module: nn.Module, new: dict[str, Tensor]) -> None:
 
 @write
 def data_assigned_twice(module: nn.Module, new: dict[str, Tensor]) -> None:
-    """The second may lie where the first that was read did."""
+    """The second may have the address of the first one that was read."""
     for p, value in parameters(module, new):
         p.data = torch.empty_like(value)
         p.data = value.clone()

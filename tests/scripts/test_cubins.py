@@ -1,4 +1,4 @@
-"""Machine code in the place of PTX: the same library, whose code names what was put in."""
+"""Machine code instead of PTX: the same library, whose code names what was inserted."""
 
 from __future__ import annotations
 

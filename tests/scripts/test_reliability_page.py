@@ -69,7 +69,7 @@ def test_every_edit_was_noticed(scripts: tuple[ModuleType, ...]) -> None:
 def test_an_edit_that_changed_was_not_made(
     scripts: tuple[ModuleType, ...], part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the page gave results of edits whose text had changed since."""
+    """Regression: the page gave results of edits whose text had changed after them."""
     first, *others = scripts[1].MUTATIONS
     changed = replace(first, **{part: ("tests/other.py",) if part == "tests" else "other"})
     monkeypatch.setattr(scripts[0], "MUTATIONS", [changed, *others])

@@ -79,7 +79,7 @@ def test_works_where_it_is_installed(compiles: bool, site: Path, tmp_path: Path)
     """It runs forward and backward and reports on itself, and writes nothing next to its code."""
     cache = tmp_path / "cache"
     if not compiles:
-        # The same sources, the same build: it finds what a checkout has built.
+        # The same sources, the same build: it uses what a checkout has built.
         cache.mkdir()
         chain, node = library.path(), library.load_node()
         assert chain is not None

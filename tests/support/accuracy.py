@@ -79,7 +79,7 @@ def assert_within_budget(
     """Assert that `actual` errs at most `factor` times as much as PyTorch in the same dtype.
 
     The error is the Frobenius norm of the difference to `truth`, in float64; half a unit in the
-    last place of `actual`'s dtype is allowed besides, for results that PyTorch happens to hit
+    last place of `actual`'s dtype is also allowed, for results that PyTorch happens to hit
     exactly.
 
     Args:

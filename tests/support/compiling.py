@@ -26,7 +26,7 @@ def assert_one_compile(
 
     Args:
         function: What to compile.
-        check: Calls what was compiled with so many rows, and looks at the results.
+        check: Calls the compiled function with this many rows, and checks the results.
     """
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

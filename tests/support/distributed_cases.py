@@ -30,7 +30,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     | {"activation": "geglu", "weights": 2, "residual": True, "recompute": True}
     | {"return_sum": True},
 }
-# Where x lies, where the weights do, and whether the kernels are to run.
+# The placement of x, that of the weights, and whether the kernels should run.
 LAYOUTS: dict[str, tuple[str, str, bool]] = {
     "rows of samples": ("S(0)", "R", True),
     "rows of tokens": ("S(1)", "R", True),

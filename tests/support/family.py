@@ -1,4 +1,4 @@
-"""Calls of the op family, each beside what plain PyTorch makes of it."""
+"""Calls of the op family, each with its equivalent in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def is_possible(case: Mapping[str, Any]) -> bool:
     )
 
 
-# Below so many numbers, errors are those of so many draws of x together.
+# With fewer numbers than FEW, errors are taken over DRAWS draws of x together.
 FEW = 16
 DRAWS = 8
 

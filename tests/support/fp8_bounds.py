@@ -74,7 +74,7 @@ CHANGES = [None, outliers_of_gamma, huge_bias, huge_beta, heavy_tails]
 
 @contextmanager
 def scales(fewest: int = hidden_scale.FEWEST_ROWS) -> Iterator[list[float]]:
-    """Give the scales that hidden rows get here: 0.0 where each finds its own.
+    """Yield the scales of hidden rows: 0.0 if each row has its own.
 
     Args:
         fewest: Fewest rows that get one.

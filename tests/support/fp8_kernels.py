@@ -1,4 +1,4 @@
-"""Stands for Hopper's kernels for 8 bits on a CPU: from record to record, by `recipes.py`."""
+"""A stand-in for Hopper's kernels for 8 bits on a CPU: from record to record, by `recipes.py`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def block_product(call: Any, weight: int, scale: int, bias: int) -> Tensor:
 
 
 def block_linear(call: Any) -> None:
-    """Write y, whose rows are `pitch` apart, with nothing but a bias; or activated in 8 bits."""
+    """Write y, with a row stride of `pitch`, with nothing but a bias; or activated in 8 bits."""
     assert TYPES[call.eight_bits] is E4M3
     assert not call.h
     y = block_product(call, call.weight, call.weight_scale, call.bias)

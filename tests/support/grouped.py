@@ -1,4 +1,4 @@
-"""Several Linear layers on the same rows, beside what PyTorch makes of them."""
+"""Several Linear layers on the same rows, with their equivalent in PyTorch."""
 
 from __future__ import annotations
 

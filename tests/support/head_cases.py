@@ -1,4 +1,4 @@
-"""What `head_worker.py` tries in several processes: options, vocabularies, where x lies.
+"""What `head_worker.py` tries in several processes: options, vocabularies, placements of x.
 
 "kernels" are those for Hopper in bfloat16: PyTorch's ops stand in for them on CPUs. "cuda" are
 cases in bfloat16 on the first GPU, which all processes use.
@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mean of weighted rows": {"token_weight": True, "class_weight": True},
     "large logits": {"std": 50.0, "V": 301},
 }
-# No multiples of the processes; fewer than they are; one; of a bias that kernels take.
+# Not a multiple of the processes; fewer than they are; one; of a bias that kernels take.
 VOCABULARIES: dict[str, dict[str, Any]] = {
     f"{V} classes": {"V": V, "bias": True} for V in (1, 3, 5, 1001, 1008)
 }

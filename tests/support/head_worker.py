@@ -78,7 +78,7 @@ def check_options(options: dict[str, Any], place: str, dtype: torch.dtype, mesh:
 
 
 def check_leaves(mesh: DeviceMesh) -> None:
-    """Gradients of parameters lie where parameters do; a second backward finds them again."""
+    """Gradients have the placements of their parameters; a second backward repeats them."""
     x, weight, target, bias = heads.case(M, K, 11, bias=True, dtype=torch.float64)
     exact = heads.results(heads.composed, (x, weight, target, bias))
     leaves = [
@@ -159,7 +159,7 @@ def check_other_placements(mesh: DeviceMesh) -> None:
 
 
 def with_kernels(patch: pytest.MonkeyPatch) -> list[int]:
-    """Put PyTorch's ops in the place of the kernels; return the rows that these get."""
+    """Replace the kernels by PyTorch's ops; return the rows that these get."""
     rows: list[int] = []
 
     def serves(t: Head, loss: Loss) -> bool:
@@ -179,7 +179,7 @@ def with_kernels(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def check_on_gpu(options: dict[str, Any], place: str) -> None:
-    """Without a bias, kernels serve whoever has classes and options that they know."""
+    """Without a bias, kernels serve each process with classes and options that they know."""
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     rows, serves = list[int](), list[bool]()
     run, asked = head_shards_sm90.run, head_sm90.serves

@@ -19,7 +19,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["linear"],
         ["input_gradient", "weight_gradient"],
     ),
-    # What reaches the rows besides is added to by PyTorch's product.
+    # PyTorch's product adds to the rows' other gradient.
     "norm returned": ({"return_norm": True}, ["linear"], ["weight_gradient"]),
     "GELU": (
         {"residual": True, "activation": "gelu"},

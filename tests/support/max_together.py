@@ -12,7 +12,7 @@ from max.graph import Graph, Module
 
 
 class _Later:
-    """Stands for a model in an op's cache."""
+    """A stand-in for a model in an op's cache."""
 
     def __init__(self, graph: Graph, models: dict[str, Any]) -> None:
         self.graph, self.models = graph, models

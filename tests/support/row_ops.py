@@ -1,4 +1,4 @@
-"""The ops that are row programs, each beside what PyTorch makes of its formula."""
+"""The ops that are row programs, each with its formula in PyTorch."""
 
 from __future__ import annotations
 

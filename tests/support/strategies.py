@@ -15,7 +15,7 @@ told: list[bool | None] = [None]
 
 
 def tell_again() -> None:
-    """Have the chain ask anew for kernels, and for the strategy that their plans are asked for."""
+    """Have the chain ask again for kernels, and for the strategy that their plans are asked for."""
     # What the chain is told here may be undone before the next test.
     told[0] = None
     if (chain := library.load()) is not None:
@@ -61,5 +61,5 @@ def our_products_run() -> Iterator[None]:
 
 
 def pass_failed(words: str) -> None:
-    """Stand for the warning that a pass over a graph failed, which would hide a defect."""
+    """Replace the warning that a pass over a graph failed, which would hide a defect."""
     raise AssertionError(f"the pass failed: {words}")

@@ -1,4 +1,4 @@
-"""A model trained beside the same model by PyTorch's ops, in its dtype and in float64.
+"""A model trained along with the same model by PyTorch's ops, in its dtype and in float64.
 
 What is trained is one architecture whose norms and Linear layers run in four ways: PyTorch's
 modules, the library's modules, its functions, and the backend of torch.compile. After every step,
@@ -34,7 +34,7 @@ STEPS = 20
 BUDGET = 2.0
 # How far a single evaluation may be from what many may err.
 MOST = 2.0
-# How often PyTorch's error is drawn besides.
+# How many more times PyTorch's error is drawn.
 DRAWS = 8
 KINDS = ("modules", "functions", "backend")
 EAGER: dict[str, Any] = {"backend": backend, "options": {"then": "eager"}}
@@ -71,7 +71,7 @@ class Subject:
         """Return the loss of a step's batch, or of a part of it."""
         x, y = self.data.batch(step)
         wide = torch.promote_types(y.dtype, torch.float32)
-        # Checkpointing by reentrance goes by whether inputs need gradients.
+        # Reentrant checkpointing depends on whether inputs need gradients.
         found = self.call(x[part].requires_grad_())
         return F.mse_loss(found.to(wide), y[part].to(wide))
 

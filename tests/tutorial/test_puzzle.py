@@ -25,7 +25,7 @@ TILES = max_ops.Sizes(2, 37, 96, 48)  # several tiles in each direction
 SIZES = [DOCUMENT, pytest.param(RAGGED, marks=pytest.mark.slow), TILES]
 SIZE_NAMES = ["document", "ragged", "tiles"]
 
-# PyTorch warns when the first product of an autograd thread finds no CUDA context, then makes one.
+# PyTorch warns if the first product of an autograd thread has no CUDA context, and makes one.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 
 FACTOR = 4  # The puzzle's kernels sum one after the other where PyTorch sums in parts.

@@ -84,7 +84,7 @@ def copy_repository(root: Path) -> Path:
 
 @pytest.mark.slow
 def test_fails_when_a_kernel_is_wrong_and_compiles_once(tmp_path: Path) -> None:
-    """The second run finds what the first one compiled, and finds it as wrong."""
+    """The second run uses what the first one compiled, with the same wrong result."""
     root = copy_repository(tmp_path / "copy")
     for name, text, replacement in FAULTS:
         source = root / "op" / "puzzle" / name

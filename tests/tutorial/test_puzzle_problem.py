@@ -35,7 +35,7 @@ def test_problem_is_what_the_solution_gives(problem: ModuleType) -> None:
 def test_problem_is_written_anew(
     problem: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever stands in its place: another text, a copy for a link, a file that nothing gives."""
+    """Anything else at its path: another text, a copy for a link, a file that nothing gives."""
     monkeypatch.setattr(problem, "PROBLEM", tmp_path)
     (tmp_path / "fused.mojo").write_text("another")
     (tmp_path / "linear.mojo").write_text((SOLUTION / "linear.mojo").read_text())

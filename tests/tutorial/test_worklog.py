@@ -130,7 +130,7 @@ def test_forwards_have_one_denominator_that_of_their_rounds() -> None:
 
 
 class _WallTimer:
-    """Stands for a timer of graphs where no GPU is."""
+    """A stand-in for a timer of graphs without a GPU."""
 
     def __init__(self, steps: Sequence[Any], stream: object) -> None:
         self.steps = steps
@@ -313,7 +313,7 @@ def test_the_drawn_ring_keeps_its_slots_apart() -> None:
     for block in range(12):
         assert products[block][0] >= copies[block][1]
         assert block < 4 or copies[block][0] >= products[block - 4][1]
-    # With one slot, they take turns.
+    # With one slot, they alternate.
     copies, products = worklog_diagrams.schedule(1, 3)
     assert copies[1][0] == products[0][1]
 

@@ -79,7 +79,7 @@ def fitting(compute: Callable[[], Tensor], seconds: float = LONGEST) -> int:
 
 
 def measure_in_turns(computations: Sequence[Callable[[], Tensor]], iterations: int) -> list[float]:
-    """Return the median seconds of one call of each, taken in turns on the same machine."""
+    """Return the median seconds of one call of each, alternating on the same machine."""
     turns = [[measure(compute, iterations) for compute in computations] for _ in range(TURNS)]
     return [statistics.median(found) / iterations for found in zip(*turns, strict=True)]
 

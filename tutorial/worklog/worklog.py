@@ -169,7 +169,7 @@ def line(kind: Kind, measured: dict[str, Any]) -> str:
 
 
 def write(path: Path, step: Step, measured: list[dict[str, Any]], commit: str | None) -> None:
-    """Put what a step measured in place of what the file has of it.
+    """Replace what the file has of a step by its new measurements.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""What a step of the worklog runs on a Hopper GPU, with cuBLAS, eager and float64 beside it."""
+"""What a step of the worklog runs on a Hopper GPU, along with cuBLAS, eager and float64."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def check(step: Step, sizes: Sizes) -> dict[str, float]:
         sizes: Of its inputs.
 
     Raises:
-        ValueError: If a result is wrong, or something beside y was written.
+        ValueError: If a result is wrong, or something outside y was written.
     """
     inputs = Inputs.random(sizes)
     # Memory that is allocated and not written is NaN, and so is y.
@@ -203,7 +203,7 @@ def training_step(inputs: Inputs, alone: bool) -> Outputs:
 
     Args:
         inputs: The inputs.
-        alone: Whether no collective runs beside: only then may the backward's pass over rows run in
+        alone: Whether no collective is running: only then may the backward's pass over rows run in
             the kernel of its first product.
     """
     x, gamma, beta, weight, bias = inputs.leaves

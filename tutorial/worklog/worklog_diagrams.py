@@ -84,7 +84,7 @@ def ring(data: dict[str, Any]) -> Figure:
         copies, products = schedule(slots, 5 if slots == 1 else 10)
         for lane, spans, color in ((0.75, copies, FAINT), (0, products, OURS)):
             for block, (start, end) in enumerate(spans):
-                # Copies that are in flight together lie beside each other.
+                # Copies that are in flight together are next to each other.
                 height = 0.62 if lane == 0 else 0.62 / slots
                 at = top + lane + (0 if lane == 0 else (block % slots) * 0.62 / slots)
                 ax.add_patch(Rectangle((start, at), end - start, height, fc=color, ec="white"))
@@ -138,7 +138,7 @@ def schedule(slots: int, blocks: int) -> tuple[Spans, Spans]:
 
 
 def bands(data: dict[str, Any]) -> Figure:
-    """Show the tiles of c that are computed at one time, row by row and in bands."""
+    """Show the tiles of c that are computed at the same time, row by row and in bands."""
     figure = new_figure(2.6)
     rows, columns = HEADLINE.M // 256, HEADLINE.N // 256
     for index, band in enumerate((1, 8)):

@@ -62,7 +62,7 @@ def digest(name: str, data: Data) -> str:
 
 
 def ladder(data: Data) -> Figure:
-    """Show every product at the claim's shape in percent of cuBLAS, timed in the same rounds."""
+    """Show every product at the headline's shape in percent of cuBLAS, timed in the same rounds."""
     figure = new_figure(3.0)
     ax = axes(figure)
     rows = [row for row in data["table"] if row["kind"] == "product"]

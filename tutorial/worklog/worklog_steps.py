@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
         return ",".join(map(str, self))
 
 
-# The claim's shape, and the others of the log of trials.
+# The headline's shape, and the others of the log of trials.
 HEADLINE = Sizes(8192, 4096, 4096)
 LARGE = (
     HEADLINE,
@@ -40,7 +40,7 @@ class Step:
 
     Attributes:
         number: Its place.
-        name: What `--step` takes besides the number.
+        name: What `--step` takes as well as the number.
         title: Its heading.
         kind: What it computes.
         source: The file to read, in the repository.

@@ -145,7 +145,7 @@ def backward(data: Data) -> Figure:
 
 
 def hidden_pass(data: Data) -> Figure:
-    """Show what the pass over rows adds to a training step, apart and hidden."""
+    """Show what the pass over rows adds to a training step, separate and hidden."""
     figure = new_figure(3.0)
     ax = axes(figure)
     trial = data["trials"]["hidden pass"]

@@ -55,7 +55,7 @@ class Case:
         offset: What is added to gamma.
         missing: Names of parameters that are not there.
         mean: Mean of x.
-        is_float32: Whether gamma and beta are float32 beside a narrower x.
+        is_float32: Whether gamma and beta are float32 while x is narrower.
         residual: Whether there is one.
         groups: Groups of rows with a scale and a shift.
         activation: The number of the activation.

@@ -51,7 +51,7 @@ class Guarded:
         self.tensor = self.memory[self.inside].view(shape)
 
     def check(self, name: str, may_be_nan: bool = False) -> None:
-        """Assert that every element was written, and nothing beside the tensor."""
+        """Assert that every element was written, and nothing outside the tensor."""
         assert may_be_nan or not self.tensor.isnan().any(), f"{name} is not written everywhere"
         outside = torch.ones_like(self.memory, dtype=torch.bool)
         outside[self.inside] = False

@@ -48,7 +48,7 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 
 class Kernels:
-    """The extension of one dtype and entry points for tests, with tensors in place of addresses."""
+    """The extension of one dtype and entry points for tests, with tensors instead of addresses."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -407,7 +407,7 @@ class TestTf32:
         x, gamma, beta, w, bias = (t.double() for t in inputs)
         truth = F.linear(F.layer_norm(x, (256,), gamma, beta, EPS), w, bias)
         inputs[which] = misaligned(inputs[which])
-        # x may lie anywhere: only the LayerNorm kernel reads it. The others are left to cuBLAS.
+        # x may have any address: only the LayerNorm kernel reads it. The others are left to cuBLAS.
         kernels = Kernels(torch.float32)
         assert plan(kernels.call(*inputs), kernels) == (record.DECLINED if which else record.FUSED)
         if which == 0:
@@ -464,7 +464,7 @@ class TestBesideOthers:
             assert torch.equal(y, expected)
 
     def test_weight_made_just_before(self, dtype: torch.dtype) -> None:
-        """A product lets a fold start beside its last tiles, when most of the device idles."""
+        """A product lets a fold start during its last tiles, when most of the device idles."""
         kernels = Kernels(dtype)
         a, b = random(5120, 8192, dtype=dtype), random(2048, 8192, dtype=dtype, scale=1 / 90)
         w = kernels.product(a, b)
@@ -475,7 +475,7 @@ class TestBesideOthers:
         for _ in range(10):
             w.fill_(float("nan"))
             torch.cuda._sleep(100_000)
-            # Nothing of PyTorch's between the two: that would not let a kernel start beside it.
+            # Nothing of PyTorch's between the two: no kernel could start before it ends.
             kernels.parts.product(kernels.own, *map(address, (w, a, b)), 5120, 2048, 8192, 0)
             kernels.module.fold(ctypes.addressof(call))
             assert all(map(torch.equal, found, expected))

@@ -113,7 +113,7 @@ class TestProducts:
         assert torch.equal(alone.tensor, dw_tensor)
 
     def test_main_gradients(self, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-        """In float32, in place of what is there or added to it."""
+        """In float32, replacing what is there or added to it."""
         m, k, n = shape
         dy, z = random(m, n, dtype=dtype), random(m, k, dtype=dtype)
         exact, exact_db = dy.double().t() @ z.double(), dy.double().sum(0)
@@ -211,7 +211,7 @@ class TestBackward:
             for wanted, a, b in zip(mask, backward(inputs, dy, mask), whole, strict=True):
                 assert (a is not None) == wanted
                 # Another kernel makes z where no dz is wanted, or dx where nothing else is, and
-                # rounds it anew.
+                # rounds it again.
                 if a is not None and b is not None:
                     assert error(a, b) < torch.finfo(torch.bfloat16).eps
 
@@ -261,7 +261,7 @@ class TestBackward:
             assert_equal(a, b)
 
     def test_streams_of_different_priority(self) -> None:
-        """Blocks that wait for others of their grid leave room for those, whoever else runs."""
+        """Blocks that wait for others of their grid leave room for them, whatever else runs."""
         inputs = make(*PASSED[1], torch.bfloat16)
         m, _, n = PASSED[1]
         dy = random(m, n, dtype=torch.bfloat16)

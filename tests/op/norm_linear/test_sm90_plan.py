@@ -98,7 +98,7 @@ def nearest(device: hopper.Hopper, call: GpuCall) -> list[str] | None:
 
 @needs_mojo
 def test_without_measurements(tmp_path: Path) -> None:
-    """A Hopper that nobody has measured goes by our product, on a fold where one is kept."""
+    """A Hopper that nobody has measured uses our product, on a fold if one is kept."""
     nothing = tmp_path / "nothing"
     nothing.touch()
     cases = [(2048, 1024, 1024, in_graph, may_keep) for in_graph in (0, 1) for may_keep in (0, 1)]
@@ -138,7 +138,7 @@ OF_PASS = {"x", "residual", "sum", "gamma", "beta"}
 
 @needs_mojo
 def test_no_kernel_is_given_a_tensor_that_lies_elsewhere() -> None:
-    """Regression: nobody asked where a gate's second weight lies. Every tensor of the record is."""
+    """Regression: a gate's second weight was not checked. Every tensor of the record is."""
     declared = re.findall(r"void ([^;]+);", (ROOT / "fused_norm/chain/call.h").read_text())
     pointers = set(re.findall(r"\*(\w+)", " ".join(declared))) - {"WANTED", "context"}
     fields = [*record.CALL_FIELDS, *record.PARAMETER_FIELDS]

@@ -91,7 +91,7 @@ def test_few_and_many_rows_give_the_same_bits() -> None:
     y, _, _ = ours.forward(inputs)
     some, _, _ = ours.forward([inputs[0][900:917], *inputs[1:]])
     assert torch.equal(some, y[900:917])
-    # So many that a block of their columns meets one after another of the weight's.
+    # Enough for a block of their columns to meet all of the weight's in sequence.
     some, _, _ = ours.forward([inputs[0][600:1100], *inputs[1:]])
     assert torch.equal(some, y[600:1100])
 
