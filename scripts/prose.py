@@ -1,4 +1,4 @@
-"""Check the words of pages, reference and messages: plain American English, the glossary's words.
+"""Check the words of pages, messages and comments: plain American English, the glossary's words.
 
     python scripts/prose.py
 
@@ -8,18 +8,24 @@ Code, links and quotations are left out. The exit status is 1 if a word has a pl
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/*.md", "docs/*/*.md", "op/*.md", "problems/*/*.md", "tutorial/*.md")
-# Their docstrings are read, and those of what docs/api.md shows.
-DOCUMENTED = ("fused_norm/*.py", "fused_norm/modules/*.py")
-REFERENCE = "docs/api.md"
 # What they print is read.
 SPEAKING = ("fused_norm/**/*.py", "solutions/**/*.py", "tutorial/puzzle/*.py")
+# Their comments and docstrings are read.
+COMMENTED = (
+    *("fused_norm/**/*.py", "fused_norm/chain/*.h", "fused_norm/chain/*.cpp"),
+    *("benchmarks/**/*.py", "examples/**/*.py", "scripts/**/*.py", "tests/**/*.py"),
+    "tutorial/*/*.py",
+)
 # What to avoid, as a pattern, and what to say.
 WORDS = {
     r"beside": "next to, with, among, compared with, at the same time",
@@ -58,38 +64,30 @@ WORDS = {
     r"utili[sz]e[sd]?|leverage[sd]?|in order to|blazing(ly)?|seamless(ly)?": "a plainer word",
     r"inverse standard deviation|inv_?std|norm_factor": "rstd",
     r"epsilon": "eps",
-    r"layer-norm|layernorm(?!_|s? of|ed)": "LayerNorm",
+    r"(?-i:layer-norm|layernorm(?!_|s? of|ed))": "LayerNorm",
 }
+# What to avoid in comments as well.
+IN_COMMENTS = {r"apart": "separate, except for, or the distance"}
 HIDDEN = re.compile(
     r"<!--.*?-->|^```.*?^```|^~~~.*?^~~~|`[^`\n]*`|\$[^$\n]+\$|\]\([^)]*\)|\"[^\"\n]*\"|<[^>\n]+>",
     re.DOTALL | re.MULTILINE,
 )
 
 
-def faults(text: str) -> Iterator[tuple[int, str, str]]:
+def faults(
+    text: str, words: Mapping[str, str] = MappingProxyType(WORDS)
+) -> Iterator[tuple[int, str, str]]:
     """Yield the line of each word to avoid, the word, and what to say.
 
     Args:
-        text: A page in Markdown.
+        text: A page in Markdown, or comments.
+        words: What to avoid, and what to say.
     """
     # Lines stay where they are.
     plain = HIDDEN.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-    for pattern, better in WORDS.items():
-        is_name = "ayernorm" in pattern
-        flags = 0 if is_name else re.IGNORECASE
-        for found in re.finditer(rf"\b(?:{pattern})\b", plain, flags):
+    for pattern, better in words.items():
+        for found in re.finditer(rf"\b(?:{pattern})\b", plain, re.IGNORECASE):
             yield plain.count("\n", 0, found.start()) + 1, found[0], better
-
-
-def documented() -> set[Path]:
-    """Return the modules whose docstrings users read."""
-    found = {path for each in DOCUMENTED for path in ROOT.glob(each)}
-    for name in re.findall(r"::: ([\w.]+)", (ROOT / REFERENCE).read_text()):
-        parts = name.split(".")
-        modules = [ROOT.joinpath(*parts[:end]) for end in range(len(parts), 0, -1)]
-        paths = [path for m in modules for path in (m.with_suffix(".py"), m / "__init__.py")]
-        found.add(next(path for path in paths if path.is_file()))
-    return found
 
 
 def messages(code: str) -> str:
@@ -118,28 +116,54 @@ def docstrings(code: str) -> str:
     Args:
         code: A module.
     """
-    lines = code.splitlines()
+    lines = code.split("\n")
     kept = [""] * len(lines)
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
-            text = node.body[0]
-            assert text.end_lineno
-            place = slice(text.lineno - 1, text.end_lineno)
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            assert node.end_lineno
+            place = slice(node.lineno - 1, node.end_lineno)
             kept[place] = [line.replace('"""', "") for line in lines[place]]
     return "\n".join(kept)
 
 
+def comments(code: str, is_python: bool) -> str:
+    """Return the comments and docstrings of code alone, in the lines where they are.
+
+    Args:
+        code: A file of Python or C++.
+        is_python: Which of the two.
+    """
+    if not is_python:
+        return "\n".join(line.partition("//")[2] for line in code.split("\n"))
+    lines = docstrings(code).split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] += token.string.removeprefix("#")
+    return "\n".join(lines)
+
+
+def commented() -> Iterator[tuple[Path, str]]:
+    """Yield the files whose comments may have a word to avoid, each with its comments."""
+    words = re.compile(rf"\b({'|'.join((*WORDS, *IN_COMMENTS))})\b", re.IGNORECASE)
+    for path in sorted({path for each in COMMENTED for path in ROOT.glob(each)}):
+        code = path.read_text()
+        # Tokens take longer than a search of the whole text.
+        if words.search(code):
+            yield path, comments(code, path.suffix == ".py")
+
+
 def main() -> int:
     """Print what to change and return an exit status."""
-    texts = [(path, path.read_text()) for each in PAGES for path in ROOT.glob(each)]
-    texts += [(path, docstrings(path.read_text())) for path in documented()]
-    texts += [(path, messages(path.read_text())) for each in SPEAKING for path in ROOT.glob(each)]
+    texts = [(path, path.read_text(), WORDS) for each in PAGES for path in ROOT.glob(each)]
+    texts += [
+        (path, messages(path.read_text()), WORDS) for each in SPEAKING for path in ROOT.glob(each)
+    ]
+    texts += [(path, text, WORDS | IN_COMMENTS) for path, text in commented()]
     failed = False
-    for path, text in sorted(texts):
+    for path, text, words in sorted(texts, key=lambda each: each[0]):
         name = str(path.relative_to(ROOT))
-        for line, word, better in sorted(faults(text)):
+        for line, word, better in sorted(faults(text, words)):
             print(f"{name}:{line}: {word!r}; say {better}")
             failed = True
     return 1 if failed else 0

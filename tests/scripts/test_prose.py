@@ -67,9 +67,22 @@ def test_messages_are_read_and_names_are_not() -> None:
     assert found == [(3, "beside"), (4, "rows lie")]
 
 
-def test_reference_is_read() -> None:
-    names = {str(path.relative_to(ROOT)) for path in prose.documented()}
-    assert names >= {"fused_norm/models/backend.py", "fused_norm/tuning/__init__.py"}
+def test_comments_are_read() -> None:
+    code = '"""It is fine."""\nrows = "beside"  # as it lies\n\n\ndef f():\n    """Apart."""\n'
+    words = prose.WORDS | prose.IN_COMMENTS
+    found = [(line, word) for line, word, _ in prose.faults(prose.comments(code, True), words)]
+    assert found == [(2, "lies"), (6, "Apart")]
+    code = '// So many rows.\nconst auto beside = "lies";  // apart\n'
+    found = [(line, word) for line, word, _ in prose.faults(prose.comments(code, False), words)]
+    assert found == [(1, "So many"), (2, "apart")]
+
+
+def test_which_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the library's Python and C++: with a word in each file, none is skipped."""
+    monkeypatch.setattr(prose, "WORDS", {"": "anything"})
+    read = {path for path, _ in prose.commented()}
+    library = (ROOT / "fused_norm").rglob("*")
+    assert read >= {path for path in library if path.suffix in (".py", ".h", ".cpp")}
 
 
 def test_links(tmp_path: Path) -> None:
