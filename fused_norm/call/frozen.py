@@ -291,6 +291,6 @@ _contexts = 0
 # 1 if anything is frozen, 2 if values have left a device.
 _level = 0
 _frozen: dict[Key, list[weakref.ref[Frozen]]] = {}
-# What CUDA graphs read is kept as long as the memory of the parameters that they also read.
+# Kept for CUDA graphs, as long as the memory of the parameters, which these also read.
 _captured: list[tuple[StorageWeakRef, Prepared]] = []
 _listeners: list[Callable[[int], None]] = []

@@ -20,8 +20,8 @@ from fused_norm.chain.head_rows import Chunk, Others, Rows, Terms
 from fused_norm.chain.head_sm90 import Chunks, run, weighted_rows
 from fused_norm.cross_entropy import Head, Loss
 
-# The least share of a row's sum that a process is assumed to have, so that the term that the factor
-# multiplies at the label stays finite; far below the roundings of bfloat16.
+# The least share of a row's sum that a process is assumed to have, so that the label's term, which
+# is divided by the factor, stays finite; far below the roundings of bfloat16.
 _LEAST_SHARE = 1e-6
 # The least ratio of a, the gradient of the sum, to the label's, as in op/head/rows.mojo.
 _LEAST_OF_SUM = 2.0**-20

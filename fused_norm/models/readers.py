@@ -117,7 +117,7 @@ def find_readers(norm: Norm) -> Readers:
     def walk(reading: Reading, key: tuple[Any, ...], column: int) -> bool:
         """Follow the readers of one node; features are at `column` of its dimensions.
 
-        Returns whether a Linear layer is among them; otherwise the node is a reader itself.
+        Returns whether a Linear layer is among them; nodes that lead to none are other readers.
         """
         source = reading.source
         is_row = column == value(source).dim() - 1
