@@ -119,8 +119,9 @@ def docstrings(code: str) -> str:
     lines = code.split("\n")
     kept = [""] * len(lines)
     for node in ast.walk(ast.parse(code)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text and isinstance(node.value.value, str):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str):
             assert node.end_lineno
             place = slice(node.lineno - 1, node.end_lineno)
             kept[place] = [line.replace('"""', "") for line in lines[place]]
