@@ -189,3 +189,26 @@ def operands(
     one_scale = float(recipes.scale_of(largest, E4M3, power_of_two=True))
     given = [numbers[0], own[0], numbers[1], own[1], scaling, scaling, False, bias, activation]
     return [*given, BF16, None, None, None, False, None, None, True, 0.0, one_scale]
+
+
+def assert_same_in_graphs_and_after_writes(mlp: fn.LayerNormMLP, x: Tensor) -> None:
+    """Compare calls in CUDA graphs, and on rows that are written just before and after them."""
+    expected = mlp(x)
+    for _ in range(20):
+        late = torch.zeros_like(x)
+        torch.cuda._sleep(100_000)
+        late.copy_(x)
+        y = mlp(late)
+        late.fill_(float("nan"))
+        assert torch.equal(y, expected)
+    stream, held = torch.cuda.Stream(), torch.zeros_like(x)
+    with torch.cuda.stream(stream):
+        mlp(held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = mlp(held)
+        held.copy_(x)
+        for _ in range(3):
+            graph.replay()
+        stream.synchronize()
+    assert torch.equal(y, expected)
