@@ -18,6 +18,8 @@ from fused_norm.call.offload import key_of
 Model = TypeVar("Model", bound=nn.Module)
 # A weight may leave the device if it is small, or a small part of all.
 _SMALL_BYTES, _PARTS = 32 << 20, 16
+# What reads all values of a module: `to` and the like, and copying and pickling.
+_MOVE_OR_COPY = ("_apply", "__getstate__")
 
 
 def freeze(model: Model, *, offload: bool = False) -> Model:
@@ -35,8 +37,9 @@ def freeze(model: Model, *, offload: bool = False) -> Model:
     Args:
         model: A model in evaluation mode.
         offload: Whether a weight that was copied moves to the host's memory, so that a frozen model
-            needs no more of the device's. The weight then reads as NaN, until freezing ends or
-            `state_dict` is called. Weights that several modules share, and those of more than a
+            needs no more of the device's. The weight then reads as NaN, until freezing ends, as it
+            then also does with `state_dict`, with `to` and the like, and where the module is copied
+            or pickled. Weights that several modules share, and those of more than a
             sixteenth of all weights' memory (and 32 MiB), are neither moved nor copied.
 
     Returns:
@@ -118,45 +121,49 @@ def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.M
         if not any(hook is _thaw_offloaded for hook in module._state_dict_pre_hooks.values()):
             module.register_load_state_dict_pre_hook(_thaw)
             module.register_state_dict_pre_hook(_thaw_offloaded)
-        vars(module)["train"] = _Train(module, record)
-        record.on_thaw.append(_WithoutTrain(module))
+        names = _MOVE_OR_COPY if record.offload.candidates else ()
+        for name in ("train", *names):
+            vars(module)[name] = _Method(module, name, record)
+        record.on_thaw.append(_WithOwnMethods(module))
     record.admit(p for p in parameters if p.layout is torch.strided)
 
 
-class _Train:
-    """Replaces `train` of a module, and ends freezing first. It owns the frozen parameters.
+class _Method:
+    """Replaces a method of a module, and ends freezing first. It owns the frozen parameters.
 
-    Copies and pickled modules have one that only calls `train`.
+    `train(False)` does not end it. Copies and pickled modules have one that only calls the method.
     """
 
-    def __init__(self, module: nn.Module, record: Frozen | None) -> None:
+    def __init__(self, module: nn.Module, name: str, record: Frozen | None) -> None:
         # Not the module itself: a reference cycle would keep its memory until garbage collection.
-        self._module, self._record = weakref.ref(module), record
+        self._module, self._name, self._record = weakref.ref(module), name, record
 
-    def __call__(self, mode: bool = True) -> nn.Module:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        if mode and self._record is not None:
+        if self._record is not None and (self._name != "train" or all((*args, *kwargs.values()))):
             self._record.thaw()
-        return type(module).train(module, mode)
+        method = getattr(type(module), self._name, None)
+        # Before Python 3.11, objects have no `__getstate__`.
+        return vars(module).copy() if method is None else method(module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self._module()}
+        return {"module": self._module(), "name": self._name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._module, self._record = weakref.ref(state["module"]), None
+        self.__init__(state["module"], state["name"], None)  # type: ignore[misc]
 
 
-class _WithoutTrain:
-    """Restores a module's own `train`."""
+class _WithOwnMethods:
+    """Restores a module's own methods."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     def __call__(self) -> None:
         module = self._module()
-        if module is not None:
-            vars(module).pop("train", None)
+        for name in ("train", *_MOVE_OR_COPY) if module is not None else ():
+            vars(module).pop(name, None)
 
 
 def _refuse(_: Tensor) -> None:

@@ -273,6 +273,31 @@ def test_offloaded_weights_come_back(device: str) -> None:
     model(rows).sum().backward()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        copy.deepcopy,
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: copy.deepcopy(nn.Sequential(m))[0],
+        lambda m: m.double().float(),
+        lambda m: nn.Sequential(m).double().float()[0],
+    ],
+    ids=["copied", "pickled", "copied in another", "moved", "moved in another"],
+)
+def test_no_copy_is_of_what_stands_for_an_offloaded_weight(
+    use: Callable[[nn.Module], nn.Module], device: str
+) -> None:
+    model = a_model(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    offloaded(model)
+    used = use(model)
+    for each in (used, model):
+        for name, value in each.state_dict().items():
+            assert torch.equal(value, before[name])
+        assert not is_frozen(each)
+        assert not any("train" in vars(m) for m in each.modules())
+
+
 def test_a_program_ends_quietly_with_a_frozen_model() -> None:
     program = (
         "import torch, fused_norm as fn\n"
