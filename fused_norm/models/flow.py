@@ -79,6 +79,14 @@ class Flow:
         """Return whether autocast and the recording of gradients are the same at all nodes."""
         return len({(self._autocasts[n], self._grad_modes[n]) for n in nodes}) == 1
 
+    def are_recorded_alike(self, nodes: Iterable[Node]) -> bool:
+        """Return whether gradients are recorded at all nodes that compute something, or at none.
+
+        A call that replaces nodes hands gradients to all of its operands, also through
+        copies, casts and views that a model made without recording them.
+        """
+        return len({self._grad_modes[n] for n in nodes if n.op.startswith("call_")}) < 2
+
     def records_gradients(self, node: Node) -> bool:
         """Return whether gradients are recorded at a node."""
         return self._grad_modes[node] is True

@@ -89,7 +89,7 @@ def _find(loss: Node, site: Site) -> _Head:
     while True:
         if not isinstance(node, Node) or not is_tensor(node):
             raise Left("its input is no tensor of this graph")
-        if cap := _softcap(node):
+        if softcap is None and (cap := _softcap(node)):
             softcap, between, node = cap
             inner |= between
             continue
@@ -179,7 +179,10 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
         raise Left("a tensor subclass has ops of its own")
     if not flow.are_under_same_modes([product.node, loss]):
         raise Left("logits and loss are computed under different modes")
-    if flow.is_written(operands, min(reads(head.inner, operands)), loss):
+    read = reads(head.inner, operands)
+    if not flow.are_recorded_alike(read):
+        raise Left("a part of it is computed without recording gradients")
+    if flow.is_written(operands, min(read), loss):
         raise Left("an operand is written between")
     size = hint(count(value(product.node))) * value(product.node).dtype.itemsize
     if size < _LEAST_BYTES and not small:

@@ -21,7 +21,7 @@ from fused_norm.models.forms import (
     other,
     pair,
 )
-from fused_norm.models.spreads import find_centered, find_root
+from fused_norm.models.spreads import bounded, find_centered, find_root
 from fused_norm.models.values import (
     dtype,
     is_number,
@@ -165,7 +165,7 @@ def _written_out(product: Node) -> Norm | None:
         if gamma is not None:
             norm.gamma, norm.offset = _gamma(gamma, shape(product)[-1]) or (gamma, 0.0)
             norm.is_rounded |= dtype(product).itemsize < 4
-        norm.is_rounded = any(map(is_narrowed, (found.x, rows, x)))
+        norm.is_rounded |= any(map(is_narrowed, (found.x, rows, x)))
         norm.is_rounded |= norm.factor != 1.0 and dtype(product).itemsize < 4
         return norm
     return None
@@ -187,7 +187,7 @@ def _normalized(node: Node) -> Norm | None:
     if not isinstance(features, int):
         return None
     norm = Norm(RMS_NORM, x, least * least / features, node, node, {node})
-    norm.factor = features**-0.5
+    norm.factor, norm.unlike = features**-0.5, bounded(least)
     norm.is_rounded = dtype(node).itemsize < 4
     return norm
 

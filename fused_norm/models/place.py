@@ -45,6 +45,8 @@ def place_of(flow: Flow, norm: Norm, call: FusedCall, x: Node, dead: set[Node]) 
     activation = call.activated.inner if call.activated else set()
     read = reads(norm.inner | call.inner(), nodes)
     results = activation.union(*(product.inner for product in call.reading.products))
+    if not flow.are_recorded_alike({first, *read}):
+        raise Left("a part of it is computed without recording gradients")
     begin = min(read)
     # A node between an operand and the call may be a copy that is written.
     nodes = [*nodes, *(read - results)]

@@ -183,9 +183,11 @@ class Rewriter:
 
     @staticmethod
     def _check_types(norm: Norm, reading: Reading) -> None:
-        """Refuse subclasses of tensors, except DTensors that belong together."""
+        """Refuse integers, and subclasses of tensors except DTensors that belong together."""
         m = reading.modulation
         norms = [norm.x, norm.gamma, norm.beta, *((m.scale, m.shift) if m else ())]
+        if any(is_tensor(v) and not value(v).is_floating_point() for v in norms):
+            raise Left("rows are multiplied by integers or a mask, or these are added")
         linears = [v for p in reading.products for v in (p.weight, p.bias)]
         # An FP8 weight was checked when its layer was recognized.
         taken = {p.weight for p in reading.products if p.recipe is not None}

@@ -11,7 +11,7 @@ from fused_norm.chain.rotary import has_kernel
 from fused_norm.models.calls import Left
 from fused_norm.models.costs import count
 from fused_norm.models.emit import Emitter
-from fused_norm.models.flow import Flow
+from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import is_plain_sum
 from fused_norm.models.norms import module_path
 from fused_norm.models.rotary_forms import Rotary, climb, find_rotary
@@ -87,7 +87,8 @@ def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> N
         raise Left("gradients of cosines are wanted")
     if any(not node.users.keys() <= r.inner for node in r.inner - {r.root}):
         raise Left("a part of it is read by others as well")
-    if not flow.are_under_same_modes(r.inner):
+    read = reads(r.inner, (v for v in operands if isinstance(v, Node)))
+    if not (flow.are_under_same_modes(r.inner) and flow.are_recorded_alike(read)):
         raise Left("autocast or the recording of gradients changes between norm and rotation")
     trains = value(r.root).requires_grad
     if flow.is_written(operands, min(r.inner), None if trains else r.root):

@@ -12,6 +12,22 @@ from fused_norm.models.forms import above, form, is_last, is_plain_sum, pair
 from fused_norm.models.values import is_number, is_tensor, number, shape, value
 from fused_norm.models.writes import written
 
+# Rows as short as a larger bound may matter, and come out by up to a third shorter.
+_LARGEST_BOUND = 1e-4
+
+
+def bounded(least: float) -> str:
+    """Return why a norm that divides by the larger of length and a bound is another one.
+
+    Args:
+        least: The bound. Our norm adds its square to that of the length instead.
+
+    Returns:
+        The reason, `""` if only rows differ that are too short to matter.
+    """
+    is_short = abs(least) <= _LARGEST_BOUND
+    return "" if is_short else f"lengths below {least:g} count as {least:g}"
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -77,7 +93,8 @@ def _root(node: Any) -> Spread | None:
     elif f.kind == "clamp":
         least = number(f["min"])
         found = _length(f["input"]) if f["max"] is None and least is not None else None
-        found = found and replace(found, added=float(least or 0.0) ** 2)
+        least = least or 0.0
+        found = found and replace(found, added=least**2, unlike=bounded(least))
     elif is_plain_sum(node):
         deviation, added = pair(node)
         found = _length(deviation) if number(added) is not None else None

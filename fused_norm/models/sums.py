@@ -78,6 +78,7 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
             and all(is_plain(value(v)) for v in operands)
             and len(shape(x)) > 1
             and flow.are_under_same_modes([start, total])
+            and flow.are_recorded_alike(reads(inner, operands))
             and not flow.is_written(operands, min(reads(inner, operands)), total)
         ):
             return Sum(total, x, product, residual, inner)
