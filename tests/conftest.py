@@ -17,6 +17,7 @@ from devices import GPU
 from strategies import hopper_goes, pass_failed, tell_again, told
 from torch import Tensor
 
+from fused_norm.call import frozen
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED, KEPT_FOLD, NEW_FOLD
 from fused_norm.chain import kernels
 from fused_norm.chain import library as chain
@@ -136,6 +137,20 @@ def _poison() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_frozen() -> Iterator[None]:
+    """Have a test fail that leaves something frozen: calls of the next one would ask for it."""
+    yield
+    if frozen.is_any():
+        # What a test compiled is in cycles, and so is what it froze.
+        gc.collect()
+    left = {record for each in frozen._frozen.values() for r in each if (record := r())}
+    for record in left:
+        record.thaw()
+    assert not left
+    assert not frozen.is_any()
 
 
 @pytest.fixture(autouse=True)

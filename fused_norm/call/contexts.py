@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fused_norm.call.frozen import Frozen, count_context, holding, is_any, is_ordinary
+from fused_norm.call.frozen import Frozen, count_context, holding, is_any, is_ordinary, of
 from fused_norm.call.offload import Key, Keys, key_of
 
 
@@ -32,6 +32,13 @@ def find(tensors: Iterable[Tensor | None], *, meets: bool = True) -> tuple[Froze
             return found, keys
         before = keys
     return _here.find(given, keys) if meets else None
+
+
+def may_hold(tensors: Iterable[Tensor]) -> bool:
+    """Return whether some of a call's parameters are frozen, or a context may freeze them."""
+    if not is_any():
+        return False
+    return _here.frozen is not None or bool(of(t for t in tensors if is_ordinary(t)))
 
 
 class Context:

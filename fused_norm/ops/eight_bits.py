@@ -129,6 +129,27 @@ def in_8_bits(
     return [q for q, *_ in found], [scale for _, scale, _ in found], all(kept for *_, kept in found)
 
 
+def in_both_layouts(
+    weights: Sequence[Tensor], scaling: str, power_of_two: bool
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor], list[Tensor]]:
+    """Return weights in e4m3 and their scales, and the same for their transposes; keep nothing.
+
+    Args:
+        weights: Each of shape `[N, K]`.
+        scaling: Which elements share a scale.
+        power_of_two: Whether scales are rounded up to powers of two.
+    """
+    cast = Cast(E4M3, scaling)
+    made = [quantize(weight, cast, power_of_two, transposed=True) for weight in weights]
+    scales: list[Tensor | None] = [each[1] for each in made]
+    return (
+        [each[0] for each in made],
+        scales,
+        [each[2] for each in made],
+        [each[3] for each in made],
+    )
+
+
 def _made(
     weight: Tensor, cast: Cast, power_of_two: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, bool]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fused_norm.activations import activated, activation_gradient, is_gate
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.ops import scaled
-from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, quantize, scales_of
+from fused_norm.ops.eight_bits import MULTIPLE, in_8_bits, in_both_layouts, quantize, scales_of
 from fused_norm.ops.flops import count_flops
 from fused_norm.ops.registration import define, unseen
 from fused_norm.recipes import E4M3, E5M2, Cast
@@ -37,21 +37,27 @@ def _layers(
     keeps_weights: bool,
 ) -> list[Tensor]:
     if frozen.is_any() and any(own is None for own in weight_scales):
-        by = (weights, weight_scales, weight_scaling, power_of_two)
-        given, scales, are_kept = in_8_bits(*by)
+        by, are_kept = (weights, weight_scales, weight_scaling, power_of_two), False
+        is_new = keeps_weights and not contexts.may_hold(weights)
+        if is_new:
+            given, scales, qs, own = in_both_layouts(weights, weight_scaling, power_of_two)
+        else:
+            given, scales, are_kept = in_8_bits(*by)
         how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
         keeps = (keeps_h, keeps_rows, False)
         found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
-        if keeps_weights:
+        if keeps_weights and not is_new:
             # Results of an op may not share memory.
-            shared: Any = in_8_bits(*by, transposed=True)
-            for q, scale in zip(*shared[:2], strict=True):
-                found += _spread(q.clone(), scale.clone(), weight_scaling)
+            kept: Any = in_8_bits(*by, transposed=True)
+            qs, own = ([v.clone() for v in each] for each in kept[:2])
+        if keeps_weights:
+            for q, scale in zip(qs, own, strict=True):
+                found += _spread(q, scale, weight_scaling)
         return found
     if not z.numel():
-        own: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
-        own += [keeps_h, keeps_rows, keeps_weights]
-        return _fake_layers(z, weights, weight_scales, biases, *own)
+        last: list[Any] = [scaling, weight_scaling, power_of_two, dtype, False, activation]
+        last += [keeps_h, keeps_rows, keeps_weights]
+        return _fake_layers(z, weights, weight_scales, biases, *last)
     x = z.reshape(-1, z.shape[-1])
     q, scale, *rows = quantize(x, Cast(E4M3, scaling), power_of_two, transposed=keeps_rows)
     if rows:
@@ -61,12 +67,12 @@ def _layers(
     unsafe_view = torch.ops.aten._unsafe_view
     ys, transposed = list[Tensor](), list[Tensor]()
     for w, s, b in zip(weights, weight_scales, biases, strict=True):
-        own = [w, s]
+        by_layout: list[Any] = [w, s]
         if s is None:
-            own = [*quantize(w, cast, power_of_two, transposed=keeps_weights)]
-        ys.append(scaled.multiply(q, scale, own[0], own[1], *kind, b, dtype))
+            by_layout = [*quantize(w, cast, power_of_two, transposed=keeps_weights)]
+        ys.append(scaled.multiply(q, scale, by_layout[0], by_layout[1], *kind, b, dtype))
         if keeps_weights:
-            transposed += _spread(own[2], own[3], weight_scaling)
+            transposed += _spread(by_layout[2], by_layout[3], weight_scaling)
     saved = list[Tensor]()
     if activation:
         h = ys[0] if len(ys) == 1 else torch.cat(ys, -1)

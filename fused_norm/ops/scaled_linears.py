@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fused_norm import recipes
-from fused_norm.call import frozen
+from fused_norm.call import contexts, frozen
 from fused_norm.call.memory import in_memory
 from fused_norm.ops import quantized
-from fused_norm.ops.eight_bits import in_8_bits
+from fused_norm.ops.eight_bits import in_8_bits, in_both_layouts
 from fused_norm.ops.registration import is_compiling
 from fused_norm.ops.scaled_layers import layers, layers_backward
 from fused_norm.recipes import E5M2, Recipe
@@ -123,9 +123,14 @@ def _linears(
     parts = list(map(quantized.parts, weights))
     given, scales, are_kept = [q for q, _ in parts], [scale for _, scale in parts], False
     scaling = recipe.weight.scaling
+    made: list[Tensor] = []
     if not is_compiling() and frozen.is_any():
-        given, scales, are_kept = in_8_bits(given, scales, scaling, power_of_two)
-        # 8-bit versions of frozen weights are kept with the weights.
+        if keeps_weights and not contexts.may_hold(given):
+            given, scales, qs, own = in_both_layouts(given, scaling, power_of_two)
+            made = qs + own
+        else:
+            # 8-bit versions of frozen weights are kept with the weights.
+            given, scales, are_kept = in_8_bits(given, scales, scaling, power_of_two)
         keeps_weights = False
     how = (recipe.input.scaling, scaling, power_of_two, weights[0].dtype, are_kept)
     keeps = (keeps_h, keeps_rows, keeps_weights)
@@ -134,7 +139,7 @@ def _linears(
     ys = [next(rest) for _ in range(1 if activation else len(weights))]
     h, rows = ([next(rest) for _ in range(count)] for count in (keeps_h, 2 * keeps_rows))
     transposed = [*rest]
-    return ys, h, rows, transposed[::2] + transposed[1::2]
+    return ys, h, rows, made or transposed[::2] + transposed[1::2]
 
 
 def _gradients(

@@ -311,6 +311,7 @@ def test_frozen_by_the_backend(no_grad: None) -> None:
     assert used
     assert all(used)
     assert torch.equal(*found)
+    fn.unfreeze(model)
     assert decibels(found[0], model(x)) > LEAST
 
 

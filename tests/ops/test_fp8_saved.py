@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -42,9 +43,18 @@ LAUNCHES = {
 }
 
 
+@pytest.fixture(params=["", "beside a frozen model"])
+def other(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is frozen elsewhere, as a teacher is, changes nothing for a model that is trained."""
+    model = fn.freeze(mlp("rowwise", "gelu").eval()) if request.param else None
+    yield
+    if model is not None:
+        fn.unfreeze(model)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("recipe", LAUNCHES)
-def test_launches_of_a_step(recipe: str, activation: str, tmp_path: Path) -> None:
+def test_launches_of_a_step(recipe: str, activation: str, other: None, tmp_path: Path) -> None:
     """Quantizes z, both weights, a, and the gradients of h and y: none of them twice."""
     layer, x = mlp(recipe, activation), matrix(M, K).requires_grad_()
     with running(tmp_path) as ran:
@@ -54,7 +64,7 @@ def test_launches_of_a_step(recipe: str, activation: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("recipe", LAUNCHES)
 @pytest.mark.parametrize("wanted", ["all", "x", "weight"])
-def test_what_is_saved(recipe: str, wanted: str) -> None:
+def test_what_is_saved(recipe: str, wanted: str, other: None) -> None:
     x = matrix(M, K).requires_grad_(wanted != "weight")
     w = matrix(32, K, seed=1).requires_grad_(wanted != "x")
     saved: list[Tensor] = []
