@@ -123,8 +123,10 @@ def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.M
             module.register_state_dict_pre_hook(_thaw_offloaded)
         names = _MOVE_OR_COPY if record.offload.candidates else ()
         for name in ("train", *names):
-            vars(module)[name] = _Method(module, name, record)
-        record.on_thaw.append(_WithOwnMethods(module))
+            if not isinstance(method := vars(module).get(name), _Method):
+                method = vars(module)[name] = _Method(module, name)
+            method.records.append(record)
+        record.on_thaw.append(_Release(module, record))
     record.admit(p for p in parameters if p.layout is torch.strided)
 
 
@@ -132,17 +134,23 @@ class _Method:
     """Replaces a method of a module, and ends freezing first. It owns the frozen parameters.
 
     `train(False)` does not end it. Copies and pickled modules have one that only calls the method.
+
+    Attributes:
+        records: What froze the module's parameters, more than one if several graphs read them.
     """
 
-    def __init__(self, module: nn.Module, name: str, record: Frozen | None) -> None:
+    records: list[Frozen]
+
+    def __init__(self, module: nn.Module, name: str) -> None:
         # Not the module itself: a reference cycle would keep its memory until garbage collection.
-        self._module, self._name, self._record = weakref.ref(module), name, record
+        self._module, self._name, self.records = weakref.ref(module), name, []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        if self._record is not None and (self._name != "train" or all((*args, *kwargs.values()))):
-            self._record.thaw()
+        if self._name != "train" or all((*args, *kwargs.values())):
+            for record in tuple(self.records):
+                record.thaw()
         method = getattr(type(module), self._name, None)
         # Before Python 3.11, objects have no `__getstate__`.
         return vars(module).copy() if method is None else method(module, *args, **kwargs)
@@ -151,19 +159,23 @@ class _Method:
         return {"module": self._module(), "name": self._name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"], state["name"], None)  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
 
-class _WithOwnMethods:
-    """Restores a module's own methods."""
+class _Release:
+    """Takes what froze parameters from their module, and restores its methods after the last."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: nn.Module, record: Frozen) -> None:
+        self._module, self._record = weakref.ref(module), weakref.ref(record)
 
     def __call__(self) -> None:
-        module = self._module()
+        module, record = self._module(), self._record()
         for name in ("train", *_MOVE_OR_COPY) if module is not None else ():
-            vars(module).pop(name, None)
+            method = vars(module).get(name)
+            if isinstance(method, _Method) and record in method.records:
+                method.records.remove(record)
+                if not method.records:
+                    del vars(module)[name]
 
 
 def _refuse(_: Tensor) -> None:

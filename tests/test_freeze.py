@@ -480,3 +480,33 @@ def test_instances_of_one_class_are_frozen_apart() -> None:
     models[0].train()
     assert not is_frozen(models[0])
     assert is_frozen(models[1])
+
+
+def test_train_ends_what_graphs_of_several_shapes_froze() -> None:
+    model = Block().eval()
+    options = {"freeze": True, "then": "eager", "small": True}
+    compiled = torch.compile(model, backend="fused_norm", dynamic=False, options=options)
+    for _ in range(2):
+        with torch.no_grad():
+            records = [(compiled(rows), frozen.of(model.parameters()))[1] for rows in (x, x[:3], x)]
+        assert records[1] == records[2], "graphs do not end each other's freezing"
+        model.train()
+        assert not is_frozen(model)
+        model(x).sum().backward()
+        model.eval()
+
+
+def test_a_graph_does_not_hold_models_that_are_gone() -> None:
+    compiled = torch.compile(
+        lambda model, rows: model(rows),
+        backend="fused_norm",
+        options={"freeze": True, "then": "eager", "small": True},
+    )
+    for _ in range(3):
+        model = Block().eval()
+        with torch.no_grad():
+            compiled(model, x)
+        assert is_frozen(model)
+        del model
+        gc.collect()
+        assert not frozen.is_any()

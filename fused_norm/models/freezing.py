@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ class FrozenRun:
         self._own = list(module.parameters())
         self._places: list[int] | None = None
         # By the first parameter: all instances of a class share its graphs.
-        self._records: dict[int, Frozen] = {}
+        self._records: dict[int, Callable[[], Frozen | None]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the graph's results."""
@@ -39,11 +40,17 @@ class FrozenRun:
             for record in frozen.of(parameters):
                 record.thaw()
         elif parameters:
-            found = self._records.get(id(parameters[0]))
+            found = self._records.get(id(parameters[0]), _nothing)()
             if found is None or not found.is_alive:
                 owners = _owners(parameters)
-                self._records[id(parameters[0])] = freeze_parameters(parameters, owners)
+                made = freeze_parameters(parameters, owners)
+                # Its owners hold it. A graph would hold the memory of models that are gone.
+                self._records[id(parameters[0])] = weakref.ref(made) if owners else lambda: made
         return self._run(*arguments)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _owners(parameters: Sequence[nn.Parameter]) -> list[nn.Module]:
