@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_norm import composition, reference
+from fused_norm.ops.linear_add import linear_add_by_pytorch
 from fused_norm.ops.norm_linear_ops import unpacked
-from fused_norm.ops.statistics import add_by_pytorch
+from fused_norm.ops.statistics import add_by_pytorch, rows_by_pytorch
 from fused_norm.ops.validation import by_pytorch_widened
 
 
@@ -32,30 +33,15 @@ def _norm_linear(*arguments: Any) -> Any:
     return NotImplemented if keeps else composition.compute(spec, t)
 
 
-def _add_statistics(*arguments: Any) -> list[Tensor]:
-    return [result for result in add_by_pytorch(*arguments) if result is not None]
-
-
-def _row_statistics(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
-    return _add_statistics(x, torch.zeros((), dtype=x.dtype), normalization, eps)[1:]
-
-
-def _linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, _: bool = False
-) -> Tensor:
-    y = torch.nn.functional.linear(x, weight, bias)
-    return y if residual is None else residual + y
-
-
 def _row_op(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *tensors: by_pytorch_widened(formula, *tensors)
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "norm_linear_forward": _norm_linear,
-    "add_statistics": _add_statistics,
-    "row_statistics": _row_statistics,
-    "linear_add": _linear_add,
+    "add_statistics": add_by_pytorch,
+    "row_statistics": rows_by_pytorch,
+    "linear_add": linear_add_by_pytorch,
     "trainable_eps_layer_norm": _row_op(reference.trainable_eps_layer_norm),
     "composed_mean": _row_op(reference.mean),
     "composed_norm": _row_op(reference.norm),

@@ -31,9 +31,10 @@ def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _by_pytorch(
+def linear_add_by_pytorch(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, _: bool = False
 ) -> Tensor:
+    """Return residual + x weight^T + bias, with PyTorch's ops."""
     y = F.linear(x, weight, bias)
     return y if residual is None else residual + y
 
@@ -42,7 +43,7 @@ _op = define(
     "linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
     "bool batch_invariant=False) -> Tensor",
     _fake,
-    _by_pytorch,
+    linear_add_by_pytorch,
 )
 count_flops("linear_add", lambda x, weight, *_: 2 * x.numel() * weight.shape[0])
 

@@ -28,23 +28,27 @@ def _fake_add(x: Tensor, residual: Tensor, normalization: str, eps: float) -> li
     return [total, *_fake_rows(x, normalization, eps)]
 
 
-def _add_by_python(*arguments: Any) -> list[Tensor]:
-    return [result for result in add_by_pytorch(*arguments) if result is not None]
+def add_by_pytorch(x: Tensor, residual: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    """Return the sum, the mean unless it is RMSNorm's, and the rstd, with PyTorch's ops."""
+    total = x + residual
+    return [total, *rows_by_pytorch(total, normalization, eps)]
 
 
-def _rows_by_python(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
-    return _add_by_python(x, torch.zeros_like(x), normalization, eps)[1:]
+def rows_by_pytorch(x: Tensor, normalization: str, eps: float) -> list[Tensor]:
+    """Return the mean, unless it is RMSNorm's, and the rstd of rows, with PyTorch's ops."""
+    found = NORMS[normalization].statistics(widened(x.detach()), eps)
+    return [each for each in found if each is not None]
 
 
 _op = define(
     "add_statistics(Tensor x, Tensor residual, str normalization, float eps) -> Tensor[]",
     _fake_add,
-    _add_by_python,
+    add_by_pytorch,
 )
 _rows_op = define(
     "row_statistics(Tensor x, str normalization, float eps) -> Tensor[]",
     _fake_rows,
-    _rows_by_python,
+    rows_by_pytorch,
 )
 
 
@@ -80,14 +84,14 @@ def add_statistics(
         eps: Its eps.
     """
     if torch._C._are_functorch_transforms_active() or not has_row_kernel(x, residual):
-        return add_by_pytorch(x, residual, normalization, eps)
-    if may_follow() and (x.requires_grad or residual.requires_grad):
+        total, *statistics = add_by_pytorch(x, residual, normalization, eps)
+    elif may_follow() and (x.requires_grad or residual.requires_grad):
         apply = AddStatistics.apply if is_watched() else _apply
         total, *statistics = apply(*each_once((x, residual)), normalization, eps)
     else:
         total, *statistics = _op(x, residual, normalization, eps)
-    mean, rstd = (None, *statistics)[-2:]
-    return total, mean, rstd
+    *mean, rstd = statistics
+    return total, mean[0] if mean else None, rstd
 
 
 def row_statistics(x: Tensor, normalization: str, eps: float) -> tuple[Tensor | None, Tensor]:
@@ -100,18 +104,3 @@ def row_statistics(x: Tensor, normalization: str, eps: float) -> tuple[Tensor | 
     """
     mean, rstd = (None, *_rows_op(x.detach(), normalization, eps))[-2:]
     return mean, rstd
-
-
-def add_by_pytorch(
-    x: Tensor, residual: Tensor, normalization: str, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the result of `add_statistics`, with PyTorch's ops.
-
-    Args:
-        x: Of shape `[..., K]`.
-        residual: Of the same shape.
-        normalization: The norm that follows.
-        eps: Its eps.
-    """
-    total = x + residual
-    return total, *NORMS[normalization].statistics(widened(total.detach()), eps)
