@@ -83,6 +83,8 @@ class Operands(NamedTuple):
     biases: Sequence[Tensor | None] = ()
 
 
+# The operands that schemas and C++ list one by one: all except the weights and the biases.
+NAMED = Operands._fields[:-2]
 # The form of each operand of the norm: that of x, a number for each feature, features for each
 # group of rows, or a number for each row. Checks, options, shards, the record and its gradients
 # follow from this; chain/operands.h has the same for C++.
@@ -265,11 +267,10 @@ def gradients(
 
 def _with_biases(tensors: list[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return the tensors with zeros for biases that were not kept, as no gradient needs them."""
-    named = Operands._fields[:-2]
-    count = (len(tensors) - len(named)) // 2
-    out_weight = named.index("out_weight")
+    count = (len(tensors) - len(NAMED)) // 2
+    out_weight = NAMED.index("out_weight")
     pairs = [(out_weight, out_weight + 1)]
-    pairs += [(place, place + count) for place in range(len(named), len(named) + count)]
+    pairs += [(place, place + count) for place in range(len(NAMED), len(NAMED) + count)]
     for of_weight, place in pairs:
         weight = tensors[of_weight]
         if wanted[place] and tensors[place] is None and weight is not None:
@@ -295,7 +296,7 @@ def reached(spec: Spec, count: int, grad_outputs: Sequence[Tensor | None]) -> li
     places |= dict.fromkeys(("x", *NAMES["rows"]), total or norm or through)
     places |= dict.fromkeys(NAMES["statistics"], False)
     layers = outputs if len(outputs) == count else [through] * count
-    return [places.get(name, through) for name in Operands._fields[:-2]] + 2 * layers
+    return [places.get(name, through) for name in NAMED] + 2 * layers
 
 
 def flat(t: Operands) -> list[Tensor | None]:
@@ -305,7 +306,7 @@ def flat(t: Operands) -> list[Tensor | None]:
 
 def unflat(tensors: Sequence[Tensor | None]) -> Operands:
     """Return the tensors of a list made by `flat`."""
-    first = len(Operands._fields) - 2
+    first = len(NAMED)
     count = (len(tensors) - first) // 2
     weights, biases = list(tensors[first : first + count]), list(tensors[first + count :])
     return Operands._make((*tensors[:first], weights, biases))

@@ -13,15 +13,14 @@ from torch.compiler import is_dynamo_compiling
 from fused_norm.activations import ACTIVATIONS
 from fused_norm.call.memory import own_eps
 from fused_norm.chain import kernels, library
-from fused_norm.composition import Operands, Spec
+from fused_norm.composition import NAMED, Spec
 from fused_norm.norms import NORMS, by_number
 from fused_norm.ops.invariance import is_in_mode
 from fused_norm.ops.norm_linear import gradients
 from fused_norm.ops.rows import trainable_eps_gradients
 
-_NAMED = Operands._fields[:-2]
 # The named tensors that LayerNorm + Linear and the trained eps's norm lack: all after beta.
-_ABSENT = (None,) * (len(_NAMED) - 1 - _NAMED.index("beta"))
+_ABSENT = (None,) * (len(NAMED) - 1 - NAMED.index("beta"))
 _NUMBERS: dict[Any, int] = {None: 0, **{name: each.number for name, each in ACTIVATIONS.items()}}
 _NAMES = {number: name or "" for name, number in _NUMBERS.items()}
 _MOST_SPECS = 1000
@@ -181,7 +180,7 @@ def backward(
     saved, products = tensors[: len(needed)], [t for t in tensors[len(needed) :] if t is not None]
     flags = [bool(each) for each in needed]
     if of.normalization == _TRAINABLE_EPS:
-        x, o = (_NAMED.index(name) for name in ("x", "gamma"))
+        x, o = (NAMED.index(name) for name in ("x", "gamma"))
         found: list[Tensor | None] = [None] * len(saved)
         found[x], found[o] = trainable_eps_gradients(
             grad_outputs[0], saved[x], saved[o], [flags[x], flags[o]]

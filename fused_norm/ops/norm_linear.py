@@ -15,11 +15,10 @@ from fused_norm.call import frozen
 from fused_norm.call.memory import LOW_PRECISION, in_memory
 from fused_norm.call.results import Results
 from fused_norm.chain import library
-from fused_norm.composition import NAMES, Operands, Spec, flat, has_sum, reached, unflat
+from fused_norm.composition import NAMED, NAMES, Operands, Spec, flat, has_sum, reached, unflat
 from fused_norm.ops import norm_linear_ops as ops
 from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.main_grad import add, add_product, added, stand_in
-from fused_norm.ops.norm_linear_ops import NAMED
 from fused_norm.ops.operands import as_kernels_need, fits, is_host_bound
 from fused_norm.ops.registration import (
     each_once,

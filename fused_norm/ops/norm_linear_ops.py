@@ -13,6 +13,7 @@ from fused_norm.activations import is_gate
 from fused_norm.call.memory import is_transposed, laid_as_sum, statistics_dtype
 from fused_norm.call.results import Results
 from fused_norm.composition import (
+    NAMED,
     NAMES,
     WITH_GRADIENT,
     Operands,
@@ -26,8 +27,6 @@ from fused_norm.ops.flops import count_flops
 from fused_norm.ops.folding import folded
 from fused_norm.ops.registration import SPEC_SCHEMA, TENSORS_SCHEMA, define
 
-# The operands that an op's schema lists one by one: all except the weights and the biases.
-NAMED = Operands._fields[:-2]
 _OUT_BIAS = NAMED.index("out_bias")
 
 

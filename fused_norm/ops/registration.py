@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from fused_norm.chain import library
-from fused_norm.composition import Operands
+from fused_norm.composition import NAMED
 from fused_norm.ops.flops import tell_counters
 
-# The operands that schemas list one by one: all except the weights and the biases.
 TENSORS_SCHEMA = (
     "Tensor x, "
-    + "".join(f"Tensor? {name}, " for name in Operands._fields[1:-2])
+    + "".join(f"Tensor? {name}, " for name in NAMED[1:])
     + "Tensor[] weights, Tensor?[] biases"
 )
 SPEC_SCHEMA = (

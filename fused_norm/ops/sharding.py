@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_norm.activations import is_gate
-from fused_norm.composition import NAMES, Operands, Spec, flat, unflat
+from fused_norm.composition import NAMED, NAMES, Operands, Spec, flat, unflat
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _LIKE_X = ("x", *NAMES["rows"], "out_residual")
@@ -118,7 +118,7 @@ def _strategy(spec: Spec, t: Operands, axis: int) -> Any:
 
 def _local(strategies: Sequence[Any], t: Operands) -> Operands:
     """Return the shards of a call's tensors."""
-    names = [*Operands._fields[:-2], *["weights"] * len(t.weights), *["biases"] * len(t.biases)]
+    names = [*NAMED, *["weights"] * len(t.weights), *["biases"] * len(t.biases)]
     return unflat(
         [
             v

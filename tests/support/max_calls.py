@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fused_norm import composition
 from fused_norm.call.results import Results
-from fused_norm.composition import Operands, Spec
+from fused_norm.composition import NAMED, Operands, Spec
 from fused_norm.native.cpu_features import has_tiles
 from fused_norm.reference import widened
 
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[set[str], int, int]] = {
 }
 OPTIONAL = CASES["all"][0]
 _AFFINE = {"gamma": "norm_weight", "beta": "norm_bias"}
-NAMES = (*(_AFFINE.get(name, name) for name in Operands._fields[:-2]), "weight", "bias")
+NAMES = (*(_AFFINE.get(name, name) for name in NAMED), "weight", "bias")
 
 
 def make_tensors(
