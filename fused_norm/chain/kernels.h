@@ -46,74 +46,59 @@ class Library {
 
 // Norm and product in one call, and products alone: an extension norm_linear_*.
 struct Product {
-  Function plan_forward = nullptr, forward = nullptr, plan_backward = nullptr, backward = nullptr,
-           plan_linear = nullptr, linear = nullptr, plan_input_gradient = nullptr,
-           input_gradient = nullptr, plan_weight_gradient = nullptr, weight_gradient = nullptr,
-           plan_products = nullptr, products = nullptr, plan_input_gradients = nullptr,
-           input_gradients = nullptr, plan_passed_rows = nullptr, passed_rows = nullptr,
-           fold = nullptr;
-  int64_t context = 0, strategy = 0, kept_strategy = 0;
-  const double* costs = nullptr;
-
-  Product() = default;
   Product(const Library& library, const Answer& answer)
-      : plan_forward(library("norm_linear_plan_forward")),
-        forward(library("norm_linear_forward")),
-        plan_backward(library("norm_linear_plan_backward")),
-        backward(library("norm_linear_backward")),
-        plan_linear(library("norm_linear_plan_linear")),
-        linear(library("norm_linear_linear")),
-        plan_input_gradient(library("norm_linear_plan_input_gradient")),
-        input_gradient(library("norm_linear_input_gradient")),
-        plan_weight_gradient(library("norm_linear_plan_weight_gradient")),
-        weight_gradient(library("norm_linear_weight_gradient")),
-        plan_products(library("norm_linear_plan_products")),
-        products(library("norm_linear_products")),
-        plan_input_gradients(library("norm_linear_plan_input_gradients")),
-        input_gradients(library("norm_linear_input_gradients")),
-        plan_passed_rows(library("norm_linear_plan_passed_rows")),
-        passed_rows(library("norm_linear_passed_rows")),
-        fold(library("norm_linear_fold")),
-        context(answer.product_context),
-        strategy(answer.strategy),
-        kept_strategy(answer.kept_strategy),
-        costs(answer.costs) {}
+      : library(library), context(answer.product_context), strategy(answer.strategy),
+        kept_strategy(answer.kept_strategy), costs(answer.costs) {}
+
+  Library library;
+  const Function plan_forward = library("norm_linear_plan_forward");
+  const Function forward = library("norm_linear_forward");
+  const Function plan_backward = library("norm_linear_plan_backward");
+  const Function backward = library("norm_linear_backward");
+  const Function plan_linear = library("norm_linear_plan_linear");
+  const Function linear = library("norm_linear_linear");
+  const Function plan_input_gradient = library("norm_linear_plan_input_gradient");
+  const Function input_gradient = library("norm_linear_input_gradient");
+  const Function plan_weight_gradient = library("norm_linear_plan_weight_gradient");
+  const Function weight_gradient = library("norm_linear_weight_gradient");
+  const Function plan_products = library("norm_linear_plan_products");
+  const Function products = library("norm_linear_products");
+  const Function plan_input_gradients = library("norm_linear_plan_input_gradients");
+  const Function input_gradients = library("norm_linear_input_gradients");
+  const Function plan_passed_rows = library("norm_linear_plan_passed_rows");
+  const Function passed_rows = library("norm_linear_passed_rows");
+  const Function fold = library("norm_linear_fold");
+  int64_t context, strategy, kept_strategy;
+  const double* costs;
 };
 
 // Passes over rows around products: an extension passes_*.
 struct Passes {
-  Function plan_normalize = nullptr, normalize = nullptr, plan_normalize_backward = nullptr,
-           normalize_backward = nullptr, activate = nullptr, plan_activate_backward = nullptr,
-           activate_backward = nullptr;
-  int64_t context = 0;
+  Passes(const Library& library, int64_t context) : library(library), context(context) {}
 
-  Passes() = default;
-  Passes(const Library& library, int64_t context)
-      : plan_normalize(library("passes_plan_normalize")),
-        normalize(library("passes_normalize")),
-        plan_normalize_backward(library("passes_plan_normalize_backward")),
-        normalize_backward(library("passes_normalize_backward")),
-        activate(library("passes_activate")),
-        plan_activate_backward(library("passes_plan_activate_backward")),
-        activate_backward(library("passes_activate_backward")),
-        context(context) {}
+  Library library;
+  const Function plan_normalize = library("passes_plan_normalize");
+  const Function normalize = library("passes_normalize");
+  const Function plan_normalize_backward = library("passes_plan_normalize_backward");
+  const Function normalize_backward = library("passes_normalize_backward");
+  const Function activate = library("passes_activate");
+  const Function plan_activate_backward = library("passes_plan_activate_backward");
+  const Function activate_backward = library("passes_activate_backward");
+  int64_t context;
 };
 
 // Quantization of bfloat16 and products in 8 bits: the extension fp8_sm90.
 struct EightBits {
-  Function quantize = nullptr, maxima = nullptr, quantize_by_maxima = nullptr, normalize = nullptr,
-           linear = nullptr, linears = nullptr;
-  int64_t context = 0;
+  EightBits(const Library& library, int64_t context) : library(library), context(context) {}
 
-  EightBits() = default;
-  EightBits(const Library& library, int64_t context)
-      : quantize(library("fp8_quantize")),
-        maxima(library("fp8_maxima")),
-        quantize_by_maxima(library("fp8_quantize_by_maxima")),
-        normalize(library("fp8_normalize")),
-        linear(library("fp8_linear")),
-        linears(library("fp8_linears")),
-        context(context) {}
+  Library library;
+  const Function quantize = library("fp8_quantize");
+  const Function maxima = library("fp8_maxima");
+  const Function quantize_by_maxima = library("fp8_quantize_by_maxima");
+  const Function normalize = library("fp8_normalize");
+  const Function linear = library("fp8_linear");
+  const Function linears = library("fp8_linears");
+  int64_t context;
 };
 
 inline void* current_stream(int32_t device) {
