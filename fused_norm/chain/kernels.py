@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import os
 import threading
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,9 @@ from fused_norm.norms import NORMS, by_number
 
 # TMA boxes, and so all rows, start at a multiple of 16 bytes.
 ALIGNMENT = 16
+
+# OpenMP's workers do not survive a fork, and waiting for them would hang.
+_PROCESS = os.getpid()
 
 # PyTorch's numbers, which do not change.
 _DTYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
@@ -104,6 +108,17 @@ def may_use_tf32() -> bool:
 def cpu_extension(name: str, dtype: torch.dtype) -> ModuleType:
     """Return a CPU extension, loaded."""
     return build.load(build.Extension(name, build.DTYPES[dtype]))
+
+
+def passes_for(x: Tensor) -> tuple[ModuleType, int, int]:
+    """Return the passes for a tensor, and the context and the threads of a call."""
+    if x.is_cpu:
+        threads = torch.get_num_threads() if os.getpid() == _PROCESS else 1
+        return cpu_extension("passes_cpu", x.dtype), build.gomp_parallel(), threads
+    device = x.device.index or 0
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    # Blocks of a pass do not wait for each other, so they may run along with a collective.
+    return (*launcher(gpu_extension("passes_gpu", x.dtype, device), device, stream, True), 0)
 
 
 def gpu_extension(name: str, dtype: torch.dtype, device: int) -> build.Extension:
@@ -200,38 +215,29 @@ def find(question: Any, answer: Any) -> None:
     Raises:
         BuildError: If there are none, and no compiler to build them.
     """
-    dtype = _DTYPES[question.dtype]
     if question.is_eight_bits:
         _find_eight_bits(question, answer)
         return
-    if question.is_rows:
-        _find_rows(question, answer, dtype)
-        return
-    if question.is_cpu:
-        build.check_at_hand(torch.device("cpu"), dtype)
-        context = build.gomp_parallel()
-        is_ours = question.invariant or cpu_strategy() or not left_to_pytorch(dtype)
-        product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
-        _fill(answer, product, context, _file(cpu_path("passes_cpu", dtype)), context)
-        answer.strategy, answer.costs = (
-            cpu_strategy(),
-            choice.address(cpu_kind(), build.DTYPES[dtype]),
-        )
-        return
-    device, stream, norm = question.device, question.stream, question.normalization
-    build.check_at_hand(torch.device("cuda", device), dtype)
-    passes = gpu_extension("passes_gpu", dtype, device)
-    # Blocks of a pass do not wait for each other, so they may run along with a collective.
-    context = launcher(passes, device, stream, True)[1]
-    is_served = dtype in LOW_PRECISION or question.may_use_tf32
+    dtype, device = _DTYPES[question.dtype], question.device
+    build.check_at_hand(
+        torch.device("cpu") if question.is_cpu else torch.device("cuda", device), dtype
+    )
+    passes, context = _passes(question, dtype)
     product, own = b"", 0
-    if is_served and is_hopper(device):
-        kernels = hopper_extension(dtype, norm)
-        costs = hopper_costs(device, dtype)
-        own = launcher(kernels, device, stream, bool(question.is_alone), costs)[1]
-        product = _file(str(kernels.path))
-    _fill(answer, product, own, _file(str(passes.path)), context)
-    answer.strategy, answer.kept_strategy = gpu_strategy(False), gpu_strategy(True)
+    if question.is_cpu and not question.is_rows:
+        is_ours = question.invariant or cpu_strategy() or not left_to_pytorch(dtype)
+        product, own = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b"", context
+        answer.strategy = cpu_strategy()
+        answer.costs = choice.address(cpu_kind(), build.DTYPES[dtype])
+    elif not question.is_rows:
+        is_served = dtype in LOW_PRECISION or question.may_use_tf32
+        if is_served and is_hopper(device):
+            kernels = hopper_extension(dtype, question.normalization)
+            costs = hopper_costs(device, dtype)
+            own = launcher(kernels, device, question.stream, bool(question.is_alone), costs)[1]
+            product = _file(str(kernels.path))
+        answer.strategy, answer.kept_strategy = gpu_strategy(False), gpu_strategy(True)
+    _fill(answer, product, own, passes, context)
 
 
 def _find_eight_bits(question: Any, answer: Any) -> None:
@@ -243,16 +249,16 @@ def _find_eight_bits(question: Any, answer: Any) -> None:
     _fill(answer, product, own, b"", 0)
 
 
-def _find_rows(question: Any, answer: Any, dtype: torch.dtype) -> None:
+def _passes(question: Any, dtype: torch.dtype) -> tuple[bytes, int]:
+    """Return the file of the passes, or of the row ops, and the context of their calls."""
+    name = "rows" if question.is_rows else "passes"
     if question.is_cpu:
-        build.check_at_hand(torch.device("cpu"), dtype)
-        _fill(answer, b"", 0, _file(cpu_path("rows_cpu", dtype)), build.gomp_parallel())
-        return
-    build.check_at_hand(torch.device("cuda", question.device), dtype)
-    rows = gpu_extension("rows_gpu", dtype, question.device)
-    # Blocks of a row op do not wait for each other, so they may run along with a collective.
-    context = launcher(rows, question.device, question.stream, True)[1]
-    _fill(answer, b"", 0, _file(str(rows.path)), context)
+        return _file(cpu_path(f"{name}_cpu", dtype)), build.gomp_parallel()
+    extension = gpu_extension(f"{name}_gpu", dtype, question.device)
+    # Blocks of a pass do not wait for each other, so they may run along with a collective.
+    return _file(str(extension.path)), launcher(extension, question.device, question.stream, True)[
+        1
+    ]
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import os
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ _ALIGNMENT = 16
 # Heads whose gradients of gamma are summed sequentially, and the most partial sums there are; on a
 # GPU, partial sums per multiprocessor: twice the blocks that run on it at once.
 _PART_HEADS, _MOST_PARTS, _MULTIPROCESSOR_PARTS = 32, 512, 4
-# OpenMP's workers do not survive a fork, and waiting for them would hang.
-_PROCESS = os.getpid()
 
 
 def serves(t: Heads, rotation: Rotation) -> bool:
@@ -146,7 +143,7 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
     x = t.x
     *_, heads, D = x.shape
     units = x.numel() // D
-    module, context, threads = _module(x)
+    module, context, threads = kernels.passes_for(x)
     record = RotaryCall(
         context=context,
         threads=threads,
@@ -171,18 +168,3 @@ def _run(t: Heads, rotation: Rotation, **fields: Any) -> None:
         if value is not None:
             setattr(record, name, value.data_ptr() if isinstance(value, Tensor) else value)
     module.rotary(ctypes.addressof(record))
-
-
-def _module(x: Tensor) -> tuple[Any, int, int]:
-    if x.is_cpu:
-        threads = torch.get_num_threads() if os.getpid() == _PROCESS else 1
-        return kernels.cpu_extension("passes_cpu", x.dtype), _gomp_parallel(), threads
-    device = x.device.index or 0
-    extension = kernels.gpu_extension("passes_gpu", x.dtype, device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return (*kernels.launcher(extension, device, stream, True), 0)
-
-
-@functools.cache
-def _gomp_parallel() -> int:
-    return build.gomp_parallel()
