@@ -13,8 +13,9 @@ from fused_norm.cross_entropy import REDUCTIONS, Head, Loss
 from fused_norm.ops import head as head_ops
 from fused_norm.ops.autocast import cast, dtype_of_products
 from fused_norm.ops.family import checked_eps
-from fused_norm.ops.head_shards import has_dtensor, over_shards
+from fused_norm.ops.head_shards import over_shards
 from fused_norm.ops.normalize import normalized
+from fused_norm.ops.sharding import has_dtensor
 
 # Rows of a chunk if memory is scarce: an H100 takes 2 to 8 % longer.
 SMALL_ROWS = 2048

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
+# The types of operands whose values are in their memory; None for an absent one.
+ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def address(tensor: Tensor | None) -> int:

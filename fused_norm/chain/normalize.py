@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_norm.call.memory import LOW_PRECISION, address, statistics_dtype
+from fused_norm.call.memory import LOW_PRECISION, ORDINARY, address, statistics_dtype
 from fused_norm.call.record import Call
 from fused_norm.chain import kernels
 from fused_norm.composition import Operands, Spec
@@ -20,7 +20,6 @@ from fused_norm.norms import NORMS
 
 # Whether the passes compute the head's norm; tests and measurements compare with PyTorch's.
 OWN_NORM = True
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 class Rows(NamedTuple):
@@ -46,7 +45,7 @@ def serves(t: Operands) -> bool:
         t: Whatever a user passed as x, the residual, gamma and beta.
     """
     given = (t.x, t.residual, t.gamma, t.beta)
-    if not OWN_NORM or not _ORDINARY.issuperset(map(type, given)) or t.x is None:
+    if not OWN_NORM or not ORDINARY.issuperset(map(type, given)) or t.x is None:
         return False
     return _fits(t) and t.x.is_cuda and kernels.is_hopper(t.x.device.index or 0)
 
@@ -116,7 +115,7 @@ def backward(
 
 
 def _call(spec: Spec, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Any, Call]:
-    module, context, threads = _module(x)
+    module, context, threads = kernels.passes_for(x)
     K = x.shape[-1]
     call = Call(M=x.numel() // K, K=K, eps=spec.eps, context=context, threads=threads)
     call.x, call.gamma, call.beta = address(x), address(gamma), address(beta)
@@ -125,12 +124,3 @@ def _call(spec: Spec, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> t
     features = gamma if gamma is not None else beta
     call.norm_is_float32 = features is not None and features.dtype is not x.dtype
     return module, call
-
-
-def _module(x: Tensor) -> tuple[Any, int, int]:
-    if x.is_cpu:
-        return kernels.cpu_extension("passes_cpu", x.dtype), build.gomp_parallel(), 1
-    device = x.device.index or 0
-    extension = kernels.gpu_extension("passes_gpu", x.dtype, device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return (*kernels.launcher(extension, device, stream, True), 0)

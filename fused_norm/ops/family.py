@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from torch.overrides import handle_torch_function
 
 from fused_norm.activations import is_gate, require_activation
-from fused_norm.call.memory import own_eps
+from fused_norm.call.memory import ORDINARY, own_eps
 from fused_norm.composition import (
     OPTIONS,
     Operands,
@@ -28,8 +28,6 @@ from fused_norm.ops.invariance import is_batch_invariant
 Second = tuple[Tensor | None, Tensor | None, Tensor | None]
 # The Linear layers of a call, in the order of `family_call`'s arguments.
 Layers = tuple[list[Tensor], list[Tensor | None], Second, bool, bool]
-
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
 def named(options: Sequence[Any]) -> dict[str, Any]:
@@ -180,6 +178,6 @@ def is_traced(x: Any, weight: Any, residual: Any) -> bool:
         residual: Added to x, or None.
     """
     arguments = (*tensors_of(x, weight), residual)
-    return not _ORDINARY.issuperset(map(type, arguments)) and any(
+    return not ORDINARY.issuperset(map(type, arguments)) and any(
         isinstance(each, Proxy) for each in arguments
     )

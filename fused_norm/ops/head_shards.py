@@ -8,25 +8,13 @@ DTensor and PyTorch's ops.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_norm.cross_entropy import Head, Loss
 from fused_norm.ops.sharding import cast_dtensor
-
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
-
-
-def has_dtensor(t: Head) -> bool:
-    """Return whether a call has a DTensor among its tensors."""
-    if _ORDINARY.issuperset(map(type, t)):
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(v, module.DTensor) for v in t)
 
 
 def over_shards(

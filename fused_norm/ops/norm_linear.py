@@ -238,7 +238,7 @@ def call(spec: Spec, t: Operands, owners: Any = None, is_recorded: bool = False)
     may_be_bound = owners is None and not (spec.batch_invariant or is_watched())
     if may_be_bound and _is_left(t):
         return composition.compute(spec, t)
-    if has_dtensor(t):
+    if has_dtensor(flat(t)):
         if spec.batch_invariant:
             raise RuntimeError(
                 "batch_invariant() does not reach the sums over processes of DTensors"

@@ -22,17 +22,16 @@ import torch
 from torch import Tensor
 
 from fused_norm.activations import is_gate
+from fused_norm.call.memory import ORDINARY
 from fused_norm.composition import NAMED, NAMES, Operands, Spec, flat, unflat
 
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _LIKE_X = ("x", *NAMES["rows"], "out_residual")
 _COLUMNS, _REPLICATED = "columns", "replicated"
 
 
-def has_dtensor(t: Operands) -> bool:
+def has_dtensor(tensors: Sequence[Any]) -> bool:
     """Return whether a call has a DTensor among its tensors."""
-    tensors = flat(t)
-    if _ORDINARY.issuperset(map(type, tensors)):
+    if ORDINARY.issuperset(map(type, tensors)):
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(v, module.DTensor) for v in tensors)
