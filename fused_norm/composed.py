@@ -6,14 +6,10 @@ Each op has its own forward and backward kernel, and each reads and writes whole
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
 from fused_norm import reference
 from fused_norm.ops import rows
-from fused_norm.ops.registration import may_follow
 from fused_norm.ops.validation import by_pytorch_widened, div_by_pytorch, has_row_kernel
 
 
@@ -28,7 +24,7 @@ def mean(x: Tensor) -> Tensor:
     """
     if not has_row_kernel(x):
         return by_pytorch_widened(reference.mean, x)
-    return _call(rows.mean, rows.mean_with_gradients, x)
+    return rows.mean(x)
 
 
 def norm(v: Tensor) -> Tensor:
@@ -42,7 +38,7 @@ def norm(v: Tensor) -> Tensor:
     """
     if not has_row_kernel(v):
         return by_pytorch_widened(reference.norm, v)
-    return _call(rows.norm, rows.norm_with_gradients, v)
+    return rows.norm(v)
 
 
 def div(a: Tensor, b: Tensor) -> Tensor:
@@ -60,7 +56,7 @@ def div(a: Tensor, b: Tensor) -> Tensor:
     """
     if not has_row_kernel(a, b):
         return div_by_pytorch(a, b)
-    return _call(rows.div, rows.div_with_gradients, a, b)
+    return rows.div(a, b)
 
 
 def layer_norm(x: Tensor) -> Tensor:
@@ -74,9 +70,3 @@ def layer_norm(x: Tensor) -> Tensor:
     """
     v = mean(x)
     return div(v, norm(v))
-
-
-def _call(op: Callable[..., Any], with_gradients: Callable[..., Any], *inputs: Tensor) -> Tensor:
-    needs = may_follow() and any(t.requires_grad for t in inputs)
-    y: Tensor = (with_gradients if needs else op)(*inputs)
-    return y

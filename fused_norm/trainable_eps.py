@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_norm.ops import node
-from fused_norm.ops.registration import may_follow
-from fused_norm.ops.rows import trainable_eps, trainable_eps_with_gradients
+from fused_norm.ops.rows import trainable_eps
 from fused_norm.ops.validation import (
     has_trainable_eps_kernel,
     trainable_eps_by_pytorch,
@@ -40,11 +39,7 @@ def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:
         return found
     if not has_trainable_eps_kernel(x, o):
         return trainable_eps_by_pytorch(x, o)
-    if may_follow() and (x.requires_grad or o.requires_grad):
-        y: Tensor = trainable_eps_with_gradients(x, o)
-    else:
-        y = trainable_eps(x, o)
-    return y
+    return trainable_eps(x, o)
 
 
 class TrainableEpsLayerNorm(nn.Module):

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from fused_norm import reference
-from fused_norm.ops.registration import define, differentiable, is_forward_mode, without_none
+from fused_norm.ops.registration import (
+    define,
+    differentiable,
+    is_forward_mode,
+    may_follow,
+    without_none,
+)
 
 Function = Callable[..., Any]
 
@@ -25,7 +31,7 @@ def _row_op(
     *,
     has_o: bool = False,
     own_gradient: bool = False,
-) -> tuple[Function, Function, Function]:
+) -> tuple[Callable[..., Tensor], Function]:
     """Register an op, and its gradient unless it is the same op.
 
     Args:
@@ -37,8 +43,8 @@ def _row_op(
         own_gradient: Whether the op is its own gradient, and needs no inputs for it.
 
     Returns:
-        The op, the op with gradients, and a function that computes the gradients from the
-            output's, the inputs and which are wanted.
+        A function that calls the op, with gradients if they may be wanted, and one that computes
+            the gradients from the output's, the inputs and which are wanted.
     """
     arguments = [f"Tensor {each}" for each in (*inputs, *("o" * has_o))]
     op = gradient = define(f"{name}({', '.join(arguments)}) -> Tensor", _fake, rows=len(inputs))
@@ -89,7 +95,14 @@ def _row_op(
             return gradients
         return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
 
-    return op, differentiable(RowFunction), gradients_of
+    with_gradients = differentiable(RowFunction)
+
+    def call(*tensors: Tensor) -> Tensor:
+        follows = may_follow() and any(t.requires_grad for t in tensors)
+        y: Tensor = (with_gradients if follows else op)(*tensors)
+        return y
+
+    return call, gradients_of
 
 
 def _fake(x: Tensor, *_: Tensor) -> Tensor:
@@ -104,14 +117,12 @@ def _fake_gradients(
 
 
 def _mean_backward(grad_output: Tensor) -> Tensor:
-    run = reference.mean if is_forward_mode() else mean_with_gradients
-    gradient: Tensor = run(grad_output)
-    return gradient
+    return reference.mean(grad_output) if is_forward_mode() else mean(grad_output)
 
 
-trainable_eps, trainable_eps_with_gradients, trainable_eps_gradients = _row_op(
+trainable_eps, trainable_eps_gradients = _row_op(
     "trainable_eps_layer_norm", ["x"], reference.trainable_eps_layer_norm_backward, has_o=True
 )
-mean, mean_with_gradients, _ = _row_op("composed_mean", ["x"], _mean_backward, own_gradient=True)
-norm, norm_with_gradients, _ = _row_op("composed_norm", ["v"], reference.norm_backward)
-div, div_with_gradients, _ = _row_op("composed_div", ["a", "b"], reference.div_backward)
+mean, _ = _row_op("composed_mean", ["x"], _mean_backward, own_gradient=True)
+norm, _ = _row_op("composed_norm", ["v"], reference.norm_backward)
+div, _ = _row_op("composed_div", ["a", "b"], reference.div_backward)
