@@ -21,107 +21,66 @@ from fused_norm.models.writes import written
 from fused_norm.norms import NORMS
 from fused_norm.ops.fp8 import scaled_linear
 
-# Names of arguments by position, with the defaults that callers may omit.
-_SIGNATURES: dict[str, str] = {
-    "linear": "input weight bias",
-    "scaled_linear": "input weight bias recipe",
-    "addmm": "input mat1 mat2",
-    "matmul": "input other",
-    **{name: norm.arguments for name, norm in NORMS.items()},
-    **{name: each.arguments for name, each in PLAIN.items() if each.targets},
-    "add": "input other",
-    "sub": "input other",
-    "mul": "input other",
-    "div": "input other",
-    "addcmul": "input tensor1 tensor2",
-    "pow": "input exponent",
-    "rsqrt": "input",
-    "sqrt": "input",
-    "square": "input",
-    "mean": "input dim keepdim",
-    "var": "input dim unbiased keepdim",
-    "std": "input dim unbiased keepdim",
-    "var_mean": "input dim unbiased keepdim",
-    "sum": "input dim keepdim",
-    "vector_norm": "input ord dim keepdim",
-    "normalize": "input p dim eps",
-    "group_norm": "input num_groups weight bias eps",
-    "clamp": "input min max",
-    "sigmoid": "input",
-    "tanh": "input",
-    "erf": "input",
-    "dropout": "input p training",
-    "view": "input",
-    "permute": "input dims",
-    "transpose": "input dim0 dim1",
-    "t": "input",
-    "roll": "input shifts dims",
-    "getitem": "input index",
-    "select": "input dim index",
-    "slice": "input dim start end step",
-    "expand": "input",
-    "cast": "input",
-    "contiguous": "input",
-    "clone": "input",
-    "chunk": "input chunks dim",
-    "split": "input split_size dim",
-    "unbind": "input dim",
-    "cat": "tensors dim",
-    "stack": "tensors dim",
-    "neg": "input",
-    "pad": "input pad",
-    "attention": "query key value",
-    "cross_entropy": "input target weight size_average ignore_index reduce reduction "
-    "label_smoothing",
-    "from_local": "input device_mesh placements",
-    "redistribute": "input device_mesh placements",
-    "to_local": "input",
-}
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "linear": (F.linear, torch._C._nn.linear),
-    "scaled_linear": (scaled_linear,),
-    "addmm": (torch.addmm,),
-    "matmul": (torch.matmul, operator.matmul, torch.mm),
-    **{name: norm.targets for name, norm in NORMS.items()},
-    **{name: each.targets for name, each in PLAIN.items()},
-    "add": (operator.add, operator.iadd, torch.add),
-    "sub": (operator.sub, torch.sub, torch.subtract),
-    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply),
-    "div": (operator.truediv, torch.div, torch.divide, torch.true_divide),
-    "addcmul": (torch.addcmul,),
-    "pow": (operator.pow, torch.pow),
-    "rsqrt": (torch.rsqrt,),
-    "sqrt": (torch.sqrt,),
-    "square": (torch.square,),
-    "mean": (torch.mean,),
-    "var": (torch.var,),
-    "std": (torch.std,),
-    "var_mean": (torch.var_mean,),
-    "sum": (torch.sum,),
-    "vector_norm": (torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
-    "normalize": (F.normalize,),
-    "group_norm": (F.group_norm, torch.group_norm),
-    "clamp": (torch.clamp, torch.clamp_min),
-    "sigmoid": (F.sigmoid, torch.sigmoid),
-    "tanh": (F.tanh, torch.tanh),
-    "erf": (torch.erf,),
-    "dropout": (F.dropout, torch.dropout),
-    "view": (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze),
-    "permute": (torch.permute,),
-    "transpose": (torch.transpose, torch.swapaxes),
-    "t": (torch.t, torch.ops.aten.numpy_T),
-    "roll": (torch.roll,),
-    "getitem": (operator.getitem,),
-    "clone": (torch.clone,),
-    "chunk": (torch.chunk,),
-    "split": (torch.split,),
-    "unbind": (torch.unbind,),
-    "cat": (torch.cat, torch.concat),
-    "stack": (torch.stack,),
-    "neg": (operator.neg, torch.neg, torch.negative),
-    "pad": (F.pad, torch._C._nn.pad),
-    "attention": (F.multi_head_attention_forward,),
-    "cross_entropy": (F.cross_entropy,),
+# Each op by its kind: the names of its arguments by position, and the functions that compute it.
+_OPS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "linear": ("input weight bias", (F.linear, torch._C._nn.linear)),
+    "scaled_linear": ("input weight bias recipe", (scaled_linear,)),
+    "addmm": ("input mat1 mat2", (torch.addmm,)),
+    "matmul": ("input other", (torch.matmul, operator.matmul, torch.mm)),
+    **{name: (norm.arguments, norm.targets) for name, norm in NORMS.items()},
+    **{name: (each.arguments, each.targets) for name, each in PLAIN.items() if each.targets},
+    "add": ("input other", (operator.add, operator.iadd, torch.add)),
+    "sub": ("input other", (operator.sub, torch.sub, torch.subtract)),
+    "mul": ("input other", (operator.mul, operator.imul, torch.mul, torch.multiply)),
+    "div": ("input other", (operator.truediv, torch.div, torch.divide, torch.true_divide)),
+    "addcmul": ("input tensor1 tensor2", (torch.addcmul,)),
+    "pow": ("input exponent", (operator.pow, torch.pow)),
+    "rsqrt": ("input", (torch.rsqrt,)),
+    "sqrt": ("input", (torch.sqrt,)),
+    "square": ("input", (torch.square,)),
+    "mean": ("input dim keepdim", (torch.mean,)),
+    "var": ("input dim unbiased keepdim", (torch.var,)),
+    "std": ("input dim unbiased keepdim", (torch.std,)),
+    "var_mean": ("input dim unbiased keepdim", (torch.var_mean,)),
+    "sum": ("input dim keepdim", (torch.sum,)),
+    "vector_norm": (
+        "input ord dim keepdim",
+        (torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
+    ),
+    "normalize": ("input p dim eps", (F.normalize,)),
+    "group_norm": ("input num_groups weight bias eps", (F.group_norm, torch.group_norm)),
+    "clamp": ("input min max", (torch.clamp, torch.clamp_min)),
+    "sigmoid": ("input", (F.sigmoid, torch.sigmoid)),
+    "tanh": ("input", (F.tanh, torch.tanh)),
+    "erf": ("input", (torch.erf,)),
+    "dropout": ("input p training", (F.dropout, torch.dropout)),
+    "view": ("input", (torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)),
+    "permute": ("input dims", (torch.permute,)),
+    "transpose": ("input dim0 dim1", (torch.transpose, torch.swapaxes)),
+    "t": ("input", (torch.t, torch.ops.aten.numpy_T)),
+    "roll": ("input shifts dims", (torch.roll,)),
+    "getitem": ("input index", (operator.getitem,)),
+    "select": ("input dim index", ()),
+    "slice": ("input dim start end step", ()),
+    "expand": ("input", ()),
+    "cast": ("input", ()),
+    "contiguous": ("input", ()),
+    "clone": ("input", (torch.clone,)),
+    "chunk": ("input chunks dim", (torch.chunk,)),
+    "split": ("input split_size dim", (torch.split,)),
+    "unbind": ("input dim", (torch.unbind,)),
+    "cat": ("tensors dim", (torch.cat, torch.concat)),
+    "stack": ("tensors dim", (torch.stack,)),
+    "neg": ("input", (operator.neg, torch.neg, torch.negative)),
+    "pad": ("input pad", (F.pad, torch._C._nn.pad)),
+    "attention": ("query key value", (F.multi_head_attention_forward,)),
+    "cross_entropy": (
+        "input target weight size_average ignore_index reduce reduction label_smoothing",
+        (F.cross_entropy,),
+    ),
+    "from_local": ("input device_mesh placements", ()),
+    "redistribute": ("input device_mesh placements", ()),
+    "to_local": ("input", ()),
 }
 # Methods and ATen's ops whose names differ from their kind.
 _NAMES: dict[str, str] = {
@@ -135,7 +94,7 @@ _NAMES: dict[str, str] = {
 }
 # Arguments that have two names.
 _RENAMED = {"self": "input", "train": "training"}
-_KINDS = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
+_KINDS = {function: kind for kind, (_, functions) in _OPS.items() for function in functions}
 
 
 @dataclass(frozen=True)
@@ -167,7 +126,7 @@ def form(node: Any) -> Form:
     kind = _kind(node)
     if not kind:
         return _NOTHING
-    args: dict[str, Any] = dict(zip(_SIGNATURES[kind].split(), node.args, strict=False))
+    args: dict[str, Any] = dict(zip(_OPS[kind][0].split(), node.args, strict=False))
     for name, given in node.kwargs.items():
         args[_RENAMED.get(name, name)] = given
     return Form(kind, args)
@@ -187,7 +146,7 @@ def _kind(node: Any) -> str:
     else:
         return _KINDS.get(node.target) or _kind_of_sharding(node.target)
     kind = _NAMES.get(name, name)
-    return kind if kind in _SIGNATURES else ""
+    return kind if kind in _OPS else ""
 
 
 def _kind_of_sharding(target: Any) -> str:
@@ -297,11 +256,9 @@ def only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def below(node: Node, casts: bool = False) -> Node:
+def below(node: Node) -> Node:
     """Return the end of a chain of single readers that leave a node's values unchanged."""
-    while (user := only_user(node)) is not None and not written(user):
-        if not is_noop(user) and not (casts and is_cast(user)):
-            break
+    while (user := only_user(node)) is not None and not written(user) and is_noop(user):
         node = user
     return node
 
