@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from fused_norm.activations import GATES, PLAIN
 from fused_norm.models.forms import (
@@ -21,7 +20,16 @@ from fused_norm.models.forms import (
     other,
 )
 from fused_norm.models.readers import Product, find_product
-from fused_norm.models.values import are_same, dtype, is_number, is_tensor, number, shape, value
+from fused_norm.models.values import (
+    are_same,
+    computed,
+    dtype,
+    is_number,
+    is_tensor,
+    number,
+    shape,
+    value,
+)
 from fused_norm.models.writes import written
 
 # The ops that activations are written with; no known formula has more nodes than this.
@@ -65,17 +73,9 @@ def find_activated(products: Sequence[Product]) -> Activated | None:
     if len(products) != 2:
         return None
     for gate, up in (products, products[::-1]):
-        found = _plain(gate)
-        if found is None or found.name not in GATES:
-            continue
-        node = below(found.out)
-        product = only_user(node)
-        if product is None:
-            continue
-        if not _is_product_of(product, node, up.out) or not _leads_only_to(up.out, product):
-            continue
-        inner = found.inner | _between(found.out, node) | {product}
-        return Activated(GATES[found.name], [gate, up], product, inner)
+        if found := _gated(gate.out, up.out):
+            name, end, inner = found
+            return Activated(name, [gate, up], end, inner)
     return None
 
 
@@ -156,18 +156,24 @@ def _halves(product: Product) -> Activated | None:
     if len(value(parts)) != 2 or not are_same(shape(halves[0])[-1], shape(halves[1])[-1]):
         return None
     for gate, up in (halves, halves[::-1]):
-        found = named_activation(gate)
-        if found is None or found[0] not in GATES:
-            continue
-        name, out, inner = found
-        node = below(out)
-        end = only_user(node)
-        if end is None or not _is_product_of(end, node, up) or not _leads_only_to(up, end):
-            continue
-        inner = {*inner, *_between(out, node), end, parts, *halves}
-        inner |= _between(product.out, below(product.out))
-        return Activated(GATES[name], [product], end, inner, gate is halves[1])
+        if found := _gated(gate, up):
+            name, end, inner = found
+            inner |= {parts, *halves} | _between(product.out, below(product.out))
+            return Activated(name, [product], end, inner, gate is halves[1])
     return None
+
+
+def _gated(gate: Node, up: Node) -> tuple[str, Node, set[Node]] | None:
+    """Return the name, the result and the nodes of an activation of one node times another."""
+    found = named_activation(gate)
+    if found is None or found[0] not in GATES:
+        return None
+    name, out, inner = found
+    node = below(out)
+    end = only_user(node)
+    if end is None or not _is_product_of(end, node, up) or not _leads_only_to(up, end):
+        return None
+    return GATES[name], end, inner | _between(out, node) | {end}
 
 
 def named_activation(node: Node) -> tuple[str, Node, set[Node]] | None:
@@ -233,13 +239,8 @@ def _values(region: Sequence[Node], node: Node, points: Any, end: Node) -> Any:
     """Return a formula's values at some points, None if its nodes cannot be run."""
     known: dict[Node, Any] = {node: points}
     for each in region:
-        args, kwargs = map_arg((each.args, each.kwargs), lambda n: known.get(n, number(n)))
         try:
-            if each.op == "call_method":
-                known[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
-            else:
-                function: Any = each.target
-                known[each] = function(*args, **kwargs)
+            known[each] = computed(each, lambda n: known.get(n, number(n)))
         except (TypeError, RuntimeError):
             return None
     return known[end]

@@ -59,7 +59,7 @@ def _written_out(p: dict[str, Any], emitter: Emitter, like: Node) -> Node:
     """Return the result of attention, whose nodes are added at the graph's insertion point."""
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
-        node = emitter.emit(target, args, kwargs, like)
+        node = emitter.emit(like, target, *args, **kwargs)
         # New nodes are traced without gradients, but the model's have them.
         for each in tree_leaves(value(node)):
             if each.is_floating_point():

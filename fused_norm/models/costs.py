@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -19,10 +20,7 @@ _VIEWS = {
 
 def count(tensor: Tensor) -> int:
     """Return how many elements a fake tensor has."""
-    elements = 1
-    for size in tensor.shape:
-        elements *= hint(size)
-    return elements
+    return math.prod(map(hint, tensor.shape))
 
 
 def computes(node: Node) -> bool:

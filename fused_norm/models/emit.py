@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fused_norm.models.costs import bytes_written, count_ops
 from fused_norm.models.flow import Flow
 from fused_norm.models.sites import Site
-from fused_norm.models.values import value
+from fused_norm.models.values import computed, value
 
 _KEPT = ("nn_module_stack", "source_fn_stack", "stack_trace")
 
@@ -35,19 +34,15 @@ class Emitter:
         self.made: list[Node] = []
 
     def emit(
-        self,
-        target: Callable[..., Any] | str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        like: Node,
+        self, like: Node, target: Callable[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> Node:
         """Return a new node.
 
         Args:
+            like: A node under the same modes, whose module the new one is attributed to.
             target: A function, or the name of a method.
             args: Its arguments.
             kwargs: Its arguments by name.
-            like: A node under the same modes, whose module the new one is attributed to.
 
         Raises:
             RuntimeError: Like the target for such arguments; so are other errors.
@@ -73,14 +68,9 @@ class Emitter:
             RuntimeError: Like the target for such arguments; so are other errors.
         """
         key = "val" if "val" in like.meta else "example_value"
-        args, kwargs = map_arg((node.args, node.kwargs), value)
         mode = getattr(value(like), "fake_mode", None)
         with torch.no_grad(), self.flow.autocast(like), mode or nullcontext():
-            if isinstance(node.target, str):
-                node.meta[key] = getattr(args[0], node.target)(*args[1:], **kwargs)
-            else:
-                assert callable(node.target)
-                node.meta[key] = node.target(*args, **kwargs)
+            node.meta[key] = computed(node, value)
 
     def replace(
         self, old: Node, new: Node, inner: Iterable[Node], written: Iterable[Node], site: Site

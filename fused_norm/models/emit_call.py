@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,7 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
         Left: If a result differs from what it replaces.
     """
     reading, activated = call.reading, call.activated
-    like = norm.anchor
-
-    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
-        return emitter.emit(target, args, kwargs, like)
+    emit = partial(emitter.emit, norm.anchor)
 
     def again(view: Node, on: Node) -> Node:
         # The rows of x may not allow a view that normalized rows do.

@@ -194,7 +194,7 @@ def _of_transformers(node: Node, emitter: Emitter) -> _Layer:
         raise Left("the weight is written")
     with graph.inserting_before(start):
         arguments = (*held, found.recipe, dtype(x))
-        weight = emitter.emit(quantized.scaled_weight, arguments, {}, start)
+        weight = emitter.emit(start, quantized.scaled_weight, *arguments)
     return _Layer(node, node, x, weight, bias, found.recipe, frozenset(found.inner))
 
 
@@ -226,7 +226,7 @@ def _put(layer: _Layer, emitter: Emitter) -> None:
     with graph.inserting_before(out):
         arguments = (layer.x, layer.weight, layer.bias)
         try:
-            new = emitter.emit(scaled_linear, arguments, {"recipe": layer.recipe}, layer.node)
+            new = emitter.emit(layer.node, scaled_linear, *arguments, recipe=layer.recipe)
         except Exception as error:
             # On fake tensors, an op may raise any error.
             emitter.forget(count)

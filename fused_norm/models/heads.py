@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,7 +185,7 @@ def _check(head: _Head, flow: Flow, small: bool | None) -> None:
         raise Left("a part of it is computed without recording gradients")
     if flow.is_written(operands, min(read), loss):
         raise Left("an operand is written between")
-    size = hint(count(value(product.node))) * value(product.node).dtype.itemsize
+    size = count(value(product.node)) * value(product.node).dtype.itemsize
     if size < _LEAST_BYTES and not small:
         raise Left("PyTorch's ops are faster for a call this small")
 
@@ -204,10 +205,7 @@ def _put(head: _Head, emitter: Emitter, site: Site) -> None:
     """Emit the call into the graph, and remove the nodes that it replaces."""
     loss, product = head.loss, head.product
     f = form(loss)
-
-    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
-        return emitter.emit(target, args, kwargs, loss)
-
+    emit = partial(emitter.emit, loss)
     with emitter.graph.inserting_before(loss):
         rows = head.x
         for view in head.views:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def keep_dense(emitter: Emitter) -> None:
             rows = above(node, casts=False)
             if rows not in copies:
                 with graph.inserting_before(call):
-                    copies[rows] = emitter.emit("contiguous", (rows,), {}, call)
+                    copies[rows] = emitter.emit(call, "contiguous", rows)
             call.replace_input_with(node, copies[rows])
         if turned or not moved.isdisjoint(_rows(call)):
             before = [(node, dict(node.meta)) for node in results]
@@ -155,7 +156,7 @@ def _lay_out_for_others(rows: Node, meta: dict[str, Any], emitter: Emitter) -> N
     if not others:
         return
     with emitter.graph.inserting_before(min(others)):
-        laid = _laid_out(rows, like, lambda t, *a, **k: emitter.emit(t, a, k, rows))
+        laid = _laid_out(rows, like, partial(emitter.emit, rows))
     laid.meta.update({key: meta[key] for key in ("example_value", "val") if key in meta})
     for user in others:
         user.replace_input_with(rows, laid)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from fused_norm.models.flow import Flow
-from fused_norm.models.values import is_tensor, value
+from fused_norm.models.values import computed, is_tensor, value
 
 # Functions that masks are made with: their results depend on their arguments alone.
 _FUNCTIONS = {
@@ -106,10 +106,7 @@ def _computed(node: Node, found: dict[Node, Any]) -> Any:
     if node not in found:
         for source in node.all_input_nodes:
             _computed(source, found)
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), found.__getitem__)
-        target: Any = node.target
-        run = getattr(torch.Tensor, target) if node.op == "call_method" else target
-        found[node] = run(*args, **kwargs)
+        found[node] = computed(node, found.__getitem__)
     return found[node]
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fused_norm.models.fuse import Options, fuse_graph
-from fused_norm.models.values import value
+from fused_norm.models.values import computed, value
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -83,11 +83,7 @@ def _lower(graph: Graph, node: Node) -> None:
 
     def run(*tensors: Any) -> Any:
         given = dict(zip(inputs, tensors, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
-        target: Any = node.target
-        if isinstance(target, str):
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+        return computed(node, given.__getitem__)
 
     values = [value(v) for v in inputs]
     mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)

@@ -126,7 +126,7 @@ class Precision:
             return site
         count = len(emitter.made)
         with emitter.graph.inserting_before(node):
-            new = emitter.emit(scaled_linear, (x, weight, bias), {"recipe": self.recipe}, node)
+            new = emitter.emit(node, scaled_linear, x, weight, bias, recipe=self.recipe)
         if value(new).dtype is not value(node).dtype or not have_same_strides(
             value(node), value(new)
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch.fx import Node
@@ -180,13 +180,7 @@ def _how(view: Node) -> tuple[Any, ...]:
 
 
 def _beyond(reading: Reading, source: Node, inner: set[Node]) -> Reading:
-    return Reading(
-        source,
-        reading.views,
-        reading.modulation,
-        reading.inner | inner,
-        is_rounded=reading.is_rounded,
-    )
+    return replace(reading, source=source, inner=reading.inner | inner, products=[])
 
 
 def find_product(node: Node, source: Node) -> Product | None:

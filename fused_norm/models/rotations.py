@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch.fx import Node
@@ -25,7 +25,6 @@ from fused_norm.models.values import (
     shape,
     value,
 )
-from fused_norm.ops.operands import hint
 from fused_norm.ops.rotary import rotate_heads
 
 # Below this many elements, code from PyTorch's compiler finishes before a call of ours starts.
@@ -80,7 +79,7 @@ def _check(r: Rotary, flow: Flow, small: bool | None, keeps_rounding: bool) -> N
     inner = [node for node in r.inner if is_tensor(node)]
     if keeps_rounding and any(dtype(node).itemsize < 4 for node in inner):
         raise Left("the model rounds in between")
-    if hint(count(x)) < _LEAST_ELEMENTS and not small:
+    if count(x) < _LEAST_ELEMENTS and not small:
         raise Left("PyTorch's ops are faster for a call this small")
     _check_angles(r)
     if any(value(v).requires_grad for v in (r.cos, r.sin)):
@@ -124,10 +123,7 @@ def _put(r: Rotary, emitter: Emitter, site: Site) -> None:
         Left: If its result would have another memory layout.
     """
     norm, root = r.norm, r.root
-
-    def emit(target: Any, *args: Any) -> Node:
-        return emitter.emit(target, args, {}, root)
-
+    emit = partial(emitter.emit, root)
     with emitter.graph.inserting_before(root):
         cos, sin = (emit(torch.reshape, v, (-1, shape(v)[-1])) for v in (r.cos, r.sin))
         turns = _has_heads_first(r)

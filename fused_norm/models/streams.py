@@ -63,7 +63,7 @@ def _split(whole: Node, parts: Sequence[Any], emitter: Emitter) -> None:
             for node in chain:
                 args, kwargs = map_arg((node.args, node.kwargs), partial(_now, now))
                 target: Any = node.target
-                now[node] = emitter.emit(target, args, kwargs, node)
+                now[node] = emitter.emit(node, target, *args, **kwargs)
             results.append(now[chain[-1]])
     for piece, index in pieces.items():
         piece.replace_all_uses_with(results[index])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.fx import Node
@@ -96,13 +97,13 @@ def add_in_product(total: Node, emitter: Emitter) -> Site | None:
     if found is None:
         return None
     product = found.product
+    emit = partial(emitter.emit, product.node)
     emitter.made.clear()
     with emitter.graph.inserting_before(total):
         arguments = (found.x, product.weight, product.bias, found.residual)
-        pair = emitter.emit(linear_add, arguments, {"normalization": None}, product.node)
-        result = emitter.emit(operator.getitem, (pair, 0), {}, product.node)
+        pair = emit(linear_add, *arguments, normalization=None)
         try:
-            result = fitted(total, result, lambda t, *a, **k: emitter.emit(t, a, k, product.node))
+            result = fitted(total, emit(operator.getitem, pair, 0), emit)
         except Left:
             emitter.forget()
             return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 
 def value(node: Any) -> Any:
@@ -14,6 +16,20 @@ def value(node: Any) -> Any:
     if not isinstance(node, Node):
         return None
     return node.meta.get("example_value", node.meta.get("val"))
+
+
+def computed(node: Node, value_of: Callable[[Node], Any]) -> Any:
+    """Return what a call of a function or of a method computes.
+
+    Args:
+        node: The call.
+        value_of: Returns the value of each node among its arguments.
+    """
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    target: Any = node.target
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
 
 
 def is_plain(tensor: Any) -> bool:

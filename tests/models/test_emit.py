@@ -25,7 +25,7 @@ def test_a_call_replaces_nodes_and_its_site_says_what_that_saves() -> None:
     graph.output((old, kept))
     emitter = Emitter(graph)
     with graph.inserting_before(old):
-        new = emitter.emit(torch.sub, (x, 3.0), {}, old)
+        new = emitter.emit(old, torch.sub, x, 3.0)
     site = Site("layer", "norm").describe(torch.empty(4, 8))
     emitter.replace(old, new, {kept, between, old}, [new], site)
     graph.lint()
