@@ -138,7 +138,7 @@ class LayerNormLinear(parts.NormModule):
         normalization = parts.require_norm("ln", ln)
         for each in linears.values():
             parts.require_plain("linear", each, nn.Linear)
-            parts.require_features("ln", ln, "linear", each.in_features)
+            parts.require_features(ln, "linear", each.in_features)
         biases = {each.bias is not None for each in linears.values()}
         if len(biases) > 1:
             raise ValueError("either all of the Linear layers have a bias, or none has")

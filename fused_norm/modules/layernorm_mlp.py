@@ -115,7 +115,7 @@ class LayerNormMLP(parts.NormModule):
         normalization = parts.require_norm("ln", ln)
         parts.require_plain("fc1", fc1, nn.Linear)
         parts.require_plain("fc2", fc2, nn.Linear)
-        parts.require_features("ln", ln, "fc1", fc1.in_features)
+        parts.require_features(ln, "fc1", fc1.in_features)
         parts.require_known(activation)
         halves = 2 if is_gate(activation) else 1
         wanted = (fc1.out_features // halves, fc1.in_features)

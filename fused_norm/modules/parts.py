@@ -151,11 +151,11 @@ def require_norm(name: str, module: Any) -> str:
     return next(each for each, n in _NAMES.items() if isinstance(module, NORMS[n].module))
 
 
-def require_features(name: str, norm: Any, linear: str, features: int) -> None:
+def require_features(norm: Any, linear: str, features: int) -> None:
     """Raise unless a norm normalizes rows of this many features."""
     if tuple(norm.normalized_shape) != (features,):
         raise ValueError(
-            f"{name} must normalize the shape ({features},) that {linear} takes, "
+            f"ln must normalize the shape ({features},) that {linear} takes, "
             f"got normalized_shape={tuple(norm.normalized_shape)}"
         )
 
