@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -19,11 +18,10 @@ import torch.nn.functional as F
 import fused_norm
 from benchmarks.case import dtype_name
 from benchmarks.runs import Ceiling, Environment
+from fused_norm import doctor
 from fused_norm.chain import library
+from fused_norm.devices.machine import cache_bytes
 from fused_norm.native import build
-
-# Where the system does not say.
-TYPICAL_CPU_CACHE = 32 * 2**20
 
 
 def describe(device: torch.device, commit: str | None = None) -> Environment:
@@ -34,11 +32,11 @@ def describe(device: torch.device, commit: str | None = None) -> Environment:
         commit: The git commit, where there is no checkout to ask.
     """
     gpu = driver = ""
-    memory, cache = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _cpu_cache()
+    memory, cache = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cache_bytes()
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu, memory, cache = properties.name, properties.total_memory, properties.L2_cache_size
-        driver = _nvidia_smi("driver_version")
+        driver = doctor.nvidia_smi("driver_version") or ""
     return Environment(
         device=device.type,
         cpu=_cpu(),
@@ -70,7 +68,8 @@ def clocks(device: torch.device) -> str:
         return ""
     # PyTorch's first GPU need not be the first that nvidia-smi lists.
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,power.limit", f"--id={name}")
+    query = "clocks.sm,clocks.mem,clocks.max.sm,power.limit"
+    return doctor.nvidia_smi(query, f"--id={name}") or ""
 
 
 @functools.cache
@@ -128,28 +127,10 @@ def _cpu() -> str:
     return name
 
 
-def _cpu_cache() -> int:
-    """Return the size of the largest cache of the first CPU."""
-    sizes = [TYPICAL_CPU_CACHE]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        unit = {"K": 2**10, "M": 2**20}.get(text[-1], 1)
-        sizes.append(int(text.rstrip("KM")) * unit)
-    return sizes[0] if len(sizes) == 1 else max(sizes[1:])
-
-
 def _tf32() -> str:
     precision = torch.get_float32_matmul_precision()
     allowed = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "IEEE float32"
     return f"{allowed} (float32_matmul_precision {precision})"
-
-
-def _nvidia_smi(query: str, *options: str) -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", *options]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    return result.stdout.splitlines()[0].strip() if result.returncode == 0 else ""
 
 
 def version(package: str) -> str:
@@ -161,10 +142,7 @@ def version(package: str) -> str:
     if package == "fused-norm":
         # Also for a checkout that is on the path but not installed.
         return fused_norm.__version__
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return doctor.version(package) or ""
 
 
 def checkout() -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from pathlib import Path
+
+from PIL import Image
 
 
 def digest(path: Path) -> str:
@@ -22,11 +23,6 @@ def description(image: Path) -> str:
     Args:
         image: The file.
     """
-    data, position = image.read_bytes(), 8
-    while position < len(data):
-        length, kind = struct.unpack(">I4s", data[position : position + 8])
-        body = data[position + 8 : position + 8 + length]
-        if kind == b"tEXt" and body.startswith(b"Description\0"):
-            return body.partition(b"\0")[2].decode("latin-1")
-        position += length + 12
-    return ""
+    with Image.open(image) as opened:
+        found: str = opened.info.get("Description", "")
+        return found

@@ -16,6 +16,12 @@ class Shape(NamedTuple):
         return "x".join(str(size) for size in self)
 
 
+LLAMA = (
+    Shape(8192, 4096, 4096),
+    Shape(8192, 4096, 12288),
+    Shape(8192, 2048, 2048),
+    Shape(16384, 1024, 1024),
+)
 SETS: dict[str, tuple[Shape, ...]] = {
     # Puzzle 22: 4 sequences of 4 tokens.
     "puzzle": (Shape(16, 8, 16),),
@@ -28,19 +34,8 @@ SETS: dict[str, tuple[Shape, ...]] = {
     # Attention and feed-forward entries of GPT-2 on one sequence, and on a batch of sixteen.
     "gpt2": (Shape(1024, 768, 2304), Shape(1024, 768, 3072), Shape(16384, 768, 2304)),
     # Five that projections of language models have, small to large.
-    "named": (
-        Shape(8192, 4096, 4096),
-        Shape(8192, 4096, 12288),
-        Shape(8192, 2048, 2048),
-        Shape(16384, 1024, 1024),
-        Shape(16384, 768, 2304),
-    ),
-    "llama": (
-        Shape(8192, 4096, 4096),
-        Shape(8192, 4096, 12288),
-        Shape(8192, 2048, 2048),
-        Shape(16384, 1024, 1024),
-    ),
+    "named": (*LLAMA, Shape(16384, 768, 2304)),
+    "llama": LLAMA,
     # ViT-B/16 and ViT-L/16: 197 tokens an image, batches of 8 and 32.
     "vit": (Shape(1576, 768, 2304), Shape(1576, 768, 3072), Shape(6304, 1024, 4096)),
     "decode": tuple(Shape(rows, 4096, 4096) for rows in (1, 4, 16, 64)),

@@ -270,23 +270,17 @@ def summary(seconds: Sequence[float]) -> Timing:
     """Return the distribution of samples, in microseconds.
 
     Args:
-        seconds: At least one sample.
+        seconds: At least two samples.
     """
     ordered = sorted(value * 1e6 for value in seconds)
+    fifths = statistics.quantiles(ordered, n=5, method="inclusive")
     return Timing(
         median=statistics.median(ordered),
-        p20=_percentile(ordered, 0.2),
-        p80=_percentile(ordered, 0.8),
+        p20=fifths[0],
+        p80=fifths[-1],
         minimum=ordered[0],
         rounds=len(ordered),
     )
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def _first_tensor(value: object) -> torch.Tensor:

@@ -56,12 +56,12 @@ def report(as_json: bool = False) -> int:
 
 def _facts(advice: Advice) -> dict[str, str]:
     facts = {
-        "fused_norm": _version("fused_norm") or "not installed",
+        "fused_norm": version("fused_norm") or "not installed",
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": torch.__version__,
         "prebuilt": _prebuilt(),
         "mojo compiler": _compiler(advice),
-        "max": _version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]",
+        "max": version("max") or "none; MAX graphs and Puzzle 22 need fused-norm[max]",
         "cpu threads": _threads(),
         "cpu kernels": _cpu_dtypes(),
         "choices": _choices(advice),
@@ -108,7 +108,8 @@ def _print(facts: dict[str, str], advice: Advice) -> None:
         print(wrapped.replace("\N{NO-BREAK SPACE}", " "))
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the version of an installed distribution, None if there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -128,13 +129,13 @@ def _prebuilt() -> str:
 
 
 def _compiler(advice: Advice) -> str:
-    version = compiler.version()
-    if version is None:
+    found = compiler.version()
+    if found is None:
         return f"none; `{compiler.INSTALL}` installs it"
-    if version.rpartition(".")[0] not in COMPILERS:
+    if found.rpartition(".")[0] not in COMPILERS:
         known = " and ".join(COMPILERS)
-        advice.may.append(f"Mojo {version} is installed, the kernels are written for {known}")
-    return version
+        advice.may.append(f"Mojo {found} is installed, the kernels are written for {known}")
+    return found
 
 
 def _threads() -> str:
@@ -186,7 +187,7 @@ def _chosen_by(kind: str | None, advice: Advice) -> str:
 
 
 def _gpus(advice: Advice) -> str:
-    driver = _nvidia_driver()
+    driver = nvidia_smi("driver_version")
     if not torch.cuda.is_available():
         if driver:
             advice.must.append(
@@ -198,7 +199,7 @@ def _gpus(advice: Advice) -> str:
         advice.must.append(
             f"update the NVIDIA driver: {driver} is older than {OLDEST_NVIDIA_DRIVER}"
         )
-    elif driver and int(driver.split(".")[0]) < OLDEST_OF_MAX and _version("max"):
+    elif driver and int(driver.split(".")[0]) < OLDEST_OF_MAX and version("max"):
         advice.may.append(
             f"MAX graphs on a GPU need a driver of at least {OLDEST_OF_MAX}: {driver}"
         )
@@ -219,11 +220,17 @@ def _batch_invariant() -> str:
     return "; ".join(["cpu, in every dtype", *(f"{name}, 16 bits" for name in served)])
 
 
-def _nvidia_driver() -> str | None:
+def nvidia_smi(query: str, *options: str) -> str | None:
+    """Return what nvidia-smi says of the first GPU, None if it says nothing.
+
+    Args:
+        query: The fields to ask for, such as `driver_version`.
+        options: Other arguments of its command line.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     return result.stdout.splitlines()[0].strip() if result.returncode == 0 else None
 
 

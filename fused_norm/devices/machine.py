@@ -42,6 +42,16 @@ def hopper_kind(device: int) -> str:
     return next((kind for kind in _HOPPERS if kind[-4:].upper() in name), _HOPPERS[0])
 
 
+def cache_bytes() -> int:
+    """Return the size of the last-level cache, or 32 MiB if Linux does not report it."""
+    found = [
+        path.read_text().strip()
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    units = {"K": 2**10, "M": 2**20}
+    return max((int(t[:-1]) * units[t[-1]] for t in found if t[-1:] in units), default=2**25)
+
+
 def _family() -> int:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

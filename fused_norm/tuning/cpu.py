@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import fused_norm as fn
 from fused_norm.call.record import AROUND_PRODUCTS, FUSED
 from fused_norm.chain import kernels, library
 from fused_norm.devices.costs import Measured
+from fused_norm.devices.machine import cache_bytes
 from fused_norm.ops.operands import at_every_size
 from fused_norm.tuning.sizes import DTYPES, Size
 
@@ -70,7 +70,7 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
     # Scaled like a model's weights: larger ones would give exponentials beyond normal numbers.
     scales = 1.0, 1.0, 1.0, K**-0.5, 1.0
     elements = sum(math.prod(shape) for shape in shapes) + size.M * size.N
-    count = min(MOST_SETS, 2 * _cache_bytes() // (dtype.itemsize * elements)) | 1
+    count = min(MOST_SETS, 2 * cache_bytes() // (dtype.itemsize * elements)) | 1
     sets = [
         [(torch.randn(shape) * s).to(dtype) for shape, s in zip(shapes, scales, strict=True)]
         for _ in range(count)
@@ -130,13 +130,3 @@ def composed_activation(kind: str) -> Callable[[Tensor], Tensor]:
     if kind == "gate":
         return lambda h: F.silu(h[..., : h.shape[-1] // 2]) * h[..., h.shape[-1] // 2 :]
     return F.gelu if kind else lambda h: h
-
-
-def _cache_bytes() -> int:
-    """Return the size of the last-level cache, or 32 MiB if Linux does not report it."""
-    found = [
-        path.read_text().strip()
-        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    ]
-    units = {"K": 2**10, "M": 2**20}
-    return max((int(t[:-1]) * units[t[-1]] for t in found if t[-1:] in units), default=2**25)
