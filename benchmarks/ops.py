@@ -32,6 +32,7 @@ from fused_norm import reference
 
 # The trained eps of the row program: far from 0 and from 1, so that a lost one shows.
 SCALE = 0.25
+_RMS: Any = {"normalization": "rms_norm", "eps": EPS}
 # Images or sequences, each of which has a scale and a shift of its own.
 BATCH = 8
 
@@ -148,9 +149,7 @@ def _heads(name: str, title: str, groups: int) -> Member:
         widths,
         _norm_qkv,
         "norm_linear",
-        lambda call, x, norm_weight, *weights: call(
-            x, weights, normalization="rms_norm", norm_weight=norm_weight, eps=EPS
-        ),
+        lambda call, x, gamma, *weights: call(x, weights, norm_weight=gamma, **_RMS),
         ("liger", "quack", "transformer-engine"),
         statistics=1,
     )
@@ -186,9 +185,7 @@ MEMBERS: tuple[Member, ...] = (
         lambda s: {"y": s.N},
         _rms_norm_linear,
         "norm_linear",
-        lambda call, x, norm_weight, weight: call(
-            x, weight, normalization="rms_norm", norm_weight=norm_weight, eps=EPS
-        ),
+        lambda call, x, gamma, weight: call(x, weight, norm_weight=gamma, **_RMS),
         ("fla", "liger", "quack", "transformer-engine"),
         statistics=1,
     ),
@@ -204,14 +201,8 @@ MEMBERS: tuple[Member, ...] = (
         lambda s: {"y": s.N, "sum": s.K},
         _residual_rms_norm_linear,
         "norm_linear",
-        lambda call, x, residual, norm_weight, weight: call(
-            x,
-            weight,
-            normalization="rms_norm",
-            norm_weight=norm_weight,
-            eps=EPS,
-            residual=residual,
-            return_sum=True,
+        lambda call, x, residual, gamma, weight: call(
+            x, weight, norm_weight=gamma, residual=residual, return_sum=True, **_RMS
         ),
         ("fla", "liger", "quack"),
         statistics=1,
@@ -223,14 +214,8 @@ MEMBERS: tuple[Member, ...] = (
         lambda s: {"y": s.N},
         _norm_gelu,
         "norm_linear",
-        lambda call, x, norm_weight, norm_bias, weight, bias: call(
-            x,
-            weight,
-            bias,
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            eps=EPS,
-            activation="gelu",
+        lambda call, x, gamma, beta, weight, bias: call(
+            x, weight, bias, norm_weight=gamma, norm_bias=beta, eps=EPS, activation="gelu"
         ),
         ("liger",),
     ),
@@ -241,13 +226,8 @@ MEMBERS: tuple[Member, ...] = (
         lambda s: {"y": s.N},
         _norm_swiglu,
         "norm_linear",
-        lambda call, x, norm_weight, weight: call(
-            x,
-            weight,
-            normalization="rms_norm",
-            norm_weight=norm_weight,
-            eps=EPS,
-            activation="swiglu",
+        lambda call, x, gamma, weight: call(
+            x, weight, norm_weight=gamma, activation="swiglu", **_RMS
         ),
         ("liger", "quack"),
         statistics=1,
@@ -266,16 +246,8 @@ MEMBERS: tuple[Member, ...] = (
         lambda s: {"y": s.K},
         _norm_mlp,
         "norm_mlp",
-        lambda call, x, norm_weight, fc1_weight, fc2_weight: call(
-            x,
-            fc1_weight,
-            None,
-            fc2_weight,
-            activation="swiglu",
-            normalization="rms_norm",
-            norm_weight=norm_weight,
-            eps=EPS,
-            residual_out=x,
+        lambda call, x, gamma, fc1, fc2: call(
+            x, fc1, None, fc2, norm_weight=gamma, activation="swiglu", residual_out=x, **_RMS
         ),
         ("liger", "quack", "transformer-engine"),
         statistics=1,
