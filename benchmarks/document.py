@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def new(device: torch.device, commit: str | None, *packages: str) -> dict[str, A
         "versions": {name: version(name) for name in packages},
         "cases": [],
     }
+
+
+def write_rows(path: Path, head: dict[str, Any], name: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Write a document whose last entry has each of its rows on a line.
+
+    Args:
+        path: Of the file.
+        head: The other entries.
+        name: Of the last entry.
+        rows: Its rows.
+    """
+    lines = ",\n".join(f"  {json.dumps(list(row))}" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n ]\n}}\n')
 
 
 def show(case: dict[str, Any], table: Table) -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import regret_gpu
+from benchmarks import document, regret_gpu
 from benchmarks.environment import describe
 from fused_norm.devices import choice
 from fused_norm.devices.costs import DIRECTIONS, Measured
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
     if options.from_json:
-        document = json.loads(options.from_json.read_text())
-        is_gpu = document["environment"]["device"] == "cuda"
-        rows = document["calls"]
+        shown_again = json.loads(options.from_json.read_text())
+        is_gpu = shown_again["environment"]["device"] == "cuda"
+        rows = shown_again["calls"]
     else:
         is_gpu = options.device == "cuda"
         rows = None
@@ -86,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "chosen_by": str(_chosen_by(kind)),
             "fields": record._fields,
         }
-        lines = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
-        text = json.dumps(content, indent=1)
-        options.json.write_text(f'{text[:-2]},\n "calls": [\n{lines}\n ]\n}}\n')
+        document.write_rows(options.json, content, "calls", calls)
     if options.plot:
         shown.plot(calls, options.plot)
     return 0

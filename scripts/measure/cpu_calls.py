@@ -15,12 +15,11 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from benchmarks import environment
+from benchmarks import document, environment
 from fused_norm.devices import choice, costs
 from fused_norm.devices.costs import DIRECTIONS, Measured
 from fused_norm.devices.machine import cpu_kind
@@ -96,7 +95,8 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
         for size in wanted[::5]:
             calls += [measure_call(size, direction, seconds) for direction in DIRECTIONS]
         torch.set_num_threads(threads)
-    write(kind, described, calls)
+    head = {"environment": described, "fields": Measured._fields}
+    document.write_rows(file_of(kind), head, "calls", calls)
 
 
 def is_doubtful(call: Measured, device: costs.Device) -> bool:
@@ -109,15 +109,6 @@ def is_doubtful(call: Measured, device: costs.Device) -> bool:
     return is_far or call.us[chosen] > (1 + costs.TOLERATED) * min(
         call.us[w] for w in costs.STRATEGIES
     )
-
-
-def write(kind: str, described: dict[str, Any], calls: list[Measured]) -> None:
-    """Write measurements."""
-    lines = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
-    head = json.dumps(described)
-    names = json.dumps(Measured._fields)
-    text = f'{{\n "environment": {head},\n "fields": {names},\n "calls": [\n{lines}\n ]\n}}\n'
-    file_of(kind).write_text(text)
 
 
 def fitted() -> dict[str, costs.Device]:

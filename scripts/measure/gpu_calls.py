@@ -16,12 +16,11 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from mojo_program import printed
 
-from benchmarks import environment
+from benchmarks import document, environment
 from fused_norm.devices import choice, hopper
 from fused_norm.devices.hopper import Cycles, GpuCall, Hopper
 from fused_norm.devices.machine import hopper_kind
@@ -143,12 +142,9 @@ def sizes() -> list[Size]:
 def write(path: Path, commit: str | None, calls: list[GpuCall]) -> None:
     """Write measurements."""
     device = torch.device("cuda", torch.cuda.current_device())
-    head: dict[str, Any] = dataclasses.asdict(environment.describe(device, commit))
-    lines = ",\n".join(f"  {json.dumps(list(call))}" for call in calls)
-    names = json.dumps(GpuCall._fields)
-    text = f'{{\n "environment": {json.dumps(head)},\n "fields": {names},\n "calls": [\n{lines}'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{text}\n ]\n}}\n")
+    described = dataclasses.asdict(environment.describe(device, commit))
+    head = {"environment": described, "fields": GpuCall._fields}
+    document.write_rows(path, head, "calls", calls)
 
 
 if __name__ == "__main__":

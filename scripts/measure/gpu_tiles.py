@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import random
 import re
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks import environment
+from benchmarks import document, environment
 from fused_norm.devices.machine import hopper_kind
 from fused_norm.native import build
 from fused_norm.tuning.sizes import SEED, draw_for_gpu
@@ -149,12 +148,9 @@ def captured(call: Callable[[], object], stream: torch.cuda.Stream) -> Callable[
 def write(path: Path, commit: str | None, rows: list[list[Any]]) -> None:
     """Write measurements."""
     device = torch.device("cuda", torch.cuda.current_device())
-    head: dict[str, Any] = dataclasses.asdict(environment.describe(device, commit))
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    fields = json.dumps(["M", "K", "N", "us"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = f'{{\n "environment": {json.dumps(head)},\n "fields": {fields},\n "products": [\n{lines}'
-    path.write_text(f"{text}\n ]\n}}\n")
+    described = dataclasses.asdict(environment.describe(device, commit))
+    head = {"environment": described, "fields": ["M", "K", "N", "us"]}
+    document.write_rows(path, head, "products", rows)
 
 
 if __name__ == "__main__":
