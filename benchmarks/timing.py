@@ -215,6 +215,18 @@ class GpuTimer:
         return float(start.elapsed_time(end)) / 1e3
 
 
+def launching(step: Step, device: torch.device) -> Timer:
+    """Return what times a call as it is launched, without a CUDA graph.
+
+    Args:
+        step: The call.
+        device: Where it runs.
+    """
+    if device.type == "cpu":
+        return CpuTimer([step])
+    return GpuTimer([step], torch.cuda.current_stream(device), None)
+
+
 class Rounds:
     """Samples of several providers, taken in interleaved rounds.
 

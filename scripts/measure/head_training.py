@@ -33,7 +33,7 @@ from benchmarks.case import dtype_name
 from benchmarks.environment import describe
 from benchmarks.memory import is_out_of_memory, peak
 from benchmarks.report import size as bytes_in_words
-from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from benchmarks.timing import Budget, Rounds, launching
 from fused_norm.models import Site, backend
 from fused_norm.models.sites import HEAD
 
@@ -174,7 +174,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if result["status"] == "ok":
             steps[provider] = functools.partial(step, True)
     budget = Budget(options.seconds, warm_up=options.seconds / 4, most=50)
-    rounds = Rounds({provider: _timer(step, device) for provider, step in steps.items()}, budget, 0)
+    rounds = Rounds(
+        {provider: launching(step, device) for provider, step in steps.items()}, budget, 0
+    )
     rounds.run()
     for provider in steps:
         if provider in rounds.failures:
@@ -223,12 +225,6 @@ def _checked(
     if not is_near or not result["distance"] < MOST_DISTANCE[dtype]:
         result["status"] = "wrong"
     return result
-
-
-def _timer(step: Callable[[], object], device: torch.device) -> Timer:
-    if device.type == "cpu":
-        return CpuTimer([step])
-    return GpuTimer([step], torch.cuda.current_stream(device), None)
 
 
 def table(run: dict[str, Any]) -> str:

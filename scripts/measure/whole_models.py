@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from benchmarks.case import dtype_name
 from benchmarks.environment import describe
 from benchmarks.memory import is_out_of_memory, peak
-from benchmarks.timing import Budget, CpuTimer, GpuTimer, Rounds, Timer
+from benchmarks.timing import Budget, Rounds, launching
 from fused_norm.models import Site
 from fused_norm.models.sites import OTHERS
 
@@ -225,7 +225,7 @@ def _results(
         held = peak(steps[provider], device)
         results[provider]["peak bytes"] = held if held is None else held + more[provider]
     rounds = Rounds(
-        {p: _timer(steps[p], device) for p in good},
+        {p: launching(steps[p], device) for p in good},
         Budget(options.seconds, warm_up=options.seconds / 4, most=50),
         options.seed,
     )
@@ -326,12 +326,6 @@ def _distance(found: Tensor, exact: Tensor) -> float:
 def _failed(error: Exception) -> dict[str, Any]:
     status = "oom" if is_out_of_memory(error) else "failed"
     return {"status": status, "message": f"{type(error).__name__}: {error}"[:500]}
-
-
-def _timer(step: Step, device: torch.device) -> Timer:
-    if device.type == "cpu":
-        return CpuTimer([step])
-    return GpuTimer([step], torch.cuda.current_stream(device), None)
 
 
 if __name__ == "__main__":
