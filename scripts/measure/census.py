@@ -16,7 +16,6 @@ import importlib
 import importlib.metadata
 import json
 import multiprocessing
-import re
 import sys
 import time
 import warnings
@@ -28,13 +27,13 @@ from typing import Any
 import torch
 from rich.progress import MofNCompleteColumn, Progress
 
+from benchmarks import markdown
 from fused_norm.norms import NORMS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 PATH = ROOT / "benchmarks" / "results" / "census.json"
 PAGE = ROOT / "docs" / "models.md"
-MARKS = ("<!-- begin: census -->", "<!-- end: census -->")
 DEEP = "true depth"
 LIBRARIES = ("transformers", "timm", "diffusers", "torchvision", "open_clip_torch")
 # A gradient that is this far off is no rounding.
@@ -210,10 +209,7 @@ def write_page(written: dict[str, Any]) -> None:
     Args:
         written: What the file has.
     """
-    start, end = map(re.escape, MARKS)
-    found = f"{MARKS[0]}\n\n{summary(written)}\n\n{MARKS[1]}"
-    text = PAGE.read_text()
-    PAGE.write_text(re.sub(rf"{start}.*?{end}", lambda _: found, text, flags=re.DOTALL))
+    PAGE.write_text(markdown.filled(PAGE.read_text(), {"census": f"\n{summary(written)}\n\n"}))
 
 
 def main(arguments: list[str] | None = None) -> int:

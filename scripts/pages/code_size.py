@@ -8,12 +8,12 @@ Lines of Python, C++ and Mojo, docstrings and comments included, rounded to hund
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+from benchmarks import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-MARKS = ("<!-- begin: code size -->", "<!-- end: code size -->")
 SUFFIXES = (".py", ".h", ".cpp", ".mojo")
 # Each layer of the page, by the files and folders that it is.
 LAYERS = {
@@ -51,12 +51,9 @@ def lines(path: Path) -> int:
 
 def main() -> None:
     """Rewrite the table of the page."""
-    rows = [f"| {layer} | {round(size, -2):,} |" for layer, size in sizes().items()]
-    table = "\n".join(["| layer | lines |", "|---|---|", *rows])
-    text = PAGE.read_text()
-    start, end = map(re.escape, MARKS)
-    found = f"{MARKS[0]}\n\n{table}\n\n{MARKS[1]}"
-    PAGE.write_text(re.sub(rf"{start}.*?{end}", lambda _: found, text, flags=re.DOTALL))
+    rows = [[layer, f"{round(size, -2):,}"] for layer, size in sizes().items()]
+    table = markdown.table(["layer", "lines"], rows)
+    PAGE.write_text(markdown.filled(PAGE.read_text(), {"code size": f"\n{table}\n"}))
 
 
 if __name__ == "__main__":

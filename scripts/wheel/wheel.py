@@ -28,6 +28,7 @@ import wheel_runtime
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fused_norm.chain import library
 from fused_norm.native.cache import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +109,7 @@ def build(
         }
         for version in versions:
             makers["chain.so"] = functools.partial(wheel_nodes.compile_chain, machine)
-            name = wheel_nodes.file_name(version)
+            name = library.file_name(library.NODE, version)
             makers[name] = functools.partial(wheel_nodes.compile_kept, version, machine=machine)
         task = progress.add_task("", total=len(makers))
         for name, make in makers.items():

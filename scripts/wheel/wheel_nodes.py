@@ -48,15 +48,6 @@ STABLE = frozenset(
 )
 
 
-def file_name(version: str) -> str:
-    """Return what the wheel calls the node for a version of PyTorch.
-
-    Args:
-        version: Such as `2.15`.
-    """
-    return library.file_name(NODE, version)
-
-
 def compiler(machine: str) -> str:
     """Return the C++ compiler for an instruction set.
 

@@ -28,14 +28,13 @@ from typing import Any
 import cubins
 from rich.console import Console
 
-from benchmarks import environment
+from benchmarks import environment, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 TRY = ROOT / "scripts/wheel/try_wheel.py"
 # A first run reads PyTorch from the disk; times are those of the later ones.
 RUNS = 4
 PAGE = ROOT / "docs" / "guide" / "install.md"
-MARKS = ("<!-- begin: wheel -->", "<!-- end: wheel -->")
 # Of this process' environment: the checkout's packages, and that modules are not to be compiled.
 LEFT_OUT = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
 # Instead of a version of PyTorch: the oldest that the wheel allows of all that it requires.
@@ -69,9 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         found["gpu"] = _printed(options.gpu.read_text())
     if options.output and not failed:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
-        page = PAGE.read_text()
-        start, end = (page.index(mark) for mark in MARKS)
-        PAGE.write_text(page[: start + len(MARKS[0])] + "\n" + figures(found) + page[end:])
+        PAGE.write_text(markdown.filled(PAGE.read_text(), {"wheel": figures(found)}))
     return failed
 
 

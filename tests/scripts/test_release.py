@@ -17,6 +17,9 @@ sys.path.append(str(ROOT / "scripts/wheel"))
 import wheel_nodes  # noqa: E402
 import wheel_trial  # noqa: E402
 
+from benchmarks import markdown  # noqa: E402
+from fused_norm.chain import library  # noqa: E402
+
 FILE = ROOT / "benchmarks" / "results" / "wheel.json"
 LARGEST_BYTES = 14_000_000
 # Twice what they should take: others may have shared the machine.
@@ -32,10 +35,7 @@ def found() -> Any:
 
 def test_the_guide_shows_what_was_measured(found: Any) -> None:
     page = wheel_trial.PAGE.read_text()
-    start, end = (page.index(mark) for mark in wheel_trial.MARKS)
-    assert (
-        page[start + len(wheel_trial.MARKS[0]) : end].strip() == wheel_trial.figures(found).strip()
-    )
+    assert page == markdown.filled(page, {"wheel": wheel_trial.figures(found)})
 
 
 def test_results_name_the_commit_of_the_wheel(found: Any) -> None:
@@ -58,7 +58,7 @@ def test_the_wheel_is_small_and_starts_at_once(found: Any) -> None:
 
 def test_every_pytorch_that_has_a_node_was_tried(found: Any) -> None:
     tried = {trial["node"] for trial in found["trials"]}
-    assert tried == {wheel_nodes.file_name(version) for version in wheel_nodes.VERSIONS}
+    assert tried == {library.file_name(library.NODE, version) for version in wheel_nodes.VERSIONS}
 
 
 def test_a_trial_notices_what_did_not_serve(tmp_path: Path) -> None:
