@@ -30,6 +30,8 @@ from fp8_kernels import Kernels
 from fp8_times import TIMES
 from gpu_pack import pack_runtime
 
+from benchmarks.environment import checkout
+from fused_norm.doctor import nvidia_smi
 from fused_norm.native import build
 
 
@@ -66,9 +68,7 @@ def pack(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     extension = build.Extension(build.FP8_EXTENSION, "bfloat16", "nvidia:sm_90a")
     shutil.copy(build.build(extension), folder / "fp8_sm90.so")
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout
-    (folder / "commit").write_text(commit)
+    (folder / "commit").write_text(checkout())
     pack_runtime(folder / "runtime.tar.xz")
     return 0
 
@@ -78,11 +78,10 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(0)
     random.seed(0)
     properties = torch.cuda.get_device_properties(0)
-    driver = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     found: dict[str, Any] = {
         "device": properties.name,
         "torch": torch.__version__,
-        "driver": subprocess.run(driver, capture_output=True, text=True).stdout.strip(),
+        "driver": nvidia_smi("driver_version"),
         "commit": (options.folder / "commit").read_text().strip(),
     }
     stream = torch.cuda.Stream()

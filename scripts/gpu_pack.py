@@ -33,6 +33,9 @@ def pack(folder: Path, target: str, python: str, only: str | None = None) -> int
         python: Version of Python on the GPU machine.
         only: `head` for the kernels of the head alone, None for all.
     """
+    # `gpu_round.py run` imports this file before its path has the repository.
+    from benchmarks.environment import checkout
+
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "wheels", ignore_errors=True)
     if only == "head":
@@ -51,13 +54,7 @@ def pack(folder: Path, target: str, python: str, only: str | None = None) -> int
         *WHEELS,
     ]
     status = subprocess.run(download, check=False).returncode or status
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    (folder / "commit").write_text(commit.stdout.strip() + "\n")
+    (folder / "commit").write_text(checkout() + "\n")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 2**20:.0f} MiB, {len(list(folder.rglob('*.so')))} kernels")
     return status
