@@ -73,6 +73,19 @@ def _logits(t: Head, loss: Loss) -> Tensor:
     return z.reshape(-1, z.shape[-1])
 
 
+def _losses(rows: Tensor, t: Head, loss: Loss, reduction: str) -> Tensor:
+    """Return PyTorch's cross entropy of all logits."""
+    return F.cross_entropy(
+        rows,
+        # PyTorch's op raises the error, if it is no tensor.
+        t.target.reshape(-1) if isinstance(t.target, Tensor) else t.target,
+        None if t.class_weight is None else t.class_weight.to(rows.dtype),
+        ignore_index=loss.ignore_index,
+        label_smoothing=loss.label_smoothing,
+        reduction=reduction,
+    )
+
+
 def is_plain(t: Head, loss: Loss) -> bool:
     """Return whether PyTorch's cross entropy supports all options of a loss.
 
@@ -90,15 +103,7 @@ def plain(t: Head, loss: Loss) -> Tensor:
         t: Tensors that fit together.
         loss: What to compute.
     """
-    z = _logits(t, loss)
-    found = F.cross_entropy(
-        z,
-        t.target.reshape(-1),
-        None if t.class_weight is None else t.class_weight.to(z.dtype),
-        ignore_index=loss.ignore_index,
-        label_smoothing=loss.label_smoothing,
-        reduction=loss.reduction,
-    )
+    found = _losses(_logits(t, loss), t, loss, loss.reduction)
     return found.reshape(t.target.shape) if loss.reduction == "none" else found
 
 
@@ -112,20 +117,11 @@ def by_pytorch(t: Head, loss: Loss) -> tuple[Tensor, Tensor]:
         t: The tensors.
         loss: What to compute.
     """
-    rows: Any = _logits(t, loss)
-    target = t.target.reshape(-1) if isinstance(t.target, Tensor) else t.target
-    class_weight = None if t.class_weight is None else t.class_weight.to(rows.dtype)
-    losses = F.cross_entropy(
-        rows,
-        target,
-        class_weight,
-        ignore_index=loss.ignore_index,
-        label_smoothing=loss.label_smoothing,
-        reduction="none",
-    )
+    rows = _logits(t, loss)
+    losses = _losses(rows, t, loss, "none")
     lse = torch.logsumexp(rows, -1)
-    counts = target != loss.ignore_index
     if loss.z_loss:
+        counts = t.target.reshape(-1) != loss.ignore_index
         losses = losses + torch.where(counts, loss.z_loss * lse.square(), 0)
     weights = token_weights(t, rows.dtype)
     if weights is not None:
