@@ -26,10 +26,5 @@ def build(size: str = "tiny", batch: int = 2) -> tuple[nn.Module, dict[str, Any]
     return GPT2LMHeadModel(config), {"input_ids": ids}
 
 
-def count(inputs: dict[str, Any]) -> int:
-    """Return how many tokens there are in a call."""
-    return int(inputs["input_ids"].numel())
-
-
 if __name__ == "__main__":
     main(build)

@@ -24,6 +24,11 @@ def output_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     return next(v for v in result.values() if isinstance(v, Tensor))
 
 
+def count_tokens(inputs: dict[str, Any]) -> int:
+    """Return how many tokens there are in a call of a language model."""
+    return int(inputs["input_ids"].numel())
+
+
 def step(model: nn.Module, run: Any, inputs: dict[str, Any]) -> list[Tensor]:
     """Return the output and the gradients of the parameters, zeros for those without one."""
     y = output_of(run, inputs)
