@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import ON_HOPPER
+from fp8_bounds import matrix
 from fp8_kernels import running
 from fp8_products import SHORT, decibels
 from torch import Tensor
@@ -24,11 +25,6 @@ BF16 = torch.bfloat16
 SERVED = ("rowwise", "tensorwise", "rowwise_with_gw_hp", "blockwise")
 OF_8_BITS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 M, K, N = 40, 64, 48
-
-
-def matrix(*shape: int, seed: int = 0) -> Tensor:
-    torch.manual_seed(seed)
-    return torch.randn(*shape).bfloat16()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from devices import ON_HOPPER
+from fp8_bounds import matrix
 from fp8_kernels import running
 from torch import Tensor
 from torch.testing._internal.optests import opcheck
@@ -51,11 +52,6 @@ def twice(tmp_path: Path) -> Callable[..., Any]:
 
 def names(ran: Ran) -> list[str]:
     return [name for name, _ in ran]
-
-
-def matrix(*shape: int, seed: int = 0) -> Tensor:
-    torch.manual_seed(seed)
-    return torch.randn(*shape).bfloat16()
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_bounds import assert_same_in_graphs_and_after_writes
+from fp8_bounds import assert_same_in_graphs_and_after_writes, same
 from fp8_kernels import running
 from fp8_products import LEAST, SHORT, decibels
 from kernel_harness import Guarded
@@ -99,13 +99,6 @@ def whole(matrix: list[Tensor]) -> Tensor:
     """Return the values of a matrix in 8 bits."""
     q, scale = (v.cpu() for v in matrix)
     return recipes.dequantize(q, scale, VECTORS, torch.float64)
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(
-        (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(a.cpu().float(), b.cpu().float())
-        for a, b in zip(found, expected, strict=True)
-    )
 
 
 @pytest.mark.parametrize(("activation", "is_pair"), CASES)

@@ -13,22 +13,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import fused_norm as fn
-from fused_norm.ops import node
 
 SHAPES = [(2, 3, 4, 8), (1, 3, 4, 8), (2, 3, 1, 8), (1, 1, 1, 8)]
 # How the dimensions lie in memory: dense, channels first, others in turn, all turned round.
 ORDERS = [(0, 1, 2, 3), (0, 3, 1, 2), (1, 0, 2, 3), (3, 2, 1, 0)]
 K, N = 8, 6
-
-
-@pytest.fixture(params=["node", "python"])
-def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who computes: the node in C++, or Python."""
-    if request.param == "node":
-        request.getfixturevalue("python_calls")
-    else:
-        monkeypatch.setattr(node, "module", lambda: None)
-    return str(request.param)
 
 
 def laid(shape: tuple[int, ...], order: tuple[int, ...], device: str) -> Tensor:

@@ -12,8 +12,6 @@ from accuracy import as_copies
 from family import PLAIN
 from torch import Tensor
 
-from fused_norm.ops import node
-
 MEMBERS: dict[str, dict[str, Any]] = {
     "q, k, v": {"weights": 3},
     "activated": {"weights": 3, "activation": "gelu"},
@@ -35,17 +33,6 @@ MEMBERS: dict[str, dict[str, Any]] = {
         **{"weights": 2, "residual": True, "recompute": True, "return_sum": True},
     },
 }
-CHAINS = ["node", "python"]
-
-
-@pytest.fixture(params=CHAINS)
-def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who computes: the node in C++, or Python."""
-    if request.param == "node":
-        request.getfixturevalue("python_calls")
-    else:
-        monkeypatch.setattr(node, "module", lambda: None)
-    return str(request.param)
 
 
 def choices(case: dict[str, Any]) -> list[tuple[int, ...]]:

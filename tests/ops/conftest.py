@@ -1,0 +1,17 @@
+"""Fixtures of tests that compare who computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fused_norm.ops import node
+
+
+@pytest.fixture(params=["node", "python"])
+def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who computes: the node in C++, or Python."""
+    if request.param == "node":
+        request.getfixturevalue("python_calls")
+    else:
+        monkeypatch.setattr(node, "module", lambda: None)
+    return str(request.param)
