@@ -77,65 +77,59 @@ class Composed(NamedTuple):
         """Do nothing: there is nothing to queue ahead."""
 
     def rows(self, chunk: Chunk) -> Rows | None:
-        """Compute a chunk with `by_pytorch`."""
-        return by_pytorch(self.t, self.loss, chunk)
+        """Compute a chunk from its logits, minus the largest of each row.
 
+        Returns None if no gradients are wanted.
 
-def by_pytorch(t: Head, loss: Loss, chunk: Chunk) -> Rows | None:
-    """Compute a chunk from its logits, minus the largest of each row.
-
-    Returns None if no gradients are wanted.
-
-    Args:
-        t: The tensors of the call, with rows in one dimension.
-        loss: What to compute.
-        chunk: Its rows.
-    """
-    x, target, wide = t.x[chunk.rows], t.target[chunk.rows], statistics_dtype(t.x.dtype)
-    z = _logits(x, t, wide)
-    slope = None
-    if loss.softcap:
-        bent = z.div_(loss.softcap).tanh_()
-        slope = None if chunk.scales is None else 1 - bent.square()
-        z = bent.mul_(loss.softcap)
-    terms = Terms.of(t, loss, chunk.rows, wide)
-    counts, smooth = terms.counts, terms.smooth
-    label = _Label.of(torch.where(counts, target, 0), t.weight.shape[0], loss)
-    logit = label.entry(z)
-    of_all = None
-    if smooth:
-        class_weight = _own_classes(terms.class_weight, t, loss)
-        of_all = z.sum(1) if class_weight is None else z @ class_weight
-    if chunk.scales is None and z.is_cpu and not loss.group and logit.isfinite().all():
-        # One pass on a CPU, if exponentials are not wanted.
-        e = torch.log_softmax(z, 1)
-        sums, lse = z, logit - label.entry(e)
-    else:
-        most = shards.largest(z, loss.group)
-        e = z.sub_(most.unsqueeze(1)).exp_()
-        sums, logit, of_all = shards.totals((e.sum(1), logit, of_all), loss.group)
-        lse = most + sums.log()
-    chunk.losses.copy_(terms.losses(lse, logit, of_all))
-    chunk.logsumexp.copy_(lse)
-    if chunk.scales is None:
-        return None
-    scales = chunk.scales
-    of_sum = terms.of_sum(lse, chunk)
-    is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
-    # Float16 lacks the range for a label's entry before its factor.
-    if is_plain and x.dtype is not torch.float16:
-        label.add(e, -(sums * counts))
-        factors = of_sum / sums
-        scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
-        return Rows(e.to(x.dtype), factors, scaled)
-    e.mul_((of_sum / sums).unsqueeze(1))
-    label.add(e, -(scales * terms.hard))
-    if smooth:
-        each = (scales * smooth).unsqueeze(1)
-        e.sub_(each if class_weight is None else each * class_weight)
-    if slope is not None:
-        e.mul_(slope)
-    return Rows(e.to(x.dtype))
+        Args:
+            chunk: Its rows.
+        """
+        t, loss = self
+        x, target, wide = t.x[chunk.rows], t.target[chunk.rows], statistics_dtype(t.x.dtype)
+        z = _logits(x, t, wide)
+        slope = None
+        if loss.softcap:
+            bent = z.div_(loss.softcap).tanh_()
+            slope = None if chunk.scales is None else 1 - bent.square()
+            z = bent.mul_(loss.softcap)
+        terms = Terms.of(t, loss, chunk.rows, wide)
+        counts, smooth = terms.counts, terms.smooth
+        label = _Label.of(torch.where(counts, target, 0), t.weight.shape[0], loss)
+        logit = label.entry(z)
+        of_all = None
+        if smooth:
+            class_weight = _own_classes(terms.class_weight, t, loss)
+            of_all = z.sum(1) if class_weight is None else z @ class_weight
+        if chunk.scales is None and z.is_cpu and not loss.group and logit.isfinite().all():
+            # One pass on a CPU, if exponentials are not wanted.
+            e = torch.log_softmax(z, 1)
+            sums, lse = z, logit - label.entry(e)
+        else:
+            most = shards.largest(z, loss.group)
+            e = z.sub_(most.unsqueeze(1)).exp_()
+            sums, logit, of_all = shards.totals((e.sum(1), logit, of_all), loss.group)
+            lse = most + sums.log()
+        chunk.losses.copy_(terms.losses(lse, logit, of_all))
+        chunk.logsumexp.copy_(lse)
+        if chunk.scales is None:
+            return None
+        scales = chunk.scales
+        of_sum = terms.of_sum(lse, chunk)
+        is_plain = not (smooth or loss.z_loss or loss.softcap) and chunk.logsumexp_scales is None
+        # Float16 lacks the range for a label's entry before its factor.
+        if is_plain and x.dtype is not torch.float16:
+            label.add(e, -(sums * counts))
+            factors = of_sum / sums
+            scaled = (x.to(wide) * factors.unsqueeze(1)).to(x.dtype)
+            return Rows(e.to(x.dtype), factors, scaled)
+        e.mul_((of_sum / sums).unsqueeze(1))
+        label.add(e, -(scales * terms.hard))
+        if smooth:
+            each = (scales * smooth).unsqueeze(1)
+            e.sub_(each if class_weight is None else each * class_weight)
+        if slope is not None:
+            e.mul_(slope)
+        return Rows(e.to(x.dtype))
 
 
 class Terms(NamedTuple):
