@@ -23,7 +23,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 # In the order of chain/choice.h. `around` is our passes around PyTorch's products.
 STRATEGIES = ("fused", "around")
@@ -42,6 +42,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Smaller differences between strategies do not count.
 TOLERATED = 0.03
 SWEEPS = 2000
+Kind = TypeVar("Kind")
 
 
 class Measured(NamedTuple):
@@ -128,12 +129,8 @@ class Device(NamedTuple):
             found.extend(map(float, row))
         return found
 
-    def save(self, path: Path) -> None:
-        """Write it to a file."""
-        write(self, path)
 
-
-def write(device: Any, path: Path) -> None:
+def save(device: Any, path: Path) -> None:
     """Write a device, a named tuple, to a file, with each cost and exception on its own line."""
     lines = []
     for name, value in device._asdict().items():
@@ -151,7 +148,7 @@ def write(device: Any, path: Path) -> None:
     unfinished.replace(path)
 
 
-def read(path: Path, kind: Any, check: Callable[[Any], None]) -> Any:
+def read(path: Path, kind: type[Kind], check: Callable[[Kind], None]) -> Kind:
     """Read a device, a named tuple, from its file.
 
     Args:
@@ -163,8 +160,8 @@ def read(path: Path, kind: Any, check: Callable[[Any], None]) -> Any:
         ValueError: If the file has other contents.
     """
     try:
-        found = json.loads(path.read_text())
-        device = kind(**{name: found[name] for name in kind._fields})
+        found, fields = json.loads(path.read_text()), cast(Any, kind)._fields
+        device = kind(**{name: found[name] for name in fields})
         check(device)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds no measurements of a device: {error}") from error
@@ -173,8 +170,7 @@ def read(path: Path, kind: Any, check: Callable[[Any], None]) -> Any:
 
 def load(path: Path) -> Device:
     """Read a device from its file with `read`."""
-    device: Device = read(path, Device, _check)
-    return device
+    return read(path, Device, _check)
 
 
 def _check(device: Device) -> None:

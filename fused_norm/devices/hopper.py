@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fused_norm.call.record import DECLINED, FUSED, KEPT_FOLD, NEW_FOLD
-from fused_norm.devices.costs import TOLERATED, check_costs, fitted, read, write
+from fused_norm.devices.costs import TOLERATED, check_costs, fitted, read
 
 # In the order of costs.mojo. Only bfloat16 is folded.
 STRATEGIES = {"kept": KEPT_FOLD, "anew": NEW_FOLD, "composed": FUSED, "around": DECLINED}
@@ -127,15 +127,10 @@ class Hopper(NamedTuple):
             found.extend(map(float, (M, K, N, *(STRATEGIES[strategy] for strategy in strategies))))
         return found
 
-    def save(self, path: Path) -> None:
-        """Write it to a file."""
-        write(self, path)
-
 
 def load(path: Path) -> Hopper:
     """Read a device from its file with `costs.read`."""
-    device: Hopper = read(path, Hopper, _check)
-    return device
+    return read(path, Hopper, _check)
 
 
 def _check(device: Hopper) -> None:

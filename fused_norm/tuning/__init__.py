@@ -63,7 +63,7 @@ def tune(
     path = choice.tuned_path(found.name)
     cache.check()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found.save(path)
+    costs.save(found, path)
     choice.forget()
     if (chain := library.load()) is not None:
         kernels.tell(chain)

@@ -53,7 +53,7 @@ def main() -> int:
             return 0
         measure(kind, options.seconds, options.commit)
     for kind, device in fitted().items():
-        device.save(choice.SHIPPED / f"{kind}.json")
+        costs.save(device, choice.SHIPPED / f"{kind}.json")
         print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
     return 0
 

@@ -21,7 +21,7 @@ import torch
 from mojo_program import printed
 
 from benchmarks import document, environment
-from fused_norm.devices import choice, hopper
+from fused_norm.devices import choice, costs, hopper
 from fused_norm.devices.hopper import Cycles, GpuCall, Hopper
 from fused_norm.devices.machine import hopper_kind
 from fused_norm.tuning import gpu
@@ -90,7 +90,7 @@ def main() -> int:
 def save_fitted(folder: Path, counted: Callable[[Sequence[GpuCall]], Cycles]) -> None:
     """Write what is fitted to a folder's measurements where the library reads it."""
     for kind, device in fitted(folder, counted).items():
-        device.save(choice.SHIPPED / f"{kind}.json")
+        costs.save(device, choice.SHIPPED / f"{kind}.json")
         print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
 
 

@@ -54,7 +54,7 @@ def test_shipped_data_is_what_was_measured(cpu_calls: Any, tmp_path: Path) -> No
     shipped = {path.stem for path in choice.SHIPPED.glob("*.json")}
     assert {kind for kind in shipped if not kind.startswith("nvidia-")} == fitted.keys()
     for kind, device in fitted.items():
-        device.save(tmp_path / "fitted.json")
+        costs.save(device, tmp_path / "fitted.json")
         shipped = choice.SHIPPED / f"{kind}.json"
         assert (tmp_path / "fitted.json").read_text() == shipped.read_text(), kind
         assert costs.load(shipped).as_array("float32") == device.as_array("float32")
@@ -114,7 +114,7 @@ def test_calls_go_the_cheaper_way(
     monkeypatch.setattr("fused_norm.ops.norm_linear.is_host_bound", lambda t: False)
     place = choice.tuned_path(machine.cpu_kind())
     for fused, around, expected in ((1.0, 2.0, False), (2.0, 1.0, True)):
-        _device("cpu", fused, around, []).save(place)
+        costs.save(_device("cpu", fused, around, []), place)
         choice.forget()
         tell_again()
         assert _goes_around(300, 640, 96, training=training, **kind) is expected
@@ -124,7 +124,7 @@ def test_calls_go_the_cheaper_way(
         exceptions = [["float32", name, direction, 330, 640, 90, other]]
         # A backward is that of the product alone, whatever follows it.
         exceptions += [["float32", "", "training", 330, 640, 90, other]] if training else []
-        _device("cpu", fused, around, exceptions).save(place)
+        costs.save(_device("cpu", fused, around, exceptions), place)
         choice.forget()
         tell_again()
         assert _goes_around(300, 640, 96, training=training, **kind) is not expected

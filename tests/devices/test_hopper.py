@@ -15,7 +15,7 @@ from mojo_programs import needs_mojo
 import fused_norm as fn
 from benchmarks import regret, regret_gpu
 from fused_norm.chain.kernels import is_hopper
-from fused_norm.devices import choice, hopper, machine
+from fused_norm.devices import choice, costs, hopper, machine
 from fused_norm.devices.hopper import GpuCall
 from fused_norm.tuning import gpu
 from fused_norm.tuning.sizes import Size
@@ -38,7 +38,7 @@ def test_shipped_data_is_what_was_measured(gpu_calls: ModuleType, tmp_path: Path
     fitted = gpu_calls.fitted(MEASURED[0].parent, gpu_calls.cycles_of)
     assert {path.stem for path in choice.SHIPPED.glob("nvidia-*.json")} == fitted.keys()
     for kind, device in fitted.items():
-        device.save(tmp_path / "fitted.json")
+        costs.save(device, tmp_path / "fitted.json")
         shipped = choice.SHIPPED / f"{kind}.json"
         assert (tmp_path / "fitted.json").read_text() == shipped.read_text(), kind
         assert choice.load(shipped).as_array("bfloat16") == device.as_array("bfloat16")
