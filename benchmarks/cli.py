@@ -15,16 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.progress import TimeElapsedColumn as Elapsed
 
-from benchmarks import (
-    baseline,
-    blocks,
-    command_line,
-    providers,
-    report,
-    roster,
-    runs,
-    shapes,
-)
+from benchmarks import baseline, blocks, command_line, providers, report, roster, runs, shapes
 from benchmarks import before as before_change
 from benchmarks.plan import Listener
 from benchmarks.runner import Runner

@@ -15,17 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import (
-    EPS,
-    Formula,
-    Input,
-    Op,
-    Outputs,
-    gamma,
-    matrix,
-    rows,
-    vector,
-)
+from benchmarks.case import EPS, Formula, Input, Op, Outputs, gamma, matrix, rows, vector
 from benchmarks.parts import TORCH, Parts
 from benchmarks.shapes import Shape
 from fused_norm import reference

@@ -12,15 +12,7 @@ from torch import Tensor
 from benchmarks import parts
 from benchmarks.case import EPS, Case, Outputs
 from benchmarks.ops import Member
-from benchmarks.provider import (
-    Bind,
-    Bound,
-    Provider,
-    as_function,
-    imported,
-    needs_gpu,
-    through,
-)
+from benchmarks.provider import Bind, Bound, Provider, as_function, imported, needs_gpu, through
 from benchmarks.shapes import Shape
 
 

@@ -7,10 +7,7 @@ from torch import Tensor, nn
 
 from fused_norm.ops import node
 from fused_norm.ops.rows import trainable_eps
-from fused_norm.ops.validation import (
-    has_trainable_eps_kernel,
-    trainable_eps_by_pytorch,
-)
+from fused_norm.ops.validation import has_trainable_eps_kernel, trainable_eps_by_pytorch
 
 
 def trainable_eps_layer_norm(x: Tensor, o: Tensor) -> Tensor:

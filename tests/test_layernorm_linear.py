@@ -9,15 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import (
-    NAMES,
-    as_copies,
-    as_float64,
-    assert_within_budget,
-    check,
-    eager,
-    make_inputs,
-)
+from accuracy import NAMES, as_copies, as_float64, assert_within_budget, check, eager, make_inputs
 from torch import Tensor
 
 import fused_norm as fn

@@ -20,14 +20,7 @@ from fused_norm.call.memory import LOW_PRECISION, statistics_dtype
 from fused_norm.chain import head_sm90, head_tiles
 from fused_norm.chain.head_rows import Chunk, Composed, Rows
 from fused_norm.chain.head_shards_sm90 import ShardedChunks
-from fused_norm.cross_entropy import (
-    Head,
-    Loss,
-    denominator,
-    reduced,
-    row_scales,
-    token_weights,
-)
+from fused_norm.cross_entropy import Head, Loss, denominator, reduced, row_scales, token_weights
 
 # Rows of a chunk. On an H100, 4096 are within 4 % of all rows at once; a CPU's caches hold fewer.
 GPU_ROWS, CPU_ROWS = 4096, 1024

@@ -10,15 +10,7 @@ import torch
 from torch.fx import Node
 
 from fused_norm.activations import GATES, PLAIN
-from fused_norm.models.forms import (
-    above,
-    below,
-    form,
-    is_noop,
-    is_plain_sum,
-    only_user,
-    other,
-)
+from fused_norm.models.forms import above, below, form, is_noop, is_plain_sum, only_user, other
 from fused_norm.models.readers import Product, find_product
 from fused_norm.models.values import (
     are_same,

@@ -12,12 +12,7 @@ from torch.overrides import handle_torch_function
 
 from fused_norm.activations import is_gate, require_activation
 from fused_norm.call.memory import ORDINARY, own_eps
-from fused_norm.composition import (
-    OPTIONS,
-    Operands,
-    Spec,
-    has_sum,
-)
+from fused_norm.composition import OPTIONS, Operands, Spec, has_sum
 from fused_norm.norms import require_norm
 from fused_norm.ops import fp8, node
 from fused_norm.ops import norm_linear as norm_linear_ops

@@ -17,13 +17,7 @@ from fused_norm.ops.flops import count_flops
 from fused_norm.ops.invariance import require_invariant
 from fused_norm.ops.operands import adds_in_product as is_added_in_product
 from fused_norm.ops.operands import is_small
-from fused_norm.ops.registration import (
-    define,
-    each_once,
-    is_compiling,
-    is_watched,
-    may_follow,
-)
+from fused_norm.ops.registration import define, each_once, is_compiling, is_watched, may_follow
 from fused_norm.ops.validation import Wanted, agree, are_strided, serves_now
 
 

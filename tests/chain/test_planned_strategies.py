@@ -14,14 +14,7 @@ from stand_in import standing_in
 from torch import Tensor
 
 import fused_norm as fn
-from fused_norm.call.record import (
-    AROUND_PRODUCTS,
-    DECLINED,
-    FUSED,
-    KEPT_FOLD,
-    NEW_FOLD,
-    Call,
-)
+from fused_norm.call.record import AROUND_PRODUCTS, DECLINED, FUSED, KEPT_FOLD, NEW_FOLD, Call
 from fused_norm.chain import kernels as chain_kernels
 from fused_norm.composition import Operands, Spec
 

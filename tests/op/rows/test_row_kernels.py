@@ -10,16 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_harness import (
-    DEVICES,
-    GUARD,
-    ROOT,
-    Guarded,
-    address,
-    assert_as_exact,
-    error,
-    extension,
-)
+from kernel_harness import DEVICES, GUARD, ROOT, Guarded, address, assert_as_exact, error, extension
 from torch import Tensor
 
 from fused_norm.call.record import RowCall
