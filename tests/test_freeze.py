@@ -469,6 +469,19 @@ def test_freezing_of_inductor() -> None:
         assert is_frozen(model)
 
 
+def test_a_context_that_is_entered_again_inside_ends() -> None:
+    rows, weight = torch.randn(32, 64), torch.randn(64, 64)
+    context = fn.frozen_parameters()
+    with context:
+        with context:
+            before = [fn.norm_linear(rows, weight, recipe="rowwise") for _ in range(3)]
+        assert torch.equal(fn.norm_linear(rows, weight, recipe="rowwise"), before[0])
+    assert not frozen.is_any()
+    weight.neg_()
+    for _ in range(2):
+        assert torch.equal(fn.norm_linear(rows, weight, recipe="rowwise"), -before[0])
+
+
 def test_instances_of_one_class_are_frozen_apart() -> None:
     models = [Block().eval() for _ in range(2)]
     options = {"freeze": True, "then": "eager", "small": True}

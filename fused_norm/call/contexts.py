@@ -54,15 +54,17 @@ class Context:
         self._parameters = tuple(parameters)
 
     def __enter__(self) -> None:
-        self._is_outermost = _here.frozen is None
-        if self._is_outermost:
+        # One object may be entered twice, as by a function that calls itself.
+        _here.depth += 1
+        if _here.depth == 1:
             _here.frozen, _here.seen = Frozen(trains=True), {}
             count_context(1)
         assert _here.frozen is not None
         _here.frozen.admit(p for p in self._parameters if is_ordinary(p))
 
     def __exit__(self, *_: object) -> None:
-        if self._is_outermost:
+        _here.depth -= 1
+        if not _here.depth:
             frozen, _here.frozen = _here.frozen, None
             count_context(-1)
             assert frozen is not None
@@ -70,8 +72,9 @@ class Context:
 
 
 class _Here(threading.local):
-    """The context of a thread, and the keys of tensors that it has seen."""
+    """The contexts that a thread is in, and the keys of tensors that it has seen in them."""
 
+    depth = 0
     frozen: Frozen | None = None
     seen: dict[Key, StorageWeakRef]
 
