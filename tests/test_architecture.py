@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tokenize
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,10 @@ from fused_norm.chain import kernels
 from fused_norm.ops.node import NodeSpec
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts/measure"))
+
+from hopper_kernels import modules  # noqa: E402
+
 CALL_H = (ROOT / "fused_norm/chain/call.h").read_text()
 CALL_MOJO = (ROOT / "op/call.mojo").read_text()
 PARTS_MOJO = (ROOT / "op/gemm/sm90/parts.mojo").read_text()
@@ -336,30 +339,9 @@ assert not hasattr(fn, "another")
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, check=True)
 
 
-@cache
-def mojo_modules() -> dict[str, set[str]]:
-    """Return the modules of the Mojo package and its extensions that each of them imports."""
-    found = {}
-    paths = [*(ROOT / "op").rglob("*.mojo"), *(ROOT / "fused_norm/native").glob("*.mojo")]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
-    for name, path in names.items():
-        here = name.split(".")
-        imports = set()
-        for dots, module, several, one in re.findall(
-            r"^from (\.*)([\w.]*) import (?:\(([^)]*)\)|([^\n]*))", path.read_text(), re.M
-        ):
-            imported = several or one
-            base = here[: len(here) - len(dots)] if dots else []
-            full = ".".join([*base, *filter(None, module.split("."))])
-            candidates = [full, *(f"{full}.{part.strip()}" for part in imported.split(","))]
-            imports |= {candidate for candidate in candidates if candidate in names}
-        found[name] = imports - {name}
-    return found
-
-
 def test_mojo_imports_run_one_way() -> None:
     parts: dict[str, set[str]] = {}
-    for name, imports in mojo_modules().items():
+    for name, imports in modules().items():
         if name.startswith("op.") and not name.endswith("__init__"):
             part = name.split(".")[1]
             parts.setdefault(part, set()).update(i.split(".")[1] for i in imports)
@@ -367,14 +349,14 @@ def test_mojo_imports_run_one_way() -> None:
 
 
 def test_mojo_has_no_cycle_and_no_deep_chain() -> None:
-    modules = mojo_modules()
+    imports = modules()
 
     def chain(name: str, above: tuple[str, ...] = ()) -> list[str]:
         assert name not in above, f"cycle: {' -> '.join((*above, name))}"
-        below = [chain(i, (*above, name)) for i in modules[name]]
+        below = [chain(i, (*above, name)) for i in imports[name]]
         return [name, *max(below, key=len, default=[])]
 
-    longest = max((chain(name) for name in modules), key=len)
+    longest = max((chain(name) for name in imports), key=len)
     assert len(longest) <= DEEPEST_CHAIN, " -> ".join(longest)
 
 

@@ -10,6 +10,7 @@ end; those of row programs, whose names say little, by the order of what they ta
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -92,20 +93,42 @@ def ptx(library: Path) -> Iterator[str]:
             yield text
 
 
+def assembler() -> str:
+    """Return the path of ptxas: the system's, or the one that Triton brings."""
+    if found := shutil.which("ptxas", path=f"{os.environ['PATH']}:/usr/local/cuda/bin"):
+        return found
+    triton = importlib.util.find_spec("triton")
+    bundled = Path(triton.origin or "").parent / "backends/nvidia/bin/ptxas" if triton else Path()
+    if not bundled.is_file():
+        raise FileNotFoundError("ptxas is needed, of the CUDA toolkit or of Triton")
+    return str(bundled)
+
+
+def version() -> str:
+    """Return the version of ptxas."""
+    said = subprocess.run([assembler(), "--version"], capture_output=True, text=True, check=True)
+    return re.findall(r"V([\d.]+)", said.stdout)[0]
+
+
 def assemble(text: str, arch: str) -> tuple[str, Resources]:
-    """Return the name of a module's kernel and what it takes."""
-    assembler = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+    """Return the name of a module's kernel and what it takes.
+
+    Raises:
+        RuntimeError: If the assembler warns, as of wgmma that wait for each other.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(text)
         result = subprocess.run(
-            [assembler, "-v", f"-arch={arch}", "-o", f"{folder}/kernel.cubin", str(source)],
+            [assembler(), "-v", f"-arch={arch}", "-o", f"{folder}/kernel.cubin", str(source)],
             capture_output=True,
             text=True,
             check=True,
         )
         code = code_bytes((Path(folder) / "kernel.cubin").read_bytes())
     said = result.stdout + result.stderr
+    if "warning" in said.lower():
+        raise RuntimeError(said)
 
     def number(pattern: str) -> int:
         return sum(map(int, re.findall(pattern, said)))
