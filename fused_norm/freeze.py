@@ -191,5 +191,5 @@ def _thaw(module: nn.Module, *_: object) -> None:
 
 def _thaw_offloaded(module: nn.Module, *_: object) -> None:
     for record in frozen.of(module.parameters(recurse=False)):
-        if record.offload.has_any():
+        if record.offload.may_have_any():
             record.thaw()

@@ -298,6 +298,32 @@ def test_no_copy_is_of_what_stands_for_an_offloaded_weight(
         assert not any("train" in vars(m) for m in each.modules())
 
 
+def test_a_thread_that_ends_freezing_waits_for_values_that_are_leaving(device: str) -> None:
+    model = a_model(device)
+    before = model[0].weight.detach().clone()
+    fn.freeze(model, offload=True)
+    found = contexts.find([model[0].weight])
+    assert found is not None
+    other = threading.Thread(target=fn.unfreeze, args=(model,))
+
+    def make() -> tuple[Tensor, ...]:
+        other.start()
+        other.join(0.1)
+        return (torch.ones(1),)
+
+    found[0].prepared(("test",), found[1], make, before.device)
+    other.join()
+    assert torch.equal(model[0].weight, before)
+    assert found[0].prepared(("test",), found[1], make, before.device) is None
+
+
+def test_values_do_not_leave_while_a_state_dict_is_made() -> None:
+    model = fn.freeze(a_model(), offload=True)
+    # Another thread's first call could move them after any module's hook.
+    model.state_dict()
+    assert not is_frozen(model)
+
+
 def test_a_program_ends_quietly_with_a_frozen_model() -> None:
     program = (
         "import torch, fused_norm as fn\n"

@@ -80,10 +80,14 @@ class Frozen:
         Returns:
             What was made. None if it has not been made and cannot be now: a CUDA graph captures the
                 call, values of the parameters have left the device, or should leave it and cannot.
+                None too if the parameters are not frozen by this any more.
         """
         with self.offload.turn():
             # Another thread may have moved values since the caller computed the keys.
             keys = self.offload.current(keys)
+            if not self.holds(keys):
+                # Another thread has thawed it.
+                return None
             stream, in_graph = 0, False
             if device.type == "cuda":
                 stream = torch._C._cuda_getCurrentRawStream(device.index)

@@ -62,6 +62,10 @@ class Offload:
         """
         return self._turn if self.candidates else contextlib.nullcontext()
 
+    def may_have_any(self) -> bool:
+        """Return whether values of any parameter have left, or may leave at any time."""
+        return bool(self._away or self.candidates)
+
     def has_any(self) -> bool:
         """Return whether values of any parameter have left."""
         return bool(self._away)
@@ -105,12 +109,14 @@ class Offload:
             del self.candidates[key]
 
     def bring_back(self) -> None:
-        """Move all values back."""
-        for each in self._away.values():
-            each.parameter.data = each.values.to(each.device)
-        self._away.clear()
-        self._moved.clear()
-        self._nan.clear()
+        """Move all values back, and let none leave any more."""
+        with self._turn:
+            for each in self._away.values():
+                each.parameter.data = each.values.to(each.device)
+            self._away.clear()
+            self._moved.clear()
+            self._nan.clear()
+            self.candidates.clear()
 
     def _nan_like(self, parameter: Tensor) -> Tensor:
         """Return a NaN tensor shaped like a parameter, at its own offset in shared memory."""
