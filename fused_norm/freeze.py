@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -124,7 +124,7 @@ def _freeze(record: Frozen, parameters: Sequence[Tensor], modules: Iterable[nn.M
         names = _MOVE_OR_COPY if record.offload.candidates else ()
         for name in ("train", *names):
             if not isinstance(method := vars(module).get(name), _Method):
-                method = vars(module)[name] = _Method(module, name)
+                method = vars(module)[name] = _Method(module, name, method)
             method.records.append(record)
         record.on_thaw.append(_Release(module, record))
     record.admit(p for p in parameters if p.layout is torch.strided)
@@ -136,14 +136,14 @@ class _Method:
     `train(False)` does not end it. Copies and pickled modules have one that only calls the method.
 
     Attributes:
+        own: What the user has set as this method, None for that of the class.
         records: What froze the module's parameters, more than one if several graphs read them.
     """
 
-    records: list[Frozen]
-
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
         # Not the module itself: a reference cycle would keep its memory until garbage collection.
-        self._module, self._name, self.records = weakref.ref(module), name, []
+        self._module, self._name = weakref.ref(module), name
+        self.own, self.records = own, list[Frozen]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -151,12 +151,14 @@ class _Method:
         if self._name != "train" or all((*args, *kwargs.values())):
             for record in tuple(self.records):
                 record.thaw()
+        if self.own is not None:
+            return self.own(*args, **kwargs)
         method = getattr(type(module), self._name, None)
         # Before Python 3.11, objects have no `__getstate__`.
         return vars(module).copy() if method is None else method(module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self._module(), "name": self._name}
+        return {"module": self._module(), "name": self._name, "own": self.own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -174,8 +176,10 @@ class _Release:
             method = vars(module).get(name)
             if isinstance(method, _Method) and record in method.records:
                 method.records.remove(record)
-                if not method.records:
+                if not method.records and method.own is None:
                     del vars(module)[name]
+                elif not method.records:
+                    vars(module)[name] = method.own
 
 
 def _refuse(_: Tensor) -> None:

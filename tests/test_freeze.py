@@ -155,6 +155,20 @@ def test_what_ends_it(end: Callable[[nn.Sequential], None]) -> None:
     fn.unfreeze(model)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_users_own_train_is_kept(offload: bool) -> None:
+    """As latent diffusion models set it for the parts that they do not train."""
+    model = a_model()
+    vars(model[2])["train"] = lambda mode=True: model[2]
+    fn.freeze(model, offload=offload)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        for _ in range(2):
+            each.train()
+            assert [part.training for part in each] == [True, True, False]
+            assert not is_frozen(each)
+
+
 def test_a_model_that_is_gone_is_not_frozen() -> None:
     model = fn.freeze(a_model())
     assert frozen.is_any()
