@@ -82,14 +82,10 @@ def results(model: nn.Module, inputs: Any, compiled: Any, trains: bool) -> list[
     return [{k: t.detach() for k, t in outputs.items()}, gradients]
 
 
-def compare(
-    name: str, trains: bool = True, dynamic: bool | None = None, zoo: Zoo = ZOO, **options: Any
-) -> Comparison:
-    """Run a model of a zoo untouched and compiled, and compare."""
-    model, inputs = load(name, zoo=zoo)
-    model.train(trains)
-    twin = copy.deepcopy(model)
-    expected = results(model, inputs, model, trains)
+def _compiled(
+    model: nn.Module, dynamic: bool | None = None, **options: Any
+) -> tuple[Any, list[Site], list[Any]]:
+    """Return a model compiled anew, what becomes of its norms, and its graphs."""
     sites: list[Site] = []
     graphs = []
 
@@ -98,7 +94,18 @@ def compare(
         return backend(module, example_inputs, options={"then": "eager", **options}, sites=sites)
 
     torch._dynamo.reset()
-    compiled = torch.compile(twin, backend=counted, dynamic=dynamic)
+    return torch.compile(model, backend=counted, dynamic=dynamic), sites, graphs
+
+
+def compare(
+    name: str, trains: bool = True, dynamic: bool | None = None, zoo: Zoo = ZOO, **options: Any
+) -> Comparison:
+    """Run a model of a zoo untouched and compiled, and compare."""
+    model, inputs = load(name, zoo=zoo)
+    model.train(trains)
+    twin = copy.deepcopy(model)
+    expected = results(model, inputs, model, trains)
+    compiled, sites, graphs = _compiled(twin, dynamic, **options)
     found = results(twin, inputs, compiled, trains)
     output_error, gradient_error = (error(a, b) for a, b in zip(expected, found, strict=True))
     return Comparison(sites, len(graphs), output_error, gradient_error)
@@ -107,15 +114,8 @@ def compare(
 def look(name: str, deep: bool) -> tuple[list[Site], int]:
     """Return what becomes of a model's norms in training, and how many graphs there are of it."""
     model, inputs = load(name, deep)
-    sites: list[Site] = []
-    graphs = []
-
-    def counted(module: Any, example_inputs: Any) -> Any:
-        graphs.append(module)
-        return backend(module, example_inputs, options={"then": "eager"}, sites=sites)
-
-    torch._dynamo.reset()
-    call(torch.compile(model.train(), backend=counted), inputs)
+    compiled, sites, graphs = _compiled(model.train())
+    call(compiled, inputs)
     return sites, len(graphs)
 
 

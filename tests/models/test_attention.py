@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor, nn
-
-from fused_norm.models import Site, backend
 
 LENGTH, BATCH, K, HEADS = 6, 2, 32, 4
 
@@ -60,11 +58,7 @@ def test_mask(name: str, is_function: bool, batch_first: bool) -> None:
     model: Any = Attention(is_function, batch_first)
     mask, is_causal = masks(name), name.startswith("hint")
     x = torch.randn(*((BATCH, LENGTH) if batch_first else (LENGTH, BATCH)), K)
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        model, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )
+    compiled, sites = with_sites(model)
     results = []
     for run in (model, compiled):
         rows = x.clone().requires_grad_()

@@ -6,16 +6,16 @@ gradient at all.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor
 
-from fused_norm.models import Site, backend
+from fused_norm.models import Site
 
 K, N = 16, 24
 Function = Callable[..., Tensor]
@@ -36,10 +36,7 @@ def given() -> dict[str, Tensor]:
 def held(function: Function, **options: Any) -> list[Site]:
     """Compare a function with itself compiled; return what became of its norms and heads."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    how = {"then": "eager", "small": True, **options}
-    compiled = torch.compile(function, backend=functools.partial(backend, options=how, sites=sites))
+    compiled, sites = with_sites(function, small=True, **options)
     results = []
     for run in (function, compiled):
         inputs = given()
@@ -205,10 +202,6 @@ def test_rows_that_gamma_multiplies_first_are_rounded() -> None:
         return F.linear(g * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5), w)
 
     inputs = [given()[name].detach().bfloat16() for name in ("x", "g", "w")]
-    sites: list[Site] = []
-    options = {"then": "eager", "small": True, "rounding": "model"}
-    torch._dynamo.reset()
-    how = functools.partial(backend, options=options, sites=sites)
-    y = torch.compile(function, backend=how)(*inputs)
-    torch.testing.assert_close(y, function(*inputs), rtol=0, atol=0)
+    compiled, sites = with_sites(function, small=True, rounding="model")
+    torch.testing.assert_close(compiled(*inputs), function(*inputs), rtol=0, atol=0)
     assert "rounded between the norm" in sites[0].reason

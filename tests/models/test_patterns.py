@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from weights import Wrapped
@@ -48,13 +48,8 @@ run.compiled = None  # type: ignore[attr-defined]
 
 def fused(function: Function, p: dict[str, Tensor], **options: Any) -> list[Site]:
     """Hold a function against itself compiled; return what became of its norms."""
-    sites: list[Site] = []
-    how = {"then": "eager", **options}
-    torch._dynamo.reset()
     expected = run(function, p)
-    run.compiled = torch.compile(  # type: ignore[attr-defined]
-        function, backend=functools.partial(backend, options=how, sites=sites), fullgraph=True
-    )
+    run.compiled, sites = with_sites(function, True, **options)  # type: ignore[attr-defined]
     try:
         found = run(function, p)
     finally:
@@ -131,11 +126,7 @@ def test_bfloat16_is_no_less_exact(norm: Function) -> None:
     def function(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
         return F.linear(norm(x, g).to(x.dtype), w)
 
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )
+    compiled, sites = with_sites(function)
     given = (p["x"], p["g"], p["w"])
     exact = function(*(v.double() for v in given)) if norm is not gemma else None
     if exact is None:
@@ -328,13 +319,7 @@ def test_two_streams_that_stay_together() -> None:
 
 def test_dynamic_shapes() -> None:
     p = parameters()
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        mlp,
-        backend=functools.partial(backend, options={"then": "eager"}, sites=sites),
-        dynamic=True,
-    )
+    compiled, sites = with_sites(mlp, dynamic=True)
     others = [p[name] for name in ("g", "b", "w", "c", "o", "e")]
     for rows in (3, 7, 11):
         x, r = torch.randn(2, rows, K), torch.randn(2, rows, K)
@@ -413,11 +398,8 @@ def test_dropout_in_training_stays() -> None:
         return F.linear(F.dropout(normed(x, g, b), 0.5, True), w, c)
 
     p = parameters()
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )(p["x"], p["g"], p["b"], p["w"], p["c"])
+    compiled, sites = with_sites(function)
+    compiled(p["x"], p["g"], p["b"], p["w"], p["c"])
     assert "dropout" in sites[0].reason
 
 
@@ -428,12 +410,7 @@ def test_rounding_of_the_model_is_kept() -> None:
     p = parameters(torch.bfloat16)
     given = (p["x"], p["g"], p["w"])
     for rounding, is_fused in (("once", True), ("model", False)):
-        sites: list[Site] = []
-        options = {"then": "eager", "rounding": rounding}
-        torch._dynamo.reset()
-        compiled = torch.compile(
-            function, backend=functools.partial(backend, options=options, sites=sites)
-        )
+        compiled, sites = with_sites(function, rounding=rounding)
         y = compiled(*given)
         assert sites[0].fused is is_fused
         if rounding == "model":
@@ -449,11 +426,7 @@ def test_autocast_inside_the_graph() -> None:
         return y.float() + F.linear(normed(r, g, b), v)
 
     p = parameters()
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )
+    compiled, sites = with_sites(function)
     given = [p[name] for name in ("x", "r", "g", "b", "w", "c", "v")]
     y, expected = compiled(*given), function(*given)
     assert y.dtype is expected.dtype
@@ -467,11 +440,7 @@ def test_autocast_around() -> None:
 
     p = parameters()
     given = [p[name] for name in ("x", "g", "b", "w", "c", "o", "e")]
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )
+    compiled, sites = with_sites(function)
     with torch.autocast("cpu", torch.bfloat16):
         y, expected = compiled(*given), function(*given)
     assert y.dtype is expected.dtype is torch.bfloat16
@@ -527,12 +496,7 @@ class Int8Tensor(Wrapped):
 def test_subclasses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_norm.models.fuse.adds_in_product", lambda x, weight: True)
     values = torch.randint(-9, 9, (N, K), dtype=torch.int8)
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x, w, r: r + F.linear(F.layer_norm(x, (K,)), w),
-        backend=functools.partial(backend, options={"then": "eager"}, sites=sites),
-    )
+    compiled, sites = with_sites(lambda x, w, r: r + F.linear(F.layer_norm(x, (K,)), w))
     x, r = torch.randn(3, K), torch.randn(3, N)
     y = compiled(x, Int8Tensor(values), r)
     assert [site.reason for site in sites] == ["weight is a subclass: Int8Tensor"]
@@ -550,12 +514,10 @@ def test_int8_weights_of_torchao_are_left() -> None:
         quantization.Int8WeightOnlyConfig(version=2),
         filter_fn=lambda module, name: name == "1",
     )
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    ours = functools.partial(backend, options={"then": "eager", "small": True}, sites=sites)
+    compiled, sites = with_sites(model, small=True)
     x = torch.randn(3, K)
     with torch.no_grad():
-        y = torch.compile(model, backend=ours)(x)
+        y = compiled(x)
         torch.testing.assert_close(y, model(x))
     assert [site.fused for site in sites] == [False, True]
     assert sites[0].reason == "weight is a subclass: Int8Tensor"
@@ -660,10 +622,6 @@ def test_sums_keep_the_rounding_of_a_model(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("fused_norm.models.fuse.adds_in_product", lambda x, weight: True)
     p = parameters(torch.bfloat16)
     for rounding, count in (("once", 1), ("model", 0)):
-        sites: list[Site] = []
-        options = {"then": "eager", "rounding": rounding}
-        torch._dynamo.reset()
-        torch.compile(
-            sum_in_place, backend=functools.partial(backend, options=options, sites=sites)
-        )(p["x"], p["w"], p["o"], p["r"])
+        compiled, sites = with_sites(sum_in_place, rounding=rounding)
+        compiled(p["x"], p["w"], p["o"], p["r"])
         assert len(sites) == count

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import as_float64, assert_within_budget
+from compiling import with_sites
 from torch import Tensor
-
-from fused_norm.models import Site, backend
 
 K, N = 24, 40
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-def compiled(function: Callable[..., Any], rounding: str) -> tuple[Callable[..., Any], list[Site]]:
-    torch._dynamo.reset()
-    sites: list[Site] = []
-    options = {"then": "eager", "rounding": rounding}
-    how = functools.partial(backend, options=options, sites=sites)
-    return torch.compile(function, backend=how, fullgraph=True), sites
 
 
 def given(dtype: torch.dtype) -> list[Tensor]:
@@ -73,7 +62,7 @@ def test_fake_quantization(
         return F.linear(F.rms_norm(x, (K,), g, 1e-5), w)
 
     p = given(dtype)
-    run, _ = compiled(function, rounding)
+    run, _ = with_sites(function, True, rounding=rounding)
     ours, own = run(*p)[0].double(), function(*p)[0].double()
     lost = (without(*p).double() - own).norm()
     assert (ours - own).norm() < 0.25 * lost
@@ -117,10 +106,10 @@ def squares(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
 def test_rounding_of_the_model(function: Callable[..., Tensor]) -> None:
     """Asked for the model's rounding, the pass left the model's casts out."""
     p = given(torch.float32)
-    run, sites = compiled(function, "model")
+    run, sites = with_sites(function, True, rounding="model")
     torch.testing.assert_close(run(*p), function(*p), rtol=2e-5, atol=2e-5)
     assert not sites[0].fused
-    run, sites = compiled(function, "once")
+    run, sites = with_sites(function, True, rounding="once")
     torch.testing.assert_close(run(*p), function(*p), rtol=2e-2, atol=2e-2)
     assert sites[0].fused, sites[0].reason
 
@@ -131,7 +120,7 @@ def test_rounding_that_the_call_makes_too() -> None:
     def function(x: Tensor, g: Tensor, w: Tensor) -> Tensor:
         return F.linear(F.layer_norm(x.float(), (K,), g.float(), None, 1e-5).to(x.dtype), w)
 
-    run, sites = compiled(function, "model")
+    run, sites = with_sites(function, True, rounding="model")
     p = given(torch.bfloat16)
     assert_within_budget("y", run(*p), function(*as_float64(p)), function(*p))
     assert sites[0].fused, sites[0].reason
@@ -144,5 +133,5 @@ def test_view_as_another_dtype() -> None:
         return F.linear(F.layer_norm(x, (K,), g).view(torch.float16).to(x.dtype), w)
 
     p = given(torch.bfloat16)
-    run, _ = compiled(function, "once")
+    run, _ = with_sites(function, True, rounding="once")
     torch.testing.assert_close(run(*p), function(*p), equal_nan=True)

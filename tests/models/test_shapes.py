@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor
-
-from fused_norm.models import Site, backend
 
 K, N = 24, 40
 
@@ -38,12 +36,8 @@ MADE: dict[str, Callable[[Tensor], Tensor]] = {
 
 def sites_of(function: Callable[..., Any], *arguments: Any, dynamic: bool | None = None) -> Any:
     """Hold a function against itself compiled, layout included; return what became of its norms."""
-    torch._dynamo.reset()
-    sites: list[Site] = []
-    how = functools.partial(backend, options={"then": "eager"}, sites=sites)
-    expected = function(*arguments)
-    found = torch.compile(function, backend=how, fullgraph=True, dynamic=dynamic)(*arguments)
-    for a, b in zip(expected, found, strict=True):
+    compiled, sites = with_sites(function, True, dynamic)
+    for a, b in zip(function(*arguments), compiled(*arguments), strict=True):
         assert (b.dtype, b.shape, b.stride()) == (a.dtype, a.shape, a.stride())
         torch.testing.assert_close(b, a, rtol=2e-5, atol=2e-5)
     return sites
@@ -73,10 +67,7 @@ def test_made_like_rows_of_another_dtype() -> None:
         return F.linear(rows.to(w.dtype), w), torch.zeros_like(rows), rows.new_ones(2)
 
     x, w = torch.randn(3, K).bfloat16(), torch.randn(N, K).bfloat16()
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"})
-    )
+    compiled, _ = with_sites(function)
     assert [y.dtype for y in compiled(x, w)] == [y.dtype for y in function(x, w)]
 
 

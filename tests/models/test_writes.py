@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import with_sites
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_norm.models import Site, backend
+from fused_norm.models import Site
 
 K, N = 24, 40
 Function = Callable[..., Any]
@@ -39,10 +39,7 @@ def given() -> dict[str, Tensor]:
 
 def hold(function: Function, **options: Any) -> list[Site]:
     """Hold results and the inputs' final contents to PyTorch's; return what became of norms."""
-    torch._dynamo.reset()
-    sites: list[Site] = []
-    how = functools.partial(backend, options={"then": "eager", **options}, sites=sites)
-    compiled = torch.compile(function, backend=how, fullgraph=True)
+    compiled, sites = with_sites(function, True, **options)
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     own, ours = ([given()[name] for name in names] for _ in range(2))
     expected = function(*own)
@@ -261,10 +258,7 @@ def test_copies_of_normalized_rows_are_no_aliases() -> None:
         c = z.clone()
         return z, c, F.linear(z, w), F.linear(c, v)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"})
-    )
+    compiled, _ = with_sites(function)
     p = given()
     z, c, *_ = compiled(p["x"], p["w"], p["v"])
     assert z.untyped_storage().data_ptr() != c.untyped_storage().data_ptr()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import assert_within_budget
+from compiling import with_sites
 from torch import Tensor, nn
 
 import fused_norm as fn
-from fused_norm.models import Site, backend
+from fused_norm.models import backend
 
 K, N = 24, 40
 
@@ -158,11 +158,7 @@ def test_form(norm: type[Written], dtype: torch.dtype) -> None:
     layer = Layer(norm()).to(dtype)
     given = [torch.randn(2, 65, K).to(dtype) for _ in range(2)]
     dy = torch.randn(2, 65, N).to(dtype)
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        layer, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )
+    compiled, sites = with_sites(layer)
     found = step(layer, compiled, given, dy)
     (site,) = sites
     assert site.fused, site.reason
@@ -211,11 +207,7 @@ def test_one_root_of_two_norms() -> None:
         return F.linear(x * rstd * g, w), F.linear(x * rstd * (1 + g), v), rstd
 
     given = [torch.randn(s, requires_grad=True) for s in ((2, 5, K), (K,), (N, K), (N, K))]
-    sites: list[Site] = []
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        function, backend=functools.partial(backend, options={"then": "eager"}, sites=sites)
-    )
+    compiled, sites = with_sites(function)
     results = []
     for each in (function, compiled):
         ys = each(*given)

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from compiling import with_sites
 from distributed_cases import BACKEND, LAYOUTS, MEMBER_CASES, MEMBERS, NAMES, TENSOR_PARALLEL
 from processes import in_forks
 from strategies import pass_failed
@@ -41,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fused_norm as fn
 from fused_norm import composition
-from fused_norm.models import backend, fuse
+from fused_norm.models import fuse
 from fused_norm.ops import norm_linear as ops_norm_linear
 
 CASES: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -213,11 +214,7 @@ def check_backend(place: Any, mesh: DeviceMesh) -> None:
     if place.is_shard():
         local = local.chunk(2, place.dim)[mesh.get_local_rank()].contiguous()
     local.requires_grad_()
-    sites: list[Any] = []
-    options = {"then": "eager"}
-    compiled = torch.compile(
-        mine, fullgraph=True, backend=functools.partial(backend, options=options, sites=sites)
-    )
+    compiled, sites = with_sites(mine, True)
     y, expected = compiled(local), theirs(whole)
     wanted = [["norm_linear: 3 Linear"], ["norm_linear: 2 Linear"]]
     assert [site.calls for site in sites] == wanted, [site.reason for site in sites]
