@@ -8,39 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from adopters import llama
 from torch import nn
 
 import fused_norm as fn
-from fused_norm.models import backend
 
 transformers = pytest.importorskip("transformers", reason="uv sync --group models")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_backend")]
 EAGER = {"then": "eager"}
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    """Register the backend where the checkout is not installed."""
-    from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend, register_backend
-
-    torch._dynamo.reset()
-    if _COMPILER_FNS.get("fused_norm") is not backend:
-        _COMPILER_FNS.pop("fused_norm", None)
-        register_backend(backend, name="fused_norm")
-    assert lookup_backend("fused_norm") is backend
-
-
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def test_generate_gives_the_same_tokens() -> None:

@@ -1,4 +1,4 @@
-"""What tests of other people's trainers share."""
+"""What tests of other people's trainers and models share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EAGER = {"then": "eager", "small": True}
 
 def register() -> None:
     """Register the backend by its name where the checkout is not installed."""
-    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+    from torch._dynamo.backends.registry import _COMPILER_FNS, lookup_backend, register_backend
 
     from fused_norm.models import backend
 
@@ -20,6 +20,7 @@ def register() -> None:
     if _COMPILER_FNS.get("fused_norm") is not backend:
         _COMPILER_FNS.pop("fused_norm", None)
         register_backend(backend, name="fused_norm")
+    assert lookup_backend("fused_norm") is backend
 
 
 def llama(**options: Any) -> nn.Module:
