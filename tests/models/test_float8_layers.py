@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from float8_models import Block, OneLayer, compiled, decibels, report, rows
+from float8_models import Block, OneLayer, compiled, decibels, fused_graph, report, rows
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -252,17 +252,7 @@ def test_layers_of_different_recipes_get_calls_of_their_own(kind: type[nn.Module
 
 
 def test_nothing_of_torchao_is_left_in_the_graph() -> None:
-    graphs: list[Any] = []
-
-    def kept(module: Any, inputs: Any) -> Any:
-        fuse.fuse(module, fuse.Options())
-        graphs.append(module.graph)
-        return module.forward
-
-    model = trained(Block().bfloat16())
-    torch.compiler.reset()
-    torch.compile(model, backend=kept)(rows())
-    (graph,) = graphs
+    graph = fused_graph(trained(Block().bfloat16()), rows())
     modules = {getattr(node.target, "__module__", "") or "" for node in graph.nodes}
     assert not [name for name in modules if name.startswith("torchao")]
 

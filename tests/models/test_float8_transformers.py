@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from devices import ON_HOPPER
-from float8_models import Block, OneLayer, compiled, decibels, report, rows
+from float8_models import Block, OneLayer, compiled, decibels, fused_graph, report, rows
 from torch import Tensor, nn
 
 from fused_norm import recipes
-from fused_norm.models import fuse
 from fused_norm.ops import fp8, quantized, scaled_hidden
 from fused_norm.recipes import BLOCK, E4M3
 
@@ -199,17 +198,8 @@ def test_numbers_and_scales_are_their_own(recipe: str) -> None:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("recipe", list(CONVERTS))
 def test_nothing_of_transformers_is_left_in_the_graph(recipe: str) -> None:
-    graphs: list[Any] = []
-
-    def kept(module: Any, inputs: Any) -> Any:
-        fuse.fuse(module, fuse.Options())
-        graphs.append(module.graph)
-        return module.forward
-
-    torch.compiler.reset()
     with torch.no_grad():
-        torch.compile(converted(Block().bfloat16(), CONVERTS[recipe]), backend=kept)(rows())
-    (graph,) = graphs
+        graph = fused_graph(converted(Block().bfloat16(), CONVERTS[recipe]), rows())
     names = {str(node.target) for node in graph.nodes}
     assert not [name for name in names if "scaled_mm" in name or "matmul" in name]
     dtypes = [getattr(node.meta.get("example_value"), "dtype", None) for node in graph.nodes]

@@ -80,16 +80,7 @@ def test_a_compiler_that_fails_is_an_error_in_its_words(
 ) -> None:
     """Regression: each call tried three times, and said that no kernels were at hand."""
     folder = cache_with(tmp_path / "cache", library)
-    result = subprocess.run(
-        [sys.executable, "-c", FAILING],
-        env=os.environ
-        | {"FUSED_NORM_CACHE_DIR": str(folder), "FUSED_NORM_PREBUILT": "0"}
-        | {"FUSED_NORM_AUTOGRAD": function},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run(FAILING, folder, FUSED_NORM_AUTOGRAD=function)
     assert result.stderr.count("building norm_linear_cpu") == 4
 
 
@@ -102,17 +93,24 @@ def cache_with(folder: Path, library: Path) -> Path:
     return folder
 
 
-def test_nothing_is_said_to_be_built_where_nothing_can_be(library: Path, tmp_path: Path) -> None:
-    """Regression: each call said that it was building kernels, which no compiler was there for."""
-    folder = cache_with(tmp_path / "cache", library)
+def run(program: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with nothing prebuilt but what is in a cache."""
+    variables |= {"FUSED_NORM_CACHE_DIR": str(cache), "FUSED_NORM_PREBUILT": "0"}
     result = subprocess.run(
-        [sys.executable, "-c", NONE_AT_ALL],
-        env=os.environ | {"FUSED_NORM_CACHE_DIR": str(folder), "FUSED_NORM_PREBUILT": "0"},
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_nothing_is_said_to_be_built_where_nothing_can_be(library: Path, tmp_path: Path) -> None:
+    """Regression: each call said that it was building kernels, which no compiler was there for."""
+    folder = cache_with(tmp_path / "cache", library)
+    result = run(NONE_AT_ALL, folder)
     assert "fused_norm" not in result.stderr
     every = "torch.float32, torch.bfloat16, torch.float16, torch.float64"
     notice = f"fused_norm has no kernels for {every} on cpu: PyTorch's own ops compute them"

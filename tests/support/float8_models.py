@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 import fused_norm as fn
+from fused_norm.models import fuse
 
 
 class Block(nn.Module):
@@ -45,6 +47,21 @@ def compiled(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
     options = {"then": "aot_eager", **options}
     run: Callable[[Tensor], Tensor] = torch.compile(model, backend="fused_norm", options=options)
     return run
+
+
+def fused_graph(model: nn.Module, x: Tensor) -> Graph:
+    """Return the graph of a model after the pass."""
+    graphs: list[Graph] = []
+
+    def kept(module: GraphModule, inputs: Any) -> Any:
+        fuse.fuse(module, fuse.Options())
+        graphs.append(module.graph)
+        return module.forward
+
+    torch.compiler.reset()
+    torch.compile(model, backend=kept)(x)
+    (graph,) = graphs
+    return graph
 
 
 def rows(dtype: torch.dtype = torch.bfloat16, features: int = 1024) -> Tensor:
