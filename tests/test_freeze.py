@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accuracy import make_inputs
+from processes import run_python
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -345,7 +345,7 @@ def test_a_program_ends_quietly_with_a_frozen_model() -> None:
         "with torch.no_grad():\n"
         "    fn.freeze(model)(torch.randn(6, 32))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_python("-c", program)
     assert (done.returncode, done.stderr) == (0, "")
 
 

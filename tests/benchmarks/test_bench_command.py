@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_cases import provider, right, without_bias
+from processes import run_python
 from torch import Tensor
 
 from benchmarks import command_line, environment, providers, runs, shapes
@@ -25,11 +24,11 @@ from fused_norm.native import build
 @pytest.mark.slow
 def test_compiled_provider_in_every_mode() -> None:
     """Regression: a compiled backward frees what it saved, and so could not be run again."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--device", "cpu"]
+    command = ["-W", "ignore", "-m", "benchmarks", "--device", "cpu"]
     command += ["--op", "layernorm_linear", "--provider", "compile", "--seconds", "0.05"]
     command += ["--shape", "24,32,40", "--no-memory", "--mode", "backward", "--mode", "train"]
     command += ["--dtype", "float32"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = run_python(*command, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
     assert len(lines) == 2, done.stderr
@@ -68,15 +67,10 @@ def test_quick_run(tmp_path: Path) -> None:
     for dtype, name in itertools.product(command_line.QUICK_DTYPES, build.CPU_EXTENSIONS):
         build.load(build.Extension(name, dtype))
     start = _cpu_seconds_of_children()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks", "--quick", "--device", "cpu"),
-            *("--json", str(path), "--csv", str(tmp_path / "quick.csv")),
-            *("--plot", str(tmp_path / "plots"), "--interference"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_python(
+        *("-m", "benchmarks", "--quick", "--device", "cpu"),
+        *("--json", str(path), "--csv", str(tmp_path / "quick.csv")),
+        *("--plot", str(tmp_path / "plots"), "--interference"),
         timeout=300,
     )
     took = (_cpu_seconds_of_children() - start) / 2

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from fused_norm.__main__ import main
 from fused_norm.chain import library as chain
@@ -193,14 +194,9 @@ def test_a_build_for_a_cpu_says_nothing_of_cuda(tmp_path: Path) -> None:
     """Regression: PyTorch's import of what finds its headers warns where a toolkit has no GPU."""
     code = "from fused_norm.chain.library import CHAIN, _compile, cache; import pathlib"
     code += "\ntry: _compile(CHAIN, pathlib.Path('none/x.so'))\nexcept cache.BuildError: pass"
-    environment = {**os.environ, "CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "CXX": shutil.which("false") or ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {"CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    result = run_python("-c", code, CXX=shutil.which("false") or "", **environment)
+    assert result.returncode == 0
     assert "fused_norm: building" in result.stderr
     assert "CUDA" not in result.stderr
 

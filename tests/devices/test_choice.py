@@ -6,8 +6,6 @@ import ctypes
 import importlib
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 from strategies import tell_again
 from torch import nn
 
@@ -245,11 +244,6 @@ def test_kind_of_a_cpu(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_command_line(tmp_path: Path) -> None:
-    wrong = subprocess.run(
-        [sys.executable, "-m", "fused_norm", "tune", "--sizes", "1,2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    wrong = run_python("-m", "fused_norm", "tune", "--sizes", "1,2")
     assert wrong.returncode == 2
     assert "a size is M,K,N, three positive integers: got '1,2'" in " ".join(wrong.stderr.split())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from heads import check, ours, results
+from processes import run_python
 from torch import Tensor
 
 import fused_norm as fn
@@ -165,9 +164,7 @@ target = torch.tensor([0, 5, -100, {label}, 3, 2, 1, 0], device="cuda")
 fn.linear_cross_entropy(x, weight, target, chunk_rows=2)
 torch.cuda.synchronize()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", program)
     assert (done.returncode != 0) == wrong
     # What the host was doing when it met the error names the exception.
     assert ("_assert_async_cuda_kernel" in done.stderr) == wrong

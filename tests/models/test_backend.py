@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_python
 from small_model import Model, assert_alike, step
 
 import fused_norm as fn
@@ -32,7 +32,7 @@ def test_import_is_light() -> None:
     code = (
         "import sys, fused_norm; print(sorted({'torch._dynamo', 'rich', 'sympy'} & {*sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", code, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from fused_norm.__main__ import main
 from fused_norm.chain import library
@@ -213,14 +213,8 @@ print(doctor.report(), path.parent)
 
 
 def as_nobody(anyones: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(NOBODY), str(anyones)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"FUSED_NORM_PREBUILT": "0", "COLUMNS": "500"},
-        check=False,
-    )
+    variables = {"FUSED_NORM_PREBUILT": "0", "COLUMNS": "500"}
+    return run_python("-c", textwrap.dedent(NOBODY), str(anyones), **variables)
 
 
 @as_root

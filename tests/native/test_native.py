@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from accuracy import eager, make_inputs
-from processes import assert_same_after_a_fork
+from processes import assert_same_after_a_fork, run_python
 
 import fused_norm as fn
 from fused_norm.__main__ import main
@@ -164,14 +164,7 @@ def test_relative_folder(package: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_full_disk(package: Path) -> None:
     # A limit on the size of files stands in for the end of a disk.
     script = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))" + LOAD
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(package)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-        check=False,
-    )
+    result = run_python("-c", script, str(package), timeout=120, PYTHONDONTWRITEBYTECODE="1")
     assert result.returncode == 1
     assert "fused_norm.native.cache.BuildError" in result.stderr
     assert not build.is_built(tiny())
@@ -254,12 +247,7 @@ def test_importing_does_nothing() -> None:
     assert warnings.filters == filters
     assert not any(name.split(".")[0] in ("max", "mojo", "rich") for name in sys.modules)
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-c", textwrap.dedent(script))
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 

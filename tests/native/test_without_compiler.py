@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from fused_norm.chain import library as chain
 
@@ -96,13 +95,7 @@ def cache_with(folder: Path, library: Path) -> Path:
 def run(program: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program with nothing prebuilt but what is in a cache."""
     variables |= {"FUSED_NORM_CACHE_DIR": str(cache), "FUSED_NORM_PREBUILT": "0"}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-c", program, **variables)
     assert result.returncode == 0, result.stderr
     return result
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from compiling import ITS_OWN_WARNINGS
+from processes import run_python
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -66,8 +66,7 @@ def ops(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_python("-W", "ignore", "-c", textwrap.dedent(script))
 
 
 def test_programs_hold_what_inference_takes() -> None:

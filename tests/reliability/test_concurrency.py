@@ -7,10 +7,8 @@ test_native.py; a stalled producer on a side stream and CUDA graphs in test_regi
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -18,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import pytest
 import torch
 from accuracy import make_inputs
+from processes import run_python
 from torch import Tensor, nn
 
 import fused_norm as fn
@@ -129,15 +128,9 @@ def test_data_loader_workers(method: str) -> None:
     assert torch.equal(torch.cat(list(loader)), expected)
 
 
-def run(script: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ("-W", "ignore", "-c", textwrap.dedent(script))
+    return run_python(*command, timeout=120, **environment)
 
 
 def test_fork_before_first_use() -> None:
@@ -154,7 +147,7 @@ def test_fork_before_first_use() -> None:
         assert os.waitpid(pid, 0)[1] == 0
         assert os.read(reader, 1)[0] == hash(y) % 251
         """,
-        env=os.environ | {"PYTHONHASHSEED": "1"},
+        PYTHONHASHSEED="1",
     )
     assert result.returncode == 0, result.stderr
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from processes import run_python
 from strategies import tell_again
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -59,18 +57,13 @@ def test_two_processes_learn_as_one(
     parallel: str, train: ModuleType, alone: Path, tmp_path: Path
 ) -> None:
     """Each takes half of every batch; one process resumes what two have left."""
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", SCRIPTS / "train.py", *TINY, tmp_path),
-            *("--model", "fused", "--parallel", parallel, "--steps", "6"),
-        ],
-        capture_output=True,
-        text=True,
+    process = run_python(
+        *("-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "2", str(SCRIPTS / "train.py"), *TINY, str(tmp_path)),
+        *("--model", "fused", "--parallel", parallel, "--steps", "6"),
         timeout=120,
         # Two cores have no room for four threads that wait for each other.
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
+        OMP_NUM_THREADS="1",
     )
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count("tokens/s") == 1

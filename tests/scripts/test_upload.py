@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from processes import run_python
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,14 +107,8 @@ def test_obstacles(checkout: Path) -> None:
 
 
 def test_a_part_is_refused_before_anything_is_built() -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/wheel/release.py"),
-        "--yes",
-        "--dtype",
-        "float32",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = ["scripts/wheel/release.py", "--yes", "--dtype", "float32"]
+    done = run_python(*command, cwd=ROOT, timeout=300)
     assert done.returncode != 0
     assert done.stdout.startswith("not uploaded:")
     assert "--dtype float32 makes a part of the wheels" in done.stdout

@@ -50,10 +50,31 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+def run_python(
+    *arguments: str, cwd: Path | None = None, timeout: float | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, and return what it printed and how it ended.
+
+    Args:
+        arguments: What follows `python`.
+        cwd: The folder in which it runs, None for this process's.
+        timeout: Seconds after which it counts as hanging.
+        environment: Variables that this process lacks or has otherwise.
+    """
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 def assert_is_captured(layer: str) -> None:
     """Capture a layer's step, warmed up as PyTorch asks, where no other product was computed."""
-    command = [sys.executable, "-c", CAPTURE.format(layer=layer)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_python("-c", CAPTURE.format(layer=layer))
     assert result.returncode == 0, result.stderr
 
 
@@ -74,14 +95,7 @@ def run_script(
     script: str, *arguments: str, root: Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of the repository, or of a copy of it, and return what it printed."""
-    return subprocess.run(
-        [sys.executable, script, *arguments],
-        cwd=root,
-        env=with_root(root) | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(script, *arguments, cwd=root, **with_root(root) | environment)
 
 
 def in_forks(functions: Iterable[Callable[[], object]]) -> list[int]:

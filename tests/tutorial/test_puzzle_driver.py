@@ -6,13 +6,11 @@ import functools
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, run_script
+from processes import ROOT, run_python, run_script
 
 import fused_norm as fn
 
@@ -153,9 +151,7 @@ CustomOpLibrary.__init__ = None  # loading a library would fail
 runpy.run_path("solutions/p22/p22.py", run_name="imported")
 assert before == (dict(os.environ), list(warnings.filters), torch._dynamo.config.suppress_errors)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = run_python("-c", program, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
 

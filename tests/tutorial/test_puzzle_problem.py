@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = ROOT / "problems" / "p22" / "op"
@@ -72,13 +71,7 @@ def test_agrees_outside_the_parts(name: str) -> None:
 
 @pytest.mark.slow
 def test_compiles_unfilled_and_is_incorrect() -> None:
-    result = subprocess.run(
-        [sys.executable, "solutions/p22/p22.py", "--problem", "--fused"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("solutions/p22/p22.py", "--problem", "--fused", cwd=ROOT)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "warning" not in result.stderr
     assert re.search(r"^   - CPU: +INCORRECT$", result.stdout, re.MULTILINE)

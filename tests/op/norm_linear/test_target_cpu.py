@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_python
 
 from fused_norm.native import cpu_features
 
@@ -26,12 +24,6 @@ def test_kernels_for_another_cpu(target: str, dtype: str) -> None:
     if target == "x86-64-v4" and "avx512f" not in cpu_features.flags():
         pytest.skip("no AVX-512 on this machine")
     files = ["tests/op/norm_linear/test_cpu_kernels.py", "tests/test_layernorm_linear.py"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *files, "-k", dtype],
-        cwd=ROOT,
-        env={**os.environ, "FUSED_NORM_TARGET_CPU": target},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "pytest", "-q", *files, "-k", dtype]
+    result = run_python(*command, cwd=ROOT, FUSED_NORM_TARGET_CPU=target)
     assert result.returncode == 0, result.stdout[-4000:]

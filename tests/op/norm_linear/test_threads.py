@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from processes import run_python
 
 from fused_norm.native import build
 
@@ -52,13 +51,7 @@ def during(function):
 
 def run(script: str) -> list[float]:
     """Return the numbers that a new process prints, whose threads are its own."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMMON + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    result = run_python("-W", "ignore", "-c", COMMON + textwrap.dedent(script), timeout=300)
     assert result.returncode == 0, result.stderr
     return [float(word) for word in result.stdout.split()]
 
