@@ -222,22 +222,27 @@ def find(question: Any, answer: Any) -> None:
     build.check_at_hand(
         torch.device("cpu") if question.is_cpu else torch.device("cuda", device), dtype
     )
-    passes, context = _passes(question, dtype)
-    product, own = b"", 0
-    if question.is_cpu and not question.is_rows:
+    if question.is_rows:
+        _fill(answer, b"", 0, *_passes(question, dtype))
+        return
+    if question.is_cpu:
         is_ours = question.invariant or cpu_strategy() or not left_to_pytorch(dtype)
-        product, own = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b"", context
+        # The product first: where the compiler fails, its error names what most calls lack.
+        product = _file(cpu_path("norm_linear_cpu", dtype)) if is_ours else b""
+        _fill(answer, product, build.gomp_parallel(), *_passes(question, dtype))
         answer.strategy = cpu_strategy()
         answer.costs = choice.address(cpu_kind(), build.DTYPES[dtype])
-    elif not question.is_rows:
-        is_served = dtype in LOW_PRECISION or question.may_use_tf32
-        if is_served and is_hopper(device):
-            kernels = hopper_extension(dtype, question.normalization)
-            costs = hopper_costs(device, dtype)
-            own = launcher(kernels, device, question.stream, bool(question.is_alone), costs)[1]
-            product = _file(str(kernels.path))
-        answer.strategy, answer.kept_strategy = gpu_strategy(False), gpu_strategy(True)
-    _fill(answer, product, own, passes, context)
+        return
+    passes = _passes(question, dtype)
+    product, own = b"", 0
+    is_served = dtype in LOW_PRECISION or question.may_use_tf32
+    if is_served and is_hopper(device):
+        kernels = hopper_extension(dtype, question.normalization)
+        costs = hopper_costs(device, dtype)
+        own = launcher(kernels, device, question.stream, bool(question.is_alone), costs)[1]
+        product = _file(str(kernels.path))
+    _fill(answer, product, own, *passes)
+    answer.strategy, answer.kept_strategy = gpu_strategy(False), gpu_strategy(True)
 
 
 def _find_eight_bits(question: Any, answer: Any) -> None:
