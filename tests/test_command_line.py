@@ -57,7 +57,7 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_asks_for_the_driver_that_the_pages_name(
     driver: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda query: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     advice = doctor.Advice()
