@@ -85,7 +85,7 @@ def results(model: nn.Module, inputs: Any, compiled: Any, trains: bool) -> list[
 def _compiled(
     model: nn.Module, dynamic: bool | None = None, **options: Any
 ) -> tuple[Any, list[Site], list[Any]]:
-    """Return a model compiled anew, what becomes of its norms, and its graphs."""
+    """Return a model compiled again, what becomes of its norms, and its graphs."""
     sites: list[Site] = []
     graphs = []
 

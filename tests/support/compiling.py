@@ -28,13 +28,13 @@ def with_sites(
     dynamic: bool | None = None,
     **options: Any,
 ) -> tuple[Any, list[Site]]:
-    """Return a function compiled anew by the backend, and the list of what becomes of its norms.
+    """Return a function compiled again by the backend, and the list of what becomes of its norms.
 
     Args:
         function: A function or a module.
         fullgraph: Whether one graph has to take all of it.
         dynamic: Whether sizes may vary; PyTorch's default if None.
-        options: Options of the backend, besides `"then"`: graphs run in eager mode.
+        options: Options of the backend other than `"then"`: graphs run in eager mode.
     """
     torch._dynamo.reset()
     sites: list[Site] = []
