@@ -107,7 +107,8 @@ def assembler() -> str:
 def version() -> str:
     """Return the version of ptxas."""
     said = subprocess.run([assembler(), "--version"], capture_output=True, text=True, check=True)
-    return re.findall(r"V([\d.]+)", said.stdout)[0]
+    found: list[str] = re.findall(r"V([\d.]+)", said.stdout)
+    return found[0]
 
 
 def assemble(text: str, arch: str) -> tuple[str, Resources]:
