@@ -146,8 +146,15 @@ def reads(inner: Iterable[Node], operands: Iterable[Node]) -> set[Node]:
     """Return all nodes of a call, and those between it and its operands, which may be copies."""
     found, ahead, ends = set(inner), list(inner), set(operands)
     while ahead:
-        for node in ahead.pop().all_input_nodes:
+        for node in _read_by(ahead.pop()):
             if node not in found and node not in ends and node.op != "placeholder":
                 found.add(node)
                 ahead.append(node)
     return found
+
+
+def _read_by(node: Node) -> list[Node]:
+    """Return the inputs that a node reads: of `type_as`, whose other tensor has the type alone."""
+    if node.op == "call_method" and node.target == "type_as":
+        return node.all_input_nodes[:1]
+    return node.all_input_nodes

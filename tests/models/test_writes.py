@@ -262,3 +262,20 @@ def test_copies_of_normalized_rows_are_no_aliases() -> None:
     p = given()
     z, c, *_ = compiled(p["x"], p["w"], p["v"])
     assert z.untyped_storage().data_ptr() != c.untyped_storage().data_ptr()
+
+
+def test_a_tensor_that_gives_only_its_type_is_not_read() -> None:
+    """Wan's norms: what made the rows, long before, writes in place as its rotations do."""
+
+    def function(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        rotated = torch.empty_like(x)
+        rotated[..., 0::2] = x[..., 1::2]
+        rotated[..., 1::2] = x[..., 0::2]
+        rows = rotated * 2
+        total = (rows.float() + v * 3).type_as(rows)
+        return F.linear(F.layer_norm(total.float(), (16,)).type_as(total), w)
+
+    compiled, sites = with_sites(function, small=True)
+    x, v, w = torch.randn(4, 16), torch.randn(4, 16), torch.randn(8, 16)
+    torch.testing.assert_close(compiled(x, v, w), function(x, v, w))
+    assert [site.fused for site in sites] == [True]
