@@ -154,7 +154,6 @@ def reads(inner: Iterable[Node], operands: Iterable[Node]) -> set[Node]:
 
 
 def _read_by(node: Node) -> list[Node]:
-    """Return the inputs that a node reads: of `type_as`, whose other tensor has the type alone."""
-    if node.op == "call_method" and node.target == "type_as":
-        return node.all_input_nodes[:1]
-    return node.all_input_nodes
+    """Return the inputs that a node reads: of a cast, not the tensor that only gives its type."""
+    is_cast = node.op == "call_method" and node.target in ("to", "type_as")
+    return node.all_input_nodes[:1] if is_cast else node.all_input_nodes
