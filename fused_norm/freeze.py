@@ -161,7 +161,7 @@ class _Method:
         return {"module": self._module(), "name": self._name, "own": self.own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        _Method.__init__(self, **state)
 
 
 class _Release:

@@ -261,9 +261,8 @@ def _passes(question: Any, dtype: torch.dtype) -> tuple[bytes, int]:
         return _file(cpu_path(f"{name}_cpu", dtype)), build.gomp_parallel()
     extension = gpu_extension(f"{name}_gpu", dtype, question.device)
     # Blocks of a pass do not wait for each other, so they may run along with a collective.
-    return _file(str(extension.path)), launcher(extension, question.device, question.stream, True)[
-        1
-    ]
+    _, context = launcher(extension, question.device, question.stream, True)
+    return _file(str(extension.path)), context
 
 
 @functools.cache
