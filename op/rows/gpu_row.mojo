@@ -1,10 +1,9 @@
 """A thread's share of a row on a GPU: loads it, runs a pass on it and stores the results."""
 
-from std.memory import bitcast
 from std.sys import size_of
 from std.utils import StaticTuple
 
-from ..call import SCALE_BLOCK
+from .gpu_blocks import divided_by_scale
 from .gpu_elements import (
     GlobalPointer,
     load_row,
@@ -14,15 +13,7 @@ from .gpu_elements import (
 )
 from .operands import Operands, accumulator
 from .program import RowProgram
-from .scales import (
-    POWER_OF_TWO,
-    divided,
-    largest_of_block,
-    magnitude_bits,
-    scale_of,
-)
 from .shape import Shape
-from .types import eight_bit_type
 from .values import Row, Terms, Values
 
 comptime ColumnSums[P: RowProgram, accum: DType, shape: Shape] = StaticTuple[
@@ -271,42 +262,13 @@ struct RowReader[P: RowProgram, dtype: DType, ftype: DType, shape: Shape](
                     sums[s] = sum
             comptime if pass_index == Self.P.passes:
                 comptime if Self.P.block_scales:
-                    v[0] = self._divided_by_scale(
-                        operands, index, column, v[0], valid
+                    v[0] = divided_by_scale[Self.P](
+                        operands, self.row.kind, index, column, v[0], valid
                     )
                 comptime for c in range(Self.P.columns):
                     columns[c * Self.tile + i] += v[Self.P.outputs + c]
                 if valid:
                     self.store(operands, index, i, column, v)
-
-    @always_inline
-    def _divided_by_scale(
-        self,
-        operands: Operands[Self.accum],
-        index: Int,
-        column: Int32,
-        elements: SIMD[Self.accum, Self.width],
-        valid: Bool,
-    ) -> SIMD[Self.accum, Self.width]:
-        """Divides by the scale of the 128 elements that 16 lanes have, and stores that; all lanes of a warp call it."""
-        comptime assert 16 * Self.width == SCALE_BLOCK
-        var wide = elements.cast[DType.float32]()
-        var most = largest_of_block(magnitude_bits(wide) if valid else 0)
-        var scale = scale_of[eight_bit_type(Self.P.eight_bits)](
-            bitcast[DType.float32](most), self.row.kind & POWER_OF_TWO != 0
-        )
-        if valid and column % SCALE_BLOCK == 0:
-            comptime slot = Self.P.results_before(Self.P.stages)
-            var blocks = (Int(operands.length) + SCALE_BLOCK - 1) // SCALE_BLOCK
-            GlobalPointer[DType.float32](
-                unsafe_from_address=Int(operands.results[slot])
-            ).unsafe_offset(
-                index * blocks + Int(column) // SCALE_BLOCK
-            ).unsafe_store(
-                scale
-            )
-        comptime Some = SIMD[DType.float32, Self.width]
-        return divided(wide, Some(scale), Some(1 / scale)).cast[Self.accum]()
 
     @always_inline
     def store(
