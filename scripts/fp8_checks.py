@@ -29,6 +29,9 @@ def check_products(kernels: Kernels) -> dict[str, Any]:
             wanted: dict[str, tuple[dict[str, Any], Tensor]] = {"plain": ({}, exact)}
             if dtype is E4M3:
                 wanted["bias"] = ({"bias": bias}, exact + bias.double())
+                residual = torch.randn(M, N, device="cuda").to(BF16)
+                added = exact + bias.double() + residual.double()
+                wanted["residual"] = ({"bias": bias, "residual": residual}, added)
                 gelu = F.gelu(exact + bias.double())
                 wanted["gelu"] = ({"bias": bias, "activation": 2, "h": True}, gelu)
                 if N % 32 == 0:

@@ -71,6 +71,7 @@ def time_product(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[
     sets = sets_for(M * K + K * N + 2 * M * N)
     a = [rows_of(torch.randn(M, K, device="cuda")) for _ in range(sets)]
     b = [rows_of(torch.randn(N, K, device="cuda") / K**0.5) for _ in range(sets)]
+    residual = [torch.randn(M, N, device="cuda").to(BF16) for _ in range(sets)]
     e = [(v[0].to(E5M2), v[1]) for v in a]
     y = [torch.empty(M, N, device="cuda", dtype=BF16) for _ in range(sets)]
     up = [{"up": q[half:], "up_scale": scale[half:]} for q, scale in b]
@@ -84,6 +85,8 @@ def time_product(kernels: Kernels, size: Any, stream: Any, rounds: int) -> dict[
         "ours": ours(),
         "ours, e5m2": ours(e),
         "ours, bias": ours(bias=bias),
+        "ours, residual": lambda i: kernels.linear(*a[i], *b[i], y=y[i], residual=residual[i]),
+        "ours, then a sum by PyTorch": lambda i: (ours()(i), y[i].add_(residual[i])),
         "ours, gelu": ours(activation=2),
         "ours, swiglu": lambda i: kernels.linear(
             *a[i], *b[i], y=y[i], N=half, activation=13, **up[i]

@@ -46,6 +46,8 @@ ROWS_PASSED = (
     "-k",
     "test_values_and_gradients and bfloat16 and gate",
 )
+RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "test_bits")
+LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
 GROUPED = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and bfloat16")
@@ -565,6 +567,31 @@ MUTATIONS = (
         "dx += _to_float32(dsum[r])",
         "pass",
         REACHING,
+    ),
+    Mutation(
+        "a residual in FP8 is read before it is there",
+        "gpu",
+        f"{GEMM_SM90}/multiplier.mojo",
+        "            mbarrier_wait(self.shared.full(at.slot), at.parity)\n"
+        "            found.used[slot] = at.slot",
+        "            found.used[slot] = at.slot",
+        RESIDUAL,
+    ),
+    Mutation(
+        "the lower rows of a tile in FP8 get the residual of the upper ones",
+        "gpu",
+        f"{GEMM_SM90}/multiplier.mojo",
+        "box + UInt32(half * SLICE_BYTES)",
+        "box",
+        RESIDUAL,
+    ),
+    Mutation(
+        "few rows in FP8 get a residual that is still being written",
+        "gpu",
+        f"{GEMM_SM90}/few_rows/kernel.mojo",
+        "            pdl_wait()\n            if rank == 0:",
+        "            if rank == 0:",
+        LATE_RESIDUAL,
     ),
     Mutation(
         "the gradient of a rotation is turned as the rotation is",

@@ -229,17 +229,9 @@ inline Given fp8_linear(
     const auto& kernels = eight_bits_of(given);
     const auto of = factors_of(
         given, scale, weight, weight_scale, bias, up, up_scale, up_bias, by, cast, kernels);
-    const auto added = tensor_of(residual);
-    // Nothing has both a residual and an activation, after which there could be fewer columns.
-    require_kernels(
-        !added.defined() ||
-        (is_beside(added, of.rows.q) && added.dtype() == BFLOAT16 && added.dim() == 2 &&
-         of.layer.weight.q.dim() == 2 &&
-         added.size(0) == of.rows.q.size(0) && added.size(1) == of.layer.outputs()));
-    const auto y = product(
-        of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number_of(activation), of.up);
-    if (added.defined()) add(y, dense(added), kernels_for(y, false).passes);
-    return given_of(y);
+    return given_of(product(
+        of.rows, of.layer, of.rows.q.sizes(), are_kept, kernels, number_of(activation), of.up,
+        nullptr, tensor_of(residual)));
   };
   return by_kernels<Given>(
       run, "fused_norm::fp8_linear_by_python", q, scale, weight, weight_scale, scaling,

@@ -71,16 +71,17 @@ inline Call product_call(const Scaled& rows, int64_t N, bool are_kept, const Eig
   return call;
 }
 
-// Writes rows times the weight of a layer, both with scales of blocks, plus its bias, to y, whose rows
-// may be strided.
+// Writes rows times the weight of a layer, both with scales of blocks, plus its bias and what is added,
+// if anything is, to y, whose rows may be strided.
 inline void block_product(
     const Scaled& rows, const Layer& layer, void* y, int64_t pitch, const Tensor& like,
-    const EightBits& kernels) {
+    const EightBits& kernels, const Tensor& added = {}) {
   require_kernels(rows.of_blocks && layer.weight.of_blocks);
   auto call = product_call(rows, layer.outputs(), false, kernels);
   call.weight = address(layer.weight.q);
   call.weight_scale = address(layer.weight.scale);
   call.bias = address(layer.bias);
+  call.residual = address(added);
   call.y = y;
   call.pitch = pitch;
   launch(kernels.linear, call, like);
@@ -89,7 +90,7 @@ inline void block_product(
 // `product` below for operands with scales of blocks; an activation is a separate pass.
 inline Tensor block_product(
     const Scaled& rows, const Layer& layer, const Layer& up, Sizes sizes, int64_t activation,
-    const EightBits& kernels, Tensor* h) {
+    const EightBits& kernels, Tensor* h, const Tensor& added) {
   const bool is_gate = activation >= GATED, is_pair = up.weight.defined();
   require_kernels(
       !is_pair || (is_gate && up.outputs() == layer.outputs() &&
@@ -99,7 +100,7 @@ inline Tensor block_product(
   const Tensor all =
       activation ? empty(Shape{rows.q.size(0), N}, rows.q, BFLOAT16)
                  : empty(Shape(sizes, N), rows.q, BFLOAT16);
-  block_product(rows, layer, address(all), N, all, kernels);
+  block_product(rows, layer, address(all), N, all, kernels, added);
   if (is_pair) {
     block_product(rows, up, static_cast<char*>(address(all)) + 2 * own, N, all, kernels);
   }
@@ -176,24 +177,40 @@ inline Scaled hidden(
   return z;
 }
 
+// What is added to a product of these rows, in the layout that kernels read, if anything is. Nothing has
+// both that and an activation.
+inline Tensor addend_of(
+    const Tensor& given, const Scaled& rows, int64_t outputs, int64_t activation) {
+  require_kernels(
+      !given.defined() ||
+      (!activation && rows.q.dtype() == E4M3 && is_beside(given, rows.q) &&
+       given.dtype() == BFLOAT16 &&
+       are_equal(given.sizes(), Shape{rows.q.size(0), outputs})));
+  return readable(given);
+}
+
 // Rows times the weight of a layer, plus its bias, in bfloat16 and the sizes of rows except the last.
 // The activation may be a gate, with a second layer or the second half as the gating input. If h is
-// given, the activation's input, one or two times as wide, is written to it.
+// given, the activation's input, one or two times as wide, is written to it. Without an activation, a
+// matrix in bfloat16 may be added to the result, before it is rounded.
 inline Tensor product(
     const Scaled& given, const Layer& given_layer, Sizes sizes, bool is_kept,
     const EightBits& kernels, int64_t activation = 0, const Layer& given_up = {},
-    Tensor* h = nullptr) {
+    Tensor* h = nullptr, const Tensor& given_addend = {}) {
   const auto rows = rows_of(given);
   if (rows.of_blocks) {
     const auto layer = layer_of(given_layer, rows.q);
     const Layer other = given_up.weight.defined() ? layer_of(given_up, rows.q) : Layer{};
-    return block_product(rows, layer, other, sizes, activation, kernels, h);
+    const auto added = addend_of(given_addend, rows, layer.outputs(), activation);
+    return block_product(rows, layer, other, sizes, activation, kernels, h, added);
   }
   auto call = product_call(rows, 0, is_kept, kernels);
   const auto layers = add_layers(call, rows, given_layer, given_up, activation);
   const int64_t N = layers.N;
+  const auto added = addend_of(given_addend, rows, N, activation);
   const auto y = empty(Shape(sizes, N), rows.q, BFLOAT16);
   call.y = address(y);
+  call.residual = address(added);
   if (h) {
     *h = empty(Shape{call.M, activation >= GATED ? 2 * N : N}, rows.q, BFLOAT16);
     call.h = address(*h);

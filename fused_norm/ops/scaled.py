@@ -104,7 +104,7 @@ def linear(
     up_scale: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return act(rows W^T + b) + residual, `[M, N]`.
+    """Return act(rows W^T + b) + residual, `[M, N]`, rounded once.
 
     Args:
         q: Rows in 8 bits, `[M, K]`.

@@ -4,7 +4,7 @@
 
 An epilogue declares which vectors along n it needs, and whether it has terms of each row m. A kernel loads both as
 suits it (to registers, or to shared memory while it multiplies) and passes them with some sums of one row.
-An operand of c's shape, such as a residual, is only located here: kernels add it to the sums.
+An operand of c's shape, such as a residual, is only located here: kernels add it, to the sums or to what is finished.
 """
 
 from std.utils import StaticTuple
@@ -61,6 +61,8 @@ trait Epilogue(TrivialRegisterPassable):
     """Whether finished sums, as `h`, become something else before they are c."""
     comptime adds: Bool = False
     """Whether kernels add a tensor of the shape and the type of c to the sums, before these are finished."""
+    comptime adds_last: Bool = False
+    """Whether they add such a tensor to what is finished, before it is rounded."""
     comptime is_gate: Bool = False
     """Whether c has half of the columns of h: of 16 columns of b, the first eight gate the others."""
     comptime stores: Bool = True
@@ -327,27 +329,3 @@ trait Epilogue(TrivialRegisterPassable):
             The elements of c, still to be rounded.
         """
         ...
-
-
-@fieldwise_init
-struct Plain(Epilogue):
-    """The sums as they are."""
-
-    comptime name = StaticString("plain")
-    """Tells kernels apart."""
-    comptime vectors = 0
-    """None."""
-
-    @doc_hidden
-    @always_inline
-    def finish[
-        dtype: DType, width: Int
-    ](
-        self,
-        sums: SIMD[dtype, width],
-        row_terms: RowTerms[dtype],
-        column_terms: ColumnTerms[dtype, width, Self.vectors],
-        row: Int,
-        column: Int,
-    ) -> SIMD[dtype, width]:
-        return sums

@@ -1,7 +1,31 @@
-"""The epilogues: a bias, the scale and correction of a folded weight, an activation or a gate, an added tensor."""
+"""The epilogues: nothing, a bias, the scale and correction of a folded weight, an activation or a gate."""
 
 from .activation import activate
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector
+
+
+@fieldwise_init
+struct Plain(Epilogue):
+    """The sums as they are."""
+
+    comptime name = StaticString("plain")
+    """Tells kernels apart."""
+    comptime vectors = 0
+    """None."""
+
+    @doc_hidden
+    @always_inline
+    def finish[
+        dtype: DType, width: Int
+    ](
+        self,
+        sums: SIMD[dtype, width],
+        row_terms: RowTerms[dtype],
+        column_terms: ColumnTerms[dtype, width, Self.vectors],
+        row: Int,
+        column: Int,
+    ) -> SIMD[dtype, width]:
+        return sums
 
 
 @fieldwise_init
@@ -233,55 +257,6 @@ struct Activated[E: Epilogue, gates: Bool](Epilogue):
     @always_inline
     def row_terms(self, row: Int) -> RowTerms[]:
         return self.before.row_terms(row)
-
-    @doc_hidden
-    @always_inline
-    def finish[
-        dtype: DType, width: Int
-    ](
-        self,
-        sums: SIMD[dtype, width],
-        row_terms: RowTerms[dtype],
-        column_terms: ColumnTerms[dtype, width, Self.vectors],
-        row: Int,
-        column: Int,
-    ) -> SIMD[dtype, width]:
-        return self.before.finish(sums, row_terms, column_terms, row, column)
-
-
-@fieldwise_init
-struct Added[E: Epilogue](Epilogue):
-    """What another epilogue finishes, plus a tensor.
-
-    Parameters:
-        E: The other, which adds what is the same in each row.
-    """
-
-    comptime name = StaticString("add")
-    """Tells kernels apart."""
-    comptime vectors = Self.E.vectors
-    """The other's."""
-    comptime vector_dtype = Self.E.vector_dtype
-    """Their type."""
-    comptime may_lack_vectors = Self.E.may_lack_vectors
-    """As the other."""
-    comptime adds = True
-    """It does."""
-
-    var before: Self.E
-    """The other."""
-    var tensor: Int64
-    """Address of what is added [M, N]."""
-
-    @doc_hidden
-    @always_inline
-    def addend(self) -> Int:
-        return Int(self.tensor)
-
-    @doc_hidden
-    @always_inline
-    def vector[i: Int](self) -> Vector[Self.vector_dtype]:
-        return self.before.vector[i]()
 
     @doc_hidden
     @always_inline

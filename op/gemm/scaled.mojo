@@ -2,8 +2,7 @@
 
     c[m, n] = row_scale[m] column_scale[n] sum over k of a[m, k] b[n, k] + bias[n]
 
-A separate pass adds a residual: loading it here, one element for each register, took longer than that pass, and
-tensor cores keep only some 14 bits of sums that they start with.
+`Added` adds a residual to that.
 """
 
 from .epilogue import ColumnTerms, Epilogue, RowTerms, Vector

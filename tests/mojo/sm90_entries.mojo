@@ -10,7 +10,7 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
 from op.device import Launcher, new_launcher
-from op.gemm.epilogue import Plain
+from op.gemm.epilogues import Plain
 from op.gemm.sm90.launch import launch_product
 from op.gemm.sm90.split_k import SplitK, launch_split_k
 from op.gemm.sm90.tiling import Tiling

@@ -7,8 +7,9 @@ from std.python.bindings import PythonModuleBuilder
 from std.sys import get_defined_dtype
 
 from op.device import Gpu, Launcher, new_launcher
-from op.gemm.epilogue import Epilogue, Plain
-from op.gemm.epilogues import Activated, Added, Bias, ScaleAndCorrect
+from op.gemm.added import Added
+from op.gemm.epilogue import Epilogue
+from op.gemm.epilogues import Activated, Bias, Plain, ScaleAndCorrect
 from op.gemm.row_hook import RowHook
 from op.gemm.sm90.config import Config
 from op.gemm.sm90.launch import launch_product

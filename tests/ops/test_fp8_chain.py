@@ -295,6 +295,53 @@ def test_rows_are_quantized_once_where_a_graph_has_frozen_weights(recipe: str, r
     assert sorted(names(ran)) == sorted(eager)
 
 
+HOW = [("row", "row"), ("tensor", "tensor"), ("1x128", "128x128")]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_residual_is_added_before_the_only_rounding(
+    how: tuple[str, str], has_bias: bool, ran: Ran
+) -> None:
+    N = 48
+    rows = quantize(matrix(M, K), Cast(E4M3, how[0]), True)
+    layer = quantize(matrix(N, K, seed=1) / 8, Cast(E4M3, how[1]), True)
+    bias = matrix(N, seed=2) if has_bias else None
+    whole = matrix(2 * M, 2 * N, seed=3)
+    # Dense; rows and columns of others; not aligned to 16 bytes; without elements of its own.
+    residuals = [whole[:M, :N].contiguous(), whole[::2, 1 : N + 1], whole[:N, :M].t()]
+    residuals += [whole.flatten()[1 : 1 + M * N].view(M, N), whole[:1, :N].expand(M, -1)]
+    for residual in residuals:
+        given = (*rows, *layer, *how, True, bias, residual, "", BF16, None, None, None, False)
+        expected = torch.ops.fused_norm.fp8_linear_by_python(*given)
+        twice_rounded = scaled.linear(*given[:8], None, "", BF16) + residual
+        ran.clear()
+        found = scaled.linear(*given[:8], residual, "", BF16)
+        assert names(ran) == ["linear"]
+        assert_same([found], [expected])
+        assert not torch.equal(found, twice_rounded)
+
+
+def test_what_no_kernel_adds_is_left_to_pytorch(ran: Ran) -> None:
+    """Rows of e5m2, and what an activation would follow."""
+    by = quantize(matrix(48, K, seed=1), Cast(E4M3, "row"), True)
+    residual = matrix(M, 48, seed=2)
+    for dtype, activation in ((E5M2, ""), (E4M3, "gelu")):
+        rows = quantize(matrix(M, K), Cast(dtype, "row"), True)
+        given = (*rows, *by, "row", "row", True, None, residual, activation, BF16)
+        expected = torch.ops.fused_norm.fp8_linear_by_python(*given, None, None, None, False)
+        ran.clear()
+        assert_same([scaled.linear(*given)], [expected])
+        assert not ran
+    rows = quantize(matrix(M, K), Cast(E5M2, "row"), True)
+    y = scaled.linear(*rows, *by, "row", "row", True, None, None, "", BF16)
+    assert names(ran) == ["quantize", "linear"]
+    exact = recipes.product(rows, "row", by, "row") + residual.float()
+    found = scaled.linear(*rows, *by, "row", "row", True, None, residual, "", BF16)
+    assert_same([found], [exact.to(BF16)])
+    assert not torch.equal(found, y)
+
+
 def test_others_are_told_apart(ran: Ran) -> None:
     """What has another dtype, device or size is no kernel's, and PyTorch says what is wrong."""
     q, scale = quantize(matrix(M, K), Cast(E4M3, "row"), True)

@@ -152,14 +152,24 @@ def block_product(call: Any, weight: int, scale: int, bias: int) -> Tensor:
     return y + at(bias, BF16, call.N).float() if bias else y
 
 
+def added(call: Any, y: Tensor) -> Tensor:
+    """Return y in bfloat16, plus the residual before it is rounded."""
+    if call.residual:
+        assert not call.activation
+        assert TYPES[call.eight_bits] is E4M3
+        y = y + at(call.residual, BF16, call.M, call.N).float()
+    return y.to(BF16)
+
+
 def block_linear(call: Any) -> None:
-    """Write y, with a row stride of `pitch`, with nothing but a bias; or activated in 8 bits."""
+    """Write y, with a row stride of `pitch`, and a bias and a residual; or activated in 8 bits."""
     assert TYPES[call.eight_bits] is E4M3
     assert not call.h
     y = block_product(call, call.weight, call.weight_scale, call.bias)
     if call.y_scale:
         assert call.activation
         assert not call.pitch
+        assert not call.residual
         name = name_of(call.activation)
         assert is_gate(name) == bool(call.up)
         if call.up:
@@ -172,7 +182,7 @@ def block_linear(call: Any) -> None:
     assert not any((call.up, call.activation))
     assert call.pitch >= call.N
     whole = at(call.y, BF16, (call.M - 1) * call.pitch + call.N)
-    whole.as_strided((call.M, call.N), (call.pitch, 1)).copy_(y)
+    whole.as_strided((call.M, call.N), (call.pitch, 1)).copy_(added(call, y))
 
 
 def linear(call: Any) -> None:
@@ -184,7 +194,7 @@ def linear(call: Any) -> None:
         h = torch.cat([h, product(call, call.N, call.up, call.up_scale, call.up_bias)], 1)
     if call.h:
         store(call.h, h.to(BF16))
-    a = activated(name_of(call.activation), h).to(BF16)
+    a = added(call, activated(name_of(call.activation), h))
     if not call.y_scale:
         store(call.y, a)
         return

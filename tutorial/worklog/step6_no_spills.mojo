@@ -8,7 +8,7 @@ Tile, cluster, ring and walk are those of step 5.
 from std.python import PythonObject
 
 from op.device import Gpu
-from op.gemm.epilogue import Plain
+from op.gemm.epilogues import Plain
 from op.gemm.row_hook import NoHook
 from op.gemm.sm90.config import Config
 from op.gemm.sm90.launch_matrix import BAND, launch_matrix

@@ -1,4 +1,6 @@
-"""The addend of a tile, from a tensor of c's shape and type: it is copied through the ring, and sums start with it.
+"""The addend of a tile, from a tensor of c's shape and type: it is copied through the ring.
+
+Sums start with it; or it stays in its slots, the last of the tile, until what it is added to is stored.
 """
 
 from std.collections.string.string_span import (
@@ -7,6 +9,8 @@ from std.collections.string.string_span import (
 )
 from std.utils import StaticTuple
 
+from .config import Config
+from .shared_memory import matrix_x4, unpack_pair
 from .wgmma import Accumulator, row_elements
 
 comptime BOX_COLUMNS = row_elements[DType.bfloat16]()
@@ -25,6 +29,49 @@ def boxes_of(columns: Int) -> Int:
         The boxes, of which the last may hold more.
     """
     return (columns + BOX_COLUMNS - 1) // BOX_COLUMNS
+
+
+@doc_hidden
+@fieldwise_init
+struct TileAddend[config: Config](TrivialRegisterPassable):
+    """Where a warp's rows of what is added to a tile are in the ring, as one of its lanes sees them."""
+
+    comptime boxes_of_half = boxes_of(Self.config.columns)
+    """Boxes across the tile."""
+    comptime count = Self.config.halves() * Self.boxes_of_half
+    """Those that hold rows of the warp."""
+    comptime slots = Self.config.addend_slots()
+    """Slots that hold the boxes."""
+
+    var boxes: StaticTuple[UInt32, Self.count]
+    """Shared addresses of the lane's row of 16, in each box of 64 columns; then those of the other 16."""
+    var used: StaticTuple[UInt32, Self.slots]
+    """The slots."""
+
+    @always_inline
+    def __init__(out self):
+        """Knows of none."""
+        self.boxes = StaticTuple[UInt32, Self.count](fill=0)
+        self.used = StaticTuple[UInt32, Self.slots](fill=0)
+
+    @always_inline
+    def sixteen[
+        dtype: DType, half: Int, column: Int
+    ](self, lane: UInt32) -> SIMD[DType.float32, 8]:
+        """Returns what a lane has of 16 columns from `column` on, in the layout of its sums of one half of the rows."""
+        comptime box = half * Self.boxes_of_half + column // BOX_COLUMNS
+        comptime group = column % BOX_COLUMNS // 8
+        # Rows of eight are swizzled: chunks of 16 bytes are permuted by the row.
+        var chunk = (UInt32(group) + (lane >> 4)) ^ (lane & 7)
+        var words = matrix_x4(self.boxes[box] + (chunk << 4))
+        # The upper and lower eight rows of one group of columns, then of the next.
+        return (
+            unpack_pair[dtype](words[0])
+            .join(unpack_pair[dtype](words[1]))
+            .join(
+                unpack_pair[dtype](words[2]).join(unpack_pair[dtype](words[3]))
+            )
+        )
 
 
 def _text[dtype: DType](n: Int, halves: Int) -> String:

@@ -6,6 +6,7 @@ from std.sys import size_of
 from ...pdl import pdl_wait
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
+from .addend import TileAddend
 from .barriers import (
     map_to_rank,
     mbarrier_arrive,
@@ -138,7 +139,7 @@ def consume[
     var terms = ThreadTerms[halves]()
     var index = tiles.first
     var slots_of_tile = blocks
-    comptime if E.adds:
+    comptime if E.adds or E.adds_last:
         slots_of_tile += UInt32(config.addend_slots())
     comptime if config.ping_pong:
         if consumer > 0:
@@ -168,6 +169,7 @@ def consume[
         var sums = TransposedSums(0)
         var accumulator: Accumulator[registers]
         var row_sum = Float32(0)
+        var addend = TileAddend[config]()
         var gathers: Bool
         comptime if config.a_transposed:
             gathers = (
@@ -212,10 +214,16 @@ def consume[
                     accumulator = multiplier.scaled[second=True](
                         at, blocks, product, row + (lane >> 2), column
                     )
+                elif E.adds_last:
+                    addend = multiplier.addend(at)
             else:
                 accumulator = multiplier.start[False](
                     at, previous, gathered, progress, blocks, not is_first
                 )
+                comptime if E.adds_last:
+                    # All slots of this tile have to be full before the other consumer takes its own: what it waits for
+                    # tells rounds of a slot apart only if the one before is over.
+                    addend = multiplier.addend(at)
                 if index - tiles.step < tiles.end:
                     multiplier.ping_pong_arrive()
                 comptime if E.has_row_terms:
@@ -267,7 +275,11 @@ def consume[
                     lane,
                     elements,
                 ).store[c_dtype, together.columns](
-                    totals, shared.vectors(), boxes, c_map
+                    totals,
+                    shared.vectors(),
+                    boxes,
+                    c_map,
+                    TileAddend[config](),
                 )
         elif config.adds:
             _float32_rows(product, row, column, lane).store[columns](
@@ -310,9 +322,15 @@ def consume[
                         UInt32(product.n) // 2,
                     )
                 else:
-                    rows_of_tile.store[c_dtype, columns](
-                        sums_of_half, shared.vectors(tile), boxes, c_map
+                    rows_of_tile.store[c_dtype, columns, half](
+                        sums_of_half,
+                        shared.vectors(tile),
+                        boxes,
+                        c_map,
+                        addend,
                     )
+            comptime if E.adds_last:
+                multiplier.release_addend(addend)
             comptime if E.vectors > 0:
                 mbarrier_arrive(shared.vectors_empty(tile))
         progress.stored(first_row)

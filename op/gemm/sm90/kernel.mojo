@@ -104,6 +104,20 @@ def matrix_kernel[
         or config.parts != WHOLE
         or E.activates
         or E.adds
+        or E.adds_last
+    )
+    # What is added last waits in the ring, after the k blocks of its tile.
+    comptime assert not E.adds_last or not (
+        config.split
+        or config.adds
+        or config.parts != WHOLE
+        or E.adds
+        or E.activates
+        or E.quantizes
+        or E.sums_rows
+        or E.weighs
+        or H.gathers
+        or H.passes_on
     )
     # Twice the sums of alternating consumers do not fit their registers.
     comptime assert not E.scales_blocks or not (
@@ -156,7 +170,7 @@ def matrix_kernel[
         prefetch_tensor_map(address_of(b_maps))
         comptime if not config.adds and not config.any_columns:
             prefetch_tensor_map(address_of(c_maps))
-        comptime if E.activates:
+        comptime if E.activates or E.adds_last:
             prefetch_tensor_map(address_of(more_map))
     # An earlier grid may still be writing the operands. But a kernel that makes
     # the terms of rows has itself waited for all earlier ones, and so has the

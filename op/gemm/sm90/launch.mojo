@@ -67,7 +67,11 @@ def launch_product[
         return
     product.band = BAND
     comptime if not (
-        E.activates or E.adds or b_transposed or is_eight_bits[dtype]()
+        E.activates
+        or E.adds
+        or E.adds_last
+        or b_transposed
+        or is_eight_bits[dtype]()
     ):
         if n * size_of[dtype]() % ROW_ALIGNMENT != 0:
             launch_matrix[dtype, ANY_COLUMNS](gpu, c, a, b, product)

@@ -165,7 +165,7 @@ def launch_parts[
             more_map = tensor_map[c_dtype](
                 ctx, product.epilogue.h(), m, n, 16, box_columns=box
             )
-    elif E.adds:
+    elif E.adds or E.adds_last:
         more_map = tensor_map[c_dtype](
             ctx, product.epilogue.addend(), m, n, TILE_ROWS
         )

@@ -1,11 +1,9 @@
 """The products of a warpgroup: from the tiles in the ring to its accumulators."""
 
-from std.utils import StaticTuple
-
 from ...call import SCALE_BLOCK
 from ..epilogue import Epilogue
 from ..row_hook import Gathering, RowHook
-from .addend import boxes_of, load_accumulator
+from .addend import TileAddend, load_accumulator
 from .barriers import (
     mbarrier_arrive,
     mbarrier_arrive_cluster,
@@ -92,38 +90,46 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
             named_barrier_arrive(_PING_PONG + 1 - Int32(self.consumer), 256)
 
     @always_inline
-    def _addend(
-        self, mut at: RingPlace
-    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
-        """Takes what is added to a tile out of the ring, as sums to start with."""
-        comptime count = boxes_of(Self.config.columns)
-        comptime slots = Self.config.addend_slots()
-        comptime halves = Self.config.halves()
+    def addend(self, mut at: RingPlace) -> TileAddend[Self.config]:
+        """Finds what is added to a tile in the ring, once it is there."""
+        comptime Found = TileAddend[Self.config]
         var lane = self.thread & 31
         var row = (self.thread >> 5) * 16 + (lane & 15)
         comptime if not Self.config.ping_pong:
             row += self.consumer * 64
         row *= ROW_BYTES
-        var boxes = StaticTuple[UInt32, halves * count]()
-        var used = StaticTuple[UInt32, slots]()
-        comptime for slot in range(slots):
+        var found = Found()
+        comptime for slot in range(Found.slots):
             mbarrier_wait(self.shared.full(at.slot), at.parity)
-            used[slot] = at.slot
-            comptime for i in range(count):
+            found.used[slot] = at.slot
+            comptime for i in range(Found.boxes_of_half):
                 comptime if i // Self.config.boxes_of_slot() == slot:
                     var box = row + self.shared.box_in_slot(
                         at.slot, i % Self.config.boxes_of_slot()
                     )
-                    comptime for half in range(halves):
-                        boxes[half * count + i] = box + UInt32(
-                            half * SLICE_BYTES
-                        )
+                    comptime for half in range(Self.config.halves()):
+                        found.boxes[
+                            half * Found.boxes_of_half + i
+                        ] = box + UInt32(half * SLICE_BYTES)
             at.advance[Self.config.stages]()
+        return found
+
+    @always_inline
+    def release_addend(self, addend: TileAddend[Self.config]):
+        """Gives back its slots, once all threads of the warpgroup have read them."""
+        comptime for slot in range(addend.slots):
+            self.release[True](addend.used[slot])
+
+    @always_inline
+    def _first_sums(
+        self, mut at: RingPlace
+    ) -> Accumulator[Self.config.columns // 2 * Self.config.halves()]:
+        """Takes what is added to a tile out of the ring, as sums to start with."""
+        var found = self.addend(at)
         var sums = load_accumulator[
             result_type[Self.dtype](), Self.config.columns, Self.config.halves()
-        ](boxes, lane)
-        comptime for slot in range(slots):
-            self.release[True](used[slot])
+        ](found.boxes, self.thread & 31)
+        self.release_addend(found)
         return sums
 
     @always_inline
@@ -150,7 +156,7 @@ struct Multiplier[dtype: DType, config: Config, passes_on: Bool, adds: Bool](
         # that not be.
         self._ping_pong_wait(waits)
         comptime if Self.adds:
-            accumulator = self._addend(at)
+            accumulator = self._first_sums(at)
         else:
             mbarrier_wait(self.shared.full(at.slot), at.parity)
             accumulator = multiply_first[

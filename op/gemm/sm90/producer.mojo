@@ -4,6 +4,7 @@ from std.memory import OpaquePointer
 from std.sys import size_of
 from std.utils import StaticTuple
 
+from ...pdl import pdl_wait
 from ..epilogue import Epilogue
 from ..row_hook import RowHook
 from .addend import boxes_of
@@ -155,6 +156,35 @@ def _load_vectors[
             )
 
 
+@always_inline
+def _load_addend[
+    config: Config, dtype: DType
+](
+    shared: Shared[config],
+    mut at: RingPlace,
+    map: OpaquePointer[ImmUntrackedOrigin],
+    row: Int32,
+    column: Int32,
+):
+    """Copies what is added to a tile, in the ring like a k block; `dtype` is its type."""
+    comptime boxes = boxes_of(config.columns)
+    comptime for slot in range(config.addend_slots()):
+        comptime first = slot * config.boxes_of_slot()
+        comptime last = min(first + config.boxes_of_slot(), boxes)
+        var full = shared.full(at.slot)
+        mbarrier_wait(shared.empty(at.slot), at.parity)
+        mbarrier_expect_bytes(full, Int32((last - first) * config.a_bytes()))
+        comptime for box in range(first, last):
+            load_tile(
+                shared.box_in_slot(at.slot, box - first),
+                map,
+                full,
+                column + Int32(box * row_elements[dtype]()),
+                row,
+            )
+        at.advance[config.stages]()
+
+
 @doc_hidden
 @always_inline
 def produce[
@@ -201,26 +231,10 @@ def produce[
             part = rank
             b_row = column // 2
         comptime if E.adds:
-            # What the sums start with, in the ring like a k block.
-            comptime boxes = boxes_of(columns)
-            comptime for slot in range(config.addend_slots()):
-                comptime first = slot * config.boxes_of_slot()
-                comptime last = min(first + config.boxes_of_slot(), boxes)
-                var full = shared.full(at.slot)
-                mbarrier_wait(shared.empty(at.slot), at.parity)
-                mbarrier_expect_bytes(
-                    full, Int32((last - first) * config.a_bytes())
-                )
-                comptime for box in range(first, last):
-                    load_tile(
-                        shared.box_in_slot(at.slot, box - first),
-                        addend_map,
-                        full,
-                        column
-                        + Int32(box * row_elements[result_type[dtype]()]()),
-                        row,
-                    )
-                at.advance[config.stages]()
+            # What the sums start with.
+            _load_addend[config, result_type[dtype]()](
+                shared, at, addend_map, row, column
+            )
         var b_map = part_of(b_maps, part)
         var last_block = first_block + blocks * UInt32(config.turns())
         for its_block in range(first_block, last_block):
@@ -258,6 +272,13 @@ def produce[
                 )
             at.advance[config.stages]()
 
+        comptime if E.adds_last:
+            # Where only terms of rows are waited for, nothing else says that it is complete.
+            comptime if E.has_row_terms:
+                pdl_wait()
+            _load_addend[config, result_type[dtype]()](
+                shared, at, addend_map, row, column
+            )
         # By now the consumers are past the tile whose vectors these replace.
         comptime if E.vectors > 0:
             mbarrier_wait(shared.vectors_empty(consumer), parity)

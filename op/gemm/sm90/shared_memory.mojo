@@ -131,6 +131,33 @@ def pack_pair[dtype: DType](pair: SIMD[DType.float32, 2]) -> UInt32:
 
 @doc_hidden
 @always_inline
+def unpack_pair[dtype: DType](word: UInt32) -> SIMD[DType.float32, 2]:
+    """Widens two elements of 16 bits, the first in the lower half."""
+    comptime if dtype == DType.bfloat16:
+        # Either half is the upper half of a float32.
+        return {
+            bitcast[DType.float32](word << 16),
+            bitcast[DType.float32](word & 0xFFFF0000),
+        }
+    else:
+        return bitcast[dtype, 2](word).cast[DType.float32]()
+
+
+@doc_hidden
+@always_inline
+def matrix_x4(
+    address: UInt32,
+) -> _RegisterPackType[UInt32, UInt32, UInt32, UInt32]:
+    """Loads four 8x8 matrices of 16-bit elements as a warp's fragments; each lane names the address of a row."""
+    return inlined_assembly[
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
+        constraints="=r,=r,=r,=r,r,~{memory}",
+    ](address)
+
+
+@doc_hidden
+@always_inline
 def store_matrix_x4(
     address: UInt32, a: UInt32, b: UInt32, c: UInt32, d: UInt32
 ):

@@ -10,7 +10,7 @@ from std.math import align_up, ceildiv
 from std.sys import size_of
 
 from ...device import Gpu
-from ..epilogue import Plain
+from ..epilogues import Plain
 from ..row_hook import NoHook
 from .config import Config
 from .launch_matrix import BAND, launch_matrix

@@ -11,8 +11,10 @@ from std.utils import StaticTuple
 from max.gpu.primitives import warp
 
 from ..epilogue import ColumnTerms, Epilogue, RowTerms
+from .addend import TileAddend
 from .barriers import warp_sync
 from .boxes import Boxes
+from .config import Config
 from .elements import Elements, swizzle
 from .shared_memory import (
     pack_pair,
@@ -231,15 +233,22 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
 
     @always_inline
     def store[
-        S: Sums, bytes: Int, //, dtype: DType, columns: Int
+        S: Sums,
+        bytes: Int,
+        config: Config,
+        //,
+        dtype: DType,
+        columns: Int,
+        half: Int = 0,
     ](
         self,
         sums: S,
         vectors: UInt32,
         mut boxes: Boxes[bytes],
         c_map: OpaquePointer[ImmUntrackedOrigin],
+        addend: TileAddend[config],
     ):
-        """Finishes and stores the rows, and keeps their sums where the epilogue wants them."""
+        """Finishes and stores the rows, plus what is added last, and keeps their sums where the epilogue wants them."""
         var totals = RowPair(0)
         # Of columns past the last one there are no sums. What a lane has left, in 32 bits, is compared with
         # constants: the columns themselves would take more registers than there are.
@@ -263,6 +272,12 @@ struct TileRows[E: Epilogue, width: Int, any_columns: Bool = False](
                         fours[half] *= self.finish[columns, column, True](
                             sums, vectors
                         )
+                comptime if Self.E.adds_last:
+                    var more = addend.sixteen[
+                        dtype, half, box * Self.width + group * 8
+                    ](self.lane)
+                    comptime for i in range(2):
+                        fours[i] += more.slice[4, offset=4 * i]()
                 comptime if Self.E.stores:
                     self._put[dtype, group](box_address, fours[0], fours[1])
             comptime if Self.E.stores:

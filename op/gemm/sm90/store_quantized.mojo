@@ -4,7 +4,7 @@ Where scales are found, a warp has all columns of its 16 rows, of which four lan
 take two exchanges.
 """
 
-from std.memory import OpaquePointer, bitcast
+from std.memory import OpaquePointer
 from std.sys import size_of
 from std.utils import StaticTuple
 from max.gpu.primitives import warp
@@ -18,6 +18,7 @@ from .shared_memory import (
     shared_value,
     store_shared_element,
     store_shared_value,
+    unpack_pair,
 )
 from .store import TileRows
 from .sums import Accumulators, Sums
@@ -71,14 +72,6 @@ def _largest_of_lanes(bits: UInt32) -> UInt32:
     comptime for distance in [1, 2]:
         most = max(most, warp.shuffle_xor(most, UInt32(distance)))
     return most
-
-
-@always_inline
-def _pair(word: UInt32) -> SIMD[DType.float32, 2]:
-    return {
-        bitcast[DType.float32](word << 16),
-        bitcast[DType.float32](word & 0xFFFF0000),
-    }
 
 
 @doc_hidden
@@ -155,7 +148,9 @@ def store_quantized[
         var up, down = 1 / above, 1 / below
         var inverses = _Four(up, up, down, down)
         comptime for group in range(groups):
-            var four = _pair(words[2 * group]).join(_pair(words[2 * group + 1]))
+            var four = unpack_pair[_ROUNDED](words[2 * group]).join(
+                unpack_pair[_ROUNDED](words[2 * group + 1])
+            )
             var eight_bits = rows.epilogue.in_eight_bits(four, scales, inverses)
             var chunk = UInt32(group // 2) ^ swizzle[width](row)
             var at = place + (chunk << 4) + UInt32(group % 2 * 8)

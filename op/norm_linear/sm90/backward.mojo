@@ -7,7 +7,7 @@ Where the first product takes long enough, its kernel runs the pass as well.
 
 from ...call import Call
 from ...device import Gpu, Launcher
-from ...gemm.epilogue import Plain
+from ...gemm.epilogues import Plain
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import launch_split_k
 from ...norms.norm import Norm

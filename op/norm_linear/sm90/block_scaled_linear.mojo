@@ -1,6 +1,6 @@
 """A Linear layer on operands of 8 bits that were quantized by blocks.
 
-    y = bias + sum over blocks of K of their scales (rows weight^T)
+    y = bias + sum over blocks of K of their scales (rows weight^T)    plus a residual, if there is one
     y, y_scale = act(that) in e4m3, or act(gate) up in e4m3
 
 Rows have a scale for each 128 elements, the weight for each 128 by 128, and so has y in 8 bits.
@@ -9,7 +9,9 @@ Rows have a scale for each 128 elements, the weight for each 128 by 128, and so 
 from ...call import SCALE_BLOCK, Call
 from ...device import Gpu
 from ...gemm.activation import GATED
+from ...gemm.added import Added
 from ...gemm.block_scaled import BlockScaled
+from ...gemm.epilogue import Epilogue
 from ...gemm.row_hook import NoHook
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch_matrix import BAND, launch_parts
@@ -31,7 +33,7 @@ def block_scaled_linear(gpu: Gpu, call: Call) raises:
     Args:
         gpu: Where to run.
         call: Sizes; z in e4m3 with z_scale [M, ceil(K / 128)], weight in e4m3 with weight_scale [ceil(N / 128), ceil(K /
-            128)]; bias and y in bfloat16, the pitch of y. K and N are multiples of 16, addresses too. With y_scale [M,
+            128)]; bias, residual [M, N] and y in bfloat16, the pitch of y. K and N are multiples of 16, addresses too. With y_scale [M,
             ceil(N / 128)], y is e4m3 without a pitch and activated; a gate's other half is up, with up_scale and
             up_bias as the weight's.
 
@@ -41,8 +43,21 @@ def block_scaled_linear(gpu: Gpu, call: Call) raises:
     if call.y_scale != 0:
         _launch_quantized(gpu, call)
         return
+    if call.residual != 0:
+        _launch_product(
+            gpu,
+            call,
+            Added[BlockScaled[DType.bfloat16], True](
+                _first(call), Int64(call.residual)
+            ),
+        )
+    else:
+        _launch_product(gpu, call, _first(call))
+
+
+def _launch_product[E: Epilogue, //](gpu: Gpu, call: Call, epilogue: E) raises:
     var tiling = block_scaled_tiling(call.M, call.N, call.K, gpu.processors)
-    var product = Product(call.M, call.N, call.K, _first(call), NoHook())
+    var product = Product(call.M, call.N, call.K, epilogue, NoHook())
     product.band = BAND
     var y = Matrices(call.y)
     y.pitch = call.pitch

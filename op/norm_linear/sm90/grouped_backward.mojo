@@ -6,7 +6,7 @@
 
 from ...call import Call
 from ...device import Launcher
-from ...gemm.epilogue import Plain
+from ...gemm.epilogues import Plain
 from ...gemm.row_hook import NoHook
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.launch_matrix import BAND, launch_parts

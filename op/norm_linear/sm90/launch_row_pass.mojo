@@ -17,7 +17,7 @@ from max.gpu import (
 
 from ...call import Call
 from ...device import Gpu
-from ...gemm.epilogue import Plain
+from ...gemm.epilogues import Plain
 from ...gemm.sm90.config import Config
 from ...gemm.sm90.counters import SLICE_ROWS, Counter
 from ...gemm.sm90.launch_matrix import launch_matrix, launch_parts

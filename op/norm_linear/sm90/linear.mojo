@@ -9,8 +9,9 @@ The plan declines where PyTorch's product is faster, or where TMA cannot read th
 from ...call import Call
 from ...device import Gpu, Launcher
 from ...gemm.activation import GATED
+from ...gemm.added import Added
 from ...gemm.epilogue import Epilogue
-from ...gemm.epilogues import Activated, Added, Bias, BiasOfParts
+from ...gemm.epilogues import Activated, Bias, BiasOfParts
 from ...gemm.sm90.activated import launch_activated
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.tiling import Tiling, activated_tiling

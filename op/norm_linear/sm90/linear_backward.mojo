@@ -8,7 +8,7 @@ The plans decline where PyTorch's product is faster, or where TMA cannot read th
 
 from ...call import Call
 from ...device import Launcher
-from ...gemm.epilogue import Plain
+from ...gemm.epilogues import Plain
 from ...gemm.sm90.launch import launch_product
 from ...gemm.sm90.split_k import SplitK, launch_split_k
 from ...gemm.sm90.tiling import Tiling

@@ -1,6 +1,7 @@
 """Linear layers on operands of 8 bits, with the scales that they were quantized by.
 
     y = act(row_scale column_scale (rows weight^T) + bias)    h, the input of the activation, is stored as well if asked for
+    y = row_scale column_scale (rows weight^T) + bias + residual, of rows in e4m3
     y = act(that) in e4m3, with one scale that is given
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
 
@@ -10,6 +11,8 @@ Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 from ...call import SCALE_BLOCK, Call
 from ...device import Gpu
 from ...gemm.activation import GATED
+from ...gemm.added import Added
+from ...gemm.epilogue import Epilogue
 from ...gemm.epilogues import Activated
 from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
@@ -42,7 +45,8 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
     Args:
         gpu: Where to run.
         call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
-            multiples of 16, addresses too. Its strategy is FUSED if z is of a pass queued just before, which waits for
+            multiples of 16, addresses too; the residual [M, N] only where z is e4m3, and without an activation. Its
+            strategy is FUSED if z is of a pass queued just before, which waits for
             all before it and writes no weight. With y_scale [M] and y_one_scale, which it is filled with, y is e4m3,
             z too, and the activation no gate.
 
@@ -52,11 +56,19 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
     if call.y_scale != 0:
         _launch_quantized(gpu, call)
     elif call.eight_bits == Int(E5M2):
-        _launch_product[DType.float8_e5m2](gpu, call)
+        _launch_product[DType.float8_e5m2](gpu, call, _scaled(call))
     elif call.activation != 0:
         _launch_activated(gpu, call)
+    elif call.residual != 0:
+        _launch_product[DType.float8_e4m3fn](
+            gpu,
+            call,
+            Added[Scaled[DType.bfloat16], True](
+                _scaled(call), Int64(call.residual)
+            ),
+        )
     else:
-        _launch_product[DType.float8_e4m3fn](gpu, call)
+        _launch_product[DType.float8_e4m3fn](gpu, call, _scaled(call))
 
 
 def scaled_linears(gpu: Gpu, call: Call) raises:
@@ -83,7 +95,7 @@ def scaled_linears(gpu: Gpu, call: Call) raises:
         own.weight_scale = part.scale
         own.bias = part.bias
         own.y = part.y
-        _launch_product[DType.float8_e4m3fn](gpu, own)
+        _launch_product[DType.float8_e4m3fn](gpu, own, _scaled(own))
 
 
 def _launch_beside(gpu: Gpu, call: Call) raises:
@@ -134,7 +146,9 @@ def _scaled(call: Call) -> Scaled[DType.bfloat16]:
     }
 
 
-def _launch_product[dtype: DType](gpu: Gpu, call: Call) raises:
+def _launch_product[
+    E: Epilogue, //, dtype: DType
+](gpu: Gpu, call: Call, epilogue: E) raises:
     # Two elements take the place of one of 16 bits, everywhere that time is counted.
     var tiling = Tiling.best(
         call.M,
@@ -152,7 +166,7 @@ def _launch_product[dtype: DType](gpu: Gpu, call: Call) raises:
         call.M,
         call.N,
         call.K,
-        _scaled(call),
+        epilogue,
         b_is_older=call.strategy == FUSED,
         a_is_new=True,
     )

@@ -54,6 +54,7 @@ from ..wgmma import (
     wait_all,
     wait_previous,
 )
+from .addend import FewRowsAddend
 from .column_terms import load_column_terms
 from .layout import (
     B_BYTES,
@@ -118,7 +119,10 @@ def few_rows_kernel[
         tiles: Tiles of all c.
         product: Sizes, K more than one k block; and what goes with the matrices.
     """
-    comptime assert parts == WHOLE or not (b_transposed or E.adds)
+    comptime assert parts == WHOLE or not (
+        b_transposed or E.adds or E.adds_last
+    )
+    comptime assert not E.adds_last or not E.activates
     comptime Shared = FewRowsShared[rows, H.gathers]
     comptime persistent = is_persistent(rows, H.gathers)
     var shared = Shared(
@@ -194,6 +198,16 @@ def few_rows_kernel[
             elif own_tile.part == 2:
                 c = third_c
         var row_pitch = pitch if pitch != 0 else n
+        var addend = FewRowsAddend[c_dtype, rows]()
+        comptime if E.adds_last:
+            # An earlier grid may still be writing it; the products wait for that one, too.
+            pdl_wait()
+            if rank == 0:
+                addend.load(
+                    product,
+                    own_tile.first_output + warp_in_block * 16 + (lane >> 2),
+                    lane,
+                )
         mbarrier_wait(shared.full(at.slot), at.parity)
         var accumulator = multiply_first[
             right_type[dtype](), rows, 1, b_transposed, False, dtype
@@ -337,6 +351,8 @@ def few_rows_kernel[
                                 Int(row),
                                 Int(output),
                             )
+                            comptime if E.adds_last:
+                                sum += addend.values[i].cast[DType.float32]()
                             comptime if not E.activates:
                                 c.unsafe_offset(
                                     Int(row) * Int(row_pitch) + Int(output)
