@@ -16,6 +16,7 @@ from max.gpu import (
     warp_id,
 )
 from max.gpu.memory import AddressSpace
+from max.gpu.primitives import warp
 from std.memory import stack_allocation
 from std.sys import size_of
 from std.utils import StaticTuple
@@ -34,8 +35,14 @@ comptime COLUMN_WARPS = 8
 """Warps of a block of `column_kernel`, which share its rows."""
 comptime TOTAL_COLUMNS = 32
 """Columns of a block of `total_kernel`."""
-comptime TOTAL_LANES = 32
-"""Threads that share a column of `total_kernel`."""
+comptime TOTAL_NARROW = 8
+"""Columns of its blocks where those would be fewer than the SMs."""
+comptime TOTAL_THREADS = 1024
+"""Threads of its blocks."""
+# Sums of a column that are added up separately.
+comptime _TOTAL_LANES = 32
+# Partial sums that a thread loads together.
+comptime _AT_ONCE = 4
 
 
 def column_kernel[
@@ -228,22 +235,30 @@ struct Totals(KernelArgument, TrivialRegisterPassable):
             self.most_groups = max(self.most_groups, Int(job.groups))
 
 
-def total_kernel[accum: DType](totals: Totals):
-    """Adds the partial sums of each column, in the same order every time.
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(TOTAL_THREADS))
+)
+def total_kernel[accum: DType, columns: Int](totals: Totals):
+    """Adds the partial sums of each column, in the same order every time and for any width of the blocks.
 
-    Grid: (columns / TOTAL_COLUMNS, sums, groups). Block: TOTAL_COLUMNS * TOTAL_LANES threads, of which
-    TOTAL_LANES share a column.
+    Grid: (sums' columns / columns, sums, groups). Block: TOTAL_THREADS threads.
 
     Parameters:
         accum: The type of the partial sums.
+        columns: Columns of a block: more threads share each of fewer, and have all that they load in flight at once.
 
     Args:
         totals: What to add up.
     """
     pdl_wait()
     pdl_trigger()
+    comptime lanes = columns * _TOTAL_LANES
+    comptime turns = TOTAL_THREADS // lanes
+    # One more in each row, so that the lanes of a warp read a column without bank conflicts.
+    comptime pitch = columns + 1
+    comptime lane_pitch = _TOTAL_LANES * pitch
     var shared = stack_allocation[
-        TOTAL_COLUMNS * TOTAL_LANES,
+        turns * lane_pitch,
         Scalar[accum],
         address_space=AddressSpace.SHARED,
     ]()
@@ -253,36 +268,53 @@ def total_kernel[accum: DType](totals: Totals):
             job = totals.jobs[i]
     var length = Int(job.length)
     var group = block_idx.z
-    if block_idx.x * TOTAL_COLUMNS >= length or group >= Int(job.groups):
+    if block_idx.x * columns >= length or group >= Int(job.groups):
         return
     var parts = Int(job.parts)
-    var lane = thread_idx.x // TOTAL_COLUMNS
-    var column = block_idx.x * TOTAL_COLUMNS + thread_idx.x % TOTAL_COLUMNS
+    var column = thread_idx.x % columns
+    var lane = thread_idx.x // columns % _TOTAL_LANES
+    var turn = thread_idx.x // lanes
+    var place = lane * pitch + column
     var sum = Scalar[accum](0)
-    if column < length:
-        var source = GlobalPointer[accum](
-            unsafe_from_address=Int(job.partial)
-        ).unsafe_offset(group * parts * length + column)
-        comptime UNROLL = 4
-        for part in range(lane, parts, TOTAL_LANES * UNROLL):
-            var terms = SIMD[accum, UNROLL](0)
-            comptime for u in range(UNROLL):
-                var index = part + u * TOTAL_LANES
-                if index < parts:
-                    terms[u] = source.unsafe_offset(
-                        index * length
-                    ).unsafe_load()
+    # Beyond the last column, the last one.
+    var source = GlobalPointer[accum](
+        unsafe_from_address=Int(job.partial)
+    ).unsafe_offset(
+        group * parts * length + min(block_idx.x * columns + column, length - 1)
+    )
+    comptime step = _TOTAL_LANES * _AT_ONCE
+    for first in range(0, parts, step * turns):
+        var terms = SIMD[accum, _AT_ONCE](0)
+        comptime for i in range(_AT_ONCE):
+            var part = first + turn * step + i * _TOTAL_LANES + lane
+            if part < parts:
+                terms[i] = source.unsafe_offset(part * length).unsafe_load()
+        comptime if turns == 1:
             sum += terms.reduce_add()
-    shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
+        else:
+            shared.unsafe_offset(turn * lane_pitch + place).unsafe_store(
+                terms.reduce_add()
+            )
+            barrier()
+            if turn == 0:
+                comptime for i in range(turns):
+                    sum += shared.unsafe_offset(
+                        i * lane_pitch + place
+                    ).unsafe_load()
+            barrier()
+    if turn == 0:
+        shared.unsafe_offset(place).unsafe_store(sum)
     barrier()
+    # Now neighboring threads have the sums of one column.
+    column = thread_idx.x // _TOTAL_LANES
+    if column >= columns:
+        return
+    lane = thread_idx.x % _TOTAL_LANES
+    sum = shared.unsafe_offset(lane * pitch + column).unsafe_load()
     comptime for level in range(5):
-        comptime half = TOTAL_LANES >> (level + 1)
-        if lane < half:
-            sum += shared.unsafe_offset(
-                thread_idx.x + half * TOTAL_COLUMNS
-            ).unsafe_load()
-            shared.unsafe_offset(thread_idx.x).unsafe_store(sum)
-        barrier()
+        comptime distance = _TOTAL_LANES >> (level + 1)
+        sum += warp.shuffle_xor(sum, UInt32(distance))
+    column += block_idx.x * columns
     if lane == 0 and column < length:
         store_as[space=AddressSpace.GLOBAL](
             job.type, job.output, group * length + column, sum

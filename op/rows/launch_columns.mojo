@@ -13,7 +13,8 @@ from ..pdl import pdl_attributes
 from .columns import (
     COLUMN_WARPS,
     TOTAL_COLUMNS,
-    TOTAL_LANES,
+    TOTAL_NARROW,
+    TOTAL_THREADS,
     Total,
     Totals,
     column_kernel,
@@ -279,16 +280,24 @@ def launch_totals[accum: DType](gpu: Gpu, totals: Totals) raises:
     """
     if totals.longest == 0:
         return
-    comptime kernel = total_kernel[accum]
-    var compiled = gpu.context.compile_function[kernel]()
-    gpu.stream.enqueue_function(
-        compiled,
-        totals,
-        grid_dim=(
-            ceildiv(totals.longest, TOTAL_COLUMNS),
-            totals.count,
-            totals.most_groups,
-        ),
-        block_dim=TOTAL_COLUMNS * TOTAL_LANES,
-        attributes=pdl_attributes(),
+    var blocks = (
+        ceildiv(totals.longest, TOTAL_COLUMNS)
+        * totals.count
+        * totals.most_groups
     )
+    comptime for is_narrow in [False, True]:
+        comptime columns = TOTAL_NARROW if is_narrow else TOTAL_COLUMNS
+        if (blocks < gpu.processors) == is_narrow:
+            comptime kernel = total_kernel[accum, columns]
+            var compiled = gpu.context.compile_function[kernel]()
+            gpu.stream.enqueue_function(
+                compiled,
+                totals,
+                grid_dim=(
+                    ceildiv(totals.longest, columns),
+                    totals.count,
+                    totals.most_groups,
+                ),
+                block_dim=TOTAL_THREADS,
+                attributes=pdl_attributes(),
+            )
