@@ -13,6 +13,9 @@ from .shape import Shape
 
 comptime _WARP_THREADS = 128
 comptime _LONG_THREADS = 512
+# Of few rows, a persistent block takes at least as many. Each leaves partial sums as long as a row, so one row for each
+# block means that as much is written in float32 for every sum over rows as the rows have, and read again by `total_kernel`.
+comptime _FEWEST_BLOCK_ROWS = 1
 comptime PERSISTENT_THREADS = 512
 """The most threads of a persistent block."""
 
@@ -223,7 +226,7 @@ struct PersistentGrid(TrivialRegisterPassable):
         )
         var of_sm = shape.blocks * shape.threads // self.threads
         self.blocks = min(
-            Int(operands.rows),
+            ceildiv(Int(operands.rows), _FEWEST_BLOCK_ROWS),
             max(1, gpu.processors * of_sm // Int(operands.groups)),
         )
 
