@@ -235,6 +235,9 @@ BLOCKS: dict[Member, Shape] = {
     _block(
         "llama-8b", "LLaMA 8B", Kind(4, head=128, share=4, is_causal=True, is_gated=True), *_GATED
     ): Shape(4 * 2048, 4096, 14336),
+    _block("llama-1b", "LLaMA 1B", Kind(4, share=4, is_causal=True, is_gated=True), *_GATED): Shape(
+        4 * 2048, 2048, 8192
+    ),
     _block(
         "qwen3-0.6b", "Qwen3 0.6B", Kind(8, share=2, is_causal=True, is_gated=True), *_GATED
     ): Shape(8 * 2048, 1024, 3072),
