@@ -44,6 +44,9 @@ from fused_norm.models.sites import OTHERS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
+
+import whole_model  # noqa: E402
+
 # Calls in a batch of inference and training, as many as keep an H200 busy.
 MODELS = {
     **{"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)},
@@ -153,7 +156,7 @@ def measure(
     inputs = {k: v.to(device, dtype if v.is_floating_point() else None) for k, v in inputs.items()}
     found: dict[str, Any] = {
         **{"model": name, "mode": mode, "size": options.size, "batch": batch},
-        **{"unit": example.UNIT, "count": example.count(inputs), "commit": options.commit},
+        **{"unit": example.UNIT, "count": count_of(example, inputs), "commit": options.commit},
         "parameters": sum(p.numel() for p in model.parameters()),
         "fused": "",
     }
@@ -168,6 +171,12 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
+
+
+def count_of(example: Any, inputs: dict[str, Any]) -> int:
+    """Return how many of its units an example's inputs have."""
+    count: Callable[..., int] = getattr(example, "count", whole_model.count_tokens)
+    return count(inputs)
 
 
 def _results(

@@ -95,6 +95,20 @@ def test_whole_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "models.png").stat().st_size > 10000
 
 
+def test_each_whole_model_says_what_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts/measure")
+    import whole_models
+
+    for name in whole_models.MODELS:
+        example = pytest.importorskip(name, reason="uv sync --group models", exc_type=ImportError)
+        _, inputs = example.build("tiny", 3)
+        count = whole_models.count_of(example, inputs)
+        first = next(iter(inputs.values()))
+        assert count == {"images": 3, "tokens": first.numel()}.get(example.UNIT, count), name
+        assert count % 3 == 0
+
+
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_pages_have_the_committed_measurements(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES.parent / "scripts/measure")

@@ -47,7 +47,7 @@ def ran(call: Any) -> tuple[Any, list[str]]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         found = call()
         torch.cuda.synchronize()
-    on_gpu = [event for event in seen.events() if event.device_type is DeviceType.CUDA]
+    on_gpu = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
     return found, [event.name for event in on_gpu if "Activity Buffer" not in event.name]
 
 
