@@ -45,8 +45,6 @@ from fused_norm.models.sites import OTHERS
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import whole_model  # noqa: E402
-
 # Calls in a batch of inference and training, as many as keep an H200 busy.
 MODELS = {
     **{"vit": (256, 128), "llama": (8, 4), "whisper": (16, 8), "dit": (64, 32)},
@@ -175,8 +173,8 @@ def measure(
 
 def count_of(example: Any, inputs: dict[str, Any]) -> int:
     """Return how many of its units an example's inputs have."""
-    count: Callable[..., int] = getattr(example, "count", whole_model.count_tokens)
-    return count(inputs)
+    tokens = importlib.import_module("whole_model").count_tokens
+    return int(getattr(example, "count", tokens)(inputs))
 
 
 def _results(
