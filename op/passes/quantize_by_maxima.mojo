@@ -16,13 +16,20 @@ from ..rounding import widened
 from ..rows.eight_bits import largest, pack_eight_bits
 from ..rows.scales import divided, scale_of
 from ..rows.types import E4M3, E5M2, eight_bit_type
-from .maxima import ACROSS, LOAD, THREADS, TILE_COLUMNS, at
+from .maxima import LOAD, at
 
 comptime TILE_ROWS = 128
 """Rows of a block's tile, of which a thread has four: with a column each a word of 8 bits."""
-# Words of a row of the transposed tile, and one more, so that columns are in different banks.
-comptime _PITCH = TILE_ROWS // 4 + 1
+comptime _TILE_COLUMNS = 64
+# Four threads store a row of the transposed tile.
+comptime _THREADS = 4 * _TILE_COLUMNS
+# A warp has eight threads across, and four down.
+comptime _ACROSS = 8
+comptime _HALVES = _TILE_COLUMNS // (_ACROSS * LOAD)
+# Words of a row of the transposed tile.
+comptime _PITCH = TILE_ROWS // 4
 comptime _LEAST = Float64(1e-12)
+comptime _Eight = SIMD[DType.float32, LOAD]
 
 
 def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
@@ -54,12 +61,45 @@ def run_quantize_by_maxima(gpu: Gpu, call: Call) raises:
                 Int32(call.one_scale),
                 Int32(call.power_of_two),
                 grid_dim=(
-                    ceildiv(call.K, TILE_COLUMNS),
+                    ceildiv(call.K, _TILE_COLUMNS),
                     ceildiv(max(call.M, call.pitch), TILE_ROWS),
                 ),
-                block_dim=THREADS,
+                block_dim=_THREADS,
                 attributes=pdl_attributes(),
             )
+
+
+@always_inline
+def _magnitude(maxima: Int64, index: Int) -> Float32:
+    return bitcast[DType.float32](
+        at[DType.uint32](maxima, index).unsafe_load() << 16
+    )
+
+
+@always_inline
+def _scale_and_inverse[
+    eight_bits: DType
+](most: Float32, is_rounded: Bool, is_torchao: Bool) -> SIMD[DType.float32, 2]:
+    """Returns the scale of a largest magnitude, and what numbers are multiplied by, 1 / scale."""
+    if is_torchao:
+        # As it rounds with one scale for all: by the reciprocal scale, computed in float64.
+        var wide = most.cast[DType.float64]()
+        var bounded = _LEAST if wide < _LEAST else wide
+        var inverse = (
+            largest[eight_bits]().cast[DType.float64]() / bounded
+        ).cast[DType.float32]()
+        return {1 / inverse, inverse}
+    var scale = scale_of[eight_bits](most, is_rounded)
+    return {scale, 1 / scale}
+
+
+@always_inline
+def _group(column: Int, group: Int) -> Int:
+    """Returns where a row of the transposed tile has a group of four words.
+
+    The order makes the threads of a warp find different banks, when they store words and when they load groups.
+    """
+    return group ^ (((column // LOAD) ^ column & 1) & 7)
 
 
 def quantize_kernel[
@@ -79,7 +119,7 @@ def quantize_kernel[
 ):
     """Writes a matrix in 8 bits, as it lies and transposed, and the scales of both.
 
-    Grid: (k / TILE_COLUMNS, rows / TILE_ROWS). Block: THREADS threads, 8 across the tile's columns.
+    Grid: (k / 64, rows / TILE_ROWS). Block: 256 threads; a thread has 8 columns of four rows.
 
     Parameters:
         eight_bits: The type, float8_e4m3fn or float8_e5m2.
@@ -97,14 +137,16 @@ def quantize_kernel[
         one_scale: Whether all scales are one.
         power_of_two: Whether scales are rounded up to powers of two.
     """
-    comptime Eight = SIMD[DType.float32, LOAD]
     pdl_wait()
     pdl_trigger()
     var thread = Int(thread_idx.x)
-    var across = thread % ACROSS
-    var down = thread // ACROSS
-    var column = Int(block_idx.x) * TILE_COLUMNS + across * LOAD
-    var row = Int(block_idx.y) * TILE_ROWS + 4 * down
+    var warp_here = thread // 32
+    var first_column = Int(block_idx.x) * _TILE_COLUMNS
+    var first_row = Int(block_idx.y) * TILE_ROWS
+    var own = (warp_here % _HALVES * _ACROSS + thread % _ACROSS) * LOAD
+    var down = warp_here // _HALVES * 4 + thread % 32 // _ACROSS
+    var column = first_column + own
+    var row = first_row + 4 * down
     var is_here = column < Int(k)
     # All loads are in flight before the first is used.
     var rows = StaticTuple[SIMD[DType.bfloat16, LOAD], 4](
@@ -115,96 +157,124 @@ def quantize_kernel[
             rows[i] = at[DType.bfloat16](
                 x, (row + i) * Int(k) + column
             ).unsafe_load[width=LOAD, alignment=16]()
-    # Those of columns, or the one scale.
-    var scale = Eight(1)
-    # 1 / scale, or for one scale of all what numbers are multiplied by.
-    var inverse = Eight(1)
-    if one_scale != 0:
-        var most = bitcast[DType.float32](
-            at[DType.uint32](maxima, 0).unsafe_load() << 16
-        )
-        scale = Eight(scale_of[eight_bits](most, True))
-        inverse = 1 / scale
-        if power_of_two == 0:
-            # As torchao rounds: by the reciprocal scale, computed in float64.
-            var wide = most.cast[DType.float64]()
-            var bounded = _LEAST if wide < _LEAST else wide
-            inverse = Eight(
-                (largest[eight_bits]().cast[DType.float64]() / bounded).cast[
-                    DType.float32
-                ]()
+    # Divisions take longer than all else does to a number: one thread for each scale, first those of columns.
+    var of_columns = stack_allocation[
+        2 * _TILE_COLUMNS, Float32, address_space=AddressSpace.SHARED
+    ]()
+    var of_rows = stack_allocation[
+        2 * TILE_ROWS, Float32, address_space=AddressSpace.SHARED
+    ]()
+    comptime assert _TILE_COLUMNS + TILE_ROWS <= _THREADS
+    var is_one = one_scale != 0
+    var is_torchao = is_one and power_of_two == 0
+    if thread < _TILE_COLUMNS:
+        var c = first_column + thread
+        if zt != 0 and c < Int(k):
+            var pair = _scale_and_inverse[eight_bits](
+                _magnitude(maxima, 0 if is_one else c),
+                power_of_two != 0,
+                is_torchao,
             )
-            scale = 1 / inverse
-    elif is_here and zt != 0:
-        var bits = at[DType.uint32](maxima, column).unsafe_load[
-            width=LOAD, alignment=16
-        ]()
-        comptime for i in range(LOAD):
-            scale[i] = scale_of[eight_bits](
-                bitcast[DType.float32](bits[i] << 16), power_of_two != 0
+            of_columns.unsafe_offset(thread).unsafe_store(pair[0])
+            of_columns.unsafe_offset(_TILE_COLUMNS + thread).unsafe_store(
+                pair[1]
             )
-        inverse = 1 / scale
-    if zt != 0 and is_here and block_idx.y == 0 and down == 0:
-        at[DType.float32](zt_scales, column).unsafe_store[alignment=16](scale)
-    var fours = StaticTuple[Eight, 4](fill=Eight(0))
-    comptime for i in range(4):
-        var wide = rebind[Eight](widened[DType.float32](rows[i]))
-        if one_scale == 0 or power_of_two != 0:
-            fours[i] = divided[width=LOAD](wide, scale, inverse)
-        else:
-            fours[i] = wide * inverse
-        if z != 0 and is_here and row + i < Int(m):
-            var own = scale[0]
-            var quotients = fours[i]
-            if one_scale == 0:
-                var bits = at[DType.uint32](
-                    maxima, Int(k) + row + i
-                ).unsafe_load()
-                own = scale_of[eight_bits](
-                    bitcast[DType.float32](bits << 16), power_of_two != 0
+            if block_idx.y == 0:
+                at[DType.float32](zt_scales, c).unsafe_store(pair[0])
+    elif thread < _TILE_COLUMNS + TILE_ROWS:
+        var r = thread - _TILE_COLUMNS
+        var its_row = first_row + r
+        if z != 0 and its_row < Int(m):
+            var pair = _scale_and_inverse[eight_bits](
+                _magnitude(maxima, 0 if is_one else Int(k) + its_row),
+                power_of_two != 0,
+                is_torchao,
+            )
+            of_rows.unsafe_offset(2 * r).unsafe_store[alignment=8](pair)
+            if block_idx.x == 0:
+                at[DType.float32](z_scales, its_row).unsafe_store(pair[0])
+    barrier()
+    if z != 0 and is_here:
+        comptime for i in range(4):
+            if row + i < Int(m):
+                var pair = of_rows.unsafe_offset(
+                    2 * (4 * down + i)
+                ).unsafe_load[width=2, alignment=8]()
+                var q = _quotients[LOAD](
+                    rebind[_Eight](widened[DType.float32](rows[i])),
+                    _Eight(pair[0]),
+                    _Eight(pair[1]),
+                    is_torchao,
                 )
-                quotients = divided[width=LOAD](
-                    wide, Eight(own), Eight(1 / own)
+                at[DType.uint32](
+                    z, ((row + i) * Int(k) + column) // 4
+                ).unsafe_store[alignment=8](
+                    SIMD[DType.uint32, 2](
+                        pack_eight_bits[eight_bits](q.slice[4]()),
+                        pack_eight_bits[eight_bits](q.slice[4, offset=4]()),
+                    )
                 )
-            if column == 0:
-                at[DType.float32](z_scales, row + i).unsafe_store(own)
-            var words = SIMD[DType.uint32, 2](
-                pack_eight_bits[eight_bits](quotients.slice[4]()),
-                pack_eight_bits[eight_bits](quotients.slice[4, offset=4]()),
-            )
-            at[DType.uint32](
-                z, ((row + i) * Int(k) + column) // 4
-            ).unsafe_store[alignment=8](words)
     if zt == 0:
         return
     var room = stack_allocation[
-        TILE_COLUMNS * _PITCH, UInt32, address_space=AddressSpace.SHARED
+        _TILE_COLUMNS * _PITCH,
+        UInt32,
+        address_space=AddressSpace.SHARED,
+        alignment=16,
+    ]()
+    # What a padded row of scales of NaN or infinity would make of zeros is not stored.
+    var kept = UInt32(0)
+    comptime for i in range(4):
+        if row + i < Int(m):
+            kept |= UInt32(0xFF << (8 * i))
+    var scales = of_columns.unsafe_offset(own).unsafe_load[
+        width=LOAD, alignment=16
+    ]()
+    var inverses = of_columns.unsafe_offset(_TILE_COLUMNS + own).unsafe_load[
+        width=LOAD, alignment=16
     ]()
     comptime for j in range(LOAD):
-        # What a padded row of scales of NaN or infinity would make of zeros is not stored.
-        var four = SIMD[DType.float32, 4](
-            fours[0][j], fours[1][j], fours[2][j], fours[3][j]
+        comptime Four = SIMD[DType.float32, 4]
+        var four = rebind[Four](
+            widened[DType.float32](
+                SIMD[DType.bfloat16, 4](
+                    rows[0][j], rows[1][j], rows[2][j], rows[3][j]
+                )
+            )
         )
-        comptime for i in range(4):
-            if row + i >= Int(m):
-                four[i] = 0
-        room.unsafe_offset((across * LOAD + j) * _PITCH + down).unsafe_store(
-            pack_eight_bits[eight_bits](four)
+        var q = _quotients[4](
+            four, Four(scales[j]), Four(inverses[j]), is_torchao
+        )
+        var place = _group(own + j, down // 4) * 4 + down % 4
+        room.unsafe_offset((own + j) * _PITCH + place).unsafe_store(
+            pack_eight_bits[eight_bits](q) & kept
         )
     barrier()
-    # Four threads have a row of the transposed tile.
-    comptime words = TILE_ROWS // 16
-    var own = Int(block_idx.x) * TILE_COLUMNS + thread // 4
-    var start = Int(block_idx.y) * TILE_ROWS + thread % 4 * 4 * words
-    if own >= Int(k):
+    var its_column = thread // 4
+    if first_column + its_column >= Int(k):
         return
-    comptime for part in range(words // 4):
-        if start + 16 * part < Int(pitch):
-            var four = SIMD[DType.uint32, 4](0)
-            comptime for i in range(4):
-                four[i] = room.unsafe_offset(
-                    thread // 4 * _PITCH + thread % 4 * words + 4 * part + i
-                ).unsafe_load()
+    comptime groups = TILE_ROWS // 16 // 4
+    comptime for part in range(groups):
+        var group = thread % 4 * groups + part
+        var start = first_row + 16 * group
+        if start < Int(pitch):
+            var four = room.unsafe_offset(
+                its_column * _PITCH + _group(its_column, group) * 4
+            ).unsafe_load[width=4, alignment=16]()
             at[DType.uint32](
-                zt, (own * Int(pitch) + start) // 4 + 4 * part
+                zt, ((first_column + its_column) * Int(pitch) + start) // 4
             ).unsafe_store[alignment=16](four)
+
+
+@always_inline
+def _quotients[
+    width: Int
+](
+    z: SIMD[DType.float32, width],
+    scale: SIMD[DType.float32, width],
+    inverse: SIMD[DType.float32, width],
+    is_torchao: Bool,
+) -> SIMD[DType.float32, width]:
+    if is_torchao:
+        return z * inverse
+    return divided(z, scale, inverse)

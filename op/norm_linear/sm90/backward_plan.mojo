@@ -19,7 +19,7 @@ from .workspace import PART
 
 # Up to this many products, the time goes into starting one kernel of the backward after another: on the device in a
 # graph, otherwise on the host, where that takes some tens of microseconds.
-comptime _FEW_PRODUCTS = 500_000_000
+comptime _FEW_PRODUCTS = 50_000_000
 comptime _FEW_PRODUCTS_LAUNCHED = 5_000_000_000
 
 
