@@ -71,10 +71,9 @@ def measure(size: Size, direction: str, seconds: float, others: Iterable[str] = 
     scales = 1.0, 1.0, 1.0, K**-0.5, 1.0
     elements = sum(math.prod(shape) for shape in shapes) + size.M * size.N
     count = min(MOST_SETS, 2 * cache_bytes() // (dtype.itemsize * elements)) | 1
-    sets = [
-        [(torch.randn(shape) * s).to(dtype) for shape, s in zip(shapes, scales, strict=True)]
-        for _ in range(count)
-    ]
+    # The same numbers in each set: only their places in memory count.
+    drawn = [(torch.randn(shape) * s).to(dtype) for shape, s in zip(shapes, scales, strict=True)]
+    sets = [drawn, *([tensor.clone() for tensor in drawn] for _ in range(count - 1))]
     grad_output = torch.randn(size.M, outputs).to(dtype)
     activation = ACTIVATION[size.kind]
     act = composed_activation(size.kind)

@@ -1,6 +1,7 @@
 """Measure calls on this CPU with each strategy, and fit the model that chooses for its kind.
 
     python scripts/measure/cpu_calls.py [--commit COMMIT]   measure, and write both files
+    python scripts/measure/cpu_calls.py --most-rows ROWS    measure the calls of few rows again
     python scripts/measure/cpu_calls.py --fit               only fit again, every kind
 
 Measurements are benchmarks/results/cpu-calls-KIND.json; what is fitted to them is
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,6 +46,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--fit", action="store_true", help="only fit again")
     parser.add_argument("--commit")
+    parser.add_argument(
+        "--most-rows",
+        type=int,
+        help="only calls of as many rows, whose kernels changed; the file says which those are",
+    )
     parser.add_argument("--seconds", type=float, default=0.3, help="for each call (default: 0.3)")
     options = parser.parse_args()
     if not options.fit:
@@ -51,7 +58,10 @@ def main() -> int:
         if kind is None:
             print("SKIPPED: needs a CPU with AVX2, or Arm's")
             return 0
-        measure(kind, options.seconds, options.commit)
+        if options.most_rows:
+            measure_again(kind, options.seconds, options.commit, options.most_rows)
+        else:
+            measure(kind, options.seconds, options.commit)
     for kind, device in fitted().items():
         costs.save(device, choice.SHIPPED / f"{kind}.json")
         print(f"{kind}: {device.about}, {len(device.exceptions)} exceptions")
@@ -81,13 +91,7 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
         wanted = sizes()
         for size in progress.track(wanted, description=kind):
             calls += [measure_call(size, direction, seconds) for direction in DIRECTIONS]
-        # What the model is far from, or a tenth of a second of other work has disturbed.
-        device = costs.fit(kind, {}, calls)
-        doubtful = [i for i, call in enumerate(calls) if is_doubtful(call, device)]
-        for i in progress.track(doubtful, description="again"):
-            call = calls[i]
-            size = Size(call.dtype, call.kind, call.M, call.K, call.N)
-            calls[i] = measure_call(size, call.direction, LONGER * seconds)
+        repeat_doubtful(kind, calls, range(len(calls)), seconds, progress)
     # One thread, at some of the sizes.
     threads = torch.get_num_threads()
     if threads > 1:
@@ -97,6 +101,39 @@ def measure(kind: str, seconds: float, commit: str | None) -> None:
         torch.set_num_threads(threads)
     head = {"environment": described, "fields": Measured._fields}
     document.write_rows(file_of(kind), head, "calls", calls)
+
+
+def measure_again(kind: str, seconds: float, commit: str | None, most_rows: int) -> None:
+    """Replace the measurements of this kind of CPU of up to a number of rows."""
+    content = json.loads(file_of(kind).read_text())
+    calls = [Measured(*each) for each in content.pop("calls")]
+    threads = torch.get_num_threads()
+    replaced = [i for i, call in enumerate(calls) if most_rows >= call.M]
+    with Progress() as progress:
+        for i in progress.track(replaced, description=kind):
+            calls[i] = measured_again(calls[i], seconds)
+        repeat_doubtful(kind, calls, replaced, seconds, progress)
+    torch.set_num_threads(threads)
+    described = dataclasses.asdict(environment.describe(torch.device("cpu"), commit))
+    content["again"] = {"most_rows": most_rows, "environment": described}
+    document.write_rows(file_of(kind), content, "calls", calls)
+
+
+def repeat_doubtful(
+    kind: str, calls: list[Measured], which: Sequence[int], seconds: float, progress: Progress
+) -> None:
+    """Measure again what the model is far from, or other work has disturbed."""
+    device = costs.fit(kind, {}, calls)
+    doubtful = [i for i in which if is_doubtful(calls[i], device)]
+    for i in progress.track(doubtful, description="again"):
+        calls[i] = measured_again(calls[i], LONGER * seconds)
+
+
+def measured_again(call: Measured, seconds: float) -> Measured:
+    """Return a new measurement of a call, with as many threads as it had."""
+    torch.set_num_threads(call.threads)
+    size = Size(call.dtype, call.kind, call.M, call.K, call.N)
+    return measure_call(size, call.direction, seconds)
 
 
 def is_doubtful(call: Measured, device: costs.Device) -> bool:

@@ -29,7 +29,7 @@ from .tile_product import multiply_block_by_tiles
 
 
 @always_inline
-def _broadcast[
+def broadcast[
     dtype: DType
 ](source: Buffer[Blocking[dtype].operand]) -> SIMD[
     Blocking[dtype].operand, Blocking[dtype].width * Blocking[dtype].pair
@@ -46,7 +46,7 @@ def _broadcast[
 
 
 @always_inline
-def _add_product[
+def add_product[
     dtype: DType
 ](
     acc: SIMD[Blocking[dtype].accum, Blocking[dtype].width],
@@ -99,9 +99,9 @@ def _add_step[
     comptime for i in range(rows):
         comptime a_step = B.tile_m * B.pair if a_is_panel else B.pair
         var row = i * B.pair if a_is_panel else i * a_stride
-        var a_value = _broadcast[dtype](a.unsafe_offset(row + step * a_step))
+        var a_value = broadcast[dtype](a.unsafe_offset(row + step * a_step))
         comptime for j in range(vectors):
-            acc[i * vectors + j] = _add_product[dtype](
+            acc[i * vectors + j] = add_product[dtype](
                 acc[i * vectors + j], a_value, b_row[j]
             )
 

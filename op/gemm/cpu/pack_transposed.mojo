@@ -53,6 +53,35 @@ def _load_units[
         return converted[B.accum](load_first[B.width](source, count))
 
 
+@always_inline
+def load_square[
+    dtype: DType, //
+](source: Matrix[dtype], rows: Int, columns: Int, ahead: Int) -> Array[
+    SIMD[Blocking[dtype].accum, Blocking[dtype].width], Blocking[dtype].width
+]:
+    """Loads as many rows of a matrix as there are steps in one of their registers.
+
+    Parameters:
+        dtype: Element type of the matrix.
+
+    Args:
+        source: The part of the matrix to load.
+        rows: How many there are; the last one fills up the rest.
+        columns: Elements of each row that are there; zeros fill up the rest.
+        ahead: How many elements ahead to ask for; they need not exist.
+
+    Returns:
+        The registers.
+    """
+    comptime B = Blocking[dtype]
+    var square = Array[SIMD[B.accum, B.width], B.width](uninitialized=True)
+    comptime for i in range(B.width):
+        var line = source.at(min(i, rows - 1))
+        prefetch_for_read(line.unsafe_offset(ahead))
+        square[i] = _load_units(line, columns)
+    return square^
+
+
 def pack_transposed[
     dtype: DType
 ](
@@ -73,21 +102,19 @@ def pack_transposed[
         columns: Elements of each row to pack, the steps of the product.
     """
     comptime B = Blocking[dtype]
-    comptime Lanes = SIMD[B.accum, B.width]
-    # The next block of the same rows: they are too many for the hardware.
-    comptime ahead = B.depth
     var vectors = ceildiv(rows, B.width)
     var steps = ceildiv(columns, B.pair)
     var target = panel.unsafe_bitcast[Scalar[B.accum]]()
     for v in range(vectors):
         for step in range(0, steps, B.width):
-            var square = Array[Lanes, B.width](uninitialized=True)
-            comptime for i in range(B.width):
-                var line = source.at(
-                    min(v * B.width + i, rows - 1), step * B.pair
-                )
-                prefetch_for_read(line.unsafe_offset(ahead))
-                square[i] = _load_units(line, columns - step * B.pair)
+            # Ahead is the next block of the same rows: they are too many for the
+            # hardware.
+            var square = load_square(
+                source.part(v * B.width, step * B.pair),
+                rows - v * B.width,
+                columns - step * B.pair,
+                B.depth,
+            )
             transpose(square)
             var out = target.unsafe_offset((step * vectors + v) * B.width)
             # Tiles read whole squares, whose rest is zero.

@@ -4,6 +4,7 @@ Rows are normalized while they are copied into the form that the matrix product
 reads, so the normalized rows never leave the cache. The number of rows decides
 what threads share:
 
+- a handful of rows: `forward_in_place.mojo`;
 - few rows: the normalized rows are shared, and each task takes some columns of
   the output, packing its part of the weight just before use, block by block;
 - many rows: the weight is packed once and shared, and each task takes a slab
@@ -32,6 +33,7 @@ from ...norms.norm import Norm
 from ...pages import prefer_large_pages
 from ...team import Data, Team
 from .activate import finish_columns
+from .forward_in_place import run_in_place
 from .forward_job import Forward, Room, normalize_into
 from .forward_plan import ForwardPlan
 from .forward_tiles import run_on_tiles
@@ -75,6 +77,9 @@ def forward_of[dtype: DType, ThisNorm: Norm](call: CallPointer):
         call, plan.copy(), workspace, plan.gamma, plan.beta
     )
     var team = Team(call[].context, plan.workers)
+    if plan.in_place:
+        run_in_place[dtype, ThisNorm](job, team)
+        return
     comptime if Blocking[dtype].has_tiles:
         run_on_tiles[dtype, ThisNorm](job, team)
         return

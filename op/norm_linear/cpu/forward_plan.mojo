@@ -10,6 +10,7 @@ from std.sys import size_of
 from ...call import Call
 from ...gemm.activation import GATED
 from ...gemm.cpu.blocking import Blocking, Slabs
+from ...gemm.cpu.few_rows import FewRows
 from ...gemm.cpu.memory import Arena, CACHE_LINE
 from ...gemm.cpu.tiles import TILES_ROWS
 from .division import FEW_ROWS, workers
@@ -46,6 +47,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
 
     var few_rows: Bool
     """Whether tasks are panels of columns instead of slabs of rows."""
+    var in_place: Bool
+    """Whether they are so few that nothing of the weight is copied."""
     var workers: Int
     """Threads that take tasks."""
     var panels: Int
@@ -74,6 +77,8 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     """Bias of the norm in the type of sums."""
     var shared: Int
     """The normalized rows (few rows) or the packed weight."""
+    var left: Int
+    """The normalized rows as they are multiplied in place."""
     var own: Int
     """The first worker's own part: bias and sums of each half of a panel, then a block of the weight
     (few rows) or normalized rows."""
@@ -95,6 +100,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
                 call.M <= FEW_ROWS_ON_TILES
                 and call.M * call.K <= FEW_ELEMENTS_ON_TILES
             )
+        self.in_place = self.few_rows and call.M <= FewRows[Self.dtype].most
         self.workers = workers(call)
         self.panels = B.panels(call.N)
         self.halves = 2 if call.activation >= GATED else 1
@@ -131,7 +137,9 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
         self.beta = arena.take[B.accum](call.K)
         var rows = self.slab_rows * B.row_stride(call.K)
         var own_rows = rows
-        if self.few_rows:
+        if self.in_place:
+            own_rows = 0
+        elif self.few_rows:
             own_rows = B.panel_size(B.depth)
             comptime if B.has_tiles:
                 rows = (
@@ -143,12 +151,16 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             * self.halves
             * B.panel_size(call.K)
         )
+        self.left = self.shared
+        comptime if FewRows[Self.dtype].left != B.operand:
+            if self.in_place:
+                self.left = arena.take[B.accum](call.M * B.row_stride(call.K))
         self.own = arena.next
         _ = arena.take[B.accum](self.rooms * self.width)
         _ = arena.take[B.accum](self.rooms * self.sum_rows * self.sum_stride)
         _ = arena.take[B.operand](own_rows)
         comptime if B.has_tiles:
-            if self.few_rows:
+            if self.few_rows and not self.in_place:
                 TileColumns[Self.dtype].reserve(arena, call, self.sums_at_once)
         self.own_bytes = arena.next - self.own
         self.bytes = self.own + self.own_bytes * self.workers + CACHE_LINE

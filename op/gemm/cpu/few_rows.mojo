@@ -1,0 +1,217 @@
+"""Multiplies few rows by a weight in place: the memory's speed decides how long that takes.
+
+Rows of the weight are loaded, transposed in registers and multiplied at once. Nothing of it is stored in
+between, so that there are always loads for the memory to work on. Sums are those of `microkernel.mojo`,
+and where there are tile registers those of `tile_product.mojo`, bit for bit.
+"""
+
+from std.math import ceildiv
+from std.memory import bitcast, stack_allocation
+from std.sys import CompilationTarget, llvm_intrinsic, size_of
+
+from .blocking import Blocking
+from .memory import Matrix, buffer
+from .microkernel import add_product, broadcast
+from .pack_transposed import load_square, transpose
+
+comptime _AHEAD_BYTES = 512
+"""How far ahead of its use a line of the weight is asked for: arithmetic leaves the processor too few loads under way."""
+
+comptime _FLUSHES = 0x8040
+"""The bits of MXCSR by which numbers below the normal ones are zero, read or written."""
+
+
+def _most[dtype: DType]() -> Int:
+    """Counts the rows: with more, arithmetic takes longer than reading the weight, and packing it saves some."""
+    # With as few registers as others have, a square leaves no room for sums.
+    if not CompilationTarget.has_avx512f():
+        return 0
+    return 2 if Blocking[dtype].has_tiles else 8 if size_of[dtype]() > 2 else 6
+
+
+struct FewRows[dtype: DType]:
+    """What the kernel takes.
+
+    Parameters:
+        dtype: Element type of the weight.
+    """
+
+    comptime B = Blocking[Self.dtype]
+    """Block sizes and number formats."""
+
+    comptime left = Self.B.accum if Self.B.has_tiles else Self.B.operand
+    """The type of the rows: where tiles multiply them otherwise, their operands in the type of sums."""
+
+    comptime most = _most[Self.dtype]()
+    """The most rows for which this is the fastest way."""
+
+    comptime unit = Self.B.width * Self.B.pair
+    """Features of a square."""
+
+
+def multiply_few_rows[
+    dtype: DType
+](
+    c: Matrix[Blocking[dtype].accum],
+    a: Matrix[FewRows[dtype].left],
+    weight: Matrix[dtype],
+    rows: Int,
+    columns: Int,
+    depth: Int,
+):
+    """Multiplies rows by rows of a weight.
+
+    Parameters:
+        dtype: Element type of the weight.
+
+    Args:
+        c: The sums, in whole vectors.
+        a: The rows, zero up to a multiple of `FewRows.unit`.
+        weight: Its rows, each a column of the sums.
+        rows: How many rows, at most `FewRows.most`.
+        columns: How many rows of the weight.
+        depth: Products to sum.
+    """
+    comptime B = Blocking[dtype]
+    var flushing = _Flushing()
+    comptime if B.has_tiles:
+        flushing.begin()
+    for column in range(0, columns, B.width):
+        comptime for r in range(1, FewRows[dtype].most + 1):
+            if rows == r:
+                _multiply[dtype, r](
+                    c.part(0, column),
+                    a,
+                    weight.part(column, 0),
+                    min(B.width, columns - column),
+                    depth,
+                )
+    comptime if B.has_tiles:
+        flushing.end()
+
+
+struct _Flushing(TrivialRegisterPassable):
+    """Has vector registers treat numbers below the normal ones as tile registers do."""
+
+    var before: UInt32
+    """The thread's MXCSR."""
+
+    def __init__(out self):
+        """Keeps none."""
+        self.before = 0
+
+    def begin(mut self):
+        """Begins to take them for zero."""
+        var mode = stack_allocation[1, UInt32]()
+        llvm_intrinsic["llvm.x86.sse.stmxcsr", NoneType](mode)
+        self.before = mode[]
+        mode[] |= _FLUSHES
+        llvm_intrinsic["llvm.x86.sse.ldmxcsr", NoneType](mode)
+
+    def end(self):
+        """Goes on as before."""
+        var mode = stack_allocation[1, UInt32]()
+        mode[] = self.before
+        llvm_intrinsic["llvm.x86.sse.ldmxcsr", NoneType](mode)
+
+
+@no_inline
+def _multiply[
+    dtype: DType, rows: Int
+](
+    c: Matrix[Blocking[dtype].accum],
+    a: Matrix[FewRows[dtype].left],
+    weight: Matrix[dtype],
+    columns: Int,
+    depth: Int,
+):
+    """Computes a vector of each row's sums."""
+    comptime B = Blocking[dtype]
+    comptime Acc = SIMD[B.accum, B.width]
+    comptime unit = FewRows[dtype].unit
+    comptime ahead = _AHEAD_BYTES // size_of[dtype]()
+    var total = Array[Acc, rows](fill=Acc(0))
+    for first in range(0, depth, B.depth):
+        var end = min(depth, first + B.depth)
+        var whole = end - (end - first) % unit
+        var acc = Array[Acc, rows](fill=Acc(0))
+        comptime if B.has_tiles:
+            acc = total.copy()
+        for k in range(first, whole, unit):
+            # Behind the end of these rows come the next of the weight.
+            var next = ahead
+            if k + ahead >= depth:
+                next += (B.width - 1) * weight.stride
+            var square = load_square(weight.part(0, k), columns, unit, next)
+            transpose(square)
+            comptime if B.has_tiles:
+                _add_step(acc, a.part(0, k), square)
+            else:
+                comptime for i in range(B.width):
+                    _add_products[dtype](
+                        acc, a.part(0, k + i * B.pair), square[i]
+                    )
+        if whole < end:
+            var square = load_square(
+                weight.part(0, whole), columns, end - whole, ahead
+            )
+            transpose(square)
+            comptime if B.has_tiles:
+                _add_step(acc, a.part(0, whole), square)
+            else:
+                for i in range(ceildiv(end - whole, B.pair)):
+                    _add_products[dtype](
+                        acc, a.part(0, whole + i * B.pair), square[i]
+                    )
+        comptime for r in range(rows):
+            if B.has_tiles or first == 0:
+                total[r] = acc[r]
+            else:
+                total[r] = acc[r] + total[r]
+    comptime for r in range(rows):
+        c.at(r).unsafe_store(total[r])
+
+
+@always_inline
+def _add_products[
+    dtype: DType, rows: Int
+](
+    mut acc: Array[SIMD[Blocking[dtype].accum, Blocking[dtype].width], rows],
+    a: Matrix[FewRows[dtype].left],
+    column: SIMD[Blocking[dtype].accum, Blocking[dtype].width],
+):
+    """Adds a product, or the sum of a pair of products, to each sum."""
+    comptime B = Blocking[dtype]
+    comptime for r in range(rows):
+        acc[r] = add_product[dtype](
+            acc[r],
+            broadcast[dtype](rebind[Matrix[B.operand]](a).at(r)),
+            bitcast[B.operand, B.width * B.pair](column),
+        )
+
+
+@always_inline
+def _add_step[
+    left: DType, accum: DType, width: Int, rows: Int, //
+](
+    mut acc: Array[SIMD[accum, width], rows],
+    a: Matrix[left],
+    square: Array[SIMD[accum, width], width],
+):
+    """Adds 32 products to each sum as a tile register does: those of even and of odd features, then both."""
+    comptime Acc = SIMD[accum, width]
+    var even = Array[Acc, rows](fill=Acc(0))
+    var odd = Array[Acc, rows](fill=Acc(0))
+    comptime for i in range(width):
+        var pairs = bitcast[DType.uint32, width](square[i])
+        var lower = bitcast[accum, width](pairs << 16)
+        var upper = bitcast[accum, width](pairs & 0xFFFF0000)
+        comptime for r in range(rows):
+            even[r] = Acc(a.at(r, 2 * i).unsafe_load().cast[accum]()).fma(
+                lower, even[r]
+            )
+            odd[r] = Acc(a.at(r, 2 * i + 1).unsafe_load().cast[accum]()).fma(
+                upper, odd[r]
+            )
+    comptime for r in range(rows):
+        acc[r] += even[r] + odd[r]

@@ -1,0 +1,89 @@
+"""Computes a forward of so few rows that nothing of the weight is copied: reading it is what takes time.
+
+The normalized rows are shared, and a task takes a panel of columns of y, some rows of the weight.
+"""
+
+from ...gemm.cpu.blocking import Blocking
+from ...gemm.cpu.few_rows import FewRows, multiply_few_rows
+from ...gemm.cpu.memory import Arena, Matrix
+from ...norms.norm import Norm
+from ...team import Data, Team
+from .activate import finish_columns
+from .forward_job import Forward, Room, normalize_into
+
+
+def run_in_place[
+    dtype: DType, ThisNorm: Norm
+](mut job: Forward[dtype], team: Team):
+    """Computes a forward.
+
+    Parameters:
+        dtype: Element type of the tensors.
+        ThisNorm: The norm.
+
+    Args:
+        job: The call.
+        team: The threads to use.
+    """
+    team.run(_normalize_part[dtype, ThisNorm], job.call[].M, job)
+    team.run(_columns_part[dtype], job.plan.workers, job)
+
+
+def _rows[dtype: DType](job: Forward[dtype]) -> Matrix[FewRows[dtype].left]:
+    """Finds the rows as they are multiplied."""
+    comptime left = FewRows[dtype].left
+    return {
+        job.at[left](job.plan.left),
+        Blocking[dtype].row_stride(job.call[].K),
+    }
+
+
+def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
+    """Normalizes a row, which is rounded to the type of operands."""
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    var K = job.call[].K
+    var row = Matrix[B.operand](
+        job.at[B.operand](job.plan.shared), B.row_stride(K)
+    ).part(index, 0)
+    normalize_into[dtype, ThisNorm](job, row, index, 1)
+    comptime if B.operand != FewRows[dtype].left:
+        comptime unit = FewRows[dtype].unit
+        var wide = _rows(job).at(index)
+        for k in range(0, K, unit):
+            wide.unsafe_offset(k).unsafe_store(
+                row.at(0, k)
+                .unsafe_load[width=unit]()
+                .cast[FewRows[dtype].left]()
+            )
+
+
+def _columns_part[dtype: DType](data: Data, worker: Int):
+    """Takes panels of columns until none is left."""
+    ref job = data.unsafe_bitcast[Forward[dtype]]()[]
+    comptime B = Blocking[dtype]
+    ref call = job.call[]
+    ref plan = job.plan
+    var arena = Arena(job.workspace + plan.own + worker * plan.own_bytes)
+    var room = Room[dtype](arena, plan)
+    var weight = Matrix[dtype](call.weight, call.K)
+    while True:
+        var panel = job.take()
+        if panel >= plan.panels:
+            return
+        var first = panel * B.tile_n
+        var columns = min(B.tile_n, call.N - first)
+        for which in range(plan.halves):
+            multiply_few_rows[dtype](
+                room.sums_of(which),
+                _rows(job),
+                weight.part(which * call.N + first, 0),
+                call.M,
+                columns,
+                call.K,
+            )
+        var half = room.half(call, 0, first, columns, 0)
+        var other = half
+        if plan.halves > 1:
+            other = room.half(call, 1, first, columns, 1)
+        finish_columns(call, 0, first, call.M, columns, half, other)
