@@ -8,6 +8,9 @@ comptime FEW_ROWS = 192
 comptime SERIAL_PRODUCTS = 1 << 19
 """Products that one thread finishes sooner than a team would start."""
 
+comptime SERIAL_WEIGHT = 1 << 16
+"""Elements of a weight that one thread reads sooner."""
+
 
 def workers(call: Call) -> Int:
     """Counts the threads that pay off for an amount of work.
@@ -18,4 +21,6 @@ def workers(call: Call) -> Int:
     Returns:
         Threads that take tasks.
     """
-    return 1 if call.M * call.K * call.N < SERIAL_PRODUCTS else call.threads
+    var weight = call.K * call.N
+    var is_small = call.M * weight < SERIAL_PRODUCTS and weight < SERIAL_WEIGHT
+    return 1 if is_small else call.threads

@@ -1,7 +1,9 @@
 """Computes a forward of so few rows that nothing of the weight is copied: reading it is what takes time.
 
-The normalized rows are shared, and a task takes a panel of columns of y, some rows of the weight.
+The normalized rows are shared, and a task takes some columns of y, rows of the weight.
 """
+
+from std.math import ceildiv
 
 from ...gemm.cpu.blocking import Blocking
 from ...gemm.cpu.few_rows import FewRows, multiply_few_rows
@@ -26,7 +28,9 @@ def run_in_place[
         team: The threads to use.
     """
     team.run(_normalize_part[dtype, ThisNorm], job.call[].M, job)
-    team.run(_columns_part[dtype], job.plan.workers, job)
+    # Of a single task no team is made.
+    var tasks = ceildiv(job.call[].N, job.plan.task_columns)
+    team.run(_columns_part[dtype], min(job.plan.workers, tasks), job)
 
 
 def _rows[dtype: DType](job: Forward[dtype]) -> Matrix[FewRows[dtype].left]:
@@ -59,7 +63,7 @@ def _normalize_part[dtype: DType, ThisNorm: Norm](data: Data, index: Int):
 
 
 def _columns_part[dtype: DType](data: Data, worker: Int):
-    """Takes panels of columns until none is left."""
+    """Takes columns until none are left."""
     ref job = data.unsafe_bitcast[Forward[dtype]]()[]
     comptime B = Blocking[dtype]
     ref call = job.call[]
@@ -68,11 +72,10 @@ def _columns_part[dtype: DType](data: Data, worker: Int):
     var room = Room[dtype](arena, plan)
     var weight = Matrix[dtype](call.weight, call.K)
     while True:
-        var panel = job.take()
-        if panel >= plan.panels:
+        var first = job.take() * plan.task_columns
+        if first >= call.N:
             return
-        var first = panel * B.tile_n
-        var columns = min(B.tile_n, call.N - first)
+        var columns = min(plan.task_columns, call.N - first)
         for which in range(plan.halves):
             multiply_few_rows[dtype](
                 room.sums_of(which),

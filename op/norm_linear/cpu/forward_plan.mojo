@@ -68,7 +68,7 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
     var sum_stride: Int
     """Distance between those rows."""
     var task_columns: Int
-    """Columns of y that a task takes where rows are few and tiles multiply them."""
+    """Columns of y that a task takes where rows are multiplied in place, or few on tiles."""
     var sums_at_once: Int
     """How many times 32 rows of the weight it multiplies at once then, both halves counted."""
     var gamma: Int
@@ -128,6 +128,11 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             MOST_TASK_COLUMNS,
             align_up(ceildiv(call.N, 4 * self.workers), B.tile_n),
         )
+        if self.in_place:
+            self.task_columns = min(
+                B.tile_n,
+                align_up(ceildiv(call.N, 4 * self.workers), B.width),
+            )
         self.sums_at_once = self.halves
         if call.M * call.K > SHARED_ELEMENTS:
             self.sums_at_once *= self.task_columns // TILES_ROWS
