@@ -39,6 +39,8 @@ RANDOM = 300
 DOUBTFUL, LONGER = 1.4, 3
 # Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use.
 ESTIMATED = {"arm-neon": "amd-zen3"}
+# Calls of up to as many rows had slower kernels when most kinds were measured.
+SLOWER = 8
 
 
 def main() -> int:
@@ -158,6 +160,8 @@ def fitted() -> dict[str, costs.Device]:
         env = content["environment"]
         about = {"measured": env["date"], "cpu": env["cpu"], "threads": env["threads"]}
         about |= {"torch": env["torch"], "calls": len(calls)}
+        if content.get("again", {}).get("most_rows", 0) < SLOWER:
+            about["estimated"] = f"for calls of up to {SLOWER} rows, as with slower kernels"
         found[kind] = costs.fit(kind, about, calls)
     for kind, like in ESTIMATED.items():
         if kind not in found and like in found:
