@@ -48,6 +48,9 @@ ROWS_PASSED = (
 )
 RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "test_bits")
 LATE_RESIDUAL = ("tests/ops/test_fp8_residual_hopper.py", "-k", "kernel_before or just_before")
+BOUNDS = ("tests/ops/test_fp8_gate_bound.py", "-k", "bound_is_near")
+GATE_AGAIN = ("tests/ops/test_fp8_gate_bound.py", "-k", "quantized_again")
+GATED_BITS = ("tests/ops/test_fp8_bound_hopper.py", "-k", "test_bits and reglu")
 REACHING = ("tests/chain/test_linear.py", "-k", "test_gradient_of_the_sum_in_the_product")
 WAITING = ("tests/chain/test_linear.py", "-k", "test_a_product_waits_for_the_rows_of_a_pass")
 GROUPED = ("tests/chain/test_grouped.py", "-k", "test_values_and_gradients and bfloat16")
@@ -592,6 +595,46 @@ MUTATIONS = (
         "            pdl_wait()\n            if rank == 0:",
         "            if rank == 0:",
         LATE_RESIDUAL,
+    ),
+    Mutation(
+        "the bound of a gate leaves out how its two weights are aligned",
+        "cpu",
+        "fused_norm/ops/hidden_scale.py",
+        "(size + (w.weight * v.weight).sum(-1).abs()) / 2",
+        "size / 2",
+        BOUNDS,
+    ),
+    Mutation(
+        "the bound of a gate leaves out the bias of what it gates",
+        "cpu",
+        "fused_norm/ops/hidden_scale.py",
+        "w.size * v.rest + v.size * w.rest",
+        "v.size * w.rest",
+        BOUNDS,
+    ),
+    Mutation(
+        "a bound outlives the second of the weights that it is of",
+        "cpu",
+        "fused_norm/call/frozen.py",
+        "len(made) == len(of) and all(map(operator.is_, made, of))",
+        "made[:1] == of[:1]",
+        GATE_AGAIN,
+    ),
+    Mutation(
+        "hidden rows in 8 bits are gates that gate themselves",
+        "gpu",
+        f"{GEMM_SM90}/store_quantized.mojo",
+        "comptime gated = own_columns + column",
+        "comptime gated = column",
+        GATED_BITS,
+    ),
+    Mutation(
+        "hidden rows of a gate in 8 bits are stored where its tiles have their columns",
+        "gpu",
+        f"{GEMM_SM90}/store_quantized.mojo",
+        "Int32(first_column) + Int32(start))",
+        "Int32(rows.column) + Int32(start))",
+        GATED_BITS,
     ),
     Mutation(
         "the gradient of a rotation is turned as the rotation is",

@@ -7,6 +7,7 @@ held so that nothing else can reuse it; a parameter with new memory is not froze
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import weakref
@@ -37,7 +38,7 @@ class Frozen:
     on_thaw: list[Callable[[], None]] = field(default_factory=list)
     _memory: dict[Key, torch.UntypedStorage] = field(default_factory=dict)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict)
-    _found: dict[Hashable, tuple[Prepared, float]] = field(default_factory=dict)
+    _found: dict[Hashable, tuple[tuple[Prepared, ...], float]] = field(default_factory=dict)
 
     def admit(self, tensors: Iterable[Tensor]) -> None:
         """Freeze tensors, and let calls on them find this object."""
@@ -112,14 +113,18 @@ class Frozen:
             return found
 
     def found(
-        self, name: Sequence[Hashable], keys: Keys, of: Prepared, find: Callable[[], float]
+        self,
+        name: Sequence[Hashable],
+        keys: Keys,
+        of: tuple[Prepared, ...],
+        find: Callable[[], float],
     ) -> float | None:
-        """Return a number computed from a call's parameters and from what was made from one.
+        """Return a number computed from a call's parameters and from what was made from some.
 
         Args:
             name: What it is.
             keys: The parameters' keys, which this object holds.
-            of: What was made; the number does not outlive it.
+            of: What was made; the number does not outlive any of it.
             find: Computes the number, and may synchronize with a device.
 
         Returns:
@@ -127,10 +132,10 @@ class Frozen:
         """
         key = (*name, keys)
         with _lock:
-            made, number = self._found.get(key, (None, 0.0))
-        if made is of:
+            made, number = self._found.get(key, ((), 0.0))
+        if len(made) == len(of) and all(map(operator.is_, made, of)):
             return number
-        if of.tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if of[0].tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         number = find()
         with _lock:

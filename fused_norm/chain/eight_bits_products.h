@@ -155,14 +155,13 @@ inline Activated add_layers(
 }
 
 // The activation of rows times the weight of a layer, plus its bias, or a gate, in 8 bits: the input rows
-// of the next layer. They have scales of blocks; or all share the given scale, which rules out a gate.
+// of the next layer. They have scales of blocks; or all share the given scale.
 inline Scaled hidden(
     const Scaled& given, const Layer& layer, const Layer& up, int64_t activation,
     bool power_of_two, double one_scale, bool is_kept, const EightBits& kernels) {
   const auto rows = rows_of(given);
   require_kernels(activation);
-  require_kernels(
-      rows.of_blocks || (one_scale > 0 && activation < GATED && rows.q.dtype() == E4M3));
+  require_kernels(rows.of_blocks || (one_scale > 0 && rows.q.dtype() == E4M3));
   auto call = product_call(rows, 0, is_kept && !rows.of_blocks, kernels);
   const auto layers = add_layers(call, rows, layer, up, activation);
   const int64_t scales = rows.of_blocks ? blocks_of(call.N) : 1;

@@ -169,7 +169,7 @@ def _may_be_bounded(spec: Spec, t: Operands, recipe: Recipe) -> bool:
     # Weights that were quantized elsewhere give the same numbers as there.
     return (
         t.out_weight is not None
-        and len(t.weights) == 1
+        and (len(t.weights) == 1 or _is_gate_of_two(spec.activation, t.weights, t.biases))
         and has_bound(recipe, spec.activation, spec.eps)
         and not any(map(quantized.is_quantized, (*t.weights, t.out_weight)))
     )

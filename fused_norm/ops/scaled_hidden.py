@@ -67,11 +67,14 @@ def hidden(
         weight_offset: Added to gamma.
     """
     by = (weight, weight_scale, up, up_scale, weight_scaling, power_of_two)
+    weights, biases = [weight], [bias]
+    if up is not None:
+        weights, biases = [weight, up], [bias, up_bias]
     made, made_scale, up, up_scale, are_kept = of_frozen(*by)
     one_scale = 0.0
     if has_bound and weight_scale is None and made_scale is not None:
-        layer = (weight, bias, weight_offset, weight_scaling, power_of_two)
-        one_scale = hidden_scale(q.shape[0], gamma, beta, *layer)
+        by_parameters = (gamma, beta, weights, biases, activation, weight_offset)
+        one_scale = hidden_scale(q.shape[0], *by_parameters, weight_scaling, power_of_two)
     operands = (q, scale, made, made_scale, scaling, weight_scaling, power_of_two)
     last = (bias, activation, dtype, up, up_scale, up_bias, are_kept)
     norm = (gamma, beta, has_bound, weight_offset, one_scale)

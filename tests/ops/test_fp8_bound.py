@@ -12,7 +12,9 @@ import pytest
 import torch
 from fp8_bounds import (
     BF16,
-    CHANGES,
+    BOUNDED,
+    CASES,
+    EXACT,
     NORMS,
     K,
     M,
@@ -20,6 +22,7 @@ from fp8_bounds import (
     adversarial,
     assert_clean_but_for,
     by_rows,
+    exact,
     exact_hidden,
     frozen,
     heavy_tails,
@@ -38,7 +41,7 @@ from torch.testing._internal.optests import opcheck
 
 import fused_norm as fn
 from fused_norm import recipes
-from fused_norm.activations import PLAIN
+from fused_norm.activations import ACTIVATIONS, PLAIN, is_gate
 from fused_norm.freeze import freeze_parameters
 from fused_norm.ops.quantized import scaled_weight
 from fused_norm.recipes import E4M3, Cast
@@ -53,9 +56,8 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("activation", "change"), BOUNDED)
 @pytest.mark.parametrize("normalization", NORMS)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_no_row_exceeds_the_bound(
     normalization: str, activation: str, change: Any, no_grad: None
 ) -> None:
@@ -74,7 +76,7 @@ def test_no_row_exceeds_the_bound(
 
 @pytest.mark.parametrize("change", [None, heavy_tails])
 @pytest.mark.parametrize("normalization", NORMS)
-@pytest.mark.parametrize("activation", PLAIN)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("is_tailed", [False, True])
 def test_precision(
     normalization: str, activation: str, change: Any, is_tailed: bool, no_grad: None
@@ -94,12 +96,15 @@ def test_precision(
     wide = copy.deepcopy(mlp).double()
     wide.recipe = None
     exact = wide(x.double())
+    # Of a row of a gate, the largest number has a larger part of the energy.
+    short = SHORT + 0.15 * is_gate(activation)
     for found, least, true in ((ours, theirs, truth), (y, other, exact)):
-        assert decibels(found, true) > decibels(least, true) - SHORT
+        assert decibels(found, true) > decibels(least, true) - short
         # No row is worse than others.
         noise, size = ((v - true).norm(dim=1) / true.norm(dim=1) for v in (found, least))
         assert noise.max() < 1.3 * size.max()
-    assert decibels(ours, truth) > LEAST
+    # A product of two products has the noise of both.
+    assert decibels(ours, truth) > LEAST - 2.5 * is_gate(activation)
     assert abs(decibels(ours, truth) - decibels(with_own_powers_of_two(mlp, x), truth)) < 0.05
 
 
@@ -131,10 +136,22 @@ def far_bias(mlp: fn.LayerNormMLP) -> None:
     mlp.fc1_bias[9] = 1e5
 
 
-@pytest.mark.parametrize("change", [outlier, pruned, infinite, not_a_number, far_bias])
-def test_bounds_that_are_of_no_use(change: Any, no_grad: None) -> None:
+def uneven(mlp: fn.LayerNormMLP) -> None:
+    """At most a factor of some e^4 between rows, of which a gate has the square."""
+    torch.manual_seed(6)
+    mlp.fc1_weight *= torch.randn(len(mlp.fc1_weight), 1).exp()
+
+
+OF_NO_USE = [outlier, pruned, infinite, not_a_number, far_bias]
+
+
+@pytest.mark.parametrize(
+    ("activation", "change"),
+    [*itertools.product(("gelu", "swiglu"), OF_NO_USE), ("swiglu", uneven)],
+)
+def test_bounds_that_are_of_no_use(activation: str, change: Any, no_grad: None) -> None:
     """Typical values would have too few bits: each row has its own scale, as usual."""
-    mlp, x = frozen(change=change), matrix(M, K)
+    mlp, x = frozen(activation=activation, change=change), matrix(M, K)
     with scales() as used:
         found = mlp(x)
     assert used == [0.0]
@@ -143,7 +160,7 @@ def test_bounds_that_are_of_no_use(change: Any, no_grad: None) -> None:
 
 
 def test_calls_without_a_bound(no_grad: None) -> None:
-    """Not frozen, frozen for a context, of few rows, gates, modulated, no MLP, other recipes."""
+    """Not frozen, frozen for a context, of few rows, modulated, no MLP, other recipes."""
     x = matrix(M, K)
     with scales() as used:
         mlp = layer()
@@ -155,7 +172,6 @@ def test_calls_without_a_bound(no_grad: None) -> None:
         assert torch.equal(mlp(x[:128]), expected[:128])
         assert not any(used)
         used.clear()
-        frozen(activation="swiglu")(x)
         frozen(recipe="blockwise")(x)
         mlp.activation, mlp.eps = "gelu", -1e-9
         mlp(x)
@@ -171,9 +187,10 @@ def test_calls_without_a_bound(no_grad: None) -> None:
 
 @pytest.mark.parametrize("name", ["layer_norm_weight", "layer_norm_bias", "fc1_bias", "fc1_weight"])
 @pytest.mark.parametrize("way", ["unfreeze", "train", "load", "data", "again"])
-def test_no_bound_is_stale(name: str, way: str, no_grad: None) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_no_bound_is_stale(name: str, way: str, activation: str, no_grad: None) -> None:
     """Whatever ends freezing ends the bound with it, and new memory has none."""
-    mlp, x = frozen("LayerNorm"), matrix(M, K)
+    mlp, x = frozen("LayerNorm", activation), matrix(M, K)
     with scales() as used:
         mlp(x)
         before = used[-1]
@@ -197,7 +214,7 @@ def test_no_bound_is_stale(name: str, way: str, no_grad: None) -> None:
         fn.freeze(mlp)
         found = mlp(x)
         assert used[-1] != before
-    other = layer("LayerNorm")
+    other = layer("LayerNorm", activation)
     getattr(other, name).copy_(values)
     assert torch.equal(fn.freeze(other)(x), found)
 
@@ -231,12 +248,13 @@ def test_other_records_of_the_same_parameters(no_grad: None) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("normalization", NORMS)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_mlp(
-    recipe: str, normalization: str, residual: bool, tmp_path: Path, no_grad: None
+    recipe: str, normalization: str, activation: str, residual: bool, tmp_path: Path, no_grad: None
 ) -> None:
     """The first product stores hidden rows, and nothing passes over them."""
-    mlp, x = layer(normalization, recipe=recipe), matrix(2, 70, K)
+    mlp, x = layer(normalization, activation, recipe=recipe), matrix(2, 70, K)
     more = {"residual_out": x} if residual else {}
     fn.freeze(mlp)
     expected = mlp(x, **more)
@@ -253,11 +271,11 @@ def test_mlp(
     assert decibels(found[0], expected) > 40
 
 
-@pytest.mark.parametrize("activation", PLAIN)
-def test_chain(activation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("activation", "is_pair"), CASES)
+def test_chain(activation: str, is_pair: bool, tmp_path: Path) -> None:
     """The record of the product that quantizes, with the results of PyTorch's ops."""
     for has_bias, scaling in itertools.product((False, True), ("row", "tensor")):
-        given = operands(M, 144, 272, activation, has_bias, scaling)
+        given = operands(M, 144, 272, activation, has_bias, scaling, is_pair=is_pair)
         expected = OPS.fp8_hidden_by_python(*given)
         with running(tmp_path) as names:
             assert same(OPS.fp8_hidden(*given), expected)
@@ -270,20 +288,22 @@ def test_chain(activation: str, tmp_path: Path) -> None:
     assert not names
 
 
-def test_offloaded(no_grad: None) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_offloaded(activation: str, no_grad: None) -> None:
     x = matrix(M, K)
-    expected = frozen()(x)
-    mlp = fn.freeze(layer(), offload=True)
+    expected = frozen(activation=activation)(x)
+    mlp = fn.freeze(layer(activation=activation), offload=True)
     with scales() as used:
         assert all(torch.equal(mlp(x), expected) for _ in range(3))
     assert used[0] > 0
     assert len(set(used)) == 1
 
 
-def test_compiled(no_grad: None) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_compiled(activation: str, no_grad: None) -> None:
     """A graph asks for the bound when it runs, so that it does what calls do."""
     for rows in (130, 20):
-        mlp, x = frozen(), matrix(rows, K)
+        mlp, x = frozen(activation=activation), matrix(rows, K)
         expected = mlp(x)
         for backend in ("aot_eager", "fused_norm"):
             torch.compiler.reset()
@@ -334,18 +354,18 @@ def test_weights_that_were_quantized_elsewhere(no_grad: None) -> None:
 
 
 def test_rows_that_are_no_numbers(no_grad: None) -> None:
-    for normalization in NORMS:
-        mlp, x = frozen(normalization), matrix(M, K)
+    for normalization, activation in itertools.product(NORMS, ("gelu", "swiglu")):
+        mlp, x = frozen(normalization, activation), matrix(M, K)
         clean = mlp(x)
         x[3, 5], x[120, 7] = torch.nan, torch.inf
         assert_clean_but_for(mlp(x), clean, [3, 120])
 
 
-def test_what_exceeds_a_bound_is_not_a_number() -> None:
+@pytest.mark.parametrize(("activation", "is_pair"), EXACT)
+def test_what_exceeds_a_bound_is_not_a_number(activation: str, is_pair: bool) -> None:
     """Should rows not be what the bound took them for, they do not saturate."""
-    given = operands(M, 144, 272, "relu", True)
+    given = operands(M, 144, 272, activation, True, is_pair=is_pair)
     given[-1] /= 4
     q, _ = OPS.fp8_hidden_by_python(*given)
-    y = recipes.product((given[0], given[1]), "row", (given[2], given[3]), "row") + given[7].float()
-    assert torch.equal(q.isnan(), y.to(BF16) > 448 * given[-1])
+    assert torch.equal(q.isnan(), exact(given).to(BF16).abs() > 448 * given[-1])
     assert q.isnan().any()

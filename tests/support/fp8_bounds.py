@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +14,17 @@ from torch.nn import functional
 
 import fused_norm as fn
 from fused_norm import recipes
-from fused_norm.activations import PLAIN
+from fused_norm.activations import GATES, PLAIN, activated, is_gate
 from fused_norm.ops import hidden_scale, scaled_hidden
 from fused_norm.recipes import E4M3, Cast
 
 BF16 = torch.bfloat16
 NORMS = ("RMSNorm", "LayerNorm")
 K, N, M = 256, 384, 140
+# Whether a gate is of two weights, or of the halves of one.
+CASES = [(name, False) for name in (*PLAIN, *GATES.values())]
+CASES += [(name, True) for name in GATES.values()]
+EXACT = [case for case in CASES if case[0] in ("relu", "reglu")]
 
 
 def matrix(*shape: int, seed: int = 0) -> Tensor:
@@ -69,7 +74,21 @@ def heavy_tails(mlp: fn.LayerNormMLP) -> None:
     mlp.fc1_weight.copy_(t * sizes / t.shape[1] ** 0.5)
 
 
+def large_bias(mlp: fn.LayerNormMLP) -> None:
+    assert mlp.fc1_bias is not None
+    mlp.fc1_bias.normal_(std=4)
+
+
+def large_beta(mlp: fn.LayerNormMLP) -> None:
+    if mlp.layer_norm_bias is not None:
+        mlp.layer_norm_bias *= 8
+
+
 CHANGES = [None, outliers_of_gamma, huge_bias, huge_beta, heavy_tails]
+# The bound of a gate leaves less room.
+CHANGES_OF_GATES = [None, outliers_of_gamma, large_bias, large_beta, heavy_tails]
+BOUNDED: list[tuple[str, Any]] = [*itertools.product(("relu", "gelu"), CHANGES)]
+BOUNDED += itertools.product(("reglu", "swiglu"), CHANGES_OF_GATES)
 
 
 @contextmanager
@@ -97,11 +116,18 @@ def by_rows(mlp: fn.LayerNormMLP, x: Tensor, **more: Tensor) -> Tensor:
         return mlp(x, **more)
 
 
-def adversarial(mlp: fn.LayerNormMLP, rows: int = M) -> Tensor:
-    """Return rows whose norm is along some row of the first weight each, times gamma, both ways."""
-    w = (mlp.fc1_weight.float() * mlp.layer_norm_weight.float())[torch.arange(rows) % N]
-    sign = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0).to(w.device)
-    return (w * sign[:, None] / w.norm(dim=1, keepdim=True) * 16).to(BF16)
+def adversarial(mlp: fn.LayerNormMLP, rows: int = N) -> Tensor:
+    """Return rows whose norm is along some row of the first weight each, times gamma, both ways.
+
+    Before a gate, they are halfway between a row of the gate's and one of what it gates, or minus
+    that one.
+    """
+    w = mlp.fc1_weight.float() * mlp.layer_norm_weight.float()
+    w /= w.norm(dim=1, keepdim=True)
+    at = torch.arange(rows) % N
+    sign = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0).to(w.device)[:, None]
+    x = w[:N][at] + w[N:][at] * sign if is_gate(mlp.activation) else w[at] * sign
+    return (x / x.norm(dim=1, keepdim=True).clamp(min=1e-6) * 16).to(BF16)
 
 
 def tailed(rows: int = M, features: int = K) -> Tensor:
@@ -154,7 +180,7 @@ def exact_hidden(mlp: fn.LayerNormMLP, x: Tensor) -> Tensor:
         z = functional.layer_norm(x.double(), K, gamma.double(), beta.double(), eps)
     bias = None if mlp.fc1_bias is None else mlp.fc1_bias.double()
     h = functional.linear(z, mlp.fc1_weight.double(), bias)
-    return PLAIN[mlp.activation].function(h)
+    return activated(mlp.activation, h)
 
 
 def frozen(*given: Any, **options: Any) -> fn.LayerNormMLP:
@@ -176,19 +202,43 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def operands(
-    M: int, K: int, N: int, activation: str, has_bias: bool, scaling: str = "row", seed: int = 0
+    M: int,
+    K: int,
+    N: int,
+    activation: str,
+    has_bias: bool,
+    scaling: str = "row",
+    seed: int = 0,
+    is_pair: bool = False,
 ) -> list[Any]:
     """Return what the op is called with; no product of these numbers is rounded."""
     torch.manual_seed(seed)
-    numbers = [torch.randint(-2, 3, (n, K)).float().to(E4M3) for n in (M, N)]
-    own = [torch.randint(-1, 3, (n, 1)).float().exp2() for n in (M, N)]
+    outputs = 2 * N if is_gate(activation) and not is_pair else N
+    sizes = [M, outputs, N][: 2 + is_pair]
+    numbers = [torch.randint(-2, 3, (n, K)).float().to(E4M3) for n in sizes]
+    own = [torch.randint(-1, 3, (n, 1)).float().exp2() for n in sizes]
     own = [s if scaling == "row" else s[:1] for s in own]
-    bias = (torch.arange(N) % 7 - 3.0).to(BF16) if has_bias else None
-    y = recipes.product((numbers[0], own[0]), scaling, (numbers[1], own[1]), scaling)
-    largest = (y.abs().amax() + 4) * 1.01
-    one_scale = float(recipes.scale_of(largest, E4M3, power_of_two=True))
-    given = [numbers[0], own[0], numbers[1], own[1], scaling, scaling, False, bias, activation]
-    return [*given, BF16, None, None, None, False, None, None, True, 0.0, one_scale]
+    biases = [(torch.arange(n) % 7 - 3.0).to(BF16) if has_bias else None for n in sizes[1:]]
+    rows, *layers = zip(numbers, own, strict=True)
+    ys = [recipes.product(rows, scaling, layer, scaling).abs() + 4 for layer in layers]
+    if is_gate(activation):
+        gate, up = ys if is_pair else ys[0].chunk(2, 1)
+        ys = [gate * up]
+    one_scale = float(recipes.scale_of(ys[0].amax() * 1.01, E4M3, power_of_two=True))
+    given = [*rows, *layers[0], scaling, scaling, False, biases[0], activation, BF16]
+    given += [*layers[1], biases[1]] if is_pair else [None] * 3
+    return [*given, False, None, None, True, 0.0, one_scale]
+
+
+def exact(given: list[Any]) -> Tensor:
+    """Return what the op is to round, in float64, of operands that have biases."""
+    by, layers = given[4:6], [[*given[2:4], given[7]], given[10:13]]
+    ys = [
+        recipes.product((given[0], given[1]), by[0], (w, own), by[1], torch.float64) + b.double()
+        for w, own, b in layers
+        if w is not None
+    ]
+    return activated(given[8], torch.cat(ys, 1))
 
 
 def assert_same_in_graphs_and_after_writes(mlp: fn.LayerNormMLP, x: Tensor) -> None:

@@ -198,7 +198,8 @@ def linear(call: Any) -> None:
     if not call.y_scale:
         store(call.y, a)
         return
-    assert not any((call.up, call.h, is_gate(name_of(call.activation))))
+    assert not call.h
+    assert is_gate(name_of(call.activation)) == bool(call.up)
     assert TYPES[call.eight_bits] is E4M3
     assert call.activation
     q, scale = recipes.quantize_within(a, Cast(E4M3, "row"), call.y_one_scale)

@@ -44,7 +44,7 @@ def launch_activated[
         m: Rows of a, at least 1.
         n: Rows of b, for a gate of both halves.
         k: Length of the sums, a multiple of 16 bytes.
-        epilogue: Finishes the sums.
+        epilogue: Finishes the sums; it may quantize them.
         a_is_new: Whether the kernel queued before this one writes a, where the epilogue has terms of rows.
         b_is_older: As for `launch_product`.
 
@@ -59,11 +59,17 @@ def launch_activated[
     halves.addresses[1] = up
     var columns = activated_tiling[dtype](m, n, k, gpu.processors).columns
     if columns == FEW_ROWS:
-        comptime parts = HALVES if E.is_gate else WHOLE
-        launch_few_rows_of_parts[dtype, False, parts](
-            gpu, Matrices(c), a, halves, product
-        )
-        return
+        comptime if E.quantizes:
+            # Where a pass quantizes few rows, it is not this that is called.
+            comptime first = ACTIVATED_SHAPES[0]
+            comptime narrow = SHAPES[first].columns
+            columns = narrow
+        else:
+            comptime parts = HALVES if E.is_gate else WHOLE
+            launch_few_rows_of_parts[dtype, False, parts](
+                gpu, Matrices(c), a, halves, product
+            )
+            return
     comptime for i in ACTIVATED_SHAPES:
         comptime width = SHAPES[i].columns
         if columns == width:

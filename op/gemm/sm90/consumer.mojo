@@ -302,7 +302,7 @@ def consume[
                     elements,
                 )
                 comptime if E.quantizes:
-                    store_quantized[columns, config.parts == IN_TURN](
+                    store_quantized[columns, config.parts](
                         rows_of_tile,
                         sums_of_half,
                         first_sums,

@@ -13,6 +13,7 @@ from ..epilogue import Epilogue
 from .boxes import Boxes
 from .config import CONSUMERS
 from .elements import swizzle
+from .parts import HALVES, IN_TURN
 from .shared_memory import (
     pack_pair,
     shared_value,
@@ -74,6 +75,15 @@ def _largest_of_lanes(bits: UInt32) -> UInt32:
     return most
 
 
+@always_inline
+def _of_c[parts: Int](columns: UInt32) -> UInt32:
+    """Returns how many columns of c these are: of those of a tile in halves, the first half gates the other."""
+    comptime if parts == HALVES:
+        return columns // 2
+    else:
+        return columns
+
+
 @doc_hidden
 @always_inline
 def store_quantized[
@@ -84,7 +94,7 @@ def store_quantized[
     bytes: Int,
     //,
     columns: Int,
-    in_turn: Bool,
+    parts: Int,
 ](
     rows: TileRows[E, width, any_columns],
     sums: S,
@@ -96,12 +106,16 @@ def store_quantized[
     """Finishes, activates, rounds and stores the rows in 8 bits, box by box, and their scales. What is rounded to 16
     bits first has the bits of a product in these, quantized."""
     comptime groups = width // 8
+    comptime own_columns = Int(_of_c[parts](UInt32(columns)))
+    comptime assert E.is_gate == (parts == HALVES)
     # Scales are found of all columns that share them.
     comptime assert not E.finds_scales or width == columns
     var lane = rows.lane
     var row = lane >> 2
-    comptime for start in range(0, columns, width):
-        var left = Int32(rows.elements.n) - Int32(rows.column) - Int32(start)
+    var n = _of_c[parts](rows.elements.n)
+    var first_column = _of_c[parts](rows.column)
+    comptime for start in range(0, own_columns, width):
+        var left = Int32(n) - Int32(first_column) - Int32(start)
         # Of each group, what the lane has of its upper row and of its lower one: two columns in 16 bits.
         var words = StaticTuple[UInt32, 2 * groups]()
         var most_above = UInt32(0)
@@ -111,7 +125,7 @@ def store_quantized[
             var other = SIMD[DType.float32, 4 * _TOGETHER]()
             comptime for i in range(_TOGETHER):
                 comptime column = start + 8 * (first + i)
-                comptime if in_turn:
+                comptime if parts == IN_TURN:
                     comptime beyond = columns * size_of[E.vector_type(0)]()
                     h = h.insert[offset=4 * i](
                         rows.finish[columns, column](first_sums, vectors)
@@ -125,6 +139,11 @@ def store_quantized[
                     h = h.insert[offset=4 * i](
                         rows.finish[columns, column](sums, vectors)
                     )
+                    comptime if parts == HALVES:
+                        comptime gated = own_columns + column
+                        other = other.insert[offset=4 * i](
+                            rows.finish[columns, gated](sums, vectors)
+                        )
             var a = rows.epilogue.activated[4 * _TOGETHER](h, other)
             comptime for i in range(_TOGETHER):
                 comptime group = first + i
@@ -160,10 +179,10 @@ def store_quantized[
             store_shared_element[DType.uint16](
                 at + UInt32(8 * width), (eight_bits >> 16).cast[DType.uint16]()
             )
-        rows.send[DType.uint8](c_map, box, Int32(rows.column) + Int32(start))
+        rows.send[DType.uint8](c_map, box, Int32(first_column) + Int32(start))
         if lane & 3 == 0:
-            var blocks = (Int(rows.elements.n) + width - 1) // width
-            var block = (Int(rows.column) + start) // width
+            var blocks = (Int(n) + width - 1) // width
+            var block = (Int(first_column) + start) // width
             var its_row = rows.row + row
             if its_row < rows.elements.m:
                 rows.epilogue.keep_block_scale(

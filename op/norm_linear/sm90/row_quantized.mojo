@@ -1,6 +1,8 @@
 """The epilogue of products with scales of rows whose results stay in 8 bits: what an MLP's second layer multiplies.
 
-    a = round(act(row_scale column_scale sums + bias));  c[m, n] = round(a[m, n] / scale)
+    h = row_scale column_scale sums + bias
+    a = round(act(h))       or, of the halves of a gate, round(act(h of the first) h of the second)
+    c[m, n] = round(a[m, n] / scale)
 
 The scale is one for all rows, since a row's own would only be known after its last column. It comes from a bound of a
 (fused_norm/ops/hidden_scale.py) and is a power of two, so that dividing is exact.
@@ -19,10 +21,16 @@ comptime _BF16 = DType.bfloat16
 
 
 @fieldwise_init
-struct RowQuantized(Epilogue):
-    """Activated scaled sums, in e4m3."""
+struct RowQuantized[gates: Bool](Epilogue):
+    """Activated scaled sums, in e4m3.
 
-    comptime name = StaticString("in_8_bits")
+    Parameters:
+        gates: Whether what the first of two matrices gives gates what the second gives.
+    """
+
+    comptime name = StaticString(
+        "gate_in_8_bits"
+    ) if Self.gates else StaticString("in_8_bits")
     """Tells kernels apart."""
     comptime vectors = 2
     """The columns' scales, then the bias."""
@@ -32,9 +40,11 @@ struct RowQuantized(Epilogue):
     """The rows' scales."""
     comptime quantizes = True
     """It does."""
+    comptime is_gate = Self.gates
+    """Of a tile's columns, the first half gates the other."""
 
     var before: Scaled[_BF16]
-    """What is activated."""
+    """What is activated, and what is gated."""
     var scales: Int64
     """Address of the scales of c [M], float32: they are written, all the same."""
     var scale: Float32
@@ -78,7 +88,11 @@ struct RowQuantized(Epilogue):
     ](
         self, h: SIMD[DType.float32, width], other: SIMD[DType.float32, width]
     ) -> SIMD[DType.float32, width]:
-        return activate[narrow=True](self.kind, h)
+        var a = activate[narrow=True](self.kind, h)
+        comptime if Self.gates:
+            return a * other
+        else:
+            return a
 
     @doc_hidden
     @always_inline

@@ -2,13 +2,13 @@
 
     y = act(row_scale column_scale (rows weight^T) + bias)    h, the input of the activation, is stored as well if asked for
     y = row_scale column_scale (rows weight^T) + bias + residual, of rows in e4m3
-    y = act(that) in e4m3, with one scale that is given
+    y = act(that) in e4m3, or act(gate) up in e4m3, with one scale that is given
     y_i = row_scale column_scale_i (rows weight_i^T) + bias_i in one launch, where that pays
 
 Rows are e4m3, or e5m2 where they are gradients; the weight is e4m3.
 """
 
-from ...call import SCALE_BLOCK, Call
+from ...call import Call
 from ...device import Gpu
 from ...gemm.activation import GATED
 from ...gemm.added import Added
@@ -17,20 +17,12 @@ from ...gemm.epilogues import Activated
 from ...gemm.row_hook import NoHook
 from ...gemm.scaled import Scaled
 from ...gemm.sm90.activated import launch_activated
-from ...gemm.sm90.config import Config
 from ...gemm.sm90.few_rows.launch import launch_few_rows_of_parts
 from ...gemm.sm90.launch import launch_product
-from ...gemm.sm90.launch_matrix import BAND, launch_matrix, launch_parts
+from ...gemm.sm90.launch_matrix import BAND, launch_parts
 from ...gemm.sm90.parts import SIDE_BY_SIDE, Matrices
 from ...gemm.sm90.product import Product
-from ...gemm.sm90.tiling import (
-    ACTIVATED_SHAPES,
-    FEW_ROWS,
-    SHAPES,
-    Tiling,
-    activated_tiling,
-    is_for_few_rows,
-)
+from ...gemm.sm90.tiling import Tiling, is_for_few_rows
 from ...rows.types import E5M2
 from ..plan import FUSED
 from .fold import products
@@ -47,15 +39,13 @@ def scaled_linear(gpu: Gpu, call: Call) raises:
         call: Sizes; z, weight and up in 8 bits with their scales; bias, y and h in bfloat16. K and N are
             multiples of 16, addresses too; the residual [M, N] only where z is e4m3, and without an activation. Its
             strategy is FUSED if z is of a pass queued just before, which waits for
-            all before it and writes no weight. With y_scale [M] and y_one_scale, which it is filled with, y is e4m3,
-            z too, and the activation no gate.
+            all before it and writes no weight. With an activation, y_scale [M] and y_one_scale, which it is filled with,
+            y is e4m3, and z too.
 
     Raises:
         If the driver refuses.
     """
-    if call.y_scale != 0:
-        _launch_quantized(gpu, call)
-    elif call.eight_bits == Int(E5M2):
+    if call.eight_bits == Int(E5M2):
         _launch_product[DType.float8_e5m2](gpu, call, _scaled(call))
     elif call.activation != 0:
         _launch_activated(gpu, call)
@@ -176,44 +166,38 @@ def _launch_activated(gpu: Gpu, call: Call) raises:
     var kind = Int32(call.activation % GATED)
     comptime for gates in [False, True]:
         if (call.activation >= GATED) == gates:
-            launch_activated[DType.float8_e4m3fn](
-                gpu,
-                call.y,
-                call.z,
-                call.weight,
-                call.up,
-                call.M,
-                products(call),
-                call.K,
-                Activated[Scaled[DType.bfloat16], gates](
-                    _scaled(call), Int64(call.h), kind
-                ),
-                a_is_new=True,
-                b_is_older=call.strategy == FUSED,
-            )
+            if call.y_scale != 0:
+                _launch_epilogue(
+                    gpu,
+                    call,
+                    RowQuantized[gates](
+                        _scaled(call),
+                        Int64(call.y_scale),
+                        Float32(call.y_one_scale),
+                        kind,
+                    ),
+                )
+            else:
+                _launch_epilogue(
+                    gpu,
+                    call,
+                    Activated[Scaled[DType.bfloat16], gates](
+                        _scaled(call), Int64(call.h), kind
+                    ),
+                )
 
 
-def _launch_quantized(gpu: Gpu, call: Call) raises:
-    comptime dtype = DType.float8_e4m3fn
-    var epilogue = RowQuantized(
-        _scaled(call),
-        Int64(call.y_scale),
-        Float32(call.y_one_scale),
-        Int32(call.activation),
+def _launch_epilogue[E: Epilogue, //](gpu: Gpu, call: Call, epilogue: E) raises:
+    launch_activated[DType.float8_e4m3fn](
+        gpu,
+        call.y,
+        call.z,
+        call.weight,
+        call.up,
+        call.M,
+        products(call),
+        call.K,
+        epilogue,
+        a_is_new=True,
+        b_is_older=call.strategy == FUSED,
     )
-    var product = Product(call.M, call.N, call.K, epilogue, NoHook())
-    product.band = BAND
-    product.a_is_new = 1
-    product.b_is_older = Int32(call.strategy == FUSED)
-    var columns = activated_tiling[dtype](
-        call.M, call.N, call.K, gpu.processors
-    ).columns
-    if columns == FEW_ROWS:
-        # A pass activates those otherwise.
-        columns = SCALE_BLOCK
-    comptime for i in ACTIVATED_SHAPES:
-        comptime config = Config.of(SHAPES[i].columns, ping_pong=True)
-        if columns == config.columns:
-            launch_matrix[dtype, config](
-                gpu, call.y, call.z, call.weight, product
-            )
