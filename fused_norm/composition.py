@@ -149,8 +149,11 @@ def _layers(
     biases: Sequence[Tensor | None],
     activation: str,
     is_joined: bool,
+    residual: Tensor | None = None,
 ) -> list[Tensor]:
     products = [F.linear(z, w, b) for w, b in zip(weights, biases, strict=True)]
+    if residual is not None:
+        products = [products[0] + residual]
     return after_products(products, activation, is_joined)
 
 
@@ -161,14 +164,14 @@ def compute(spec: Spec, t: Operands, layers: Callable[..., list[Tensor]] = _laye
         spec: What to compute.
         t: The tensors. Statistics are recomputed, so that gradients reach x through them.
         layers: Computes Linear layers of the same rows and their activation from the rows, the
-            weights and the biases, the activation, and whether products are joined.
+            weights and the biases, the activation, whether products are joined, and what is added
+            to a single product, or None.
     """
     x = summed(t)
     z = normalized(spec, x, t)
     outputs = layers(z, t.weights, t.biases, spec.activation, spec.is_joined)
     if t.out_weight is not None:
-        (y,) = layers(outputs[0], [t.out_weight], [t.out_bias], "", False)
-        outputs = [y if t.out_residual is None else y + t.out_residual]
+        outputs = layers(outputs[0], [t.out_weight], [t.out_bias], "", False, t.out_residual)
     if spec.returns_sum:
         outputs.append(x)
     if spec.returns_norm:

@@ -23,6 +23,7 @@ from fused_norm.ops.family import (
     parameters_of,
     tensors_of,
 )
+from fused_norm.ops.fp8 import scaled_linear
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.statistics import add_statistics, row_statistics
 
@@ -154,7 +155,8 @@ def norm_linear(
         return_sum: Whether to return `x + residual` as well, in the dtype of `x`.
         return_norm: Whether to return the normalized rows as well.
         recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_with_gw_hp"` or `"blockwise"` for products in
-            FP8, forward and backward (`fused_norm.recipes`); None for those of `autocast_fp8`.
+            FP8, forward and backward (`fused_norm.recipes`); None for those of `autocast_fp8`, `""`
+            for none even there.
 
     Returns:
         Tensor of shape `[..., N]`, or for several weights, except with a gate, a tuple of them.
@@ -171,14 +173,14 @@ def norm_linear(
     tensors = (residual, norm_weight, norm_bias, scale, shift)
     rest = (activation, statistics, return_sum, return_norm)
     options = (*tensors, normalization, eps, weight_offset, *rest)
-    recipe = chosen(recipe)
+    given, recipe = recipe, chosen(recipe)
     found = None if recipe else node.forward(x, weight, bias, options, joined=gated)
     if found is not None:
         return found if gated or not isinstance(weight, (list, tuple)) else _grouped(found, weight)
     if is_traced(x, weight, residual):
         relevant = tensors_of(x, weight)
         return handle_torch_function(
-            norm_linear, relevant, x, weight, bias, recipe=recipe, **named(options)
+            norm_linear, relevant, x, weight, bias, recipe=recipe or given, **named(options)
         )
     weights, biases = parameters_of(weight, bias)
     layers = (weights, biases, (None, None, None), gated, False)
@@ -263,7 +265,7 @@ def norm_mlp(
     second = (fc2_weight, fc2_bias, residual_out)
     norm = (residual, norm_weight, norm_bias, scale, shift, normalization, eps, weight_offset)
     options = (*norm, activation, statistics, return_sum, return_norm)
-    recipe = chosen(recipe)
+    given, recipe = recipe, chosen(recipe)
     if recipe is None:
         found = node.forward(x, fc1_weight, fc1_bias, options, second, True, recompute)
         if found is not None:
@@ -275,7 +277,7 @@ def norm_mlp(
             *(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias),
             residual_out=residual_out,
             recompute=recompute,
-            recipe=recipe,
+            recipe=recipe or given,
             **named(options),
         )
     weights, biases = parameters_of(fc1_weight, fc1_bias)
@@ -292,12 +294,13 @@ def linear_add(
     *,
     normalization: str | None = "layer_norm",
     eps: float | None = 1e-5,
+    recipe: str | None = None,
 ) -> tuple[Tensor, Statistics | None]:
     """Apply a Linear layer, add a residual, and compute the statistics for the norm that follows.
 
     Equivalent to `s = residual + F.linear(x, weight, bias)`. The statistics carry no gradient;
     `norm_linear(s, ..., statistics=statistics)` returns the whole gradient through s. On Hopper in
-    bfloat16 and float16, the product itself adds the residual and rounds once.
+    bfloat16 and float16, and with a recipe, the product itself adds the residual and rounds once.
 
     Args:
         x: Input of shape `[..., K]`.
@@ -306,15 +309,18 @@ def linear_add(
         residual: Shape `[..., N]`.
         normalization: The norm that follows, `"layer_norm"` or `"rms_norm"`; None for none.
         eps: Its eps.
+        recipe: As in `norm_linear`.
 
     Returns:
         The sum, shape `[..., N]`, and its statistics, None if none were asked for.
 
     Raises:
-        ValueError: If the normalization is unknown.
-        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree.
+        ValueError: If the normalization or the recipe is unknown.
+        RuntimeError: As in PyTorch's ops, if shapes, dtypes or devices disagree; or with a recipe,
+            as in `norm_linear`.
         TypeError: As in PyTorch, if an argument is not a tensor.
     """
+    given, recipe = recipe, chosen(recipe)
     if is_traced(x, weight, residual):
         return handle_torch_function(
             linear_add,
@@ -322,14 +328,19 @@ def linear_add(
             *(x, weight, bias, residual),
             normalization=normalization,
             eps=eps,
+            recipe=recipe or given,
         )
     invariant = is_batch_invariant()
-    if normalization is None:
-        return linear_add_ops.linear_add(Added(x, weight, bias, residual), invariant), None
     added = Added(x, weight, bias, residual)
-    if not invariant and linear_add_ops.adds_in_product(added):
+    is_added = recipe is not None or (not invariant and linear_add_ops.adds_in_product(added))
+    if normalization is None or is_added:
+        if recipe is not None:
+            total = scaled_linear(*added, recipe=recipe)
+        else:
+            total = linear_add_ops.linear_add(added, invariant)
+        if normalization is None:
+            return total, None
         exact = checked_eps(normalization, None, eps, residual)
-        total = linear_add_ops.linear_add(added)
         mean, rstd = row_statistics(total, normalization, exact)
         return total, Statistics(mean, rstd, normalization, exact)
     if invariant:

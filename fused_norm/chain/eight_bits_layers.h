@@ -8,15 +8,22 @@
 namespace fused_norm {
 
 // Several layers on the same rows, which are quantized here, or an activation of one layer or a gate of
-// two. Then what a backward needs: the input of the activation, and the transposed rows and weights.
+// two. One layer without an activation may add a residual. Then what a backward needs: the input of the
+// activation, and the transposed rows and weights.
 inline Handles fp8_layers(
     Given z, Handles weights, Optionals weight_scales, Optionals biases, std::string scaling,
     std::string weight_scaling, bool power_of_two, torch::headeronly::ScalarType dtype,
-    bool are_kept, std::string activation, bool keeps_h, bool keeps_rows, bool keeps_weights) {
+    bool are_kept, std::string activation, bool keeps_h, bool keeps_rows, bool keeps_weights,
+    Optional residual) {
   const auto run = [&] {
     const auto given = tensor_of(z);
     require_kernels(is_bfloat16(dtype) && given.dtype() == BFLOAT16 && given.dim());
     require_kernels(given.numel());
+    const auto added = dense(tensor_of(residual));
+    require_kernels(
+        !added.defined() ||
+        (weights.size() == 1 &&
+         are_equal(added.sizes(), Shape(given.sizes(), tensor_of(weights[0]).size(0)))));
     require_weights(weights, weight_scales);
     const Cast cast(E4M3, scaling, power_of_two), by(E4M3, weight_scaling, power_of_two);
     const OnDevice on_device(given);
@@ -26,7 +33,7 @@ inline Handles fp8_layers(
     const auto layers = layers_of(
         weights, weight_scales, biases, given, by, kernels, keeps_weights ? &transposed : nullptr);
     Handles all;
-    if (activation.empty()) {
+    if (activation.empty() && !added.defined()) {
       for (const auto& y : products(rows.plain, layers, given.sizes(), are_kept, kernels)) {
         all.push_back(given_of(y));
       }
@@ -35,7 +42,7 @@ inline Handles fp8_layers(
       const Layer other = layers.size() == 2 ? layers[1] : Layer{};
       all.push_back(given_of(product(
           rows.plain, layers[0], given.sizes(), are_kept, kernels, number_of(activation), other,
-          keeps_h ? &h : nullptr)));
+          keeps_h ? &h : nullptr, added.defined() ? added.rows() : added)));
       if (keeps_h) all.push_back(given_of(h));
     }
     if (keeps_rows) append(all, rows.transposed);
@@ -44,8 +51,8 @@ inline Handles fp8_layers(
   };
   return by_kernels(
       run, "fused_norm::fp8_layers_by_python", z, weights, weight_scales, biases, scaling,
-      weight_scaling, power_of_two, dtype, are_kept, activation, keeps_h, keeps_rows,
-      keeps_weights);
+      weight_scaling, power_of_two, dtype, are_kept, activation, keeps_h, keeps_rows, keeps_weights,
+      residual);
 }
 
 // What the gradients of layers are computed from, and how.

@@ -57,7 +57,8 @@ def emit_call(emitter: Emitter, norm: Norm, call: FusedCall, x: Node) -> list[tu
     options |= {"norm_weight": gamma, "norm_bias": beta, "residual": residual}
     options |= {"weight_offset": offset, "activation": activated and activated.name}
     options |= {"return_sum": call.returns_sum, "return_norm": call.norm is not None}
-    options["recipe"] = call.recipe
+    # A mode decides nothing when the graph runs.
+    options["recipe"] = call.recipe or ""
     for view in reading.views:
         if form(view).kind == "from_local":
             for name in ("norm_weight", "norm_bias"):

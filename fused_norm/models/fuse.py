@@ -28,9 +28,10 @@ from fused_norm.models.rewrite import Rewriter
 from fused_norm.models.rotations import fuse_rotations
 from fused_norm.models.sites import Site
 from fused_norm.models.streams import split_streams
-from fused_norm.models.sums import add_in_product, find_sums
+from fused_norm.models.sums import Sum, add_in_product, find_sums
 from fused_norm.models.timing import Replaced
 from fused_norm.models.values import is_tensor, value
+from fused_norm.ops.fp8 import adds_in_product as adds_in_fp8
 from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.operands import adds_in_product, hint, is_small
 from fused_norm.ops.validation import serves
@@ -146,14 +147,11 @@ def fuse_graph(
     split_streams(emitter)
     inputs, layers = _fused_inputs(graph)
     precision = Precision(options.fp8, options.skip)
-    found = find_sums(emitter.flow, functools.partial(_adds, options))
-    # Layers on norms become part of other calls, and no FP8 product adds.
+    # Layers on norms become part of other calls.
     sums = {
         s.total
-        for s in found
-        if s.product.node not in layers
-        and precision.why_not(s.product.node, s.product.weight)
-        and not _would_copy(s.residual, options)
+        for s in find_sums(emitter.flow, functools.partial(_adds, options, precision))
+        if s.product.node not in layers and not _would_copy(s.residual, options)
     }
     rewriter = Rewriter(
         emitter,
@@ -169,7 +167,7 @@ def fuse_graph(
         norm = None if node._erased else find_norm(node)
         if norm is not None:
             sites.append(_site(norm, rewriter, options, is_busy))
-    added = [add_in_product(total, emitter) for total in sorted(sums)]
+    added = [add_in_product(total, emitter, precision) for total in sorted(sums)]
     sites += [site for site in added if site is not None]
     sites += lone_layers(graph)
     sites += precision.rewrite_linears(emitter)
@@ -260,10 +258,15 @@ def _refuse(norm: Norm, readers: Readers) -> None:
         raise Left(f"no kernel for {weight.dtype} on {x.device.type}")
 
 
-def _adds(options: Options, x: Any, weight: Any) -> bool:
+def _adds(options: Options, precision: Precision, found: Sum) -> bool:
     """Return whether a Linear layer's product should add a residual."""
+    x, weight = value(found.x), value(found.product.weight)
     if options.rounding == "model" and x.dtype.itemsize < 4:
         return False
+    recipe = precision.of_call([found.product])[0]
+    if recipe is not None:
+        # The layer is a call of ours in any case, of any size.
+        return adds_in_fp8(x, recipe)
     if not serves(x, weight.dtype) or not adds_in_product(x, weight):
         return False
     follows = torch.is_grad_enabled() and weight.requires_grad

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch.fx import Node
 
@@ -17,6 +16,7 @@ from fused_norm.models.flow import Flow, reads
 from fused_norm.models.forms import above, form
 from fused_norm.models.layouts import fitted
 from fused_norm.models.norms import module_path
+from fused_norm.models.precision import Precision
 from fused_norm.models.readers import Product, find_product, residual_of
 from fused_norm.models.sites import RESIDUAL, Site
 from fused_norm.models.values import dtype, is_plain, shape, value
@@ -41,15 +41,15 @@ class Sum:
     inner: set[Node]
 
 
-def find_sums(flow: Flow, pays: Callable[[Any, Any], bool]) -> list[Sum]:
+def find_sums(flow: Flow, pays: Callable[[Sum], bool]) -> list[Sum]:
     """Return the sums of a graph that products should add, in its order.
 
     Args:
         flow: What is known of the graph.
-        pays: Called with two fake tensors, a layer's input and its weight.
+        pays: Returns whether a sum's product should add it.
     """
     found = [_find_sum(node, flow) for node in flow.graph.nodes if form(node).kind == "add"]
-    return [s for s in found if s and pays(value(s.x), value(s.product.weight))]
+    return [s for s in found if s and pays(s)]
 
 
 def _find_sum(total: Node, flow: Flow) -> Sum | None:
@@ -66,17 +66,17 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
         product = find_product(start, x) if isinstance(x, Node) else None
         if product is None or product.out is not start or product.is_transposed:
             continue
-        if product.recipe is not None:
-            continue
         inner = {total, start}
         while end is not start:
             inner.add(end)
             end = form(end)["input"]
         operands = [v for v in (x, product.weight, product.bias, residual) if isinstance(v, Node)]
+        # An FP8 weight was checked when its layer was recognized.
+        plain = [v for v in operands if v is not product.weight or product.recipe is None]
         if (
             all(set(node.users) <= inner for node in inner - {total})
             and {dtype(v) for v in operands} == {dtype(total)}
-            and all(is_plain(value(v)) for v in operands)
+            and all(is_plain(value(v)) for v in plain)
             and len(shape(x)) > 1
             and flow.are_under_same_modes([start, total])
             and flow.are_recorded_alike(reads(inner, operands))
@@ -86,28 +86,31 @@ def _find_sum(total: Node, flow: Flow) -> Sum | None:
     return None
 
 
-def add_in_product(total: Node, emitter: Emitter) -> Site | None:
+def add_in_product(total: Node, emitter: Emitter, precision: Precision) -> Site | None:
     """Let a product add; return the sum's site, None if it stays.
 
     Args:
         total: The node of a sum that was found before others were rewritten.
         emitter: Adds nodes to the graph.
+        precision: Which Linear layers are in FP8.
     """
     found = None if total._erased else _find_sum(total, emitter.flow)
     if found is None:
         return None
     product = found.product
     emit = partial(emitter.emit, product.node)
+    recipe, words = precision.of_call([product])
     emitter.made.clear()
     with emitter.graph.inserting_before(total):
         arguments = (found.x, product.weight, product.bias, found.residual)
-        pair = emit(linear_add, *arguments, normalization=None)
+        # A mode decides nothing when the graph runs.
+        pair = emit(linear_add, *arguments, normalization=None, recipe=recipe or "")
         try:
             result = fitted(total, emit(operator.getitem, pair, 0), emit)
         except Left:
             emitter.forget()
             return None
     site = Site(module_path(product.node), RESIDUAL).describe(value(found.x))
-    site.linears, site.calls, site.implementation = 1, ["linear_add"], "kernels"
+    site.linears, site.calls, site.implementation = 1, ["linear_add"], words or "kernels"
     emitter.replace(total, result, found.inner, [result], site)
     return site

@@ -25,7 +25,8 @@ def autocast_fp8(recipe: str = "rowwise") -> Iterator[None]:
         with fn.autocast_fp8("rowwise"):
             loss = model(batch)
 
-    It applies to `norm_linear`, `norm_mlp` and the modules, unless a call has its own `recipe=`.
+    It applies to `norm_linear`, `norm_mlp`, `linear_add` and the modules, unless a call has its own
+    `recipe=`.
     PyTorch's own layers do not change. The backward uses the recipe of its forward, wherever it
     runs. The mode applies to its own thread or asyncio task. It nests, and works as a decorator. A
     compiled function is compiled again for it, and is in it while any thread is.
@@ -51,10 +52,10 @@ def chosen(recipe: str | None) -> str | None:
     """Return the recipe of a call, None without FP8.
 
     Args:
-        recipe: The call's own.
+        recipe: The call's own, None for the mode's, `""` for none.
     """
     if recipe is not None:
-        return recipe
+        return recipe or None
     return _of_anyone if is_dynamo_compiling() else _mode.get()
 
 

@@ -15,8 +15,9 @@ from fused_norm.call import contexts, frozen
 from fused_norm.composition import Operands, Spec, first, has_sum
 from fused_norm.ops import quantized, scaled
 from fused_norm.ops.autocast import cast, dtype_of_products
-from fused_norm.ops.eight_bits import quantize
+from fused_norm.ops.eight_bits import serves
 from fused_norm.ops.hidden_scale import has_bound
+from fused_norm.ops.invariance import is_batch_invariant
 from fused_norm.ops.main_grad import added
 from fused_norm.ops.operands import fits
 from fused_norm.ops.registration import is_compiling
@@ -24,6 +25,8 @@ from fused_norm.ops.rounding import RoundedToOdd
 from fused_norm.ops.scaled_hidden import hidden as hidden_rows
 from fused_norm.ops.scaled_linears import ScaledLinears, linears
 from fused_norm.recipes import Recipe
+
+_NOT_INVARIANT = "batch_invariant() has no FP8 products"
 
 
 def _products(
@@ -67,7 +70,7 @@ def call(
     """
     how = recipes.find(recipe)
     if spec.batch_invariant:
-        raise RuntimeError("batch_invariant() has no FP8 products")
+        raise RuntimeError(_NOT_INVARIANT)
     weights = [*t.weights, *([] if t.out_weight is None else [t.out_weight])]
     is_cast = dtype_of_products(t.x) is not None
     for weight in t.weights:
@@ -89,12 +92,13 @@ def call(
         biases: Sequence[Tensor | None],
         activation: str,
         is_joined: bool,
+        residual: Tensor | None = None,
     ) -> list[Tensor]:
         how = (recipe, power_of_two)
         is_one = len(weights) == 1 or (is_joined and _is_gate_of_two(activation, weights, biases))
         if activation and is_one and not any(map(quantized.is_quantized, weights)):
             return _multiplied(z, weights, biases, *how, activation)
-        products = _multiplied(z, weights, biases, *how)
+        products = _multiplied(z, weights, biases, *how, residual=residual)
         return after_products(products, activation, is_joined)
 
     return composition.compute(spec, t, layers)
@@ -150,12 +154,13 @@ def _inference(spec: Spec, t: Operands, recipe: Recipe, power_of_two: bool) -> l
             products = [activated(spec.activation, torch.cat(products, -1))]
     if t.out_weight is not None:
         residual = t.out_residual
-        if residual is None and products:
-            products = linears(products[0], [t.out_weight], [t.out_bias], recipe, power_of_two)
+        if residual is not None:
+            residual = residual.reshape(-1, residual.shape[-1])
+        if products:
+            layer = (products[0], [t.out_weight], [t.out_bias])
+            products = linears(*layer, recipe, power_of_two, residual)
         else:
-            q, scale = hidden or quantize(products[0], recipe.input, power_of_two)
-            if residual is not None:
-                residual = residual.reshape(-1, residual.shape[-1])
+            q, scale = hidden
             w, own = quantized.parts(t.out_weight)
             products = [scaled.linear(q, scale, w, own, *how, t.out_bias, residual, "", x.dtype)]
     outputs = [_in_shape(y, rows) for y in products]
@@ -187,23 +192,31 @@ def _is_gate_of_two(
     )
 
 
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, recipe: str) -> Tensor:
-    """Return x W^T + b in FP8: a Linear layer without a norm.
+def scaled_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *, recipe: str
+) -> Tensor:
+    """Return x W^T + b + residual in FP8: a Linear layer without a norm, and what is added to it.
+
+    The residual is added before the only rounding if it has the shape and the dtype of the result,
+    otherwise as in PyTorch.
 
     Args:
         x: Of shape `[..., K]`.
         weight: Of shape `[N, K]`.
         bias: Of shape `[N]`, or None.
+        residual: Of shape `[..., N]`, or None.
         recipe: One of RECIPES.
 
     Raises:
         RuntimeError: As in `call`.
     """
     how = recipes.find(recipe)
+    if is_batch_invariant():
+        raise RuntimeError(_NOT_INVARIANT)
     scaled.require_fp8(x, [weight])
     quantized.require_inference(weight, recipe, [x, bias])
     power_of_two = _scales_are_rounded(how, [weight])
-    return _multiplied(x, [weight], [bias], recipe, power_of_two)[0]
+    return _multiplied(x, [weight], [bias], recipe, power_of_two, residual=residual)[0]
 
 
 def _multiplied(
@@ -213,6 +226,7 @@ def _multiplied(
     recipe: str,
     power_of_two: bool,
     activation: str = "",
+    residual: Tensor | None = None,
 ) -> list[Tensor]:
     dtype = dtype_of_products(z)
     if dtype is not None:
@@ -223,11 +237,38 @@ def _multiplied(
         for w, b in zip(weights, biases, strict=True)
     ]
     ws, bs = [w for w, _ in pairs], [b for _, b in pairs]
-    if any(quantized.is_quantized(w) for w in ws):
-        # A quantized weight has no gradient.
-        return linears(z, ws, bs, recipes.find(recipe), power_of_two)
-    saves = torch.is_grad_enabled()
-    return list(ScaledLinears.apply(z, recipe, power_of_two, saves, activation, *ws, *bs))
+    are_quantized = any(quantized.is_quantized(w) for w in ws)
+    added = None
+    if residual is not None and _is_like_product(residual, z, ws[0]):
+        follows = residual.requires_grad and torch.is_grad_enabled()
+        # A quantized weight has no gradient, and neither has what its product adds.
+        added = None if are_quantized and follows else residual
+    if are_quantized:
+        ys = linears(z, ws, bs, recipes.find(recipe), power_of_two, added)
+    else:
+        how = (recipe, power_of_two, torch.is_grad_enabled(), activation, added)
+        ys = list(ScaledLinears.apply(z, *how, *ws, *bs))
+    return ys if residual is None or added is not None else [residual + ys[0]]
+
+
+def adds_in_product(x: Tensor, recipe: str) -> bool:
+    """Return whether a Linear layer's product in FP8 should add a residual, not the op after it.
+
+    Hopper's kernels do so as they store, at no cost. Elsewhere PyTorch's ops add it in a pass of
+    their own, and a norm that follows reads both summands in less time.
+
+    Args:
+        x: The layer's input, on its device.
+        recipe: One of RECIPES.
+    """
+    how = recipes.find(recipe)
+    return x.dtype is torch.bfloat16 and serves(x, how.input.scaling, how.weight.scaling)
+
+
+def _is_like_product(tensor: Tensor, z: Tensor, weight: Tensor) -> bool:
+    """Return whether a tensor has the shape, the dtype and the device of z W^T."""
+    shape = (*z.shape[:-1], weight.shape[0])
+    return tensor.shape == shape and tensor.dtype is weight.dtype and tensor.device == z.device
 
 
 def _as_in_linear(

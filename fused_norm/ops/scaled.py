@@ -47,7 +47,8 @@ def require_fp8(x: Tensor, weights: list[Tensor]) -> None:
             raise NotImplementedError(
                 f"FP8 takes weights of two dimensions, got {list(weight.shape)} of {weight.dtype}"
             )
-        if any(size % MULTIPLE for size in weight.shape):
+        # Nothing would write a product of no features.
+        if not weight.shape[1] or any(size % MULTIPLE for size in weight.shape):
             raise RuntimeError(
                 f"FP8 needs features and outputs that are multiples of {MULTIPLE}, but got a "
                 f"weight of shape {list(weight.shape)}"
@@ -175,7 +176,7 @@ def _linear(
         y = torch.cat([y, multiply(q, scale, up, up_scale, *how, up_bias, dtype)], -1)
     if activation:
         return activated(activation, y).to(dtype)
-    return (y if residual is None else y + residual.float()).to(dtype)
+    return (y if residual is None else y + residual).to(dtype)
 
 
 def multiply(

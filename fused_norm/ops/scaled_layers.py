@@ -35,6 +35,7 @@ def _layers(
     keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
+    residual: Tensor | None = None,
 ) -> list[Tensor]:
     if frozen.is_any() and any(own is None for own in weight_scales):
         by, are_kept = (weights, weight_scales, weight_scaling, power_of_two), False
@@ -45,7 +46,8 @@ def _layers(
             given, scales, are_kept = in_8_bits(*by)
         how = (scaling, weight_scaling, power_of_two, dtype, are_kept)
         keeps = (keeps_h, keeps_rows, False)
-        found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
+        operands = (z, given, scales, [*biases])
+        found: list[Tensor] = layers(*operands, *how, activation, *keeps, residual)
         if keeps_weights and not is_new:
             # Results of an op may not share memory.
             kept: Any = in_8_bits(*by, transposed=True)
@@ -71,6 +73,8 @@ def _layers(
         if s is None:
             by_layout = [*quantize(w, cast, power_of_two, transposed=keeps_weights)]
         ys.append(scaled.multiply(q, scale, by_layout[0], by_layout[1], *kind, b, dtype))
+        if residual is not None:
+            ys[-1] = ys[-1] + residual.reshape(ys[-1].shape)
         if keeps_weights:
             transposed += _spread(by_layout[2], by_layout[3], weight_scaling)
     saved = list[Tensor]()
@@ -101,6 +105,7 @@ def _fake_layers(
     keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
+    residual: Tensor | None = None,
 ) -> list[Tensor]:
     K = z.shape[-1]
     M = z.numel() // max(K, 1)
@@ -231,7 +236,8 @@ def _outputs(h: Tensor | None, dys: Sequence[Tensor | None], count: int) -> list
 layers = define(
     "fp8_layers(Tensor z, Tensor[] weights, Tensor?[] weight_scales, Tensor?[] biases, "
     "str scaling, str weight_scaling, bool power_of_two, ScalarType dtype, bool are_kept, "
-    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights) -> Tensor[]",
+    "str activation, bool keeps_h, bool keeps_rows, bool keeps_weights, Tensor? residual=None) "
+    "-> Tensor[]",
     _fake_layers,
     unseen(_layers),
 )

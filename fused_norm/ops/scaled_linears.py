@@ -21,6 +21,8 @@ from fused_norm.recipes import E5M2, Recipe
 class ScaledLinears(torch.autograd.Function):
     """z W^T + b in FP8 for each of several W, or the activation of one, or a gate of one or two.
 
+    Without an activation, one layer may add a residual, before its only rounding.
+
     The forward saves operands of the backward: z and W in 8 bits, transposed, if the recipe uses
     these there, otherwise unchanged; and the activation's input. It saves W in either case: PyTorch
     then raises its error if W is written before the backward.
@@ -34,18 +36,19 @@ class ScaledLinears(torch.autograd.Function):
         power_of_two: bool,
         saves: bool,
         activation: str,
+        residual: Tensor | None,
         *parameters: Any,
     ) -> tuple[Tensor, ...]:
         """Return `[..., N]` for each of the weights, which are followed by as many biases."""
         count, how = len(parameters) // 2, recipes.find(recipe)
         weights, biases = parameters[:count], parameters[count:]
-        needs_z, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5 : 5 + count])
+        needs_z, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6 : 6 + count])
         keeps_rows = saves and needs_weight and how.has_fp8_wgrad
         keeps_weights = saves and needs_z and how.weight == how.weight_for_dgrad
         keeps_h = bool(activation) and saves and any(ctx.needs_input_grad)
         needs = (keeps_h, keeps_rows, keeps_weights)
         ys, h, rows, transposed = _linears(
-            z, weights, biases, how, power_of_two, activation, *needs
+            z, weights, biases, how, power_of_two, activation, *needs, residual
         )
         given = (*weights, *[None] * count)
         watched = [w for w in weights if transposed and _is_held(w)]
@@ -58,20 +61,21 @@ class ScaledLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of z, the weights and the biases."""
+        """Return the gradients of z, the residual, the weights and the biases."""
         name, power_of_two, activation, count = ctx.kind
         z, z_scale, h, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad
         has_dy = [dys[0 if activation else i] is not None for i in range(count)]
         found: list[Tensor | None] = [None] * (1 + 2 * count)
         wanted = [0] if needed[0] and any(has_dy) else []
-        wanted += [i for i in range(1, 1 + 2 * count) if needed[4 + i] and has_dy[(i - 1) % count]]
+        wanted += [i for i in range(1, 1 + 2 * count) if needed[5 + i] and has_dy[(i - 1) % count]]
         if wanted:
             by = (weights[:count], weights[count : 2 * count], recipes.find(name), power_of_two)
             gradients = _gradients((z, z_scale, h, activation), dys, *by, wanted)
             for place, gradient in zip(wanted, gradients, strict=True):
                 found[place] = gradient
-        return found[0], None, None, None, None, *found[1:]
+        of_residual = dys[0] if needed[5] else None
+        return found[0], None, None, None, None, of_residual, *found[1:]
 
 
 def _is_held(weight: Tensor) -> bool:
@@ -91,6 +95,7 @@ def linears(
     biases: Sequence[Tensor | None],
     recipe: Recipe,
     power_of_two: bool,
+    residual: Tensor | None = None,
 ) -> list[Tensor]:
     """Return z W^T + b, `[..., N]` in the dtype of the weight, for each weight.
 
@@ -100,8 +105,10 @@ def linears(
         biases: For each weight one of shape `[N]`, or None.
         recipe: The FP8 recipe.
         power_of_two: Whether scales are rounded up to powers of two.
+        residual: What is added to the result of the only weight, in its shape and dtype, or None.
     """
-    return _linears(z, weights, biases, recipe, power_of_two, "", False, False, False)[0]
+    nothing = (False, False, False)
+    return _linears(z, weights, biases, recipe, power_of_two, "", *nothing, residual)[0]
 
 
 def _linears(
@@ -114,6 +121,7 @@ def _linears(
     keeps_h: bool,
     keeps_rows: bool,
     keeps_weights: bool,
+    residual: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Return the results, then what a backward needs, if it is kept.
 
@@ -134,7 +142,8 @@ def _linears(
         keeps_weights = False
     how = (recipe.input.scaling, scaling, power_of_two, weights[0].dtype, are_kept)
     keeps = (keeps_h, keeps_rows, keeps_weights)
-    found: list[Tensor] = layers(z, given, scales, [*biases], *how, activation, *keeps)
+    operands = (z, given, scales, [*biases])
+    found: list[Tensor] = layers(*operands, *how, activation, *keeps, residual)
     rest = iter(found)
     ys = [next(rest) for _ in range(1 if activation else len(weights))]
     h, rows = ([next(rest) for _ in range(count)] for count in (keeps_h, 2 * keeps_rows))

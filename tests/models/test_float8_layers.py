@@ -71,6 +71,48 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[s
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_sums_after_layers(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products add residuals, torchao's do so too, with the gradients of separate sums."""
+    torch.manual_seed(0)
+    model = trained(Block().bfloat16(), recipe)
+    apart = step(model, compiled(model), rows())
+    monkeypatch.setattr("fused_norm.models.fuse.adds_in_fp8", lambda x, own: own == recipe)
+    sites = {site.path: site for site in fn.explain(model, rows(), options={"then": "eager"}).sites}
+    assert (sites["out"].kind, sites["out"].implementation) == ("residual", f"FP8 {recipe}")
+    assert sites["norm2"].calls == ["norm_mlp: gelu, residual after"]
+    found = step(model, compiled(model), rows())
+    for name, e in apart.items():
+        assert decibels(found[name], e) > LEAST[recipe], name
+    assert not torch.equal(found["y"], apart["y"])
+    kept = fn.explain(model, rows(), options={"then": "eager", "rounding": "model"}).sites
+    assert not any(site.kind == "residual" for site in kept)
+
+
+def test_sums_after_weights_in_8_bits(
+    quantized: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their products add, except what takes a gradient."""
+    monkeypatch.setattr("fused_norm.models.fuse.adds_in_fp8", lambda x, own: True)
+    torch.manual_seed(0)
+    layer = quantized(nn.Linear(1024, 1024).bfloat16().requires_grad_(False))
+    x, r = rows(), rows().mul(3).requires_grad_()
+
+    def summed(x: Tensor, r: Tensor) -> Tensor:
+        y: Tensor = r + layer(x)
+        return y
+
+    (site,) = fn.explain(summed, x, r, options={"then": "eager"}).sites
+    assert (site.kind, site.implementation) == ("residual", "FP8 rowwise")
+    run = compiled(summed)
+    y = run(x, r)
+    assert decibels(y.detach(), summed(x, r).detach()) > 45
+    (dr,) = torch.autograd.grad(y, r, torch.ones_like(r))
+    assert torch.equal(dr, torch.ones_like(r))
+    with torch.no_grad():
+        assert decibels(run(x, r), summed(x, r)) > 45
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_layer_is_recognized_and_said_to_be(recipe: str) -> None:
     torch.manual_seed(0)
     model = trained(Block().bfloat16(), recipe)
