@@ -34,7 +34,7 @@ def with_sites(
         function: A function or a module.
         fullgraph: Whether one graph has to take all of it.
         dynamic: Whether sizes may vary; PyTorch's default if None.
-        options: Options of the backend other than `"then"`: graphs run in eager mode.
+        options: Options of the backend; `then` is `"eager"` unless it is given.
     """
     torch._dynamo.reset()
     sites: list[Site] = []

@@ -56,6 +56,8 @@ TRAINING = [
     *("training; DDP; modules", "training; DDP; functions", "training; DDP; backend"),
     *("training; FSDP2; modules", "training; FSDP2; backend"),
 ]
+# Half of each sequence in each process, by what runs the graph.
+CONTEXT = ["context parallel; eager", "context parallel; aot_eager"]
 # Each recipe in what trainers do.
 FP8 = [
     f"FP8; {recipe}; {wrap}; {mode}"
@@ -67,6 +69,6 @@ FP8 = [
     )
 ]
 NAMES = [
-    *(*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, "DDP", "FSDP2", *TRAINING),
+    *(*MEMBER_CASES, *TENSOR_PARALLEL, *BACKEND, *CONTEXT, "DDP", "FSDP2", *TRAINING),
     *("linear_add", "mixed", *FP8),
 ]

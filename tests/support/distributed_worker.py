@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import distributed_context
 import distributed_fp8
 import distributed_training
 import family
@@ -279,7 +280,7 @@ def shard_fully(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-CASES |= distributed_training.cases() | distributed_fp8.cases()
+CASES |= distributed_training.cases() | distributed_fp8.cases() | distributed_context.cases()
 CASES["DDP"] = functools.partial(check_data_parallel, DistributedDataParallel)
 CASES["FSDP2"] = functools.partial(check_data_parallel, shard_fully)
 
