@@ -72,21 +72,23 @@ def _columns_part[dtype: DType](data: Data, worker: Int):
     var room = Room[dtype](arena, plan)
     var weight = Matrix[dtype](call.weight, call.K)
     while True:
-        var first = job.take() * plan.task_columns
-        if first >= call.N:
+        var begin = job.take() * plan.task_columns
+        if begin >= call.N:
             return
-        var columns = min(plan.task_columns, call.N - first)
-        for which in range(plan.halves):
-            multiply_few_rows[dtype](
-                room.sums_of(which),
-                _rows(job),
-                weight.part(which * call.N + first, 0),
-                call.M,
-                columns,
-                call.K,
-            )
-        var half = room.half(call, 0, first, columns, 0)
-        var other = half
-        if plan.halves > 1:
-            other = room.half(call, 1, first, columns, 1)
-        finish_columns(call, 0, first, call.M, columns, half, other)
+        var end = min(call.N, begin + plan.task_columns)
+        for first in range(begin, end, B.tile_n):
+            var columns = min(B.tile_n, end - first)
+            for which in range(plan.halves):
+                multiply_few_rows[dtype](
+                    room.sums_of(which),
+                    _rows(job),
+                    weight.part(which * call.N + first, 0),
+                    call.M,
+                    columns,
+                    call.K,
+                )
+            var half = room.half(call, 0, first, columns, 0)
+            var other = half
+            if plan.halves > 1:
+                other = room.half(call, 1, first, columns, 1)
+            finish_columns(call, 0, first, call.M, columns, half, other)

@@ -26,7 +26,7 @@ comptime SHARED_ELEMENTS = 1 << 19
 """As many elements of these rows stay in the second cache while every row of the weight meets them."""
 
 comptime MOST_TASK_COLUMNS = 256
-"""Most columns that a task takes where rows are few and tiles multiply them."""
+"""Most columns that a task takes where rows are multiplied in place, or few on tiles."""
 
 comptime TILES_WIDTH = 256
 """Most columns whose packed weight stays in the second cache together with a slab of rows, on tiles."""
@@ -129,10 +129,12 @@ struct ForwardPlan[dtype: DType](Copyable, Movable):
             align_up(ceildiv(call.N, 4 * self.workers), B.tile_n),
         )
         if self.in_place:
-            self.task_columns = min(
-                B.tile_n,
-                align_up(ceildiv(call.N, 4 * self.workers), B.width),
-            )
+            # As many as follow each other, of which the first lines alone are
+            # not asked for ahead.
+            var columns = align_up(ceildiv(call.N, 8 * self.workers), B.width)
+            if columns > B.tile_n:
+                columns = columns // B.tile_n * B.tile_n
+            self.task_columns = min(MOST_TASK_COLUMNS, columns)
         self.sums_at_once = self.halves
         if call.M * call.K > SHARED_ELEMENTS:
             self.sums_at_once *= self.task_columns // TILES_ROWS
