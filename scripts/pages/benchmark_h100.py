@@ -138,7 +138,8 @@ def _blocks(run: dict[str, Any]) -> list[str]:
         f"{e['gpu']}, torch {e['torch']}, torchao {versions['torchao']}, driver {e['driver']}, "
         f"{commits}, CUDA graphs. From `{BLOCKS}`, made by "
         "`poe bench --fp8`. Ratios to eager bfloat16; `products` are `torch._scaled_mm` of "
-        "operands quantized before, and attention.\n",
+        "operands quantized before, and attention. Weights are random: hidden rows of a frozen "
+        "gate stay in 8 bits, which [trained weights may not allow](../guide/fp8.md).\n",
         markdown.table(header, rows, right=range(1, len(header))),
     ]
 
