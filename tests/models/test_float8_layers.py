@@ -70,7 +70,9 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> dict[s
     return {"y": y.detach(), "x": x.grad, **found}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [RECIPES[0], *(pytest.param(r, marks=pytest.mark.slow) for r in RECIPES[1:])]
+)
 def test_sums_after_layers(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where products add residuals, torchao's do so too, with the gradients of separate sums."""
     torch.manual_seed(0)
