@@ -2,6 +2,7 @@
 
     python scripts/measure/cpu_calls.py [--commit COMMIT]   measure, and write both files
     python scripts/measure/cpu_calls.py --most-rows ROWS    measure the calls of few rows again
+    python scripts/measure/cpu_calls.py --missing           measure what the file lacks
     python scripts/measure/cpu_calls.py --fit               only fit again, every kind
 
 Measurements are benchmarks/results/cpu-calls-KIND.json; what is fitted to them is
@@ -35,6 +36,9 @@ RESULTS = ROOT / "benchmarks/results"
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 WEIGHTS = ((128, 128), (768, 768), (768, 3072), (1024, 1024), (4096, 4096))
 RANDOM = 300
+# Calls whose time is that of starting them; random ones are seldom so small.
+TINY_ROWS = (1, 4, 16)
+TINY_WEIGHTS = ((16, 64), (96, 48))
 # Where measurement and model differ by more, a size is measured again, for longer.
 DOUBTFUL, LONGER = 1.4, 3
 # Kinds without measurements, and the kind whose ratios of our times and PyTorch's they use.
@@ -53,6 +57,7 @@ def main() -> int:
         type=int,
         help="only calls of as many rows, whose kernels changed; the file says which those are",
     )
+    parser.add_argument("--missing", action="store_true", help="only what the file lacks")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each call (default: 0.3)")
     options = parser.parse_args()
     if not options.fit:
@@ -60,7 +65,9 @@ def main() -> int:
         if kind is None:
             print("SKIPPED: needs a CPU with AVX2, or Arm's")
             return 0
-        if options.most_rows:
+        if options.missing:
+            measure_missing(kind, options.seconds, options.commit)
+        elif options.most_rows:
             measure_again(kind, options.seconds, options.commit, options.most_rows)
         else:
             measure(kind, options.seconds, options.commit)
@@ -82,7 +89,13 @@ def sizes() -> list[Size]:
         for dtype, (K, N), M in itertools.product(drawing.DTYPES, WEIGHTS, ROWS)
         if M * K * N * (1 if dtype == "float32" else 8) <= drawing.MOST_PRODUCTS
     ]
-    return grid + drawing.draw(RANDOM, drawing.SEED)
+    tiny = [
+        Size(dtype, kind, M, K, N)
+        for dtype, kind, (K, N), M in itertools.product(
+            drawing.DTYPES, ("activation", "gate"), TINY_WEIGHTS, TINY_ROWS
+        )
+    ]
+    return grid + drawing.draw(RANDOM, drawing.SEED) + tiny
 
 
 def measure(kind: str, seconds: float, commit: str | None) -> None:
@@ -121,6 +134,26 @@ def measure_again(kind: str, seconds: float, commit: str | None, most_rows: int)
     document.write_rows(file_of(kind), content, "calls", calls)
 
 
+def measure_missing(kind: str, seconds: float, commit: str | None) -> None:
+    """Add the calls that the measurements of this kind of CPU lack."""
+    content = json.loads(file_of(kind).read_text())
+    calls = [Measured(*each) for each in content.pop("calls")]
+    there = {(*_size_of(call), call.direction) for call in calls}
+    first = len(calls)
+    with Progress() as progress:
+        for size in progress.track(sizes(), description=kind):
+            missing = [d for d in DIRECTIONS if (*size, d) not in there]
+            calls += [measure_call(size, direction, seconds) for direction in missing]
+        repeat_doubtful(kind, calls, range(first, len(calls)), seconds, progress)
+    described = dataclasses.asdict(environment.describe(torch.device("cpu"), commit))
+    content["added"] = {"calls": len(calls) - first, "environment": described}
+    document.write_rows(file_of(kind), content, "calls", calls)
+
+
+def _size_of(call: Measured) -> Size:
+    return Size(call.dtype, call.kind, call.M, call.K, call.N)
+
+
 def repeat_doubtful(
     kind: str, calls: list[Measured], which: Sequence[int], seconds: float, progress: Progress
 ) -> None:
@@ -134,8 +167,7 @@ def repeat_doubtful(
 def measured_again(call: Measured, seconds: float) -> Measured:
     """Return a new measurement of a call, with as many threads as it had."""
     torch.set_num_threads(call.threads)
-    size = Size(call.dtype, call.kind, call.M, call.K, call.N)
-    return measure_call(size, call.direction, seconds)
+    return measure_call(_size_of(call), call.direction, seconds)
 
 
 def is_doubtful(call: Measured, device: costs.Device) -> bool:
